@@ -9,7 +9,7 @@ default:
 # Make the environment .venv, with all that the tests need.
 setup:
     python3 -m venv .venv
-    .venv/bin/pip install -q -e '.[cpu,dev]'
+    .venv/bin/pip install -q -e '.[cpu,dev]' -e plugins/onnxplace-learned
 
 # Run the tests, or those in the given folders or files.
 test *arguments:

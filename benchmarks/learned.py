@@ -18,9 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from onnxplace.cost_graph import ARCHITECTURES, GraphSet, draw_graphs
 from onnxplace.driver import place_cost_graph, replace_devices
-from onnxplace.passes.learning import default_policy_path, plan_with_policy, read_guided_policy
 from onnxplace.passes.placement.search import (
     Budget,
     Candidate,
@@ -34,6 +32,10 @@ from onnxplace.passes.placement.search import (
 from onnxplace.pipeline import Pipeline
 from onnxplace.problem import placement_problem
 from onnxplace.simulation import BatchSimulator
+from onnxplace_learned.graphs.architectures import ARCHITECTURES
+from onnxplace_learned.graphs.graph_sets import GraphSet, draw_graphs
+from onnxplace_learned.policies.guided_files import default_policy_path, read_guided_policy
+from onnxplace_learned.policies.guided_placing import plan_with_policy
 
 Row = Mapping[str, Any]
 # Of each family.

@@ -23,25 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 from learned import compare_placers
 
-from onnxplace.cost_graph import GraphSet, draw_graphs
 from onnxplace.driver import replace_devices
 from onnxplace.graph import Floats
-from onnxplace.passes.learning import (
-    Environment,
-    Learner,
-    Policy,
-    SequenceGraph,
-    SequenceInputs,
-    SequenceLearner,
-    SequencePolicy,
-    SequenceSettings,
-    SequenceShape,
-    Settings,
-    Shape,
-    require_torch,
-    update_policy,
-    update_sequence_policy,
-)
 from onnxplace.passes.placement.search import (
     Budget,
     SearchSpace,
@@ -52,6 +35,15 @@ from onnxplace.passes.placement.search import (
 )
 from onnxplace.pipeline import Pipeline
 from onnxplace.problem import PlacementProblem, placement_problem
+from onnxplace_learned.graphs.graph_sets import GraphSet, draw_graphs
+from onnxplace_learned.policies.environment import Environment
+from onnxplace_learned.policies.gradients import require_torch
+from onnxplace_learned.policies.networks import Policy, Shape
+from onnxplace_learned.policies.training import Learner, Settings, update_policy
+from onnxplace_learned.sequences.sequence_graph import SequenceGraph
+from onnxplace_learned.sequences.sequence_inputs import SequenceInputs
+from onnxplace_learned.sequences.sequence_learner import SequenceLearner, SequenceSettings, update_sequence_policy
+from onnxplace_learned.sequences.sequence_policy import SequencePolicy, SequenceShape
 
 RESAMPLES = 2_000
 # Proposals of the search that every table shows next to the policies.

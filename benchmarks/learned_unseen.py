@@ -21,17 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 from learned import bootstrap_interval, geometric_mean, print_rows
 
-from onnxplace.cost_graph import GraphSet
-from onnxplace.learn import LearningGraph, LearnOptions, draw_problems, learn_placeto
-from onnxplace.passes.learning import (
-    COMPLETION_ROUNDS,
-    Environment,
-    Policy,
-    Settings,
-    Shape,
-    place_with_policy,
-    search_lesson,
-)
+from onnxplace_learned.graphs.graph_sets import GraphSet
+from onnxplace_learned.policies.environment import Environment
+from onnxplace_learned.policies.networks import COMPLETION_ROUNDS, Policy, Shape
+from onnxplace_learned.policies.placing import place_with_policy
+from onnxplace_learned.policies.teacher import search_lesson
+from onnxplace_learned.policies.training import Settings
+from onnxplace_learned.training.learning import LearnOptions, learn_placeto
+from onnxplace_learned.training.problems import LearningGraph, draw_problems
 
 # Share of the graphs that is not trained on.
 UNSEEN_SHARE = 0.2

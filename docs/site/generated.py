@@ -64,8 +64,11 @@ def list_commands(command: click.Command = cli, path: str = "onnxplace") -> Iter
     """Yield all commands with what a user types, groups before their commands."""
     yield path, command
     if isinstance(command, click.Group):
-        for name in sorted(command.commands):
-            yield from list_commands(command.commands[name], f"{path} {name}")
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            _, subcommand, _ = command.resolve_command(context, [name])
+            if subcommand:
+                yield from list_commands(subcommand, f"{path} {name}")
 
 
 def render_commands() -> str:

@@ -1,4 +1,4 @@
-"""An example plugin: a round-robin placer, and a runtime without threads."""
+"""An example plugin: a round-robin placer, a runtime without threads, a kind of devices, and a command."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+import click
 import numpy as np
 
 from onnxplace import Bundle, ExecutionError, Pass, Runtime, RuntimeSession, State
+from onnxplace.cli import as_json, print_json, print_text
 from onnxplace.devices import DeviceAddress, DeviceKind, Hardware
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.problem import commit_placement, placement_problem
@@ -122,3 +125,15 @@ class Emulated(DeviceKind):
     def list_providers(self, address: DeviceAddress) -> list[tuple[str, dict[str, str]]]:
         """Return nothing: each session has the CPU's provider."""
         return []
+
+
+@click.command(short_help="Show how many nodes each device of a bundle has.")
+@click.argument("path", type=click.Path(path_type=Path), metavar="BUNDLE")
+@as_json
+def shares(path: Path, json_: bool) -> None:
+    """Show how many nodes each device of BUNDLE has."""
+    nodes = {device.id: device.nodes for device in Bundle.open(path).manifest.devices}
+    if json_:
+        print_json(nodes)
+    else:
+        print_text("\n".join(f"{device}  {count}" for device, count in nodes.items()))

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +26,6 @@ from onnxplace.cli.doctor import doctor
 from onnxplace.cli.explain import explain
 from onnxplace.cli.export import export
 from onnxplace.cli.hosts import hosts
-from onnxplace.cli.learn import learn
 from onnxplace.cli.merge import merge
 from onnxplace.cli.options import as_json, print_json, print_text, suggest_command
 from onnxplace.cli.place import place
@@ -33,11 +33,10 @@ from onnxplace.cli.plan import plan
 from onnxplace.cli.progress import is_terminal
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
-from onnxplace.cli.study import study
 from onnxplace.cli.train import train
 from onnxplace.cli.verbosity import add_verbosity_options, report_total_time
 from onnxplace.cli.verify import verify
-from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, suggest_nearest
+from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, suggest_nearest
 from onnxplace.machine import register_ending_handler
 
 # Errors about paths that are not a model, a bundle or a cost graph, with the command that takes such a path.
@@ -45,23 +44,62 @@ COMMANDS_BY_PATH_ERROR = {"M001": "compile", "M002": "compile", "N001": "run", "
 
 
 class CommandGroup(click.Group):
-    """The commands, with a hint at the nearest name.
+    """The commands, and those of plugins, which are listed without being imported."""
 
-    click itself has that hint only since version 8.4.
-    """
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return all names; a plugin cannot take that of a built-in command."""
+        from onnxplace.pipeline import list_entries
+
+        return sorted({*self.commands, *list_entries("commands")})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command; of a plugin, one that only says where it comes from."""
+        from onnxplace.pipeline import list_entries
+
+        if cmd_name not in self.commands and (entry := list_entries("commands").get(cmd_name)):
+            return click.Command(cmd_name, short_help=entry.summary)
+        return super().get_command(ctx, cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the name and command of the first argument, and the rest."""
-        if args[0] in self.commands or ctx.resilient_parsing:
+        """Return the name and command of the first argument, and the rest.
+
+        Raises click.UsageError with a hint at the nearest name, which click itself has only since version 8.4; and
+        UsageError or PluginError for a command of a plugin that is not installed or broken.
+        """
+        from onnxplace.pipeline import OFFERED
+
+        name = args[0]
+        if name in self.commands:
             return super().resolve_command(ctx, args)
-        raise click.UsageError(f"No such command {args[0]!r}: {suggest_nearest(args[0], self.commands)}", ctx)
+        known = self.list_commands(ctx)
+        if name in known or (name in OFFERED["commands"] and not ctx.resilient_parsing):
+            return name, load_plugin_command(name), args[1:]
+        if ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        raise click.UsageError(f"No such command {name!r}: {suggest_nearest(name, known)}", ctx)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; with `--verbose`, print its time."""
         with report_total_time(ctx):
             return super().invoke(ctx)
+
+
+@cache
+def load_plugin_command(name: str) -> click.Command:
+    """Import and return a command of a plugin, with the options that all commands have.
+
+    Raises UsageError or PluginError.
+    """
+    from onnxplace.pipeline import load_plugin
+
+    command, entry = load_plugin("commands", name)
+    if not isinstance(command, click.Command):
+        where, hint = f"command {name!r} from {entry.distribution}", "decorate a function with click.command"
+        raise PluginError("G002", f"{entry.path} is not a click.Command", where=where, hint=hint)
+    add_verbosity_options(command)
+    return command
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -70,7 +108,7 @@ def cli() -> None:
     """Split an ONNX model over several devices, and run it there.
 
     \b
-    Begin with:  onnxplace compile model.onnx --devices cpu:0,cpu:1 --shape batch=8
+    Get started: onnxplace compile model.onnx --devices cpu:0,cpu:1 --shape batch=8
                  onnxplace verify model.bundle
                  onnxplace run model.bundle --inputs feeds.npz --outputs out.npz
 
@@ -91,8 +129,6 @@ for command in (
     export,
     plan,
     place,
-    learn,
-    study,
     devices,
     hosts,
     doctor,

@@ -1,5 +1,5 @@
-from onnxplace.cost_graph.architectures import ARCHITECTURES as ARCHITECTURES
 from onnxplace.cost_graph.cost_graphs import (
+    assemble_cost_graph as assemble_cost_graph,
     from_networkx as from_networkx,
     parse_cost_graph as parse_cost_graph,
     read_cost_graph as read_cost_graph,
@@ -8,11 +8,4 @@ from onnxplace.cost_graph.cost_graphs import (
 from onnxplace.cost_graph.data import CostGraph as CostGraph
 from onnxplace.cost_graph.generators import GENERATORS as GENERATORS, tf_like as tf_like
 from onnxplace.cost_graph.graph_files import require_graph_format as require_graph_format
-from onnxplace.cost_graph.graph_sets import (
-    FAMILIES as FAMILIES,
-    GraphSet as GraphSet,
-    choose_side as choose_side,
-    draw_graphs as draw_graphs,
-    graph_fingerprint as graph_fingerprint,
-)
 from onnxplace.cost_graph.networkx_graphs import to_networkx as to_networkx

@@ -26,9 +26,7 @@ WARM_UPS_OF_PASS: Mapping[str, frozenset[str]] = {
     "fuse": frozenset({"levels"}),
     "m-etf": frozenset({"lists", "simulation", "bounds", "readers"}),
     "m-sct": frozenset({"lists", "simulation", "bounds", "readers"}),
-    "placeto": frozenset({"lists", "simulation", "bounds", "readers"}),
     "multilevel": frozenset({"lists", "simulation", "bounds", "levels", "paths", "search"}),
-    "guided": frozenset({"lists", "simulation", "bounds", "levels", "paths", "search"}),
     "auto": frozenset({"lists", "simulation", "bounds", "levels", "paths", "search"}),
 }
 # Helpers are worth their start only if this warm-up is needed.

@@ -5,7 +5,12 @@ from onnxplace.pipeline.pipeline import (
     make_pass as make_pass,
     run_pass as run_pass,
 )
-from onnxplace.pipeline.registry import find_plugin as find_plugin, list_entries as list_entries
+from onnxplace.pipeline.registry import (
+    OFFERED as OFFERED,
+    find_plugin as find_plugin,
+    list_entries as list_entries,
+    load_plugin as load_plugin,
+)
 from onnxplace.pipeline.select_placer import (
     BAECHI as BAECHI,
     OBJECTIVES as OBJECTIVES,

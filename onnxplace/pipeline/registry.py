@@ -1,4 +1,4 @@
-"""Find passes and runtimes by name: a built-in table, and entry points.
+"""Find passes, runtimes and commands by name: a built-in table, and entry points.
 
 Listing imports nothing. A broken plugin fails only on use; the error names its distribution. A plugin cannot take the
 name of a built-in one.
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from onnxplace.errors import PluginError, UsageError, suggest_nearest
 
-Kind = Literal["passes", "runtimes"]
+Kind = Literal["passes", "runtimes", "commands"]
+NOUNS: Mapping[Kind, str] = {"passes": "pass", "runtimes": "runtime", "commands": "command"}
 
 BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
@@ -74,22 +75,6 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                     "onnxplace.passes.exact:Exact",
                     "placer: the best step of a small graph, with a proven gap",
                 ),
-                "placeto": (
-                    "onnxplace.passes.placeto:Placeto",
-                    "placer: a learned policy that places one node after the other",
-                ),
-                "hierarchical": (
-                    "onnxplace.passes.hierarchical:Hierarchical",
-                    "placer: a learned policy that groups nodes, and places the groups one by one",
-                ),
-                "go": (
-                    "onnxplace.passes.go:Go",
-                    "placer: a learned policy that decides on all devices and priorities at once",
-                ),
-                "guided": (
-                    "onnxplace.passes.guided:Guided",
-                    "placer: a learned policy gives the search its starts, in tens of milliseconds",
-                ),
                 "split": ("onnxplace.passes.split:Split", "cut the placed model into segments and programs"),
                 "replicate": (
                     "onnxplace.passes.replicate:Replicate",
@@ -115,9 +100,19 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
 )
 
 
+# What the plugins of this repository add: an error for a name whose plugin is not installed says how to install it.
+OFFERED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
+    {
+        "passes": dict.fromkeys(("placeto", "hierarchical", "go", "guided"), "onnxplace-learned"),
+        "runtimes": {},
+        "commands": dict.fromkeys(("learn", "study"), "onnxplace-learned"),
+    }
+)
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A pass or runtime that has a name."""
+    """A pass, runtime or command that has a name."""
 
     name: str
     path: str
@@ -129,8 +124,11 @@ class Entry:
 
 @cache
 def list_entries(kind: Kind) -> Mapping[str, Entry]:
-    """Return all entries by name, built-in ones first; import none of them."""
-    table = {name: Entry(name, path, summary) for name, (path, summary) in BUILTIN[kind].items()}
+    """Return all entries by name, built-in ones first; import none of them.
+
+    Of commands, these are the ones of plugins.
+    """
+    table = {name: Entry(name, path, summary) for name, (path, summary) in BUILTIN.get(kind, {}).items()}
     for point in metadata.entry_points(group=f"onnxplace.{kind}"):
         distribution = point.dist.name if point.dist else "an unnamed distribution"
         if point.name not in table:
@@ -138,18 +136,37 @@ def list_entries(kind: Kind) -> Mapping[str, Entry]:
     return MappingProxyType(table)
 
 
-def find_plugin(kind: Kind, name: str) -> type:
+def find_plugin(kind: Literal["passes", "runtimes"], name: str) -> type:
     """Import and return the class behind a name; raises UsageError or PluginError."""
-    noun = "pass" if kind == "passes" else "runtime"
-    known = list_entries(kind)
+    from onnxplace.runtime import Runtime
+    from onnxplace.state import Pass
+
+    plugin, entry = load_plugin(kind, name)
+    where = f"{name!r} from {entry.distribution or 'onnxplace'}"
+    base = Pass if kind == "passes" else Runtime
+    if not isinstance(plugin, type) or not issubclass(plugin, base):
+        expected = f"a {base.__name__}" if isinstance(plugin, type) else "a class"
+        hint = f"it must subclass onnxplace.{base.__name__}"
+        raise PluginError("G002", f"{entry.path} is not {expected}", where=where, hint=hint)
+    if inspect.isabstract(plugin):
+        missing = ", ".join(sorted(plugin.__abstractmethods__))
+        raise PluginError("G003", f"{entry.path} does not define {missing}", where=where)
+    return plugin
+
+
+def load_plugin(kind: Kind, name: str) -> tuple[Any, Entry]:
+    """Import and return what a name stands for, and its entry; raises UsageError or PluginError."""
+    noun, known = NOUNS[kind], list_entries(kind)
     if name not in known:
-        raise UsageError(
-            "U001", f"unknown {noun} {name!r}", hint=f"{suggest_nearest(name, known)} (`onnxplace {kind}` lists them)"
-        )
+        if plugin := OFFERED[kind].get(name):
+            message = f"{noun} {name!r} is part of the plugin {plugin}, which is not installed"
+            raise UsageError("U001", message, hint=f"in a checkout of onnxplace: pip install -e plugins/{plugin}")
+        hint = f"{suggest_nearest(name, known)} (`onnxplace {kind}` lists them)"
+        raise UsageError("U001", f"unknown {noun} {name!r}", hint=hint)
     entry = known[name]
     module, _, attribute = entry.path.partition(":")
     try:
-        plugin = getattr(import_module(module), attribute)
+        return getattr(import_module(module), attribute), entry
     except KeyboardInterrupt:
         raise
     except BaseException as problem:  # a plugin may fail in any way, even exit; the error names it
@@ -161,16 +178,3 @@ def find_plugin(kind: Kind, name: str) -> type:
             where=f"{noun} {name!r} from {entry.distribution}",
             hint=f"update or uninstall {entry.distribution}; its author sees where with --verbose",
         ) from problem
-    from onnxplace.runtime import Runtime
-    from onnxplace.state import Pass
-
-    where = f"{name!r} from {entry.distribution or 'onnxplace'}"
-    base = Pass if kind == "passes" else Runtime
-    if not isinstance(plugin, type) or not issubclass(plugin, base):
-        expected = f"a {base.__name__}" if isinstance(plugin, type) else "a class"
-        hint = f"it must subclass onnxplace.{base.__name__}"
-        raise PluginError("G002", f"{entry.path} is not {expected}", where=where, hint=hint)
-    if inspect.isabstract(plugin):
-        missing = ", ".join(sorted(plugin.__abstractmethods__))
-        raise PluginError("G003", f"{entry.path} does not define {missing}", where=where)
-    return plugin

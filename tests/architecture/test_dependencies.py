@@ -16,6 +16,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PLUGINS = sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))
 EXTRAS = PROJECT["optional-dependencies"]
 
 # Modules whose package has another name.
@@ -23,24 +24,25 @@ PACKAGES = {"cuda": "cuda-bindings", "google": "protobuf", "pynvml": "nvidia-ml-
 PACKAGES["optimum"] = "optimum-onnx"
 # The extras that each folder may import from, besides the dependencies of the project.
 FOLDERS = {
-    "onnxplace": ("cpu", "gpu", "learn", "mpi", "report", "torch", "train"),
-    "passes": ("cpu", "gpu", "learn"),
+    "onnxplace": ("cpu", "gpu", "mpi", "report", "torch", "train"),
+    "passes": ("cpu", "gpu"),
     "runtimes": ("cpu", "gpu", "mpi"),
     "examples": ("cpu", "gpu", "serve", "torch", "train"),
     "benchmarks": ("cpu", "gpu", "dev", "optimum", "zoo"),
-    "tests": ("cpu", "gpu", "dev", "genai", "learn", "torch"),
+    "tests": ("cpu", "gpu", "dev", "genai", "torch"),
     ".ci": ("cpu", "dev"),
     "docs": ("docs",),
 }
 
 
-def required_packages(extras: tuple[str, ...]) -> set[str]:
-    """Return the packages that the project and some of its extras require."""
-    texts = [*PROJECT["dependencies"], *(text for extra in extras for text in EXTRAS[extra])]
+def required_packages(extras: tuple[str, ...], project: dict = PROJECT) -> set[str]:
+    """Return the packages that a project and some of its extras require."""
+    optional = project.get("optional-dependencies", {})
+    texts = [*project["dependencies"], *(text for extra in extras for text in optional[extra])]
     return {canonicalize_name(Requirement(text).name) for text in texts}
 
 
-def list_python_files(folder: str) -> list[Path]:
+def list_python_files(folder: str | Path) -> list[Path]:
     """Return the Python files of a folder; `onnxplace` holds links to the folders of passes and runtimes."""
     linked = {path for path in (ROOT / folder).iterdir() if path.is_symlink()}
     return [path for path in sorted((ROOT / folder).rglob("*.py")) if linked.isdisjoint(path.parents)]
@@ -63,6 +65,7 @@ def list_packages(path: Path) -> set[str]:
     """Return the third-party packages that a file imports, by their names in pip."""
     own = {"onnxplace", "passes", "runtimes", "tests", "benchmarks", *(file.stem for file in path.parent.glob("*.py"))}
     own |= {file.stem for file in (ROOT / "examples").glob("*.py")}  # pytest and mypy have it on their path
+    own |= {plugin.name.replace("-", "_") for plugin in PLUGINS}  # of what the tools need, the environment has them
     modules = read_imported_packages(path.read_text(encoding="utf-8")) - own - sys.stdlib_module_names
     return {canonicalize_name(PACKAGES.get(module, module)) for module in modules}
 
@@ -88,6 +91,16 @@ def test_every_imported_package_is_declared(folder):
     assert missing == set()
 
 
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
+def test_a_plugin_declares_what_it_imports(plugin):
+    project = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = required_packages(tuple(project["optional-dependencies"]), project)
+    imported = {
+        name for path in list_python_files(plugin / plugin.name.replace("-", "_")) for name in list_packages(path)
+    }
+    assert imported | {"onnxplace"} == declared
+
+
 def test_every_dependency_is_imported():
     paths = [path for folder in ("onnxplace", "passes", "runtimes") for path in list_python_files(folder)]
     assert required_packages(()) <= {name for path in paths for name in list_packages(path)}
@@ -103,7 +116,7 @@ def test_every_kind_of_import_is_found():
     assert read_imported_packages(source) == {"a", "b", "e", "i", "j", "m", "q"}
 
 
-@pytest.mark.parametrize("extra", [None, "cpu", "gpu", "webgpu", "learn", "torch", "zoo", "docs", "optimum", "serve"])
+@pytest.mark.parametrize("extra", [None, "cpu", "gpu", "webgpu", "torch", "zoo", "docs", "optimum", "serve"])
 def test_every_dependency_has_a_lower_bound(lowest, extra):
     for text in PROJECT["dependencies"] if extra is None else EXTRAS[extra]:
         assert Version(lowest.lower_bound(Requirement(text))) > Version("0")

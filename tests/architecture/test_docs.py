@@ -19,7 +19,12 @@ SOURCES = [path for folder in ("onnxplace", "passes", "runtimes") for path in (R
 
 
 def test_the_list_of_errors_has_exactly_the_codes_in_the_source():
-    used = {code for path in SOURCES for code in re.findall(r'"([A-Z]\d{3})"', path.read_text(encoding="utf-8"))}
+    plugins = (ROOT / "plugins").glob("*/*/**/*.py")
+    used = {
+        code
+        for path in (*SOURCES, *plugins)
+        for code in re.findall(r'"([A-Z]\d{3})"', path.read_text(encoding="utf-8"))
+    }
     used |= set(re.findall(r"error\[([A-Z]\d{3})\]", (ROOT / "onnxplace/cli/app.py").read_text(encoding="utf-8")))
     listed = re.findall(r"^\| ([A-Z]\d{3}) \|", (ROOT / "docs/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(listed) == len(set(listed))
@@ -64,7 +69,7 @@ def test_the_schema_describes_the_fields_of_predictions_and_trial():
 
 
 def test_links_in_the_documentation_lead_to_files():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "plugins").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"

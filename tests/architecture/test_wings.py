@@ -49,9 +49,6 @@ MAY_IMPORT = {
     "passes.placement.pipelining": "facts graph state training_roles",
     "passes.placement.exact": "graph passes.placement.search problem simulation utils",
     "passes.placement.stages": "errors graph problem simulation target utils",
-    "passes.learning": (
-        "errors facts graph passes.placement.list_scheduling passes.placement.search problem simulation state utils"
-    ),
     "passes.segments": "bundle errors facts graph machine model problem simulation state target training_roles utils",
     "passes.sharding": (
         "errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state target "
@@ -59,7 +56,7 @@ MAY_IMPORT = {
     ),
     "passes.recomputation": "errors facts graph model problem state training_step utils",
     "passes": (
-        "bundle errors facts graph machine model passes.cost_files passes.learning passes.placement.exact "
+        "bundle errors facts graph machine model passes.cost_files passes.placement.exact "
         "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining "
         "passes.placement.search passes.placement.stages passes.profiling passes.recomputation passes.segments "
         "passes.sharding passes.training problem simulation state target training_roles utils"
@@ -84,10 +81,6 @@ MAY_IMPORT = {
     "driver": (
         "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
     ),
-    "learn": (
-        "bundle cost_graph driver errors evaluation facts graph machine model passes.learning pipeline problem state "
-        "target utils"
-    ),
     "export": "bundle devices errors model model_metadata target training_step utils",
     "api": "bundle driver drop_in errors machine pipeline runtime serving traces utils",
     "training": "api bundle errors feeds model runtime utils",
@@ -97,8 +90,8 @@ MAY_IMPORT = {
         "testing utils"
     ),
     "cli": (
-        "api bundle calibration cost_graph doctor driver errors evaluation export feeds hosts learn machine "
-        "passes.learning pipeline report runtime serving target traces training utils"
+        "api bundle calibration cost_graph doctor driver errors evaluation export feeds hosts machine "
+        "pipeline report runtime serving target traces training utils"
     ),
     "__main__": "cli",
 }
@@ -176,6 +169,30 @@ def test_a_wing_imports_every_wing_that_the_map_allows(wing):
     paths = [path for name, path in MODULES.items() if find_wing(name) == wing]
     used = {find_wing(module) for path in paths for module, _ in read_imports(path)}
     assert set(MAY_IMPORT[wing].split()) <= used
+
+
+PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/*/**/*.py"))
+PLUGIN_SOURCES = [path for path in PLUGIN_FILES if "tests" not in path.relative_to(ROOT / "plugins").parts]
+
+
+@pytest.mark.parametrize("path", PLUGIN_SOURCES, ids=lambda path: path.relative_to(ROOT / "plugins").as_posix())
+def test_a_plugin_uses_only_what_wings_list(path):
+    """So what our own plugins use is there for everybody's."""
+    for module, name in read_imports(path):
+        assert module in MAY_IMPORT, f"{module} is not a wing"
+        assert module in MODULES or name in import_module(f"onnxplace.{module}").__all__, f"{module}: {name}"
+
+
+def test_nothing_imports_a_plugin():
+    packages = {path.parent.name for path in PLUGIN_SOURCES if path.name == "__init__.py"}
+    imported = set()
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            imported |= {name.partition(".")[0] for name in names}
+    assert "onnxplace_learned" in packages
+    assert not packages & imported
 
 
 def test_modules_do_not_import_each_other_in_a_cycle():

@@ -35,7 +35,6 @@ def offer(line: str) -> list[str]:
     ("line", "expected"),
     [
         ("comp", ["compile", "completion"]),
-        ("learn pl", ["placeto"]),
         ("compile m.onnx --qu", ["--quiet"]),
         ("compile m.onnx --objective la", ["latency"]),
         ("compile m.onnx --placer m-", ["m-topo", "m-etf", "m-sct"]),
@@ -58,7 +57,7 @@ def test_names_are_completed(line, expected):
 
 def test_every_placer_is_offered():
     offered = offer("compile m.onnx --placer ")
-    assert {"auto", "single", "guided", "stages", "placeto"} <= set(offered)
+    assert {"auto", "single", "stages"} <= set(offered)
     assert not {"optimize", "profile", "split", "emit"} & set(offered)
 
 

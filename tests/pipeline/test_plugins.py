@@ -18,10 +18,13 @@ from pathlib import Path
 
 import pytest
 
+from onnxplace.cost_graph import GENERATORS, write_cost_graph
+from onnxplace.pipeline import list_entries
 from onnxplace.testing import check_pass, check_runtime
 from tests.conftest import FAST_PIPELINE, Ran
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "plugin"
 MODULE = "onnxplace_round_robin"
 DISTRIBUTION = "onnxplace-round-robin"
 
@@ -165,6 +168,39 @@ def test_a_kind_of_devices_from_a_plugin_is_found_compiled_for_and_run(site, com
     assert "device 'cpu:0/1' cannot be one of several on cpu:0" in part.err
 
 
+def test_a_command_of_a_plugin_is_listed_without_its_module_and_runs_like_built_in_ones(site, commands, compiled):
+    help_, misspelt = ["--help"], ["share", str(compiled)]
+    listed = commands(site, help_, misspelt)
+    assert re.search(rf"^  shares +plugin from {DISTRIBUTION}$", listed.results[0].out, re.MULTILINE)
+    assert listed.results[1].code == 2
+    assert "did you mean 'shares'?" in listed.results[1].err
+    assert MODULE not in listed.modules
+    text, data, own_help, wrong = commands(
+        site, ["shares", str(compiled)], ["shares", str(compiled), "--json"], ["shares", "-h"], ["shares", "nowhere"]
+    ).results
+    assert [result.code for result in (text, data, own_help, wrong)] == [0, 0, 0, 2]
+    assert set(json.loads(data.out)) == {"cpu:0", "cpu:1"}
+    assert text.out.startswith("cpu:0  ")
+    assert "--quiet" in own_help.out
+    assert "error[" in wrong.err
+
+
+@pytest.mark.parametrize("arguments", [["learn", "placeto"], ["study"], ["place", "g.graphml", "--placer", "guided"]])
+def test_a_plugin_of_this_repository_that_is_not_installed_is_named_with_how_to_install_it(
+    run_cli, tmp_path, monkeypatch, arguments
+):
+    monkeypatch.setattr("onnxplace.pipeline.registry.metadata.entry_points", lambda group: ())
+    monkeypatch.setattr("onnxplace.pipeline.registry.list_entries", list_entries.__wrapped__)
+    monkeypatch.chdir(tmp_path)
+    write_cost_graph(Path("g.graphml"), GENERATORS["layered"](8, 0))
+    result = run_cli(*arguments)
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.count("error[") == 1
+    assert "is part of the plugin onnxplace-learned, which is not installed" in result.err
+    assert "pip install -e plugins/onnxplace-learned" in result.err
+
+
 def test_the_command_itself_finds_a_plugin(site, model_file, tmp_path):
     process = subprocess.run(
         [sys.executable, "-m", "onnxplace", "compile", "model.onnx", "--shape", "batch=4", "--placer", "round-robin"],
@@ -196,6 +232,7 @@ def test_the_example_keeps_the_contract_of_runtimes(example):
 # ---------------------------------------------------------------------------------------------- broken ones
 
 BROKEN = {
+    "onnxplace.commands": {"fall": "failing:Anything", "odd": "harmless:function", "run": "failing:Evil"},
     "onnxplace.device_kinds": {"flawed": "failing:Anything", "odd": "harmless:Stranger", "raw": "harmless:RawKind"},
     "onnxplace.passes": {
         "fails": "failing:Anything",
@@ -264,8 +301,9 @@ def test_broken_plugins_do_not_affect_other_commands(broken_site, commands, mode
         ["runtimes"],
         ["compile", "model.onnx", "--shape", "batch=4", "--pipeline", FAST_PIPELINE],
         ["run", "model.bundle"],
+        ["--help"],
     )
-    assert [result.code for result in session.results] == [0, 0, 0, 0]
+    assert [result.code for result in session.results] == [0, 0, 0, 0, 0]
     for name in BROKEN["onnxplace.passes"]:
         assert name in session.results[0].out
     assert not {"failing", "harmless"} & session.modules
@@ -294,10 +332,13 @@ def test_a_broken_plugin_fails_on_use_and_is_named_with_its_distribution(broken_
         *[["compile", "model.onnx", "--shape", "batch=4", "--placer", name] for name in placers],
         ["passes", "fails"],
         ["run", str(compiled), "--runtime", "fails"],
+        ["fall"],
+        ["odd"],
     ).results
-    assert [result.code for result in session] == [4] * 7
+    assert [result.code for result in session] == [4] * 9
     expected_words = ("wrong phase", "not_there", "Missing", "not a class", "not a Pass", "wrong phase", "wrong phase")
-    for result, name, words in zip(session, (*placers, "fails", "fails"), expected_words):
+    expected_words += ("wrong phase", "not a click.Command")
+    for result, name, words in zip(session, (*placers, "fails", "fails", "fall", "odd"), expected_words):
         assert result.out == ""
         assert words in result.err
         assert repr(name) in result.err

@@ -13,15 +13,17 @@ import pytest
 
 from onnxplace.bundle import json_schema
 from onnxplace.cli.app import cli
-from onnxplace.pipeline import Pipeline
+from onnxplace.pipeline import OFFERED, Pipeline, list_entries
 from onnxplace.pipeline.registry import BUILTIN
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES += sorted((ROOT / "examples").rglob("*.md"))
+PAGES += sorted([*(ROOT / "examples").rglob("*.md"), *(ROOT / "plugins").rglob("*.md")])
 # What a reader fills in, and plugins that are not installed here.
 PLACEHOLDER = re.compile(r"[A-Z]+(?:\.[a-z]+)?")
-PLUGINS = re.compile(r"round-robin|one-thread|emulated|by-name")
+MISSING = {kind: set(names) - set(list_entries(kind)) for kind, names in OFFERED.items()}
+MISSING["commands"].add("shares")
+PLUGINS = re.compile("|".join(["round-robin", "one-thread", "emulated", "by-name", *MISSING["passes"]]))
 
 
 @cache
@@ -65,9 +67,11 @@ def check_command(words: list[str]) -> None:
         name = words[0] if words else "--help"
         if name.startswith("-"):
             break
-        if name not in command.commands:
+        if command is cli and name in MISSING["commands"]:
+            return
+        if name not in command.list_commands(context):
             raise click.UsageError(f"no command {name!r}")
-        command, words = command.commands[name], words[1:]
+        _, command, words = command.resolve_command(context, words)
         context = click.Context(command, info_name=name, parent=context)
     values, _, _ = command.make_parser(context).parse_args(list(words))
     for parameter in command.params:
@@ -118,8 +122,9 @@ def test_the_pages_have_enough_commands_for_the_tests_to_mean_something():
 
 def test_every_pass_has_a_page_with_its_description_and_options():
     folder, index = ROOT / "docs/reference/passes", (ROOT / "docs/reference/passes.md").read_text(encoding="utf-8")
-    assert {page.stem for page in folder.iterdir()} == set(BUILTIN["passes"])
-    for name in BUILTIN["passes"]:
+    names = {*BUILTIN["passes"], *OFFERED["passes"]}
+    assert {page.stem for page in folder.iterdir()} == names
+    for name in names:
         page = (folder / f"{name}.md").read_text(encoding="utf-8")
         assert page.startswith(f"# `{name}`\n\n"), name
         assert "\n- Time: " in page, f"{name} has no complexity"
@@ -142,7 +147,7 @@ def test_every_runtime_has_a_section_with_its_description():
 def test_generated_parts_hold_commands_passes_and_fields():
     generated = load("docs/site/generated.py")
     commands = generated.render_part("commands")
-    assert all(f"## `onnxplace {name}`" in commands for name in cli.commands)
+    assert all(f"## `onnxplace {name}`" in commands for name in cli.list_commands(click.Context(cli)))
     assert "--max-memory" in commands
     assert "| `seconds` | `2.0` | float, at least 0 | How long to search" in generated.render_part("pass auto")
     assert "- `InfeasibleError`: no cut fits the memory." in generated.render_part("pass pipelined")

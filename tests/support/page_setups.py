@@ -52,6 +52,15 @@ def setup(
     return Setup(files, Surroundings(environment, replaced or {}, prelude, before, after))
 
 
+# Installs the command of docs/passes.md by hand, and calls it.
+ADD_COMMAND = """
+mkdir gain-1.0.dist-info
+printf 'Metadata-Version: 2.1\\nName: gain\\nVersion: 1.0\\n' > gain-1.0.dist-info/METADATA
+printf '[onnxplace.commands]\\ngain = gain:gain\\n' > gain-1.0.dist-info/entry_points.txt
+onnxplace --help | grep 'gain  *plugin from gain'
+onnxplace gain graph.json
+onnxplace gain graph.json --json --quiet
+"""
 SETUPS: Mapping[str, Setup] = {
     "README.md": setup(
         "model.onnx",
@@ -97,8 +106,9 @@ SETUPS: Mapping[str, Setup] = {
     ),
     "docs/index.md": setup("model.onnx", "feeds.npz"),
     "docs/passes.md": setup(
-        "model.onnx",
-        after="python -c 'import cheapest, onnxplace.testing as t; t.check_pass(cheapest.Cheapest)'",
+        *("model.onnx", "graph.json"),
+        PYTHONPATH=".",
+        after="python -c 'import cheapest, onnxplace.testing as t; t.check_pass(cheapest.Cheapest)'\n" + ADD_COMMAND,
     ),
     "docs/report.md": setup(
         *("fixed/model.onnx", "model.bundle", "a.bundle", "b.bundle", "graph.json.gz"),

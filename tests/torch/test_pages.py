@@ -26,21 +26,7 @@ import numpy as np
 
 np.savez("data.npz", input=np.ones((96, 4, 4), np.float32), target=np.zeros(96, np.int64))
 """
-STUDY = "--family encoder_decoder --count 1 --seeds 1 --episodes 1 --nodes 12 --workers 1"
 SETUPS = {
-    "docs/learned.md": setup(
-        *("graph.json", "fixed/model.onnx"),
-        replaced={
-            "seconds=2": "seconds=0.1",
-            "--steps 1600": "--steps 2",
-            "episodes=1600": "episodes=2",
-            "episodes=800": "episodes=2",
-            "episodes=64": "episodes=2",
-            "--seconds 600": "--seconds 1",
-            "--seconds 300": "--seconds 5",
-            "study traversal": f"study traversal {STUDY}",
-        },
-    ),
     "docs/training.md": setup(
         before=f"python -c '{DATA}'",
         prelude=MODULE + LOADER,

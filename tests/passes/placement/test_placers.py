@@ -20,7 +20,7 @@ from onnxplace.testing import check_pass, random_state
 from tests.support.reference_simulator import even_target, graph_of
 
 PLACERS = ("single", "m-topo", "m-etf")
-# Also those that may cut clusters; `placeto` needs a policy: tests/passes/learning/test_placeto.py.
+# Also those that may cut clusters.
 ALL_PLACERS = (*PLACERS, "pipelined")
 thorough = settings(deadline=None, derandomize=True, max_examples=200)
 seeds = st.integers(0, 2**32 - 1)

@@ -1,5 +1,0 @@
-"""Training of placers that learn: graphs, the loop over updates, checkpoints, and learning curves."""
-
-from onnxplace._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__, __file__)

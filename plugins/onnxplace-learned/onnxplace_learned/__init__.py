@@ -1,0 +1,1 @@
+"""Placers for onnxplace that learn, their training, and the graphs that they learn from."""

@@ -1,0 +1,1 @@
+"""The commands `onnxplace learn` and `onnxplace study`."""

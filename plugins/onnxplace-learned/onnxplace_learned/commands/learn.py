@@ -1,0 +1,327 @@
+"""The command `onnxplace learn`: placers that learn, and graphs for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from onnxplace.cli import as_json, print_json, print_text
+from onnxplace.errors import format_count
+from onnxplace_learned.commands.learning_options import (
+    FAMILY_HELP,
+    LearnRequest,
+    backward_option,
+    collect_graphs,
+    learning_options,
+    nodes_option,
+    report_training,
+    require_choice,
+    show_training,
+)
+
+if TYPE_CHECKING:
+    from onnxplace_learned.sequences.sequence_policy import SequenceShape
+    from onnxplace_learned.training.learning import LearnOptions
+    from onnxplace_learned.training.measured import MeasuredPoint
+
+
+@click.group(short_help="Train placers that learn.")
+def learn() -> None:
+    """Train placers that learn, in simulated time.
+
+    \b
+    Example:  onnxplace learn placeto --family encoder_decoder --devices 2 --seconds 600 -o policy.safetensors
+              onnxplace place graph.json --placer 'placeto{policy=policy.safetensors}'
+    """  # noqa: D301 - \b tells click to keep the line breaks
+
+
+@learn.command(short_help="List the families of generated graphs.")
+@as_json
+def families(json_: bool) -> None:
+    """List the families of generated graphs."""
+    from onnxplace.report import format_table
+    from onnxplace_learned.graphs.graph_sets import FAMILIES
+
+    if json_:
+        print_json({"families": [{"name": name, "summary": summary} for name, summary in FAMILIES.items()]})
+    else:
+        print_text(format_table(("family", ""), list(FAMILIES.items()), left=2))
+
+
+@learn.command(short_help="Write generated graphs into a folder.")
+@click.option("--family", required=True, metavar="NAME", help=FAMILY_HELP)
+@click.option("--count", type=click.IntRange(1), default=32, show_default=True, help="How many graphs.")
+@nodes_option
+@backward_option
+@click.option(
+    "--side", type=click.Choice(["train", "test"]), default="train", show_default=True, help="No graph is on both."
+)
+@click.option("--devices", type=click.IntRange(1), metavar="N", help="Of each graph  [default: the family's]")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FOLDER", help="Made if needed."
+)
+@as_json
+def graphs(
+    *, family: str, count: int, nodes: int, backward: bool, side: Any, devices: int | None, output: Path, json_: bool
+) -> None:
+    """Write generated cost graphs as GraphML, for `onnxplace place` and `onnxplace learn placeto --graphs`."""
+    from onnxplace.cost_graph import write_cost_graph
+    from onnxplace.driver import replace_devices
+    from onnxplace.utils import cannot_write_error
+    from onnxplace_learned.graphs.graph_sets import GraphSet, draw_graphs
+
+    drawn = draw_graphs(GraphSet(family, count, nodes, side, backward))
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise cannot_write_error(problem, output) from None
+    paths = [output / f"{graph.name}.graphml" for graph in drawn]
+    for path, graph in zip(paths, drawn):
+        write_cost_graph(path, replace_devices(graph, devices, None))
+    if json_:
+        print_json({"files": [str(path) for path in paths]})
+    else:
+        print_text(f"{format_count(len(paths), 'graph')} written to {output}")
+
+
+def placements_option(default: int) -> Callable[..., Any]:
+    """Return the option for the number of placements of an update."""
+    return click.option(
+        "--placements",
+        type=click.IntRange(2),
+        default=default,
+        show_default=True,
+        help="Sampled of one graph, for each update.",
+    )
+
+
+@learn.command(short_help="Train the policy of the placer placeto.")
+@learning_options()
+@click.option("--order", default="topological", show_default=True, help="In which nodes are visited.")
+@click.option(
+    "--start",
+    default=None,
+    help="What episodes start from: several, m-etf, first-device, auto  [default: several; auto with measured rewards]",
+)
+@click.option(
+    "--learn-from",
+    default="completions",
+    show_default=True,
+    metavar="completions|rewards",
+    help="By the costs of choices that a searched placement completes, or by REINFORCE, as published and as measured "
+    "rewards always are.",
+)
+@click.option(
+    "--episodes",
+    type=click.IntRange(2),
+    default=None,
+    help="Of one graph, for each update from rewards  [default: 8; 4 with measured rewards]",
+)
+@click.option(
+    "--reward",
+    default="simulated",
+    show_default=True,
+    metavar="simulated|measured",
+    help="By simulated steps, or by running the bundle of each episode on this machine.",
+)
+@click.option(
+    "--groups",
+    type=click.IntRange(1),
+    default=40,
+    show_default=True,
+    help="With measured rewards, the most that nodes are joined into.",
+)
+def placeto(
+    request: LearnRequest,
+    *,
+    order: Any,
+    start: Any,
+    learn_from: Any,
+    episodes: int | None,
+    reward: Any,
+    groups: int,
+) -> None:
+    """Train the policy of the placer `placeto` on generated graphs, or on those in a folder.
+
+    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
+    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
+
+    \b
+    With --reward measured, the graphs are ONNX models, and the best placement is kept as a device map, too:
+    onnxplace learn placeto --graphs model.onnx --devices cpu:0,cpu:1 --reward measured --seconds 300 -o own.safetensors
+    onnxplace compile model.onnx --devices cpu:0,cpu:1 --device-map own.device-map.json
+    """  # noqa: D301 - \b tells click to keep the line breaks
+    from onnxplace_learned.policies.gradients import require_torch
+    from onnxplace_learned.policies.networks import LearnFrom
+    from onnxplace_learned.policies.training import Settings
+    from onnxplace_learned.policies.visiting_orders import Order, Reward, Start
+    from onnxplace_learned.training.learning import LearnOptions, learn_placeto
+
+    require_torch()
+    is_measured = reward == "measured"
+    start = start or ("auto" if is_measured else "several")
+    require_choice(order, get_args(Order), "--order")
+    require_choice(start, get_args(Start), "--start")
+    require_choice(learn_from, get_args(LearnFrom), "--learn-from")
+    require_choice(reward, get_args(Reward), "--reward")
+    settings = Settings(episodes=episodes or (4 if is_measured else 8), seed=request.seed)
+    if learn_from == "completions" and not is_measured:
+        settings = Settings.for_completions(request.seed)
+    options = LearnOptions(
+        devices=request.devices,
+        seconds=request.seconds,
+        updates=request.updates,
+        order=order,
+        start=start,
+        settings=settings,
+        threads=request.threads,
+        max_groups=groups,
+    )
+    if is_measured:
+        _learn_measured(request, options)
+        return
+    graphs = collect_graphs(request)
+    with show_training(request) as observer:
+        result = learn_placeto(
+            graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
+        )
+    point = next(item for item in result.points if item.updates == result.policy.updates)
+    quality = (
+        f"unseen graphs: step {point.validation_cost:.4f} of one device, started from {point.start_cost:.4f} "
+        f"(update {point.updates})"
+    )
+    report_training(request, graphs, result, unit="updates", quality=quality)
+
+
+def _learn_measured(request: LearnRequest, options: LearnOptions) -> None:
+    """Train with measured rewards, and print what was learned."""
+    from onnxplace.machine import local_target
+    from onnxplace_learned.training.measured import learn_measured
+
+    if request.target is None:  # the devices have to exist
+        request = replace(request, target=local_target([f"cpu:{index}" for index in range(request.devices)]))
+    graphs = collect_graphs(request)
+    with show_training(request, _describe_measured) as observer:
+        result = learn_measured(
+            graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
+        )
+    last = result.points[-1]
+    cost = min(point.validation_cost for point in result.points)
+    quality = (
+        f"measured steps: kept placement {result.measured_ratio:.4f} of the search's, in turns; "
+        f"policy {cost:.4f} of its start's\n"
+        f"bundles that were run: {last.bundles}; disturbed by other work on the machine: {last.disturbed}"
+    )
+    report_training(request, graphs, result, unit="updates", quality=quality)
+
+
+def _describe_measured(point: MeasuredPoint) -> str:
+    return f"update {point.updates}, {point.bundles} bundles run, best step {point.best_cost:.4f} of the start's"
+
+
+@learn.command(short_help="Train the policy of the placer guided.")
+@learning_options(limit="steps", count=8, devices=4, several=True)
+@click.option(
+    "--proposals", type=click.IntRange(1), default=5_000, show_default=True, help="Of searches for what to imitate."
+)
+def guided(request: LearnRequest, *, proposals: int) -> None:
+    """Train the policy of the placer `guided` on generated graphs, or on those in a folder.
+
+    It first imitates placements that a search finds, and is then reinforced on its own. Writes the policy that places
+    unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is installed, as PNG. Ctrl-C
+    leaves a checkpoint for --resume. The time limit does not include the searches.
+    """
+    from onnxplace_learned.policies.gradients import require_torch
+    from onnxplace_learned.training.guided import GuidedOptions, learn_guided
+
+    require_torch()
+    options = GuidedOptions(
+        seconds=request.seconds,
+        steps=request.updates,
+        proposals=proposals,
+        seed=request.seed,
+        threads=request.threads,
+    )
+    graphs = collect_graphs(request, mixture=True)
+    with show_training(request) as observer:
+        result = learn_guided(
+            graphs, options, request.output, families=request.label, resume=request.resume, observer=observer
+        )
+    point = min(result.points, key=lambda item: item.validation_cost)
+    quality = (
+        f"unseen graphs, next to the best of one device, m-TOPO, m-ETF and m-SCT: policy {point.validation_cost:.4f} "
+        f"(step {point.updates}), search {point.teacher_cost:.4f}"
+    )
+    report_training(request, graphs, result, unit="steps", quality=quality)
+
+
+@learn.command(short_help="Train the policy of the placer hierarchical.")
+@learning_options()
+@click.option("--groups", default="learned", show_default=True, help="learned (HDP), given (ColocRL), each.")
+@click.option(
+    "--max-groups", type=click.IntRange(1, 4096), default=64, show_default=True, help="Learned, or given, per graph."
+)
+@placements_option(16)
+def hierarchical(request: LearnRequest, *, groups: Any, max_groups: int, placements: int) -> None:
+    """Train the policy of the placer `hierarchical` on generated graphs, or on those in a folder.
+
+    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
+    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
+    """
+    from onnxplace_learned.policies.gradients import require_torch
+    from onnxplace_learned.sequences.sequence_policy import GroupsFrom, SequenceShape
+
+    require_torch()
+    require_choice(groups, get_args(GroupsFrom), "--groups")
+    _learn_sequence(request, SequenceShape("hierarchical", groups, request.devices, max_groups), placements)
+
+
+@learn.command(short_help="Train the policy of the placer go.")
+@learning_options()
+@click.option(
+    "--heads", default="placement+schedule", show_default=True, help="placement+schedule (GO), placement (GDP)."
+)
+@click.option(
+    "--order", default="criticality", show_default=True, help="Of nodes with equal priority: criticality, topological."
+)
+@placements_option(8)
+def go(request: LearnRequest, *, heads: Any, order: Any, placements: int) -> None:
+    """Train the policy of the placer `go` on generated graphs, or on those in a folder.
+
+    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
+    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
+    """
+    from onnxplace_learned.policies.gradients import require_torch
+    from onnxplace_learned.sequences.sequence_graph import ListOrder
+    from onnxplace_learned.sequences.sequence_policy import Heads, SequenceShape
+
+    require_torch()
+    require_choice(heads, get_args(Heads), "--heads")
+    require_choice(order, get_args(ListOrder), "--order")
+    _learn_sequence(request, SequenceShape("go", heads, request.devices, width=32, list_order=order), placements)
+
+
+def _learn_sequence(request: LearnRequest, shape: SequenceShape, placements: int) -> None:
+    """Train a policy of a shape, and report it."""
+    from onnxplace_learned.sequences.sequence_learner import SequenceSettings
+    from onnxplace_learned.training.sequences import SequenceLearnOptions, learn_sequence
+
+    settings = SequenceSettings.of(shape.kind, request.seed, placements)
+    options = SequenceLearnOptions(
+        shape=shape, settings=settings, seconds=request.seconds, updates=request.updates, threads=request.threads
+    )
+    graphs = collect_graphs(request)
+    with show_training(request) as observer:
+        result = learn_sequence(
+            graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
+        )
+    point = min(result.points, key=lambda item: item.validation_cost)
+    quality = (
+        f"unseen graphs: step {point.validation_cost:.4f} of one device, better of m-etf and one device "
+        f"{point.fallback_cost:.4f} (update {point.updates})"
+    )
+    report_training(request, graphs, result, unit="updates", quality=quality)

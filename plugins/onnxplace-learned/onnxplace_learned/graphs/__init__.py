@@ -1,0 +1,1 @@
+"""Families of neural networks as cost graphs, and sets of graphs for training and tests."""

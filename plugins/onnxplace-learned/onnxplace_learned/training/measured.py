@@ -1,0 +1,284 @@
+"""Train a policy with measured rewards: the steps of bundles that are run on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
+
+import numpy as np
+
+from onnxplace.errors import InputError
+from onnxplace.facts import Profile
+from onnxplace.graph import Ints
+from onnxplace.utils import read_json, temporary_folder, write_each, write_file
+from onnxplace_learned.policies.end_rewards import update_from_ends
+from onnxplace_learned.policies.environment import Environment
+from onnxplace_learned.policies.networks import Policy, Shape, hash_names
+from onnxplace_learned.policies.placing import coarsen_to
+from onnxplace_learned.policies.teacher import search_lesson
+from onnxplace_learned.policies.training import Learner, Update
+from onnxplace_learned.training.bundle_timer import BundleTimer
+from onnxplace_learned.training.curves import Plotted
+from onnxplace_learned.training.learning import LearnOptions, LearnResult, Training
+from onnxplace_learned.training.problems import LearningGraph
+from onnxplace_learned.training.training_loop import geometric_mean, prepare_training, run_training
+
+# What a placement that does not fit, or whose bundle fails, counts as, and the most that any counts as; 1 is the start.
+FAILED_COST = 10.0
+# Placements that are run in turns at the end, besides the one that a search finds.
+CONFIRMED = 3
+# Moves of that search, which places single nodes. Another placement is kept only if it takes clearly less time.
+SEARCH_PROPOSALS, CLEAR_RATIO = 100_000, 0.98
+
+
+@dataclass(frozen=True)
+class MeasuredPoint(Plotted):
+    """The state of a training after some updates. Costs are measured steps, relative to that of the start."""
+
+    UNIT: ClassVar[str] = "measured step, relative to the start"
+    LINES: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"best_cost": "best so far", "validation_cost": "policy", "train_cost": "episodes, mean"}
+    )
+
+    episodes: int
+    bundles: int
+    """How many were run, those of earlier sessions not included."""
+    disturbed: int
+    """How many of them other work on the machine slowed, so that their times are doubtful."""
+    train_cost: float
+    """Mean of the episodes since the last point."""
+    best_cost: float
+    """Of the best placement so far."""
+    validation_cost: float
+    """Of the placement that the policy holds best."""
+    entropy: float
+    """Mean, of the choices."""
+
+
+MeasuredObserver = Callable[[float, MeasuredPoint], None]
+"""Called with the progress from 0 to 1 at each point of the curve."""
+
+
+@dataclass
+class MeasuredModel:
+    """A model in training: its environment, its timer, and the best placement so far."""
+
+    environment: Environment
+    cluster: Ints
+    """Per node of the problem, its node in the environment."""
+    timer: BundleTimer
+    names: tuple[str, ...]
+    """Of the nodes of the model."""
+    start_seconds: float = 1.0
+    searched: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """The placement that a search finds in simulated time."""
+    tried: dict[bytes, tuple[float, Ints]] = field(default_factory=dict)
+    """Seconds and devices of the placements that work."""
+
+    def measure_starts(self, known: Ints | None) -> None:
+        """Measure the start of episodes, single devices, a searched placement, and one that is known from before."""
+        problem, start = self.timer.problem, self.environment.start[self.cluster]
+        self.start_seconds = self.timer.require_time(start)
+        self.tried[start.tobytes()] = (self.start_seconds, start)
+        devices = range(len(problem.target.devices))
+        pinned = problem.pinned[problem.group]
+        alone = [np.where(pinned >= 0, pinned, device).astype(np.int32) for device in devices]
+        lesson = search_lesson(problem, SEARCH_PROPOSALS, 0)
+        self.searched = lesson.device if lesson and self.measure(lesson.device) < FAILED_COST else start
+        for device in [*alone, *([known] if known is not None else [])]:
+            self.measure(device)
+
+    def measure(self, device: Ints) -> float:
+        """Return the cost of a placement of the problem's nodes."""
+        seconds = self.timer.time(device)
+        if seconds is None:
+            return FAILED_COST
+        self.tried[device.tobytes()] = (seconds, device)
+        return float(np.clip(seconds / self.start_seconds, 1 / FAILED_COST, FAILED_COST))
+
+    def measure_coarse(self, device: Ints) -> float:
+        """Return the cost of a placement of the environment's nodes."""
+        return self.measure(device[self.cluster].astype(np.int32))
+
+    @property
+    def reference(self) -> tuple[float, Ints]:
+        """Return seconds and devices of the placement that the search finds."""
+        return self.tried[self.searched.tobytes()]
+
+    @property
+    def best(self) -> tuple[float, Ints]:
+        """Return seconds and devices of the best placement so far: that of the search, unless one is clearly better."""
+        fastest = min(self.tried.values(), key=lambda item: item[0])
+        return fastest if fastest[0] < CLEAR_RATIO * self.reference[0] else self.reference
+
+    def confirm(self) -> None:
+        """Run the best placements and that of the search in turns, since the best of many noisy times is too good.
+
+        Where other work on the machine disturbs that, the search decides.
+        """
+        _, searched = self.reference
+        ranked = sorted(self.tried.values(), key=lambda item: item[0])[:CONFIRMED]
+        finalists = [searched, *(device for _, device in ranked if device.tobytes() != searched.tobytes())]
+        seconds = self.timer.compare(finalists)
+        if seconds is None:
+            finalists, seconds = [searched], [self.reference[0]]
+        self.tried = {device.tobytes(): (time, device) for time, device in zip(seconds, finalists)}
+
+    def write_map(self, path: Path) -> None:
+        """Write the device map of the best placement."""
+        text = json.dumps(self.device_map(), indent=1)
+        write_file(path, lambda stream: stream.write(text.encode()))
+
+    def device_map(self) -> dict[str, str]:
+        """Return the best placement as `compile --device-map` reads it."""
+        devices = self.timer.problem.target.devices
+        chosen = self.best[1][self.timer.problem.members]
+        common = int(np.bincount(chosen, minlength=len(devices)).argmax())
+        others = {
+            re.escape(name): devices[index].id for name, index in zip(self.names, chosen.tolist()) if index != common
+        }
+        return {**others, ".*": devices[common].id}
+
+    def read_device_map(self, path: Path) -> Ints | None:
+        """Return the placement in a device map; None if it is not one of this model."""
+        position = {device.id: index for index, device in enumerate(self.timer.problem.target.devices)}
+        try:
+            entries = [(re.compile(key), position[value]) for key, value in read_json(path, "H012", "").items()]
+            chosen = [next(index for key, index in entries if key.fullmatch(name)) for name in self.names]
+        except (InputError, AttributeError, KeyError, StopIteration, TypeError, re.error):
+            return None
+        device = np.zeros(len(self.cluster), dtype=np.int32)
+        device[self.timer.problem.members] = chosen
+        return device
+
+
+def learn_measured(
+    graphs: Sequence[LearningGraph],
+    options: LearnOptions,
+    output: Path,
+    *,
+    family: str = "",
+    resume: bool = False,
+    observer: MeasuredObserver | None = None,
+) -> LearnResult:
+    """Train Placeto's policy on models, rewarded by the measured step of the last placement of each episode.
+
+    Models are coarsened to `options.max_groups` nodes. Next to the policy are the checkpoint, the learning curve, and
+    for each model a device map: of the placement with the shortest measured step, since a policy alone may place worse.
+    It is that of a search, unless another one is clearly better when both are run in turns.
+    Times differ from run to run, so trainings are not repeatable. An interruption writes all of these, too.
+
+    Args:
+        graphs: ONNX models on devices of this machine.
+        options: How to train.
+        output: The file of the policy; the others are next to it.
+        family: What to call the models.
+        resume: Whether to continue from the checkpoint.
+        observer: Called after each update.
+
+    Raises:
+        UsageError: torch is missing, a graph is not a model, or cannot be run here; or a file cannot be written.
+        InputError: There are no graphs, or the checkpoint does not belong to these options.
+        InfeasibleError: A model does not fit the devices.
+    """
+    prepare_training(graphs, output, options.threads)
+    with temporary_folder() as folder:
+        training = MeasuredTraining.for_models(graphs, options, output, family, folder)
+        if resume:
+            training.restore()
+        for model, path in zip(training.models, training.map_paths):
+            model.measure_starts(model.read_device_map(path) if resume else None)
+        files = run_training(training, observer, f"placeto, measured, {family}")
+    ratios = [model.best[0] / model.reference[0] for model in training.models]
+    return LearnResult(training.best, training.points, files, geometric_mean(ratios))
+
+
+@dataclass
+class MeasuredTraining(Training):
+    """A training with measured rewards in progress."""
+
+    point_kind: ClassVar[type[Plotted]] = MeasuredPoint
+    point_updates: ClassVar[int] = 1
+
+    models: Sequence[MeasuredModel] = ()
+
+    @staticmethod
+    def for_models(
+        graphs: Sequence[LearningGraph], options: LearnOptions, output: Path, family: str, folder: Path
+    ) -> MeasuredTraining:
+        """Return a training at its beginning."""
+        models, seed = [], options.settings.seed
+        for index, graph in enumerate(graphs):
+            (folder / str(index)).mkdir()
+            timer = BundleTimer(graph, folder / str(index))
+            problem, cluster = coarsen_to(graph.problem, options.max_groups)
+            environment = Environment(problem, options.order, seed, options.start)
+            names = graph.state[Profile].graph.names if graph.state else ()
+            models.append(MeasuredModel(environment, cluster, timer, tuple(names)))
+        shape = Shape(options.devices)
+        policy = Policy(
+            shape=shape,
+            theta=shape.draw_parameters(seed),
+            order=options.order,
+            start=options.start,
+            family=family,
+            graphs=len(models),
+            seed=seed,
+            reward="measured",
+            max_nodes=options.max_groups,
+        )
+        environments = [model.environment for model in models]
+        return MeasuredTraining(output, policy, environments, environments, options, Learner.of(policy), models=models)
+
+    def finish(self) -> Sequence[Path]:
+        """Run the best placements in turns."""
+        for model in self.models:
+            model.confirm()
+        return self.map_paths
+
+    @property
+    def map_paths(self) -> list[Path]:
+        """Return the file of the device map of each model."""
+        if len(self.models) == 1:
+            return [self.output.with_suffix(".device-map.json")]
+        stems = [model.timer.name.removesuffix(".onnx") for model in self.models]
+        return [self.output.with_suffix(f".{stem}.device-map.json") for stem in stems]
+
+    def update(self, index: int, progress: float) -> Update:
+        """Run some episodes in one environment, and their bundles; return the update of the policy."""
+        model, settings = self.models[index], self.options.settings
+        steps = len(model.environment.visits.group)
+        settings = replace(settings, steps=max(steps, 1))
+        return update_from_ends(self.learner, model.environment, settings, progress, model.measure_coarse)
+
+    def evaluate(self, recent: Sequence[Update], seconds: float) -> MeasuredPoint:
+        """Measure what the policy holds best; keep the policy if that is the best so far."""
+        policy = self.learner.policy
+        costs = [model.measure_coarse(model.environment.run(policy.network).final) for model in self.models]
+        cost = geometric_mean(costs)
+        self.keep_if_better(policy, cost)
+        best = [model.best[0] / model.start_seconds for model in self.models]
+        return MeasuredPoint(
+            updates=policy.updates,
+            seconds=round(seconds, 3),
+            episodes=policy.updates * self.options.settings.episodes,
+            bundles=sum(model.timer.bundles for model in self.models),
+            disturbed=sum(model.timer.disturbed for model in self.models),
+            train_cost=float(np.mean([update.cost for update in recent])),
+            best_cost=geometric_mean(best),
+            validation_cost=cost,
+            entropy=float(np.mean([update.entropy for update in recent])),
+        )
+
+    def write_checkpoint(self) -> None:
+        """Write the best policy so far, what a training is resumed from, the curve, and the best placements."""
+        kept = {hash_names(model.names): model.best[1][model.timer.problem.members] for model in self.models}
+        self.best = replace(self.best, kept=kept)
+        maps = zip(self.models, self.map_paths)
+        write_each(super().write_checkpoint, *(partial(model.write_map, path) for model, path in maps))

@@ -1,0 +1,185 @@
+"""Train a policy of `hierarchical` or `go` on graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from onnxplace.errors import format_count
+from onnxplace_learned.sequences.sequence_files import read_sequence_learner, write_sequence_policy
+from onnxplace_learned.sequences.sequence_graph import SequenceGraph
+from onnxplace_learned.sequences.sequence_inputs import SequenceInputs
+from onnxplace_learned.sequences.sequence_learner import (
+    SequenceLearner,
+    SequenceSettings,
+    SequenceUpdate,
+    sample_policy,
+    update_sequence_policy,
+)
+from onnxplace_learned.sequences.sequence_policy import SequencePolicy, SequenceShape
+from onnxplace_learned.training.curves import Plotted
+from onnxplace_learned.training.learning import LearnResult, Training, hold_out
+from onnxplace_learned.training.problems import LearningGraph
+from onnxplace_learned.training.training_loop import (
+    Observer,
+    geometric_mean,
+    prepare_training,
+    require_limit,
+    run_training,
+)
+
+# Placements of each unseen graph next to the likeliest one, as many as the placers sample.
+VALIDATION_SAMPLES = 16
+
+
+@dataclass(frozen=True)
+class SequenceLearnOptions:
+    """How to train a policy."""
+
+    shape: SequenceShape
+    settings: SequenceSettings
+    seconds: float = 0.0
+    """Time limit, without the compilation of loops on first use; 0 for none."""
+    updates: int = 0
+    """Number of updates, for a result that does not depend on the clock; 0 for no limit."""
+    threads: int = 1
+    max_nodes: int = 1_000
+    """Graphs with more nodes are coarsened."""
+
+    def __post_init__(self) -> None:
+        require_limit(self.seconds, self.updates)
+
+
+@dataclass(frozen=True)
+class SequencePoint(Plotted):
+    """The state of a training after some updates."""
+
+    UNIT: ClassVar[str] = "step, as a share of one device"
+    LINES: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "validation_cost": "unseen graphs",
+            "fallback_cost": "unseen graphs, m-ETF or one device",
+            "train_cost": "training, sampled",
+            "train_best_cost": "training, best",
+        }
+    )
+
+    placements: int
+    """That were sampled and simulated."""
+    train_cost: float
+    """Mean cost of those since the last point; 1 is all work on one device, 10 what does not fit."""
+    train_best_cost: float
+    """Mean cost of the best of each update."""
+    entropy: float
+    """Mean, of the choices of devices."""
+    validation_cost: float
+    """Geometric mean cost of graphs that are not trained on: of the best of the likeliest and 16 sampled placements."""
+    fallback_cost: float
+    """The same of the better of m-ETF's placement and one device."""
+
+
+def learn_sequence(
+    graphs: Sequence[LearningGraph],
+    options: SequenceLearnOptions,
+    output: Path,
+    *,
+    family: str = "",
+    resume: bool = False,
+    observer: Observer | None = None,
+) -> LearnResult:
+    """Train a policy of `hierarchical` or `go`, and write it, its checkpoint and its learning curve (CSV, and PNG).
+
+    Graphs take turns. Equal options, graphs and numbers of updates give equal policies, also if a training is
+    interrupted and resumed. An interruption writes a checkpoint.
+
+    Args:
+        graphs: One in six of them, if there are as many, only tells which policy is best.
+        options: How to train.
+        output: The file of the policy; the others are next to it.
+        family: What to call the graphs.
+        resume: Whether to continue from the checkpoint.
+        observer: Called after some updates.
+
+    Raises:
+        UsageError: torch is missing, or a file cannot be written.
+        InputError: There are no graphs, or the checkpoint does not belong to these options.
+    """
+    with_nodes = [graph for graph in graphs if len(graph.problem.graph)]
+    prepare_training(with_nodes, output, options.threads)
+    training = SequenceTraining.start(with_nodes, options, output, family)
+    if resume:
+        training.restore()
+    title = f"{options.shape.kind}, {family or format_count(len(graphs), 'graph')}"
+    files = run_training(training, observer, title)
+    return LearnResult(training.best, training.points, files)
+
+
+@dataclass
+class SequenceTraining(Training):
+    """A training in progress."""
+
+    point_kind = SequencePoint
+    point_updates = 8
+
+    # Of other types than in the training of Placeto.
+    environments: Sequence[Any]
+    validation: Sequence[Any]
+    options: Any
+    learner: Any
+    best: Any
+
+    @staticmethod
+    def start(
+        graphs: Sequence[LearningGraph], options: SequenceLearnOptions, output: Path, family: str
+    ) -> SequenceTraining:
+        """Return a training at its beginning."""
+        shape, seed = options.shape, options.settings.seed
+        inputs = [
+            SequenceInputs(SequenceGraph.of(graph.problem, options.max_nodes, shape.max_items), shape)
+            for graph in graphs
+        ]
+        trained, held_out = hold_out(inputs)
+        policy = SequencePolicy(shape, shape.draw_parameters(seed), family, len(trained), 0, seed)
+        learner = SequenceLearner.of(policy, len(trained))
+        return SequenceTraining(output, policy, trained, held_out, options, learner)
+
+    def read_learner(self, path: Path) -> tuple[Any, Any]:
+        """Return the policy in a file, and what continues its training, or None."""
+        return read_sequence_learner(path, self.options.shape.kind)
+
+    def update(self, index: int, progress: float) -> Any:
+        """Sample placements of one graph; return the update of the policy."""
+        return update_sequence_policy(self.learner, self.environments[index], index, self.options.settings, progress)
+
+    def evaluate(self, recent: Sequence[Any], seconds: float) -> SequencePoint:
+        """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
+        updates: Sequence[SequenceUpdate] = recent
+        policy = self.learner.policy
+        seed = self.options.settings.seed
+        samples = [sample_policy(policy, inputs, VALIDATION_SAMPLES, seed) for inputs in self.validation]
+        cost = geometric_mean([float(sampled.scores.cost.min()) for sampled in samples])
+        self.keep_if_better(policy, cost)
+        bests = [update.best_cost for update in updates if np.isfinite(update.best_cost)]
+        return SequencePoint(
+            updates=policy.updates,
+            seconds=round(seconds, 3),
+            placements=policy.updates * self.options.settings.placements,
+            train_cost=float(np.mean([update.cost for update in updates])),
+            train_best_cost=float(np.mean(bests)) if bests else float("nan"),
+            entropy=float(np.mean([update.entropy for update in updates])),
+            validation_cost=cost,
+            fallback_cost=geometric_mean([inputs.graph.fallback_cost for inputs in self.validation]),
+        )
+
+    def write_learner(self, path: Path) -> None:
+        """Write the policy, and what continues its training."""
+        write_sequence_policy(path, self.learner.policy, self.learner)
+
+    def write_best(self, path: Path) -> None:
+        """Write the best policy so far."""
+        write_sequence_policy(path, self.best)
