@@ -191,7 +191,7 @@ def compare_heads(families: Sequence[str], nodes: int, placements: int, seeds: i
                 problem = draw_problem(family, nodes, devices)
                 graph, runs = SequenceGraph.of(problem, 10 * nodes), {}
                 for heads in ("placement", "placement+schedule"):
-                    shape = SequenceShape("go", heads, devices, width=32, list_order=order)
+                    shape = SequenceShape("go", heads, devices, width=32, order=order)
                     runs[heads] = [train_sequence(graph, shape, placements, seed) for seed in range(seeds)]
                 own = [both.final / one.final for one, both in zip(*runs.values())]
                 ratios += own

@@ -58,7 +58,7 @@ class Go(Pass):
 
     def run(self, state: State) -> State:
         variant = "placement+schedule" if self.heads == "trained" else self.heads
-        shape = SequenceShape("go", variant, len(state.target.devices), width=32, list_order=self.order)
+        shape = SequenceShape("go", variant, len(state.target.devices), width=32, order=self.order)
         policy = load_policy(self.policy, shape, self.episodes, self.seed, is_any_variant=self.heads == "trained")
         problem = placement_problem(state)
         options = SequenceOptions(self.episodes, self.samples, self.max_nodes, self.seed)

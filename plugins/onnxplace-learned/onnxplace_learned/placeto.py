@@ -14,8 +14,8 @@ from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 from onnxplace_learned.policies.gradients import require_torch
 from onnxplace_learned.policies.networks import Policy, Shape
+from onnxplace_learned.policies.placeto_files import read_policy, require_devices
 from onnxplace_learned.policies.placing import commit_result, place_with_policy, recall_placement
-from onnxplace_learned.policies.policy_files import read_policy, require_devices
 
 
 @dataclass(frozen=True)

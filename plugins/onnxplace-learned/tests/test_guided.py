@@ -21,7 +21,7 @@ from onnxplace_learned.policies.guided_graph import GROUP_FEATURES, NODE_FEATURE
 from onnxplace_learned.policies.guided_placing import plan_with_policy
 from onnxplace_learned.policies.guided_policy import GuidedPolicy, GuidedShape, run_schedule
 from onnxplace_learned.policies.networks import Policy, Shape
-from onnxplace_learned.policies.policy_files import read_policy, write_policy
+from onnxplace_learned.policies.placeto_files import read_policy, write_policy
 from onnxplace_learned.policies.teacher import search_lesson
 
 SHAPE = GuidedShape(width=6, message_width=4, hidden=5, rounds=2)

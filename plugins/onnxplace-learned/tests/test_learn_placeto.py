@@ -18,7 +18,7 @@ from onnxplace.testing import random_state
 from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.placeto import Placeto
 from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.policy_files import read_learner, read_policy
+from onnxplace_learned.policies.placeto_files import read_learner, read_policy
 from onnxplace_learned.policies.training import Settings
 from onnxplace_learned.training.learning import LearnOptions, learn_placeto
 from onnxplace_learned.training.problems import LearningGraph, draw_problems

@@ -15,8 +15,8 @@ from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.placeto import Placeto
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.networks import Policy, Shape
+from onnxplace_learned.policies.placeto_files import write_policy
 from onnxplace_learned.policies.placing import coarsen_to
-from onnxplace_learned.policies.policy_files import write_policy
 from onnxplace_learned.policies.visiting_orders import ORDERS, visit_nodes
 
 SHAPE = Shape(devices=4, width=4, rounds=2)

@@ -17,8 +17,8 @@ from onnxplace.target import Target
 from onnxplace.testing import random_state
 from onnxplace.utils import map_arrays, write_arrays
 from onnxplace_learned.policies.networks import Policy, Shape, hash_names, split_parameters
+from onnxplace_learned.policies.placeto_files import read_learner, read_policy, require_devices, write_policy
 from onnxplace_learned.policies.placing import recall_placement
-from onnxplace_learned.policies.policy_files import read_learner, read_policy, require_devices, write_policy
 from onnxplace_learned.policies.training import Learner
 
 SHAPE = Shape(devices=3, width=4, rounds=2)
@@ -97,18 +97,10 @@ def test_a_checkpoint_also_has_the_moments_of_the_optimiser(tmp_path):
     assert read_policy(tmp_path / "c.safetensors").theta.tolist() == policy.theta.tolist()
 
 
-def test_what_it_learned_from_is_kept_and_policies_of_version_1_learned_from_rewards(policy_file):
+def test_what_it_learned_from_is_kept(policy_file):
     write_policy(policy_file, replace(make_policy(), learned_from="completions", start="several"))
     policy = read_policy(policy_file)
     assert (policy.learned_from, policy.start) == ("completions", "several")
-
-    def to_version_1(header):
-        header["__metadata__"].update(version="1", start="m-etf")
-        del header["__metadata__"]["learned_from"]
-
-    policy_file.write_bytes(with_header(policy_file.read_bytes(), to_version_1))
-    policy = read_policy(policy_file)
-    assert (policy.learned_from, policy.start) == ("rewards", "m-etf")
 
 
 def test_equal_policies_are_equal_files(policy_file, tmp_path):

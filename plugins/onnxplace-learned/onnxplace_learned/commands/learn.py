@@ -302,7 +302,7 @@ def go(request: LearnRequest, *, heads: Any, order: Any, placements: int) -> Non
     require_torch()
     require_choice(heads, get_args(Heads), "--heads")
     require_choice(order, get_args(ListOrder), "--order")
-    _learn_sequence(request, SequenceShape("go", heads, request.devices, width=32, list_order=order), placements)
+    _learn_sequence(request, SequenceShape("go", heads, request.devices, width=32, order=order), placements)
 
 
 def _learn_sequence(request: LearnRequest, shape: SequenceShape, placements: int) -> None:

@@ -187,7 +187,7 @@ def _update_proximally(
 def _score(inputs: SequenceInputs, device: Tensor, priority: Tensor | None) -> Sampled:
     levels = None if priority is None else priority.numpy()
     devices: Longs = device.numpy()
-    return Sampled(devices, inputs.graph.score(devices, levels, inputs.shape.list_order))
+    return Sampled(devices, inputs.graph.score(devices, levels, inputs.shape.order))
 
 
 def _compare_rewards(learner: SequenceLearner, index: int, cost: Floats) -> tuple[SequenceLearner, Floats]:

@@ -42,7 +42,7 @@ class SequenceShape:
     groups: int = 32
     """Of `hierarchical`: the most groups of a graph that it learns or is given."""
     width: int = 64
-    list_order: ListOrder = "criticality"
+    order: ListOrder = "criticality"
 
     @property
     def features(self) -> int:

@@ -207,12 +207,13 @@ class GuidedTraining(TrainingLoop):
     def write_learner(self, path: Path) -> None:
         """Write the policy, and what continues its training."""
         moments = self.optimizer.state_dict()["state"]
-        arrays = {"recent": np.array(self.recent, dtype=np.float64).reshape(-1, 2)}
-        for index, name in enumerate(self.parameters if moments else ()):
-            for moment in MOMENTS:
-                arrays[f"{moment}.{name}"] = moments[index][moment].numpy()
+        arrays = {
+            f"{moment}.{name}": moments[index][moment].numpy()
+            for index, name in enumerate(self.parameters if moments else ())
+            for moment in MOMENTS
+        }
         updates = int(moments[0]["step"]) if moments else 0
-        checkpoint = GuidedCheckpoint(updates, self.rng.bit_generator.state, arrays)
+        checkpoint = GuidedCheckpoint(updates, self.rng.bit_generator.state, self.recent, arrays)
         write_guided_policy(path, self.policy(), checkpoint)
 
     def write_best(self, path: Path) -> None:
@@ -234,13 +235,13 @@ class GuidedTraining(TrainingLoop):
             state["state"] = {
                 index: {
                     "step": torch.tensor(float(checkpoint.updates)),
-                    **{moment: torch.from_numpy(checkpoint.arrays[f"{moment}.{name}"]) for moment in MOMENTS},
+                    **{moment: torch.from_numpy(checkpoint.moments[f"{moment}.{name}"]) for moment in MOMENTS},
                 }
                 for index, name in enumerate(self.parameters)
             }
             self.optimizer.load_state_dict(state)
         self.rng.bit_generator.state = checkpoint.random_state
-        self.recent = [(loss, right) for loss, right in checkpoint.arrays["recent"].tolist()]
+        self.recent = list(checkpoint.recent)
         self.steps = policy.steps
         self.restore_points(points, policy.steps, read_guided_policy)
 

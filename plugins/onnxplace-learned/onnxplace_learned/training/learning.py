@@ -14,7 +14,7 @@ from onnxplace.graph import Ints
 from onnxplace_learned.policies.completions import find_completions, update_from_completions
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.networks import COMPLETION_ROUNDS, ROUNDS, Policy, Shape
-from onnxplace_learned.policies.policy_files import read_learner, write_policy
+from onnxplace_learned.policies.placeto_files import read_learner, write_policy
 from onnxplace_learned.policies.training import Learner, Settings, Update, update_policy
 from onnxplace_learned.policies.visiting_orders import Order, Start
 from onnxplace_learned.training.curves import CurvePoint, Plotted
