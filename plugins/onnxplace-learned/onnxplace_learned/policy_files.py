@@ -1,9 +1,9 @@
 """Policies on disk, as safetensors: tensors by name, and the fields of the policy as metadata.
 
-All kinds of policies have one reader. A policy is a record of sizes (its shape), a record of what it was trained on, and
-tensors. The texts and whole numbers among the fields of both records are the metadata of the file. A file may come from
-anywhere, so nothing in it is believed: each field is checked by its annotation, sizes also by limits, and each tensor by
-its shape, type and numbers.
+All kinds of policies have one reader. A policy is a record of sizes (its shape), a record of what it was trained on,
+and tensors. The texts and whole numbers among the fields of both records are the metadata of the file. A file may come
+from anywhere, so nothing in it is believed: each field is checked by its annotation, sizes also by limits, and each
+tensor by its shape, type and numbers.
 """
 
 from __future__ import annotations
