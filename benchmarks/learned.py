@@ -34,8 +34,7 @@ from onnxplace.problem import placement_problem
 from onnxplace.simulation import BatchSimulator
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.graphs.graph_sets import GraphSet, draw_graphs
-from onnxplace_learned.policies.guided_files import default_policy_path, read_guided_policy
-from onnxplace_learned.policies.guided_placing import plan_with_policy
+from onnxplace_learned.policies.guided_policy import default_policy_path, plan_with_policy, read_guided_policy
 
 Row = Mapping[str, Any]
 # Of each family.

@@ -37,13 +37,13 @@ from onnxplace.pipeline import Pipeline
 from onnxplace.problem import PlacementProblem, placement_problem
 from onnxplace_learned.graphs.graph_sets import GraphSet, draw_graphs
 from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.gradients import require_torch
-from onnxplace_learned.policies.networks import Policy, Shape
-from onnxplace_learned.policies.training import Learner, Settings, update_policy
-from onnxplace_learned.sequences.sequence_graph import SequenceGraph
-from onnxplace_learned.sequences.sequence_inputs import SequenceInputs
-from onnxplace_learned.sequences.sequence_learner import SequenceLearner, SequenceSettings, update_sequence_policy
-from onnxplace_learned.sequences.sequence_policy import SequencePolicy, SequenceShape
+from onnxplace_learned.policies.placeto_learning import Learner, Settings, update_policy
+from onnxplace_learned.policies.placeto_network import Policy, Shape
+from onnxplace_learned.policies.sequence_graph import SequenceGraph
+from onnxplace_learned.policies.sequence_learning import SequenceLearner, SequenceSettings, update_sequence_policy
+from onnxplace_learned.policies.sequence_networks import SequenceInputs
+from onnxplace_learned.policies.sequence_policy import SequencePolicy, SequenceShape
+from onnxplace_learned.pytorch import require_torch
 
 RESAMPLES = 2_000
 # Proposals of the search that every table shows next to the policies.

@@ -23,11 +23,11 @@ from learned import bootstrap_interval, geometric_mean, print_rows
 
 from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.networks import COMPLETION_ROUNDS, Policy, Shape
+from onnxplace_learned.policies.placeto_learning import Settings
+from onnxplace_learned.policies.placeto_network import COMPLETION_ROUNDS, Policy, Shape
 from onnxplace_learned.policies.placing import place_with_policy
 from onnxplace_learned.policies.teacher import search_lesson
-from onnxplace_learned.policies.training import Settings
-from onnxplace_learned.training.learning import LearnOptions, learn_placeto
+from onnxplace_learned.training.placeto import LearnOptions, learn_placeto
 from onnxplace_learned.training.problems import LearningGraph, draw_problems
 
 # Share of the graphs that is not trained on.

@@ -12,8 +12,7 @@ from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.passes.placement.search import Budget, Plan, published_plans, search_and_commit
 from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
-from onnxplace_learned.policies.guided_files import default_policy_path, read_guided_policy
-from onnxplace_learned.policies.guided_placing import plan_with_policy
+from onnxplace_learned.policies.guided_policy import default_policy_path, plan_with_policy, read_guided_policy
 from onnxplace_learned.policies.placing import coarsen_to
 
 # Placements of the policy that the search continues from.

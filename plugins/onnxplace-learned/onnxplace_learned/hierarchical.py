@@ -11,8 +11,8 @@ from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 from onnxplace_learned.policies.placing import commit_result
-from onnxplace_learned.sequences.sequence_placing import SequenceOptions, load_policy, place_with_sequence
-from onnxplace_learned.sequences.sequence_policy import SequenceShape
+from onnxplace_learned.policies.sequence_placing import SequenceOptions, load_policy, place_with_sequence
+from onnxplace_learned.policies.sequence_policy import SequenceShape
 
 
 @dataclass(frozen=True)

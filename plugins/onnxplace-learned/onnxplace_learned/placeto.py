@@ -12,10 +12,10 @@ from onnxplace.errors import UsageError
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
-from onnxplace_learned.policies.gradients import require_torch
-from onnxplace_learned.policies.networks import Policy, Shape
-from onnxplace_learned.policies.placeto_files import read_policy, require_devices
+from onnxplace_learned.policies.placeto_learning import read_policy, require_devices
+from onnxplace_learned.policies.placeto_network import Policy, Shape
 from onnxplace_learned.policies.placing import commit_result, place_with_policy, recall_placement
+from onnxplace_learned.pytorch import require_torch
 
 
 @dataclass(frozen=True)

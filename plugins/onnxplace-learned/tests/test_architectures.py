@@ -9,9 +9,8 @@ from onnxplace.cost_graph import GENERATORS, read_cost_graph, write_cost_graph
 from onnxplace.driver import place_cost_graph
 from onnxplace.errors import UsageError
 from onnxplace.graph import Csr, OpGraph
-from onnxplace_learned.graphs.architectures import ARCHITECTURES
+from onnxplace_learned.graphs.architectures import ARCHITECTURES, LayerGraph
 from onnxplace_learned.graphs.graph_sets import FAMILIES, GraphSet, choose_side, draw_graphs, graph_fingerprint
-from onnxplace_learned.graphs.layer_graphs import LayerGraph
 from tests.cost_graph.test_generators import described, seconds
 
 NAMES = sorted(ARCHITECTURES)

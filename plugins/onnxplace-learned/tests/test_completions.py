@@ -10,17 +10,17 @@ from learned_support.environments import environments
 from onnxplace.passes.placement.search.search import decode_candidate
 from onnxplace.problem import placement_problem
 from onnxplace.testing import random_state
-from onnxplace_learned.policies.completions import (
+from onnxplace_learned.policies.environment import Environment
+from onnxplace_learned.policies.placeto_kernels import EXCESS_PENALTY, MAX_COST
+from onnxplace_learned.policies.placeto_learning import (
     MAX_TRIED,
+    Settings,
     complete_steps,
     find_completions,
     permute_placement,
     weigh_devices,
 )
-from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.episode_kernels import EXCESS_PENALTY, MAX_COST
-from onnxplace_learned.policies.networks import Shape
-from onnxplace_learned.policies.training import Settings
+from onnxplace_learned.policies.placeto_network import Shape
 
 SHAPE = Shape(devices=4, width=4, rounds=2)
 

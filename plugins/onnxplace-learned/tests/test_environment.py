@@ -13,8 +13,8 @@ from onnxplace.passes.placement.search.search import decode_candidate
 from onnxplace.problem import placement_problem
 from onnxplace.testing import random_state
 from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.episode_kernels import EXCESS_PENALTY, MAX_COST
-from onnxplace_learned.policies.networks import Shape, split_parameters
+from onnxplace_learned.policies.placeto_kernels import EXCESS_PENALTY, MAX_COST
+from onnxplace_learned.policies.placeto_network import Shape, split_parameters
 
 thorough = settings(deadline=None, derandomize=True, max_examples=60)
 SHAPE = Shape(devices=4, width=4, rounds=3)

@@ -16,12 +16,21 @@ from onnxplace.problem import placement_problem
 from onnxplace.testing import check_pass, random_state
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.guided import Guided
-from onnxplace_learned.policies.guided_files import default_policy_path, read_guided_policy, write_guided_policy
-from onnxplace_learned.policies.guided_graph import GROUP_FEATURES, NODE_FEATURES, PAIR_FEATURES, GuidedGraph
-from onnxplace_learned.policies.guided_placing import plan_with_policy
-from onnxplace_learned.policies.guided_policy import GuidedPolicy, GuidedShape, run_schedule
-from onnxplace_learned.policies.networks import Policy, Shape
-from onnxplace_learned.policies.placeto_files import read_policy, write_policy
+from onnxplace_learned.policies.guided_policy import (
+    GROUP_FEATURES,
+    NODE_FEATURES,
+    PAIR_FEATURES,
+    GuidedGraph,
+    GuidedPolicy,
+    GuidedShape,
+    default_policy_path,
+    plan_with_policy,
+    read_guided_policy,
+    run_schedule,
+    write_guided_policy,
+)
+from onnxplace_learned.policies.placeto_learning import read_policy, write_policy
+from onnxplace_learned.policies.placeto_network import Policy, Shape
 from onnxplace_learned.policies.teacher import search_lesson
 
 SHAPE = GuidedShape(width=6, message_width=4, hidden=5, rounds=2)

@@ -10,7 +10,7 @@ from onnxplace.cost_graph import read_cost_graph
 from onnxplace.errors import InputError
 from onnxplace.target import read_target
 from onnxplace_learned.graphs.graph_sets import FAMILIES, GraphSet, graph_fingerprint
-from onnxplace_learned.training.curves import CurvePoint, plot_curve, read_curve, write_curve
+from onnxplace_learned.training.loop import CurvePoint, plot_curve, read_curve, write_curve
 from onnxplace_learned.training.problems import draw_mixture, draw_problems, read_problems
 from tests.conftest import branches
 

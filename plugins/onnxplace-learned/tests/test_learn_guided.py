@@ -13,15 +13,17 @@ from onnxplace.facts import Groups, Profile
 from onnxplace.problem import placement_problem
 from onnxplace.testing import random_state
 from onnxplace_learned.graphs.graph_sets import GraphSet
-from onnxplace_learned.policies.guided_files import read_guided_policy
 from onnxplace_learned.policies.guided_gradients import imitation_loss, make_example, score_examples
-from onnxplace_learned.policies.guided_graph import GuidedGraph
-from onnxplace_learned.policies.guided_policy import GuidedPolicy, GuidedShape, run_schedule
-from onnxplace_learned.training.curves import read_curve
+from onnxplace_learned.policies.guided_policy import (
+    GuidedGraph,
+    GuidedPolicy,
+    GuidedShape,
+    read_guided_policy,
+    run_schedule,
+)
 from onnxplace_learned.training.guided import GuidedOptions, GuidedPoint, GuidedTraining, learn_guided
-from onnxplace_learned.training.problems import draw_mixture, draw_problems
-from onnxplace_learned.training.training_loop import checkpoint_path
-from onnxplace_learned.training.variants import vary_problem
+from onnxplace_learned.training.loop import checkpoint_path, read_curve
+from onnxplace_learned.training.problems import draw_mixture, draw_problems, vary_problem
 
 SHAPE = GuidedShape(width=6, message_width=4, hidden=5, rounds=2)
 QUICK = ("--family", "two_towers", "--nodes", 30, "--count", 1, "--devices", 3, "--proposals", 50)

@@ -16,19 +16,16 @@ from onnxplace.facts import Placement, Profile
 from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.utils import map_arrays, write_arrays
 from onnxplace_learned.graphs.graph_sets import GraphSet
-from onnxplace_learned.policies.end_rewards import update_from_ends
 from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.networks import Policy, Shape
-from onnxplace_learned.policies.placeto_files import read_policy, write_policy
+from onnxplace_learned.policies.placeto_learning import Learner, Settings, read_policy, update_from_ends, write_policy
+from onnxplace_learned.policies.placeto_network import Policy, Shape
 from onnxplace_learned.policies.placing import coarsen_to, place_with_policy
 from onnxplace_learned.policies.teacher import search_lesson
-from onnxplace_learned.policies.training import Learner, Settings
-from onnxplace_learned.training import bundle_timer
-from onnxplace_learned.training.bundle_timer import BundleTimer
-from onnxplace_learned.training.learning import LearnOptions
-from onnxplace_learned.training.measured import FAILED_COST, MeasuredModel, learn_measured
+from onnxplace_learned.training import measured as bundle_timer
+from onnxplace_learned.training.loop import checkpoint_path
+from onnxplace_learned.training.measured import FAILED_COST, BundleTimer, MeasuredModel, learn_measured
+from onnxplace_learned.training.placeto import LearnOptions
 from onnxplace_learned.training.problems import draw_problems, read_problems
-from onnxplace_learned.training.training_loop import checkpoint_path
 from tests.conftest import branches
 
 DEVICES = "cpu:0,cpu:1"

@@ -18,11 +18,10 @@ from onnxplace.testing import random_state
 from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.placeto import Placeto
 from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.placeto_files import read_learner, read_policy
-from onnxplace_learned.policies.training import Settings
-from onnxplace_learned.training.learning import LearnOptions, learn_placeto
+from onnxplace_learned.policies.placeto_learning import Settings, read_learner, read_policy
+from onnxplace_learned.training.loop import checkpoint_path
+from onnxplace_learned.training.placeto import LearnOptions, learn_placeto
 from onnxplace_learned.training.problems import LearningGraph, draw_problems
-from onnxplace_learned.training.training_loop import checkpoint_path
 
 GRAPHS = GraphSet("two_towers", 7, nodes=30)
 QUICK = ("--family", "two_towers", "--count", "7", "--nodes", "30", "--episodes", "2")
@@ -95,7 +94,7 @@ def test_an_interrupted_training_continues_as_if_it_had_not_been(graphs, tmp_pat
             raise KeyboardInterrupt
         return update(*arguments)
 
-    from onnxplace_learned.training import learning
+    from onnxplace_learned.training import placeto as learning
 
     update = getattr(learning, name)
     monkeypatch.setattr(learning, name, interrupt)

@@ -8,13 +8,12 @@ pytest.importorskip("torch", reason="PyTorch is not installed; .ci/training has 
 
 from onnxplace.errors import InputError, UsageError
 from onnxplace_learned.graphs.graph_sets import GraphSet
-from onnxplace_learned.sequences.sequence_files import read_sequence_learner, read_sequence_policy
-from onnxplace_learned.sequences.sequence_learner import SequenceSettings
-from onnxplace_learned.sequences.sequence_policy import SequenceShape
+from onnxplace_learned.policies.sequence_learning import SequenceSettings, read_sequence_learner, read_sequence_policy
+from onnxplace_learned.policies.sequence_policy import SequenceShape
 from onnxplace_learned.training import sequences
+from onnxplace_learned.training.loop import checkpoint_path
 from onnxplace_learned.training.problems import draw_problems
 from onnxplace_learned.training.sequences import SequenceLearnOptions, learn_sequence
-from onnxplace_learned.training.training_loop import checkpoint_path
 
 QUICK = ("--family", "two_towers", "--count", "7", "--nodes", "30", "--placements", "2")
 HIERARCHICAL = SequenceShape("hierarchical", "learned", devices=2, groups=4, width=8)

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.errors import InputError
-from onnxplace_learned.training.order_statistics import summarise_study
-from onnxplace_learned.training.traversal import StudyRow
+from onnxplace_learned.training.study import StudyRow, summarise_study
 
 ORDERS = ("alpha", "bfs", "random")
 

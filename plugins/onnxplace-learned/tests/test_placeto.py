@@ -13,11 +13,10 @@ from onnxplace.problem import placement_problem
 from onnxplace.testing import check_pass, random_state
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.placeto import Placeto
-from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.networks import Policy, Shape
-from onnxplace_learned.policies.placeto_files import write_policy
+from onnxplace_learned.policies.environment import ORDERS, Environment, visit_nodes
+from onnxplace_learned.policies.placeto_learning import write_policy
+from onnxplace_learned.policies.placeto_network import Policy, Shape
 from onnxplace_learned.policies.placing import coarsen_to
-from onnxplace_learned.policies.visiting_orders import ORDERS, visit_nodes
 
 SHAPE = Shape(devices=4, width=4, rounds=2)
 
@@ -124,7 +123,7 @@ def test_a_missing_policy_is_named():
 
 def test_training_without_torch_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    with pytest.raises(UsageError, match=r"H010.*torch(.|\n)*pip install 'onnxplace\[learn\]'"):
+    with pytest.raises(UsageError, match=r"H010.*torch(.|\n)*pip install 'onnxplace-learned\[learn\]'"):
         place_cost_graph(ARCHITECTURES["two_towers"](60, 0), "placeto{episodes=8}")
 
 

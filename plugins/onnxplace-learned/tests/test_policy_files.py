@@ -16,10 +16,15 @@ from onnxplace.problem import placement_problem
 from onnxplace.target import Target
 from onnxplace.testing import random_state
 from onnxplace.utils import map_arrays, write_arrays
-from onnxplace_learned.policies.networks import Policy, Shape, hash_names, split_parameters
-from onnxplace_learned.policies.placeto_files import read_learner, read_policy, require_devices, write_policy
+from onnxplace_learned.policies.placeto_learning import (
+    Learner,
+    read_learner,
+    read_policy,
+    require_devices,
+    write_policy,
+)
+from onnxplace_learned.policies.placeto_network import Policy, Shape, hash_names, split_parameters
 from onnxplace_learned.policies.placing import recall_placement
-from onnxplace_learned.policies.training import Learner
 
 SHAPE = Shape(devices=3, width=4, rounds=2)
 

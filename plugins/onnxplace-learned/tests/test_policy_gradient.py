@@ -11,9 +11,9 @@ from onnxplace.problem import placement_problem
 from onnxplace.testing import random_state
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.gradients import Decisions, policy_gradient, score_with_torch
-from onnxplace_learned.policies.networks import Policy, Shape, split_parameters
-from onnxplace_learned.policies.training import Learner, Settings, compute_advantages, update_policy
+from onnxplace_learned.policies.placeto_gradients import Decisions, policy_gradient, score_with_torch
+from onnxplace_learned.policies.placeto_learning import Learner, Settings, compute_advantages, update_policy
+from onnxplace_learned.policies.placeto_network import Policy, Shape, split_parameters
 
 SHAPE = Shape(devices=4, width=4, rounds=3)
 

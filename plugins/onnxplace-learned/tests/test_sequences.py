@@ -17,21 +17,19 @@ from onnxplace.testing import check_pass, random_state
 from onnxplace_learned.go import Go
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.hierarchical import Hierarchical
-from onnxplace_learned.sequences import go_net
-from onnxplace_learned.sequences.sequence_files import (
-    read_sequence_learner,
-    read_sequence_policy,
-    write_sequence_policy,
-)
-from onnxplace_learned.sequences.sequence_graph import SequenceGraph
-from onnxplace_learned.sequences.sequence_inputs import SequenceInputs
-from onnxplace_learned.sequences.sequence_learner import (
+from onnxplace_learned.policies import sequence_networks as go_net
+from onnxplace_learned.policies.sequence_graph import SequenceGraph
+from onnxplace_learned.policies.sequence_learning import (
     SequenceLearner,
     SequenceSettings,
+    read_sequence_learner,
+    read_sequence_policy,
     sample_policy,
     update_sequence_policy,
+    write_sequence_policy,
 )
-from onnxplace_learned.sequences.sequence_policy import VARIANTS, SequencePolicy, SequenceShape
+from onnxplace_learned.policies.sequence_networks import SequenceInputs
+from onnxplace_learned.policies.sequence_policy import VARIANTS, SequencePolicy, SequenceShape
 
 SHAPES = [
     SequenceShape(kind, variant, devices=4, groups=4, width=8) for kind, names in VARIANTS.items() for variant in names

@@ -24,9 +24,9 @@ from onnxplace_learned.commands.learning_options import (
 )
 
 if TYPE_CHECKING:
-    from onnxplace_learned.sequences.sequence_policy import SequenceShape
-    from onnxplace_learned.training.learning import LearnOptions
+    from onnxplace_learned.policies.sequence_policy import SequenceShape
     from onnxplace_learned.training.measured import MeasuredPoint
+    from onnxplace_learned.training.placeto import LearnOptions
 
 
 @click.group(short_help="Train placers that learn.")
@@ -155,11 +155,11 @@ def placeto(
     onnxplace learn placeto --graphs model.onnx --devices cpu:0,cpu:1 --reward measured --seconds 300 -o own.safetensors
     onnxplace compile model.onnx --devices cpu:0,cpu:1 --device-map own.device-map.json
     """  # noqa: D301 - \b tells click to keep the line breaks
-    from onnxplace_learned.policies.gradients import require_torch
-    from onnxplace_learned.policies.networks import LearnFrom
-    from onnxplace_learned.policies.training import Settings
-    from onnxplace_learned.policies.visiting_orders import Order, Reward, Start
-    from onnxplace_learned.training.learning import LearnOptions, learn_placeto
+    from onnxplace_learned.policies.environment import Order, Reward, Start
+    from onnxplace_learned.policies.placeto_learning import Settings
+    from onnxplace_learned.policies.placeto_network import LearnFrom
+    from onnxplace_learned.pytorch import require_torch
+    from onnxplace_learned.training.placeto import LearnOptions, learn_placeto
 
     require_torch()
     is_measured = reward == "measured"
@@ -235,7 +235,7 @@ def guided(request: LearnRequest, *, proposals: int) -> None:
     unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is installed, as PNG. Ctrl-C
     leaves a checkpoint for --resume. The time limit does not include the searches.
     """
-    from onnxplace_learned.policies.gradients import require_torch
+    from onnxplace_learned.pytorch import require_torch
     from onnxplace_learned.training.guided import GuidedOptions, learn_guided
 
     require_torch()
@@ -272,8 +272,8 @@ def hierarchical(request: LearnRequest, *, groups: Any, max_groups: int, placeme
     Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
     installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
     """
-    from onnxplace_learned.policies.gradients import require_torch
-    from onnxplace_learned.sequences.sequence_policy import GroupsFrom, SequenceShape
+    from onnxplace_learned.policies.sequence_policy import GroupsFrom, SequenceShape
+    from onnxplace_learned.pytorch import require_torch
 
     require_torch()
     require_choice(groups, get_args(GroupsFrom), "--groups")
@@ -295,9 +295,9 @@ def go(request: LearnRequest, *, heads: Any, order: Any, placements: int) -> Non
     Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
     installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
     """
-    from onnxplace_learned.policies.gradients import require_torch
-    from onnxplace_learned.sequences.sequence_graph import ListOrder
-    from onnxplace_learned.sequences.sequence_policy import Heads, SequenceShape
+    from onnxplace_learned.policies.sequence_graph import ListOrder
+    from onnxplace_learned.policies.sequence_policy import Heads, SequenceShape
+    from onnxplace_learned.pytorch import require_torch
 
     require_torch()
     require_choice(heads, get_args(Heads), "--heads")
@@ -307,7 +307,7 @@ def go(request: LearnRequest, *, heads: Any, order: Any, placements: int) -> Non
 
 def _learn_sequence(request: LearnRequest, shape: SequenceShape, placements: int) -> None:
     """Train a policy of a shape, and report it."""
-    from onnxplace_learned.sequences.sequence_learner import SequenceSettings
+    from onnxplace_learned.policies.sequence_learning import SequenceSettings
     from onnxplace_learned.training.sequences import SequenceLearnOptions, learn_sequence
 
     settings = SequenceSettings.of(shape.kind, request.seed, placements)

@@ -25,8 +25,7 @@ from onnxplace.errors import UsageError, format_count, suggest_nearest
 
 if TYPE_CHECKING:
     from onnxplace.target import Target
-    from onnxplace_learned.training.guided import GuidedResult
-    from onnxplace_learned.training.learning import LearnResult
+    from onnxplace_learned.training.loop import LearnResult
     from onnxplace_learned.training.problems import LearningGraph
 
 # No target has more devices.
@@ -251,7 +250,7 @@ def _describe_point(point: Any) -> str:
 def report_training(
     request: LearnRequest,
     graphs: Sequence[LearningGraph],
-    result: LearnResult | GuidedResult,
+    result: LearnResult,
     *,
     unit: str,
     quality: str,

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Bools, Ints, Longs
-from onnxplace_learned.policies.gradients import require_torch
-from onnxplace_learned.policies.guided_graph import GuidedGraph
 from onnxplace_learned.policies.guided_kernels import Trace
-from onnxplace_learned.policies.policy_kernels import Singles
+from onnxplace_learned.policies.guided_policy import GuidedGraph
+from onnxplace_learned.policies.placeto_kernels import Singles
+from onnxplace_learned.pytorch import require_torch
 
 if TYPE_CHECKING:
     from torch import Tensor

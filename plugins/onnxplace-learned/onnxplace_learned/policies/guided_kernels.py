@@ -16,7 +16,7 @@ import numpy as np
 from onnxplace.graph import Bools, Floats, Ints, Longs
 from onnxplace.passes.placement.search import arrival_time, settle_group
 from onnxplace.utils import compiled_part, in_place
-from onnxplace_learned.policies.policy_kernels import Singles
+from onnxplace_learned.policies.placeto_kernels import Singles
 
 # Features of a device for a group that is being placed.
 DEVICE_FEATURES = 10

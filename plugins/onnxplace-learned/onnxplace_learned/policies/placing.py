@@ -19,10 +19,9 @@ from onnxplace.problem import (
     simulate_plan,
 )
 from onnxplace.state import State
-from onnxplace_learned.policies.environment import Environment, Episode
-from onnxplace_learned.policies.networks import Policy, hash_names
-from onnxplace_learned.policies.training import Learner, Settings, update_policy
-from onnxplace_learned.policies.visiting_orders import Order
+from onnxplace_learned.policies.environment import Environment, Episode, Order
+from onnxplace_learned.policies.placeto_learning import Learner, Settings, update_policy
+from onnxplace_learned.policies.placeto_network import Policy, hash_names
 
 # Placements that are kept for the end, where one may turn out not to fit.
 MAX_KEPT = 4

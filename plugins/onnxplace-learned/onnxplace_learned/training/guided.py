@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,29 +12,32 @@ import numpy as np
 
 from onnxplace.errors import InputError
 from onnxplace.utils import require_writable
-from onnxplace_learned.policies.gradients import require_torch
-from onnxplace_learned.policies.guided_files import (
+from onnxplace_learned.policies.guided_gradients import Example, imitation_loss, make_example
+from onnxplace_learned.policies.guided_policy import (
     MOMENTS,
     GuidedCheckpoint,
+    GuidedGraph,
+    GuidedPolicy,
+    GuidedShape,
+    evaluate_schedule,
     read_guided_checkpoint,
     read_guided_policy,
+    run_schedule,
     write_guided_policy,
 )
-from onnxplace_learned.policies.guided_gradients import Example, imitation_loss, make_example
-from onnxplace_learned.policies.guided_graph import GuidedGraph
-from onnxplace_learned.policies.guided_placing import evaluate_schedule
-from onnxplace_learned.policies.guided_policy import GuidedPolicy, GuidedShape, run_schedule
 from onnxplace_learned.policies.teacher import Lesson, search_lesson
-from onnxplace_learned.training.curves import Plotted
-from onnxplace_learned.training.problems import LearningGraph
-from onnxplace_learned.training.training_loop import (
+from onnxplace_learned.pytorch import require_torch
+from onnxplace_learned.training.loop import (
+    LearnResult,
+    Observer,
+    Plotted,
     TrainingLoop,
     checkpoint_path,
     geometric_mean,
     require_limit,
     run_training,
 )
-from onnxplace_learned.training.variants import vary_problem
+from onnxplace_learned.training.problems import LearningGraph, vary_problem
 
 # One graph of so many is not trained on: it tells which policy is best. With fewer graphs, all are for both. No divisor
 # of the counts in use, and not of 3 either, or all of them would be variants of one kind.
@@ -84,19 +87,6 @@ class GuidedPoint(Plotted):
     """Of the imitated placements, relative to the same."""
 
 
-GuidedObserver = Callable[[float, GuidedPoint], None]
-"""Called with the progress from 0 to 1 at each point of the curve."""
-
-
-@dataclass(frozen=True)
-class GuidedResult:
-    """A trained policy."""
-
-    policy: GuidedPolicy
-    points: Sequence[GuidedPoint]
-    files: Sequence[Path]
-
-
 def learn_guided(
     graphs: Sequence[LearningGraph],
     options: GuidedOptions,
@@ -104,8 +94,8 @@ def learn_guided(
     *,
     families: str = "",
     resume: bool = False,
-    observer: GuidedObserver | None = None,
-) -> GuidedResult:
+    observer: Observer | None = None,
+) -> LearnResult:
     """Train the policy of `guided` on graphs, and write it, its checkpoint and its learning curve (CSV, and PNG).
 
     Equal options, graphs and numbers of steps give equal policies, also if a training is interrupted and resumed. An
@@ -140,8 +130,8 @@ def learn_from_lessons(
     families: str = "",
     *,
     resume: bool = False,
-    observer: GuidedObserver | None = None,
-) -> GuidedResult:
+    observer: Observer | None = None,
+) -> LearnResult:
     """Train the policy of `guided` to imitate placements; see `learn_guided`."""
     if not lessons:
         hint = "give graphs with nodes, on devices with enough memory"
@@ -150,7 +140,7 @@ def learn_from_lessons(
     if resume:
         training.restore()
     files = run_training(training, observer, f"guided, {families}" if families else "guided")
-    return GuidedResult(training.best, training.points, files)
+    return LearnResult(training.best, training.points, files)
 
 
 class GuidedTraining(TrainingLoop):

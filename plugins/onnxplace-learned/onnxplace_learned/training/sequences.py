@@ -11,27 +11,30 @@ from typing import Any, ClassVar
 import numpy as np
 
 from onnxplace.errors import format_count
-from onnxplace_learned.sequences.sequence_files import read_sequence_learner, write_sequence_policy
-from onnxplace_learned.sequences.sequence_graph import SequenceGraph
-from onnxplace_learned.sequences.sequence_inputs import SequenceInputs
-from onnxplace_learned.sequences.sequence_learner import (
+from onnxplace_learned.policies.sequence_graph import SequenceGraph
+from onnxplace_learned.policies.sequence_learning import (
     SequenceLearner,
     SequenceSettings,
     SequenceUpdate,
+    read_sequence_learner,
     sample_policy,
     update_sequence_policy,
+    write_sequence_policy,
 )
-from onnxplace_learned.sequences.sequence_policy import SequencePolicy, SequenceShape
-from onnxplace_learned.training.curves import Plotted
-from onnxplace_learned.training.learning import LearnResult, Training, hold_out
-from onnxplace_learned.training.problems import LearningGraph
-from onnxplace_learned.training.training_loop import (
+from onnxplace_learned.policies.sequence_networks import SequenceInputs
+from onnxplace_learned.policies.sequence_policy import SequencePolicy, SequenceShape
+from onnxplace_learned.training.loop import (
+    LearnResult,
     Observer,
+    Plotted,
+    TurnTraining,
     geometric_mean,
+    hold_out,
     prepare_training,
     require_limit,
     run_training,
 )
+from onnxplace_learned.training.problems import LearningGraph
 
 # Placements of each unseen graph next to the likeliest one, as many as the placers sample.
 VALIDATION_SAMPLES = 16
@@ -120,18 +123,11 @@ def learn_sequence(
 
 
 @dataclass
-class SequenceTraining(Training):
+class SequenceTraining(TurnTraining):
     """A training in progress."""
 
-    point_kind = SequencePoint
-    point_updates = 8
-
-    # Of other types than in the training of Placeto.
-    environments: Sequence[Any]
-    validation: Sequence[Any]
-    options: Any
-    learner: Any
-    best: Any
+    point_kind: ClassVar[type[Plotted]] = SequencePoint
+    point_updates: ClassVar[int] = 8
 
     @staticmethod
     def start(
@@ -151,6 +147,10 @@ class SequenceTraining(Training):
     def read_learner(self, path: Path) -> tuple[Any, Any]:
         """Return the policy in a file, and what continues its training, or None."""
         return read_sequence_learner(path, self.options.shape.kind)
+
+    def write_policy(self, path: Path, policy: SequencePolicy, learner: SequenceLearner | None = None) -> None:
+        """Write a policy, with a learner also what continues its training."""
+        write_sequence_policy(path, policy, learner)
 
     def update(self, index: int, progress: float) -> Any:
         """Sample placements of one graph; return the update of the policy."""
@@ -175,11 +175,3 @@ class SequenceTraining(Training):
             validation_cost=cost,
             fallback_cost=geometric_mean([inputs.graph.fallback_cost for inputs in self.validation]),
         )
-
-    def write_learner(self, path: Path) -> None:
-        """Write the policy, and what continues its training."""
-        write_sequence_policy(path, self.learner.policy, self.learner)
-
-    def write_best(self, path: Path) -> None:
-        """Write the best policy so far."""
-        write_sequence_policy(path, self.best)

@@ -10,19 +10,19 @@ import numpy as np
 from onnxplace.errors import InputError, UsageError
 from onnxplace.graph import Ints
 from onnxplace.problem import PlacementProblem
-from onnxplace_learned.policies.gradients import require_torch
 from onnxplace_learned.policies.placing import MAX_KEPT, PolicyResult, Visited
-from onnxplace_learned.sequences.sequence_files import read_sequence_policy
-from onnxplace_learned.sequences.sequence_graph import SequenceGraph
-from onnxplace_learned.sequences.sequence_inputs import SequenceInputs
-from onnxplace_learned.sequences.sequence_learner import (
+from onnxplace_learned.policies.sequence_graph import SequenceGraph
+from onnxplace_learned.policies.sequence_learning import (
     Sampled,
     SequenceLearner,
     SequenceSettings,
+    read_sequence_policy,
     sample_policy,
     update_sequence_policy,
 )
-from onnxplace_learned.sequences.sequence_policy import SequencePolicy, SequenceShape, require_known_devices
+from onnxplace_learned.policies.sequence_networks import SequenceInputs
+from onnxplace_learned.policies.sequence_policy import SequencePolicy, SequenceShape, require_known_devices
+from onnxplace_learned.pytorch import require_torch
 
 
 @dataclass(frozen=True)

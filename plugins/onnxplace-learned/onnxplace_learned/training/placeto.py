@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from onnxplace.errors import format_count
 from onnxplace.graph import Ints
-from onnxplace_learned.policies.completions import find_completions, update_from_completions
-from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.networks import COMPLETION_ROUNDS, ROUNDS, Policy, Shape
-from onnxplace_learned.policies.placeto_files import read_learner, write_policy
-from onnxplace_learned.policies.training import Learner, Settings, Update, update_policy
-from onnxplace_learned.policies.visiting_orders import Order, Start
-from onnxplace_learned.training.curves import CurvePoint, Plotted
-from onnxplace_learned.training.problems import LearningGraph
-from onnxplace_learned.training.training_loop import (
+from onnxplace_learned.policies.environment import Environment, Order, Start
+from onnxplace_learned.policies.placeto_learning import (
+    Learner,
+    Settings,
+    Update,
+    find_completions,
+    read_learner,
+    update_from_completions,
+    update_policy,
+    write_policy,
+)
+from onnxplace_learned.policies.placeto_network import COMPLETION_ROUNDS, ROUNDS, Policy, Shape
+from onnxplace_learned.training.loop import (
+    CurvePoint,
+    LearnResult,
     Observer,
-    TrainingLoop,
-    checkpoint_path,
+    Plotted,
+    TurnTraining,
     geometric_mean,
+    hold_out,
     prepare_training,
     require_limit,
     run_training,
 )
+from onnxplace_learned.training.problems import LearningGraph
 
-# One graph of so many is not trained on: it tells which policy is best. With fewer graphs, all are for both.
-VALIDATION_PERIOD = 6
 # Updates between two points of the curve.
 POINT_UPDATES = 32
 # Of two policies whose costs differ by this share of the lower one, the later one is kept: a few graphs cannot tell
 # which one is better, but the later one has learned more.
 SIMILAR_COST = 0.002
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,6 @@ class LearnOptions:
 
     def __post_init__(self) -> None:
         require_limit(self.seconds, self.updates)
-
-
-@dataclass(frozen=True)
-class LearnResult:
-    """A trained policy."""
-
-    policy: Any
-    """The one that placed unseen graphs best."""
-    points: Sequence[Any]
-    files: Sequence[Path]
-    """All that were written."""
-    measured_ratio: float | None = None
-    """With measured rewards, the step of the kept placement relative to that of a search, in turns; else None."""
 
 
 def learn_placeto(
@@ -107,16 +99,8 @@ def learn_placeto(
     return LearnResult(training.best, training.points, files)
 
 
-def hold_out(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
-    """Return what to train on, and what tells which policy is best: one in six, or all if there are fewer."""
-    if len(items) < VALIDATION_PERIOD:
-        return items, items
-    validation = range(len(items))[::-VALIDATION_PERIOD]
-    return [item for index, item in enumerate(items) if index not in validation], [items[index] for index in validation]
-
-
 @dataclass
-class Training(TrainingLoop):
+class Training(TurnTraining):
     """A training of Placeto's policy in progress."""
 
     point_kind: ClassVar[type[Plotted]] = CurvePoint
@@ -149,37 +133,13 @@ class Training(TrainingLoop):
         )
         return Training(output, policy, trained, held_out, options, Learner.of(policy))
 
-    def restore(self) -> None:
-        """Continue from the checkpoint; raises InputError if it is of another training."""
-        policy, learner = self.read_learner(checkpoint_path(self.output))
-        described = replace(policy, theta=self.best.theta, updates=0)
-        self.require_same(learner is not None and repr(described) == repr(self.best))
-        points, self.learner = self.read_points(), learner
-        self.restore_points(points, policy.updates, lambda path: self.read_learner(path)[0])
-
     def read_learner(self, path: Path) -> tuple[Any, Any]:
         """Return the policy in a file, and what continues its training, or None."""
         return read_learner(path)
 
-    @property
-    def updates(self) -> int:
-        return int(self.learner.policy.updates)
-
-    @property
-    def limits(self) -> tuple[float, int]:
-        return self.options.seconds, self.options.updates
-
-    def improve(self, progress: float) -> Update:
-        """Update the policy from the next graph."""
-        update = self.update(self._next_graph(), progress)
-        self.learner = update.learner
-        return update
-
-    def _next_graph(self) -> int:
-        """Return the graph of the next update: each once in a random order, then in another one."""
-        count = len(self.environments)
-        turn, position = divmod(self.updates, count)
-        return int(np.random.default_rng([self.options.settings.seed, turn, 1]).permutation(count)[position])
+    def write_policy(self, path: Path, policy: Policy, learner: Learner | None = None) -> None:
+        """Write a policy, with a learner also what continues its training."""
+        write_policy(path, policy, learner)
 
     def update(self, index: int, progress: float) -> Update:
         """Return the update of the policy from one graph; its first turn includes the search for completions."""
@@ -211,11 +171,3 @@ class Training(TrainingLoop):
             validation_cost=cost,
             start_cost=geometric_mean(starts),
         )
-
-    def write_learner(self, path: Path) -> None:
-        """Write the policy, and what continues its training."""
-        write_policy(path, self.learner.policy, self.learner)
-
-    def write_best(self, path: Path) -> None:
-        """Write the best policy so far."""
-        write_policy(path, self.best)

@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.graph import Ints, Longs
-from onnxplace_learned.policies.policy_kernels import FIXED_FEATURES, LAYERS, Network, Singles
-from onnxplace_learned.policies.visiting_orders import Order, Reward, Start
+from onnxplace_learned.policies.environment import Order, Reward, Start
+from onnxplace_learned.policies.placeto_kernels import FIXED_FEATURES, LAYERS, Network, Singles
 
 # Embeddings of one direction, and rounds of messages, as Placeto's published settings have them.
 WIDTH, ROUNDS = 8, 8

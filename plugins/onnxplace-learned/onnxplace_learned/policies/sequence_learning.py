@@ -1,24 +1,31 @@
-"""Training of sequence policies by policy gradient: REINFORCE for `hierarchical`, PPO for `go`."""
+"""Train sequence policies by policy gradient: REINFORCE for `hierarchical`, PPO for `go`; and their files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onnxplace.errors import format_value
 from onnxplace.graph import Floats, Longs
-from onnxplace_learned.policies.gradients import require_torch
-from onnxplace_learned.policies.policy_kernels import Singles
-from onnxplace_learned.policies.training import BETAS, EPSILON
-from onnxplace_learned.sequences.go_net import sample_decisions, score_decisions
-from onnxplace_learned.sequences.hierarchical_net import sample_placements
-from onnxplace_learned.sequences.sequence_graph import Scores
-from onnxplace_learned.sequences.sequence_inputs import SequenceInputs
-from onnxplace_learned.sequences.sequence_policy import Kind, SequencePolicy
+from onnxplace_learned.policies.placeto_kernels import Singles
+from onnxplace_learned.policies.placeto_learning import take_adam_step
+from onnxplace_learned.policies.sequence_graph import Scores
+from onnxplace_learned.policies.sequence_networks import (
+    SequenceInputs,
+    sample_decisions,
+    sample_placements,
+    score_decisions,
+)
+from onnxplace_learned.policies.sequence_policy import ATTENTION_HEADS, VARIANTS, Kind, SequencePolicy, SequenceShape
+from onnxplace_learned.policy_files import MAX_SIZES, PolicyFile, write_policy_file
+from onnxplace_learned.pytorch import require_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 # How slowly the baseline follows their mean reward.
 BASELINE_INERTIA = 0.9
@@ -207,16 +214,11 @@ def _compare_rewards(learner: SequenceLearner, index: int, cost: Floats) -> tupl
 def _apply_gradient(
     learner: SequenceLearner, gradient: Singles, settings: SequenceSettings, progress: float, steps: int
 ) -> SequenceLearner:
-    """Return the learner after a step of Adam (Kingma and Ba 2015) with a clipped gradient, its `steps`-th."""
-    norm = float(np.linalg.norm(gradient))
-    gradient = gradient * min(1.0, settings.max_gradient / max(norm, 1e-30))
-    first = BETAS[0] * learner.first + (1 - BETAS[0]) * gradient
-    second = BETAS[1] * learner.second + (1 - BETAS[1]) * gradient**2
+    """Return the learner after a step of Adam, its `steps`-th."""
     rate = settings.learning_rate * (1 - 0.9 * progress)
-    corrected = first / (1 - BETAS[0] ** steps), second / (1 - BETAS[1] ** steps)
-    theta = learner.policy.theta - rate * corrected[0] / (np.sqrt(corrected[1]) + EPSILON)
-    policy = learner.policy.with_parameters(theta.astype(np.float32), learner.policy.updates)
-    return replace(learner, policy=policy, first=first.astype(np.float32), second=second.astype(np.float32))
+    theta, first, second = take_adam_step(learner, gradient, settings.max_gradient, rate, steps)
+    policy = learner.policy.with_parameters(theta, learner.policy.updates)
+    return replace(learner, policy=policy, first=first, second=second)
 
 
 def _finish_update(learner: SequenceLearner, sampled: Sampled, entropy: float) -> SequenceUpdate:
@@ -228,3 +230,46 @@ def _finish_update(learner: SequenceLearner, sampled: Sampled, entropy: float) -
         entropy=entropy,
         sampled=sampled,
     )
+
+
+# Names of the moments of the optimiser and of the baselines in a checkpoint.
+MOMENTS, BASELINES = ("adam.first", "adam.second"), "baselines"
+
+
+def write_sequence_policy(path: Path, policy: SequencePolicy, learner: SequenceLearner | None = None) -> None:
+    """Write a policy; with a learner, also what its training can be resumed from.
+
+    Raises UsageError or ExecutionError if the file cannot be written.
+    """
+    shape, tensors = policy.shape, policy.shape.split(policy.theta)
+    if learner:
+        tensors |= dict(zip((*MOMENTS, BASELINES), (learner.first, learner.second, learner.baseline)))
+    write_policy_file(path, shape.kind, (shape, policy), tensors)
+
+
+def read_sequence_policy(path: Path, kind: Kind) -> SequencePolicy:
+    """Return the policy of a kind in a file.
+
+    Raises:
+        InputError: The file cannot be read, is damaged, is not such a policy, or is of a newer version.
+    """
+    return read_sequence_learner(path, kind)[0]
+
+
+def read_sequence_learner(path: Path, kind: Kind) -> tuple[SequencePolicy, SequenceLearner | None]:
+    """Return the policy in a file, and the learner if it is a checkpoint."""
+    file = PolicyFile(path, kind)
+    shape = SequenceShape(**file.read_fields(SequenceShape, MAX_SIZES))
+    described = file.read_fields(SequencePolicy)
+    if shape.variant not in VARIANTS[kind]:
+        raise file.damage(f"its metadata cannot be read (its variant is {format_value(shape.variant)})")
+    if shape.width % ATTENTION_HEADS:
+        raise file.damage(f"its metadata cannot be read (its sizes are not multiples of {ATTENTION_HEADS})")
+    shapes, parameters = shape.sizes, (shape.parameters,)
+    if BASELINES in file.arrays:
+        shapes |= {**dict.fromkeys(MOMENTS, parameters), BASELINES: (described["graphs"],)}
+    tensors = file.read_tensors(shapes)
+    policy = SequencePolicy(shape, np.concatenate([tensors[name].ravel() for name in shape.sizes]), **described)
+    if BASELINES not in tensors:
+        return policy, None
+    return policy, SequenceLearner(policy, *(tensors[name] for name in (*MOMENTS, BASELINES)))

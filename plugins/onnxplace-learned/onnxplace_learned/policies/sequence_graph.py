@@ -14,9 +14,8 @@ from onnxplace.passes.placement.search import coarsen, decode, new_scratch, run_
 from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import heads_and_tails
 from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.episode_kernels import MAX_COST
+from onnxplace_learned.policies.placeto_kernels import MAX_COST, Singles
 from onnxplace_learned.policies.placing import coarsen_to
-from onnxplace_learned.policies.policy_kernels import Singles
 
 # Types of operators share so many rows of a table, by the checksum of their name.
 OP_BUCKETS = 32

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from onnxplace.errors import UsageError
-from onnxplace_learned.policies.policy_kernels import Singles
-from onnxplace_learned.sequences.sequence_graph import FIXED_FEATURES, NEIGHBOURS, OP_BUCKETS, ListOrder
+from onnxplace_learned.policies.placeto_kernels import Singles
+from onnxplace_learned.policies.sequence_graph import FIXED_FEATURES, NEIGHBOURS, OP_BUCKETS, ListOrder
 
 Kind = Literal["hierarchical", "go"]
 Variant = Literal["learned", "given", "each", "placement", "placement+schedule"]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onnxplace.errors import UsageError
 from onnxplace.graph import Bools, Floats, Ints
-from onnxplace_learned.policies.policy_kernels import (
+from onnxplace_learned.policies.placeto_kernels import (
     ANCESTOR,
     ANCESTORS,
     BACKWARD,
@@ -22,6 +21,7 @@ from onnxplace_learned.policies.policy_kernels import (
     Singles,
     Wires,
 )
+from onnxplace_learned.pytorch import require_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,20 +39,6 @@ class Decisions:
     """[step, device], of all devices that the policy knows."""
     weight: Floats
     """[step, device]: how much likelier the choice is to become."""
-
-
-def require_torch() -> Any:
-    """Return torch; raises UsageError with what to install if it is missing."""
-    try:
-        import torch
-    except ImportError:
-        hint = "pip install 'onnxplace-learned[learn]'"
-        raise UsageError(
-            "H010",
-            "training policies, and placing with hierarchical or go, needs torch: it is not installed",
-            hint=hint,
-        ) from None
-    return torch
 
 
 def policy_gradient(network: Network, wires: Wires, decisions: Decisions, entropy_bonus: float) -> Singles:

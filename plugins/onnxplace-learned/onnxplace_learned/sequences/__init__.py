@@ -1,1 +1,0 @@
-"""Policies that decide about all groups at once, as a sequence: `hierarchical` (HDP, ColocRL) and `go` (GO, GDP)."""
