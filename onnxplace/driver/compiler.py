@@ -77,7 +77,7 @@ def compile_with(model: str | Path | ModelProto, settings: CompileSettings) -> C
     with use_custom_operators(settings.custom_op_libraries):
         require_operators(loaded)
     notes = (*_report_unused_gpus(target, settings.devices), *_report_assumed_links(target))
-    state = State(target).having(loaded).saying(*notes)
+    state = State(target).with_facts(loaded).with_notes(*notes)
     link_weights = settings.link_weights or getattr(steps.passes[-1], "link_weights", False)
     if link_weights:
         require_linkable(loaded, path)
@@ -184,7 +184,7 @@ def _run_pipeline(
     suggestions = suggest_objective(placed.state) if settings.chooses_sharding else ()
     notes = (*unused, *report_spare_ways(settings.shard_ways, state.target), *suggestions)
     last = len(placed.steps.passes) - 1
-    after, fourth = run_slice(placed.steps, placed.state.saying(*notes), last, last + 1, observer)
+    after, fourth = run_slice(placed.steps, placed.state.with_notes(*notes), last, last + 1, observer)
     placed = replace(placed, state=after)
     return placed, first + second + third + fourth, candidates or _list_rated(placed, settings)
 
@@ -195,7 +195,7 @@ def _list_rated(placed: PlacedModel, settings: CompileSettings) -> list[Candidat
         return [Candidate("copies", "copies", placed)]
     if settings.pipeline is not None or placed.state[Placement].placer != OBJECTIVES["throughput"]:
         return []
-    return [Candidate("stages", "sharded" if placed.whole is not None else "stages", placed)]
+    return [Candidate("stages", "sharded" if placed.unsharded is not None else "stages", placed)]
 
 
 def _require_room(state: State) -> None:

@@ -125,7 +125,7 @@ def place_training_step(
     notes = [_describe(placed, best, one_device)] if len(placed) > 1 else []
     if placer == OBJECTIVES["latency"] and best.step_seconds > one_device:
         best = _place_alone(best, state, first, observer)
-    return best.steps, best.state.saying(*notes), best.timings
+    return best.steps, best.state.with_notes(*notes), best.timings
 
 
 def _run(

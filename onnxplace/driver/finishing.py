@@ -90,7 +90,7 @@ def finish_bundle(
             steps, state = placed.steps, placed.state
         elif candidates and not state[Model].states:
             with progress_part(0, 2):
-                placed, rate = _keep_fastest(placed, candidates, staging, (placed.whole or state)[Model], cache)
+                placed, rate = _keep_fastest(placed, candidates, staging, (placed.unsharded or state)[Model], cache)
             steps, state = placed.steps, placed.state
             feeds = state[Model].feeds(_find_seed(steps))
         # After the candidates, or before the comparison with one device.
@@ -102,14 +102,14 @@ def finish_bundle(
                 steps, state, measured = _compare_with_one_device(placed, state, measured, cache, staging)
         timings.append(Timing("trial", time.perf_counter() - start))
     else:
-        state = state.saying(*obstacles)
+        state = state.with_notes(*obstacles)
     bundle = Bundle.open(state[Emitted].path)
     manifest = bundle.manifest if measured is None else apply_trial(bundle.manifest, measured)
     plain = report_plain_session(rate, manifest.predicted.interval_seconds)
     manifest = manifest if rate is None else apply_rate_trial(manifest, rate)
-    after = replace(placed, state=state, whole=placed.whole if Shards in state else None)
+    after = replace(placed, state=state, unsharded=placed.unsharded if Shards in state else None)
     faster = plain if candidates else _report_faster_device(after, manifest.predicted.step_seconds)
-    state = state.saying(*faster, *_report_exceeded_limits(manifest))
+    state = state.with_notes(*faster, *_report_exceeded_limits(manifest))
     state = replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics)))  # emitting twice repeats notes
     state = replace(state, diagnostics=tuple(_name_result(note, staging) for note in state.diagnostics))
     records = tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics)
@@ -129,7 +129,7 @@ def _keep_fastest(
     if tried is None:
         return placed, None
     notes = [tried.note, *(report_idle_devices(tried.placed.state) if tried.placed is not placed else ())]
-    return replace(tried.placed, state=tried.placed.state.saying(*notes)), tried.trial
+    return replace(tried.placed, state=tried.placed.state.with_notes(*notes)), tried.trial
 
 
 def _keep_fastest_step(
@@ -143,7 +143,7 @@ def _keep_fastest_step(
         return placed
     if kept is not placed:
         notes += report_idle_devices(kept.state)
-    return replace(kept, state=kept.state.saying(*notes))
+    return replace(kept, state=kept.state.with_notes(*notes))
 
 
 def _name_result(note: Diagnostic, staging: Staging) -> Diagnostic:
@@ -181,16 +181,16 @@ def _try_bundle(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Tr
     bundle = Bundle.open(state[Emitted].path)
     try:
         if problem := find_trial_obstacle(bundle):
-            return None, state.saying(problem)
+            return None, state.with_notes(problem)
         (measured,) = run_trials([bundle], feeds, cached=cache)
     except OnnxplaceError as problem:
         if problem.code == "C022":
             raise
         message = f"the bundle fails in its trial: {problem.message}"
         hint = "onnxplace verify shows whether the unsplit model fails too"
-        return None, state.saying(Diagnostic("C021", message, where=problem.where, hint=hint))
+        return None, state.with_notes(Diagnostic("C021", message, where=problem.where, hint=hint))
     doubt = find_trial_doubt(measured, state[Model].name)
-    return measured, state.saying(doubt) if doubt else state
+    return measured, state.with_notes(doubt) if doubt else state
 
 
 def _compare_with_one_device(
@@ -200,11 +200,11 @@ def _compare_with_one_device(
 
     Both run in turns, since the speed of a machine changes from second to second.
     """
-    steps, feeds = placed.steps, (placed.whole or state)[Model].feeds(_find_seed(placed.steps))
+    steps, feeds = placed.steps, (placed.unsharded or state)[Model].feeds(_find_seed(placed.steps))
     other_path = staging.beside("alone")
     one_device, begin = _replace_placer(placed, other_path)
     try:
-        alone, _ = Pipeline(one_device.passes[begin:]).run(placed.whole or state)
+        alone, _ = Pipeline(one_device.passes[begin:]).run(placed.unsharded or state)
         bundles = [Bundle.open(state[Emitted].path), Bundle.open(other_path)]
         if find_trial_obstacle(*bundles):
             return steps, state, measured
@@ -221,7 +221,7 @@ def _compare_with_one_device(
     figures = (Figure(home, one.step_seconds), Figure("several devices", several.step_seconds))
     message = f"in a trial, {times}: kept {home}"
     note = Diagnostic("P042", message, where=state[Placement].placer, figures=figures)
-    return one_device, alone.saying(note, *report_idle_devices(alone)), one
+    return one_device, alone.with_notes(note, *report_idle_devices(alone)), one
 
 
 def _replace_placer(placed: PlacedModel, path: Path) -> tuple[Pipeline, int]:
@@ -234,7 +234,7 @@ def _replace_placer(placed: PlacedModel, path: Path) -> tuple[Pipeline, int]:
     specs, passes = [*parse_pipeline(emit.pipeline)], [*steps.passes[:-1]]
     begin = placer = next(index for index, step in enumerate(passes) if Placement in step.provides)
     passes[placer], specs[placer] = make_pass("single"), PassSpec("single")
-    if placed.whole is not None:
+    if placed.unsharded is not None:
         begin = next(index for index, step in enumerate(passes) if step.name == SHARD)
         del passes[begin], specs[begin]
     emit = replace(emit, path=str(path), pipeline=format_pipeline(specs))
@@ -245,7 +245,7 @@ def _find_faster_device(placed: PlacedModel, step_seconds: float) -> tuple[int, 
     """Return the fastest single device and its step, if below `step_seconds`."""
     if len(set(placed.state[Placement].device.tolist())) < 2:
         return None
-    state = placed.whole or placed.state
+    state = placed.unsharded or placed.state
     seconds = predict_single_device_seconds(state, must_fit=True)
     best = int(seconds.argmin())
     return (best, float(seconds[best])) if seconds[best] < step_seconds else None

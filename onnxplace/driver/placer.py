@@ -160,12 +160,12 @@ def evaluate_placement(
     single = np.arange(len(pinned), dtype=np.int32)
     roomy = graph.target.limiting({device.id: UNLIMITED_BYTES for device in graph.target.devices})
     state = replace(graph, target=replace(roomy, link_model=links)).state()
-    state = state.having(Groups(single, pinned, ("",) * len(pinned)))
+    state = state.with_facts(Groups(single, pinned, ("",) * len(pinned)))
     start = budget_clock()
     state, timings = Pipeline.parse("m-etf").run(state)
     schedule = state[Schedule]
     bound = bound_step_seconds(state, schedule.simulation.makespan_seconds)
-    state = state.having(replace(state[Placement], placer="given"), replace(schedule, lower_bound_seconds=bound))
+    state = state.with_facts(replace(state[Placement], placer="given"), replace(schedule, lower_bound_seconds=bound))
     return _build_result(graph, state, budget_clock() - start, timings, "given", strict)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from onnxplace.driver.choose_target import choose_target
 from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.step_strategies import predict_steps
-from onnxplace.driver.strategies import Prediction, Refusal, Strategy, list_strategies, predict_fitting
+from onnxplace.driver.strategies import InfeasibleStrategy, Prediction, Strategy, list_strategies, predict_fitting
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
 from onnxplace.model import Model, StateRequest, bind, bind_states, load
@@ -90,7 +90,7 @@ def plan_model(
     compile_loops(["profile", "coplace", "fuse", "auto"])
     if observer:
         observer("profile", 0, 1)
-    profiled, _ = Pipeline.parse(format_pipeline(front)).run(State(target).having(bound))
+    profiled, _ = Pipeline.parse(format_pipeline(front)).run(State(target).with_facts(bound))
     strategies = _predict_all(profiled, front, observer)
     sources = profiled[Profile].sources
     is_measured = all(bool((sources[device.cost_class] != Source.ESTIMATED).all()) for device in target.devices)
@@ -117,7 +117,7 @@ def _predict_all(state: State, front: Sequence[PassSpec], observer: Observer | N
     return [_describe_result(item, front) for item in results if item not in partitions or item in shown]
 
 
-def _describe_result(item: Prediction | Refusal, front: Sequence[PassSpec]) -> PlannedStrategy:
+def _describe_result(item: Prediction | InfeasibleStrategy, front: Sequence[PassSpec]) -> PlannedStrategy:
     """Return the figures of a strategy, or why it is impossible."""
     if isinstance(item, Prediction):
         return _describe(item, front)

@@ -31,7 +31,7 @@ class PlacedModel:
 
     steps: Pipeline
     state: State
-    whole: State | None = None
+    unsharded: State | None = None
     """The state before operators were split; None if they were not."""
 
 
@@ -76,8 +76,8 @@ def place_or_shard(
         return PlacedModel(steps, whole), whole_times
     note = _compare(state, whole, parts)
     if whole is not None and not _is_better(parts, whole):
-        return PlacedModel(steps, whole.saying(note)), whole_times
-    return PlacedModel(sharding, parts.saying(note), state), sharding_times + part_times
+        return PlacedModel(steps, whole.with_notes(note)), whole_times
+    return PlacedModel(sharding, parts.with_notes(note), state), sharding_times + part_times
 
 
 def _run(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from onnxplace.driver.sharding import SHARD
-from onnxplace.driver.strategies import Prediction, Refusal, Strategy, list_ways, predict_fitting
+from onnxplace.driver.strategies import InfeasibleStrategy, Prediction, Strategy, list_ways, predict_fitting
 from onnxplace.driver.throughput import Candidate, cut_specs, make_candidate
 from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
 from onnxplace.facts import Profile
@@ -131,7 +131,9 @@ def list_variants(best: Strategy, place: Sequence[PassSpec], devices: int) -> It
         yield _micro_batches(place, parts, 2 * devices, "1f1b")
 
 
-def predict_steps(state: State, place: Sequence[PassSpec], observer: Observer | None) -> list[Prediction | Refusal]:
+def predict_steps(
+    state: State, place: Sequence[PassSpec], observer: Observer | None
+) -> list[Prediction | InfeasibleStrategy]:
     """Return the prediction of each strategy for a training step, or why it is impossible."""
     results = list(predict_fitting(list_step_strategies(state, place), state, observer))
     parts = [item for item in results if isinstance(item, Prediction) and item.strategy.kind == "micro-batches"]
@@ -170,8 +172,8 @@ def place_for_step(
     return candidates, (Timing("strategies", budget_clock() - began),)
 
 
-def _find_problem(results: Sequence[Prediction | Refusal]) -> InfeasibleError:
-    refusals = [item for item in results if isinstance(item, Refusal)]
+def _find_problem(results: Sequence[Prediction | InfeasibleStrategy]) -> InfeasibleError:
+    refusals = [item for item in results if isinstance(item, InfeasibleStrategy)]
     return next((item.problem for item in refusals if item.strategy.kind == "placed"), refusals[0].problem)
 
 
@@ -191,11 +193,11 @@ def _choose_tried(fitting: Sequence[StepPrediction]) -> list[StepPrediction]:
     return chosen
 
 
-def _describe(fitting: Sequence[StepPrediction], results: Sequence[Prediction | Refusal]) -> Diagnostic:
+def _describe(fitting: Sequence[StepPrediction], results: Sequence[Prediction | InfeasibleStrategy]) -> Diagnostic:
     """Return the note that lists what was considered."""
     texts = [f"{item.name}: {format_milliseconds(item.step_seconds)}" for item in fitting[:MAX_LISTED]]
     more = [f"{len(fitting) - MAX_LISTED} more"] if len(fitting) > MAX_LISTED else []
-    refused = [item for item in results if isinstance(item, Refusal)]
+    refused = [item for item in results if isinstance(item, InfeasibleStrategy)]
     refusals = [f"impossible: {refused[0].strategy.name} ({refused[0].problem.message})"] if refused else []
     more_refused = [f"{len(refused) - 1} more impossible"] if len(refused) > 1 else []
     message = f"a training step by prediction: {'; '.join([*texts, *more, *refusals, *more_refused])}"

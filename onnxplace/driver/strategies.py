@@ -77,7 +77,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class InfeasibleStrategy:
     """A strategy that is impossible, and why."""
 
     strategy: Strategy
@@ -210,7 +210,7 @@ def predict_strategy(strategy: Strategy, state: State) -> Prediction:
 
 def predict_fitting(
     strategies: Sequence[Strategy], state: State, observer: Callable[[str, int, int], object] | None = None
-) -> Iterator[Prediction | Refusal]:
+) -> Iterator[Prediction | InfeasibleStrategy]:
     """Yield the prediction of each strategy, or why it is impossible.
 
     Copies of stages with many stages are left out where fewer stages fit: each stage more costs transfers and balance.
@@ -225,7 +225,7 @@ def predict_fitting(
         try:
             prediction = predict_strategy(strategy, state)
         except InfeasibleError as problem:
-            yield Refusal(strategy, problem)
+            yield InfeasibleStrategy(strategy, problem)
             continue
         if strategy.kind == "copied stages" and not fewest_stages:
             fewest_stages = len(strategy.groups)

@@ -8,9 +8,9 @@ from typing import Any
 
 from onnxplace.driver.sharding import PlacedModel
 from onnxplace.driver.strategies import (
+    InfeasibleStrategy,
     Kind,
     Prediction,
-    Refusal,
     list_strategies,
     predict_fitting,
 )
@@ -79,7 +79,9 @@ def place_for_throughput(
         results += predict_fitting(others, state, observer)
     fitting = sorted((item for item in results if isinstance(item, Prediction)), key=_rank)
     if not fitting:
-        raise next(item.problem for item in results if isinstance(item, Refusal) and item.strategy.kind == "stages")
+        raise next(
+            item.problem for item in results if isinstance(item, InfeasibleStrategy) and item.strategy.kind == "stages"
+        )
     notes = [_describe_predictions(fitting), *_describe_states(state)]
     candidates = [make_candidate(item, steps, front, state, notes) for item in _choose_tried(fitting)]
     return candidates, (Timing("strategies", budget_clock() - began),)
@@ -93,7 +95,7 @@ def cut_specs(steps: Pipeline, first: int) -> tuple[list[PassSpec], list[PassSpe
     return specs[:first], specs[first:placer], specs[placer]
 
 
-def _covers_all_devices(result: Prediction | Refusal) -> bool:
+def _covers_all_devices(result: Prediction | InfeasibleStrategy) -> bool:
     """Return whether a result is a copy of the whole model on every device."""
     return (
         isinstance(result, Prediction)
@@ -157,7 +159,7 @@ def make_candidate(
         state = state.without(Routes)
     placed = PlacedModel(
         Pipeline((*steps.passes[: len(front)], *own, emit)),
-        state.saying(*notes),
+        state.with_notes(*notes),
         profiled if prediction.strategy.is_rewritten else None,
     )
     return Candidate(prediction.strategy.name, prediction.strategy.kind, placed)

@@ -131,9 +131,9 @@ def _balance(stages: _Tried) -> Candidate:
     scale = _measured_ratios(placed.state, stages.trial)
     scaled = replace(profile, seconds={kind: seconds * scale for kind, seconds in profile.seconds.items()})
     placing = [step for step in placed.steps.passes if {Groups, Clusters, Placement} & set(step.provides)]
-    after, _ = Pipeline(tuple(placing)).run(base.having(scaled))
+    after, _ = Pipeline(tuple(placing)).run(base.with_facts(scaled))
     device, start = after[Placement].device, after[Schedule].simulation.start_seconds
-    grouped = base.having(after[Groups]) if Groups in after else base
+    grouped = base.with_facts(after[Groups]) if Groups in after else base
     state = commit_placement(grouped, placement_problem(grouped), device, start, after[Placement].placer)
     state, _ = Pipeline((make_pass("split"),)).run(state)
     name = f"{stages.name}, balanced by the trial"

@@ -28,7 +28,7 @@ def make_state(proto: onnx.ModelProto, *, bytes_per_second: float = 1e9, memory_
         for index in range(2)
     )
     links = tuple(Link(a.id, b.id, 1e-6, bytes_per_second) for a in devices for b in devices if a is not b)
-    state = State(Target(devices, links)).having(bind_states(load(proto), ()))
+    state = State(Target(devices, links)).with_facts(bind_states(load(proto), ()))
     return Pipeline.parse("optimize,profile{estimate=true}").run(state)[0]
 
 

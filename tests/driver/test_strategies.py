@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.driver.strategies import (
+    InfeasibleStrategy,
     Prediction,
-    Refusal,
     list_strategies,
     list_ways_through,
     predict_fitting,
@@ -38,11 +38,11 @@ def make_target(count: int, memory: int = 1 << 30, cores: int = 1) -> Target:
 def profiled(target: Target, layers: int = 3) -> State:
     from onnxplace.model import load
 
-    state = State(target).having(bind(load(mlp(layers=layers)), {}, {}))
+    state = State(target).with_facts(bind(load(mlp(layers=layers)), {}, {}))
     return Pipeline.parse("optimize,profile{estimate=true}").run(state)[0]
 
 
-def predict_all(target: Target, layers: int = 3) -> dict[str, Prediction | Refusal]:
+def predict_all(target: Target, layers: int = 3) -> dict[str, Prediction | InfeasibleStrategy]:
     state = profiled(target, layers)
     results = predict_fitting(list_strategies(target, PLACE, STAGES, is_sharding_allowed=False), state)
     return {item.strategy.name: item for item in results}
@@ -93,7 +93,7 @@ def test_copies_give_as_many_requests_as_there_are_devices():
 
 def test_a_model_that_fits_on_no_device_is_put_on_copied_stages():
     results = predict_all(make_target(4, memory=7 << 20), layers=2)
-    assert isinstance(results["4 copies of the model"], Refusal)
+    assert isinstance(results["4 copies of the model"], InfeasibleStrategy)
     pairs = results["2 copies of 2 stages"]
     assert isinstance(pairs, Prediction)
     assert pairs.devices == 4

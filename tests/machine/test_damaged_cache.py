@@ -147,7 +147,9 @@ def test_a_folder_with_files_in_the_place_of_an_entry_stays():
 def test_a_damaged_entry_is_reported_once_and_measured_again(model_file):
     def run_profile() -> State:
         model = bind(load(model_file), {"batch": 4}, {})
-        return Pipeline.parse("optimize,profile{repeat=3,seconds=0}").run(State(local_target("cpu:0")).having(model))[0]
+        return Pipeline.parse("optimize,profile{repeat=3,seconds=0}").run(
+            State(local_target("cpu:0")).with_facts(model)
+        )[0]
 
     first = run_profile()
     (path,) = measurement_cache.folder().glob("*.json")
