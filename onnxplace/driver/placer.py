@@ -19,7 +19,7 @@ from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.pipeline import (
     BAECHI,
     USE_FEWER_DEVICES,
-    Objective,
+    ObjectiveName,
     PassSpec,
     Pipeline,
     Timing,
@@ -76,7 +76,7 @@ class PlaceSettings:
 
     placer: str | None = None
     _: KW_ONLY
-    objective: Objective = "latency"
+    objective: ObjectiveName = "latency"
     links: LinkModel = "duplex"
     groups: Grouping | None = None
     fuse: bool | None = None

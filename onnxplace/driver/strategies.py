@@ -1,31 +1,91 @@
-"""Strategies to use several devices: copies, stages, copies of stages, split operators, and all of these together."""
+"""One decision for every objective: list strategies, predict each, and choose those that are worth a trial.
+
+A `Strategy` is a way to use the devices: a list of passes that turn a profiled model into segments. An `Objective` says
+which strategies there are, which of those that fit are worth a trial, and how the choice is described. `decide` is the
+loop over them. Nothing is written and nothing runs before `onnxplace.driver.finishing` has the candidates: a prediction
+takes milliseconds to seconds, a trial takes seconds of all devices.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
-from onnxplace.driver.sharding import SHARD
-from onnxplace.errors import InfeasibleError
-from onnxplace.facts import Placement, Routes, Segments, Shards
-from onnxplace.pipeline import PassSpec, Pipeline, format_pipeline, format_tuple
-from onnxplace.problem import fits_single_device
-from onnxplace.state import State
-from onnxplace.target import Target
+from onnxplace.bundle import Bundle
+from onnxplace.errors import Diagnostic, InfeasibleError
+from onnxplace.facts import Emitted, Placement, Routes, Segments, Shards
+from onnxplace.pipeline import Observer, Pipeline, Timing
+from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
+from onnxplace.state import Pass, State
+from onnxplace.utils import budget_clock
 
-REPLICATE = "replicate"
-"""The pass that copies segments to further devices."""
 Kind = Literal["one device", "placed", "copies", "stages", "copied stages", "sharded", "replicas", "micro-batches"]
-# Up to this number of devices, all ways to share them among stages are listed; beyond, only even ones.
-MAX_PARTITIONED_DEVICES = 8
-# Time for the stages of each way to share devices.
-PARTITION_SECONDS = "0.5"
-# Each is a search for layouts over the whole graph.
-WAYS = (2, 4, 8, 16, 32, 64)
+Comparison = Literal["none", "one device", "steps", "requests in flight"]
+"""What runs in a trial: only the bundle itself; one device too, where it should be faster; or all candidates, one step
+after the other, or with requests in flight."""
+# The code of the note that lists the placers that `auto` tried.
+PLACERS_TRIED = "P040"
+
+
+def parse_passes(text: str) -> tuple[Pass, ...]:
+    """Return the passes of a part of a pipeline."""
+    return Pipeline.parse(text).passes
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A model with its costs, between the passes that led to it and those that place it."""
+
+    front: tuple[Pass, ...]
+    """The passes so far."""
+    state: State
+    rest: tuple[Pass, ...]
+    """The passes that place and split it, as the user or the default pipeline has them."""
+    emit: Pass
+    links_weights: bool = False
+    """Whether bundles refer to the model's own weights files, whatever the options of `emit` are."""
+    timings: tuple[Timing, ...] = ()
+    """How long the passes so far took."""
+
+    @property
+    def place(self) -> tuple[Pass, ...]:
+        """Return the passes before the placer, such as `coplace`."""
+        return self.rest[: self._placer]
+
+    @property
+    def placer(self) -> Pass:
+        """Return the placer."""
+        return self.rest[self._placer]
+
+    @property
+    def _placer(self) -> int:
+        return next(index for index, step in enumerate(self.rest) if Placement in step.provides)
+
+    def replace_placer(self, text: str) -> tuple[Pass, ...]:
+        """Return the rest with another placer."""
+        return (*self.place, *parse_passes(text), *self.rest[self._placer + 1 :])
+
+    def advance(self, observer: Observer | None) -> Profiled:
+        """Return the model after the next pass."""
+        step, *rest = self.rest
+        state, timings = Pipeline((step,)).run(self.state, self.shift(observer, self.rest))
+        front = (*self.front, step)
+        return replace(self, front=front, state=state, rest=tuple(rest), timings=self.timings + timings)
+
+    def insert(self, step: Pass, observer: Observer | None) -> Profiled:
+        """Return the model after one more pass, which changes it and its costs."""
+        return replace(self, rest=(step, *self.rest)).advance(observer)
+
+    def shift(self, observer: Observer | None, passes: Sequence[Pass]) -> Observer | None:
+        """Return an observer of these passes that reports their positions in the whole pipeline."""
+        first, count = len(self.front), len(self.front) + len(passes) + 1
+        return (lambda name, index, _: observer(name, first + index, count)) if observer else None
 
 
 @dataclass(frozen=True)
@@ -34,46 +94,86 @@ class Strategy:
 
     name: str
     kind: Kind
-    specs: tuple[PassSpec, ...]
-    """The passes after `profile`, up to `split`."""
+    passes: tuple[Pass, ...]
+    """The passes after `profile`, up to `split`; sharded strategies begin with the pass that splits operators."""
     groups: tuple[tuple[int, ...], ...] = ()
     """Devices of which each may take the place of the first one; empty where the passes use all devices."""
     everywhere: bool = False
     """Whether each device with room gets a copy of the whole model."""
 
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that fits: the model placed and split, with predictions."""
+
+    strategy: Strategy
+    profiled: Profiled
+    state: State
+    """After the passes of the strategy; once written, with the path of the bundle."""
+    timings: tuple[Timing, ...] = ()
+
     @property
-    def is_sharded(self) -> bool:
-        """Return whether operators are split."""
-        return self.specs[0].name == SHARD
+    def name(self) -> str:
+        """Return the name of the strategy."""
+        return self.strategy.name
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Return the passes that build it, as its bundle records them."""
+        return Pipeline((*self.profiled.front, *self.strategy.passes, self.profiled.emit))
 
     @property
     def is_rewritten(self) -> bool:
-        """Return whether the model is rewritten: operators or batches are split."""
-        return self.is_sharded or self.kind in ("replicas", "micro-batches")
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A strategy that fits, with its predicted steady state."""
-
-    strategy: Strategy
-    state: State
-    """With Routes; without its bundle."""
-    specs: tuple[PassSpec, ...]
-    """The passes after `profile` that led to it."""
+        """Return whether operators or batches are split."""
+        return Shards in self.state and self.state[Shards].whole is not None
 
     @property
+    def unsharded(self) -> State:
+        """Return the state with the model as it was before operators or batches were split."""
+        return self.profiled.state if self.is_rewritten else self.state
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the predicted step, from the call to the last output."""
+        return predict_step_seconds(self.state)
+
+    @cached_property
     def interval_seconds(self) -> float:
-        """Return the time between two results with requests in flight."""
-        return self.state[Routes].interval_seconds
+        """Return the predicted time between two results with requests in flight."""
+        state = self.state if Routes in self.state else Pipeline.parse("replicate").run(self.state)[0]
+        return state[Routes].interval_seconds
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return the bytes that devices send each other in a step."""
+        return sum(list_transfer_bytes(self.state))
 
     @property
     def devices(self) -> int:
         """Return the number of devices that get work."""
         used = set(self.state[Placement].device.tolist())
-        for route in self.state[Routes].routes:
+        for route in self.state[Routes].routes if Routes in self.state else ():
             used |= set(route.device[route.device >= 0].tolist())
         return len(used)
+
+    @property
+    def bundle(self) -> Bundle:
+        """Return the bundle that it was written to."""
+        return Bundle.open(self.state[Emitted].path)
+
+    def with_notes(self, *notes: Diagnostic) -> Candidate:
+        """Return it with notes for the user."""
+        return replace(self, state=self.state.with_notes(*notes))
+
+    def write(self, path: Path, observer: Observer | None = None) -> Candidate:
+        """Write its bundle to a path."""
+        emit: Any = self.profiled.emit
+        options = {"link_weights": True} if self.profiled.links_weights else {}
+        emit = replace(emit, path=str(path), pipeline=str(self.pipeline), **options)
+        if observer:
+            observer(emit.name, len(self.pipeline.passes) - 1, len(self.pipeline.passes))
+        state, timings = Pipeline((emit,)).run(self.state)
+        return replace(self, state=state, timings=self.timings + timings)
 
 
 @dataclass(frozen=True)
@@ -84,152 +184,102 @@ class InfeasibleStrategy:
     problem: InfeasibleError
 
 
-def list_strategies(
-    target: Target,
-    place: Sequence[PassSpec],
-    stages: PassSpec,
-    *,
-    is_sharding_allowed: bool = True,
-    are_copies_allowed: bool = True,
-) -> list[Strategy]:
-    """Return the strategies for many requests in flight, the simple ones first.
+Result = Candidate | InfeasibleStrategy
+ProposeStrategies = Callable[[Profiled, Sequence[Result]], Iterator[Sequence[Strategy]]]
+"""Yields strategies in rounds, and gets the results of all rounds before: some strategies are only worth a prediction
+if others do not fit."""
 
-    Args:
-        target: The devices.
-        place: The passes before the placer, such as `coplace`.
-        stages: The placer of stages, with its options.
-        is_sharding_allowed: Whether operators may be split.
-        are_copies_allowed: Whether requests may take several routes; not with carried states, which are on the first.
+
+@dataclass(frozen=True)
+class Objective:
+    """What is compared, and which strategies are kept."""
+
+    propose: ProposeStrategies
+    choose: Callable[[Sequence[Candidate]], list[Candidate]]
+    """Returns those that are worth a trial, the best by prediction first, of those that fit, in their order."""
+    describe: Callable[[Sequence[Candidate], Sequence[InfeasibleStrategy], Candidate], Sequence[Diagnostic]]
+    """Returns the notes about a choice: what fits, what does not, and the best one."""
+    comparison: Comparison = "none"
+    """How the candidates are tried."""
+    usual_kind: Kind = "placed"
+    """If nothing fits, the user hears why this kind does not."""
+    is_exploring: bool = True
+    """Whether users see one step for each strategy rather than the passes of one strategy after the other."""
+
+
+def decide(objective: Objective, profiled: Profiled, observer: Observer | None = None) -> list[Candidate]:
+    """Return the candidates that are worth a trial, the best by prediction first, with notes.
+
+    Raises:
+        InfeasibleError: nothing fits.
     """
-    count = len(target.devices)
-    split = PassSpec("split")
-    alone = (*place, PassSpec("single"), split)
-    strategies = [Strategy("one device", "one device", alone)]
-    if count == 1:
-        return strategies
-    strategies.append(Strategy(f"{count} copies of the model", "copies", alone, everywhere=True))
-    strategies.append(Strategy("stages", "stages", (*place, stages, split)))
-    free = PassSpec(stages.name, {**stages.options, "contiguous": "false"})
-    strategies.append(Strategy("stages, not contiguous", "stages", (*place, free, split)))
-    for parts in _list_partitions(count):
-        options = {**stages.options, "seconds": PARTITION_SECONDS, "replicas": format_tuple(map(str, parts))}
-        groups = tuple(_list_blocks(parts))
-        name = _name_parts(parts)
-        strategies.append(Strategy(name, "copied stages", (*place, PassSpec(stages.name, options), split), groups))
-    strategies += _list_sharded(target, place) if is_sharding_allowed else []
-    return [item for item in strategies if are_copies_allowed or not (item.everywhere or item.groups)]
+    began = budget_clock()
+    results = predict_all(objective.propose, profiled, observer, is_exploring=objective.is_exploring)
+    fitting = [item for item in results if isinstance(item, Candidate)]
+    infeasible = [item for item in results if isinstance(item, InfeasibleStrategy)]
+    if not fitting:
+        usual = (item for item in infeasible if item.strategy.kind == objective.usual_kind)
+        raise next(usual, infeasible[0]).problem
+    chosen = objective.choose(fitting)
+    notes = objective.describe(fitting, infeasible, chosen[0])
+    if objective.is_exploring:
+        timings = (Timing("strategies", budget_clock() - began),)
+        chosen = [replace(item, timings=timings) for item in chosen]
+    return [item.with_notes(*notes) for item in chosen]
 
 
-def _list_sharded(target: Target, place: Sequence[PassSpec]) -> Iterator[Strategy]:
-    """Yield strategies that split operators over a group of devices: copies of it, or stages of such groups."""
-    count = len(target.devices)
-    # Parts have their devices: only their order is searched.
-    quick = (*place, PassSpec("auto", {"seconds": "0.5"}), PassSpec("split"))
-    for ways in list_ways(count):
-        options = {"ways": str(ways), "exact": "true"}
-        copies = count // ways
-        if copies > 1:
-            groups = tuple(tuple(range(first, copies * ways, ways)) for first in range(ways))
-            name = f"{copies} copies, each sharded {ways} ways"
-            yield Strategy(name, "sharded", (PassSpec(SHARD, options), *quick), groups)
-            if count % ways == 0:
-                stages = PassSpec(SHARD, {**options, "stages": str(copies)})
-                yield Strategy(f"{copies} stages, each sharded {ways} ways", "sharded", (stages, *quick))
-        else:
-            yield Strategy(f"sharded {ways} ways", "sharded", (PassSpec(SHARD, options), *quick))
+def predict_all(
+    propose: ProposeStrategies, profiled: Profiled, observer: Observer | None = None, *, is_exploring: bool = True
+) -> list[Result]:
+    """Return the prediction of each strategy, or why it is impossible, round by round."""
+    results: list[Result] = []
+    for strategies in propose(profiled, results):
+        for position, strategy in enumerate(strategies):
+            if observer and is_exploring:
+                observer(strategy.name, position, len(strategies))
+            try:
+                results.append(predict(strategy, profiled, None if is_exploring else observer))
+            except InfeasibleError as problem:
+                results.append(InfeasibleStrategy(strategy, problem))
+    return results
 
 
-def list_ways(count: int) -> list[int]:
-    """Return the numbers of devices that may share operators.
-
-    >>> list_ways(6)
-    [2, 4, 6]
-    """
-    return sorted({size for size in WAYS if size < count} | {count})
-
-
-def _list_partitions(count: int) -> list[tuple[int, ...]]:
-    """Return ways to share devices among stages, without one device each and without copies of the whole model.
-
-    Fewer stages come first. The stages choose among the groups, so their order does not matter.
-
-    >>> _list_partitions(4)
-    [(1, 3), (2, 2), (1, 1, 2)]
-    """
-    if count > MAX_PARTITIONED_DEVICES:
-        sizes = [size for size in range(2, count) if count % size == 0]
-        return [(count // size,) * size for size in sizes]
-    parts = [part for part in _iterate_partitions(count, 1) if 1 < len(part) < count]
-    return sorted(parts, key=lambda part: (len(part), part))
-
-
-def _iterate_partitions(count: int, least: int) -> Iterator[tuple[int, ...]]:
-    """Yield the partitions of a number into ascending parts of at least `least`."""
-    yield (count,)
-    for first in range(least, count // 2 + 1):
-        for others in _iterate_partitions(count - first, first):
-            yield (first, *others)
-
-
-def _list_blocks(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield consecutive devices in blocks of these sizes."""
-    first = 0
-    for size in sizes:
-        yield tuple(range(first, first + size))
-        first += size
-
-
-def _name_parts(parts: Sequence[int]) -> str:
-    """Return the name of stages on these numbers of devices."""
-    if len(set(parts)) == 1:
-        return f"{parts[0]} copies of {len(parts)} stages"
-    return f"stages on {' + '.join(map(str, parts))} devices"
-
-
-def predict_strategy(strategy: Strategy, state: State) -> Prediction:
-    """Run the passes of a strategy on a profiled model, and predict its steady state.
+def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = None) -> Candidate:
+    """Run the passes of a strategy on a profiled model.
 
     Raises InfeasibleError if it does not fit, or if there is nothing to split or to copy.
     """
-    state, _ = Pipeline.parse(format_pipeline(strategy.specs)).run(state)
-    if strategy.is_sharded and state[Shards].ways == 1:
-        raise InfeasibleError("P064", "splitting operators gains nothing", where=SHARD)
+    state, timings = profiled.state, tuple[Timing, ...]()
+    report = profiled.shift(observer, strategy.passes)
+    # Placing takes long, so whether operators are split at all is looked at before.
+    split = strategy.passes[: int(strategy.kind == "sharded")]
+    if split:
+        state, timings = Pipeline(split).run(state, report)
+        if state[Shards].ways == 1:
+            raise InfeasibleError("P064", "splitting operators gains nothing", where=split[0].name)
+        report = replace(profiled, front=(*profiled.front, *split)).shift(observer, strategy.passes[1:])
+    state, more = Pipeline(strategy.passes[len(split) :]).run(state, report)
+    if Shards in state and state[Shards].ways > 1:
+        # Parts have their devices: which placer was kept says nothing of a sharded model.
+        notes = tuple(note for note in state.diagnostics if note.code != PLACERS_TRIED)
+        state = replace(state, diagnostics=notes)
+    if strategy.everywhere or strategy.groups:
+        strategy, state = _add_routes(strategy, state)
+    return Candidate(strategy, profiled, state, timings + more)
+
+
+def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:
+    """Return a strategy with the pass that copies segments to further devices, and the state after it."""
     routes = _list_routes(strategy, state)
-    is_copied = strategy.everywhere or bool(strategy.groups)
-    if is_copied and not routes:
+    if not routes:
         has_work = any(state[Segments].programs)
         reason = "there is no room for a second copy" if has_work else "the model has no nodes to copy"
-        raise InfeasibleError("P001", reason, where=REPLICATE)
-    replicate = PassSpec(REPLICATE, {"routes": format_tuple(routes)} if routes else {})
-    state, _ = Pipeline.parse(format_pipeline([replicate])).run(state)
-    if strategy.everywhere:
-        copies = len(state[Routes].routes) + 1
-        strategy = replace(strategy, name=f"{copies} copies of the model")
-    return Prediction(strategy, state, (*strategy.specs, replicate) if routes else strategy.specs)
-
-
-def predict_fitting(
-    strategies: Sequence[Strategy], state: State, observer: Callable[[str, int, int], object] | None = None
-) -> Iterator[Prediction | InfeasibleStrategy]:
-    """Yield the prediction of each strategy, or why it is impossible.
-
-    Copies of stages with many stages are left out where fewer stages fit: each stage more costs transfers and balance.
-    `observer` is called before each strategy with its name, its position and their number.
-    """
-    fewest_stages = 0
-    for position, strategy in enumerate(strategies):
-        if fewest_stages and strategy.kind == "copied stages" and len(strategy.groups) > fewest_stages + 1:
-            continue
-        if observer:
-            observer(strategy.name, position, len(strategies))
-        try:
-            prediction = predict_strategy(strategy, state)
-        except InfeasibleError as problem:
-            yield InfeasibleStrategy(strategy, problem)
-            continue
-        if strategy.kind == "copied stages" and not fewest_stages:
-            fewest_stages = len(strategy.groups)
-        yield prediction
+        raise InfeasibleError("P001", reason, where="replicate")
+    replicate: Any = parse_passes("replicate")[0]
+    replicate = replace(replicate, routes=tuple(routes))
+    state, _ = Pipeline((replicate,)).run(state)
+    name = f"{len(routes) + 1} copies of the model" if strategy.everywhere else strategy.name
+    return replace(strategy, name=name, passes=(*strategy.passes, replicate)), state
 
 
 def _list_routes(strategy: Strategy, state: State) -> list[str]:
@@ -259,3 +309,8 @@ def list_ways_through(groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """
     bounds = sorted({Fraction(part, len(group)) for group in groups for part in range(len(group))})
     return [tuple(group[int(bound * len(group))] for group in groups) for bound in bounds]
+
+
+def rank_texts(texts: Sequence[str], limit: int) -> list[str]:
+    """Return the first texts, and how many more there are."""
+    return [*texts[:limit], *([f"{len(texts) - limit} more"] if len(texts) > limit else [])]

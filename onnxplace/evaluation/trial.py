@@ -7,19 +7,22 @@ longer depends on model and machine, so it is measured.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from onnxplace.bundle import (
     COSTS_FILE,
+    MANIFEST_FILE,
     WHOLE_MODEL_FILE,
     Bundle,
+    DiagnosticRecord,
     Manifest,
     RouteRecord,
     SplitStates,
@@ -50,7 +53,12 @@ from onnxplace.ort import import_onnxruntime
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Runtime, RuntimeSession
 from onnxplace.target import MAX_SECONDS
-from onnxplace.utils import report_progress
+from onnxplace.utils import report_progress, write_file
+
+if TYPE_CHECKING:
+    from onnxplace.evaluation.rate_trial import RateTrial
+
+AnyTrial = TypeVar("AnyTrial", "Trial", "RateTrial")
 
 # Clocks and caches settle within this time, and sessions within these steps.
 WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
@@ -62,34 +70,47 @@ REPEAT_POLICY = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.02, min_run
 BURST_SECONDS = 0.01
 # How the note begins that a trial of the bundle was disturbed.
 DOUBT = "the trial is less sure than usual: steps"
+# Codes of notes that there was no trial, or that it failed: they are wrong once a later one is recorded.
+NO_TRIAL_CODES = ("C020", "C021")
+
+# Limits of the numbers in trials, which are also the limits of entries in the cache.
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+RequestCount = Annotated[int, Field(ge=1, le=10**9)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
 class Trial:
     """Measured times of a bundle."""
 
-    step_seconds: float
+    step_seconds: Seconds
     """Median time of a request, minus the longest time that a worker waited for a core."""
-    request_seconds: float
+    request_seconds: Seconds
     """Part of it before the first device began and after the last one ended."""
-    segment_seconds: Mapping[str, float]
-    """By segment, time of its device without waits and copies."""
-    requests: int
-    waiting: float
+    segment_seconds: Mapping[str, Seconds]
+    """Time of each segment on its device, without waits and copies."""
+    requests: RequestCount
+    """Number of requests that counted."""
+    waiting: Share
     """Share of the time of these requests in which a thread waited for a core, also one of another process."""
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Return whether other work on the machine may have slowed the trial."""
+        return is_doubtful(self)
 
 
 def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
     """Return why these bundles cannot be run here at the same time, or None."""
     for manifest in (bundle.manifest for bundle in bundles):
         if problem := _find_missing_gpu(manifest) or find_core_shortage(manifest):
-            return replace(problem, code="C020", message=f"the bundle was not tried out: {problem.message}")
+            return replace(problem, code="C020", message=f"no trial was run: {problem.message}")
     predictions = [bundle.manifest.predicted for bundle in bundles]
     needs, free = sum(max(p.running_bytes, p.opening_bytes) for p in predictions), available_memory_bytes()
     if needs <= free:
         return None
-    subject = "the bundle was" if len(bundles) == 1 else f"{len(bundles)} bundles were"
-    message = f"{subject} not tried out: that needs {needs} bytes of memory, {free} are free"
+    subject = "it needs" if len(bundles) == 1 else f"{len(bundles)} bundles need"
+    message = f"no trial was run: {subject} {needs} bytes of memory, {free} are free"
     return Diagnostic("C020", message, where=bundles[0].manifest.model)
 
 
@@ -126,31 +147,27 @@ def run_trials(
     the unsplit model at another size, and TargetError if a device is missing.
     """
     is_local = runtime is None
-    cached = cached and is_local
-    name = measurement_cache.key(["compared trial", *(build_trial_key(bundle, feeds) for bundle in bundles)])
-    if cached and (cached_trials := _read_cached_trials(name, bundles)):
-        return cached_trials
-    runtime = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
-    with ExitStack() as stack:
-        opened = [stack.enter_context(runtime.open(bundle, trace=True)) for bundle in bundles]
-        # One bundle may hold a state whole that another one holds in parts.
-        steps = [RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)) for bundle in bundles]
-        sessions = list(map(_TrialSession, opened, steps))
-        for session in sessions:
-            session.warm_up()
-        while not all(session.has_enough for session in sessions):
+
+    def measure() -> tuple[Trial, ...]:
+        opener = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+        with ExitStack() as stack:
+            opened = [stack.enter_context(opener.open(bundle, trace=True)) for bundle in bundles]
+            # One bundle may hold a state whole that another one holds in parts.
+            steps = [RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)) for bundle in bundles]
+            sessions = list(map(_TrialSession, opened, steps))
             for session in sessions:
-                session.run_burst()
-            report_progress(min(session.share for session in sessions))
-        for session in sessions:
-            session.end()
-        for bundle, running in zip(bundles, opened) if is_local else ():
-            require_equal_at_another_size(running, bundle)
-    trials = tuple(session.summarise() for session in sessions)
-    if cached and not any(map(is_doubtful, trials)):
-        with suppress(ValueError):  # for example a full disk: then it is measured again next time
-            measurement_cache.write(name, {"trials": [asdict(trial) for trial in trials]})
-    return trials
+                session.warm_up()
+            while not all(session.has_enough for session in sessions):
+                for session in sessions:
+                    session.run_burst()
+                report_progress(min(session.share for session in sessions))
+            for session in sessions:
+                session.end()
+            for bundle, running in zip(bundles, opened) if is_local else ():
+                require_equal_at_another_size(running, bundle)
+        return tuple(session.summarise() for session in sessions)
+
+    return measure_once(Trial, ["compared trial"], bundles, feeds, cached and is_local, measure)
 
 
 def is_doubtful(trial: Trial | TrialRecord) -> bool:
@@ -331,39 +348,79 @@ def build_trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
     )
 
 
-_CachedFloat = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+def measure_once(
+    kind: type[AnyTrial],
+    parts: Sequence[str],
+    bundles: Sequence[Bundle],
+    feeds: Mapping[str, Array],
+    cached: bool,
+    measure: Callable[[], tuple[AnyTrial, ...]],
+) -> tuple[AnyTrial, ...]:
+    """Return the trials of bundles, of earlier measurements of equal segments and feeds if there are any.
+
+    Args:
+        kind: The kind of trial.
+        parts: What else the measurement depends on.
+        bundles: What is run.
+        feeds: Inputs.
+        cached: Whether trials may be read from the cache, and kept there unless other work disturbed them.
+        measure: Runs the bundles.
+    """
+    name = measurement_cache.key([*parts, *(build_trial_key(bundle, feeds) for bundle in bundles)])
+    if cached and (trials := recall_trials(name, kind, bundles)):
+        return trials
+    trials = measure()
+    if cached and not any(trial.is_doubtful for trial in trials):
+        with suppress(ValueError):  # for example a full disk: then it is measured again next time
+            measurement_cache.write(name, {"trials": [asdict(trial) for trial in trials]})
+    return trials
 
 
-class _CachedTrial(BaseModel):
-    """A trial in the cache, with limits for each number."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    step_seconds: _CachedFloat
-    request_seconds: _CachedFloat
-    segment_seconds: dict[str, _CachedFloat]
-    requests: Annotated[int, Field(ge=1, le=10**9)]
-    waiting: Annotated[float, Field(ge=0, le=1)]
-
-
-def _read_cached_trials(name: str, bundles: Sequence[Bundle]) -> tuple[Trial, ...] | None:
-    """Return the trials under a key; None if there are none, or invalid ones, which are removed."""
+def recall_trials(name: str, kind: type[AnyTrial], bundles: Sequence[Bundle]) -> tuple[AnyTrial, ...]:
+    """Return the trials under a key of the cache; nothing if there are none, or invalid ones, which are removed."""
     try:
-        data = measurement_cache.read(name)
+        entry = measurement_cache.read(name)
     except ValueError:
-        return None
-    if data is None:
-        return None
-    try:
-        trials = TypeAdapter(list[_CachedTrial]).validate_python(data.get("trials"))
-    except ValidationError:
-        trials = []
-    if len(trials) == len(bundles) and all(map(_covers_segments, trials, bundles)):
-        return tuple(Trial(**dict(trial)) for trial in trials)
+        return ()
+    if entry is None:
+        return ()
+    segments = [{segment.id for segment in bundle.manifest.segments} for bundle in bundles]
+    with suppress(ValidationError):
+        adapter: TypeAdapter[tuple[AnyTrial, ...]] = TypeAdapter(tuple[kind, ...])  # type: ignore[valid-type]
+        trials = adapter.validate_json(json.dumps(entry.get("trials")), strict=True)
+        if [set(trial.segment_seconds) for trial in trials] == segments:
+            return trials
     measurement_cache.damaged(name, "it does not hold these trials")
-    return None
+    return ()
 
 
-def _covers_segments(trial: _CachedTrial, bundle: Bundle) -> bool:
-    """Return whether a trial has a time for each segment of a bundle, and no others."""
-    return {segment.id for segment in bundle.manifest.segments} == trial.segment_seconds.keys()
+def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
+    """Replace the manifest of a bundle atomically."""
+    text = manifest.model_dump_json(indent=1)
+    write_file(bundle.path / MANIFEST_FILE, lambda stream: stream.write(text.encode()))
+    return Bundle(bundle.path, manifest)
+
+
+def record_trial(bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime) -> Bundle:
+    """Run a bundle in a trial where it is used, such as on several hosts, and write the times into its manifest.
+
+    Predictions then follow these times. An earlier trial is replaced, and so are the notes about it, or its absence.
+
+    Args:
+        bundle: It is replaced on the disk, by name and at once.
+        feeds: Inputs of the sizes that the bundle was compiled for, states included.
+        runtime: What runs it.
+
+    Raises ExecutionError if a segment fails, TargetError if a device is missing, UsageError if the manifest cannot be
+    written.
+    """
+    (trial,) = run_trials([bundle], feeds, runtime=runtime)
+    manifest = apply_trial(bundle.manifest, trial)
+    notes = [item for item in manifest.diagnostics if not _is_about_trial(item)]
+    if doubt := find_trial_doubt(trial, manifest.model):
+        notes.append(DiagnosticRecord(**asdict(doubt)))
+    return replace_manifest(bundle, manifest.model_copy(update={"diagnostics": tuple(notes)}))
+
+
+def _is_about_trial(note: DiagnosticRecord) -> bool:
+    return note.code in NO_TRIAL_CODES or note.message.startswith(DOUBT)

@@ -181,7 +181,7 @@ def test_a_damaged_trial_counts_as_absent_and_is_removed(kept_trial):
     good = json.loads(path.read_text())
     (trial_entry,) = good["trials"]
     name = path.stem
-    assert trial._read_cached_trials(name, [bundle]) is not None
+    assert trial.recall_trials(name, trial.Trial, [bundle])
     segment = next(iter(trial_entry["segment_seconds"]))
     changes = [{field: odd} for field in ("step_seconds", "request_seconds", "requests", "waiting") for odd in ODD]
     changes += [{"segment_seconds": {**trial_entry["segment_seconds"], segment: odd}} for odd in ODD]
@@ -189,7 +189,7 @@ def test_a_damaged_trial_counts_as_absent_and_is_removed(kept_trial):
     for damaged in [*({**good, "trials": [{**trial_entry, **change}]} for change in changes), {**good, "trials": 5},
                     {**good, "trials": []}, {**good, "trials": [trial_entry, trial_entry]}, {"key": name}]:  # fmt: skip
         path.write_text(json.dumps(damaged))
-        assert trial._read_cached_trials(name, [bundle]) is None
+        assert not trial.recall_trials(name, trial.Trial, [bundle])
         assert not path.exists()
     (repeated,) = trial.run_trials([bundle], feeds)
     assert 0 < repeated.step_seconds < 10
