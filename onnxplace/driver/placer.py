@@ -35,7 +35,6 @@ from onnxplace.utils import budget_clock, read_json
 
 Grouping = Literal["none", "given", "coplace", "given+coplace"]
 Adjustment = Literal["compute", "memory", "majority"]
-GROUPINGS: tuple[Grouping, ...] = ("none", "given", "coplace", "given+coplace")
 _COPLACE_OPTIONS: Mapping[Grouping, Mapping[str, str]] = {
     "none": {"join": "never", "given": "false"},
     "given": {"join": "never"},

@@ -7,7 +7,7 @@ For the least latency, whole operators are placed with several groupings of node
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,27 +42,20 @@ MAX_TRAFFIC_SHARE, MAX_ONE_DEVICE_RATIO, MAX_CUTTING_RATIO = 1 / 3, 0.99, 1.25
 SEARCHING, SEARCH_SHARE = ("auto", "multilevel"), 0.5
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """Options of `coplace` that decide which nodes of a training step stay together."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-TOGETHER = Grouping("nodes of a parameter together")
-FREE = Grouping("free nodes", {"parameters": "free"})
-FOLLOW = Grouping("backward with forward nodes", {"backward": "follow"})
-# What is compared, by kind of placer; the usual groups come first.
-FOR_SEARCH = (TOGETHER, FREE, FOLLOW)
-FOR_BAECHI = (
-    FREE,
-    TOGETHER,
-    Grouping("nodes of a parameter and of chains together", {"join": "always"}),
-    FOLLOW,
-    Grouping("backward with forward nodes, no chains", {"backward": "follow", "join": "never"}),
-    Grouping("backward with forward nodes, chains together", {"backward": "follow", "join": "always"}),
-)
+# Options of `coplace` that decide which nodes of a training step stay together, by name; the usual ones come first.
+FOR_SEARCH: Mapping[str, Mapping[str, str]] = {
+    "nodes of a parameter together": {},
+    "free nodes": {"parameters": "free"},
+    "backward with forward nodes": {"backward": "follow"},
+}
+FOR_BAECHI: Mapping[str, Mapping[str, str]] = {
+    "free nodes": {"parameters": "free"},
+    "nodes of a parameter together": {},
+    "nodes of a parameter and of chains together": {"join": "always"},
+    "backward with forward nodes": {"backward": "follow"},
+    "backward with forward nodes, no chains": {"backward": "follow", "join": "never"},
+    "backward with forward nodes, chains together": {"backward": "follow", "join": "always"},
+}
 
 
 def list_groupings(profiled: Profiled, results: Sequence[Result]) -> Iterator[list[Strategy]]:
@@ -71,11 +64,12 @@ def list_groupings(profiled: Profiled, results: Sequence[Result]) -> Iterator[li
     For placers that do not search, groups are only an alternative to those that do not fit.
     """
     placer = profiled.placer.name
-    compares = placer in (*BAECHI, *SEARCHING)
-    for number, grouping in enumerate(FOR_BAECHI if placer in BAECHI else FOR_SEARCH if compares else (TOGETHER, FREE)):
-        if compares or not any(isinstance(item, Candidate) for item in results):
-            passes = [_set_options(step, grouping, is_alternative=number > 0) for step in profiled.rest]
-            yield [Strategy(grouping.name, "placed", tuple(passes))]
+    is_compared = placer in (*BAECHI, *SEARCHING)
+    groupings = [*(FOR_BAECHI if placer in BAECHI else FOR_SEARCH).items()][: None if is_compared else 2]
+    for number, (name, options) in enumerate(groupings):
+        if is_compared or not any(isinstance(item, Candidate) for item in results):
+            passes = [_set_options(step, options, is_alternative=number > 0) for step in profiled.rest]
+            yield [Strategy(name, "placed", tuple(passes))]
     fitting = [item for item in results if isinstance(item, Candidate)]
     if placer == OBJECTIVES["latency"] and fitting:
         one_device = predict_one_device(profiled.state)
@@ -83,10 +77,10 @@ def list_groupings(profiled: Profiled, results: Sequence[Result]) -> Iterator[li
             yield [Strategy("one device", "one device", profiled.replace_placer("single"))]
 
 
-def _set_options(step: Any, grouping: Grouping, *, is_alternative: bool) -> Any:
+def _set_options(step: Any, grouping: Mapping[str, str], *, is_alternative: bool = False) -> Any:
     """Return a pass with the options of a grouping; a search for an alternative is shorter."""
     if step.name == "coplace":
-        return replace(step, **grouping.options)
+        return replace(step, **grouping)
     if is_alternative and step.name in SEARCHING:
         return replace(step, seconds=step.seconds * SEARCH_SHARE)
     return step
@@ -227,9 +221,7 @@ def _micro_batches(profiled: Profiled, parts: int, stages: int, schedule: str) -
 def _pipeline_parts(profiled: Profiled, stages: int, schedule: str, **grouping: str) -> tuple[Pass, ...]:
     """Return the passes that place parts of a batch on stages; clusters would join parts of different times."""
     passes = profiled.replace_placer(f"pipelined{{stages={stages},schedule={schedule}}}")
-    return tuple(
-        _set_options(step, Grouping("", grouping), is_alternative=False) for step in passes if step.name != "fuse"
-    )
+    return tuple(_set_options(step, grouping) for step in passes if step.name != "fuse")
 
 
 def _rank(fitting: Sequence[Candidate]) -> list[Candidate]:

@@ -22,7 +22,7 @@ from onnxplace.bundle import (
 )
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation.memory_use import BundleMemory, measure_memory
-from onnxplace.evaluation.repeated_step import RepeatedStep
+from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.evaluation.trial import measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer, find_plugin

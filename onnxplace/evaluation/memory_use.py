@@ -19,7 +19,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, extract_device_part, list_route_devices
 from onnxplace.errors import Diagnostic, OnnxplaceError
-from onnxplace.evaluation.repeated_step import RepeatedStep
+from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.machine import (
     list_accelerators,
     list_operator_libraries,

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from onnxplace.bundle import Bundle, Manifest, SplitStates, list_route_devices
 from onnxplace.evaluation.compare import open_reference
-from onnxplace.evaluation.trial import RequestCount, Seconds, Share, measure_once, measure_segment_seconds
+from onnxplace.evaluation.trial import RequestCount, Seconds, Share, find_median_seconds, measure_once
 from onnxplace.feeds import Array
 from onnxplace.machine import (
     MAX_CREDIBLE_WAITING_SHARE,
@@ -170,13 +170,9 @@ class _RateSession:
     def summarise(self, plain_seconds: float) -> RateTrial:
         """Return medians over the turns in which workers waited least for a core."""
         turns = sorted(self._turns, key=lambda turn: turn.waiting)[: (len(self._turns) + 1) // 2]
-        segment_times: dict[str, list[float]] = {}
-        for events in (events for turn in turns for events in turn.events):
-            for segment, seconds in measure_segment_seconds(events).items():
-                segment_times.setdefault(segment, []).append(seconds)
         return RateTrial(
             interval_seconds=float(np.median([turn.interval_seconds for turn in turns])),
-            segment_seconds={name: float(np.median(times)) for name, times in segment_times.items()},
+            segment_seconds=find_median_seconds((events, 1.0) for turn in turns for events in turn.events),
             in_flight=self._in_flight,
             requests=sum(turn.results for turn in turns),
             waiting=float(np.median([turn.waiting for turn in turns])),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, TypeVar, cast
@@ -33,8 +33,8 @@ from onnxplace.bundle import (
     sum_device_seconds,
 )
 from onnxplace.errors import Diagnostic
-from onnxplace.evaluation.repeated_step import RepeatedStep
 from onnxplace.evaluation.size_comparison import require_equal_at_another_size
+from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.feeds import Array
 from onnxplace.machine import (
     DOUBTFUL_WAITING_SHARE,
@@ -296,21 +296,17 @@ class _TrialSession:
     def summarise(self) -> Trial:
         """Return medians over the steps that waited least for a core."""
         runs = self._runs
-        segment_times: dict[str, list[float]] = {}
+        # It is unknown which event a wait fell into, so it is subtracted from all in proportion.
+        steps = [(*self._steps[index], 1 - self._waiting_shares[index]) for index in runs.undisturbed]
         request_times = []
-        for index in runs.undisturbed:
-            events, seconds = self._steps[index]
-            # It is unknown which event the wait fell into, so it is subtracted from all in proportion.
-            working_share = 1 - self._waiting_shares[index]
+        for events, seconds, working_share in steps:
             begin = min((event.start_seconds for event in events), default=0.0)  # no events if all devices are idle
             end = max((event.finish_seconds for event in events), default=0.0)
             request_times.append((begin + seconds - end) * working_share)
-            for segment, segment_time in measure_segment_seconds(events).items():
-                segment_times.setdefault(segment, []).append(segment_time * working_share)
         return Trial(
             step_seconds=runs.seconds,
             request_seconds=max(float(np.median(request_times)), 0.0),
-            segment_seconds={name: float(np.median(times)) for name, times in segment_times.items()},
+            segment_seconds=find_median_seconds((events, working_share) for events, _, working_share in steps),
             requests=len(runs.undisturbed),
             # Not subtracted from times: other processes may have looked for messages only.
             waiting=max(runs.waiting, self._remote_waiting_share),
@@ -329,6 +325,15 @@ def measure_segment_seconds(events: Sequence[Event]) -> dict[str, float]:
         if event.kind == "run":
             seconds[event.name] = event.finish_seconds - event.start_seconds + gaps.pop(event.device)
     return seconds
+
+
+def find_median_seconds(requests: Iterable[tuple[Sequence[Event], float]]) -> dict[str, float]:
+    """Return the median seconds of each segment over requests, whose times are multiplied by a factor each."""
+    times: dict[str, list[float]] = {}
+    for events, factor in requests:
+        for segment, seconds in measure_segment_seconds(events).items():
+            times.setdefault(segment, []).append(seconds * factor)
+    return {name: float(np.median(values)) for name, values in times.items()}
 
 
 def build_trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
