@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from onnxplace.driver.strategies import (
@@ -22,7 +21,7 @@ from onnxplace.driver.strategies import (
 )
 from onnxplace.driver.training_steps import choose_grouping, describe_groupings, list_groupings
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError
-from onnxplace.facts import Groups, Placement, Profile, Recomputation, Routes, Shards
+from onnxplace.facts import Placement, Profile, Recomputation, Routes, Shards
 from onnxplace.model import Model
 from onnxplace.pipeline import OBJECTIVES, Observer
 from onnxplace.problem import placement_problem, predict_single_device_seconds
@@ -49,29 +48,20 @@ def make_latency_objective(*, may_shard: bool, shard_metadata: bool, may_group: 
         shard_metadata: Whether the pass `shard` writes ONNX's sharding specifications.
         may_group: Whether groupings of a training step are compared.
     """
-    return Objective(
-        propose=partial(_propose, may_shard=may_shard, shard_metadata=shard_metadata, may_group=may_group),
-        choose=lambda fitting: [_choose(fitting)],
-        describe=_describe,
-        is_exploring=False,
-    )
 
+    def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
+        state, rest = profiled.state, profiled.rest
+        has_several = len(state.target.devices) > 1
+        is_rewritten = any(Model in step.provides for step in rest)
+        if may_group and has_several and state[Profile].training is not None and not is_rewritten:
+            yield from list_groupings(profiled, results)
+        else:
+            yield [_name_passes(rest)]
+        if may_shard and has_several and len(state[Profile].graph) <= MAX_NODES:
+            shard = parse_passes("shard{metadata=true}" if shard_metadata else "shard")
+            yield [Strategy("sharding", "sharded", (*shard, *rest))]
 
-def _propose(
-    profiled: Profiled, results: Sequence[Result], *, may_shard: bool, shard_metadata: bool, may_group: bool
-) -> Iterator[Sequence[Strategy]]:
-    """Yield the passes of the pipeline, or several groupings of a training step, then the passes after `shard`."""
-    state, rest = profiled.state, profiled.rest
-    has_several = len(state.target.devices) > 1
-    before_groups = rest[: next((index for index, step in enumerate(rest) if Groups in step.provides), 0)]
-    is_rewritten = any(Model in step.provides for step in before_groups)
-    if may_group and has_several and state[Profile].training is not None and not is_rewritten:
-        yield from list_groupings(profiled, results)
-    else:
-        yield [_name_passes(rest)]
-    if may_shard and has_several and len(state[Profile].graph) <= MAX_NODES:
-        shard = parse_passes("shard{metadata=true}" if shard_metadata else "shard")
-        yield [Strategy("sharding", "sharded", (*shard, *rest))]
+    return Objective(propose, choose=lambda fitting: [_choose(fitting)], describe=_describe, is_exploring=False)
 
 
 def _name_passes(passes: tuple[Pass, ...]) -> Strategy:

@@ -249,11 +249,10 @@ def choose_output(model: object, output: str | Path | None, steps: Pipeline) -> 
 
 
 def _parse_output(output: object) -> Path:
-    if not isinstance(output, (str, Path)):
-        raise UsageError("U032", f"expected a path, got {output!r}", where="output", hint="name a new folder")
-    if not str(output):
-        raise UsageError("U032", "expected the name of a folder, got ''", where="output", hint="name a new folder")
-    return Path(output)
+    if isinstance(output, (str, Path)) and str(output):
+        return Path(output)
+    expected = "the name of a folder" if output == "" else "a path"
+    raise UsageError("U032", f"expected {expected}, got {output!r}", where="output", hint="name a new folder")
 
 
 def require_one_target(devices: object, target: object) -> None:

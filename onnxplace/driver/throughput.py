@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -50,23 +49,16 @@ WAYS = (2, 4, 8, 16, 32, 64)
 
 def make_throughput_objective(*, may_shard: bool) -> Objective:
     """Return the objective of the most requests per second; `may_shard`: whether operators may be split."""
-    return Objective(
-        propose=partial(_propose, may_shard=may_shard),
-        choose=_choose_tried,
-        describe=_describe,
-        comparison="requests in flight",
-        usual_kind="stages",
-    )
 
+    def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
+        yield list_simple(profiled)
+        if any(map(_covers_all_devices, results)):
+            return
+        yield from list_copied_stages(profiled, results)
+        if may_shard and len(profiled.state[Profile].graph) <= MAX_SHARDED_NODES:
+            yield list_sharded(profiled)
 
-def _propose(profiled: Profiled, results: Sequence[Result], *, may_shard: bool) -> Iterator[Sequence[Strategy]]:
-    """Yield the strategies that are worth a prediction: simple ones, and others where copies do not fit everywhere."""
-    yield list_simple(profiled)
-    if any(map(_covers_all_devices, results)):
-        return
-    yield from list_copied_stages(profiled, results)
-    if may_shard and len(profiled.state[Profile].graph) <= MAX_SHARDED_NODES:
-        yield list_sharded(profiled)
+    return Objective(propose, _choose_tried, _describe, comparison="requests in flight", usual_kind="stages")
 
 
 def _covers_all_devices(result: Result) -> bool:

@@ -128,9 +128,8 @@ def describe_groupings(placed: Sequence[Candidate], kept: Candidate) -> Diagnost
         for item in placed
     ]
     message = f"training step: {alone}; placed with {'; '.join(texts)}: kept {kept.name}"
-    figures = [
-        Figure(item.name, item.step_seconds) for item in (kept, *placed) if item is kept or item.name != kept.name
-    ]
+    others = [item for item in placed if item.name != kept.name]
+    figures = [Figure(item.name, item.step_seconds) for item in (kept, *others)]
     if one_device < np.inf and kept.name != "one device":
         figures.append(Figure("one device", one_device))
     hint = "--pipeline with coplace{parameters=..., backward=...} chooses another"
