@@ -1,4 +1,4 @@
-"""Finish a bundle: run the candidates in turns, keep the fastest, and predict its times from what was measured.
+"""Finish a bundle: run the candidates, keep the fastest, and predict its times from what was measured.
 
 Candidates run side by side, since the speed of a machine changes from second to second. The prediction decides where
 they cannot all run here, and where other work on the machine disturbs them. Nothing is moved into its final place yet.
@@ -48,7 +48,7 @@ CLEAR_ONE_DEVICE_RATIO = 0.97
 CLEAR_BALANCED_RATIO = 0.99
 # Stages are balanced again where they are at most this many times slower than the best.
 BALANCED_RATIO = 1.3
-# Of a measured to a predicted time of a segment; others are measured wrong.
+# Credible ratios of a measured to a predicted time of a segment.
 MIN_SCALE, MAX_SCALE = 0.1, 10.0
 
 
@@ -58,9 +58,9 @@ class FinishedBundle:
 
     bundle: Bundle
     candidate: Candidate
-    """What it was written for, with all notes."""
+    """The strategy that it was written for, with all notes."""
     timings: tuple[Timing, ...]
-    """How long the trial took, if there was one."""
+    """Time of the trial, if there was one."""
 
 
 def finish_bundle(

@@ -54,16 +54,16 @@ class PlacementResult:
     lower_bound_seconds: float
     feasible: bool
     peak_bytes: Longs
-    """Per device."""
+    """Peak memory of each device."""
     seconds: float
     """Time to place, from cost graph to schedule, without the compilation of loops on first use."""
     placement: Mapping[str, Hashable]
     """Node id -> device id, as in the cost graph."""
     start_seconds: Floats
-    """Per node of the cost graph, in its order."""
+    """Start of each node of the cost graph, in its order."""
     finish_seconds: Floats
     device: Ints
-    """Per node, the index of its device."""
+    """Index of the device of each node."""
     schedule: Schedule
     passes: tuple[Timing, ...]
     diagnostics: tuple[Diagnostic, ...] = ()

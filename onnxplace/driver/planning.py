@@ -38,9 +38,9 @@ class PlannedStrategy:
     exchanges: Mapping[str, int] = field(default_factory=dict)
     """Kind of exchange between parts of operators -> number."""
     problem: str = ""
-    """Why there is no prediction."""
+    """Reason why there is no prediction."""
     pipeline: str = ""
-    """What `onnxplace compile --pipeline` takes to build it."""
+    """Text with which `onnxplace compile --pipeline` builds it."""
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,11 @@ class Profiled:
     rest: tuple[Pass, ...]
     """The passes that place and split it, as the user or the default pipeline has them."""
     emit: Pass
+    """The pass that writes bundles, with the options of the user."""
     links_weights: bool = False
     """Whether bundles refer to the model's own weights files, whatever the options of `emit` are."""
     timings: tuple[Timing, ...] = ()
-    """How long the passes so far took."""
+    """Times of the passes so far."""
 
     @property
     def place(self) -> tuple[Pass, ...]:
@@ -109,7 +110,7 @@ class Candidate:
     strategy: Strategy
     profiled: Profiled
     state: State
-    """After the passes of the strategy; once written, with the path of the bundle."""
+    """State after the passes of the strategy; once written, with the path of the bundle."""
     timings: tuple[Timing, ...] = ()
 
     @property
@@ -200,7 +201,7 @@ class Objective:
     describe: Callable[[Sequence[Candidate], Sequence[InfeasibleStrategy], Candidate], Sequence[Diagnostic]]
     """Returns the notes about a choice: what fits, what does not, and the best one."""
     comparison: Comparison = "none"
-    """How the candidates are tried."""
+    """Trial that compares the candidates."""
     usual_kind: Kind = "placed"
     """If nothing fits, the user hears why this kind does not."""
     is_exploring: bool = True

@@ -51,7 +51,7 @@ class ProcessMemory:
     own_bytes: int
     """Part of `running_bytes` that the bundle added, without newly loaded library code."""
     gpu_bytes: Mapping[str, int]
-    """Per GPU, the peak in use, minus the memory in use before."""
+    """Peak in use on each GPU, minus the memory in use before."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def choose_in_flight(manifest: Manifest) -> int:
 def run_rate_trials(
     bundles: Sequence[Bundle], feeds: Mapping[str, Array], in_flight: int, *, cached: bool = True
 ) -> tuple[RateTrial, ...]:
-    """Run bundles in turns, each with so many requests in flight, for about two seconds or a few results per request.
+    """Run bundles in turns with requests in flight, for about two seconds each or a few results per request.
 
     Earlier measurements of equal segments and feeds are reused if `cached`. Raises ExecutionError if a segment fails,
     TargetError if a device is missing.
@@ -104,7 +104,7 @@ class Turn:
     seconds: float
     results: int
     events: tuple[Sequence[Event], ...]
-    """Of each result."""
+    """Events of each result."""
     waiting: float
     """Share of the time in which a worker waited for a core."""
 

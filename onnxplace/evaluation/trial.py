@@ -246,7 +246,7 @@ class _TrialSession:
         self._steps: list[tuple[tuple[Event, ...], float]] = []
         """Events and seconds of each step."""
         self._waiting_shares: list[float] = []
-        """Per step, the share of its burst in which a thread waited for a core."""
+        """Share of the burst of each step in which a thread waited for a core."""
         self._began, self._remote_delays = 0.0, dict[str, int]()
         """When the warm-up ended, and how long threads of other processes had waited until then."""
         self._remote_waiting_share = 0.0
