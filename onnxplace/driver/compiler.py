@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxplace.bundle import Bundle, prepare_output, stage_output
+from onnxplace.driver.decision import Candidate, Comparison, Objective, Profiled
 from onnxplace.driver.finishing import finish_bundle
 from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.driver.latency import decide_or_recompute, make_latency_objective
 from onnxplace.driver.options import CompileSettings, choose_output, choose_pipeline, choose_target
-from onnxplace.driver.strategies import Candidate, Comparison, Objective, Profiled
 from onnxplace.driver.throughput import make_throughput_objective
 from onnxplace.driver.training_steps import TRAINING_STEP, require_training_step, suggest_objective
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError

@@ -7,14 +7,14 @@ they cannot all run here, and where other work on the machine disturbs them. Not
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest, Staging
+from onnxplace.driver.decision import Candidate, Comparison, Strategy, parse_passes, predict
 from onnxplace.driver.options import CompileSettings
-from onnxplace.driver.strategies import Candidate, Comparison, Strategy, parse_passes, predict
 from onnxplace.driver.throughput import format_rate, report_plain_session
 from onnxplace.errors import Diagnostic, Figure, OnnxplaceError
 from onnxplace.evaluation import (
@@ -186,10 +186,7 @@ class _Trials:
             return first.with_notes(report_doubt(what, max(trial.waiting for trial in trials), "step"))
         seconds = {item.name: trial.step_seconds for item, trial in zip(candidates, trials)}
         best = min(candidates, key=lambda item: seconds[item.name] * (CLEAR_RATIO if item is first else 1.0))
-        texts = [
-            f"{name}: {format_milliseconds(seconds[name])}" for name in sorted(seconds, key=lambda name: seconds[name])
-        ]
-        message = f"a training step, measured: {'; '.join(texts)}; kept {best.name}"
+        message = f"a training step, measured: {_list_times(seconds, format_milliseconds)}; kept {best.name}"
         return best.with_notes(Diagnostic("L069", message, where="step"))
 
     def _compare_rates(self, candidates: Sequence[Candidate]) -> tuple[Candidate, RateTrial]:
@@ -215,8 +212,8 @@ class _Trials:
             is_clear = other.interval_seconds < CLEAR_BALANCED_RATIO * trial.interval_seconds
             if is_clear and not (trial.is_doubtful or other.is_doubtful):
                 best, trial = balanced, other
-        texts = [f"{name}: {format_rate(seconds[name])}" for name in sorted(seconds, key=lambda name: seconds[name])]
-        message = f"requests per second, measured with {in_flight} in flight: {'; '.join(texts)}; kept {best.name}"
+        texts = _list_times(seconds, format_rate)
+        message = f"requests per second, measured with {in_flight} in flight: {texts}; kept {best.name}"
         return best.with_notes(Diagnostic("P044", message, where="throughput")), trial
 
     def _run_rates(self, candidates: Sequence[Candidate], in_flight: int) -> tuple[RateTrial, ...]:
@@ -261,6 +258,12 @@ class _Trials:
         message, placer = f"in a trial, {times}: kept {home}", several.state[Placement].placer
         note = Diagnostic("P042", message, where=placer, figures=figures)
         return alone.with_notes(note, *report_idle_devices(alone.state)), one
+
+
+def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], str]) -> str:
+    """Return names with their times, the fastest first."""
+    ranked = sorted(seconds.items(), key=lambda item: item[1])
+    return "; ".join(f"{name}: {format_seconds(value)}" for name, value in ranked)
 
 
 def _place_on_one_device(several: Candidate) -> Candidate:

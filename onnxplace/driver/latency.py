@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from onnxplace.driver.strategies import (
+from onnxplace.driver.decision import (
     Candidate,
     InfeasibleStrategy,
     Objective,

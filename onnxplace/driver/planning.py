@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from onnxplace.driver.decision import Candidate, Profiled, Result, Strategy, parse_passes, predict_all
 from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.options import choose_target
-from onnxplace.driver.strategies import Candidate, Profiled, Result, Strategy, parse_passes, predict_all
 from onnxplace.driver.throughput import list_copied_stages, list_sharded, list_simple
 from onnxplace.driver.training_steps import list_step_strategies
 from onnxplace.errors import Diagnostic

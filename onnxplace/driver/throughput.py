@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from onnxplace.driver.strategies import (
+from onnxplace.driver.decision import (
     Candidate,
     InfeasibleStrategy,
     Kind,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.driver.strategies import (
+from onnxplace.driver.decision import (
     Candidate,
     InfeasibleStrategy,
     Objective,

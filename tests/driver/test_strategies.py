@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.driver.strategies import (
+from onnxplace.driver.decision import (
     Candidate,
     InfeasibleStrategy,
     Profiled,
