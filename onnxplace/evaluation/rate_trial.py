@@ -15,8 +15,9 @@ import numpy as np
 from pydantic import Field
 
 from onnxplace.bundle import Bundle, Manifest, SplitStates, list_route_devices
+from onnxplace.evaluation.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.evaluation.compare import open_reference
-from onnxplace.evaluation.trial import RequestCount, Seconds, Share, find_median_seconds, measure_once
+from onnxplace.evaluation.trial import find_median_seconds
 from onnxplace.feeds import Array
 from onnxplace.machine import (
     MAX_CREDIBLE_WAITING_SHARE,

@@ -7,20 +7,16 @@ longer depends on model and machine, so it is measured.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+from typing import cast
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
 
 from onnxplace.bundle import (
-    COSTS_FILE,
     MANIFEST_FILE,
-    WHOLE_MODEL_FILE,
     Bundle,
     DiagnosticRecord,
     Manifest,
@@ -33,6 +29,7 @@ from onnxplace.bundle import (
     sum_device_seconds,
 )
 from onnxplace.errors import Diagnostic
+from onnxplace.evaluation.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.evaluation.size_comparison import require_equal_at_another_size
 from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.feeds import Array
@@ -44,21 +41,12 @@ from onnxplace.machine import (
     available_cores,
     available_memory_bytes,
     find_device_problem,
-    list_operator_libraries,
     longest_wait,
-    measurement_cache,
     read_run_delays,
 )
-from onnxplace.ort import import_onnxruntime
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Runtime, RuntimeSession
-from onnxplace.target import MAX_SECONDS
 from onnxplace.utils import report_progress, write_file
-
-if TYPE_CHECKING:
-    from onnxplace.evaluation.rate_trial import RateTrial
-
-AnyTrial = TypeVar("AnyTrial", "Trial", "RateTrial")
 
 # Clocks and caches settle within this time, and sessions within these steps.
 WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
@@ -72,11 +60,6 @@ BURST_SECONDS = 0.01
 DOUBT = "the trial is less sure than usual: steps"
 # Codes of notes that there was no trial, or that it failed: they are wrong once a later one is recorded.
 NO_TRIAL_CODES = ("C020", "C021")
-
-# Limits of the numbers in trials, which are also the limits of entries in the cache.
-Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
-RequestCount = Annotated[int, Field(ge=1, le=10**9)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -334,69 +317,6 @@ def find_median_seconds(requests: Iterable[tuple[Sequence[Event], float]]) -> di
         for segment, seconds in measure_segment_seconds(events).items():
             times.setdefault(segment, []).append(seconds * factor)
     return {name: float(np.median(values)) for name, values in times.items()}
-
-
-def build_trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
-    """Return the cache key of a trial: segments and their devices, machine, inputs."""
-    manifest = bundle.manifest
-    run_files = {name: record for name, record in manifest.files.items() if name not in (COSTS_FILE, WHOLE_MODEL_FILE)}
-    return measurement_cache.key(
-        [
-            *(measurement_cache.processor(), import_onnxruntime().__version__),
-            *map(measurement_cache.file_described, list_operator_libraries()),
-            *(f"{device.id} {device.cores} {device.model}" for device in manifest.target.devices),
-            manifest.model_dump_json(include={"programs", "states"}),
-            *(str(sorted(route.devices.items())) for route in manifest.routes),
-            *(f"{name} {record.sha256}" for name, record in sorted({**run_files, **manifest.linked}.items())),
-            *(f"{name} {measurement_cache.described(value)}" for name, value in sorted(feeds.items())),
-        ]
-    )
-
-
-def measure_once(
-    kind: type[AnyTrial],
-    parts: Sequence[str],
-    bundles: Sequence[Bundle],
-    feeds: Mapping[str, Array],
-    cached: bool,
-    measure: Callable[[], tuple[AnyTrial, ...]],
-) -> tuple[AnyTrial, ...]:
-    """Return the trials of bundles, of earlier measurements of equal segments and feeds if there are any.
-
-    Args:
-        kind: The kind of trial.
-        parts: What else the measurement depends on.
-        bundles: What is run.
-        feeds: Inputs.
-        cached: Whether trials may be read from the cache, and kept there unless other work disturbed them.
-        measure: Runs the bundles.
-    """
-    name = measurement_cache.key([*parts, *(build_trial_key(bundle, feeds) for bundle in bundles)])
-    if cached and (trials := recall_trials(name, kind, bundles)):
-        return trials
-    trials = measure()
-    if cached and not any(trial.is_doubtful for trial in trials):
-        with suppress(ValueError):  # for example a full disk: then it is measured again next time
-            measurement_cache.write(name, {"trials": [asdict(trial) for trial in trials]})
-    return trials
-
-
-def recall_trials(name: str, kind: type[AnyTrial], bundles: Sequence[Bundle]) -> tuple[AnyTrial, ...]:
-    """Return the trials under a key of the cache; nothing if there are none, or invalid ones, which are removed."""
-    try:
-        entry = measurement_cache.read(name)
-    except ValueError:
-        return ()
-    if entry is None:
-        return ()
-    segments = [{segment.id for segment in bundle.manifest.segments} for bundle in bundles]
-    with suppress(ValidationError):
-        adapter: TypeAdapter[tuple[AnyTrial, ...]] = TypeAdapter(tuple[kind, ...])  # type: ignore[valid-type]
-        trials = adapter.validate_json(json.dumps(entry.get("trials")), strict=True)
-        if [set(trial.segment_seconds) for trial in trials] == segments:
-            return trials
-    measurement_cache.damaged(name, "it does not hold these trials")
-    return ()
 
 
 def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:

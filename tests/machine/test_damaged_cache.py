@@ -12,6 +12,7 @@ import pytest
 import onnxplace
 from onnxplace.errors import Diagnostic
 from onnxplace.evaluation import trial
+from onnxplace.evaluation.cached_trials import recall_trials
 from onnxplace.facts import Profile, Quality
 from onnxplace.machine import local_target, measurement_cache
 from onnxplace.model import bind, load
@@ -181,7 +182,7 @@ def test_a_damaged_trial_counts_as_absent_and_is_removed(kept_trial):
     good = json.loads(path.read_text())
     (trial_entry,) = good["trials"]
     name = path.stem
-    assert trial.recall_trials(name, trial.Trial, [bundle])
+    assert recall_trials(name, trial.Trial, [bundle])
     segment = next(iter(trial_entry["segment_seconds"]))
     changes = [{field: odd} for field in ("step_seconds", "request_seconds", "requests", "waiting") for odd in ODD]
     changes += [{"segment_seconds": {**trial_entry["segment_seconds"], segment: odd}} for odd in ODD]
@@ -189,7 +190,7 @@ def test_a_damaged_trial_counts_as_absent_and_is_removed(kept_trial):
     for damaged in [*({**good, "trials": [{**trial_entry, **change}]} for change in changes), {**good, "trials": 5},
                     {**good, "trials": []}, {**good, "trials": [trial_entry, trial_entry]}, {"key": name}]:  # fmt: skip
         path.write_text(json.dumps(damaged))
-        assert not trial.recall_trials(name, trial.Trial, [bundle])
+        assert not recall_trials(name, trial.Trial, [bundle])
         assert not path.exists()
     (repeated,) = trial.run_trials([bundle], feeds)
     assert 0 < repeated.step_seconds < 10
