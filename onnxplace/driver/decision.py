@@ -75,18 +75,15 @@ class Profiled:
     def advance(self, observer: Observer | None) -> Profiled:
         """Return the model after the next pass."""
         step, *rest = self.rest
-        state, timings = Pipeline((step,)).run(self.state, self.shift(observer, self.rest))
+        if observer:
+            observer(step.name, len(self.front), len(self.front) + len(self.rest) + 1)
+        state, timings = Pipeline((step,)).run(self.state)
         front = (*self.front, step)
         return replace(self, front=front, state=state, rest=tuple(rest), timings=self.timings + timings)
 
     def insert(self, step: Pass, observer: Observer | None) -> Profiled:
         """Return the model after one more pass, which changes it and its costs."""
         return replace(self, rest=(step, *self.rest)).advance(observer)
-
-    def shift(self, observer: Observer | None, passes: Sequence[Pass]) -> Observer | None:
-        """Return an observer of these passes that reports their positions in the whole pipeline."""
-        first, count = len(self.front), len(self.front) + len(passes) + 1
-        return (lambda name, index, _: observer(name, first + index, count)) if observer else None
 
 
 @dataclass(frozen=True)
@@ -250,23 +247,19 @@ def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = 
 
     Raises InfeasibleError if it does not fit, or if there is nothing to split or to copy.
     """
-    state, timings = profiled.state, tuple[Timing, ...]()
-    report = profiled.shift(observer, strategy.passes)
-    # Placing takes long, so whether operators are split at all is looked at before.
-    split = strategy.passes[: int(strategy.kind == "sharded")]
-    if split:
-        state, timings = Pipeline(split).run(state, report)
-        if state[Shards].ways == 1:
-            raise InfeasibleError("P064", "splitting operators gains nothing", where=split[0].name)
-        report = replace(profiled, front=(*profiled.front, *split)).shift(observer, strategy.passes[1:])
-    state, more = Pipeline(strategy.passes[len(split) :]).run(state, report)
+    placed = replace(profiled, rest=strategy.passes, timings=())
+    while placed.rest:
+        placed = placed.advance(observer)
+        if strategy.kind == "sharded" and placed.state[Shards].ways == 1:  # seen before placing, which takes long
+            raise InfeasibleError("P064", "splitting operators gains nothing", where=strategy.passes[0].name)
+    state = placed.state
     if Shards in state and state[Shards].ways > 1:
         # Parts have their devices: which placer was kept says nothing of a sharded model.
         notes = tuple(note for note in state.diagnostics if note.code != PLACERS_TRIED)
         state = replace(state, diagnostics=notes)
     if strategy.everywhere or strategy.groups:
         strategy, state = _add_routes(strategy, state)
-    return Candidate(strategy, profiled, state, timings + more)
+    return Candidate(strategy, profiled, state, placed.timings)
 
 
 def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:

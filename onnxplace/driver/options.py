@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Any
 
 from onnxplace.errors import UsageError, format_value
 from onnxplace.feeds import Array
@@ -64,16 +65,12 @@ class CompileSettings:
     @property
     def device_map_text(self) -> str:
         """Return the device map as text: a path, JSON, or nothing."""
-        if isinstance(self.device_map, Mapping):
-            return json.dumps(dict(self.device_map))
-        return str(self.device_map or "")
+        return _format_map(self.device_map)
 
     @property
     def shard_map_text(self) -> str:
         """Return the shard map as text: a path, JSON, or nothing."""
-        if isinstance(self.shard_map, Mapping):
-            return json.dumps(dict(self.shard_map))
-        return str(self.shard_map or "")
+        return _format_map(self.shard_map)
 
     @property
     def shard_ways(self) -> int | None:
@@ -148,6 +145,10 @@ class CompileSettings:
                 "--shard and --shard-map exclude --device-map and --colocate: parts of operators have their devices"
             )
             raise UsageError("U074", message, hint="omit one of the two")
+
+
+def _format_map(value: str | Path | Mapping[str, Any] | None) -> str:
+    return json.dumps(dict(value)) if isinstance(value, Mapping) else str(value or "")
 
 
 def choose_pipeline(settings: CompileSettings) -> Pipeline:

@@ -144,17 +144,12 @@ def evaluate_placement(
         hint = f"write ids, not names: {json.dumps({missing[0]: graph.device_ids[0]}, default=str)} ..."
         raise InputError("D007", message, where="--placement", hint=hint)
     if unknown := sorted(placement.keys() - nodes):
-        raise InputError(
-            "D007", f"unknown node {unknown[0]!r}", where="--placement", hint=suggest_nearest(unknown[0], nodes)
-        )
+        hint = suggest_nearest(unknown[0], nodes)
+        raise InputError("D007", f"unknown node {unknown[0]!r}", where="--placement", hint=hint)
     for node, device in placement.items():
         if str(device) not in index:
-            raise InputError(
-                "D007",
-                f"node {node!r} is on unknown device {device!r}",
-                where="--placement",
-                hint=suggest_nearest(str(device), index),
-            )
+            message, hint = f"node {node!r} is on unknown device {device!r}", suggest_nearest(str(device), index)
+            raise InputError("D007", message, where="--placement", hint=hint)
     pinned = np.array([index[str(placement[str(node)])] for node in graph.ids], dtype=np.int32)
     single = np.arange(len(pinned), dtype=np.int32)
     roomy = graph.target.limiting({device.id: UNLIMITED_BYTES for device in graph.target.devices})
