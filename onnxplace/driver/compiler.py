@@ -128,8 +128,8 @@ def _run_pipeline(steps: Pipeline, state: State, settings: CompileSettings) -> t
     if settings.strict:
         require_all_devices_used(unused)
     spare = _report_spare_ways(settings.shard_ways, state.target)
-    is_step_open = settings.is_sharding_open and settings.objective in ("latency", "fit")
-    kept = kept.with_notes(*unused, *spare, *(suggest_objective(kept.state) if is_step_open else ()))
+    suggestions = suggest_objective(kept.state) if settings.compares_sharding else ()
+    kept = kept.with_notes(*unused, *spare, *suggestions)
     return [kept, *others], _choose_comparison(settings, objective, kept)
 
 
@@ -154,7 +154,7 @@ def _choose_objective(settings: CompileSettings, profiled: Profiled) -> Objectiv
         require_training_step(profiled.state[Model], profiled.state[Profile])
         return TRAINING_STEP
     return make_latency_objective(
-        may_shard=settings.is_sharding_open and settings.objective in ("latency", "fit"),
+        may_shard=settings.compares_sharding,
         shard_metadata=settings.shard_metadata,
         may_group=settings.pipeline is None,
     )

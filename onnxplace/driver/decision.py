@@ -55,22 +55,14 @@ class Profiled:
     """Times of the passes so far."""
 
     @property
-    def place(self) -> tuple[Pass, ...]:
-        """Return the passes before the placer, such as `coplace`."""
-        return self.rest[: self._placer]
-
-    @property
     def placer(self) -> Pass:
         """Return the placer."""
-        return self.rest[self._placer]
-
-    @property
-    def _placer(self) -> int:
-        return next(index for index, step in enumerate(self.rest) if Placement in step.provides)
+        return next(step for step in self.rest if Placement in step.provides)
 
     def replace_placer(self, text: str) -> tuple[Pass, ...]:
         """Return the rest with another placer."""
-        return (*self.place, *parse_passes(text), *self.rest[self._placer + 1 :])
+        (placer,) = parse_passes(text)
+        return tuple(placer if step is self.placer else step for step in self.rest)
 
     def advance(self, observer: Observer | None) -> Profiled:
         """Return the model after the next pass."""

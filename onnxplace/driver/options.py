@@ -100,6 +100,11 @@ class CompileSettings:
         return self.is_placement_open and not self.colocate and self.shard_ways is None
 
     @property
+    def compares_sharding(self) -> bool:
+        """Return whether placing whole operators and splitting them are compared."""
+        return self.is_sharding_open and self.objective in ("latency", "fit")
+
+    @property
     def sets_pass_options(self) -> bool:
         """Return whether options are given that a pipeline would hold itself."""
         files = self.costs or self.save_costs or self.device_map_text
