@@ -73,7 +73,7 @@ def _time_passes(path: Path, bundle: Path, *, sessions: bool) -> dict[str, Any]:
     model = bind(load(path), {"batch": 1}, {})
     row: dict[str, Any] = {"nodes": len(model.nodes), "load": time.perf_counter() - start}
     steps = Pipeline.parse(PIPELINE.replace("emit", f"emit{{path={bundle},force=true}}"))
-    _, timings = steps.run(State(local_target("cpu:0,cpu:1")).having(model))
+    _, timings = steps.run(State(local_target("cpu:0,cpu:1")).with_facts(model))
     row |= {timing.name: timing.seconds for timing in timings}
     start = time.perf_counter()
     Bundle.open(bundle)

@@ -55,7 +55,7 @@ def main() -> None:
     sizes = {name: int(size) for name, _, size in (text.partition("=") for text in arguments.shape)}
     for path in arguments.models:
         model = bind_states(bind(load(path), sizes, {}), ())
-        state, _ = Pipeline.parse("optimize,profile").run(State(local_target(arguments.devices)).having(model))
+        state, _ = Pipeline.parse("optimize,profile").run(State(local_target(arguments.devices)).with_facts(model))
         alone = format_milliseconds(float(single_device_seconds(state[Profile], state.target).min()))
         print(f"{path.name}: {len(state[Profile].graph)} nodes, one device {alone}")
         header = ("placer", "groups", "devices", "segments", "transfers", "sent", "step")

@@ -70,7 +70,7 @@ def group_randomly(graph: CostGraph, groups: int, seed: int) -> State:
         if len(np.unique(group)) <= groups:
             break
         group[group == group[before.items[edge]]] = group[before.rows[edge]]
-    return graph.state().having(make_free_groups(np.unique(group, return_inverse=True)[1].astype(np.int32)))
+    return graph.state().with_facts(make_free_groups(np.unique(group, return_inverse=True)[1].astype(np.int32)))
 
 
 def make_free_groups(group: Ints) -> Groups:
@@ -91,7 +91,7 @@ def fuse_graph(graph: CostGraph) -> State | None:
             sources = {name: np.zeros(len(problem.graph), dtype=np.uint8) for name in names}
             single = np.arange(len(problem.graph), dtype=np.int32)
             profile = Profile(problem.graph, dict(zip(names, problem.seconds)), MappingProxyType(sources), single)
-            return State(problem.target).having(
+            return State(problem.target).with_facts(
                 profile, Groups(problem.group, problem.pinned, ("",) * len(problem.pinned))
             )
     return None
@@ -127,7 +127,7 @@ def read_whole_cases(folder: Path, links: LinkModel) -> Iterator[Case]:
     """Yield the cost graphs of a folder without groups and with their own."""
     for path in sorted(path for path in folder.glob("*.json*") if path.name != "figures.json"):
         graph = change_machine(read_cost_graph(path), 0, links, 1)
-        given = graph.profile.given
+        given = graph.profile.user_groups
         for name, coplace_options in (("none", "join=never,given=false"), ("given", "join=never")):
             if name == "none" or (given is not None and (given >= 0).any()):
                 yield Case(

@@ -99,7 +99,7 @@ def compare_placers(graphs: Iterable[CostGraph], figures: Mapping[str, Any], set
     for graph in graphs:
         one = place_graph(graph, "single", "none", setting.links)["step_seconds"]
         entry = figures.get(graph.name, {})
-        grouped = bool((graph.profile.given is not None) and (graph.profile.given >= 0).any())
+        grouped = bool((graph.profile.user_groups is not None) and (graph.profile.user_groups >= 0).any())
         for placer in setting.placers:
             for groups in (name for name in setting.groups if grouped or SAME_WITHOUT.get(name) not in setting.groups):
                 report_progress(f"{graph.name}: {placer}, groups {groups}")
@@ -160,7 +160,7 @@ def place_models(names: Sequence[str], setting: Setting) -> Iterator[Row]:
         with tempfile.TemporaryDirectory(prefix="onnxplace-bench-") as folder:
             path = Path(folder) / "model.onnx"
             models.save(models.build(name), path)
-            state = State(local_target("cpu:0,cpu:1")).having(bind(load(path), SHAPES.get(name, {}), {}))
+            state = State(local_target("cpu:0,cpu:1")).with_facts(bind(load(path), SHAPES.get(name, {}), {}))
             state, _ = Pipeline.parse("optimize,profile,coplace,fuse").run(state)
             one = place_model(state, "single")["step_seconds"]
             for placer in setting.placers:
@@ -175,7 +175,7 @@ def place_model(state: State, placer: str) -> Row:
     profile = drop_cached_results(state[Profile])
     head = {"nodes": len(profile.graph), "placer": placer}
     try:
-        after, timings = Pipeline.parse(f"{placer},split").run(state.having(profile))
+        after, timings = Pipeline.parse(f"{placer},split").run(state.with_facts(profile))
     except InfeasibleError as error:
         return {**head, "step_seconds": f"infeasible ({error.code})"}
     schedule, step = after[Schedule], after[Segments].simulation.makespan_seconds

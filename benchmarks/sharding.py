@@ -121,7 +121,7 @@ def speed_up(model: Any, target: Target) -> tuple[float, float]:
     """Return the speed-ups of a model split over all GPUs of a target: as the choice counts it, and simulated."""
     count = len(target.devices)
     text = f"shard{{ways={count},exact=true}},coplace{{join=never}},fuse,m-etf,split"
-    profiled, _ = Pipeline.parse("optimize,profile{estimate=true}").run(State(target).having(model))
+    profiled, _ = Pipeline.parse("optimize,profile{estimate=true}").run(State(target).with_facts(model))
     alone = float(single_device_seconds(profiled[Profile], target).min())
     try:
         after, _ = Pipeline.parse(text).run(profiled)

@@ -168,7 +168,7 @@ def commit_placement(
     groups = (state[Groups].group, state[Groups].pinned) if Groups in state else (None, None)
     bound = bound_step_seconds(state, simulation.makespan_seconds, *groups)
     bound = min(max(bound, bound_seconds), simulation.makespan_seconds)
-    return state.having(Placement(fine_device, placer), Schedule(order, simulation, bound))
+    return state.with_facts(Placement(fine_device, placer), Schedule(order, simulation, bound))
 
 
 def bound_step_seconds(

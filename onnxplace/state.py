@@ -33,7 +33,7 @@ class State:
     """The state of a compilation: devices, and facts by class; replaced, never altered.
 
     >>> from onnxplace.target import Device, Target
-    >>> State(Target((Device("cpu:0", 1024),))).saying(Diagnostic("X001", "hello")).diagnostics[0].message
+    >>> State(Target((Device("cpu:0", 1024),))).with_notes(Diagnostic("X001", "hello")).diagnostics[0].message
     'hello'
     """
 
@@ -49,7 +49,7 @@ class State:
     def __contains__(self, kind: type) -> bool:
         return kind in self.facts
 
-    def having(self, *facts: Fact) -> State:
+    def with_facts(self, *facts: Fact) -> State:
         """Return this state with these facts added or replaced."""
         merged = {**self.facts, **{type(fact): fact for fact in facts}}
         return replace(self, facts=MappingProxyType(merged))
@@ -59,7 +59,7 @@ class State:
         facts = {kind: fact for kind, fact in self.facts.items() if kind not in kinds}
         return replace(self, facts=MappingProxyType(facts))
 
-    def saying(self, *diagnostics: Diagnostic) -> State:
+    def with_notes(self, *diagnostics: Diagnostic) -> State:
         """Return this state with these diagnostics appended."""
         return replace(self, diagnostics=self.diagnostics + diagnostics)
 

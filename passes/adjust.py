@@ -66,11 +66,11 @@ class Adjust(Pass):
             keep=True,
         )
         before, start_seconds = state[Placement].device, state[Schedule].simulation.start_seconds
-        regrouped = state.without(Clusters).having(groups)  # clusters belong to the former groups
+        regrouped = state.without(Clusters).with_facts(groups)  # clusters belong to the former groups
         problem = placement_problem(regrouped)
         ranking = np.argsort(-self._attraction(problem, before), axis=1, kind="stable").astype(np.int32)
         after = self._place_groups(regrouped, problem, ranking, start_seconds)
-        return state.having(groups, after[Placement], after[Schedule]).saying(*notes)
+        return state.with_facts(groups, after[Placement], after[Schedule]).with_notes(*notes)
 
     def _attraction(self, problem: PlacementProblem, device: Ints) -> Floats:
         """Return how strongly each group is drawn to each device: [group, device]."""

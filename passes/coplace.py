@@ -67,4 +67,4 @@ class Coplace(Pass):
             colocate=self.colocate,
             device_map=self.device_map,
         )
-        return state.having(groups).saying(*notes)
+        return state.with_facts(groups).with_notes(*notes)

@@ -55,11 +55,11 @@ class Emit(Pass):
             message = (
                 f"{count} of weights were copied, such as {written.copied[0]!r}: they are not contiguous in the file"
             )
-            state = state.saying(Diagnostic("N013", message, where=state[Model].name))
+            state = state.with_notes(Diagnostic("N013", message, where=state[Model].name))
         if self.link_weights and not written.is_linked:
             message = "there is nothing to link to: the model has no weights file of its own"
-            state = state.saying(Diagnostic("N011", message, where=state[Model].name))
-        return state.having(Emitted(path))
+            state = state.with_notes(Diagnostic("N011", message, where=state[Model].name))
+        return state.with_facts(Emitted(path))
 
 
 def _find_whole_model(state: State) -> Model:

@@ -57,4 +57,4 @@ class Exact(Pass):
         is_contracted = len(problem.graph) != len(problem.members)
         bound = 0.0 if is_contracted else best.bound_seconds
         after = commit_placement(state, problem, best.device, step.start_seconds, self.name, bound)
-        return after.saying(Diagnostic("P021", best.describe_proof(), where=self.name))
+        return after.with_notes(Diagnostic("P021", best.describe_proof(), where=self.name))

@@ -64,10 +64,10 @@ class Fit(Pass):
             fast = [device for tier in tiers[: count - 1] for device in tier]
             placed = self._place_on_tiers(state, problem, fast, tiers[count - 1], deadline)
             if placed is not None:
-                return placed.saying(self._describe_result(placed))
+                return placed.with_notes(self._describe_result(placed))
         no_favourites = np.full(len(problem.graph), -1, dtype=np.int32)
         after = place_by_list_schedule(state, problem, no_favourites, self.name, False)
-        return after.saying(self._describe_result(after))
+        return after.with_notes(self._describe_result(after))
 
     def _place_on_tiers(
         self, state: State, problem: PlacementProblem, fast: list[int], slow: list[int], deadline: float

@@ -36,8 +36,8 @@ class Fuse(Pass):
     def run(self, state: State) -> State:
         graph = state[Profile].graph
         if Recomputation in state and state[Recomputation].whole is not None:
-            return state.having(Clusters(np.arange(len(graph), dtype=np.int32)))
-        return state.having(Clusters(contract_groups(graph, state[Groups].group, self.merge == "runs")))
+            return state.with_facts(Clusters(np.arange(len(graph), dtype=np.int32)))
+        return state.with_facts(Clusters(contract_groups(graph, state[Groups].group, self.merge == "runs")))
 
 
 def contract_groups(graph: OpGraph, group: Ints, runs: bool = False) -> Ints:

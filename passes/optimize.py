@@ -49,13 +49,13 @@ class Optimize(Pass):
         model = _duplicate_dequantisers(_drop_unused(before))
         foldable = _find_foldable(model, self.fold_up_to)
         if not foldable:
-            return state.having(_record_removed_nodes(model, before))
+            return state.with_facts(_record_removed_nodes(model, before))
         try:
             folded = _drop_unused(_fold(model, foldable, self.fold_up_to))
-            return state.having(_record_removed_nodes(folded, before))
+            return state.with_facts(_record_removed_nodes(folded, before))
         except OnnxplaceError as error:
             note = Diagnostic("O001", f"constants were not folded: {error.message}", where=model.name)
-            return state.having(_record_removed_nodes(model, before)).saying(note)
+            return state.with_facts(_record_removed_nodes(model, before)).with_notes(note)
 
 
 def _record_removed_nodes(model: Model, before: Model) -> Model:

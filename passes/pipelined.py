@@ -71,8 +71,8 @@ class Pipelined(Pass):
         if best is None:
             raise out_of_memory_error(problem, self.name)
         # Stages may cut clusters, which are only there for placers that want a coarser graph; groups stay whole.
-        kept = best.having(*(state[kind] for kind in (Groups, Clusters) if kind in state))
-        return kept.saying(self._describe(kept, stages, batches))
+        kept = best.with_facts(*(state[kind] for kind in (Groups, Clusters) if kind in state))
+        return kept.with_notes(self._describe(kept, stages, batches))
 
     def _place(
         self, state: State, problem: PlacementProblem, layers: StepLayers, cuts: StageCuts, batches: MicroBatches

@@ -100,7 +100,7 @@ class ProfileCosts(Pass):
     def _finish(self, state: State, profile: Profile, notes: Sequence[Diagnostic]) -> State:
         """Return the state with profile and notes; save the profile if `save` is set."""
         recognised = _recognise_roles(profile, state[Model])
-        after = state.having(recognised).saying(*notes, *report_unusable_loss(state[Model]))
+        after = state.with_facts(recognised).with_notes(*notes, *report_unusable_loss(state[Model]))
         if self.save:
             text = format_costs_csv(profile, state[Model]) if self.save.endswith(".csv") else format_costs(profile)
             write_file(Path(self.save), lambda stream: stream.write(text.encode()))

@@ -53,7 +53,7 @@ class Replicate(Pass):
         if shortage := describe_shortage(state.target, memory.peak_bytes):
             hint = "name devices with more memory, raise --max-memory, or use fewer copies"
             raise InfeasibleError("P001", f"its copies do not fit: {shortage}", where=self.name, hint=hint)
-        return state.having(predict_routes(state, device_maps))
+        return state.with_facts(predict_routes(state, device_maps))
 
     def _parse_route(self, state: State, text: str, used: list[int]) -> list[int]:
         """Return the devices that take the place of the used ones."""

@@ -41,10 +41,10 @@ class Split(Pass):
         plan = cut_within_limits(state, nodes)
         segments = describe_segments(profile.graph, plan)
         programs = write_programs(segments, profile.graph, len(state.target.devices))
-        after = state.having(Segments(segments, programs, plan.simulation))
+        after = state.with_facts(Segments(segments, programs, plan.simulation))
         if len(segments) > len(nodes):
-            after = after.saying(_report_further_cuts(len(nodes), len(segments)))
-        return after.saying(*report_crossing_states(after))
+            after = after.with_notes(_report_further_cuts(len(nodes), len(segments)))
+        return after.with_notes(*report_crossing_states(after))
 
 
 def _report_further_cuts(before: int, after: int) -> Diagnostic:

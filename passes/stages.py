@@ -82,7 +82,7 @@ class Stages(Pass):
             best = self._move_groups(state, problem, best, deadline)
         if best is None:
             raise out_of_memory_error(problem, self.name)
-        return best.state.saying(self._describe_result(problem, best, is_contiguous))
+        return best.state.with_notes(self._describe_result(problem, best, is_contiguous))
 
     def _transfer_rule(self, problem: PlacementProblem) -> int:
         if self.load == "sum":

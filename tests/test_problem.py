@@ -15,7 +15,7 @@ from tests.conftest import branches
 def make_state(placer: str, *memory_bytes: int) -> State:
     devices = tuple(Device(f"cpu:{index}", size, segment_seconds=1e-6) for index, size in enumerate(memory_bytes))
     steps = Pipeline.parse(f"optimize,profile{{estimate=true}},{placer},split")
-    return steps.run(State(Target(devices)).having(bind(load(branches()), {"batch": 4}, {})))[0]
+    return steps.run(State(Target(devices)).with_facts(bind(load(branches()), {"batch": 4}, {})))[0]
 
 
 @pytest.mark.parametrize("placer", ["single", "m-etf,adjust{device_map=...}"])

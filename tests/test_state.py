@@ -28,20 +28,20 @@ class Shade(Color):
 
 def test_having_adds_and_replaces_facts_in_a_new_state():
     empty = State(TARGET)
-    red = empty.having(Color("red"))
-    blue = red.having(Color("blue"), Shade("dark"))
+    red = empty.with_facts(Color("red"))
+    blue = red.with_facts(Color("blue"), Shade("dark"))
     assert (Color in empty, Color in red, Shade in red) == (False, True, False)
     assert (red[Color].name, blue[Color].name, blue[Shade].name) == ("red", "blue", "dark")
 
 
 def test_facts_are_looked_up_by_their_own_class_only():
-    state = State(TARGET).having(Shade())
+    state = State(TARGET).with_facts(Shade())
     assert Shade in state
     assert Color not in state
 
 
 def test_without_drops_facts_and_ignores_missing_ones():
-    state = State(TARGET).having(Color(), Shade())
+    state = State(TARGET).with_facts(Color(), Shade())
     assert set(state.without(Color).facts) == {Shade}
     assert set(State(TARGET).without(Color).facts) == set()
     assert set(state.facts) == {Color, Shade}
@@ -49,14 +49,14 @@ def test_without_drops_facts_and_ignores_missing_ones():
 
 def test_saying_appends_in_order():
     first, second = Diagnostic("X001", "one"), Diagnostic("X002", "two")
-    state = State(TARGET).saying(first)
-    assert state.saying(second, first).diagnostics == (first, second, first)
+    state = State(TARGET).with_notes(first)
+    assert state.with_notes(second, first).diagnostics == (first, second, first)
     assert state.diagnostics == (first,)
 
 
 def test_each_method_keeps_everything_else():
     note = Diagnostic("X001", "one")
-    state = State(TARGET).saying(note).having(Color()).without(Color)
+    state = State(TARGET).with_notes(note).with_facts(Color()).without(Color)
     assert state == State(TARGET, diagnostics=(note,))
     assert state.target is TARGET
 
@@ -67,7 +67,7 @@ def test_a_missing_fact_raises_key_error():
 
 
 def test_a_state_cannot_be_altered():
-    state = State(TARGET).having(Color())
+    state = State(TARGET).with_facts(Color())
     with pytest.raises(FrozenInstanceError):
         state.target = TARGET  # type: ignore[misc]
     with pytest.raises(TypeError):
@@ -76,7 +76,7 @@ def test_a_state_cannot_be_altered():
 
 def test_changing_the_original_dictionary_does_not_change_the_state():
     facts = {Color: Color()}
-    state = State(TARGET, facts).having()
+    state = State(TARGET, facts).with_facts()
     facts.clear()
     assert Color in state
 
@@ -96,7 +96,7 @@ class Paint(Pass):
     tone: str = "blue"
 
     def run(self, state: State) -> State:
-        return state.having(Color(self.tone))
+        return state.with_facts(Color(self.tone))
 
 
 def test_passes_with_equal_options_are_equal():

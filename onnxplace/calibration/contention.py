@@ -33,7 +33,7 @@ class Slowdown:
 
     factor: float
     """For each other device that is busy all the time; 1 if no slowdown was measured."""
-    calm_samples: int
+    undisturbed_samples: int
     """The fewest undisturbed samples over devices, alone or together."""
     alone_seconds: float
     """Time of the work on a device alone."""
@@ -41,7 +41,7 @@ class Slowdown:
     @property
     def seen(self) -> bool:
         """Return whether there were enough undisturbed samples."""
-        return self.calm_samples >= MIN_CONTENTION_SAMPLES
+        return self.undisturbed_samples >= MIN_CONTENTION_SAMPLES
 
 
 @dataclass(frozen=True)

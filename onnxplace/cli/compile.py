@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 @click.option(
     "--save-costs", type=click.Path(path_type=Path), metavar="F", help="Write the costs to a file: JSON or CSV."
 )
-@click.option("--no-cache", is_flag=True, help="Measure all costs anew.")
+@click.option("--no-cache", is_flag=True, help="Measure all costs again.")
 @click.option("--no-trial", is_flag=True, help="Do not run the compiled bundle.")
 @click.option(
     "--placer", metavar="NAME", shell_complete=complete_placers, help="`onnxplace passes` lists them  [default: auto]"

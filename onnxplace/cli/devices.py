@@ -128,7 +128,10 @@ def _build_calls_json(measured: Calibration, device: str) -> dict[str, Any]:
 
 
 def _build_link_json(measured: LinkMeasurement) -> dict[str, Any]:
-    points = [{**asdict(point), "calm_samples": measured.calm_samples[point.bytes]} for point in measured.fit.points]
+    points = [
+        {**asdict(point), "undisturbed_samples": measured.undisturbed_samples[point.bytes]}
+        for point in measured.fit.points
+    ]
     return {
         **asdict(measured.link),
         "symmetric": measured.symmetric,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @shape_option
 @click.option("--state", multiple=True, metavar="OUT=IN", help="Outputs that are inputs of the next call.")
 @click.option("--costs", metavar="F", default="", help="Costs measured elsewhere: JSON or CSV.")
-@click.option("--no-cache", is_flag=True, help="Measure all costs anew.")
+@click.option("--no-cache", is_flag=True, help="Measure all costs again.")
 @click.option("--estimate", is_flag=True, help="Measure nothing: estimate all costs from operations and bytes.")
 @as_json
 def plan(

@@ -190,7 +190,7 @@ def assemble_cost_graph(
         MappingProxyType({kind: seconds}),
         MappingProxyType({kind: np.full(len(graph), Source.GIVEN, dtype=np.uint8)}),
         np.arange(len(graph), dtype=np.int32),
-        given=given,
+        user_groups=given,
         backward=backward,
     )
     return CostGraph(name, tuple(ids), device_ids, profile, target, link)

@@ -29,7 +29,7 @@ class CostGraph:
 
     def state(self) -> State:
         """Return the state that a pipeline of coplace, fuse and a placer starts from."""
-        return State(self.target).having(self.profile).saying(*self.notes)
+        return State(self.target).with_facts(self.profile).with_notes(*self.notes)
 
     def device_of(self, device: Ints) -> dict[str, Hashable]:
         """Return a placement as device ids by node id."""

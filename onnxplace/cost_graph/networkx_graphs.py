@@ -153,8 +153,8 @@ def _node_columns(
         "output_bytes": _output_bytes(graph),
         "weights": _weight_tables(graph),
     }
-    if profile.given is not None:
-        columns["group"] = [group if group >= 0 else None for group in profile.given.tolist()]
+    if profile.user_groups is not None:
+        columns["group"] = [group if group >= 0 else None for group in profile.user_groups.tolist()]
     if profile.backward is not None and profile.backward.any():
         columns["backward"] = profile.backward.tolist()
     return columns

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
-from onnxplace.driver.choose_pipeline import choose_output, choose_pipeline, redirect_emit
-from onnxplace.driver.choose_target import choose_target
-from onnxplace.driver.finishing import FinishedBundle, finish_bundle
+from onnxplace.bundle import Bundle, prepare_output, stage_output
+from onnxplace.driver.decision import Candidate, Comparison, Objective, Profiled
+from onnxplace.driver.finishing import finish_bundle
 from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.keywords import takes_fields_of
-from onnxplace.driver.options import CompileSettings
-from onnxplace.driver.recomputation import place_or_recompute
-from onnxplace.driver.sharding import PlacedModel, place_or_shard, report_spare_ways
-from onnxplace.driver.slices import run_slice
-from onnxplace.driver.step_strategies import place_for_step, require_training_step, suggest_objective
-from onnxplace.driver.throughput import Candidate, place_for_throughput
+from onnxplace.driver.latency import decide_or_recompute, make_latency_objective
+from onnxplace.driver.options import CompileSettings, choose_output, choose_pipeline, choose_target
+from onnxplace.driver.throughput import make_throughput_objective
+from onnxplace.driver.training_steps import TRAINING_STEP, require_training_step, suggest_objective
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile, Routes
 from onnxplace.machine import list_accelerators, measurement_cache, use_custom_operators
@@ -77,22 +72,23 @@ def compile_with(model: str | Path | ModelProto, settings: CompileSettings) -> C
     with use_custom_operators(settings.custom_op_libraries):
         require_operators(loaded)
     notes = (*_report_unused_gpus(target, settings.devices), *_report_assumed_links(target))
-    state = State(target).having(loaded).saying(*notes)
-    link_weights = settings.link_weights or getattr(steps.passes[-1], "link_weights", False)
-    if link_weights:
+    state = State(target).with_facts(loaded).with_notes(*notes)
+    if settings.link_weights or getattr(steps.passes[-1], "link_weights", False):
         require_linkable(loaded, path)
     with stage_output(path, settings.force) as staging, use_custom_operators(settings.custom_op_libraries):
-        steps = redirect_emit(staging.folder, steps, link_weights)
         try:
-            placed, timings, candidates = _run_pipeline(steps, state, settings)
+            (first, *others), comparison = _run_pipeline(steps, state, settings)
+            first = first.write(staging.folder, settings.observer)
         except ModelError:
             require_unchanged(loaded)  # ONNX Runtime may have read weights while another program wrote them
             raise
-        finished = _finish(placed, staging, settings, candidates)
+        finished = finish_bundle((first, *others), comparison, staging, settings)
         staging.place(finished.bundle.path)
-    emit: Any = finished.steps.passes[-1]
-    diagnostics = (*swept, *finished.state.diagnostics)
-    return Compiled(Bundle(path, finished.bundle.manifest), emit.pipeline, (*timings, *finished.timings), diagnostics)
+    kept = finished.candidate
+    timings = (*first.profiled.timings, *first.timings, *finished.timings)
+    return Compiled(
+        Bundle(path, finished.bundle.manifest), str(kept.pipeline), timings, (*swept, *kept.state.diagnostics)
+    )
 
 
 def _require_model(model: object) -> None:
@@ -116,86 +112,80 @@ def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) ->
     return prepare_output(output, force, *(file.parent for file in saved), measurement_cache.folder())
 
 
-def _finish(
-    placed: PlacedModel, staging: Staging, settings: CompileSettings, candidates: Sequence[Candidate]
-) -> FinishedBundle:
-    """Run the trial.
+def _run_pipeline(steps: Pipeline, state: State, settings: CompileSettings) -> tuple[list[Candidate], Comparison]:
+    """Return what may be written, the best by prediction first, and how a trial compares it.
 
-    Compare with one device only where the default latency placer was used, and sharding was not asked for.
+    The memory is checked before measuring, and idle devices before emitting.
     """
-    count, observer = len(placed.steps.passes), settings.observer
-    latency = settings.pipeline is None and not candidates and placed.state[Placement].placer == OBJECTIVES["latency"]
-    return finish_bundle(
-        placed,
-        staging,
-        trial=settings.trial,
-        cache=settings.cache and all(getattr(step, "cache", True) for step in placed.steps.passes),
-        compare_one_device=latency and not settings.strict and settings.shard_ways in (None, 1),
-        candidates=candidates,
-        compare_steps=settings.chooses_step,
-        on_trial=(lambda: observer("trial", count, count + 1)) if observer else (lambda: None),
+    steps.require(state.facts)
+    if settings.objective == "step":
+        require_training_step(state[Model])
+    profiled = _profile(steps, state, settings)
+    objective = _choose_objective(settings, profiled)
+    mode = "off" if settings.pipeline is not None or objective.is_exploring else settings.recompute
+    kept, *others = decide_or_recompute(objective, profiled, mode, settings.observer)
+    unused = report_idle_devices(kept.state)
+    if settings.strict:
+        require_all_devices_used(unused)
+    spare = _report_spare_ways(settings.shard_ways, state.target)
+    suggestions = suggest_objective(kept.state) if settings.compares_sharding else ()
+    kept = kept.with_notes(*unused, *spare, *suggestions)
+    return [kept, *others], _choose_comparison(settings, objective, kept)
+
+
+def _profile(steps: Pipeline, state: State, settings: CompileSettings) -> Profiled:
+    """Return the model with its costs, after the passes up to the first one that provides them."""
+    *passes, emit = steps.passes
+    profiled = Profiled((), state, tuple(passes), emit, links_weights=settings.link_weights)
+    measuring = next((index for index, step in enumerate(passes) if Profile in step.provides), 0)
+    for _ in range(measuring):
+        profiled = profiled.advance(settings.observer)
+    _require_room(profiled.state)
+    compile_loops(step.name for step in passes)
+    return profiled.advance(settings.observer)
+
+
+def _choose_objective(settings: CompileSettings, profiled: Profiled) -> Objective:
+    """Return what is compared: strategies, where the user left open how to use several devices, else few."""
+    has_choice = settings.is_placement_open and len(profiled.state.target.devices) > 1
+    if settings.objective == "throughput" and has_choice and settings.shard_ways in (None, 1):
+        return make_throughput_objective(may_shard=settings.is_sharding_open)
+    if settings.objective == "step" and has_choice and settings.is_sharding_open:
+        require_training_step(profiled.state[Model], profiled.state[Profile])
+        return TRAINING_STEP
+    return make_latency_objective(
+        may_shard=settings.compares_sharding,
+        shard_metadata=settings.shard_metadata,
+        may_group=settings.pipeline is None,
     )
 
 
-def _run_pipeline(
-    steps: Pipeline, state: State, settings: CompileSettings
-) -> tuple[PlacedModel, tuple[Timing, ...], Sequence[Candidate]]:
-    """Run the pipeline.
+def _choose_comparison(settings: CompileSettings, objective: Objective, kept: Candidate) -> Comparison:
+    """Return what a trial compares with the bundle.
 
-    Check the memory before measuring, and idle devices before emitting. Between measuring and emitting, compare placing
-    with sharding, or strategies for throughput, if the user left that open. Also returns what a trial compares.
+    That is one device only where the default placer for latency was used, and sharding was not asked for. Copies or
+    stages that the user asked for run with requests in flight.
     """
-    steps.require(state.facts)
-    observer = settings.observer
-    measures = next((index for index, step in enumerate(steps.passes) if Profile in step.provides), 0)
-
-    if settings.objective == "step":
-        require_training_step(state[Model])
-    state, first = run_slice(steps, state, 0, measures, observer)
-    _require_room(state)
-    compile_loops(step.name for step in steps.passes)
-    state, second = run_slice(steps, state, measures, measures + 1, observer)
-    candidates: Sequence[Candidate] = ()
-    if settings.chooses_strategy and len(state.target.devices) > 1:
-        may_shard = settings.shard_ways is None and not settings.colocate
-        candidates, third = place_for_throughput(steps, state, measures + 1, may_shard=may_shard, observer=observer)
-        placed = candidates[0].placed
-    elif settings.chooses_step and len(state.target.devices) > 1:
-        candidates, third = place_for_step(steps, state, measures + 1, observer)
-        placed = candidates[0].placed
-    else:
-        placed, third = place_or_recompute(
-            steps,
-            state,
-            measures + 1,
-            mode=settings.recompute if settings.pipeline is None else "off",
-            place=partial(
-                place_or_shard,
-                compare=settings.chooses_sharding,
-                metadata=settings.shard_metadata,
-                groups_open=settings.pipeline is None,
-                observer=observer,
-            ),
-            observer=observer,
-        )
-    unused = report_idle_devices(placed.state)
-    if settings.strict:
-        require_all_devices_used(unused)
-    suggestions = suggest_objective(placed.state) if settings.chooses_sharding else ()
-    notes = (*unused, *report_spare_ways(settings.shard_ways, state.target), *suggestions)
-    last = len(placed.steps.passes) - 1
-    after, fourth = run_slice(placed.steps, placed.state.saying(*notes), last, last + 1, observer)
-    placed = replace(placed, state=after)
-    return placed, first + second + third + fourth, candidates or _list_rated(placed, settings)
+    placer = kept.state[Placement].placer
+    if objective.is_exploring:
+        return objective.comparison
+    if Routes in kept.state and kept.state[Routes].routes:
+        return "requests in flight"
+    if settings.pipeline is not None:
+        return "none"
+    if placer == OBJECTIVES["throughput"]:
+        return "requests in flight"
+    is_whole_latency = placer == OBJECTIVES["latency"] and settings.shard_ways in (None, 1)
+    return "one device" if is_whole_latency and not settings.strict else "none"
 
 
-def _list_rated(placed: PlacedModel, settings: CompileSettings) -> list[Candidate]:
-    """Return the copies or stages that the user asked for, to be tried with requests in flight; else nothing."""
-    if Routes in placed.state and placed.state[Routes].routes:
-        return [Candidate("copies", "copies", placed)]
-    if settings.pipeline is not None or placed.state[Placement].placer != OBJECTIVES["throughput"]:
+def _report_spare_ways(ways: int | None, target: Target) -> list[Diagnostic]:
+    """Return a note if the user asked for more ways than there are devices."""
+    count = len(target.devices)
+    if ways is None or ways <= count:
         return []
-    return [Candidate("stages", "sharded" if placed.whole is not None else "stages", placed)]
+    message = f"operators can be split over {count} devices at most, {ways} were asked for"
+    return [Diagnostic("P063", message, where="--shard", hint="name more devices with --devices")]
 
 
 def _require_room(state: State) -> None:
@@ -207,7 +197,7 @@ def _require_room(state: State) -> None:
         limits = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in devices)
         raise InfeasibleError(
             "P002",
-            f"there is room on {limits}; all together lack {lacking} bytes for the weights alone",
+            f"the weights need {lacking} bytes more than all devices have together: {limits}",
             where=model.name,
             hint="add devices, or raise --max-memory (a number without GiB or MiB is in bytes)",
         )

@@ -1,51 +1,55 @@
-"""Finish a bundle: run a trial, and compare with one device."""
+"""Finish a bundle: run the candidates, keep the fastest, and predict its times from what was measured.
+
+Candidates run side by side, since the speed of a machine changes from second to second. The prediction decides where
+they cannot all run here, and where other work on the machine disturbs them. Nothing is moved into its final place yet.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest, Staging
-from onnxplace.driver.sharding import SHARD, PlacedModel
-from onnxplace.driver.step_trial import keep_fastest_step
-from onnxplace.driver.throughput import Candidate, report_plain_session
-from onnxplace.driver.throughput_trial import try_strategies
+from onnxplace.driver.decision import Candidate, Comparison, Strategy, parse_passes, predict
+from onnxplace.driver.options import CompileSettings
+from onnxplace.driver.throughput import format_rate, report_plain_session
 from onnxplace.errors import Diagnostic, Figure, OnnxplaceError
 from onnxplace.evaluation import (
     RateTrial,
     Trial,
     apply_rate_trial,
     apply_trial,
+    choose_in_flight,
     find_trial_doubt,
     find_trial_obstacle,
-    is_doubtful,
     replace_manifest,
+    report_doubt,
+    run_rate_trials,
     run_trials,
 )
-from onnxplace.facts import Emitted, Placement, Profile, Shards, Source
+from onnxplace.facts import Groups, Placement, Profile, Schedule, Segments, Source
+from onnxplace.feeds import Array
+from onnxplace.graph import Floats
 from onnxplace.model import Model
-from onnxplace.pipeline import (
-    OBJECTIVES,
-    PassSpec,
-    Pipeline,
-    Timing,
-    format_pipeline,
-    make_pass,
-    parse_pipeline,
-    report_idle_devices,
-)
-from onnxplace.problem import predict_single_device_seconds
+from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices
+from onnxplace.problem import commit_placement, placement_problem, predict_single_device_seconds
 from onnxplace.report import format_milliseconds
 from onnxplace.state import State
 from onnxplace.utils import progress_part
 
-# One step is faster than another only below this ratio; timings of equal work differ by a few percent.
-CLEAR_STEP_RATIO = 0.97
+# A strategy takes the place of one that the prediction prefers only if its step is clearly shorter.
+CLEAR_RATIO = 0.98
+# One device takes the place of several only below this ratio; timings of equal work differ by a few percent.
+CLEAR_ONE_DEVICE_RATIO = 0.97
+# Balanced stages take the place of the best bundle only below this ratio of intervals.
+CLEAR_BALANCED_RATIO = 0.99
+# Stages are balanced again where they are at most this many times slower than the best.
+BALANCED_RATIO = 1.3
+# Credible ratios of a measured to a predicted time of a segment.
+MIN_SCALE, MAX_SCALE = 0.1, 10.0
 
 
 @dataclass(frozen=True)
@@ -53,97 +57,254 @@ class FinishedBundle:
     """A bundle that is ready to be moved into place."""
 
     bundle: Bundle
-    steps: Pipeline
-    """The passes that wrote it."""
-    state: State
+    candidate: Candidate
+    """The strategy that it was written for, with all notes."""
     timings: tuple[Timing, ...]
+    """Time of the trial, if there was one."""
 
 
 def finish_bundle(
-    placed: PlacedModel,
-    staging: Staging,
-    *,
-    trial: bool,
-    cache: bool,
-    compare_one_device: bool,
-    candidates: Sequence[Candidate] = (),
-    compare_steps: bool = False,
-    on_trial: Callable[[], None],
+    candidates: Sequence[Candidate], comparison: Comparison, staging: Staging, settings: CompileSettings
 ) -> FinishedBundle:
-    """Run a bundle in a trial if its costs were measured here.
+    """Run a trial if the costs were measured here, and record the results.
 
-    Record the results.
-    `compare_one_device`: if one device alone may be faster, that is tried too, and the faster bundle is the result.
-    `candidates`: strategies, the given one first; the best in a trial with requests in flight is the result. With
-    `compare_steps`, it is the one with the shortest step. `on_trial` is called before the trial. Nothing is moved into
-    its final place yet.
+    Args:
+        candidates: The best by prediction, which is written, and others that may turn out to be faster.
+        comparison: What runs besides the bundle itself.
+        staging: Where bundles are written.
+        settings: Whether bundles may run, and whether earlier trials may be used.
     """
-    steps, state = placed.steps, placed.state
-    measured, rate, timings = None, None, []
-    obstacles = _find_unmeasured_costs(state) if trial else []
+    kept, step, rate, timings = candidates[0], None, None, tuple[Timing, ...]()
+    obstacles = _find_unmeasured_costs(kept.state) if settings.trial else []
     if obstacles is None:
-        on_trial()
-        start, feeds = time.perf_counter(), state[Model].feeds(_find_seed(steps))
-        if candidates and compare_steps:
-            with progress_part(0, 2):
-                placed = _keep_fastest_step(placed, candidates, staging, feeds, cache)
-            steps, state = placed.steps, placed.state
-        elif candidates and not state[Model].states:
-            with progress_part(0, 2):
-                placed, rate = _keep_fastest(placed, candidates, staging, (placed.whole or state)[Model], cache)
-            steps, state = placed.steps, placed.state
-            feeds = state[Model].feeds(_find_seed(steps))
-        # After the candidates, or before the comparison with one device.
-        with progress_part(int(bool(candidates)), 1 + (bool(candidates) or compare_one_device)):
-            measured, state = _try_bundle(state, feeds, cache)
-        faster_device = _find_faster_device(placed, measured.step_seconds) if measured and compare_one_device else None
-        if measured and faster_device:
-            with progress_part(1, 2):
-                steps, state, measured = _compare_with_one_device(placed, state, measured, cache, staging)
-        timings.append(Timing("trial", time.perf_counter() - start))
+        passes, start = kept.pipeline.passes, time.perf_counter()
+        if settings.observer:
+            settings.observer("trial", len(passes), len(passes) + 1)
+        cache = settings.cache and all(getattr(item, "cache", True) for item in passes)
+        kept, step, rate = _Trials(kept, staging, cache).run(candidates, comparison)
+        timings = (Timing("trial", time.perf_counter() - start),)
+    bundle = kept.bundle
+    manifest = bundle.manifest if step is None else apply_trial(bundle.manifest, step)
+    if comparison in ("steps", "requests in flight"):
+        faster = report_plain_session(rate, manifest.predicted.interval_seconds) if rate else []
     else:
-        state = state.saying(*obstacles)
-    bundle = Bundle.open(state[Emitted].path)
-    manifest = bundle.manifest if measured is None else apply_trial(bundle.manifest, measured)
-    plain = report_plain_session(rate, manifest.predicted.interval_seconds)
+        faster = _report_faster_device(kept, manifest.predicted.step_seconds)
     manifest = manifest if rate is None else apply_rate_trial(manifest, rate)
-    after = replace(placed, state=state, whole=placed.whole if Shards in state else None)
-    faster = plain if candidates else _report_faster_device(after, manifest.predicted.step_seconds)
-    state = state.saying(*faster, *_report_exceeded_limits(manifest))
-    state = replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics)))  # emitting twice repeats notes
-    state = replace(state, diagnostics=tuple(_name_result(note, staging) for note in state.diagnostics))
-    records = tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics)
+    kept = kept.with_notes(*(obstacles or ()), *faster, *_report_exceeded_limits(manifest))
+    # Emitting twice repeats notes.
+    notes = tuple(_name_result(note, staging) for note in dict.fromkeys(kept.state.diagnostics))
+    kept = replace(kept, state=replace(kept.state, diagnostics=notes))
+    records = tuple(DiagnosticRecord(**asdict(note)) for note in notes)
     bundle = replace_manifest(bundle, manifest.model_copy(update={"diagnostics": records}))
-    return FinishedBundle(bundle, steps, state, tuple(timings))
+    return FinishedBundle(bundle, kept, timings)
 
 
-def _keep_fastest(
-    placed: PlacedModel, candidates: Sequence[Candidate], staging: Staging, model: Model, cache: bool
-) -> tuple[PlacedModel, RateTrial | None]:
-    """Return the strategy that is fastest with requests in flight, and its trial; the given one if none can be run."""
-    first = replace(candidates[0], placed=placed)
-    try:
-        tried = try_strategies([first, *candidates[1:]], staging, model.feeds(_find_seed(placed.steps)), cache)
-    except (OnnxplaceError, OSError):  # for example a full disk; the trial of the given one reports its own failure
-        return placed, None
-    if tried is None:
-        return placed, None
-    notes = [tried.note, *(report_idle_devices(tried.placed.state) if tried.placed is not placed else ())]
-    return replace(tried.placed, state=tried.placed.state.saying(*notes)), tried.trial
+class _Trials:
+    """Runs bundles of one model with the same inputs."""
+
+    def __init__(self, first: Candidate, staging: Staging, cache: bool) -> None:
+        # The seed of the inputs that costs were measured with.
+        profile = next((step for step in first.profiled.front if Profile in step.provides), None)
+        self._feeds: Mapping[str, Array] = first.unsharded[Model].feeds(getattr(profile, "seed", 0))
+        self._staging, self._cache = staging, cache
+
+    def run(
+        self, candidates: Sequence[Candidate], comparison: Comparison
+    ) -> tuple[Candidate, Trial | None, RateTrial | None]:
+        """Return the fastest candidate with the trial of its steps, and that with requests in flight."""
+        kept, rate = candidates[0], None
+        has_states = bool(kept.unsharded[Model].states)
+        compares = comparison == "steps" or (comparison == "requests in flight" and not has_states)
+        if compares:
+            with progress_part(0, 2):
+                kept, rate = self._keep_fastest(candidates, comparison)
+        with progress_part(int(compares), 1 + (compares or comparison == "one device")):
+            kept, step = self._try_steps(kept)
+        if step and comparison == "one device" and _find_faster_device(kept, step.step_seconds):
+            with progress_part(1, 2):
+                kept, step = self._compare_with_one_device(kept, step)
+        return kept, step, rate
+
+    def _try_steps(self, candidate: Candidate) -> tuple[Candidate, Trial | None]:
+        """Run a bundle and return its trial.
+
+        If that fails, there is a note instead of a trial. Raises ExecutionError if the bundle computes something else
+        than the unsplit model.
+        """
+        bundle = candidate.bundle
+        try:
+            if problem := find_trial_obstacle(bundle):
+                return candidate.with_notes(problem), None
+            (trial,) = run_trials([bundle], self._feeds, cached=self._cache)
+        except OnnxplaceError as problem:
+            if problem.code == "C022":
+                raise
+            message = f"the bundle fails in its trial: {problem.message}"
+            hint = "onnxplace verify shows whether the unsplit model fails too"
+            return candidate.with_notes(Diagnostic("C021", message, where=problem.where, hint=hint)), None
+        doubt = find_trial_doubt(trial, candidate.state[Model].name)
+        return candidate.with_notes(*([doubt] if doubt else [])), trial
+
+    def _keep_fastest(
+        self, candidates: Sequence[Candidate], comparison: Comparison
+    ) -> tuple[Candidate, RateTrial | None]:
+        """Return the fastest candidate with notes; the first one if none can run, or a bundle fails.
+
+        A strategy for which this machine has no memory is left out where another fits: its devices share the memory,
+        whatever their limits are.
+        """
+        first = candidates[0]
+        try:
+            written = [first, *(self._write(item, f"tried{index}") for index, item in enumerate(candidates[1:], 1))]
+            runnable = [item for item in written if not find_trial_obstacle(item.bundle)]
+            if not runnable:
+                return first, None
+            if problem := find_trial_obstacle(*(item.bundle for item in runnable)):
+                message = f"{problem.message}; kept {runnable[0].name} by prediction"
+                where = "step" if comparison == "steps" else "throughput"
+                kept, rate = runnable[0].with_notes(replace(problem, message=message, where=where)), None
+            elif comparison == "steps":
+                kept, rate = self._compare_steps(runnable), None
+            else:
+                kept, rate = self._compare_rates(runnable)
+        except (OnnxplaceError, OSError):  # for example a full disk; the trial of the first one reports its own failure
+            return first, None
+        return kept if kept.strategy is first.strategy else kept.with_notes(*report_idle_devices(kept.state)), rate
+
+    def _write(self, candidate: Candidate, ending: str) -> Candidate:
+        """Write a bundle next to the first one."""
+        return candidate.write(self._staging.beside(ending))
+
+    def _compare_steps(self, candidates: Sequence[Candidate]) -> Candidate:
+        """Return the candidate with the shortest step."""
+        first = candidates[0]
+        if len(candidates) == 1:
+            return first
+        trials = run_trials([item.bundle for item in candidates], self._feeds, cached=self._cache)
+        if any(trial.is_doubtful for trial in trials):
+            what = f"kept {first.name} by prediction: in a trial, steps"
+            return first.with_notes(report_doubt(what, max(trial.waiting for trial in trials), "step"))
+        seconds = {item.name: trial.step_seconds for item, trial in zip(candidates, trials)}
+        best = min(candidates, key=lambda item: seconds[item.name] * (CLEAR_RATIO if item is first else 1.0))
+        message = f"a training step, measured: {_list_times(seconds, format_milliseconds)}; kept {best.name}"
+        return best.with_notes(Diagnostic("L069", message, where="step"))
+
+    def _compare_rates(self, candidates: Sequence[Candidate]) -> tuple[Candidate, RateTrial]:
+        """Return the candidate with the most results per second, with requests in flight.
+
+        Stages are placed once more, with the costs of nodes scaled by what their segments took under load, and kept if
+        that is faster.
+        """
+        in_flight = max(choose_in_flight(item.bundle.manifest) for item in candidates)
+        with progress_part(0, 2):
+            trials = self._run_rates(candidates, in_flight)
+        if any(trial.is_doubtful for trial in trials):
+            rate = format_rate(trials[0].interval_seconds)
+            what = f"kept {candidates[0].name} by prediction: a trial with requests in flight had {rate} requests/s, "
+            waiting = max(trial.waiting for trial in trials)
+            return candidates[0].with_notes(report_doubt(f"{what}but workers", waiting, "throughput")), trials[0]
+        seconds = {item.name: trial.interval_seconds for item, trial in zip(candidates, trials)}
+        best, trial = min(zip(candidates, trials), key=lambda pair: pair[1].interval_seconds)
+        if balanced := self._balance_stages(candidates, trials):
+            with progress_part(1, 2):
+                trial, other = self._run_rates([best, balanced], in_flight)
+            seconds |= {best.name: trial.interval_seconds, balanced.name: other.interval_seconds}
+            is_clear = other.interval_seconds < CLEAR_BALANCED_RATIO * trial.interval_seconds
+            if is_clear and not (trial.is_doubtful or other.is_doubtful):
+                best, trial = balanced, other
+        texts = _list_times(seconds, format_rate)
+        message = f"requests per second, measured with {in_flight} in flight: {texts}; kept {best.name}"
+        return best.with_notes(Diagnostic("P044", message, where="throughput")), trial
+
+    def _run_rates(self, candidates: Sequence[Candidate], in_flight: int) -> tuple[RateTrial, ...]:
+        return run_rate_trials([item.bundle for item in candidates], self._feeds, in_flight, cached=self._cache)
+
+    def _balance_stages(self, candidates: Sequence[Candidate], trials: Sequence[RateTrial]) -> Candidate | None:
+        """Return the fastest stages in balance, written; None if there are none, or they are too slow or unchanged."""
+        pairs = [
+            (trial, item)
+            for item, trial in zip(candidates, trials)
+            if item.strategy.kind == "stages"
+            and not item.is_rewritten
+            and len(set(item.state[Placement].device.tolist())) > 1
+        ]
+        trial, stages = min(pairs, key=lambda pair: pair[0].interval_seconds, default=(None, None))
+        fastest = min(trial.interval_seconds for trial in trials)
+        if trial is None or stages is None or trial.interval_seconds > BALANCED_RATIO * fastest:
+            return None
+        balanced = _balance(stages, trial)
+        is_changed = balanced.state[Placement].device.tolist() != stages.state[Placement].device.tolist()
+        return self._write(balanced, "balanced") if is_changed else None
+
+    def _compare_with_one_device(self, several: Candidate, step: Trial) -> tuple[Candidate, Trial]:
+        """Return the bundle on one device if faster, else the given one."""
+        try:
+            alone = self._write(_place_on_one_device(several), "alone")
+            bundles = [several.bundle, alone.bundle]
+            if find_trial_obstacle(*bundles):
+                return several, step
+            step, one = run_trials(bundles, self._feeds, cached=self._cache)
+        except (OnnxplaceError, OSError):  # for example, nodes are pinned to two devices
+            return several, step
+        is_clear = one.step_seconds <= CLEAR_ONE_DEVICE_RATIO * step.step_seconds
+        if step.is_doubtful or one.is_doubtful or not is_clear:
+            return several, step
+        home = alone.state.target.devices[int(alone.state[Placement].device[0])].id
+        times = (
+            f"a step took {format_milliseconds(step.step_seconds)}, "
+            f"and on {home} alone {format_milliseconds(one.step_seconds)}"
+        )
+        figures = (Figure(home, one.step_seconds), Figure("several devices", step.step_seconds))
+        message, placer = f"in a trial, {times}: kept {home}", several.state[Placement].placer
+        note = Diagnostic("P042", message, where=placer, figures=figures)
+        return alone.with_notes(note, *report_idle_devices(alone.state)), one
 
 
-def _keep_fastest_step(
-    placed: PlacedModel, candidates: Sequence[Candidate], staging: Staging, feeds: Mapping[str, Any], cache: bool
-) -> PlacedModel:
-    """Return the strategy with the shortest training step; the given one if a bundle fails in its trial."""
-    first = replace(candidates[0], placed=placed)
-    try:
-        kept, notes = keep_fastest_step([first, *candidates[1:]], staging, feeds, cache)
-    except (OnnxplaceError, OSError):  # the trial of the given one reports its own failure
-        return placed
-    if kept is not placed:
-        notes += report_idle_devices(kept.state)
-    return replace(kept, state=kept.state.saying(*notes))
+def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], str]) -> str:
+    """Return names with their times, the fastest first."""
+    ranked = sorted(seconds.items(), key=lambda item: item[1])
+    return "; ".join(f"{name}: {format_seconds(value)}" for name, value in ranked)
+
+
+def _place_on_one_device(several: Candidate) -> Candidate:
+    """Return the strategy with whole operators on the best single device, and the notes about several ones."""
+    (single,) = parse_passes("single")
+    passes = [
+        single if Placement in step.provides else step for step in several.strategy.passes if step.name != "shard"
+    ]
+    alone = predict(Strategy("one device", "one device", tuple(passes)), several.profiled)
+    if several.is_rewritten:
+        return alone
+    notes = (*several.state.diagnostics, *alone.state.diagnostics)
+    return replace(alone, state=replace(alone.state, diagnostics=tuple(dict.fromkeys(notes))))
+
+
+def _balance(stages: Candidate, trial: RateTrial) -> Candidate:
+    """Return the stages placed by costs that are scaled to what each segment took with requests in flight."""
+    base = stages.profiled.state
+    profile, scale = base[Profile], _measure_ratios(stages, trial)
+    scaled = replace(profile, seconds={kind: seconds * scale for kind, seconds in profile.seconds.items()})
+    placing = tuple(step for step in stages.strategy.passes if Segments not in step.provides)
+    after, _ = Pipeline(placing).run(base.with_facts(scaled))
+    grouped = base.with_facts(after[Groups]) if Groups in after else base
+    device, start = after[Placement].device, after[Schedule].simulation.start_seconds
+    state = commit_placement(grouped, placement_problem(grouped), device, start, after[Placement].placer)
+    state, _ = Pipeline(parse_passes("split")).run(state)
+    state = replace(state, diagnostics=stages.state.diagnostics)
+    strategy = replace(stages.strategy, name=f"{stages.name}, balanced by the trial")
+    return replace(stages, strategy=strategy, state=state)
+
+
+def _measure_ratios(candidate: Candidate, trial: RateTrial) -> Floats:
+    """Return, per node, the ratio of what its segment took under load to the costs of its nodes."""
+    state, bundle = candidate.state, candidate.bundle
+    ratios = np.ones(len(state[Profile].graph))
+    for record, segment in zip(bundle.manifest.segments, state[Segments].segments):
+        device = state.target.devices[segment.device]
+        planned = float(state[Profile].seconds[device.cost_class][segment.nodes].sum()) + device.segment_seconds
+        if planned > 0:
+            ratios[segment.nodes] = np.clip(trial.segment_seconds[record.id] / planned, MIN_SCALE, MAX_SCALE)
+    return ratios
 
 
 def _name_result(note: Diagnostic, staging: Staging) -> Diagnostic:
@@ -163,106 +324,28 @@ def _find_unmeasured_costs(state: State) -> list[Diagnostic] | None:
         return None
     if not any((sources[kind] == Source.GIVEN).any() for kind in used if kind in sources):
         return []
-    message = "the bundle was not tried out: predictions are for the costs that were given"
+    message = "no trial was run: the predictions use the costs you gave"
     return [Diagnostic("C020", message, where=state[Model].name)]
 
 
-def _find_seed(steps: Pipeline) -> int:
-    """Return the seed of the inputs that costs were measured with."""
-    return next((getattr(step, "seed", 0) for step in steps.passes if Profile in step.provides), 0)
-
-
-def _try_bundle(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Trial | None, State]:
-    """Run a bundle and return its trial.
-
-    If that fails, there is a note instead of a trial. Raises ExecutionError if the bundle computes something else than
-    the unsplit model.
-    """
-    bundle = Bundle.open(state[Emitted].path)
-    try:
-        if problem := find_trial_obstacle(bundle):
-            return None, state.saying(problem)
-        (measured,) = run_trials([bundle], feeds, cached=cache)
-    except OnnxplaceError as problem:
-        if problem.code == "C022":
-            raise
-        message = f"the bundle fails in its trial: {problem.message}"
-        hint = "onnxplace verify shows whether the unsplit model fails too"
-        return None, state.saying(Diagnostic("C021", message, where=problem.where, hint=hint))
-    doubt = find_trial_doubt(measured, state[Model].name)
-    return measured, state.saying(doubt) if doubt else state
-
-
-def _compare_with_one_device(
-    placed: PlacedModel, state: State, measured: Trial, cache: bool, staging: Staging
-) -> tuple[Pipeline, State, Trial]:
-    """Return the bundle on one device if faster, else the given one.
-
-    Both run in turns, since the speed of a machine changes from second to second.
-    """
-    steps, feeds = placed.steps, (placed.whole or state)[Model].feeds(_find_seed(placed.steps))
-    other_path = staging.beside("alone")
-    one_device, begin = _replace_placer(placed, other_path)
-    try:
-        alone, _ = Pipeline(one_device.passes[begin:]).run(placed.whole or state)
-        bundles = [Bundle.open(state[Emitted].path), Bundle.open(other_path)]
-        if find_trial_obstacle(*bundles):
-            return steps, state, measured
-        several, one = run_trials(bundles, feeds, cached=cache)
-        if is_doubtful(several) or is_doubtful(one) or one.step_seconds > CLEAR_STEP_RATIO * several.step_seconds:
-            return steps, state, several
-    except (OnnxplaceError, OSError):  # for example, nodes are pinned to two devices
-        return steps, state, measured
-    home = state.target.devices[int(alone[Placement].device[0])].id
-    times = (
-        f"a step took {format_milliseconds(several.step_seconds)}, "
-        f"and on {home} alone {format_milliseconds(one.step_seconds)}"
-    )
-    figures = (Figure(home, one.step_seconds), Figure("several devices", several.step_seconds))
-    message = f"in a trial, {times}: kept {home}"
-    note = Diagnostic("P042", message, where=state[Placement].placer, figures=figures)
-    return one_device, alone.saying(note, *report_idle_devices(alone)), one
-
-
-def _replace_placer(placed: PlacedModel, path: Path) -> tuple[Pipeline, int]:
-    """Return the pipeline with `single` as its placer, without sharding, writing to `path`.
-
-    Also the position of the first pass to run: the placer, or for a sharded model the pass that came after `shard`.
-    """
-    steps = placed.steps
-    emit: Any = steps.passes[-1]
-    specs, passes = [*parse_pipeline(emit.pipeline)], [*steps.passes[:-1]]
-    begin = placer = next(index for index, step in enumerate(passes) if Placement in step.provides)
-    passes[placer], specs[placer] = make_pass("single"), PassSpec("single")
-    if placed.whole is not None:
-        begin = next(index for index, step in enumerate(passes) if step.name == SHARD)
-        del passes[begin], specs[begin]
-    emit = replace(emit, path=str(path), pipeline=format_pipeline(specs))
-    return Pipeline((*passes, emit)), begin
-
-
-def _find_faster_device(placed: PlacedModel, step_seconds: float) -> tuple[int, float] | None:
+def _find_faster_device(candidate: Candidate, step_seconds: float) -> tuple[int, float] | None:
     """Return the fastest single device and its step, if below `step_seconds`."""
-    if len(set(placed.state[Placement].device.tolist())) < 2:
+    if len(set(candidate.state[Placement].device.tolist())) < 2:
         return None
-    state = placed.whole or placed.state
-    seconds = predict_single_device_seconds(state, must_fit=True)
+    seconds = predict_single_device_seconds(candidate.unsharded, must_fit=True)
     best = int(seconds.argmin())
     return (best, float(seconds[best])) if seconds[best] < step_seconds else None
 
 
-def _report_faster_device(placed: PlacedModel, step_seconds: float) -> list[Diagnostic]:
+def _report_faster_device(candidate: Candidate, step_seconds: float) -> list[Diagnostic]:
     """Return a note if one device should be faster than the bundle."""
-    state = placed.state
     aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # which do not aim at the time of one step
-    if (
-        state[Placement].placer in aims
-        or (faster := _find_faster_device(placed, CLEAR_STEP_RATIO * step_seconds)) is None
-    ):
+    faster = _find_faster_device(candidate, CLEAR_ONE_DEVICE_RATIO * step_seconds)
+    if candidate.state[Placement].placer in aims or faster is None:
         return []
     expected = f"{format_milliseconds(faster[1])} a step, the bundle {format_milliseconds(step_seconds)}"
-    message = f"one device is expected to be faster: {expected}"
-    return [Diagnostic("P011", message, where=state.target.devices[faster[0]].id, hint="try --placer single")]
+    message, device = f"one device is expected to be faster: {expected}", candidate.state.target.devices[faster[0]]
+    return [Diagnostic("P011", message, where=device.id, hint="try --placer single")]
 
 
 def _report_exceeded_limits(manifest: Manifest) -> list[Diagnostic]:

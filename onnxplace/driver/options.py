@@ -1,4 +1,4 @@
-"""The options of `onnxplace.compile`."""
+"""The options of `onnxplace.compile`, and what follows from them: the passes, the devices, the folder of the bundle."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Any
 
-from onnxplace.driver.choose_target import require_one_target
 from onnxplace.errors import UsageError, format_value
 from onnxplace.feeds import Array
+from onnxplace.machine import local_target
 from onnxplace.model import StateRequest
-from onnxplace.pipeline import Objective, Observer, Pipeline
-from onnxplace.target import Target, parse_bytes
+from onnxplace.pipeline import (
+    BAECHI,
+    ObjectiveName,
+    Observer,
+    PassSpec,
+    Pipeline,
+    choose_placer,
+    format_pipeline,
+    format_tuple,
+)
+from onnxplace.target import Target, parse_bytes, parse_memory, read_target
 
 # No target has as many devices as more digits say.
 _WAYS = re.compile(r"[0-9]{1,4}")
@@ -36,7 +46,7 @@ class CompileSettings:
     cache: bool = True
     trial: bool = True
     placer: str | None = None
-    objective: Objective = "latency"
+    objective: ObjectiveName = "latency"
     budget_seconds: float | None = None
     pipeline: str | Pipeline | None = None
     device_map: str | Path | Mapping[str, str | int] | None = None
@@ -55,16 +65,12 @@ class CompileSettings:
     @property
     def device_map_text(self) -> str:
         """Return the device map as text: a path, JSON, or nothing."""
-        if isinstance(self.device_map, Mapping):
-            return json.dumps(dict(self.device_map))
-        return str(self.device_map or "")
+        return _format_map(self.device_map)
 
     @property
     def shard_map_text(self) -> str:
         """Return the shard map as text: a path, JSON, or nothing."""
-        if isinstance(self.shard_map, Mapping):
-            return json.dumps(dict(self.shard_map))
-        return str(self.shard_map or "")
+        return _format_map(self.shard_map)
 
     @property
     def shard_ways(self) -> int | None:
@@ -84,22 +90,19 @@ class CompileSettings:
         raise UsageError("U073", message, where="--shard", hint=hint)
 
     @property
-    def chooses_sharding(self) -> bool:
-        """Return whether placing and sharding are compared: where the user left both open."""
-        is_open = self.pipeline is None and self.placer is None and not self.device_map_text and not self.colocate
-        return is_open and self.shard_ways is None and self.objective not in ("throughput", "step")
+    def is_placement_open(self) -> bool:
+        """Return whether the user left open which device gets which node."""
+        return self.pipeline is None and self.placer is None and not self.device_map_text
 
     @property
-    def chooses_strategy(self) -> bool:
-        """Return whether strategies for throughput are compared: where the user left open how to use the devices."""
-        is_open = self.pipeline is None and self.placer is None and not self.device_map_text
-        return is_open and self.shard_ways in (None, 1) and self.objective == "throughput"
+    def is_sharding_open(self) -> bool:
+        """Return whether the user left open whether operators are split, too."""
+        return self.is_placement_open and not self.colocate and self.shard_ways is None
 
     @property
-    def chooses_step(self) -> bool:
-        """Return whether strategies for a training step are compared: where the user left open how to use devices."""
-        is_open = self.pipeline is None and self.placer is None and not self.device_map_text and not self.colocate
-        return is_open and self.shard_ways is None and self.objective == "step"
+    def compares_sharding(self) -> bool:
+        """Return whether placing whole operators and splitting them are compared."""
+        return self.is_sharding_open and self.objective in ("latency", "fit")
 
     @property
     def sets_pass_options(self) -> bool:
@@ -121,16 +124,13 @@ class CompileSettings:
     def _check_recomputation(self) -> None:
         if self.recompute in ("auto", "off"):
             return
-        hint = "auto: where nothing fits otherwise; always; or the memory that one device would have, such as 4GiB"
-        if not isinstance(self.recompute, str):
-            message = f"expected auto, off, always or a size, got {format_value(self.recompute)}"
-            raise UsageError("L073", message, where="--recompute", hint=hint)
-        if self.recompute != "always":
-            try:
+        try:
+            if self.recompute != "always":
                 parse_bytes(self.recompute)
-            except UsageError:
-                message = f"expected auto, off, always or a size, got {format_value(self.recompute)}"
-                raise UsageError("L073", message, where="--recompute", hint=hint) from None
+        except (UsageError, TypeError):
+            hint = "auto: where nothing fits otherwise; always; or the memory that one device would have, such as 4GiB"
+            message = f"expected auto, off, always or a size, got {format_value(self.recompute)}"
+            raise UsageError("L073", message, where="--recompute", hint=hint) from None
         if self.pipeline is not None:
             hint = "name the pass after profile: optimize,profile,recompute{limit=4GiB},coplace,..."
             raise UsageError("L074", "--pipeline excludes --recompute", where="--recompute", hint=hint)
@@ -150,3 +150,135 @@ class CompileSettings:
                 "--shard and --shard-map exclude --device-map and --colocate: parts of operators have their devices"
             )
             raise UsageError("U074", message, hint="omit one of the two")
+
+
+def _format_map(value: str | Path | Mapping[str, Any] | None) -> str:
+    return json.dumps(dict(value)) if isinstance(value, Mapping) else str(value or "")
+
+
+def choose_pipeline(settings: CompileSettings) -> Pipeline:
+    """Return the user's pipeline, or the default one around a placer.
+
+    Raises UsageError unless it writes exactly one bundle, at its end.
+    """
+    steps = _build_default(settings) if settings.pipeline is None else _parse_given(settings)
+    _require_one_emit(steps)
+    return steps
+
+
+def _parse_given(settings: CompileSettings) -> Pipeline:
+    """Return the user's pipeline; raises UsageError for options that belong into it."""
+    if settings.sets_pass_options:
+        raise UsageError(
+            "U042",
+            "--pipeline excludes --costs, --save-costs, --no-cache, --device-map, --colocate and --seed",
+            hint="write them into it: profile{costs=F,save=F,cache=false,seed=1},coplace{device_map=F,colocate=REGEX}",
+        )
+    given = settings.pipeline
+    return given if isinstance(given, Pipeline) else Pipeline.parse(given or "")
+
+
+def _build_default(settings: CompileSettings) -> Pipeline:
+    """Return the default pipeline around a placer.
+
+    Baechi's placers need nodes joined to their readers first; placers that search decide on that themselves.
+    """
+    placer = choose_placer(settings.placer, settings.objective, settings.budget_seconds, settings.seed or None)
+    profile = {
+        "costs": str(settings.costs or ""),
+        "save": str(settings.save_costs or ""),
+        "cache": "" if settings.cache else "false",
+        "seed": str(settings.seed or ""),
+    }
+    colocate = tuple(settings.colocate)
+    coplace = {
+        "join": "" if placer.name in BAECHI else "never",
+        "colocate": format_tuple(colocate) if colocate else "",
+        "device_map": settings.device_map_text,
+    }
+    specs = [
+        PassSpec("optimize"),
+        PassSpec("profile", _drop_empty(profile)),
+        *_build_shard(settings),
+        PassSpec("coplace", _drop_empty(coplace)),
+        PassSpec("fuse"),
+        placer,
+        PassSpec("split"),
+        PassSpec("emit"),
+    ]
+    return Pipeline.parse(format_pipeline(specs))
+
+
+def _build_shard(settings: CompileSettings) -> list[PassSpec]:
+    """Return the pass that splits operators, if the user asked for it."""
+    ways = settings.shard_ways
+    if ways is None or ways == 1:
+        return []
+    options = {
+        "ways": str(ways or ""),
+        "stages": "0" if settings.objective == "throughput" else "",
+        "weights": "least" if settings.objective == "fit" else "",
+        "metadata": "true" if settings.shard_metadata else "",
+        "map": settings.shard_map_text,
+    }
+    return [PassSpec("shard", _drop_empty(options))]
+
+
+def _drop_empty(options: dict[str, str]) -> dict[str, str]:
+    """Return the options that are not left at their defaults."""
+    return {key: value for key, value in options.items() if value}
+
+
+def _require_one_emit(steps: Pipeline) -> None:
+    """Raise UsageError unless the pipeline writes one bundle, at its end."""
+    names = [step.name for step in steps.passes]
+    if "emit" in names and names.index("emit") == len(names) - 1:
+        return
+    message = "the pipeline continues after it wrote its bundle" if "emit" in names else "the pipeline writes no bundle"
+    raise UsageError("U041", message, where=f"pipeline {steps}", hint="end it with split,emit")
+
+
+def choose_output(model: object, output: str | Path | None, steps: Pipeline) -> Path:
+    """Return the folder of the bundle.
+
+    That is `output`, else the path in the pipeline, else the path of the model with the ending `.bundle`. Raises
+    UsageError for an empty name, which Path reads as the working folder.
+    """
+    if output is not None:
+        return _parse_output(output)
+    emit = steps.passes[-1]
+    if (path := getattr(emit, "path", "")) != getattr(type(emit), "path", ""):
+        return Path(path)
+    if not isinstance(model, (str, Path)) or not Path(model).name:
+        return Path("model.bundle")
+    return Path(model).with_suffix(".bundle")
+
+
+def _parse_output(output: object) -> Path:
+    if isinstance(output, (str, Path)) and str(output):
+        return Path(output)
+    expected = "the name of a folder" if output == "" else "a path"
+    raise UsageError("U032", f"expected {expected}, got {output!r}", where="output", hint="name a new folder")
+
+
+def require_one_target(devices: object, target: object) -> None:
+    """Raise UsageError if devices are named in two ways."""
+    if target is not None and devices is not None:
+        hint = "name the devices in the target file"
+        raise UsageError("U040", "--devices and --target exclude each other", hint=hint)
+
+
+def choose_target(
+    devices: str | Sequence[str] | None, target: Target | str | Path | None, max_memory: str | int | None
+) -> Target:
+    """Return the target, or that of a file, or devices of this machine, with memory limits.
+
+    Raises UsageError if devices are given as well.
+    """
+    require_one_target(devices, target)
+    if isinstance(target, (str, Path)):
+        target = read_target(target)
+    target = target or local_target(devices)
+    if not max_memory:
+        return target
+    return target.limiting(parse_memory(str(max_memory), [device.id for device in target.devices]))

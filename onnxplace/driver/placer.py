@@ -19,7 +19,7 @@ from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.pipeline import (
     BAECHI,
     USE_FEWER_DEVICES,
-    Objective,
+    ObjectiveName,
     PassSpec,
     Pipeline,
     Timing,
@@ -35,7 +35,6 @@ from onnxplace.utils import budget_clock, read_json
 
 Grouping = Literal["none", "given", "coplace", "given+coplace"]
 Adjustment = Literal["compute", "memory", "majority"]
-GROUPINGS: tuple[Grouping, ...] = ("none", "given", "coplace", "given+coplace")
 _COPLACE_OPTIONS: Mapping[Grouping, Mapping[str, str]] = {
     "none": {"join": "never", "given": "false"},
     "given": {"join": "never"},
@@ -55,16 +54,16 @@ class PlacementResult:
     lower_bound_seconds: float
     feasible: bool
     peak_bytes: Longs
-    """Per device."""
+    """Peak memory of each device."""
     seconds: float
     """Time to place, from cost graph to schedule, without the compilation of loops on first use."""
     placement: Mapping[str, Hashable]
     """Node id -> device id, as in the cost graph."""
     start_seconds: Floats
-    """Per node of the cost graph, in its order."""
+    """Start of each node of the cost graph, in its order."""
     finish_seconds: Floats
     device: Ints
-    """Per node, the index of its device."""
+    """Index of the device of each node."""
     schedule: Schedule
     passes: tuple[Timing, ...]
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -76,7 +75,7 @@ class PlaceSettings:
 
     placer: str | None = None
     _: KW_ONLY
-    objective: Objective = "latency"
+    objective: ObjectiveName = "latency"
     links: LinkModel = "duplex"
     groups: Grouping | None = None
     fuse: bool | None = None
@@ -145,27 +144,22 @@ def evaluate_placement(
         hint = f"write ids, not names: {json.dumps({missing[0]: graph.device_ids[0]}, default=str)} ..."
         raise InputError("D007", message, where="--placement", hint=hint)
     if unknown := sorted(placement.keys() - nodes):
-        raise InputError(
-            "D007", f"unknown node {unknown[0]!r}", where="--placement", hint=suggest_nearest(unknown[0], nodes)
-        )
+        hint = suggest_nearest(unknown[0], nodes)
+        raise InputError("D007", f"unknown node {unknown[0]!r}", where="--placement", hint=hint)
     for node, device in placement.items():
         if str(device) not in index:
-            raise InputError(
-                "D007",
-                f"node {node!r} is on unknown device {device!r}",
-                where="--placement",
-                hint=suggest_nearest(str(device), index),
-            )
+            message, hint = f"node {node!r} is on unknown device {device!r}", suggest_nearest(str(device), index)
+            raise InputError("D007", message, where="--placement", hint=hint)
     pinned = np.array([index[str(placement[str(node)])] for node in graph.ids], dtype=np.int32)
     single = np.arange(len(pinned), dtype=np.int32)
     roomy = graph.target.limiting({device.id: UNLIMITED_BYTES for device in graph.target.devices})
     state = replace(graph, target=replace(roomy, link_model=links)).state()
-    state = state.having(Groups(single, pinned, ("",) * len(pinned)))
+    state = state.with_facts(Groups(single, pinned, ("",) * len(pinned)))
     start = budget_clock()
     state, timings = Pipeline.parse("m-etf").run(state)
     schedule = state[Schedule]
     bound = bound_step_seconds(state, schedule.simulation.makespan_seconds)
-    state = state.having(replace(state[Placement], placer="given"), replace(schedule, lower_bound_seconds=bound))
+    state = state.with_facts(replace(state[Placement], placer="given"), replace(schedule, lower_bound_seconds=bound))
     return _build_result(graph, state, budget_clock() - start, timings, "given", strict)
 
 

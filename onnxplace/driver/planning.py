@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from onnxplace.driver.choose_target import choose_target
+from onnxplace.driver.decision import Candidate, Profiled, Result, Strategy, parse_passes, predict_all
 from onnxplace.driver.first_use import compile_loops
-from onnxplace.driver.step_strategies import predict_steps
-from onnxplace.driver.strategies import Prediction, Refusal, Strategy, list_strategies, predict_fitting
+from onnxplace.driver.options import choose_target
+from onnxplace.driver.throughput import list_copied_stages, list_sharded, list_simple
+from onnxplace.driver.training_steps import list_step_strategies
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
-from onnxplace.model import Model, StateRequest, bind, bind_states, load
-from onnxplace.pipeline import Observer, PassSpec, Pipeline, format_pipeline
-from onnxplace.problem import predict_step_seconds
+from onnxplace.model import StateRequest, bind, bind_states, load
+from onnxplace.pipeline import Observer, Pipeline, make_pass
 from onnxplace.state import State
 from onnxplace.target import Target
 
@@ -24,22 +25,22 @@ class PlannedStrategy:
     """A strategy with its predicted times and memory."""
 
     name: str
-    devices: int
-    """Devices that get work."""
-    step_seconds: float | None
-    """From the call to the last output, one request at a time; None if it does not fit."""
-    interval_seconds: float | None
-    """Between two results, with requests in flight."""
-    peak_bytes: int | None
+    devices: int = 0
+    """Number of devices that get work."""
+    step_seconds: float | None = None
+    """Time from the call to the last output, one request at a time; None if it does not fit."""
+    interval_seconds: float | None = None
+    """Time between two results, with requests in flight."""
+    peak_bytes: int | None = None
     """Memory on the device that needs most: weights and values."""
-    weight_bytes: int | None
+    weight_bytes: int | None = None
     """Weights on the device that has most."""
-    exchanges: Mapping[str, int]
+    exchanges: Mapping[str, int] = field(default_factory=dict)
     """Kind of exchange between parts of operators -> number."""
     problem: str = ""
-    """Why there is no prediction."""
+    """Reason why there is no prediction."""
     pipeline: str = ""
-    """What `onnxplace compile --pipeline` takes to build it."""
+    """Text with which `onnxplace compile --pipeline` builds it."""
 
 
 @dataclass(frozen=True)
@@ -85,69 +86,52 @@ def plan_model(
     """
     target = choose_target(devices, target, max_memory)
     bound = bind_states(bind(load(model), shape or {}, {}), state)
-    options = {"costs": costs, "cache": "" if cache else "false", "estimate": "true" if estimate else ""}
-    front = [PassSpec("optimize"), PassSpec("profile", {key: text for key, text in options.items() if text})]
+    profile: Any = make_pass("profile")
+    profile = replace(profile, costs=costs, cache=cache, estimate=estimate)
     compile_loops(["profile", "coplace", "fuse", "auto"])
     if observer:
         observer("profile", 0, 1)
-    profiled, _ = Pipeline.parse(format_pipeline(front)).run(State(target).having(bound))
-    strategies = _predict_all(profiled, front, observer)
-    sources = profiled[Profile].sources
+    front = (make_pass("optimize"), profile)
+    state_with_costs, _ = Pipeline(front).run(State(target).with_facts(bound))
+    rest = parse_passes("coplace{join=never},fuse,stages{seconds=2},split")
+    profiled = Profiled(front, state_with_costs, rest, make_pass("emit"))
+    is_step = profiled.state[Profile].training is not None
+    results = predict_all(list_step_strategies if is_step else _list_strategies, profiled, observer)
+    sources = profiled.state[Profile].sources
     is_measured = all(bool((sources[device.cost_class] != Source.ESTIMATED).all()) for device in target.devices)
-    return Plan(bound.name or Path(model).name, is_measured, tuple(strategies), profiled.diagnostics)
+    strategies = tuple(_describe(item) for item in _omit_copied_stages(results))
+    return Plan(bound.name or Path(model).name, is_measured, strategies, profiled.state.diagnostics)
 
 
-def _predict_all(state: State, front: Sequence[PassSpec], observer: Observer | None) -> Sequence[PlannedStrategy]:
-    """Return the strategies with their predictions; of copies of stages, only the best one.
-
-    For a training step, these are those of `--objective step`.
-    """
-    place = [PassSpec("coplace", {"join": "never"}), PassSpec("fuse")]
-    if state[Profile].training is not None:
-        return [_describe_result(item, front) for item in predict_steps(state, place, observer)]
-    stages = PassSpec("stages", {"seconds": "2"})
-    strategies = list_strategies(state.target, place, stages, are_copies_allowed=not state[Model].states)
-    auto = Strategy("whole operators placed", "placed", (*place, PassSpec("auto"), PassSpec("split")))
-    strategies[1:1] = [auto] if len(strategies) > 1 else []
-    results = list(predict_fitting(strategies, state, observer))
-    partitions = [item for item in results if item.strategy.kind == "copied stages"]
-    fitting = [item for item in partitions if isinstance(item, Prediction)]
-    best = min(fitting, key=lambda item: item.interval_seconds, default=None)
-    shown = [best] if best is not None else partitions[:1]
-    return [_describe_result(item, front) for item in results if item not in partitions or item in shown]
+def _list_strategies(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
+    """Yield all strategies for requests in flight, and whole operators placed."""
+    one_device, *others = list_simple(profiled)
+    auto = Strategy("whole operators placed", "placed", profiled.replace_placer("auto"))
+    yield [one_device, auto, *others] if others else [one_device]
+    yield from list_copied_stages(profiled, results)
+    yield list_sharded(profiled)
 
 
-def _describe_result(item: Prediction | Refusal, front: Sequence[PassSpec]) -> PlannedStrategy:
+def _omit_copied_stages(results: Sequence[Result]) -> list[Result]:
+    """Return the results with the best of copied stages only, or the first if none fits."""
+    copied = [item for item in results if item.strategy.kind == "copied stages"]
+    fitting = [item for item in copied if isinstance(item, Candidate)]
+    shown: Result | None = min(fitting, key=lambda item: item.interval_seconds) if fitting else next(iter(copied), None)
+    return [item for item in results if item.strategy.kind != "copied stages" or item is shown]
+
+
+def _describe(result: Result) -> PlannedStrategy:
     """Return the figures of a strategy, or why it is impossible."""
-    if isinstance(item, Prediction):
-        return _describe(item, front)
-    return _unplanned(item.strategy.name, item.problem.message)
-
-
-def _describe(prediction: Prediction, front: Sequence[PassSpec]) -> PlannedStrategy:
-    """Return the figures of a prediction."""
-    state = prediction.state
+    if not isinstance(result, Candidate):
+        return PlannedStrategy(result.strategy.name, problem=result.problem.message)
+    state = result.state
     return PlannedStrategy(
-        name=prediction.strategy.name,
-        devices=prediction.devices,
-        step_seconds=predict_step_seconds(state),
-        interval_seconds=prediction.interval_seconds,
+        name=result.name,
+        devices=result.devices,
+        step_seconds=result.step_seconds,
+        interval_seconds=result.interval_seconds,
         peak_bytes=int(state[Schedule].simulation.peak_bytes.max()),
         weight_bytes=int(state[Segments].simulation.weights_bytes.max()),
-        exchanges=dict(state[Shards].exchanges) if prediction.strategy.is_sharded else {},
-        pipeline=format_pipeline([*front, *prediction.specs, PassSpec("emit")]),
-    )
-
-
-def _unplanned(name: str, problem: str) -> PlannedStrategy:
-    """Return a strategy without a prediction."""
-    return PlannedStrategy(
-        name=name,
-        devices=0,
-        step_seconds=None,
-        interval_seconds=None,
-        peak_bytes=None,
-        weight_bytes=None,
-        exchanges={},
-        problem=problem,
+        exchanges=dict(state[Shards].exchanges) if result.strategy.kind == "sharded" else {},
+        pipeline=str(result.pipeline),
     )

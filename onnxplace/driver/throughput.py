@@ -1,26 +1,31 @@
-"""Choose how to use several devices for many requests in flight."""
+"""Strategies for many requests in flight: copies, stages, copies of stages, split operators, and all of these together.
+
+Copies of the model on all devices need no transfer and no balance: where they fit, nothing else is considered. With
+carried states, whose requests stay on the first route, there are no copies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
-from onnxplace.driver.sharding import PlacedModel
-from onnxplace.driver.strategies import (
+from onnxplace.driver.decision import (
+    Candidate,
+    InfeasibleStrategy,
     Kind,
-    Prediction,
-    Refusal,
-    list_strategies,
-    predict_fitting,
+    Objective,
+    Profiled,
+    Result,
+    Strategy,
+    parse_passes,
+    rank_texts,
 )
 from onnxplace.errors import Diagnostic, Figure
 from onnxplace.evaluation import RateTrial
-from onnxplace.facts import Placement, Profile, Routes
+from onnxplace.facts import Profile
 from onnxplace.model import Model
-from onnxplace.pipeline import Observer, PassSpec, Pipeline, Timing, format_pipeline, make_pass, parse_pipeline
-from onnxplace.state import State
-from onnxplace.utils import budget_clock
 
 # A trial costs some seconds each.
 MAX_TRIED = 4
@@ -34,97 +39,165 @@ MAX_LISTED_STRATEGIES = 5
 CLEAR_PLAIN_RATIO = 0.9
 # Models above this size are not sharded by default: that takes a minute or more.
 MAX_SHARDED_NODES = 50_000
+# Up to this number of devices, all ways to share them among stages are listed; beyond, only even ones.
+MAX_PARTITIONED_DEVICES = 8
+# Time for the stages of each way to share devices.
+PARTITION_SECONDS = 0.5
+# Numbers of devices that share operators. Each is a search for layouts over the whole graph.
+WAYS = (2, 4, 8, 16, 32, 64)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A strategy, placed, that is ready to be written."""
+def make_throughput_objective(*, may_shard: bool) -> Objective:
+    """Return the objective of the most requests per second; `may_shard`: whether operators may be split."""
 
-    name: str
-    kind: Kind
-    placed: PlacedModel
+    def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
+        yield list_simple(profiled)
+        if any(map(_covers_all_devices, results)):
+            return
+        yield from list_copied_stages(profiled, results)
+        if may_shard and len(profiled.state[Profile].graph) <= MAX_SHARDED_NODES:
+            yield list_sharded(profiled)
 
-
-def place_for_throughput(
-    steps: Pipeline, state: State, first: int, *, may_shard: bool, observer: Observer | None
-) -> tuple[list[Candidate], tuple[Timing, ...]]:
-    """Return the strategies that are worth a trial, the best by prediction first.
-
-    Copies of the model on all devices need no transfer and no balance: where they fit, copies of stages and sharding
-    are not considered. With carried states, whose requests stay on the first route, there are no copies.
-
-    Args:
-        steps: The default pipeline, with the placer `stages`.
-        state: A profiled model.
-        first: Position of the pass after `profile`.
-        may_shard: Whether operators may be split.
-        observer: Called before each strategy.
-
-    Raises:
-        InfeasibleError: nothing fits; the error is that of the stages.
-    """
-    began = budget_clock()
-    front, place, stages = cut_specs(steps, first)
-    strategies = list_strategies(
-        state.target,
-        place,
-        stages,
-        is_sharding_allowed=may_shard and len(state[Profile].graph) <= MAX_SHARDED_NODES,
-        are_copies_allowed=not state[Model].states,
-    )
-    simple = [item for item in strategies if item.kind in ("one device", "copies", "stages")]
-    others = [item for item in strategies if item not in simple]
-    results = list(predict_fitting(simple, state, observer))
-    if not any(_covers_all_devices(item) for item in results):
-        results += predict_fitting(others, state, observer)
-    fitting = sorted((item for item in results if isinstance(item, Prediction)), key=_rank)
-    if not fitting:
-        raise next(item.problem for item in results if isinstance(item, Refusal) and item.strategy.kind == "stages")
-    notes = [_describe_predictions(fitting), *_describe_states(state)]
-    candidates = [make_candidate(item, steps, front, state, notes) for item in _choose_tried(fitting)]
-    return candidates, (Timing("strategies", budget_clock() - began),)
+    return Objective(propose, _choose_tried, _describe, comparison="requests in flight", usual_kind="stages")
 
 
-def cut_specs(steps: Pipeline, first: int) -> tuple[list[PassSpec], list[PassSpec], PassSpec]:
-    """Return the passes up to `profile`, those before the placer, and the placer."""
-    emit: Any = steps.passes[-1]
-    specs = [*parse_pipeline(emit.pipeline)]
-    placer = next(index for index, step in enumerate(steps.passes) if Placement in step.provides)
-    return specs[:first], specs[first:placer], specs[placer]
-
-
-def _covers_all_devices(result: Prediction | Refusal) -> bool:
+def _covers_all_devices(result: Result) -> bool:
     """Return whether a result is a copy of the whole model on every device."""
-    return (
-        isinstance(result, Prediction)
-        and result.strategy.everywhere
-        and result.devices == len(result.state.target.devices)
+    if not isinstance(result, Candidate) or not result.strategy.everywhere:
+        return False
+    return result.devices == len(result.state.target.devices)
+
+
+def list_simple(profiled: Profiled) -> list[Strategy]:
+    """Return one device, copies of it, and stages."""
+    count = len(profiled.state.target.devices)
+    alone = profiled.replace_placer("single")
+    strategies = [Strategy("one device", "one device", alone)]
+    if count == 1:
+        return strategies
+    if not profiled.state[Model].states:
+        strategies.append(Strategy(f"{count} copies of the model", "copies", alone, everywhere=True))
+    strategies.append(Strategy("stages", "stages", profiled.rest))
+    strategies.append(Strategy("stages, not contiguous", "stages", _set_stages(profiled, contiguous=False)))
+    return strategies
+
+
+def _set_stages(profiled: Profiled, **options: object) -> tuple[Any, ...]:
+    """Return the passes with other options of the placer of stages."""
+    placer: Any = profiled.placer
+    return tuple(replace(placer, **options) if step is placer else step for step in profiled.rest)
+
+
+def list_copied_stages(profiled: Profiled, results: Sequence[Result] = ()) -> Iterator[list[Strategy]]:
+    """Yield copies of stages, for each number of stages.
+
+    There is at most one stage more than in the first ones that fit: each costs transfers and balance.
+    """
+    if profiled.state[Model].states:
+        return
+    for count, partitions in groupby(_list_partitions(len(profiled.state.target.devices)), key=len):
+        fitting = [item.strategy for item in results if isinstance(item, Candidate)]
+        if any(item.kind == "copied stages" and len(item.groups) < count - 1 for item in fitting):
+            return
+        yield [_copy_stages(profiled, parts) for parts in partitions]
+
+
+def _copy_stages(profiled: Profiled, parts: Sequence[int]) -> Strategy:
+    """Return stages on these numbers of devices."""
+    is_even = len(set(parts)) == 1
+    name = (
+        f"{parts[0]} copies of {len(parts)} stages" if is_even else f"stages on {' + '.join(map(str, parts))} devices"
+    )
+    ends = [sum(parts[: index + 1]) for index in range(len(parts))]
+    groups = tuple(tuple(range(end - size, end)) for end, size in zip(ends, parts))
+    return Strategy(
+        name, "copied stages", _set_stages(profiled, seconds=PARTITION_SECONDS, replicas=tuple(parts)), groups
     )
 
 
-def _rank(prediction: Prediction) -> float:
-    return prediction.interval_seconds
+def list_sharded(profiled: Profiled) -> list[Strategy]:
+    """Return split operators over groups of devices: copies of a group, or stages of such groups."""
+    strategies, count = [], len(profiled.state.target.devices)
+    # Parts have their devices: only their order is searched.
+    quick = profiled.replace_placer("auto{seconds=0.5}")
+    for ways in list_ways(count) if count > 1 else ():
+        copies = count // ways
+        split = parse_passes(f"shard{{ways={ways},exact=true}}")
+        if copies == 1:
+            strategies.append(Strategy(f"sharded {ways} ways", "sharded", (*split, *quick)))
+            continue
+        groups = tuple(tuple(range(first, copies * ways, ways)) for first in range(ways))
+        if not profiled.state[Model].states:
+            name = f"{copies} copies, each sharded {ways} ways"
+            strategies.append(Strategy(name, "sharded", (*split, *quick), groups))
+        if count % ways == 0:
+            stages = parse_passes(f"shard{{ways={ways},exact=true,stages={copies}}}")
+            strategies.append(Strategy(f"{copies} stages, each sharded {ways} ways", "sharded", (*stages, *quick)))
+    return strategies
 
 
-def _choose_tried(fitting: Sequence[Prediction]) -> list[Prediction]:
+def list_ways(count: int) -> list[int]:
+    """Return the numbers of devices that may share operators.
+
+    >>> list_ways(6)
+    [2, 4, 6]
+    """
+    return sorted({size for size in WAYS if size < count} | {count})
+
+
+def _list_partitions(count: int) -> list[tuple[int, ...]]:
+    """Return ways to share devices among stages, without one device each and without copies of the whole model.
+
+    Fewer stages come first. The stages choose among the groups, so their order does not matter.
+
+    >>> _list_partitions(4)
+    [(1, 3), (2, 2), (1, 1, 2)]
+    """
+    if count > MAX_PARTITIONED_DEVICES:
+        sizes = [size for size in range(2, count) if count % size == 0]
+        return [(count // size,) * size for size in sizes]
+    parts = [part for part in _iterate_partitions(count, 1) if 1 < len(part) < count]
+    return sorted(parts, key=lambda part: (len(part), part))
+
+
+def _iterate_partitions(count: int, least: int) -> Iterator[tuple[int, ...]]:
+    """Yield the partitions of a number into ascending parts of at least `least`."""
+    yield (count,)
+    for first in range(least, count // 2 + 1):
+        for others in _iterate_partitions(count - first, first):
+            yield (first, *others)
+
+
+def _rank(fitting: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(fitting, key=lambda item: item.interval_seconds)
+
+
+def _choose_tried(fitting: Sequence[Candidate]) -> list[Candidate]:
     """Return the best by prediction, the best of some kinds, and close ones."""
-    chosen = [fitting[0]]
-    for kind in TRIED_KINDS:
-        best = next((item for item in fitting if item.strategy.kind == kind), None)
-        if best is not None and best not in chosen:
-            chosen.append(best)
-    limit = fitting[0].interval_seconds * TRIED_RATIO
-    chosen += [item for item in fitting if item not in chosen and item.interval_seconds <= limit]
-    return chosen[:MAX_TRIED]
+    ranked = _rank(fitting)
+    best_of_kinds = [next((item for item in ranked if item.strategy.kind == kind), None) for kind in TRIED_KINDS]
+    close = [item for item in ranked if item.interval_seconds <= ranked[0].interval_seconds * TRIED_RATIO]
+    tried = {item.name: item for item in (ranked[0], *best_of_kinds, *close) if item is not None}
+    return [*tried.values()][:MAX_TRIED]
 
 
-def _describe_predictions(fitting: Sequence[Prediction]) -> Diagnostic:
-    """Return the note that lists what was considered."""
-    texts = [f"{item.strategy.name}: {format_rate(item.interval_seconds)}" for item in fitting[:MAX_LISTED_STRATEGIES]]
-    more = [f"{len(fitting) - MAX_LISTED_STRATEGIES} more"] if len(fitting) > MAX_LISTED_STRATEGIES else []
-    message = f"requests per second by prediction: {'; '.join(texts + more)}"
-    figures = tuple(Figure(item.strategy.name, item.interval_seconds) for item in fitting)
-    return Diagnostic("P043", message, where="throughput", figures=figures)
+def _describe(
+    fitting: Sequence[Candidate], infeasible: Sequence[InfeasibleStrategy], kept: Candidate
+) -> list[Diagnostic]:
+    """Return the notes about what was considered, and about carried states."""
+    ranked = _rank(fitting)
+    texts = rank_texts([f"{item.name}: {format_rate(item.interval_seconds)}" for item in ranked], MAX_LISTED_STRATEGIES)
+    message = f"requests per second by prediction: {'; '.join(texts)}"
+    figures = tuple(Figure(item.name, item.interval_seconds) for item in ranked)
+    notes = [Diagnostic("P043", message, where="throughput", figures=figures)]
+    model = kept.profiled.state[Model]
+    if model.states:  # requests of one conversation follow one another
+        message = (
+            "requests that pass states on follow one another: the predicted rate needs several conversations at a time"
+        )
+        hint = "session.conversation() begins one; have as many in progress as there are devices"
+        notes.append(Diagnostic("P045", message, where=model.name, hint=hint))
+    return notes
 
 
 def format_rate(interval_seconds: float) -> str:
@@ -136,46 +209,12 @@ def format_rate(interval_seconds: float) -> str:
     return f"{1 / interval_seconds:.4g}" if interval_seconds > 0 else "no bound"
 
 
-def make_candidate(
-    prediction: Prediction, steps: Pipeline, front: Sequence[PassSpec], profiled: State, notes: Sequence[Diagnostic]
-) -> Candidate:
-    """Return the pipeline and the state of a prediction, ready to be written.
-
-    Args:
-        prediction: Of a strategy.
-        steps: The default pipeline.
-        front: The passes up to `profile`.
-        profiled: The state before the strategy's passes.
-        notes: For the user.
-    """
-    emit: Any = steps.passes[-1]
-    specs = [*front, *prediction.specs, PassSpec("emit")]
-    own = tuple(make_pass(spec.name, spec.options) for spec in prediction.specs)
-    emit = replace(emit, pipeline=format_pipeline(specs))
-    state = prediction.state
-    if not state[Routes].routes:
-        state = state.without(Routes)
-    placed = PlacedModel(
-        Pipeline((*steps.passes[: len(front)], *own, emit)),
-        state.saying(*notes),
-        profiled if prediction.strategy.is_rewritten else None,
-    )
-    return Candidate(prediction.strategy.name, prediction.strategy.kind, placed)
-
-
-def describe_kept(candidates: Sequence[tuple[str, float]], in_flight: int, kept: str) -> Diagnostic:
-    """Return the note that lists what a trial measured: names and seconds between results."""
-    texts = [f"{name}: {format_rate(seconds)}" for name, seconds in candidates]
-    message = f"requests per second, measured with {in_flight} in flight: {'; '.join(texts)}; kept {kept}"
-    return Diagnostic("P044", message, where="throughput")
-
-
-def report_plain_session(trial: RateTrial | None, predicted_seconds: float) -> list[Diagnostic]:
+def report_plain_session(trial: RateTrial, predicted_seconds: float) -> list[Diagnostic]:
     """Return a note if a trial measured that one session of ONNX Runtime with all cores is clearly faster.
 
     Other programs slow several devices more than one session: if they did, it is also faster than `predicted_seconds`.
     """
-    if trial is None or not 0 < trial.plain_seconds < CLEAR_PLAIN_RATIO * trial.interval_seconds:
+    if not 0 < trial.plain_seconds < CLEAR_PLAIN_RATIO * trial.interval_seconds:
         return []
     if trial.is_doubtful and trial.plain_seconds > predicted_seconds:
         return []
@@ -183,14 +222,3 @@ def report_plain_session(trial: RateTrial | None, predicted_seconds: float) -> l
     message = f"one onnxruntime session with all cores is faster: {rates}"
     hint = "run the model itself with onnxruntime, or join small requests to batches (docs/serving.md)"
     return [Diagnostic("P048", message, where="throughput", hint=hint)]
-
-
-def _describe_states(state: State) -> list[Diagnostic]:
-    """Return a note for models with carried states: requests of one conversation follow one another."""
-    if not state[Model].states:
-        return []
-    message = (
-        "requests that pass states on follow one another: the predicted rate needs several conversations at a time"
-    )
-    hint = "session.conversation() begins one; have as many in progress as there are devices"
-    return [Diagnostic("P045", message, where=state[Model].name, hint=hint)]

@@ -24,7 +24,6 @@ from onnxplace.evaluation.rate_trial import (
     choose_in_flight as choose_in_flight,
     run_rate_trials as run_rate_trials,
 )
-from onnxplace.evaluation.recorded_trial import record_trial as record_trial, replace_manifest as replace_manifest
 from onnxplace.evaluation.size_comparison import (
     SizeComparison as SizeComparison,
     compare_other_sizes as compare_other_sizes,
@@ -41,6 +40,8 @@ from onnxplace.evaluation.trial import (
     find_trial_doubt as find_trial_doubt,
     find_trial_obstacle as find_trial_obstacle,
     is_doubtful as is_doubtful,
+    record_trial as record_trial,
+    replace_manifest as replace_manifest,
     report_doubt as report_doubt,
     run_trials as run_trials,
 )

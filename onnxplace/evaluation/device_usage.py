@@ -22,7 +22,7 @@ from onnxplace.bundle import (
 )
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation.memory_use import BundleMemory, measure_memory
-from onnxplace.evaluation.repeated_step import RepeatedStep
+from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.evaluation.trial import measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer, find_plugin
@@ -43,7 +43,7 @@ class DeviceUse:
     predicted_busy_seconds: float
     busy_seconds: float
     predicted_peak_bytes: int | None
-    """Of a CPU device, the memory of its part of the process; of a GPU, weights and values."""
+    """Predicted memory: for a CPU device, that of its part of the process; for a GPU, weights and values."""
     peak_bytes: int | None
 
 
@@ -80,7 +80,7 @@ class DeviceUsage:
     links: tuple[LinkUse, ...]
     process: ProcessUse
     timelines: tuple[RequestTimeline, ...]
-    """Of the requests in flight together, or else of those that followed one another."""
+    """Timelines of the requests in flight together, or else of those that followed one another."""
     notes: tuple[Diagnostic, ...]
     """Why some values could not be measured."""
 
@@ -92,7 +92,7 @@ class TracedRequests:
         self._spans: dict[tuple[str, EventKind, str], list[tuple[float, float]]] = {}
         self._segments: dict[str, list[float]] = {}
         self.timelines: tuple[RequestTimeline, ...] = ()
-        """Of these requests, or of those that were in flight together afterwards."""
+        """Timelines of these requests, or of those that were in flight together afterwards."""
 
     def add(self, events: Sequence[Event]) -> None:
         """Add the events of one request."""
@@ -136,8 +136,8 @@ def measure_usage(
 ) -> DeviceUsage:
     """Run a bundle `rounds` times on the same feeds and measure devices, links and memory.
 
-    Then run some more requests with so many in flight, for their timelines. The feeds include the initial values of
-    states. Values that cannot be measured are noted. The runtime is `onnxruntime` by default.
+    Then run some more requests, `in_flight` of them at the same time, for their timelines. The feeds include initial
+    values of states. Values that cannot be measured are noted. The runtime is `onnxruntime` by default.
     """
     runtime = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     if observer:
@@ -176,7 +176,7 @@ def _trace_requests(
 
 
 def _record_in_flight(session: RuntimeSession, feeds: Mapping[str, Any], in_flight: int, count: int) -> TraceRecorder:
-    """Run `count` requests, so many at the same time; raises the error of one that fails."""
+    """Run `count` requests, `in_flight` of them at the same time; raises the error of one that fails."""
     recorder, places, futures = TraceRecorder(count), threading.Semaphore(in_flight), []
     for _ in range(count):
         places.acquire()

@@ -19,7 +19,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, extract_device_part, list_route_devices
 from onnxplace.errors import Diagnostic, OnnxplaceError
-from onnxplace.evaluation.repeated_step import RepeatedStep
+from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.machine import (
     list_accelerators,
     list_operator_libraries,
@@ -51,7 +51,7 @@ class ProcessMemory:
     own_bytes: int
     """Part of `running_bytes` that the bundle added, without newly loaded library code."""
     gpu_bytes: Mapping[str, int]
-    """Per GPU, the peak in use, minus the memory in use before."""
+    """Peak in use on each GPU, minus the memory in use before."""
 
 
 @dataclass(frozen=True)

@@ -7,27 +7,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Annotated, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from onnxplace.bundle import Bundle, Manifest, SplitStates, list_route_devices
+from onnxplace.evaluation.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.evaluation.compare import open_reference
-from onnxplace.evaluation.trial import build_trial_key, measure_segment_seconds
+from onnxplace.evaluation.trial import find_median_seconds
 from onnxplace.feeds import Array
 from onnxplace.machine import (
     MAX_CREDIBLE_WAITING_SHARE,
     available_cores,
     longest_wait,
-    measurement_cache,
     read_run_delays,
 )
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
-from onnxplace.target import MAX_SECONDS
 from onnxplace.utils import report_progress
 
 MAX_REQUESTS_IN_FLIGHT = 8
@@ -45,16 +44,17 @@ PLAIN_RUNS = 9
 class RateTrial:
     """Measured times of a bundle with requests in flight."""
 
-    interval_seconds: float
+    interval_seconds: Seconds
     """Median time between two results over the turns in which workers waited least for a core."""
-    segment_seconds: Mapping[str, float]
-    """By segment, median time on its devices, while the others work on other requests."""
-    in_flight: int
-    requests: int
+    segment_seconds: Mapping[str, Seconds]
+    """Median time of each segment on its devices, while the others work on other requests."""
+    in_flight: Annotated[int, Field(ge=1, le=MAX_REQUESTS_IN_FLIGHT)]
+    """Number of requests in flight."""
+    requests: RequestCount
     """Number of requests that counted."""
-    waiting: float
+    waiting: Share
     """Share of the time of these turns in which a worker waited for a core."""
-    plain_seconds: float
+    plain_seconds: Seconds
     """Median time of the model in one session with all cores; 0 if that is not comparable: with GPUs, or too large."""
 
     @property
@@ -71,34 +71,31 @@ def choose_in_flight(manifest: Manifest) -> int:
 def run_rate_trials(
     bundles: Sequence[Bundle], feeds: Mapping[str, Array], in_flight: int, *, cached: bool = True
 ) -> tuple[RateTrial, ...]:
-    """Run bundles in turns, each with so many requests in flight, for about two seconds or a few results per request.
+    """Run bundles in turns with requests in flight, for about two seconds each or a few results per request.
 
     Earlier measurements of equal segments and feeds are reused if `cached`. Raises ExecutionError if a segment fails,
     TargetError if a device is missing.
     """
-    name = measurement_cache.key(["rates", str(in_flight), *(build_trial_key(bundle, feeds) for bundle in bundles)])
-    if cached and (cached_trials := _read_cached(name, bundles)):
-        return cached_trials
-    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
-    with ExitStack() as stack:
-        sessions = [
-            _RateSession(
-                stack.enter_context(runtime.open(bundle, trace=True)),
-                SplitStates(bundle.manifest).cut_feeds(feeds),
-                in_flight,
-            )
-            for bundle in bundles
-        ]
-        for turn in range(TURNS):
-            for session in sessions:
-                session.take_turn()
-            report_progress(turn + 1, TURNS)
-    plain_seconds = _time_plain_session(bundles[0], feeds)
-    trials = tuple(session.summarise(plain_seconds) for session in sessions)
-    if cached and not any(trial.is_doubtful for trial in trials):
-        with suppress(ValueError):  # for example a full disk: then it is measured again next time
-            measurement_cache.write(name, {"trials": [asdict(trial) for trial in trials]})
-    return trials
+
+    def measure() -> tuple[RateTrial, ...]:
+        runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+        with ExitStack() as stack:
+            sessions = [
+                _RateSession(
+                    stack.enter_context(runtime.open(bundle, trace=True)),
+                    SplitStates(bundle.manifest).cut_feeds(feeds),
+                    in_flight,
+                )
+                for bundle in bundles
+            ]
+            for turn in range(TURNS):
+                for session in sessions:
+                    session.take_turn()
+                report_progress(turn + 1, TURNS)
+        plain_seconds = _time_plain_session(bundles[0], feeds)
+        return tuple(session.summarise(plain_seconds) for session in sessions)
+
+    return measure_once(RateTrial, ["rates", str(in_flight)], bundles, feeds, cached, measure)
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class Turn:
     seconds: float
     results: int
     events: tuple[Sequence[Event], ...]
-    """Of each result."""
+    """Events of each result."""
     waiting: float
     """Share of the time in which a worker waited for a core."""
 
@@ -174,13 +171,9 @@ class _RateSession:
     def summarise(self, plain_seconds: float) -> RateTrial:
         """Return medians over the turns in which workers waited least for a core."""
         turns = sorted(self._turns, key=lambda turn: turn.waiting)[: (len(self._turns) + 1) // 2]
-        segment_times: dict[str, list[float]] = {}
-        for events in (events for turn in turns for events in turn.events):
-            for segment, seconds in measure_segment_seconds(events).items():
-                segment_times.setdefault(segment, []).append(seconds)
         return RateTrial(
             interval_seconds=float(np.median([turn.interval_seconds for turn in turns])),
-            segment_seconds={name: float(np.median(times)) for name, times in segment_times.items()},
+            segment_seconds=find_median_seconds((events, 1.0) for turn in turns for events in turn.events),
             in_flight=self._in_flight,
             requests=sum(turn.results for turn in turns),
             waiting=float(np.median([turn.waiting for turn in turns])),
@@ -212,38 +205,3 @@ def apply_rate_trial(manifest: Manifest, trial: RateTrial) -> Manifest:
     updates = {"interval_seconds": trial.interval_seconds, "in_flight": trial.in_flight}
     record = manifest.trial.model_copy(update=updates) if manifest.trial else None
     return manifest.model_copy(update={"predicted": predicted, "trial": record})
-
-
-_CachedSeconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
-
-
-class _CachedRateTrial(BaseModel):
-    """A trial in the cache, with limits for each number."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    interval_seconds: _CachedSeconds
-    segment_seconds: dict[str, _CachedSeconds]
-    in_flight: Annotated[int, Field(ge=1, le=MAX_REQUESTS_IN_FLIGHT)]
-    requests: Annotated[int, Field(ge=1, le=10**9)]
-    waiting: Annotated[float, Field(ge=0, le=1)]
-    plain_seconds: _CachedSeconds
-
-
-def _read_cached(name: str, bundles: Sequence[Bundle]) -> tuple[RateTrial, ...] | None:
-    """Return the trials under a key; None if there are none, or invalid ones, which are removed."""
-    try:
-        data = measurement_cache.read(name)
-    except ValueError:
-        return None
-    if data is None:
-        return None
-    try:
-        trials = TypeAdapter(list[_CachedRateTrial]).validate_python(data.get("trials"))
-    except ValidationError:
-        trials = []
-    segments = [{segment.id for segment in bundle.manifest.segments} for bundle in bundles]
-    if [set(trial.segment_seconds) for trial in trials] == segments:
-        return tuple(RateTrial(**dict(trial)) for trial in trials)
-    measurement_cache.damaged(name, "it does not hold these trials")
-    return None

@@ -37,7 +37,7 @@ class SizeComparison:
     """A comparison of a bundle with the unsplit model at one choice of sizes."""
 
     sizes: Mapping[str, int]
-    """Of symbolic dimensions, by name."""
+    """Sizes of symbolic dimensions, by name."""
     steps: Differences = ()
     """Empty if these sizes are refused."""
     refused_by: Literal["", "bundle", "model"] = ""
@@ -83,7 +83,7 @@ def compare_other_sizes(
 def list_other_sizes(sizes: Mapping[str, int], names: Iterable[str]) -> list[dict[str, int]]:
     """Return other sizes to try of the dimensions `names`.
 
-    First those in which all dimensions change, each to a size of its own; then all in the same way, as sizes without a
+    First those in which all dimensions change, each to a different size; then all in the same way, as sizes without a
     common name may have to be equal; then one dimension at a time.
 
     >>> list_other_sizes({"batch": 4}, ["batch"])[:3]

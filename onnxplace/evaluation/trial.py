@@ -8,18 +8,17 @@ longer depends on model and machine, so it is measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, cast
+from typing import cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from onnxplace.bundle import (
-    COSTS_FILE,
-    WHOLE_MODEL_FILE,
+    MANIFEST_FILE,
     Bundle,
+    DiagnosticRecord,
     Manifest,
     RouteRecord,
     SplitStates,
@@ -30,8 +29,9 @@ from onnxplace.bundle import (
     sum_device_seconds,
 )
 from onnxplace.errors import Diagnostic
-from onnxplace.evaluation.repeated_step import RepeatedStep
+from onnxplace.evaluation.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.evaluation.size_comparison import require_equal_at_another_size
+from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.feeds import Array
 from onnxplace.machine import (
     DOUBTFUL_WAITING_SHARE,
@@ -41,16 +41,12 @@ from onnxplace.machine import (
     available_cores,
     available_memory_bytes,
     find_device_problem,
-    list_operator_libraries,
     longest_wait,
-    measurement_cache,
     read_run_delays,
 )
-from onnxplace.ort import import_onnxruntime
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Runtime, RuntimeSession
-from onnxplace.target import MAX_SECONDS
-from onnxplace.utils import report_progress
+from onnxplace.utils import report_progress, write_file
 
 # Clocks and caches settle within this time, and sessions within these steps.
 WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
@@ -62,34 +58,42 @@ REPEAT_POLICY = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.02, min_run
 BURST_SECONDS = 0.01
 # How the note begins that a trial of the bundle was disturbed.
 DOUBT = "the trial is less sure than usual: steps"
+# Codes of notes that there was no trial, or that it failed: they are wrong once a later one is recorded.
+NO_TRIAL_CODES = ("C020", "C021")
 
 
 @dataclass(frozen=True)
 class Trial:
     """Measured times of a bundle."""
 
-    step_seconds: float
+    step_seconds: Seconds
     """Median time of a request, minus the longest time that a worker waited for a core."""
-    request_seconds: float
+    request_seconds: Seconds
     """Part of it before the first device began and after the last one ended."""
-    segment_seconds: Mapping[str, float]
-    """By segment, time of its device without waits and copies."""
-    requests: int
-    waiting: float
+    segment_seconds: Mapping[str, Seconds]
+    """Time of each segment on its device, without waits and copies."""
+    requests: RequestCount
+    """Number of requests that counted."""
+    waiting: Share
     """Share of the time of these requests in which a thread waited for a core, also one of another process."""
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Return whether other work on the machine may have slowed the trial."""
+        return is_doubtful(self)
 
 
 def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
     """Return why these bundles cannot be run here at the same time, or None."""
     for manifest in (bundle.manifest for bundle in bundles):
         if problem := _find_missing_gpu(manifest) or find_core_shortage(manifest):
-            return replace(problem, code="C020", message=f"the bundle was not tried out: {problem.message}")
+            return replace(problem, code="C020", message=f"no trial was run: {problem.message}")
     predictions = [bundle.manifest.predicted for bundle in bundles]
     needs, free = sum(max(p.running_bytes, p.opening_bytes) for p in predictions), available_memory_bytes()
     if needs <= free:
         return None
-    subject = "the bundle was" if len(bundles) == 1 else f"{len(bundles)} bundles were"
-    message = f"{subject} not tried out: that needs {needs} bytes of memory, {free} are free"
+    subject = "it needs" if len(bundles) == 1 else f"{len(bundles)} bundles need"
+    message = f"no trial was run: {subject} {needs} bytes of memory, {free} are free"
     return Diagnostic("C020", message, where=bundles[0].manifest.model)
 
 
@@ -126,31 +130,27 @@ def run_trials(
     the unsplit model at another size, and TargetError if a device is missing.
     """
     is_local = runtime is None
-    cached = cached and is_local
-    name = measurement_cache.key(["compared trial", *(build_trial_key(bundle, feeds) for bundle in bundles)])
-    if cached and (cached_trials := _read_cached_trials(name, bundles)):
-        return cached_trials
-    runtime = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
-    with ExitStack() as stack:
-        opened = [stack.enter_context(runtime.open(bundle, trace=True)) for bundle in bundles]
-        # One bundle may hold a state whole that another one holds in parts.
-        steps = [RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)) for bundle in bundles]
-        sessions = list(map(_TrialSession, opened, steps))
-        for session in sessions:
-            session.warm_up()
-        while not all(session.has_enough for session in sessions):
+
+    def measure() -> tuple[Trial, ...]:
+        opener = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+        with ExitStack() as stack:
+            opened = [stack.enter_context(opener.open(bundle, trace=True)) for bundle in bundles]
+            # One bundle may hold a state whole that another one holds in parts.
+            steps = [RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)) for bundle in bundles]
+            sessions = list(map(_TrialSession, opened, steps))
             for session in sessions:
-                session.run_burst()
-            report_progress(min(session.share for session in sessions))
-        for session in sessions:
-            session.end()
-        for bundle, running in zip(bundles, opened) if is_local else ():
-            require_equal_at_another_size(running, bundle)
-    trials = tuple(session.summarise() for session in sessions)
-    if cached and not any(map(is_doubtful, trials)):
-        with suppress(ValueError):  # for example a full disk: then it is measured again next time
-            measurement_cache.write(name, {"trials": [asdict(trial) for trial in trials]})
-    return trials
+                session.warm_up()
+            while not all(session.has_enough for session in sessions):
+                for session in sessions:
+                    session.run_burst()
+                report_progress(min(session.share for session in sessions))
+            for session in sessions:
+                session.end()
+            for bundle, running in zip(bundles, opened) if is_local else ():
+                require_equal_at_another_size(running, bundle)
+        return tuple(session.summarise() for session in sessions)
+
+    return measure_once(Trial, ["compared trial"], bundles, feeds, cached and is_local, measure)
 
 
 def is_doubtful(trial: Trial | TrialRecord) -> bool:
@@ -229,7 +229,7 @@ class _TrialSession:
         self._steps: list[tuple[tuple[Event, ...], float]] = []
         """Events and seconds of each step."""
         self._waiting_shares: list[float] = []
-        """Per step, the share of its burst in which a thread waited for a core."""
+        """Share of the burst of each step in which a thread waited for a core."""
         self._began, self._remote_delays = 0.0, dict[str, int]()
         """When the warm-up ended, and how long threads of other processes had waited until then."""
         self._remote_waiting_share = 0.0
@@ -279,21 +279,17 @@ class _TrialSession:
     def summarise(self) -> Trial:
         """Return medians over the steps that waited least for a core."""
         runs = self._runs
-        segment_times: dict[str, list[float]] = {}
+        # It is unknown which event a wait fell into, so it is subtracted from all in proportion.
+        steps = [(*self._steps[index], 1 - self._waiting_shares[index]) for index in runs.undisturbed]
         request_times = []
-        for index in runs.undisturbed:
-            events, seconds = self._steps[index]
-            # It is unknown which event the wait fell into, so it is subtracted from all in proportion.
-            working_share = 1 - self._waiting_shares[index]
+        for events, seconds, working_share in steps:
             begin = min((event.start_seconds for event in events), default=0.0)  # no events if all devices are idle
             end = max((event.finish_seconds for event in events), default=0.0)
             request_times.append((begin + seconds - end) * working_share)
-            for segment, segment_time in measure_segment_seconds(events).items():
-                segment_times.setdefault(segment, []).append(segment_time * working_share)
         return Trial(
             step_seconds=runs.seconds,
             request_seconds=max(float(np.median(request_times)), 0.0),
-            segment_seconds={name: float(np.median(times)) for name, times in segment_times.items()},
+            segment_seconds=find_median_seconds((events, working_share) for events, _, working_share in steps),
             requests=len(runs.undisturbed),
             # Not subtracted from times: other processes may have looked for messages only.
             waiting=max(runs.waiting, self._remote_waiting_share),
@@ -314,56 +310,42 @@ def measure_segment_seconds(events: Sequence[Event]) -> dict[str, float]:
     return seconds
 
 
-def build_trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
-    """Return the cache key of a trial: segments and their devices, machine, inputs."""
-    manifest = bundle.manifest
-    run_files = {name: record for name, record in manifest.files.items() if name not in (COSTS_FILE, WHOLE_MODEL_FILE)}
-    return measurement_cache.key(
-        [
-            *(measurement_cache.processor(), import_onnxruntime().__version__),
-            *map(measurement_cache.file_described, list_operator_libraries()),
-            *(f"{device.id} {device.cores} {device.model}" for device in manifest.target.devices),
-            manifest.model_dump_json(include={"programs", "states"}),
-            *(str(sorted(route.devices.items())) for route in manifest.routes),
-            *(f"{name} {record.sha256}" for name, record in sorted({**run_files, **manifest.linked}.items())),
-            *(f"{name} {measurement_cache.described(value)}" for name, value in sorted(feeds.items())),
-        ]
-    )
+def find_median_seconds(requests: Iterable[tuple[Sequence[Event], float]]) -> dict[str, float]:
+    """Return the median seconds of each segment over requests, whose times are multiplied by a factor each."""
+    times: dict[str, list[float]] = {}
+    for events, factor in requests:
+        for segment, seconds in measure_segment_seconds(events).items():
+            times.setdefault(segment, []).append(seconds * factor)
+    return {name: float(np.median(values)) for name, values in times.items()}
 
 
-_CachedFloat = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
+    """Replace the manifest of a bundle atomically."""
+    text = manifest.model_dump_json(indent=1)
+    write_file(bundle.path / MANIFEST_FILE, lambda stream: stream.write(text.encode()))
+    return Bundle(bundle.path, manifest)
 
 
-class _CachedTrial(BaseModel):
-    """A trial in the cache, with limits for each number."""
+def record_trial(bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime) -> Bundle:
+    """Run a bundle in a trial where it is used, such as on several hosts, and write the times into its manifest.
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    Predictions then follow these times. An earlier trial is replaced, and so are the notes about it, or its absence.
 
-    step_seconds: _CachedFloat
-    request_seconds: _CachedFloat
-    segment_seconds: dict[str, _CachedFloat]
-    requests: Annotated[int, Field(ge=1, le=10**9)]
-    waiting: Annotated[float, Field(ge=0, le=1)]
+    Args:
+        bundle: It is replaced on the disk, by name and at once.
+        feeds: Inputs of the sizes that the bundle was compiled for, states included.
+        runtime: What runs it.
 
-
-def _read_cached_trials(name: str, bundles: Sequence[Bundle]) -> tuple[Trial, ...] | None:
-    """Return the trials under a key; None if there are none, or invalid ones, which are removed."""
-    try:
-        data = measurement_cache.read(name)
-    except ValueError:
-        return None
-    if data is None:
-        return None
-    try:
-        trials = TypeAdapter(list[_CachedTrial]).validate_python(data.get("trials"))
-    except ValidationError:
-        trials = []
-    if len(trials) == len(bundles) and all(map(_covers_segments, trials, bundles)):
-        return tuple(Trial(**dict(trial)) for trial in trials)
-    measurement_cache.damaged(name, "it does not hold these trials")
-    return None
+    Raises ExecutionError if a segment fails, TargetError if a device is missing, UsageError if the manifest cannot be
+    written.
+    """
+    (trial,) = run_trials([bundle], feeds, runtime=runtime)
+    manifest = apply_trial(bundle.manifest, trial)
+    notes = [item for item in manifest.diagnostics if not _is_about_trial(item)]
+    if doubt := find_trial_doubt(trial, manifest.model):
+        notes.append(DiagnosticRecord(**asdict(doubt)))
+    return replace_manifest(bundle, manifest.model_copy(update={"diagnostics": tuple(notes)}))
 
 
-def _covers_segments(trial: _CachedTrial, bundle: Bundle) -> bool:
-    """Return whether a trial has a time for each segment of a bundle, and no others."""
-    return {segment.id for segment in bundle.manifest.segments} == trial.segment_seconds.keys()
+def _is_about_trial(note: DiagnosticRecord) -> bool:
+    return note.code in NO_TRIAL_CODES or note.message.startswith(DOUBT)

@@ -85,7 +85,7 @@ class Profile:
     """Dense id per node; nodes with one id were measured as one kernel and stay together."""
     whole_seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Cost class -> median time of the whole model in one session; measured classes only."""
-    given: Ints | None = None
+    user_groups: Ints | None = None
     """The graph's own groups: an id per node, -1 for none."""
     backward: NDArray[np.bool_] | None = None
     """Per node: part of the backward pass of a training step."""

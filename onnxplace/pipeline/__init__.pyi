@@ -15,7 +15,7 @@ from onnxplace.pipeline.select_placer import (
     BAECHI as BAECHI,
     OBJECTIVES as OBJECTIVES,
     USE_FEWER_DEVICES as USE_FEWER_DEVICES,
-    Objective as Objective,
+    ObjectiveName as ObjectiveName,
     choose_placer as choose_placer,
     report_idle_devices as report_idle_devices,
     require_all_devices_used as require_all_devices_used,

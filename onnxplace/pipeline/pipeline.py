@@ -16,7 +16,7 @@ from onnxplace.utils import budget_clock, report_time_limit
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a pass took."""
+    """The time that a pass took."""
 
     name: str
     seconds: float

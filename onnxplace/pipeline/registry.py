@@ -19,84 +19,51 @@ from onnxplace.errors import PluginError, UsageError, suggest_nearest
 Kind = Literal["passes", "runtimes", "commands"]
 NOUNS: Mapping[Kind, str] = {"passes": "pass", "runtimes": "runtime", "commands": "command"}
 
+# Class and summary of each built-in pass. The module in `passes/` has the name of the pass.
+_PASSES = {
+    "optimize": ("Optimize", "fold constants and drop unused nodes"),
+    "profile": ("ProfileCosts", "measure what each node costs on each class of device"),
+    "recompute": ("Recompute", "compute values again instead of keeping them in memory"),
+    "shard": ("Shard", "split operators over devices"),
+    "microbatch": ("Microbatch", "compute the batch of a training step in parts, adding up gradients"),
+    "coplace": ("Coplace", "group nodes that must or should share a device"),
+    "fuse": ("Fuse", "contract groups into single nodes for the placer"),
+    "single": ("Single", "placer: everything on the best single device that fits"),
+    "m-topo": ("MTopo", "placer: fill one device after another in topological order"),
+    "m-etf": ("MEtf", "placer: place the node that can start earliest, on the device where it can"),
+    "m-sct": ("MSct", "placer: like m-etf, except that devices wait for favourite children"),
+    "adjust": ("Adjust", "bring groups together again after a placer that ignored them"),
+    "multilevel": ("Multilevel", "placer: place a coarse graph, then improve it level by level"),
+    "auto": ("Auto", "placer: try them all, search on, keep the best"),
+    "refine": ("Refine", "improve a placement by moving regions"),
+    "stages": ("Stages", "placer: pipeline stages with the least maximum load, for throughput"),
+    "pipelined": ("Pipelined", "placer: layers of a training step on one device each, with micro-batches in turns"),
+    "fit": ("Fit", "placer: a placement that fits, with the least traffic"),
+    "exact": ("Exact", "placer: the best step of a small graph, with a proven gap"),
+    "split": ("Split", "cut the placed model into segments and programs"),
+    "replicate": ("Replicate", "copy segments to further devices, as routes of requests"),
+    "emit": ("Emit", "write the bundle"),
+}
+# The same for `runtimes/`.
+_RUNTIMES = {
+    "onnxruntime": ("OnnxRuntime", "run segments with ONNX Runtime, a worker per device"),
+    "mpi": ("Mpi", "run segments with ONNX Runtime, a process per device, on one host or several"),
+    "simulated": ("Simulated", "run nothing; return the predicted timeline"),
+}
+
+
+def _locate(kind: Kind, table: Mapping[str, tuple[str, str]]) -> Mapping[str, tuple[str, str]]:
+    """Return `module:attribute` and summary by name."""
+    return MappingProxyType(
+        {
+            name: (f"onnxplace.{kind}.{name.replace('-', '_')}:{attribute}", summary)
+            for name, (attribute, summary) in table.items()
+        }
+    )
+
+
 BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
-    {
-        "passes": MappingProxyType(
-            {
-                "optimize": ("onnxplace.passes.optimize:Optimize", "fold constants and drop unused nodes"),
-                "profile": (
-                    "onnxplace.passes.profile:ProfileCosts",
-                    "measure what each node costs on each class of device",
-                ),
-                "recompute": (
-                    "onnxplace.passes.recompute:Recompute",
-                    "compute values again instead of keeping them in memory",
-                ),
-                "shard": ("onnxplace.passes.shard:Shard", "split operators over devices"),
-                "microbatch": (
-                    "onnxplace.passes.microbatch:Microbatch",
-                    "compute the batch of a training step in parts, adding up gradients",
-                ),
-                "coplace": ("onnxplace.passes.coplace:Coplace", "group nodes that must or should share a device"),
-                "fuse": ("onnxplace.passes.fuse:Fuse", "contract groups into single nodes for the placer"),
-                "single": ("onnxplace.passes.single:Single", "placer: everything on the best single device that fits"),
-                "m-topo": (
-                    "onnxplace.passes.m_topo:MTopo",
-                    "placer: fill one device after another in topological order",
-                ),
-                "m-etf": (
-                    "onnxplace.passes.m_etf:MEtf",
-                    "placer: place the node that can start earliest, on the device where it can",
-                ),
-                "m-sct": (
-                    "onnxplace.passes.m_sct:MSct",
-                    "placer: like m-etf, except that devices wait for favourite children",
-                ),
-                "adjust": (
-                    "onnxplace.passes.adjust:Adjust",
-                    "bring groups together again after a placer that ignored them",
-                ),
-                "multilevel": (
-                    "onnxplace.passes.multilevel:Multilevel",
-                    "placer: place a coarse graph, then improve it level by level",
-                ),
-                "auto": ("onnxplace.passes.auto:Auto", "placer: try them all, search on, keep the best"),
-                "refine": ("onnxplace.passes.refine:Refine", "improve a placement by moving regions"),
-                "stages": (
-                    "onnxplace.passes.stages:Stages",
-                    "placer: pipeline stages with the least maximum load, for throughput",
-                ),
-                "pipelined": (
-                    "onnxplace.passes.pipelined:Pipelined",
-                    "placer: layers of a training step on one device each, with micro-batches in turns",
-                ),
-                "fit": ("onnxplace.passes.fit:Fit", "placer: a placement that fits, with the least traffic"),
-                "exact": (
-                    "onnxplace.passes.exact:Exact",
-                    "placer: the best step of a small graph, with a proven gap",
-                ),
-                "split": ("onnxplace.passes.split:Split", "cut the placed model into segments and programs"),
-                "replicate": (
-                    "onnxplace.passes.replicate:Replicate",
-                    "copy segments to further devices, as routes of requests",
-                ),
-                "emit": ("onnxplace.passes.emit:Emit", "write the bundle"),
-            }
-        ),
-        "runtimes": MappingProxyType(
-            {
-                "onnxruntime": (
-                    "onnxplace.runtimes.onnxruntime:OnnxRuntime",
-                    "run segments with ONNX Runtime, a worker per device",
-                ),
-                "mpi": (
-                    "onnxplace.runtimes.mpi:Mpi",
-                    "run segments with ONNX Runtime, a process per device, on one host or several",
-                ),
-                "simulated": ("onnxplace.runtimes.simulated:Simulated", "run nothing; return the predicted timeline"),
-            }
-        ),
-    }
+    {"passes": _locate("passes", _PASSES), "runtimes": _locate("runtimes", _RUNTIMES)}
 )
 
 

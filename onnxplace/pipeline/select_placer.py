@@ -14,8 +14,8 @@ from onnxplace.pipeline.registry import list_entries
 from onnxplace.pipeline.text_form import PassSpec, parse_pipeline
 from onnxplace.state import Pass, State
 
-Objective = Literal["latency", "throughput", "fit", "step"]
-OBJECTIVES: Mapping[Objective, str] = MappingProxyType(
+ObjectiveName = Literal["latency", "throughput", "fit", "step"]
+OBJECTIVES: Mapping[ObjectiveName, str] = MappingProxyType(
     {"latency": "auto", "throughput": "stages", "fit": "fit", "step": "auto"}
 )
 """The placer for each objective: least step time, most steps per second, least traffic of placements that fit, and
@@ -27,7 +27,7 @@ BAECHI = ("m-topo", "m-etf", "m-sct")
 
 
 def choose_placer(
-    placer: str | None, objective: Objective = "latency", seconds: float | None = None, seed: int | None = None
+    placer: str | None, objective: ObjectiveName = "latency", seconds: float | None = None, seed: int | None = None
 ) -> PassSpec:
     """Return a placer with its options, by name or by objective.
 

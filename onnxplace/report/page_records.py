@@ -26,12 +26,12 @@ class DeviceSummary:
     nodes: int
     compute_seconds: float
     idle_seconds: float
-    """Of the step: the time in which it computes nothing."""
+    """Time of the step in which it computes nothing."""
     weights_bytes: int
     peak_bytes: int
     limit_bytes: int
     process_bytes: int
-    """Of a process that runs this device alone; 0 if that is not known."""
+    """Memory of a process that runs this device alone; 0 if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class Timeline:
     name: str
     """Such as `predicted` or `measured`."""
     note: str
-    """Where the times come from."""
+    """Origin of the times."""
     end_seconds: float
     rows: tuple[TimelineRow, ...]
     row: tuple[int, ...]
-    """Per span, the index of its row."""
+    """Index of the row of each span."""
     start_seconds: tuple[float, ...]
     finish_seconds: tuple[float, ...]
     label: tuple[str, ...]
-    """Per span, the segment, node or value."""
+    """Segment, node or value of each span."""
     detail: tuple[str, ...]
-    """Per span, further facts, such as the number of nodes, or the bytes."""
+    """Further facts about each span, such as the number of nodes, or the bytes."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class MemoryCurve:
     limit_bytes: int
     seconds: tuple[float, ...]
     bytes: tuple[int, ...]
-    """From each of `seconds` to the next one; the weights are part of it."""
+    """Memory from each of `seconds` to the next one; the weights are part of it."""
     peak_seconds: float
     peak_bytes: int
     contents: tuple[MemoryItem, ...]
@@ -102,13 +102,13 @@ class Crossing:
     source: str
     destinations: tuple[str, ...]
     times: int
-    """How often it is sent in a step."""
+    """Number of times that it is sent in a step."""
     transfer_seconds: float
-    """Of all its transfers."""
+    """Time of all its transfers."""
     wait_seconds: float
     """Time in which readers wait for this value alone."""
     gain_seconds: float | None
-    """How much longer the step would be with its readers on the device that computes it; None if that is unknown."""
+    """Time by which the step would be longer with its readers on the device that computes it; None if unknown."""
     reason: str
 
 
@@ -127,7 +127,7 @@ class AttemptGroup:
 
     title: str
     code: str
-    """Of the note that reports them."""
+    """Code of the note that reports them."""
     attempts: tuple[Attempt, ...]
 
 
@@ -170,9 +170,9 @@ class LayerTree:
     op: tuple[str, ...]
     """Operator of a node; empty for a layer."""
     device: tuple[int, ...]
-    """Of a node; -1 for a layer."""
+    """Index of the device of a node; -1 for a layer."""
     seconds: tuple[float, ...]
-    """Of a node, as planned; 0 for a layer, and where it is not known."""
+    """Planned time of a node; 0 for a layer, and where it is not known."""
 
 
 @dataclass(frozen=True)

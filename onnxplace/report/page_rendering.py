@@ -28,7 +28,7 @@ SCRIPTS = ("tables.js", "charts.js", "timeline.js", "memory.js", "layers.js", "p
 BOKEH_SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
 # Colours of devices, which repeat; page.css has them.
 COLORS = 8
-# Times in the page are rounded to so many significant digits.
+# Significant digits of times in the page.
 DIGITS = 7
 
 

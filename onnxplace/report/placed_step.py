@@ -22,12 +22,12 @@ class PlacedStep:
     """[device, node]; not a number where it is unknown."""
     target: Target
     device_names: tuple[str, ...]
-    """As readers know them."""
+    """Names of the devices as readers know them."""
     device: Ints
     order: Ints
     simulation: Simulation
     details: tuple[str, ...]
-    """Per node, what a reader may want to know besides its name."""
+    """Facts about each node that a reader may want to know besides its name."""
 
     def name_link(self, source: int, destination: int) -> str:
         """Return the name of a link, such as `cpu:0 → cpu:1`."""

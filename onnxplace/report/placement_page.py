@@ -29,7 +29,7 @@ class PlacedGraph:
     graph: CostGraph
     placer: str
     device: Ints
-    """Per node, the index of its device."""
+    """Index of the device of each node."""
     schedule: Schedule
     is_feasible: bool
     seconds: float
@@ -38,7 +38,7 @@ class PlacedGraph:
     passes: tuple[str, ...] = ()
     """Names of the passes that ran."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """As the user gave them."""
+    """Options as the user gave them."""
 
 
 def describe_placement(placed: PlacedGraph) -> PageData:

@@ -31,7 +31,7 @@ class _Arguments(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     name: str = ""
-    """Of a process or a thread."""
+    """Name of a process or a thread."""
     request: int = 0
     source: str = Field(default="", alias="from")
     bytes: _Count | None = None

@@ -135,9 +135,9 @@ def random_state(
     graph = random_graph(seed, nodes, shuffled=shuffled)
     memory = int(_sum_bytes(graph) * (random.uniform(0.2, 0.9) if tight else 1))
     target = random_target(seed, devices, memory_bytes=memory)
-    state = State(target).having(_random_profile(random, graph, target))
+    state = State(target).with_facts(_random_profile(random, graph, target))
     if not {Groups, Clusters}.isdisjoint(facts):
-        state = state.having(_random_groups(random, graph, devices if pinned else 0))
+        state = state.with_facts(_random_groups(random, graph, devices if pinned else 0))
     if Clusters in facts:
         state = run_pass(make_named_pass("fuse"), state)
     if not {Placement, Schedule}.isdisjoint(facts):
@@ -204,7 +204,7 @@ def _place_randomly(random: np.random.Generator, state: State) -> State:
         device = np.where(state[Groups].pinned >= 0, state[Groups].pinned, home)[state[Groups].group].astype(np.int32)
     seconds = np.stack([profile.seconds[item.cost_class] for item in target.devices])
     simulation = simulate(graph, seconds, target, device, graph.order)
-    return state.having(
+    return state.with_facts(
         Placement(device, "random"), Schedule(graph.order, simulation, lower_bound_seconds(graph, seconds))
     )
 

@@ -61,9 +61,11 @@ def recompute_state(state: State, limit_bytes: int) -> State:
         work = _reduce_memory(work, _share_kernel_seconds(profile, seconds), limit_bytes)
     if work.clones == 0 and work.peak_bytes >= before:
         unchanged = Recomputation(0, 0.0, before, before, None, None)
-        return state.having(model, profile, unchanged).saying(_report_no_change(before, limit_bytes))
+        return state.with_facts(model, profile, unchanged).with_notes(_report_no_change(before, limit_bytes))
     fact = Recomputation(work.clones, work.clone_seconds, before, work.peak_bytes, model, profile)
-    return state.having(work.model, work.profile, fact).saying(*_report(fact, float(seconds.sum()), limit_bytes))
+    return state.with_facts(work.model, work.profile, fact).with_notes(
+        *_report(fact, float(seconds.sum()), limit_bytes)
+    )
 
 
 def _reduce_memory(work: _Work, seconds: Floats, limit_bytes: int) -> _Work:
@@ -135,7 +137,7 @@ def _permute(work: _Work, order: Ints) -> _Work:
         seconds=MappingProxyType({name: times[order] for name, times in profile.seconds.items()}),
         sources=MappingProxyType({name: sources[order] for name, sources in profile.sources.items()}),
         unit=_renumber(profile.unit[order]),
-        given=None if profile.given is None else profile.given[order],
+        user_groups=None if profile.user_groups is None else profile.user_groups[order],
         backward=None if profile.backward is None else profile.backward[order],
         repeats=(),
         spread=MappingProxyType({name: spread[order] for name, spread in profile.spread.items()}),

@@ -32,7 +32,9 @@ def clone_profile(profile: Profile, cloned: ClonedModel) -> Profile:
         seconds=MappingProxyType(seconds),
         sources=MappingProxyType(sources),
         unit=_number_units(profile.unit, cloned),
-        given=None if profile.given is None else np.where(is_gate | cloned.is_clone, -1, profile.given[source]),
+        user_groups=None
+        if profile.user_groups is None
+        else np.where(is_gate | cloned.is_clone, -1, profile.user_groups[source]),
         backward=None if profile.backward is None else (is_gate | cloned.is_clone | profile.backward[source]),
         training=None if profile.training is None else profile.training.spread(source, is_gate | cloned.is_clone),
         unsharded_seconds=profile.unsharded_seconds,

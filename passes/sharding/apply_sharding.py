@@ -108,12 +108,12 @@ def shard_state(state: State, options: ShardingOptions) -> State:
     candidates = [_choose(facts, state, seconds, group, options, room) for group in groups]
     useful = [candidate for candidate in candidates if candidate is not None and is_sharded(candidate.choice)]
     if not useful:
-        return _leave_whole(state).saying(_report_nothing_split(candidates))
+        return _leave_whole(state).with_notes(_report_nothing_split(candidates))
     best = min(useful, key=lambda candidate: candidate.choice.seconds)
     if options.may_leave_whole and room is None:
         alone = float(seconds.sum(axis=1).min())
         if best.choice.seconds > CLEAR_GAIN * alone:
-            return _leave_whole(state).saying(_report_no_gain(alone, best))
+            return _leave_whole(state).with_notes(_report_no_gain(alone, best))
     return _apply(state, best, options)
 
 
@@ -121,7 +121,7 @@ def _fix_sizes(state: State) -> State:
     """Return the state with a model that takes its bound sizes alone, and its profile."""
     fixed = fix_sizes(state[Model])
     notes = report_fixed_sizes(state[Model], fixed, "split batches")
-    return state.having(fixed, state[Profile]).saying(*notes)
+    return state.with_facts(fixed, state[Profile]).with_notes(*notes)
 
 
 def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> list[tuple[int, ...]]:
@@ -194,7 +194,7 @@ def _shares(seconds: Floats) -> tuple[float, ...]:
 def _leave_whole(state: State) -> State:
     """Return the state as it is, with the fact that nothing is sharded."""
     free = np.full(len(state[Profile].graph), -1, dtype=np.int32)
-    return state.having(Shards(device=free))
+    return state.with_facts(Shards(device=free))
 
 
 def _report_no_gain(alone: float, best: _Candidate) -> Diagnostic:
@@ -237,7 +237,7 @@ def _apply(state: State, candidate: _Candidate, options: ShardingOptions) -> Sta
         whole_of_parts=_build_whole(state, sharded, candidate, options, from_parts=True),
     )
     notes = [_note(candidate, shards), *unsplit]
-    return state.having(sharded.model, profile, shards).saying(*notes)
+    return state.with_facts(sharded.model, profile, shards).with_notes(*notes)
 
 
 def _build_whole(

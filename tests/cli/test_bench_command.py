@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, parser
 
 import onnxplace
 from onnxplace.bundle import DiagnosticRecord
-from onnxplace.evaluation import memory_use, recorded_trial, replace_manifest, trial
+from onnxplace.evaluation import memory_use, replace_manifest, trial
 from onnxplace.evaluation.memory_use import can_measure_memory
 from tests.conftest import FAST_PIPELINE
 from tests.support.state_checks import APART, START, STATES, feeds, sums
@@ -289,7 +289,7 @@ def test_a_recorded_trial_replaces_notes_about_earlier_ones_and_reports_its_own_
 
 def test_a_bundle_that_cannot_be_written_is_not_recorded(run_cli, tmp_path, monkeypatch):
     path = chain_bundle(tmp_path)
-    monkeypatch.setattr(recorded_trial, "run_trials", lambda *arguments, **options: pytest.fail("it ran"))
+    monkeypatch.setattr(trial, "run_trials", lambda *arguments, **options: pytest.fail("it ran"))
     monkeypatch.setattr("onnxplace.utils.files.os.access", lambda folder, mode: folder != path)
     result = run_cli("bench", path, *QUICK, "--record")
     assert result.code == 2

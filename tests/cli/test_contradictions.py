@@ -107,7 +107,7 @@ def test_a_pattern_whose_nodes_matched_earlier_patterns_is_refused(compile_with,
 
 def test_a_second_optimisation_remembers_removed_nodes():
     target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
-    state = State(target).having(load(parser.parse_model(FOLDED)))
+    state = State(target).with_facts(load(parser.parse_model(FOLDED)))
     steps = FAST_PIPELINE.removesuffix(",m-etf,split,emit").replace(
         "never}", 'never,device_map="{\\"twice\\": \\"cpu:1\\"}"}'
     )

@@ -80,7 +80,7 @@ def profiled() -> State:
     """Return the state of the model of two branches with estimated costs."""
     model = bind(load(branches()), {"batch": 4}, {})
     steps = Pipeline.parse("optimize,profile{estimate=true}")
-    return steps.run(State(TARGET).having(model))[0]
+    return steps.run(State(TARGET).with_facts(model))[0]
 
 
 GRAPH = {
@@ -136,7 +136,7 @@ def test_target_files(file, data):
 
 
 def bound(target: Target) -> State:
-    return State(target).having(bind(load(branches()), {"batch": 4}, {}))
+    return State(target).with_facts(bind(load(branches()), {"batch": 4}, {}))
 
 
 @fuzzed

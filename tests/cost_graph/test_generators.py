@@ -41,7 +41,7 @@ def described(built):
         built.ids,
         *parts,
         seconds(built).tolist(),
-        built.profile.given.tolist(),
+        built.profile.user_groups.tolist(),
         built.target,
         built.link,
     ]
@@ -150,7 +150,7 @@ def test_a_tensorflow_like_graph_has_variables_that_feed_compute_and_chains_of_t
 
 def test_a_variable_is_in_the_group_of_its_first_reader():
     built = GENERATORS["tf_like"](300, 0)
-    graph, group = built.profile.graph, built.profile.given
+    graph, group = built.profile.graph, built.profile.user_groups
     variables = [node for node, op in enumerate(graph.ops) if op == "Variable"]
     assert all(group[node] == group[graph.readers[node].min()] >= 0 for node in variables)
     assert sorted(set(group.tolist()) - {-1}) == list(range(group.max() + 1))
@@ -177,7 +177,7 @@ def test_two_towers_touch_only_in_their_last_node():
 
 def test_all_steps_of_a_recurrent_layer_share_its_weight_and_its_group():
     built = recurrent(25 * 40, 0, layers=4)
-    graph, group = built.profile.graph, built.profile.given
+    graph, group = built.profile.graph, built.profile.user_groups
     assert len(graph.weight_bytes) == 5
     assert np.bincount(graph.weights.items).tolist() == [40] * 5
     assert np.bincount(group + 1).tolist() == [40, 240, 240, 240, 240]

@@ -209,10 +209,10 @@ def test_the_colours_of_many_devices_differ():
 
 def test_a_compiled_model_goes_out_with_costs_groups_pins_and_times(tmp_path):
     devices = (Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30, cores=2))
-    state = State(Target(devices)).having(bind(load(branches()), {"batch": 4}, {}))
+    state = State(Target(devices)).with_facts(bind(load(branches()), {"batch": 4}, {}))
     state, _ = Pipeline.parse("optimize,profile{estimate=true}").run(state)
     halved = {**state[Profile].seconds, "cpu/2": state[Profile].seconds["cpu/1"] / 2}
-    state = state.having(replace(state[Profile], seconds=halved))
+    state = state.with_facts(replace(state[Profile], seconds=halved))
     (tmp_path / "map.json").write_text('{"left": "cpu:1"}')
     state, _ = Pipeline.parse(f'coplace{{device_map="{tmp_path / "map.json"}"}},m-etf').run(state)
     digraph = to_networkx(state)
@@ -233,7 +233,7 @@ def test_a_compiled_model_goes_out_with_costs_groups_pins_and_times(tmp_path):
 
 
 def test_a_profile_without_a_placement_goes_out_too():
-    state = State(Target((Device("cpu:0", 1 << 30),))).having(bind(load(branches()), {"batch": 4}, {}))
+    state = State(Target((Device("cpu:0", 1 << 30),))).with_facts(bind(load(branches()), {"batch": 4}, {}))
     state, _ = Pipeline.parse("optimize,profile{estimate=true}").run(state)
     assert not any("device" in data for _, data in to_networkx(state).nodes(data=True))
 
@@ -271,7 +271,7 @@ def test_nodes_may_be_any_object_and_edges_may_be_parallel():
     assert built.ids == ((0, 1), frozenset("a"))
     assert built.profile.graph.value_bytes.tolist() == [3, 5]
     assert built.profile.backward.tolist() == [True, False]
-    assert built.profile.given.tolist() == [0, -1]
+    assert built.profile.user_groups.tolist() == [0, -1]
 
 
 def test_topo_order_and_order_say_which_nodes_and_values_come_first():
@@ -306,7 +306,7 @@ def test_an_empty_group_or_tensor_is_none():
     graph.add_edge("x", "w", bytes=9, tensor="")
     networkx.set_node_attributes(graph, "", "group")
     profile = from_networkx(graph).profile
-    assert profile.given.tolist() == [-1] * 4
+    assert profile.user_groups.tolist() == [-1] * 4
     assert len(profile.graph.value_names) == 3
 
 

@@ -9,8 +9,10 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.driver import compile_model, coplacement
-from onnxplace.driver.coplacement import GroupedStep, _choose_cutting, _choose_shortest, place_training_step
+from onnxplace.driver import compile_model, decision
+from onnxplace.driver.decision import Candidate, Profiled, Strategy, decide, parse_passes
+from onnxplace.driver.latency import make_latency_objective
+from onnxplace.driver.training_steps import choose_cutting, choose_shortest
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Segments
 from onnxplace.model import bind_states, load
@@ -28,24 +30,24 @@ def make_state(proto: onnx.ModelProto, *, bytes_per_second: float = 1e9, memory_
         for index in range(2)
     )
     links = tuple(Link(a.id, b.id, 1e-6, bytes_per_second) for a in devices for b in devices if a is not b)
-    state = State(Target(devices, links)).having(bind_states(load(proto), ()))
+    state = State(Target(devices, links)).with_facts(bind_states(load(proto), ()))
     return Pipeline.parse("optimize,profile{estimate=true}").run(state)[0]
 
 
-def place(state: State, placer: str, join: str = "worth") -> tuple[Pipeline, State]:
-    text = f"coplace{{join={join}}},fuse,{placer},split,emit"
-    steps = Pipeline.parse(text)
-    steps = Pipeline((*steps.passes[:-1], replace(steps.passes[-1], pipeline=text)))  # type: ignore[call-arg]
-    after, placed, _ = place_training_step(steps, state, 0, None)
-    return after, placed
+def place(state: State, placer: str, join: str = "worth") -> Candidate:
+    rest = parse_passes(f"coplace{{join={join}}},fuse,{placer},split")
+    objective = make_latency_objective(may_shard=False, shard_metadata=False, may_group=True)
+    (kept,) = decide(objective, Profiled((), state, rest, parse_passes("emit")[0]))
+    return kept
 
 
-def grouped(name: str, milliseconds: float, sent: int) -> GroupedStep:
-    class Fixed(GroupedStep):
+def grouped(name: str, milliseconds: float, sent: int) -> Candidate:
+    class Fixed(Candidate):
         step_seconds = milliseconds / 1e3  # type: ignore[assignment]
         sent_bytes = sent  # type: ignore[assignment]
 
-    return Fixed(name, Pipeline(()), State(Target((Device("cpu:0", 1),))), ())
+    state = State(Target((Device("cpu:0", 1),)))
+    return Fixed(Strategy(name, "placed", ()), Profiled((), state, (), parse_passes("emit")[0]), state)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def grouped(name: str, milliseconds: float, sent: int) -> GroupedStep:
     ],
 )
 def test_the_shortest_step_is_kept_unless_another_sends_less_and_is_hardly_longer(steps, one_device, kept):
-    assert _choose_shortest([grouped(*step) for step in steps], one_device / 1e3).name == kept
+    assert choose_shortest([grouped(*step) for step in steps], one_device / 1e3).name == kept
 
 
 @pytest.mark.parametrize(
@@ -72,46 +74,44 @@ def test_the_shortest_step_is_kept_unless_another_sends_less_and_is_hardly_longe
     ],
 )
 def test_for_published_placers_a_third_of_the_traffic_counts_more_than_the_step(steps, one_device, kept):
-    assert _choose_cutting([grouped(*step) for step in steps], one_device / 1e3).name == kept
+    assert choose_cutting([grouped(*step) for step in steps], one_device / 1e3).name == kept
 
 
 def test_groups_cut_the_traffic_of_m_etf_and_the_bundle_records_them():
     state = make_state(make_two_tower("adamw", width=256, depth=4, batch=64))
     free, _ = Pipeline.parse("coplace{parameters=free},fuse,m-etf,split").run(state)
-    steps, placed = place(state, "m-etf")
-    before, after = (GroupedStep("", steps, item, ()) for item in (free, placed))
-    assert 3 * after.sent_bytes <= before.sent_bytes
+    kept = place(state, "m-etf")
+    assert 3 * kept.sent_bytes <= replace(kept, state=free).sent_bytes
     alone, _ = Pipeline.parse("single,split").run(state)
-    assert after.step_seconds < GroupedStep("", steps, alone, ()).step_seconds
-    (note,) = [note for note in placed.diagnostics if note.code == "P046"]
+    assert kept.step_seconds < replace(kept, state=alone).step_seconds
+    (note,) = [note for note in kept.state.diagnostics if note.code == "P046"]
     assert "training step: one device " in note.message
     assert "placed with free nodes " in note.message
     assert ": kept " in note.message
-    text = getattr(steps.passes[-1], "pipeline")  # noqa: B009
-    again, _ = Pipeline.parse(text.removesuffix(",emit")).run(state)
-    np.testing.assert_array_equal(again[Placement].device, placed[Placement].device)
+    again, _ = Pipeline.parse(str(kept.pipeline).removesuffix(",emit")).run(state)
+    np.testing.assert_array_equal(again[Placement].device, kept.state[Placement].device)
 
 
 def test_a_step_that_several_devices_would_only_slow_down_stays_on_one():
     state = make_state(make_mlp("adam"), bytes_per_second=1e3)
-    _, placed = place(state, "auto{seconds=0,proposals=300}", "never")
+    placed = place(state, "auto{seconds=0,proposals=300}", "never").state
     assert len(set(placed[Placement].device.tolist())) == 1
     assert len(placed[Segments].segments) == 1
 
 
 def test_where_the_usual_groups_do_not_fit_nodes_are_free(monkeypatch):
     state = make_state(make_mlp("sgd"))
-    real = coplacement.run_slice
+    real = decision.predict
 
-    def refuse_usual_groups(steps, *more):
-        if steps.passes[0].parameters == "together":
+    def refuse_usual_groups(strategy, *more):
+        if strategy.passes[0].parameters == "together":
             raise InfeasibleError("P002", "too large")
-        return real(steps, *more)
+        return real(strategy, *more)
 
-    monkeypatch.setattr(coplacement, "run_slice", refuse_usual_groups)
-    steps, placed = place(state, "fit", "never")
-    assert "parameters=free" in str(steps)
-    assert placed[Placement].placer == "fit"
+    monkeypatch.setattr(decision, "predict", refuse_usual_groups)
+    kept = place(state, "fit", "never")
+    assert "parameters=free" in str(kept.pipeline)
+    assert kept.state[Placement].placer == "fit"
 
 
 # ------------------------------------------------------------------------------------------------- by the command

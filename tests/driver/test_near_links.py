@@ -42,7 +42,7 @@ def place(text: str, placer: str) -> tuple[list[str], int]:
     """Return what crosses hosts when a model is placed by estimated costs, and the number of devices that work."""
     target = make_target(1e-3, 1e9)
     passes = f"optimize,profile{{estimate=true}},coplace{{join=never}},fuse,{placer},split"
-    state, _ = Pipeline.parse(passes).run(State(target).having(bind(load(parser.parse_model(text)), {}, {})))
+    state, _ = Pipeline.parse(passes).run(State(target).with_facts(bind(load(parser.parse_model(text)), {}, {})))
     names = [device.id for device in target.devices]
     crossings = []
     for device, program in zip(names, state[Segments].programs):

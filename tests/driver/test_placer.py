@@ -103,7 +103,7 @@ def test_post_adjust_keeps_groups_together(rule):
     graph = GENERATORS["recurrent"](120, 0)
     placed = place_cost_graph(graph, "m-etf", groups="given", post_adjust=rule)
     home = {}
-    for node, group in zip(graph.ids, graph.profile.given.tolist()):
+    for node, group in zip(graph.ids, graph.profile.user_groups.tolist()):
         if group >= 0:
             assert home.setdefault(group, placed.placement[str(node)]) == placed.placement[str(node)]
 

@@ -6,24 +6,25 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.driver.strategies import (
-    Prediction,
-    Refusal,
-    list_strategies,
+from onnxplace.driver.decision import (
+    Candidate,
+    InfeasibleStrategy,
+    Profiled,
     list_ways_through,
-    predict_fitting,
-    predict_strategy,
+    parse_passes,
+    predict,
+    predict_all,
 )
+from onnxplace.driver.throughput import list_copied_stages, list_simple
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Routes
 from onnxplace.model import bind
-from onnxplace.pipeline import PassSpec, Pipeline
+from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Target
 from tests.support.chains import mlp
 
-PLACE = (PassSpec("coplace", {"join": "never"}), PassSpec("fuse"))
-STAGES = PassSpec("stages", {"seconds": "1"})
+REST = "coplace{join=never},fuse,stages{seconds=1},split"
 
 
 def make_target(count: int, memory: int = 1 << 30, cores: int = 1) -> Target:
@@ -35,17 +36,25 @@ def make_target(count: int, memory: int = 1 << 30, cores: int = 1) -> Target:
     return Target(devices, tuple(Link(a.id, b.id, 1e-7, 1e11) for a in devices for b in devices if a is not b))
 
 
-def profiled(target: Target, layers: int = 3) -> State:
+def profiled(target: Target, layers: int = 3) -> Profiled:
     from onnxplace.model import load
 
-    state = State(target).having(bind(load(mlp(layers=layers)), {}, {}))
-    return Pipeline.parse("optimize,profile{estimate=true}").run(state)[0]
+    state = State(target).with_facts(bind(load(mlp(layers=layers)), {}, {}))
+    front = parse_passes("optimize,profile{estimate=true}")
+    return Profiled(front, Pipeline(front).run(state)[0], parse_passes(REST), parse_passes("emit")[0])
 
 
-def predict_all(target: Target, layers: int = 3) -> dict[str, Prediction | Refusal]:
-    state = profiled(target, layers)
-    results = predict_fitting(list_strategies(target, PLACE, STAGES, is_sharding_allowed=False), state)
-    return {item.strategy.name: item for item in results}
+def predict_strategies(target: Target, layers: int = 3) -> dict[str, Candidate | InfeasibleStrategy]:
+    def propose(model, results):
+        yield list_simple(model)
+        yield from list_copied_stages(model, results)
+
+    return {item.strategy.name: item for item in predict_all(propose, profiled(target, layers))}
+
+
+def list_partitions(count: int) -> list[tuple[tuple[int, ...], ...]]:
+    rounds = list_copied_stages(profiled(make_target(count)))
+    return [item.groups for strategies in rounds for item in strategies]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
@@ -68,23 +77,22 @@ def test_ways_through_groups_load_all_devices_of_a_group_equally(sizes):
 
 @pytest.mark.parametrize("count", range(2, 9))
 def test_all_ways_to_share_devices_are_listed(count):
-    strategies = list_strategies(make_target(count), PLACE, STAGES, is_sharding_allowed=False)
-    sizes = [tuple(len(group) for group in item.groups) for item in strategies if item.kind == "copied stages"]
+    listed = list_partitions(count)
+    sizes = [tuple(map(len, groups)) for groups in listed]
     partitions = {2: 2, 3: 3, 4: 5, 5: 7, 6: 11, 7: 15, 8: 22}[count]
     assert len(set(sizes)) == len(sizes) == partitions - 2, "all except one stage, and one device for each"
     assert all(sum(parts) == count for parts in sizes)
-    for item in strategies:
-        assert sorted(device for group in item.groups for device in group) == list(range(count)) or not item.groups
+    for groups in listed:
+        assert sorted(device for group in groups for device in group) == list(range(count))
 
 
 def test_many_devices_are_shared_evenly_only():
-    strategies = list_strategies(make_target(12), PLACE, STAGES, is_sharding_allowed=False)
-    sizes = [tuple(len(group) for group in item.groups) for item in strategies if item.kind == "copied stages"]
+    sizes = [tuple(map(len, groups)) for groups in list_partitions(12)]
     assert sizes == [(6, 6), (4, 4, 4), (3, 3, 3, 3), (2,) * 6]
 
 
 def test_copies_give_as_many_requests_as_there_are_devices():
-    results = predict_all(make_target(3))
+    results = predict_strategies(make_target(3))
     one, copies = results["one device"], results["3 copies of the model"]
     assert copies.devices == 3
     assert copies.interval_seconds == pytest.approx(one.interval_seconds / 3)
@@ -92,41 +100,42 @@ def test_copies_give_as_many_requests_as_there_are_devices():
 
 
 def test_a_model_that_fits_on_no_device_is_put_on_copied_stages():
-    results = predict_all(make_target(4, memory=7 << 20), layers=2)
-    assert isinstance(results["4 copies of the model"], Refusal)
+    results = predict_strategies(make_target(4, memory=7 << 20), layers=2)
+    assert isinstance(results["4 copies of the model"], InfeasibleStrategy)
     pairs = results["2 copies of 2 stages"]
-    assert isinstance(pairs, Prediction)
+    assert isinstance(pairs, Candidate)
     assert pairs.devices == 4
     assert len(pairs.state[Routes].routes) == 1
     assert pairs.interval_seconds <= results["stages"].interval_seconds * (1 + 1e-6)
 
 
 def test_more_stages_than_one_beyond_the_fewest_are_left_out():
-    results = predict_all(make_target(5), layers=2)
+    results = predict_strategies(make_target(5), layers=2)
     stages = {len(item.strategy.groups) for item in results.values() if item.strategy.kind == "copied stages"}
     assert stages == {2, 3}
 
 
 def test_a_copy_without_room_is_refused_with_a_reason():
     target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 20)))
-    copies = next(item for item in list_strategies(target, PLACE, STAGES) if item.everywhere)
+    model = profiled(target)
+    copies = next(item for item in list_simple(model) if item.everywhere)
     with pytest.raises(InfeasibleError, match="no room for a second copy"):
-        predict_strategy(copies, profiled(target))
+        predict(copies, model)
 
 
 def test_copies_leave_out_devices_without_room():
     big, small = make_target(3).devices[:2], make_target(3, memory=1 << 20).devices[2]
-    prediction = predict_all(Target((*big, small)))["2 copies of the model"]
+    prediction = predict_strategies(Target((*big, small)))["2 copies of the model"]
     assert prediction.devices == 2
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 4), st.sampled_from([1 << 30, 7 << 20, 5 << 20]))
 def test_predictions_use_devices_of_the_target_and_keep_limits(count, layers, memory):
-    for item in predict_all(make_target(count, memory), layers).values():
-        if isinstance(item, Prediction):
+    for item in predict_strategies(make_target(count, memory), layers).values():
+        if isinstance(item, Candidate):
             assert 1 <= item.devices <= count
             assert item.interval_seconds > 0
             assert set(item.state[Placement].device.tolist()) <= set(range(count))
-            shares = [route.share for route in item.state[Routes].routes]
+            shares = [route.share for route in item.state[Routes].routes] if Routes in item.state else []
             assert 0 <= sum(shares) <= 1

@@ -97,7 +97,7 @@ def test_chunks_that_cannot_run_alone_are_estimated_with_their_readers(monkeypat
 
     monkeypatch.setattr(chunks, "_run_chunk", failing)
     monkeypatch.setattr(chunks, "_chunk_key", lambda *_: object())  # no chunk is measured in place of another
-    state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(small_target().having(model))
+    state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(small_target().with_facts(model))
     profile = state[Profile]
     assert (profile.sources["cpu/1"] == Source.ESTIMATED).tolist() == [False] * 3 + [True] * 9
     assert (profile.seconds["cpu/1"][3:] > 0).all()
@@ -112,7 +112,7 @@ def small_target() -> State:
 
 def test_a_model_beyond_the_memory_of_all_devices_of_a_class_is_measured_in_chunks():
     model = bind(load(chain(12)), {"batch": 4}, {})
-    state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(small_target().having(model))
+    state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(small_target().with_facts(model))
     assert [(note.code, note.where) for note in state.diagnostics] == [("C003", "cpu/1")]
     assert "12 pieces" in state.diagnostics[0].message
     assert not state[Profile].whole_seconds
@@ -121,7 +121,7 @@ def test_a_model_beyond_the_memory_of_all_devices_of_a_class_is_measured_in_chun
 
 def test_a_model_that_fits_is_measured_only_as_a_whole():
     model = bind(load(chain(12)), {"batch": 4}, {})
-    state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(State(local_target("cpu:0,cpu:1")).having(model))
+    state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(State(local_target("cpu:0,cpu:1")).with_facts(model))
     assert not state.diagnostics
     assert state[Profile].whole_seconds
 

@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import onnxplace
-from onnxplace.evaluation.repeated_step import RepeatedStep, keeps_state_shapes
+from onnxplace.evaluation.step_inputs import RepeatedStep, keeps_state_shapes
 from tests.support.state_checks import START, compile_sums, feeds
 from tests.support.training_models import draw_batch, make_mlp
 

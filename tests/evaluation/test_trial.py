@@ -225,7 +225,7 @@ def test_given_costs_are_used_without_a_trial(model_file, tmp_path, open_calls):
     compile_bundle(model_file, tmp_path / "a", save_costs=costs, trial=False)
     result = compile_model(model_file, tmp_path / "b", costs=costs, **TWO)
     assert [note.message for note in result.diagnostics if note.code == "C020"] == [
-        "the bundle was not tried out: predictions are for the costs that were given"
+        "no trial was run: the predictions use the costs you gave"
     ]
     assert result.bundle.manifest.trial is None
     assert not open_calls

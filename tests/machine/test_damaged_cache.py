@@ -12,6 +12,7 @@ import pytest
 import onnxplace
 from onnxplace.errors import Diagnostic
 from onnxplace.evaluation import trial
+from onnxplace.evaluation.cached_trials import recall_trials
 from onnxplace.facts import Profile, Quality
 from onnxplace.machine import local_target, measurement_cache
 from onnxplace.model import bind, load
@@ -147,7 +148,9 @@ def test_a_folder_with_files_in_the_place_of_an_entry_stays():
 def test_a_damaged_entry_is_reported_once_and_measured_again(model_file):
     def run_profile() -> State:
         model = bind(load(model_file), {"batch": 4}, {})
-        return Pipeline.parse("optimize,profile{repeat=3,seconds=0}").run(State(local_target("cpu:0")).having(model))[0]
+        return Pipeline.parse("optimize,profile{repeat=3,seconds=0}").run(
+            State(local_target("cpu:0")).with_facts(model)
+        )[0]
 
     first = run_profile()
     (path,) = measurement_cache.folder().glob("*.json")
@@ -179,7 +182,7 @@ def test_a_damaged_trial_counts_as_absent_and_is_removed(kept_trial):
     good = json.loads(path.read_text())
     (trial_entry,) = good["trials"]
     name = path.stem
-    assert trial._read_cached_trials(name, [bundle]) is not None
+    assert recall_trials(name, trial.Trial, [bundle])
     segment = next(iter(trial_entry["segment_seconds"]))
     changes = [{field: odd} for field in ("step_seconds", "request_seconds", "requests", "waiting") for odd in ODD]
     changes += [{"segment_seconds": {**trial_entry["segment_seconds"], segment: odd}} for odd in ODD]
@@ -187,7 +190,7 @@ def test_a_damaged_trial_counts_as_absent_and_is_removed(kept_trial):
     for damaged in [*({**good, "trials": [{**trial_entry, **change}]} for change in changes), {**good, "trials": 5},
                     {**good, "trials": []}, {**good, "trials": [trial_entry, trial_entry]}, {"key": name}]:  # fmt: skip
         path.write_text(json.dumps(damaged))
-        assert trial._read_cached_trials(name, [bundle]) is None
+        assert not recall_trials(name, trial.Trial, [bundle])
         assert not path.exists()
     (repeated,) = trial.run_trials([bundle], feeds)
     assert 0 < repeated.step_seconds < 10

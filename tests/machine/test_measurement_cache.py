@@ -35,7 +35,7 @@ def measured_models(monkeypatch) -> list[Model]:
 def run_profile(model_source: bytes | Path, options: str = "", batch: int = 4, devices: str = "cpu:0") -> State:
     model = bind(load(model_source), {"batch": batch}, {})
     text = f"optimize,profile{{repeat=3,seconds=0{options}}}"
-    return Pipeline.parse(text).run(State(local_target(devices)).having(model))[0]
+    return Pipeline.parse(text).run(State(local_target(devices)).with_facts(model))[0]
 
 
 def list_files() -> list[Path]:

@@ -33,7 +33,7 @@ def make_state(proto, dimensions=None):
         sources={kind: np.full(len(graph), Source.ESTIMATED, dtype=np.uint8)},
         unit=np.arange(len(graph), dtype=np.int32),
     )
-    return State(target).having(model, profile)
+    return State(target).with_facts(model, profile)
 
 
 def run_plainly(model, feeds):

@@ -22,7 +22,7 @@ def target(*cores: int, memory: int = 1 << 30, shared: tuple[Shared, ...] = ()) 
 
 
 def replicate(routes: str, devices: Target, placer: str = "single") -> State:
-    state = State(devices).having(bind(load(mlp()), {}, {}))
+    state = State(devices).with_facts(bind(load(mlp()), {}, {}))
     options = f"{{routes={routes}}}" if routes else ""
     return Pipeline.parse(f"{FRONT},{placer},split,replicate{options}").run(state)[0]
 
@@ -47,7 +47,7 @@ def test_copies_do_not_overlap_the_part_of_a_request_that_is_in_python():
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
         g (float[1] x) => (float[1] y) { y = Relu (x) }""")
     devices = Target(tuple(Device(f"cpu:{i}", 1 << 30, segment_seconds=1e-7) for i in range(2)))
-    state = State(devices).having(bind(load(model), {}, {}))
+    state = State(devices).with_facts(bind(load(model), {}, {}))
     routes = Pipeline.parse(f"{FRONT},single,split,replicate{{routes=cpu:1}}").run(state)[0][Routes]
     assert sum(route.seconds.sum() for route in routes.routes) < HANDOVER_SECONDS
     assert routes.interval_seconds == 2 * HANDOVER_SECONDS

@@ -77,7 +77,7 @@ def dummy(
 def provide(*facts: Fact, name: str = "provide", requires: Kinds = (), preserves: Kinds = ()) -> Pass:
     """Return an honest pass that provides these facts."""
     kinds = tuple(type(fact) for fact in facts)
-    return dummy(lambda s: s.having(*facts), name=name, requires=requires, provides=kinds, preserves=preserves)
+    return dummy(lambda s: s.with_facts(*facts), name=name, requires=requires, provides=kinds, preserves=preserves)
 
 
 def fail_if_run(state: State) -> State:
@@ -88,7 +88,7 @@ def fail_if_run(state: State) -> State:
 
 
 def test_passes_run_in_order_and_hand_their_facts_on():
-    grow = dummy(lambda s: s.having(Plant(s[Soil].value + 1)), requires=(Soil,), provides=(Plant,))
+    grow = dummy(lambda s: s.with_facts(Plant(s[Soil].value + 1)), requires=(Soil,), provides=(Plant,))
     state, timings = Pipeline((provide(Soil(3)), grow)).run(EMPTY)
     assert (state[Soil], state[Plant]) == (Soil(3), Plant(4))
     assert [timing.name for timing in timings] == ["provide", "dummy"]
@@ -134,7 +134,7 @@ def test_stale_facts_do_not_count():
 
 def test_facts_of_the_state_count():
     steps = Pipeline((dummy(lambda s: s, requires=(Soil,)),))
-    assert steps.run(EMPTY.having(Soil()))[0][Soil] == Soil()
+    assert steps.run(EMPTY.with_facts(Soil()))[0][Soil] == Soil()
 
 
 def test_the_hint_names_the_built_in_passes_that_would_provide_it():
@@ -166,7 +166,7 @@ def test_a_pass_that_replaces_facts_of_its_input_is_caught():
         object.__setattr__(state, "facts", {Soil: Soil(9)})
         return state
 
-    assert run_broken(dummy(meddle, requires=(Soil,)), EMPTY.having(Soil(1))).code == "B002"
+    assert run_broken(dummy(meddle, requires=(Soil,)), EMPTY.with_facts(Soil(1))).code == "B002"
 
 
 def test_a_pass_that_removes_facts_from_its_input_is_caught():
@@ -174,22 +174,22 @@ def test_a_pass_that_removes_facts_from_its_input_is_caught():
         object.__setattr__(state, "facts", {})
         return state
 
-    assert run_broken(dummy(meddle), EMPTY.having(Soil(1))).code == "B002"
+    assert run_broken(dummy(meddle), EMPTY.with_facts(Soil(1))).code == "B002"
 
 
 def test_a_pass_that_omits_a_declared_fact_is_caught():
-    error = run_broken(dummy(lambda s: s.having(Soil()), provides=(Soil, Plant)))
+    error = run_broken(dummy(lambda s: s.with_facts(Soil()), provides=(Soil, Plant)))
     assert (error.code, error.message) == ("B003", "it did not provide Plant")
 
 
 @pytest.mark.parametrize(
     "change",
-    [lambda s: s.having(Stone(2)), lambda s: s.having(Plant()), lambda s: s.without(Stone)],
+    [lambda s: s.with_facts(Stone(2)), lambda s: s.with_facts(Plant()), lambda s: s.without(Stone)],
     ids=["replaced", "added", "dropped"],
 )
 def test_a_pass_that_changes_an_undeclared_fact_is_caught(change):
-    step = dummy(lambda s: change(s.having(Soil())), provides=(Soil,))
-    error = run_broken(step, EMPTY.having(Stone(1)))
+    step = dummy(lambda s: change(s.with_facts(Soil())), provides=(Soil,))
+    error = run_broken(step, EMPTY.with_facts(Stone(1)))
     assert error.code == "B004"
     assert "which it does not list in `provides`" in error.message
 
@@ -250,7 +250,7 @@ def test_an_exception_of_a_check_is_caught():
     ids=["target", "diagnostics"],
 )
 def test_a_pass_that_changes_the_target_or_drops_diagnostics_is_caught(change):
-    run_broken(dummy(change), EMPTY.saying(Diagnostic("X001", "remember")))
+    run_broken(dummy(change), EMPTY.with_notes(Diagnostic("X001", "remember")))
 
 
 @dataclass(frozen=True)
@@ -269,12 +269,12 @@ def test_a_pass_that_replaces_an_array_of_its_input_by_a_copy_is_caught():
         object.__setattr__(state, "facts", {Heap: Heap(state[Heap].grains.copy())})
         return state
 
-    assert run_broken(dummy(meddle), EMPTY.having(Heap(np.zeros(3)))).code == "B002"
+    assert run_broken(dummy(meddle), EMPTY.with_facts(Heap(np.zeros(3)))).code == "B002"
 
 
 # ---------------------------------------------------------------------------------------------- stale facts
 
-GROWN = EMPTY.having(Soil(1), Plant(1), Fruit(1), Stone(1))
+GROWN = EMPTY.with_facts(Soil(1), Plant(1), Fruit(1), Stone(1))
 
 
 def test_facts_derived_from_a_changed_fact_are_dropped():
@@ -291,7 +291,7 @@ def test_facts_that_a_pass_provides_together_stay():
 
 def test_preserved_facts_stay():
     state, _ = Pipeline((provide(Soil(2), preserves=(Plant, Fruit)),)).run(GROWN)
-    assert state.facts == GROWN.having(Soil(2)).facts
+    assert state.facts == GROWN.with_facts(Soil(2)).facts
     state, _ = Pipeline((provide(Soil(2), preserves=(Fruit,)),)).run(GROWN)
     assert set(state.facts) == {Soil, Fruit, Stone}
 
@@ -312,7 +312,7 @@ def test_stale_facts_are_found_without_running_passes():
 
 def test_diagnostics_of_all_passes_are_kept_in_order():
     notes = [Diagnostic("X001", "one"), Diagnostic("X002", "two")]
-    steps = tuple(dummy(lambda s, note=note: s.saying(note)) for note in notes)
+    steps = tuple(dummy(lambda s, note=note: s.with_notes(note)) for note in notes)
     assert Pipeline(steps).run(EMPTY)[0].diagnostics == tuple(notes)
 
 

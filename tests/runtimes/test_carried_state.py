@@ -163,7 +163,7 @@ def test_states_never_leave_their_device(bundle, session, monkeypatch):
 def test_the_producer_and_the_readers_of_a_state_form_a_group():
     target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
     model = bind_states(bind(load_model(sums()), {"n": 2, "m": 2}, {}), STATES)
-    state, _ = Pipeline.parse("profile{estimate=true},coplace{join=never}").run(State(target).having(model))
+    state, _ = Pipeline.parse("profile{estimate=true},coplace{join=never}").run(State(target).with_facts(model))
     groups, names = state[Groups], state[Profile].graph.names
     group = dict(zip(names, groups.group.tolist()))
     assert group["double"] == group["append"] != group["add"]

@@ -28,7 +28,7 @@ def compile_state(
 ) -> State:
     """Return the state after some passes, with estimated costs."""
     model = bind_states(bind(load(proto), shape or {}, {}), states)
-    state, _ = Pipeline.parse(pipeline).run(State(local_target(devices)).having(model))
+    state, _ = Pipeline.parse(pipeline).run(State(local_target(devices)).with_facts(model))
     assert Profile in state
     return state
 

@@ -195,7 +195,7 @@ def test_costs_measured_here_are_noted_where_they_stand_for_other_hosts(run_cli,
     compiled = run_cli("compile", model_file, "--shape", "batch=2", "--target", "t.toml", "-o", "hosts.bundle")
     assert compiled.code == 0, compiled.err
     assert "note[C009] cpu/1: measured on this machine, and used for devices of a, b" in compiled.err
-    assert "note[C020] a/cpu:0: the bundle was not tried out: it is a device of host a" in compiled.err
+    assert "note[C020] a/cpu:0: no trial was run: it is a device of host a" in compiled.err
     assert "T013" not in compiled.err
 
 

@@ -124,7 +124,7 @@ def test_optimize_keeps_names_and_metadata(gpt, tmp_path):
     from onnxplace.state import State
 
     onnx.save(gpt, tmp_path / "step.onnx")
-    state = State(target=local_target("cpu:0")).having(bind(load(tmp_path / "step.onnx"), {"batch": 4}, {}))
+    state = State(target=local_target("cpu:0")).with_facts(bind(load(tmp_path / "step.onnx"), {"batch": 4}, {}))
     state, _ = Pipeline.parse("optimize").run(state)
     nodes = state[Model].nodes
     assert len(nodes) > 0.8 * len(gpt.graph.node)

@@ -70,9 +70,9 @@ def group_nodes(
     notes += _join_patterns(union, graph, colocate, removed)
     if Model in state:
         notes += _pin_to_host(union, graph, state[Model], target)
-    if given and profile.given is not None:
-        colored = np.flatnonzero(profile.given >= 0)
-        union.join(colored[first_equal(profile.given[colored])], colored, "the graph's own group")
+    if given and profile.user_groups is not None:
+        colored = np.flatnonzero(profile.user_groups >= 0)
+        union.join(colored[first_equal(profile.user_groups[colored])], colored, "the graph's own group")
     split_kernels = union.join(first_equal(profile.unit), np.arange(len(graph)), "one kernel")
     if split_kernels.any():
         first_split = graph.names[int(split_kernels.argmax())]
@@ -104,9 +104,9 @@ def find_forward_owners(profile: Profile) -> Ints:
     if profile.backward is None or not profile.backward.any():
         return np.full(len(graph), -1, dtype=np.int32)
     color = np.full(len(graph), -1, dtype=np.int32)
-    if profile.given is not None:
-        colored = np.flatnonzero(profile.given >= 0)
-        color[colored] = first_equal(profile.given[colored])
+    if profile.user_groups is not None:
+        colored = np.flatnonzero(profile.user_groups >= 0)
+        color[colored] = first_equal(profile.user_groups[colored])
     owner = assign_owners(graph.order, profile.backward, color, graph.producer, graph.inputs.starts, graph.inputs.items)
     return spread_owners(graph, profile.backward, owner)
 

@@ -80,7 +80,9 @@ def microbatch_state(state: State, count: int, replicas: int = 1) -> State:
         *_report_whole(whole_seconds, seconds),
         *report_fixed_sizes(model, fixed, "micro-batches"),
     ]
-    return state.having(sharded.model, replace(scaled, unsharded_seconds=_alone(profile)), *facts).saying(*notes)
+    return state.with_facts(sharded.model, replace(scaled, unsharded_seconds=_alone(profile)), *facts).with_notes(
+        *notes
+    )
 
 
 def _alone(profile: Profile) -> Mapping[str, float]:

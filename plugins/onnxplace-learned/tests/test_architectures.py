@@ -81,8 +81,8 @@ def test_a_backward_pass_has_a_node_for_each_node_and_shares_its_weights(family)
     for node in range(half):
         mirror = 2 * half - 1 - node
         assert graph.weights[node].tolist() == graph.weights[mirror].tolist()
-        assert built.profile.given[node] == built.profile.given[mirror]
-        assert (built.profile.given[node] >= 0) == (len(graph.weights[node]) > 0)
+        assert built.profile.user_groups[node] == built.profile.user_groups[mirror]
+        assert (built.profile.user_groups[node] >= 0) == (len(graph.weights[node]) > 0)
         # The gradient of each input goes back to the node that computes the input's gradient.
         assert set(graph.predecessors[node].tolist()) == {
             2 * half - 1 - reader for reader in graph.successors[mirror].tolist() if reader >= half
@@ -178,5 +178,5 @@ def test_a_written_graph_keeps_its_fingerprint_and_its_costs(family, tmp_path):
     write_cost_graph(tmp_path / "g.graphml", built)
     read = read_cost_graph(tmp_path / "g.graphml")
     assert seconds(read).tolist() == seconds(built).tolist()
-    assert read.profile.given.tolist() == built.profile.given.tolist()
+    assert read.profile.user_groups.tolist() == built.profile.user_groups.tolist()
     assert read.profile.graph.total_weight_bytes == built.profile.graph.total_weight_bytes

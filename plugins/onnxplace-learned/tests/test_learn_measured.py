@@ -335,7 +335,7 @@ def test_wrong_options_are_refused(run_cli, model_path, tmp_path, monkeypatch, a
 
 
 def test_models_that_cannot_be_run_here_are_refused(graphs, fake_trials, tmp_path, monkeypatch):
-    obstacle = Diagnostic("C020", "the bundle was not tried out: its CPU devices have 64 cores, this machine 2")
+    obstacle = Diagnostic("C020", "no trial was run: its CPU devices have 64 cores, this machine 2")
     monkeypatch.setattr(bundle_timer, "find_trial_obstacle", lambda *bundles: obstacle)
     with pytest.raises(UsageError, match=r"H013.*measured reward is not possible.*64 cores, this machine 2"):
         learn(graphs, tmp_path / "p.safetensors", 1)

@@ -37,7 +37,7 @@ def small_model(batch: int = 4, text: str = TEXT) -> Model:
 
 
 def profile_model(model: Model, options: str = "estimate=true", target: Target = GPU) -> Profile:
-    return Pipeline.parse(f"profile{{{options}}}").run(State(target).having(model))[0][Profile]
+    return Pipeline.parse(f"profile{{{options}}}").run(State(target).with_facts(model))[0][Profile]
 
 
 def write_costs(folder: Path, ending: str, model: Model, profile: Profile) -> Path:

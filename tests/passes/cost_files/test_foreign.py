@@ -91,7 +91,7 @@ def write_statistics(path: Path, *batches: int, optimised: bool = False) -> Path
 
 def profile_model(model: Model, path: Path | None, options: str = "estimate=true", target: Target = CORE) -> State:
     text = f"profile{{{options}{f',costs={path}' if path else ''}}}"
-    return Pipeline.parse(text).run(State(target).having(model))[0]
+    return Pipeline.parse(text).run(State(target).with_facts(model))[0]
 
 
 def codes(state: State) -> list[str]:

@@ -56,12 +56,12 @@ def state_of(
         MappingProxyType({name: np.full(len(graph), Source.GIVEN, dtype=np.uint8) for name in classes}),
         np.array(range(len(graph)) if unit is None else unit, dtype=np.int32),
     )
-    state = State(target).having(profile)
+    state = State(target).with_facts(profile)
     if groups is None:
         return state
     count = max(groups) + 1
     pinned = np.array(pins or [-1] * count, dtype=np.int32)
-    return state.having(Groups(np.array(groups, dtype=np.int32), pinned, ("by hand",) * count))
+    return state.with_facts(Groups(np.array(groups, dtype=np.int32), pinned, ("by hand",) * count))
 
 
 def place(placer: str, state: State) -> list[int]:
@@ -184,7 +184,7 @@ class ThrowsDice(OnOne):
     def run(self, state):
         self.calls.append(0)
         after = super().run(state)
-        return after.having(replace(after[Schedule], lower_bound_seconds=float(len(self.calls))))
+        return after.with_facts(replace(after[Schedule], lower_bound_seconds=float(len(self.calls))))
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class ReturnsNothing(OnOne):
 class PutsItWhereThereIsNoDevice(OnOne):
     def run(self, state):
         after = super().run(state)
-        return after.having(replace(after[Placement], device=after[Placement].device + 9))
+        return after.with_facts(replace(after[Placement], device=after[Placement].device + 9))
 
 
 class NotFrozen(OnOne):
@@ -255,7 +255,7 @@ def test_check_pass_takes_states_and_says_which_one_it_failed_on():
     fitting, pinned = random_state(1, 4, 2), random_state(1, 4, 2)
     check_pass(OnOne, [fitting])
     with pytest.raises(AssertionError, match="state 1: it altered"):
-        check_pass(AltersItsInput, [pinned.without(Profile).having(_ones(pinned[Profile])), fitting])
+        check_pass(AltersItsInput, [pinned.without(Profile).with_facts(_ones(pinned[Profile])), fitting])
 
 
 def _ones(profile: Profile) -> Profile:

@@ -43,7 +43,7 @@ def test_node_times_add_up_to_a_run_of_the_whole_model(model):
 
 
 def test_fused_nodes_are_one_unit_and_one_group(model):
-    state = State(local_target("cpu:0,cpu:1")).having(model)
+    state = State(local_target("cpu:0,cpu:1")).with_facts(model)
     state, _ = Pipeline.parse("optimize,profile{repeat=3,seconds=0.5},coplace{join=never}").run(state)
     profile, groups = state[Profile], state[Groups]
     graph = profile.graph

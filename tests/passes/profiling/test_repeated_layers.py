@@ -214,7 +214,7 @@ def test_folded_nodes_stay_free():
 
 
 def test_equal_nodes_cost_the_same_after_profiling():
-    state = State(local_target("cpu:0,cpu:1")).having(bind(load(layered_proto(4)), {"batch": 2}, {}))
+    state = State(local_target("cpu:0,cpu:1")).with_facts(bind(load(layered_proto(4)), {"batch": 2}, {}))
     profile = Pipeline.parse("profile{repeat=3,seconds=0}").run(state)[0][Profile]
     assert profile.repeats == (Repeat(1, 6, 4),)
     for seconds in profile.seconds.values():

@@ -109,7 +109,7 @@ def test_requested_estimates_are_deterministic_and_marked(monkeypatch):
         "onnxplace.passes.profile.measure_peaks", lambda core: pytest.fail("an estimate must not run anything")
     )
     model = load(parser.parse_model(TEXT))
-    state = State(Target((Device("cpu:0", 1 << 30),))).having(model)
+    state = State(Target((Device("cpu:0", 1 << 30),))).with_facts(model)
     profiles = [Pipeline.parse("profile{estimate=true}").run(state)[0][Profile] for _ in range(2)]
     assert (profiles[0].seconds["cpu/1"] == profiles[1].seconds["cpu/1"]).all()
     assert set(profiles[0].sources["cpu/1"].tolist()) == {Source.ESTIMATED}
@@ -118,7 +118,9 @@ def test_requested_estimates_are_deterministic_and_marked(monkeypatch):
 def test_a_cpu_that_cannot_be_measured_is_estimated_from_local_peaks(monkeypatch):
     monkeypatch.setattr("onnxplace.passes.profile.measure_peaks", lambda core: PeakRates(1e9, 1e30, 0.0))
     model = load(parser.parse_model(TEXT))
-    state = State(Target((Device("cpu:0", 1 << 30, cores=1000), Device("cuda:0", 1 << 30, model="none")))).having(model)
+    state = State(Target((Device("cpu:0", 1 << 30, cores=1000), Device("cuda:0", 1 << 30, model="none")))).with_facts(
+        model
+    )
     state, _ = Pipeline.parse("profile").run(state)
     assert state[Profile].seconds["cpu/1000"].tolist() == pytest.approx([2 * 256**3 / 1e12, 256**2 / 1e12])
     typical = typical_peaks("cuda")

@@ -26,7 +26,7 @@ def recognise(seed: int, *, has_metadata: bool) -> tuple[Model, OpGraph, Trainin
     """Return a random step as passes see it, and its roles."""
     proto = make_random_step(seed, has_metadata=has_metadata)
     bound = bind_states(load(proto), () if has_metadata else ("*.new=*",))
-    model = run_pass(make_pass("optimize"), State(Target((Device("cpu:0", 1 << 30),))).having(bound))[Model]
+    model = run_pass(make_pass("optimize"), State(Target((Device("cpu:0", 1 << 30),))).with_facts(bound))[Model]
     graph = build_op_graph(model, value_bytes(model, infer_static_shapes(model)))
     roles = recognise_training_step(model, graph)
     assert roles is not None
@@ -88,7 +88,7 @@ def test_nodes_are_with_the_parameter_that_they_read_else_with_the_one_that_they
 @given(seeds, st.sampled_from(["together", "free"]), st.sampled_from(["free", "follow"]))
 def test_groups_keep_parameters_and_followers_together(seed, parameters, backward):
     proto = make_random_step(seed)
-    state = State(even_target(2)).having(bind_states(load(proto), ()))
+    state = State(even_target(2)).with_facts(bind_states(load(proto), ()))
     text = f"optimize,profile{{estimate=true}},coplace{{join=never,parameters={parameters},backward={backward}}}"
     after, _ = Pipeline.parse(text).run(state)
     graph, group, roles = after[Profile].graph, after[Groups].group, after[Profile].training

@@ -41,7 +41,7 @@ def prepare(model: ModelProto, *states: str) -> tuple[Model, OpGraph]:
     sizes = {"past": 3} if any("past" in str(value) for value in loaded.inputs) else {}
     bound = bind_states(bind(loaded, sizes, {}), states)
     target = Target((Device("cpu:0", 1 << 30),))
-    optimized = run_pass(make_pass("optimize"), State(target).having(bound))[Model]
+    optimized = run_pass(make_pass("optimize"), State(target).with_facts(bound))[Model]
     return optimized, build_op_graph(optimized, value_bytes(optimized, infer_static_shapes(optimized)))
 
 

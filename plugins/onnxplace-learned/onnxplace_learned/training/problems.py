@@ -114,7 +114,7 @@ def _read_cost_graph_problem(name: str, graph: CostGraph, devices: int, target: 
 def _read_model_problem(path: Path, devices: int, target: Target | None, shape: Mapping[str, int]) -> LearningGraph:
     chosen = target or local_target(",".join(f"cpu:{index}" for index in range(devices)))
     pipeline = Pipeline.parse(MODEL_PIPELINE if target else ESTIMATED_PIPELINE)
-    state, _ = pipeline.run(State(chosen).having(bind(load(path), shape, {})))
+    state, _ = pipeline.run(State(chosen).with_facts(bind(load(path), shape, {})))
     return LearningGraph(path.name, graph_fingerprint(state[Profile].graph), placement_problem(state), state)
 
 

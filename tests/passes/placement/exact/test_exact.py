@@ -61,7 +61,7 @@ def tiny_states(draw, tight=False):
                                          for a in target.links))  # fmt: skip
     seconds = state[Profile].seconds
     one = dict.fromkeys(seconds, next(iter(seconds.values())))
-    return replace(state, target=target).having(
+    return replace(state, target=target).with_facts(
         replace(state[Profile], seconds=one), *[state[kind] for kind in facts[1:]]
     )
 

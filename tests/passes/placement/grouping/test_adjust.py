@@ -31,13 +31,13 @@ def torn(graph: OpGraph, device: str, given: str, seconds: list[float], *, memor
         {cost_class: np.array(seconds)},
         {cost_class: np.full(len(graph), Source.GIVEN, dtype=np.uint8)},
         np.arange(len(graph), dtype=np.int32) if unit is None else np.array(unit, dtype=np.int32),
-        given=np.array([-1 if digit == "-" else int(digit) for digit in given], dtype=np.int32),
+        user_groups=np.array([-1 if digit == "-" else int(digit) for digit in given], dtype=np.int32),
     )
-    state = State(target).having(profile)
+    state = State(target).with_facts(profile)
     table = device_seconds(profile, target)
     step = simulate(graph, table, target, homes, graph.order)
     bound = lower_bound_seconds(graph, table)
-    return state.having(Placement(homes, "by hand"), Schedule(graph.order, step, bound))
+    return state.with_facts(Placement(homes, "by hand"), Schedule(graph.order, step, bound))
 
 
 def adjusted(state: State, text: str = "adjust") -> str:
@@ -92,7 +92,7 @@ def test_groups_are_made_by_the_options_of_coplace():
 def test_backward_nodes_can_follow_their_forward_node():
     state = torn(graph_of({"a": [], "b": ["a"], "grad": ["b"]}), "001", "---", [1, 1, 9])
     marked = replace(state[Profile], backward=np.array([False, False, True]))
-    assert adjusted(state.having(marked), "adjust{backward=follow}") == "011"
+    assert adjusted(state.with_facts(marked), "adjust{backward=follow}") == "011"
 
 
 def test_a_pinned_group_goes_to_its_pin(tmp_path):
@@ -173,7 +173,7 @@ def test_each_device_runs_its_nodes_in_the_order_in_which_they_had_started():
     table = device_seconds(state[Profile], state.target)
     order = np.array([3, 0, 2, 1], dtype=np.int32)
     step = simulate(graph, table, state.target, state[Placement].device, order)
-    after = run_pass(make_pass("adjust"), state.having(replace(state[Schedule], order=order, simulation=step)))
+    after = run_pass(make_pass("adjust"), state.with_facts(replace(state[Schedule], order=order, simulation=step)))
     assert after[Schedule].order.tolist() == [0, 3, 1, 2]
 
 
@@ -194,7 +194,7 @@ def placed_states(draw) -> State:
     nodes, devices = draw(st.integers(1, 30)), draw(st.integers(1, 4))
     state = random_state(seed, nodes, devices, facts=(Profile, Placement, Schedule), tight=tight)
     colors = np.random.default_rng(seed).integers(-1, 1 + nodes // 3, nodes).astype(np.int32)
-    return state.having(replace(state[Profile], given=colors))
+    return state.with_facts(replace(state[Profile], user_groups=colors))
 
 
 @pytest.mark.parametrize("by", RULES)
@@ -209,8 +209,8 @@ def test_groups_end_up_whole_on_the_device_that_drew_them_most_unless_memory_for
     graph, device, group = profile.graph, after[Placement].device, after[Groups].group
     fitting = [item.memory_bytes for item in state.target.devices]
     assert all(peak <= limit for peak, limit in zip(after[Schedule].simulation.peak_bytes, fitting))
-    for color in set(profile.given[profile.given >= 0].tolist()):
-        assert len(set(device[profile.given == color].tolist())) == 1
+    for color in set(profile.user_groups[profile.user_groups >= 0].tolist()):
+        assert len(set(device[profile.user_groups == color].tolist())) == 1
     if min(fitting) < int(graph.value_bytes.sum() + graph.workspace_bytes.sum()) + graph.total_weight_bytes:
         return  # some device may have been passed over
     own = device_seconds(profile, state.target)[before, np.arange(len(graph))]

@@ -31,10 +31,10 @@ def state_of(graph: OpGraph, *, backward: str = "", given=None, unit=None, secon
         {cost_class: np.array(seconds or [1.0] * len(graph))},
         {cost_class: np.full(len(graph), Source.GIVEN, dtype=np.uint8)},
         np.arange(len(graph), dtype=np.int32) if unit is None else np.array(unit, dtype=np.int32),
-        given=None if given is None else np.array(given, dtype=np.int32),
+        user_groups=None if given is None else np.array(given, dtype=np.int32),
         backward=np.array([name in backward.split() for name in graph.names], dtype=bool),
     )
-    return State(target).having(profile)
+    return State(target).with_facts(profile)
 
 
 def grouped(state: State, text: str) -> Groups:
@@ -59,7 +59,9 @@ def training_states(draw) -> State:
     count = len(state[Profile].graph)
     colors = random.integers(-1, 1 + count // 2, count) * int(random.choice([1, 1000]))
     given = None if draw(st.booleans()) else np.maximum(colors, -1).astype(np.int32)
-    return state.having(replace(state[Profile], given=given, backward=random.random(count) < random.choice([0.2, 0.6])))
+    return state.with_facts(
+        replace(state[Profile], user_groups=given, backward=random.random(count) < random.choice([0.2, 0.6]))
+    )
 
 
 # The same rules, one node at a time.
@@ -81,7 +83,7 @@ def alike(keys: list[int]) -> list[tuple[int, int]]:
 def plain_owners(profile: Profile) -> list[int]:
     """Return the forward node of each backward node, -1 for none, as the docstring of coplace has it."""
     graph, backward = profile.graph, profile.backward.tolist()
-    color = [-1] * len(graph) if profile.given is None else profile.given.tolist()
+    color = [-1] * len(graph) if profile.user_groups is None else profile.user_groups.tolist()
     rank = graph.positions.tolist()
     owner = [-1] * len(graph)
     for node in range(len(graph)):
@@ -127,7 +129,7 @@ def test_groups_are_those_of_a_plain_account_of_the_rules(join, follow, state, c
     count = len(profile.graph)
     owner = plain_owners(profile) if follow == "follow" else [-1] * count
     joins = alike(profile.unit.tolist())
-    joins += alike(profile.given.tolist()) if colors and profile.given is not None else []
+    joins += alike(profile.user_groups.tolist()) if colors and profile.user_groups is not None else []
     joins += [(forward, node) for node, forward in enumerate(owner) if forward >= 0]
     if join != "never":
         joins += plain_readers(state, [forward < 0 for forward in owner], join == "always")
@@ -273,7 +275,7 @@ def test_backward_nodes_share_a_group_with_a_forward_node_wherever_one_can_be_re
     after, _ = Pipeline.parse(text).run(state)  # which checks that the clusters form no cycle
     near = graph.to_networkx().to_undirected().subgraph(np.flatnonzero(backward).tolist())
     reads = {int(node): set(graph.predecessors[node].tolist()) for node in range(len(graph))}
-    colors = state[Profile].given
+    colors = state[Profile].user_groups
     forward_colors = set() if colors is None else set(colors[~backward & (colors >= 0)].tolist())
     reached = {
         node
@@ -337,7 +339,7 @@ def test_a_deep_training_graph_is_grouped_along_its_backward_path():
             workspace_bytes=np.zeros(count, dtype=np.int64),
         )
     )
-    state = state.having(replace(state[Profile], backward=chain >= forward))
+    state = state.with_facts(replace(state[Profile], backward=chain >= forward))
     after, _ = Pipeline.parse("coplace{join=never,backward=follow},fuse").run(state)
     assert after[Groups].group.tolist() == np.minimum(chain, forward - 1).tolist()
     assert after[Clusters].cluster.tolist() == after[Groups].group.tolist()

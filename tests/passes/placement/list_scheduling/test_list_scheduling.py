@@ -25,7 +25,7 @@ def asked(nodes, edges, devices=2, memory=1 << 40, links="duplex", latency=10):
         "comm": {"coef_us_per_byte": 0.0, "intercept_us": latency},
     }
     built = parse_cost_graph(data)
-    return placement_problem(State(replace(built.target, link_model=links)).having(built.profile))
+    return placement_problem(State(replace(built.target, link_model=links)).with_facts(built.profile))
 
 
 def nobody(built: PlacementProblem):

@@ -118,7 +118,7 @@ def test_a_cost_graph_says_which_nodes_are_backward_and_those_of_an_unmarked_one
     profile = state[Profile]
     marked = np.arange(len(profile.graph)) % 2 == 1
     for backward, expected in ((marked, marked), (None, np.zeros_like(marked))):
-        found = find_backward_nodes(state.having(replace(profile, backward=backward)))
+        found = find_backward_nodes(state.with_facts(replace(profile, backward=backward)))
         assert found.tolist() == expected.tolist()
 
 
@@ -155,7 +155,7 @@ def compile_limited(proto):
     target = Target((Device("cpu:0", 1 << 20), Device("cpu:1", 1 << 20)))
     model = bind_states(bind(load(proto), {}, {}), ("*.new=*",))
     text = "optimize,profile{estimate=true},microbatch{count=4},coplace{join=never},pipelined"
-    return Pipeline.parse(text).run(State(target).having(model))
+    return Pipeline.parse(text).run(State(target).with_facts(model))
 
 
 def test_it_keeps_the_contract_of_passes() -> None:

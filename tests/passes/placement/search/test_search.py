@@ -100,7 +100,7 @@ def test_the_search_and_the_simulator_agree_on_nodes_that_take_no_time(link_mode
         kept = np.arange(24) % 4 == seed % 4
         seconds = {name: np.where(kept, costs, 0.0) for name, costs in profile.seconds.items()}
         state = replace(state, target=without_calls(state.target, link_model))
-        problem = placement_problem(state.having(replace(profile, seconds=seconds)))
+        problem = placement_problem(state.with_facts(replace(profile, seconds=seconds)))
         require_agreement(problem, seed, level_weight=float(seed % 2))
 
 
@@ -370,7 +370,7 @@ def test_on_unlike_devices_auto_is_never_worse_than_the_best_device_that_fits(se
     first = target.devices[0].cost_class
     seconds = {device.cost_class: profile.seconds[first] * times for device, times in zip(unlike, slower)}
     sources = dict.fromkeys(seconds, profile.sources[first])
-    state = replace(state, target=replace(target, devices=unlike)).having(
+    state = replace(state, target=replace(target, devices=unlike)).with_facts(
         replace(profile, seconds=seconds, sources=sources, whole_seconds={}), state[Groups]
     )
     simulation = run_pass(make_pass("auto", {**FEW_PROPOSALS, "proposals": "50"}), state)[Schedule].simulation

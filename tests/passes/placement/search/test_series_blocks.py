@@ -103,7 +103,7 @@ def forks(count, groups=None):
     group = np.array([groups.get(name, -1 - index) for index, name in enumerate(reads)])
     group = np.unique(group, return_inverse=True)[1].astype(np.int32)
     count = int(group.max()) + 1
-    return state.having(Groups(group, np.full(count, -1, dtype=np.int32), ("",) * count))
+    return state.with_facts(Groups(group, np.full(count, -1, dtype=np.int32), ("",) * count))
 
 
 def test_equal_blocks_are_one_problem():

@@ -35,7 +35,7 @@ def chain_state(costs: list[float], devices: int) -> State:
     links = tuple(Link(a, b, 0.0, float("inf")) for a in ids for b in ids if a != b)
     target = Target(tuple(Device(name, 1 << 30, segment_seconds=0.0) for name in ids), links)
     seconds, sources = {"cpu/1": np.array(costs)}, {"cpu/1": np.zeros(count, dtype=np.uint8)}
-    return State(target).having(Profile(graph, seconds, sources, np.arange(count, dtype=np.int32)))
+    return State(target).with_facts(Profile(graph, seconds, sources, np.arange(count, dtype=np.int32)))
 
 
 def best_interval(costs: list[float], replicas: tuple[int, ...]) -> float:

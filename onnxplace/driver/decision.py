@@ -1,0 +1,302 @@
+"""One decision for every objective: list strategies, predict each, and choose those that are worth a trial.
+
+A `Strategy` is a way to use the devices: a list of passes that turn a profiled model into segments. An `Objective` says
+which strategies there are, which of those that fit are worth a trial, and how the choice is described. `decide` is the
+loop over them. Nothing is written and nothing runs before `onnxplace.driver.finishing` has the candidates: a prediction
+takes milliseconds to seconds, a trial takes seconds of all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from onnxplace.bundle import Bundle
+from onnxplace.errors import Diagnostic, InfeasibleError
+from onnxplace.facts import Emitted, Placement, Routes, Segments, Shards
+from onnxplace.pipeline import Observer, Pipeline, Timing
+from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
+from onnxplace.state import Pass, State
+from onnxplace.utils import budget_clock
+
+Kind = Literal["one device", "placed", "copies", "stages", "copied stages", "sharded", "replicas", "micro-batches"]
+Comparison = Literal["none", "one device", "steps", "requests in flight"]
+"""What runs in a trial: only the bundle itself; one device too, where it should be faster; or all candidates, one step
+after the other, or with requests in flight."""
+# The code of the note that lists the placers that `auto` tried.
+PLACERS_TRIED = "P040"
+
+
+def parse_passes(text: str) -> tuple[Pass, ...]:
+    """Return the passes of a part of a pipeline."""
+    return Pipeline.parse(text).passes
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A model with its costs, between the passes that led to it and those that place it."""
+
+    front: tuple[Pass, ...]
+    """The passes so far."""
+    state: State
+    rest: tuple[Pass, ...]
+    """The passes that place and split it, as the user or the default pipeline has them."""
+    emit: Pass
+    """The pass that writes bundles, with the options of the user."""
+    links_weights: bool = False
+    """Whether bundles refer to the model's own weights files, whatever the options of `emit` are."""
+    timings: tuple[Timing, ...] = ()
+    """Times of the passes so far."""
+
+    @property
+    def placer(self) -> Pass:
+        """Return the placer."""
+        return next(step for step in self.rest if Placement in step.provides)
+
+    def replace_placer(self, text: str) -> tuple[Pass, ...]:
+        """Return the rest with another placer."""
+        (placer,) = parse_passes(text)
+        return tuple(placer if step is self.placer else step for step in self.rest)
+
+    def advance(self, observer: Observer | None) -> Profiled:
+        """Return the model after the next pass."""
+        step, *rest = self.rest
+        if observer:
+            observer(step.name, len(self.front), len(self.front) + len(self.rest) + 1)
+        state, timings = Pipeline((step,)).run(self.state)
+        front = (*self.front, step)
+        return replace(self, front=front, state=state, rest=tuple(rest), timings=self.timings + timings)
+
+    def insert(self, step: Pass, observer: Observer | None) -> Profiled:
+        """Return the model after one more pass, which changes it and its costs."""
+        return replace(self, rest=(step, *self.rest)).advance(observer)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to use the devices of a target."""
+
+    name: str
+    kind: Kind
+    passes: tuple[Pass, ...]
+    """The passes after `profile`, up to `split`; sharded strategies begin with the pass that splits operators."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Devices of which each may take the place of the first one; empty where the passes use all devices."""
+    everywhere: bool = False
+    """Whether each device with room gets a copy of the whole model."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that fits: the model placed and split, with predictions."""
+
+    strategy: Strategy
+    profiled: Profiled
+    state: State
+    """State after the passes of the strategy; once written, with the path of the bundle."""
+    timings: tuple[Timing, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the name of the strategy."""
+        return self.strategy.name
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Return the passes that build it, as its bundle records them."""
+        return Pipeline((*self.profiled.front, *self.strategy.passes, self.profiled.emit))
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Return whether operators or batches are split."""
+        return Shards in self.state and self.state[Shards].whole is not None
+
+    @property
+    def unsharded(self) -> State:
+        """Return the state with the model as it was before operators or batches were split."""
+        return self.profiled.state if self.is_rewritten else self.state
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the predicted step, from the call to the last output."""
+        return predict_step_seconds(self.state)
+
+    @cached_property
+    def interval_seconds(self) -> float:
+        """Return the predicted time between two results with requests in flight."""
+        state = self.state if Routes in self.state else Pipeline.parse("replicate").run(self.state)[0]
+        return state[Routes].interval_seconds
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return the bytes that devices send each other in a step."""
+        return sum(list_transfer_bytes(self.state))
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices that get work."""
+        used = set(self.state[Placement].device.tolist())
+        for route in self.state[Routes].routes if Routes in self.state else ():
+            used |= set(route.device[route.device >= 0].tolist())
+        return len(used)
+
+    @property
+    def bundle(self) -> Bundle:
+        """Return the bundle that it was written to."""
+        return Bundle.open(self.state[Emitted].path)
+
+    def with_notes(self, *notes: Diagnostic) -> Candidate:
+        """Return it with notes for the user."""
+        return replace(self, state=self.state.with_notes(*notes))
+
+    def write(self, path: Path, observer: Observer | None = None) -> Candidate:
+        """Write its bundle to a path."""
+        emit: Any = self.profiled.emit
+        options = {"link_weights": True} if self.profiled.links_weights else {}
+        emit = replace(emit, path=str(path), pipeline=str(self.pipeline), **options)
+        if observer:
+            observer(emit.name, len(self.pipeline.passes) - 1, len(self.pipeline.passes))
+        state, timings = Pipeline((emit,)).run(self.state)
+        return replace(self, state=state, timings=self.timings + timings)
+
+
+@dataclass(frozen=True)
+class InfeasibleStrategy:
+    """A strategy that is impossible, and why."""
+
+    strategy: Strategy
+    problem: InfeasibleError
+
+
+Result = Candidate | InfeasibleStrategy
+ProposeStrategies = Callable[[Profiled, Sequence[Result]], Iterator[Sequence[Strategy]]]
+"""Yields strategies in rounds, and gets the results of all rounds before: some strategies are only worth a prediction
+if others do not fit."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is compared, and which strategies are kept."""
+
+    propose: ProposeStrategies
+    choose: Callable[[Sequence[Candidate]], list[Candidate]]
+    """Returns those that are worth a trial, the best by prediction first, of those that fit, in their order."""
+    describe: Callable[[Sequence[Candidate], Sequence[InfeasibleStrategy], Candidate], Sequence[Diagnostic]]
+    """Returns the notes about a choice: what fits, what does not, and the best one."""
+    comparison: Comparison = "none"
+    """Trial that compares the candidates."""
+    usual_kind: Kind = "placed"
+    """If nothing fits, the user hears why this kind does not."""
+    is_exploring: bool = True
+    """Whether users see one step for each strategy rather than the passes of one strategy after the other."""
+
+
+def decide(objective: Objective, profiled: Profiled, observer: Observer | None = None) -> list[Candidate]:
+    """Return the candidates that are worth a trial, the best by prediction first, with notes.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    began = budget_clock()
+    results = predict_all(objective.propose, profiled, observer, is_exploring=objective.is_exploring)
+    fitting = [item for item in results if isinstance(item, Candidate)]
+    infeasible = [item for item in results if isinstance(item, InfeasibleStrategy)]
+    if not fitting:
+        usual = (item for item in infeasible if item.strategy.kind == objective.usual_kind)
+        raise next(usual, infeasible[0]).problem
+    chosen = objective.choose(fitting)
+    notes = objective.describe(fitting, infeasible, chosen[0])
+    if objective.is_exploring:
+        timings = (Timing("strategies", budget_clock() - began),)
+        chosen = [replace(item, timings=timings) for item in chosen]
+    return [item.with_notes(*notes) for item in chosen]
+
+
+def predict_all(
+    propose: ProposeStrategies, profiled: Profiled, observer: Observer | None = None, *, is_exploring: bool = True
+) -> list[Result]:
+    """Return the prediction of each strategy, or why it is impossible, round by round."""
+    results: list[Result] = []
+    for strategies in propose(profiled, results):
+        for position, strategy in enumerate(strategies):
+            if observer and is_exploring:
+                observer(strategy.name, position, len(strategies))
+            try:
+                results.append(predict(strategy, profiled, None if is_exploring else observer))
+            except InfeasibleError as problem:
+                results.append(InfeasibleStrategy(strategy, problem))
+    return results
+
+
+def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = None) -> Candidate:
+    """Run the passes of a strategy on a profiled model.
+
+    Raises InfeasibleError if it does not fit, or if there is nothing to split or to copy.
+    """
+    placed = replace(profiled, rest=strategy.passes, timings=())
+    while placed.rest:
+        placed = placed.advance(observer)
+        if strategy.kind == "sharded" and placed.state[Shards].ways == 1:  # seen before placing, which takes long
+            raise InfeasibleError("P064", "splitting operators gains nothing", where=strategy.passes[0].name)
+    state = placed.state
+    if Shards in state and state[Shards].ways > 1:
+        # Parts have their devices: which placer was kept says nothing of a sharded model.
+        notes = tuple(note for note in state.diagnostics if note.code != PLACERS_TRIED)
+        state = replace(state, diagnostics=notes)
+    if strategy.everywhere or strategy.groups:
+        strategy, state = _add_routes(strategy, state)
+    return Candidate(strategy, profiled, state, placed.timings)
+
+
+def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:
+    """Return a strategy with the pass that copies segments to further devices, and the state after it."""
+    routes = _list_routes(strategy, state)
+    if not routes:
+        has_work = any(state[Segments].programs)
+        reason = "there is no room for a second copy" if has_work else "the model has no nodes to copy"
+        raise InfeasibleError("P001", reason, where="replicate")
+    replicate: Any = parse_passes("replicate")[0]
+    replicate = replace(replicate, routes=tuple(routes))
+    state, _ = Pipeline((replicate,)).run(state)
+    name = f"{len(routes) + 1} copies of the model" if strategy.everywhere else strategy.name
+    return replace(strategy, name=name, passes=(*strategy.passes, replicate)), state
+
+
+def _list_routes(strategy: Strategy, state: State) -> list[str]:
+    """Return the further routes of a strategy, as the pass `replicate` takes them."""
+    ids = [device.id for device in state.target.devices]
+    used = [index for index, program in enumerate(state[Segments].programs) if program]
+    if not used:  # outputs that are inputs: there is nothing to run
+        return []
+    if strategy.everywhere:
+        (home,) = used
+        return [ids[index] for index in np.flatnonzero(fits_single_device(state)).tolist() if index != home]
+    group_of = {group[0]: group for group in strategy.groups}
+    if not group_of.keys() >= set(used):
+        return []
+    ways = list_ways_through([group_of[home] for home in used])
+    return ["+".join(ids[index] for index in devices) for devices in ways[1:]]
+
+
+def list_ways_through(groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return ways through groups of equal devices, one of each, which load all devices of a group equally.
+
+    With even shares of a group of r devices, each gets 1 / r of the requests: the bounds of all groups cut the requests
+    into at most as many ways as there are devices.
+
+    >>> list_ways_through([(0,), (1, 2)]), list_ways_through([(0, 1), (2, 3)])
+    ([(0, 1), (0, 2)], [(0, 2), (1, 3)])
+    """
+    bounds = sorted({Fraction(part, len(group)) for group in groups for part in range(len(group))})
+    return [tuple(group[int(bound * len(group))] for group in groups) for bound in bounds]
+
+
+def rank_texts(texts: Sequence[str], limit: int) -> list[str]:
+    """Return the first texts, and how many more there are."""
+    return [*texts[:limit], *([f"{len(texts) - limit} more"] if len(texts) > limit else [])]

@@ -1,0 +1,154 @@
+"""The least step: whole operators placed or operators split over devices, and values computed again if nothing fits.
+
+This is also how a pipeline or a placer of the user runs: then there is a single strategy, which is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from onnxplace.driver.decision import (
+    Candidate,
+    InfeasibleStrategy,
+    Objective,
+    Profiled,
+    Result,
+    Strategy,
+    decide,
+    parse_passes,
+)
+from onnxplace.driver.training_steps import choose_grouping, describe_groupings, list_groupings
+from onnxplace.errors import Diagnostic, Figure, InfeasibleError
+from onnxplace.facts import Placement, Profile, Recomputation, Routes, Shards
+from onnxplace.model import Model
+from onnxplace.pipeline import OBJECTIVES, Observer
+from onnxplace.problem import placement_problem, predict_single_device_seconds
+from onnxplace.report import format_milliseconds
+from onnxplace.state import Pass
+
+# Split operators must make the step clearly shorter: they copy weights, and their times are less certain.
+MAX_STEP_RATIO = 0.95
+# Beyond, the choice of layouts takes a minute or more, which a user has to ask for.
+MAX_NODES = 50_000
+# Limits of recomputation that are tried in turn, as shares of the memory of all devices. A schedule that just fits one
+# device is cut into many segments, so a smaller one comes first. Several devices are never filled evenly.
+SHARES_OF_ONE = (0.9, 1.0, 0.8, 0.7)
+SHARES_OF_SEVERAL = (0.95, 0.8, 0.65, 0.5, 0.4)
+# Beyond, the choice of what to compute again takes minutes, which a user has to ask for.
+MAX_RECOMPUTED_NODES = 20_000
+
+
+def make_latency_objective(*, may_shard: bool, shard_metadata: bool, may_group: bool) -> Objective:
+    """Return the objective of the least step.
+
+    Args:
+        may_shard: Whether splitting operators is compared with placing whole ones.
+        shard_metadata: Whether the pass `shard` writes ONNX's sharding specifications.
+        may_group: Whether groupings of a training step are compared.
+    """
+
+    def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
+        state, rest = profiled.state, profiled.rest
+        has_several = len(state.target.devices) > 1
+        is_rewritten = any(Model in step.provides for step in rest)
+        if may_group and has_several and state[Profile].training is not None and not is_rewritten:
+            yield from list_groupings(profiled, results)
+        else:
+            yield [_name_passes(rest)]
+        if may_shard and has_several and len(state[Profile].graph) <= MAX_NODES:
+            shard = parse_passes("shard{metadata=true}" if shard_metadata else "shard")
+            yield [Strategy("sharding", "sharded", (*shard, *rest))]
+
+    return Objective(propose, choose=lambda fitting: [_choose(fitting)], describe=_describe, is_exploring=False)
+
+
+def _name_passes(passes: tuple[Pass, ...]) -> Strategy:
+    """Return the strategy that the passes of a pipeline are."""
+    if any(Routes in step.provides for step in passes):
+        return Strategy("copies", "copies", passes)
+    if any(step.name == OBJECTIVES["throughput"] for step in passes):
+        return Strategy("stages", "stages", passes)
+    return Strategy("whole operators", "placed", passes)
+
+
+def _split_by_kind(fitting: Sequence[Candidate]) -> tuple[Candidate | None, Candidate | None, list[Candidate]]:
+    """Return the best of whole operators, the sharded candidate, and all groupings."""
+    placed = [item for item in fitting if item.strategy.kind not in ("one device", "sharded")]
+    alone = next((item for item in fitting if item.strategy.kind == "one device"), None)
+    sharded = next((item for item in fitting if item.strategy.kind == "sharded"), None)
+    several = choose_grouping(placed) if len(placed) > 1 else placed[0] if placed else None
+    return alone or several, sharded, placed
+
+
+def _choose(fitting: Sequence[Candidate]) -> Candidate:
+    """Return split operators if their step is clearly shorter; a placement that only has to fit is kept if it does."""
+    whole, sharded, _ = _split_by_kind(fitting)
+    if whole is None or sharded is None:
+        kept = whole or sharded
+        assert kept is not None
+        return kept
+    only_fits = whole.state[Placement].placer == OBJECTIVES["fit"]
+    is_better = not only_fits and sharded.step_seconds < MAX_STEP_RATIO * whole.step_seconds
+    return sharded if is_better else whole
+
+
+def _describe(
+    fitting: Sequence[Candidate], infeasible: Sequence[InfeasibleStrategy], kept: Candidate
+) -> list[Diagnostic]:
+    """Return the notes about groupings, unless operators are split, and about splitting, where that was possible."""
+    whole, sharded, placed = _split_by_kind(fitting)
+    notes = [describe_groupings(placed, kept)] if len(placed) > 1 and kept is not sharded else []
+    if sharded is None:
+        return notes
+    one_device = float(predict_single_device_seconds(kept.profiled.state).min())
+    ways = f"sharded {sharded.state[Shards].ways} ways"
+    figures = [Figure("whole operators", whole.step_seconds)] if whole else []
+    figures.insert(int(kept is whole), Figure(ways, sharded.step_seconds))
+    texts = [
+        f"one device: {format_milliseconds(one_device)}",
+        f"whole operators placed: {format_milliseconds(whole.step_seconds) if whole else 'does not fit'}",
+        f"{ways}: {format_milliseconds(sharded.step_seconds)}",
+    ]
+    message = f"{'; '.join(texts)}: kept {'sharding' if kept is sharded else 'whole operators'}"
+    return [*notes, Diagnostic("P062", message, figures=(*figures, Figure("one device", one_device)))]
+
+
+def decide_or_recompute(
+    objective: Objective, profiled: Profiled, mode: str, observer: Observer | None
+) -> list[Candidate]:
+    """Return what `decide` does; where nothing fits, after computing more and more values again.
+
+    `mode` is `auto`, `off`, `always`, or the limit of the pass `recompute`.
+    """
+    if mode not in ("auto", "off"):
+        (recompute,) = parse_passes(f"recompute{{limit={0 if mode == 'always' else mode}}}")
+        return decide(objective, profiled.insert(recompute, observer), observer)
+    try:
+        return decide(objective, profiled, observer)
+    except InfeasibleError as problem:
+        if mode == "off" or len(profiled.state[Profile].graph) > MAX_RECOMPUTED_NODES:
+            raise
+        for smaller in _recompute_more_and_more(profiled, observer):
+            try:
+                return decide(objective, smaller, observer)
+            except InfeasibleError:
+                continue
+        raise problem from None
+
+
+def _recompute_more_and_more(profiled: Profiled, observer: Observer | None) -> Iterator[Profiled]:
+    """Yield the model with more and more values computed again, each time with a smaller peak of memory."""
+    problem, peaks = placement_problem(profiled.state), set[int]()
+    total = int(problem.limit_bytes.sum())
+    is_alone = len(profiled.state.target.devices) == 1
+    for share in SHARES_OF_ONE if is_alone else SHARES_OF_SEVERAL:
+        limit = int(share * (total if is_alone else min(total, int(problem.alone_bytes().min()))))
+        recompute: Any = parse_passes("recompute")[0]
+        smaller = profiled.insert(replace(recompute, limit=str(limit)), observer)
+        result = smaller.state[Recomputation]
+        peak = result.peak_after_bytes
+        if result.whole is not None and peak not in peaks and not (is_alone and peak > total):
+            peaks.add(peak)
+            yield smaller
