@@ -30,7 +30,7 @@ from onnxplace.runtimes.ranks import (
     require_copy_count,
     serve_rank,
 )
-from onnxplace.serving import ReplicatedSession
+from onnxplace.runtimes.replicas import ReplicatedSession
 
 DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 30.0, 86400.0
 

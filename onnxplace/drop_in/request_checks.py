@@ -74,9 +74,7 @@ class RequestChecks:
 
 def _make_kind_error(message: str, hint: str) -> UsageError:
     """Return the error for names of outputs of a wrong kind, for which ONNX Runtime raises TypeError."""
-    error = UsageError("U050", message, hint=hint)
-    also_raise_as(error, TypeError)
-    return error
+    return also_raise_as(UsageError("U050", message, hint=hint), TypeError)
 
 
 _ARRAYS = frozenset({np.ndarray})

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from onnxplace.drop_in.exceptions import also_raise_as
-from onnxplace.errors import ExecutionError, UsageError, format_value
+from onnxplace.drop_in.exceptions import argument_error
+from onnxplace.errors import ExecutionError, format_value
 from onnxplace.feeds import Array
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtime import Result, RuntimeSession, run_timeout_error
@@ -26,9 +26,7 @@ def require_run_options(options: Any) -> None:
     """
     if not isinstance(options, import_onnxruntime().RunOptions):
         message = f"expected onnxruntime.RunOptions, got {format_value(options)}"
-        error = UsageError("U089", message, where="run_options", hint="a timeout is given as timeout=5.0")
-        also_raise_as(error, TypeError)
-        raise error
+        raise argument_error(TypeError, message, where="run_options", hint="a timeout is given as timeout=5.0")
     if options.terminate:
         raise _make_termination(options)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
-from onnxplace.drop_in.exceptions import also_raise_as
+from onnxplace.drop_in.exceptions import also_raise_as, argument_error
 from onnxplace.drop_in.io_binding import IOBinding
 from onnxplace.drop_in.node_args import NodeArg, list_inputs, list_outputs, list_overridable
 from onnxplace.drop_in.ort_conversion import to_owned_ort_value
@@ -151,9 +151,7 @@ class SessionMethods(ABC):
             hint = "use session.io_binding(); with optimum: use_io_binding=False"
             raise self._refuse(f"expected a binding of this session, got {type(iobinding).__name__}", hint)
         if iobinding.session is not self:
-            error = UsageError("U089", "this binding is of another session", hint="use session.io_binding()")
-            also_raise_as(error, ValueError)
-            raise error
+            raise argument_error(ValueError, "this binding is of another session", hint="use session.io_binding()")
         try:
             iobinding.run(lambda names, feeds: self.run(names, feeds, run_options))
         except OnnxplaceError as error:

@@ -33,7 +33,7 @@ class SessionState:
 
         Runs in flight are not affected.
         """
-        self._session.reset_state()
+        self._session.states.reset()
 
     def read_states(self) -> dict[str, Any]:
         """Return copies of the current states by state input, after the runs in flight; no run is needed.
@@ -43,7 +43,7 @@ class SessionState:
 
         Raises FeedError after a run that lost the states, and UsageError if the runtime cannot read them.
         """
-        states = {**self._bundle.initial_states(), **self._session.read_states()}
+        states = {**self._bundle.initial_states(), **self._session.states.read()}
         return self._split_states.join_feeds({name: np.array(array) for name, array in states.items()})
 
     def protect_states(self) -> None:
@@ -51,18 +51,18 @@ class SessionState:
 
         That takes memory for a second set of states.
         """
-        self._session.protect_states()
+        self._session.states.protect()
 
     def restore_states(self) -> None:
         """Bring back the states before the last run that succeeded, once; they have to be protected."""
-        self._session.restore_states()
+        self._session.states.restore()
 
     def count_state_changes(self) -> int:
         """Return how many runs have changed the states, after the runs in flight; a restored one does not count.
 
         After an interrupt it tells whether the run that was interrupted had an effect.
         """
-        return self._session.count_state_changes()
+        return self._session.states.count_changes()
 
     def trace(self, last: int = MAX_TRACED_REQUESTS) -> dict[str, Any]:
         """Return the timelines of the last requests, 1 to 1000, as Chrome trace JSON; needs `trace=True`.

@@ -13,9 +13,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,6 +35,8 @@ from onnxplace.runtimes.execution.routes import OpenRoute, choose_route
 from onnxplace.runtimes.execution.segments import PlacedDevice
 from onnxplace.runtimes.execution.workers import Worker
 from onnxplace.utils import start_thread
+
+T = TypeVar("T")
 
 # Time for ended requests to reach the end of a node. Workers that take longer are left behind.
 END_GRACE_SECONDS = 2.0
@@ -80,6 +83,10 @@ class Engine(DeliveryLoop):
         """Return the error after which it accepts no requests; None while it works."""
         return self._broken
 
+    def read_remote_delays(self) -> Mapping[str, int]:
+        """Return how long threads of other processes waited for a core: here, there are none."""
+        return {}
+
     # -- requests ------------------------------------------------------------------------------------
 
     def request(
@@ -87,13 +94,12 @@ class Engine(DeliveryLoop):
         feeds: Mapping[str, Array],
         states: Collection[str],
         future: ResultFuture | Outcome,
-        conversation: CarriedStates | None = None,
+        conversation: CarriedStates,
     ) -> Request:
         """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
         self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
         output_names = self._returned_names.union(states) if states else self._returned_names
-        number, conversation = next(self._numbers), conversation or self._states
-        request = Request(number, feeds, self._routes[0], output_names, conversation, future)
+        request = Request(next(self._numbers), feeds, self._routes[0], output_names, conversation, future)
         for key, value in self._run_entries:
             request.options.add_run_config_entry(key, value)
         return request
@@ -224,6 +230,11 @@ class Engine(DeliveryLoop):
 
     # -- conversations ------------------------------------------------------------------------------------
 
+    @property
+    def own_states(self) -> CarriedStates:
+        """Return the states of requests outside of conversations."""
+        return self._states
+
     def open_conversation(self) -> CarriedStates:
         """Return an own set of states; its requests do not wait for those of others."""
         self._require_own_process()
@@ -234,23 +245,19 @@ class Engine(DeliveryLoop):
             self._conversations.add(conversation)
         return conversation
 
-    def reset_state(self, conversation: CarriedStates | None = None) -> None:
+    def reset_state(self, conversation: CarriedStates) -> None:
         """Discard states before the next request, or at once if none is in flight."""
-        conversation = conversation or self._states
         with self._lock:
             conversation.reset_pending = True
             if not self._is_busy(conversation):
                 conversation.clear()
 
-    def read_states(self, conversation: CarriedStates | None = None) -> dict[str, Array]:
-        """Return the states that requests have stored, by state input, after the requests in flight.
+    def read_states(self, conversation: CarriedStates) -> dict[str, Array]:
+        """Return copies of the states that requests have stored, by state input, after the requests in flight.
 
-        The arrays are copies. Raises FeedError if the states are lost, ExecutionError after `close`.
+        Raises FeedError if the states are lost, ExecutionError after `close`.
         """
-        conversation = conversation or self._states
-        self._await_states(conversation)
-        with self._lock:
-            stored, route = conversation.peek(), conversation.route
+        stored, route = self.when_idle(conversation, lambda: (conversation.peek(), conversation.route))
         arrays = {}
         for home, names in self._state_table.value_names.items():
             for name in names:
@@ -259,38 +266,17 @@ class Engine(DeliveryLoop):
                     arrays[name] = np.array(memory.read(memory.send(stored[name], None)))
         return arrays
 
-    def read_remote_delays(self) -> dict[str, int]:
-        """Return how long threads of other processes waited for a core: here, there are none."""
-        return {}
-
-    def _await_states(self, conversation: CarriedStates) -> None:
-        """Wait for the requests in flight of a conversation; raises ExecutionError if it is closed."""
+    def when_idle(self, conversation: CarriedStates, act: Callable[[], T]) -> T:
+        """Call a function when no request of a conversation is in flight; raises ExecutionError if it is closed."""
         self._require_own_process()
         while True:
             with self._lock:
                 if self._closed or conversation.closed:
                     raise self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
                 if not self._is_busy(conversation):
-                    return
+                    return act()
                 wakeup = self._request_changes.enter()
             wakeup.acquire()
-
-    def protect_states(self, conversation: CarriedStates | None = None) -> None:
-        """Keep the states that the last request has taken, for a failure, and for `restore_states`."""
-        (conversation or self._states).keeps_previous = True
-
-    def restore_states(self, conversation: CarriedStates | None = None) -> None:
-        """Bring back the states before the last request, after the requests in flight; they have to be protected."""
-        conversation = conversation or self._states
-        self._await_states(conversation)
-        with self._lock:
-            conversation.restore()
-
-    def count_state_changes(self, conversation: CarriedStates | None = None) -> int:
-        """Return how many requests have stored states, after the requests in flight."""
-        conversation = conversation or self._states
-        self._await_states(conversation)
-        return conversation.change_count
 
     def close_conversation(self, conversation: CarriedStates, timeout: float | None) -> None:
         """Refuse new requests of a conversation, wait at most `timeout` seconds for others, and free its states."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ _PREFIX = struct.Struct("<IIi")
 BETWEEN_RANKS = -1
 # A frame with more is refused: the other side is not ours.
 MAX_TEXT_BYTES, MAX_BUFFERS = 256 << 20, 1 << 20
-# Buffers, and values, up to this size are sent in one piece with their header.
+# Headers are filled up to a multiple of this, so that the numbers of a buffer right behind one are aligned.
+_ALIGNED_BYTES = 16
+# Values up to this size are sent in one piece with their header.
 MAX_JOINED_BYTES = 16 << 10
 _READ_BYTES = 64 << 10
 # How often a reader that waits looks after other things; a slice counts as at most this long, so that a process that
@@ -49,6 +52,7 @@ class Frame:
     def pack(self, rank: int = BETWEEN_RANKS) -> PackedFrame:
         """Return it as bytes and buffers, for a rank or from it."""
         text = json.dumps({"kind": self.kind, "fields": self.fields}, separators=(",", ":")).encode()
+        text += b" " * (-(_PREFIX.size + 8 * len(self.buffers) + len(text)) % _ALIGNED_BYTES)
         sizes = struct.pack(f"<{len(self.buffers)}Q", *map(len, self.buffers))
         return PackedFrame(rank, _PREFIX.pack(len(text), len(self.buffers), rank) + sizes + text, self.buffers)
 
@@ -68,11 +72,17 @@ class PackedFrame:
         data = json.loads(self.header[_PREFIX.size + 8 * count :])
         return Frame(data["kind"], data["fields"], self.buffers, self.rank)
 
-    def join_buffers(self) -> bytes:
-        """Return the bytes of all buffers if they are few; else nothing."""
-        if sum(map(len, self.buffers)) > MAX_JOINED_BYTES:
-            return b""
-        return b"".join(bytes(item) for item in self.buffers)
+    def join(self) -> bytes:
+        """Return the message in one piece; `split` is the inverse."""
+        return b"".join((self.header, *self.buffers))
+
+    @staticmethod
+    def split(data: Any) -> PackedFrame:
+        """Return the message of an array of bytes, whose memory its buffers share."""
+        frame, sizes, position = split_header(data)
+        ends = list(accumulate(sizes, initial=position))
+        frame.buffers = [data[start:end] for start, end in pairwise(ends)]
+        return frame
 
 
 def split_header(data: Any) -> tuple[PackedFrame, list[int], int]:
@@ -96,12 +106,7 @@ class FrameSocket:
 
     def send(self, *frames: PackedFrame) -> None:
         """Send frames; blocks while the other side does not read. Raises OSError if it has ended."""
-        pieces: list[Any] = []
-        for frame in frames:
-            joined = frame.join_buffers()
-            pieces.append(frame.header + joined)
-            if not joined:
-                pieces += [item for item in frame.buffers if len(item)]
+        pieces: list[Any] = [piece for frame in frames for piece in (frame.header, *frame.buffers)]
         if sum(map(len, pieces)) <= _READ_BYTES:
             pieces = [b"".join(pieces)]
         with self._sending:

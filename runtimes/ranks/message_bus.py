@@ -10,32 +10,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from onnxplace.runtimes.ranks.frames import MAX_JOINED_BYTES, Frame, PackedFrame, split_header
+from onnxplace.runtimes.ranks.frames import Frame, PackedFrame
 
 # Tags of messages; those of values have a communicator of their own.
-_FRAME, _BUFFER, _HEARTBEAT = 1, 2, 3
+_FRAME, _HEARTBEAT = 1, 2
 # A time that a thread was held up counts as at most this much silence of others.
 MAX_STEP_SECONDS = 0.1
 _LOOK_SECONDS = 1e-3
 # Shorter messages leave at once; longer ones may wait for looks of both ends.
 _EAGER_BYTES = 16 << 10
-
-
-@dataclass
-class _Arrival:
-    """A frame whose buffers may be on their way."""
-
-    frame: PackedFrame
-    buffers: list[Any] = field(default_factory=list)
-    missing: list[int] = field(default_factory=list)
-    """Sizes of the buffers that follow as messages of their own."""
-    requests: list[Any] = field(default_factory=list)
-    """Receives that are not through."""
 
 
 class MessageBus:
@@ -61,7 +48,8 @@ class MessageBus:
         self._sending: deque[tuple[Any, Any, bool]] = deque()
         """Sends that are not known to be through: the request of MPI, what is sent, and whether it is long."""
         self._long_sends = 0
-        self._arrivals: dict[int, deque[_Arrival]] = {rank: deque() for rank in range(self.size)}
+        self._arrivals: dict[int, deque[tuple[Any, Any]]] = {rank: deque() for rank in range(self.size)}
+        """Frames on their way, by sender: their memory and the request of MPI."""
         self._open_arrivals = 0
         self.is_unattended = threading.Event()
         """Set when the thread that looks for messages begins to compute while some are on their way."""
@@ -74,12 +62,8 @@ class MessageBus:
     def send(self, rank: int, frame: Frame | PackedFrame) -> None:
         """Send a frame to another rank."""
         packed = frame.pack() if isinstance(frame, Frame) else frame
-        joined = packed.join_buffers()
         with self.lock:
-            self._send(rank, _FRAME, packed.header + joined)
-            for item in () if joined else packed.buffers:
-                if len(item):
-                    self._send(rank, _BUFFER, np.asarray(item))
+            self._send(rank, _FRAME, packed.join())
 
     def send_value(self, rank: int, tag: int, data: Any) -> None:
         """Begin to send bytes of a value; they must not be altered any more."""
@@ -131,17 +115,17 @@ class MessageBus:
                 arrived = True
                 self._accept(message, self._status.source, self._status.tag, self._status.Get_count(self._mpi.BYTE))
             if self._open_arrivals:
-                self._hand_over_complete()
+                self._hand_over()
             return arrived
         finally:
             self.lock.release()
 
-    def _hand_over_complete(self) -> None:
-        """Hand over what is here, in the order of sending of each rank."""
+    def _hand_over(self) -> None:
+        """Hand over the frames that are here, in the order of sending of each rank."""
         for source, arrivals in self._arrivals.items():
-            while arrivals and self._is_complete(arrivals[0]):
+            while arrivals and arrivals[0][1].Test():
                 self._open_arrivals -= 1
-                self._hand_over(source, arrivals.popleft())
+                self._on_frame(source, PackedFrame.split(arrivals.popleft()[0]))
 
     def add_silence(self) -> None:
         """Add the time since the last call to the silence of all ranks."""
@@ -151,41 +135,16 @@ class MessageBus:
             self.silent_seconds[rank] += elapsed
 
     def _accept(self, message: Any, source: int, tag: int, size: int) -> None:
-        """Receive a message: the start of an arrival, or a buffer of the last one."""
+        """Begin to receive a message: a frame, or a heartbeat, whose arrival is all that it says."""
         self.silent_seconds[source] = 0.0
         data = np.empty(size, np.uint8)
         request = message.Irecv([data, self._mpi.BYTE])
-        if tag == _BUFFER:
-            self._fill(source, data, request)
-            return
-        while not request.Test():  # it is short, and here already
-            pass
         if tag == _FRAME:
-            self._arrivals[source].append(_read_frame(data))
+            self._arrivals[source].append((data, request))
             self._open_arrivals += 1
-
-    def _fill(self, source: int, data: Any, request: Any) -> None:
-        """Enter a buffer into the arrival that still misses one."""
-        arrival = next(item for item in self._arrivals[source] if item.missing)
-        while arrival.missing and not arrival.missing[0]:
-            arrival.buffers.append(np.empty(0, np.uint8))
-            del arrival.missing[0]
-        arrival.buffers.append(data)
-        arrival.requests.append(request)
-        del arrival.missing[0]
-
-    def _is_complete(self, arrival: _Arrival) -> bool:
-        """Return whether all bytes of an arrival are here."""
-        if any(arrival.missing):
-            return False
-        arrival.buffers += [np.empty(0, np.uint8) for _ in arrival.missing]
-        arrival.missing = []
-        arrival.requests = [request for request in arrival.requests if not request.Test()]
-        return not arrival.requests
-
-    def _hand_over(self, source: int, arrival: _Arrival) -> None:
-        arrival.frame.buffers = arrival.buffers
-        self._on_frame(source, arrival.frame)
+            return
+        while not request.Test():  # it is empty, and here already
+            pass
 
 
 def _duplicate(communicator: Any) -> Any:
@@ -194,15 +153,3 @@ def _duplicate(communicator: Any) -> Any:
     while not duplication.Test():
         time.sleep(_LOOK_SECONDS)
     return duplicate
-
-
-def _read_frame(data: Any) -> _Arrival:
-    """Return the arrival that a message begins, with the buffers that it contains."""
-    frame, sizes, position = split_header(data)
-    if sum(sizes) > MAX_JOINED_BYTES:
-        return _Arrival(frame, missing=sizes)
-    buffers = []
-    for size in sizes:
-        buffers.append(data[position : position + size].copy())
-        position += size
-    return _Arrival(frame, buffers)

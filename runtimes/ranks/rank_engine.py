@@ -81,13 +81,12 @@ class RankEngine(Engine):
         feeds: Mapping[str, Array],
         states: Collection[str],
         future: ResultFuture | Outcome,
-        conversation: CarriedStates | None = None,
+        conversation: CarriedStates,
     ) -> Request:
         """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
         self._require_own_process()
         output_names = self._returned_names.union(states) if states else self._returned_names
-        number, conversation = next(self._numbers), conversation or self._states
-        request = RemoteRequest(number, feeds, self._routes[0], output_names, conversation, future)
+        request = RemoteRequest(next(self._numbers), feeds, self._routes[0], output_names, conversation, future)
         request.rank_names = self._cluster.plan.devices
         return request
 

@@ -70,8 +70,9 @@ def flatten(array: Any) -> Any:
 
 
 def unflatten(buffer: Any, dtype: np.dtype[Any], shape: Any) -> Any:
-    """Return the array that has these bytes."""
-    return np.asarray(buffer).view(dtype).reshape(shape)
+    """Return the array that has these bytes; it shares their memory where its numbers are aligned there."""
+    array = np.asarray(buffer).view(dtype).reshape(shape)
+    return array if array.flags.aligned else array.copy()
 
 
 def find_dtype(name: str) -> np.dtype[Any]:

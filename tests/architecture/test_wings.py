@@ -70,6 +70,7 @@ MAY_IMPORT = {
     "runtime": "bundle errors feeds",
     "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
+    "runtimes.replicas": "bundle errors feeds runtime runtimes.execution utils",
     "serving": "bundle errors feeds runtime runtimes.execution traces utils",
     "drop_in": "bundle devices errors feeds machine model_metadata ort runtime traces utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
@@ -77,7 +78,7 @@ MAY_IMPORT = {
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
     "hosts": "calibration errors machine ort target utils",
     "runtimes.ranks": "bundle devices errors feeds hosts machine model runtime runtimes.execution target utils",
-    "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks serving traces",
+    "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks runtimes.replicas traces",
     "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
     "report": "bundle cost_graph errors facts graph pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
