@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from onnxplace.devices.device_kind import DeviceAddress
+from onnxplace.devices.device_kinds import DeviceAddress
 
 
 class DeviceMemory(ABC):

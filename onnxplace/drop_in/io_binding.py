@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from onnxplace.drop_in.exceptions import also_raise_as, argument_error
-from onnxplace.drop_in.ort_conversion import to_owned_ort_value
+from onnxplace.drop_in.run_arguments import to_owned_ort_value
 from onnxplace.drop_in.session_arguments import warn_ignored
 from onnxplace.errors import FeedError, UsageError, format_one_line, format_value, suggest_nearest
 from onnxplace.feeds import Array

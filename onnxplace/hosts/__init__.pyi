@@ -8,8 +8,12 @@ from onnxplace.hosts.host_lists import (
     parse_hosts as parse_hosts,
     parse_slots as parse_slots,
 )
-from onnxplace.hosts.mpi_launchers import INSTALL_HINT as INSTALL_HINT, find_launcher as find_launcher
-from onnxplace.hosts.rank_ends import find_mpi_cause as find_mpi_cause, find_rank_end as find_rank_end
+from onnxplace.hosts.mpi_launchers import (
+    INSTALL_HINT as INSTALL_HINT,
+    find_launcher as find_launcher,
+    find_mpi_cause as find_mpi_cause,
+    find_rank_end as find_rank_end,
+)
 from onnxplace.hosts.survey import (
     DEFAULT_SECONDS as DEFAULT_SECONDS,
     HostDescription as HostDescription,

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnxplace.errors import ExecutionError, TargetError, UsageError, format_value
-from onnxplace.hosts.mpi_launchers import find_launcher
-from onnxplace.hosts.rank_ends import find_mpi_cause, report_end
+from onnxplace.hosts.mpi_launchers import find_launcher, find_mpi_cause, report_end
 
 # Seconds for a remote shell to say that there is no host, and for a process to end after it was asked to.
 CONNECT_SECONDS, ENDING_SECONDS = 10, 1.0

@@ -7,6 +7,7 @@ steps that end a request may be repeated.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import os
 import threading
@@ -16,25 +17,61 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.feeds import Array
-from onnxplace.machine import interruptible, prepare_interrupts, require_interpreter
+from onnxplace.machine import end_openings, interruptible, prepare_interrupts, require_interpreter
 from onnxplace.runtime import Result, forked_session_error, run_timeout_error
 from onnxplace.runtimes.execution.bells import CALLERS
-from onnxplace.runtimes.execution.carried_state import CarriedStates
-from onnxplace.runtimes.execution.deliveries import Deliverer, DeliveryLoop
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
-from onnxplace.runtimes.execution.lifecycle import OPEN_ENGINES, close_all_engines, keep_sessions_in_child
-from onnxplace.runtimes.execution.requests import Request
-from onnxplace.runtimes.execution.routes import OpenRoute, choose_route
-from onnxplace.runtimes.execution.segments import PlacedDevice
-from onnxplace.runtimes.execution.workers import Worker
+from onnxplace.runtimes.execution.requests import CarriedStates, Request
+from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice, choose_route
+from onnxplace.runtimes.execution.workers import Deliverer, DeliveryLoop, Worker
 from onnxplace.utils import start_thread
+
+# The ends of all engines of a process: at the end of the interpreter, and in a forked child.
+
+# Time at the end of the interpreter for requests in flight; then they are ended.
+EXIT_SECONDS = 10.0
+# Time to end them if that is interrupted.
+INTERRUPTED_EXIT_SECONDS = 0.3
+
+
+class Closable(Protocol):
+    """An engine, as far as its end is concerned."""
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for requests in flight, then end the workers."""
+
+    def end_requests(self) -> None:
+        """Let all requests in flight fail."""
+
+
+OPEN_ENGINES: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_all_engines() -> None:
+    """End all workers before the interpreter ends: Python freezes, or even kills, threads that outlive it."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    try:
+        end_openings(EXIT_SECONDS)
+        for engine in list(OPEN_ENGINES):
+            engine.close(max(deadline - time.monotonic(), 0))
+    except KeyboardInterrupt:
+        for engine in list(OPEN_ENGINES):
+            engine.end_requests()
+        time.sleep(INTERRUPTED_EXIT_SECONDS)
+
+
+def keep_sessions_in_child() -> None:
+    """Never free the sessions that a forked child inherits: their destructors wait for missing threads."""
+    for engine in list(OPEN_ENGINES):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+
 
 T = TypeVar("T")
 

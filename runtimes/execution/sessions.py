@@ -12,9 +12,9 @@ from concurrent.futures import Future
 
 from onnxplace.feeds import Array
 from onnxplace.runtime import Result, RuntimeSession, SessionStates
-from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.engine import Engine
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
+from onnxplace.runtimes.execution.requests import CarriedStates
 
 
 class EngineStates(SessionStates):

@@ -28,11 +28,18 @@ from onnxplace.machine import (
     to_ort_value_if_possible,
     to_python,
 )
+from onnxplace.runtimes.execution.device_streams import (
+    Allocation,
+    DeviceTensor,
+    Download,
+    Driver,
+    DriverError,
+    Mark,
+    PinnedPool,
+    StreamValue,
+    WorkQueue,
+)
 from onnxplace.runtimes.execution.failures import is_out_of_memory
-from onnxplace.runtimes.execution.pinned_memory import PinnedPool
-from onnxplace.runtimes.execution.stream_driver import Driver, DriverError
-from onnxplace.runtimes.execution.stream_values import Allocation, DeviceTensor, Download, StreamValue
-from onnxplace.runtimes.execution.work_queues import Mark, WorkQueue
 
 # Copies through page-locked memory go in pieces, so that one is on its way while the next one is filled.
 PIECE_BYTES = 4 << 20

@@ -12,7 +12,7 @@ from onnxplace.errors import ExecutionError, TargetError, format_count
 from onnxplace.hosts import Connection
 from onnxplace.runtimes.ranks.cluster import NEW_SESSION_HINT, Cluster
 from onnxplace.runtimes.ranks.frames import FrameSocket, FrameSockets
-from onnxplace.runtimes.ranks.plan import RankPlan
+from onnxplace.runtimes.ranks.rank_plans import RankPlan
 from onnxplace.runtimes.ranks.rank_process import RankProcess
 from onnxplace.target import split_host
 from onnxplace.utils import start_thread

@@ -16,7 +16,7 @@ import onnxplace
 from onnxplace.errors import ExecutionError, FeedError, InputError, OnnxplaceError, UsageError
 from onnxplace.training import make_schedule
 from onnxplace.training.checkpoints import Checkpoint, StateSpec, read_checkpoint, write_checkpoint
-from onnxplace.training.protection import has_room_for_copies
+from onnxplace.training.trainer import has_room_for_copies
 from onnxplace.utils import map_arrays, write_arrays
 from tests.support.training_models import (
     OPTIMIZERS,
