@@ -1,4 +1,4 @@
-"""The methods of `onnxruntime.InferenceSession` beyond running: what a bundle answers, and what it cannot do."""
+"""The methods of sessions of bundles beyond running: states, timelines, and what ONNX Runtime's sessions have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, OutputRecord
+import numpy as np
+
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, OutputRecord, SplitStates
 from onnxplace.drop_in.exceptions import also_raise_as, argument_error
 from onnxplace.drop_in.io_binding import IOBinding
 from onnxplace.drop_in.run_arguments import to_owned_ort_value
@@ -21,7 +23,16 @@ from onnxplace.feeds import Declared
 from onnxplace.machine import make_session_options, open_session, to_python
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.ort import import_onnxruntime
-from onnxplace.traces import RequestTimeline, TraceRecorder
+from onnxplace.runtime import CopyStatus, RuntimeSession
+from onnxplace.serving import check_in_flight
+from onnxplace.traces import (
+    MAX_TRACED_REQUESTS,
+    RequestTimeline,
+    TraceRecorder,
+    chrome_trace,
+    predict_timelines,
+    read_segment_nodes,
+)
 from onnxplace.utils import write_file
 
 # Inputs and outputs of a bundle, described as ONNX Runtime describes those of a model.
@@ -88,23 +99,88 @@ def _merge_shapes(
 
 
 class SessionMethods(ABC):
-    """Methods that a session of a bundle has so that code written for ONNX Runtime can use it."""
+    """Methods of a session of a bundle beyond running: its own, and those of ONNX Runtime's sessions."""
 
     _bundle: Bundle
+    _session: RuntimeSession
     _arguments: SessionArguments
+    _split_states: SplitStates
     _recorder: TraceRecorder | None
 
     @abstractmethod
     def run(self, output_names: Iterable[str] | None, input_feed: Mapping[str, Any], run_options: Any = None) -> Any:
         """Run the model and return the named outputs."""
 
-    @abstractmethod
-    def trace(self) -> dict[str, Any]:
-        """Return the timelines of the last requests as Chrome trace JSON."""
+    # -- states, timelines and copies of the bundle ----------------------------------------------------
 
-    @abstractmethod
+    def reset_state(self) -> None:
+        """Forget all states; the next run takes initial values as inputs.
+
+        Runs in flight are not affected.
+        """
+        self._session.states.reset()
+
+    def read_states(self) -> dict[str, Any]:
+        """Return copies of the current states by state input, after the runs in flight; no run is needed.
+
+        States that are split over devices are whole. States that no run has computed have their initial values, or are
+        missing if they have none.
+
+        Raises FeedError after a run that lost the states, and UsageError if the runtime cannot read them.
+        """
+        states = {**self._bundle.initial_states(), **self._session.states.read()}
+        return self._split_states.join_feeds({name: np.array(array) for name, array in states.items()})
+
+    def protect_states(self) -> None:
+        """Keep the states before each run: they are back if it fails, and after `restore_states`.
+
+        That takes memory for a second set of states.
+        """
+        self._session.states.protect()
+
+    def restore_states(self) -> None:
+        """Bring back the states before the last run that succeeded, once; they have to be protected."""
+        self._session.states.restore()
+
+    def count_state_changes(self) -> int:
+        """Return how many runs have changed the states, after the runs in flight; a restored one does not count.
+
+        After an interrupt it tells whether the run that was interrupted had an effect.
+        """
+        return self._session.states.count_changes()
+
+    def trace(self, last: int = MAX_TRACED_REQUESTS) -> dict[str, Any]:
+        """Return the timelines of the last requests, 1 to 1000, as Chrome trace JSON; needs `trace=True`.
+
+        It has the requests that have succeeded, also those of conversations. Next to them it has the prediction for
+        requests that are submitted at the same times. Perfetto opens it, too (docs/traces.md).
+
+        >>> Path("trace.json").write_text(json.dumps(session.trace()))  # doctest: +SKIP
+        """
+        count = check_in_flight(last, "last", MAX_TRACED_REQUESTS)
+        if self._recorder is None:
+            hint = "InferenceSession(bundle, trace=True)"
+            raise UsageError("U084", "this session records no trace: it was opened without trace=True", hint=hint)
+        timelines = self.list_timelines()[-count:]
+        predicted = predict_timelines(self._bundle.manifest, timelines)
+        return chrome_trace(timelines, predicted, self._bundle.manifest, read_segment_nodes(self._bundle))
+
     def list_timelines(self) -> tuple[RequestTimeline, ...]:
-        """Return what the last requests did; empty if the session records no trace."""
+        """Return what the last requests did, at most 1000 that have succeeded, in the order of their submission.
+
+        Needs `trace=True`; it is empty otherwise.
+        """
+        return self._recorder.list_timelines() if self._recorder else ()
+
+    def list_copies(self) -> tuple[CopyStatus, ...]:
+        """Return the copies of the bundle, `replicas` of them: which are open, and why one was left out.
+
+        A session of one copy has none.
+
+        >>> [copy.is_open for copy in session.list_copies()]  # doctest: +SKIP
+        [True, False]
+        """
+        return self._session.list_copies()
 
     # -- what the model is ------------------------------------------------------------------------------
 

@@ -8,5 +8,4 @@ from onnxplace.serving.options import (
     check_timeout as check_timeout,
     require_batching as require_batching,
 )
-from onnxplace.serving.session_state import SessionState as SessionState
 from onnxplace.serving.streams import stream_results as stream_results

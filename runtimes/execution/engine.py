@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -41,17 +41,7 @@ EXIT_SECONDS = 10.0
 INTERRUPTED_EXIT_SECONDS = 0.3
 
 
-class Closable(Protocol):
-    """An engine, as far as its end is concerned."""
-
-    def close(self, timeout: float | None = None) -> None:
-        """Wait for requests in flight, then end the workers."""
-
-    def end_requests(self) -> None:
-        """Let all requests in flight fail."""
-
-
-OPEN_ENGINES: weakref.WeakSet[Closable] = weakref.WeakSet()
+OPEN_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def close_all_engines() -> None:

@@ -6,7 +6,7 @@ from onnxplace.runtimes.ranks.leader import (
     serve_rank as serve_rank,
 )
 from onnxplace.runtimes.ranks.opening import Opening as Opening
-from onnxplace.runtimes.ranks.rank_engine import make_engine as make_engine
+from onnxplace.runtimes.ranks.rank_engine import open_ranks as open_ranks
 from onnxplace.runtimes.ranks.rank_plans import (
     RankPlan as RankPlan,
     plan_copies as plan_copies,

@@ -52,6 +52,9 @@ class Cluster:
         timeout_seconds: Time to start the ranks and to open the bundle.
     """
 
+    fetches_bundle = True
+    """Whether ranks on other machines ask the driver for what they need of the bundle."""
+
     def __init__(self, plan: RankPlan, connection: Connection, timeout_seconds: float) -> None:
         self.plan = plan
         self.timeout_seconds = timeout_seconds

@@ -50,6 +50,8 @@ def serve_rank(job: Any) -> None:
 class LedCluster(Cluster):
     """The ranks of a job, of which this process is rank 0: a thread of it follows the first device's program."""
 
+    fetches_bundle = False
+
     def __init__(self, plan: RankPlan, job: Any, timeout_seconds: float) -> None:
         super().__init__(plan, Connection(), timeout_seconds)
         self._job = job

@@ -19,11 +19,12 @@ from onnxplace.bundle import Bundle, RouteRecord, list_routes
 from onnxplace.devices import DeviceAddress, DeviceMemory, find_kind
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.feeds import Array
-from onnxplace.runtime import Event
+from onnxplace.runtime import Event, RuntimeSession
 from onnxplace.runtimes.execution import (
     CancelledError,
     CarriedStates,
     Engine,
+    EngineSession,
     OpenRoute,
     Outcome,
     PlacedDevice,
@@ -33,7 +34,7 @@ from onnxplace.runtimes.execution import (
 )
 from onnxplace.runtimes.ranks.cluster import MAX_SILENT_SECONDS, NEW_SESSION_HINT, Cluster, make_clock_frame
 from onnxplace.runtimes.ranks.frames import Frame, decode_value, decode_values, encode_values
-from onnxplace.runtimes.ranks.opening import rebuild_error
+from onnxplace.runtimes.ranks.opening import Opening, rebuild_error
 
 # Requests of a session whose devices are ranks, and the carried states that stay there.
 
@@ -126,7 +127,7 @@ Answers = queue.SimpleQueue[Any]
 class RankEngine(Engine):
     """An open bundle whose devices are the ranks of a cluster."""
 
-    def __init__(self, bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int) -> None:
+    def __init__(self, bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int, copy_index: int = 0) -> None:
         device = RemoteDevice(RemoteMemory(self._read_state))
         self._routes_of_devices: tuple[RouteRecord, ...] = list_routes(bundle.manifest)
         routes = [
@@ -135,7 +136,7 @@ class RankEngine(Engine):
         ]
         super().__init__(bundle, {ALL_RANKS: device}, routes, trace, max_in_flight)
         self._cluster = cluster
-        self.copy_index = 0
+        self._copy_index = copy_index
         """For events, if the session has several copies of the bundle."""
         self._rank_of = {name: rank for rank, name in enumerate(cluster.plan.devices)}
         manifest = bundle.manifest
@@ -316,12 +317,9 @@ class RankEngine(Engine):
         fields = frame.fields
         if frame.kind == "report":
             self._take_report(frame)
-        elif frame.kind == "state":
+        elif frame.kind == "answer":
             if (answers := self._answers.get(fields["call"])) is not None:
                 answers.put(decode_value(fields["value"], iter(frame.buffers)))
-        elif frame.kind == "delays":
-            if (answers := self._answers.get(fields["call"])) is not None:
-                answers.put(fields["delays"])
         elif frame.kind == "clock":
             self._outbox.append((frame.rank, make_clock_frame()))
             self._tokens[ALL_RANKS].put(None)
@@ -364,7 +362,7 @@ class RankEngine(Engine):
             route=request.route.index,
             conversation=request.conversation.number,
             bytes=size,
-            copy=self.copy_index,
+            copy=self._copy_index,
         )
 
     # -- states ------------------------------------------------------------------------------------
@@ -454,12 +452,14 @@ class RankEngine(Engine):
             self._break(ExecutionError("X002", "the session was closed", where=str(self.bundle.path)))
 
 
-def make_engine(bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int, copy_index: int = 0) -> Engine:
-    """Return the engine of an open cluster; the cluster ends if that fails."""
+def open_ranks(
+    bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int, copy_index: int = 0
+) -> RuntimeSession:
+    """Start the ranks of a cluster, open a bundle on them, and return their session; raises the errors of `open`."""
+    cluster.open(Opening.of(bundle, cluster.plan, trace, fetches=cluster.fetches_bundle))
     try:
-        engine = RankEngine(bundle, cluster, trace, max_in_flight)
-        engine.copy_index = copy_index
-        return engine
+        engine = RankEngine(bundle, cluster, trace, max_in_flight, copy_index)
     except BaseException:
         cluster.end(0.0)
         raise
+    return EngineSession(engine)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from onnxplace.bundle import Bundle, Step, list_routes, list_working_devices
 from onnxplace.errors import (
@@ -40,12 +40,8 @@ from onnxplace.target import Device
 # A look for later values delays the value that is awaited by some us.
 LOOKS_PER_LOOK_AHEAD = 10
 
-
-class Waiter(Protocol):
-    """Waits until something is ready, while messages are looked for."""
-
-    def __call__(self, is_ready: Callable[[], bool], is_near: Callable[[], bool] = ..., /) -> None:
-        """Return once something is ready; naps only while it is not near."""
+Waiter = Callable[..., None]
+"""Waits, while messages are looked for, until its first argument holds; it naps only while its second one does not."""
 
 
 class RankLoop(ProgramLoop):
@@ -60,7 +56,12 @@ class RankLoop(ProgramLoop):
     """
 
     def __init__(
-        self, opening: Opening, device: PlacedDevice, routes: list[OpenRoute], bus: MessageBus, wait: Waiter
+        self,
+        opening: Opening,
+        device: PlacedDevice,
+        routes: list[OpenRoute],
+        bus: MessageBus,
+        wait: Waiter,
     ) -> None:
         bundle = opening.bundle
         segments = {name: item for route in routes for name, item in route.segments.items()}
@@ -248,11 +249,10 @@ class RankLoop(ProgramLoop):
         for serial, name in handles:
             self._stored.pop((serial, name), None)
 
-    def read(self, serial: int, name: str) -> Frame:
-        """Return a stored state as a frame."""
-        memory, buffers = self._device.memory, list[Any]()
-        value = memory.read(memory.send(self._stored[serial, name], None))
-        return Frame("state", {"value": encode_value(value, buffers)}, buffers)
+    def read(self, serial: int, name: str) -> Any:
+        """Return a stored state as numpy."""
+        memory = self._device.memory
+        return memory.read(memory.send(self._stored[serial, name], None))
 
     def close(self) -> None:
         """Close sessions and memory."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import pin_thread, read_run_delays
-from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame
+from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame, encode_value
 from onnxplace.runtimes.ranks.launcher import connect_rank
 from onnxplace.runtimes.ranks.message_bus import MessageBus
 from onnxplace.runtimes.ranks.opening import Opening, describe_error
@@ -259,12 +259,11 @@ class RankProcess:
             self._answer(self._loop.follow(frame))
         elif frame.kind == "free":
             self._loop.free(fields["handles"])
-        elif frame.kind == "read":
-            answer = self._loop.read(fields["serial"], fields["name"])
-            answer.fields["call"] = fields["call"]
-            self._answer(answer)
-        elif frame.kind == "delays":
-            self._answer(Frame("delays", {"call": fields["call"], "delays": read_run_delays(pool=True)}))
+        elif frame.kind in ("read", "delays"):
+            is_read, buffers = frame.kind == "read", list[Any]()
+            value = self._loop.read(fields["serial"], fields["name"]) if is_read else read_run_delays(pool=True)
+            answer = {"call": fields["call"], "value": encode_value(value, buffers)}
+            self._answer(Frame("answer", answer, buffers))
 
     def _open(self, frame: Frame) -> Frame:
         """Open the bundle; return the answer."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -43,18 +42,18 @@ MIN_DEVICE_BYTES = 16 << 10
 _MPICH_CUDA = 0
 
 
-class DataPlane(ABC):
-    """The way of values between a device and MPI."""
+class HostPlane:
+    """The way of values between a device and MPI through the host's memory; GPUs copy by page-locked buffers there."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
 
-    @abstractmethod
     def export(self, value: Any) -> Any:
-        """Return a value that is complete, as an array, an object for frames, or a DeviceArray.
+        """Return a value, after its copy, as an array, an object for frames, or a DeviceArray.
 
         Nothing alters it while it is referred to.
         """
+        return value if is_native_array(value) else self._memory.read(self._memory.send(value, None))
 
     def accept(self, value: Any, declared: str) -> Any:
         """Return what has arrived in the host's memory as a value of the device.
@@ -64,14 +63,6 @@ class DataPlane(ABC):
             declared: ONNX Runtime's name of its type.
         """
         return self._memory.feed(value, declared)
-
-
-class HostPlane(DataPlane):
-    """Values pass through the host's memory; GPUs copy to it and from it by page-locked buffers."""
-
-    def export(self, value: Any) -> Any:
-        """Return a value in the host's memory; waits for its copy."""
-        return value if is_native_array(value) else self._memory.read(self._memory.send(value, None))
 
 
 class DevicePlane(HostPlane):
@@ -104,7 +95,7 @@ class DeviceArray:
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self._tensor.address, True), "version": 3}
 
 
-def choose_plane(device: PlacedDevice) -> DataPlane:
+def choose_plane(device: PlacedDevice) -> HostPlane:
     """Return the data plane of a device: HostPlane, unless MPI reads the memory of such devices."""
     return (DevicePlane if reads_device_memory(device.kind.name) else HostPlane)(device.memory)
 

@@ -71,8 +71,8 @@ MAY_IMPORT = {
     "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
     "runtimes.replicas": "bundle errors feeds runtime runtimes.execution utils",
-    "serving": "bundle errors feeds runtime runtimes.execution traces utils",
-    "drop_in": "bundle devices errors feeds machine model_metadata ort runtime traces utils",
+    "serving": "bundle errors feeds runtime runtimes.execution utils",
+    "drop_in": "bundle devices errors feeds machine model_metadata ort runtime serving traces utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
