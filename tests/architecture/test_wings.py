@@ -57,10 +57,11 @@ MAY_IMPORT = {
         "errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state target "
         "training_step utils"
     ),
+    "passes.batching": "errors feeds model passes.sharding",
     "passes.recomputation": "errors facts graph model problem state training_step utils",
     "passes": (
-        "bundle errors facts graph machine model passes.cost_files passes.learning passes.placement.exact "
-        "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining "
+        "bundle errors facts graph machine model passes.batching passes.cost_files passes.learning "
+        "passes.placement.exact passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining "
         "passes.placement.search passes.placement.stages passes.profiling passes.recomputation passes.segments "
         "passes.sharding passes.training problem simulation state target training_roles utils"
     ),
