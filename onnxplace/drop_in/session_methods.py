@@ -59,22 +59,6 @@ class NodeArg:
     """
 
 
-def list_inputs(bundle: Bundle) -> list[NodeArg]:
-    """Return the inputs without default values, states among them, which the first run takes."""
-    return [_describe(item) for item in bundle.inputs if not item.optional]
-
-
-def list_overridable(bundle: Bundle) -> list[NodeArg]:
-    """Return the inputs with default values."""
-    return [_describe(item) for item in bundle.inputs if item.optional]
-
-
-def list_outputs(bundle: Bundle) -> list[NodeArg]:
-    """Return the outputs that a run returns by default, with sizes that the compiler inferred."""
-    records = {record.name: record for record in bundle.manifest.outputs}
-    return [_describe_output(bundle, records[item.name]) for item in bundle.returned_outputs]
-
-
 def _describe(item: Declared) -> NodeArg:
     return NodeArg(item.name, item.dtype, list(item.shape or ()))
 
@@ -186,15 +170,16 @@ class SessionMethods(ABC):
 
     def get_inputs(self) -> list[NodeArg]:
         """Return the model's inputs without default values: name, type, shape. States are among them."""
-        return list_inputs(self._bundle)
+        return [_describe(item) for item in self._bundle.inputs if not item.optional]
 
     def get_outputs(self) -> list[NodeArg]:
         """Return the outputs of `run(None, ...)`, without states: name, type, shape."""
-        return list_outputs(self._bundle)
+        records = {record.name: record for record in self._bundle.manifest.outputs}
+        return [_describe_output(self._bundle, records[item.name]) for item in self._bundle.returned_outputs]
 
     def get_overridable_initializers(self) -> list[NodeArg]:
         """Return the model's inputs with default values: name, type, shape."""
-        return list_overridable(self._bundle)
+        return [_describe(item) for item in self._bundle.inputs if item.optional]
 
     def get_modelmeta(self) -> ModelMetadata:
         """Return what the ONNX file said of the model, with the attributes of `onnxruntime.ModelMetadata`.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -449,13 +449,12 @@ class Batcher:
 
 
 _open_batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
-_hooks: list[object] = []
 
 
+@cache
 def _register_exit_hook() -> None:
     """Close batchers before the engines below them: hooks run in reverse order, and those of engines exist already."""
-    if not _hooks:
-        _hooks.append(atexit.register(_close_all))
+    atexit.register(_close_all)
 
 
 def _close_all() -> None:

@@ -15,7 +15,6 @@ from onnxplace.runtimes.execution.segments import (
     OpenSegment as OpenSegment,
     PlacedDevice as PlacedDevice,
     open_routes as open_routes,
-    open_segment as open_segment,
 )
 from onnxplace.runtimes.execution.sessions import EngineSession as EngineSession
 from onnxplace.runtimes.execution.workers import Worker as Worker

@@ -1,5 +1,16 @@
 """An open bundle at work: its requests, and a worker thread per device.
 
+A request passes through these steps:
+
+1. *Admitted*: it takes one of `max_in_flight` slots and a route, and joins the dictionary of requests in flight.
+2. *Ready*: no earlier request of its conversation is in flight. Without states, that is so at once.
+3. *Followed*: each device of its route follows its program for it. Programs exchange values among each other, so the
+   devices of one request wait for each other, while those that are done begin with the next request.
+4. *Delivered*: the device that finishes last stores the states, frees the slot, and completes the future.
+
+A failure, a timeout or a cancellation ends it at every device: ONNX Runtime stops at the end of a node, and what waits
+for a value is woken. It still takes its turn at step 4, so that its devices are free again.
+
 A request is admitted, left and finished by single steps that an interrupt of the main thread cannot tear apart. All
 steps that end a request may be repeated.
 """
@@ -30,7 +41,7 @@ from onnxplace.runtimes.execution.bells import CALLERS
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
 from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice, choose_route
-from onnxplace.runtimes.execution.workers import Deliverer, DeliveryLoop, Worker
+from onnxplace.runtimes.execution.workers import Worker, WorkLoop
 from onnxplace.utils import start_thread
 
 # The ends of all engines of a process: at the end of the interpreter, and in a forked child.
@@ -69,7 +80,7 @@ T = TypeVar("T")
 END_GRACE_SECONDS = 2.0
 
 
-class Engine(DeliveryLoop):
+class Engine(WorkLoop):
     """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
 
     def __init__(
@@ -89,8 +100,8 @@ class Engine(DeliveryLoop):
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
         self._conversations = weakref.WeakSet((self._states,))
         """Sets of states that are freed with the session; an own set belongs to the handle of its conversation."""
-        self._workers = [Worker(self, device, self.work) for device in devices.values()]
-        self._workers += [Deliverer(self, devices[device]) for device in self._deliveries]
+        self._workers = [Worker(device, self.work) for device in devices.values()]
+        self._workers += [Worker(devices[device], self.deliver, " deliveries") for device in self._deliveries]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
 
     def start(self) -> None:

@@ -193,16 +193,20 @@ class OpenRoute:
 
 
 def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[OpenRoute]:
-    """Open the segments of all routes, each once on each device that runs it; raises the errors of `open_segment`."""
+    """Open the segments of all routes that run on some devices, each once on each of these.
+
+    Raises the errors of `open_segment`.
+    """
     opened: dict[tuple[str, str], OpenSegment] = {}
     routes = []
     for index, route in enumerate(list_routes(bundle.manifest)):
         segments = {}
         for record in bundle.manifest.segments:
-            device = route.devices[record.device]
-            if (record.id, device) not in opened:
-                opened[record.id, device] = open_segment(bundle, record, devices[device])
-            segments[record.id] = opened[record.id, device]
+            if (device := devices.get(route.devices[record.device])) is None:
+                continue  # another process has it
+            if (record.id, device.id) not in opened:
+                opened[record.id, device.id] = open_segment(bundle, record, device)
+            segments[record.id] = opened[record.id, device.id]
         programs = {device: home for home, device in route.devices.items()}
         routes.append(OpenRoute(index, route.devices, programs, segments, max(route.share, MIN_SHARE)))
     return routes

@@ -40,17 +40,14 @@ OWNER_CHECK_SECONDS = 3.0
 
 
 class Worker(threading.Thread):
-    """The thread that follows one device's program."""
+    """A thread of an engine for one device: it follows the program, or does another part of the work."""
 
-    def __init__(
-        self, engine: WorkLoop, device: PlacedDevice, work: Callable[[PlacedDevice], None], part: str = ""
-    ) -> None:
+    def __init__(self, device: PlacedDevice, work: Callable[[PlacedDevice], None], part: str = "") -> None:
         super().__init__(target=work, args=(device,), name=f"onnxplace {device.id}{part}", daemon=True)
-        self.engine = engine
 
 
 class WorkLoop(ProgramLoop):
-    """The part of an engine that workers run."""
+    """The part of an engine that its threads run."""
 
     def __init__(
         self, bundle: Bundle, devices: Mapping[str, PlacedDevice], routes: Sequence[OpenRoute], trace: bool
@@ -269,19 +266,7 @@ class WorkLoop(ProgramLoop):
         array = producer.memory.read(request.outputs[value])
         return array.copy() if value in self._stored_values else array
 
-
-# The threads that deliver the results of devices whose work is enqueued.
-
-
-class Deliverer(Worker):
-    """The thread that waits for the enqueued work of requests, so that their device's worker can enqueue the next."""
-
-    def __init__(self, engine: DeliveryLoop, device: PlacedDevice) -> None:
-        super().__init__(engine, device, engine.deliver, " deliveries")
-
-
-class DeliveryLoop(WorkLoop):
-    """The part of an engine that deliverers run."""
+    # -- deliveries of devices that run ahead ---------------------------------------------------------------
 
     def deliver(self, device: PlacedDevice) -> None:
         """Wait for the enqueued work of one request after another, and finish each, until the engine is closed."""

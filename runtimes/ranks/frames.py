@@ -105,6 +105,16 @@ def _encode_strings(array: Any) -> Any:
     return np.frombuffer(json.dumps(texts).encode(), np.uint8)
 
 
+# The kinds of frames are these:
+#
+#   driver to rank    open, piece (of a file), request, cancel, read (a state), delays (of its threads), free (states),
+#                     clock (an answer), watch (report silent ranks from now on), alive (for the bridge), close
+#   rank to driver    started, need (a piece), ready or failed, report (of a request), answer (to read or delays),
+#                     clock (a question), silent (another rank), alive
+#   rank to rank      value (that no channel can send), clock (question and answer)
+#
+# Rank 0 passes on those between the driver and ranks without a socket of it.
+
 # Bytes of the JSON text, number of buffers, and a rank: who gets the frame, or towards the driver, who sends it.
 _PREFIX = struct.Struct("<IIi")
 # The rank of frames that have nothing to do with the driver.

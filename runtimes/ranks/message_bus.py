@@ -1,5 +1,9 @@
 """Messages between ranks by MPI: frames, heartbeats, and the bytes of values.
 
+Frames and heartbeats may come at any time, and say themselves what they are: each look takes all that are here. Values
+come when the program says so, with a tag and a buffer of their own (see `value_channels`). They have a communicator of
+their own, so that no look takes them for frames. Both are seen only when a thread looks: MPI has no thread of its own.
+
 One lock guards all calls of MPI, so any thread may send and look for messages. Sends return at once; their buffers are
 kept until they are through. Nothing waits inside MPI: its own waits would burn a core.
 """

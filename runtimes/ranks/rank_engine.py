@@ -157,7 +157,7 @@ class RankEngine(Engine):
         """Frames other than requests, by rank; the worker sends them."""
         self._freed: deque[RemoteState] = deque()
         self._answers: dict[int, Answers] = {}
-        self._workers.append(Worker(self, device, self._read_reports, " reports"))
+        self._workers.append(Worker(device, self._read_reports, " reports"))
 
     # -- requests ------------------------------------------------------------------------------------
 

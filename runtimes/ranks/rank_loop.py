@@ -1,4 +1,14 @@
-"""One rank's part of a bundle: the segments of its device, and the programs that it follows."""
+"""One rank's part of a bundle: the segments of its device, and the programs that it follows.
+
+The driver sends each request to all ranks of its route, with a serial number that is the same for all; ranks follow
+requests in this order. A rank follows the program of its device as a worker thread does, except that its peers are
+other processes. A send is only begun: MPI moves the bytes while the next segment runs. A receive waits for a value that
+has been expected since the request began, so that its bytes have a place when they arrive. Outputs go back in a report;
+states stay here, under the serial number of the request that left them, until the driver names or frees them.
+
+A rank that fails or is told to cancel leaves the program, and reports. The others would wait for its values, so the
+driver cancels the request for them. Values of a request that has ended here are dropped when they come.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +19,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from onnxplace.bundle import Bundle, Step, list_routes, list_working_devices
+from onnxplace.bundle import Step, list_routes, list_working_devices
 from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
@@ -27,7 +37,7 @@ from onnxplace.runtimes.execution import (
     Request,
     describe_step_failure,
     drop_last_frees,
-    open_segment,
+    open_routes,
 )
 from onnxplace.runtimes.ranks.distribution import Fetch, obtain_bundle
 from onnxplace.runtimes.ranks.frames import Frame, decode_value, decode_values, encode_value, encode_values
@@ -273,31 +283,16 @@ def open_rank(opening: Opening, bus: MessageBus, wait: Waiter, fetch: Fetch) -> 
     device = target.devices[target.position(name)]
     _require_local(device)
     placed = PlacedDevice(device, _find_cores(device, target.devices))
-    routes_of_devices = list_routes(bundle.manifest)
-    if bus.rank in opening.remote:
-        bundle = _obtain_part(bundle, name, fetch)
-        opening = replace(opening, bundle=bundle)
-    opened: dict[str, OpenSegment] = {}
-    routes = []
-    with use_custom_operators(opening.libraries), nullcontext() if opening.optimises else without_optimisations():
-        for index, route in enumerate(routes_of_devices):
-            records = [item for item in bundle.manifest.segments if route.devices[item.device] == name]
-            bundle.check_files(*{item.file for item in records if item.id not in opened}, check="small")
-            for record in records:
-                if record.id not in opened:
-                    opened[record.id] = open_segment(bundle, record, placed)
-            programs = {device: home for home, device in route.devices.items()}
-            segments = {item.id: opened[item.id] for item in records}
-            routes.append(OpenRoute(index, route.devices, programs, segments, 1.0))
-    return RankLoop(opening, placed, routes, bus, wait)
-
-
-def _obtain_part(bundle: Bundle, device: str, fetch: Fetch) -> Bundle:
-    """Return a bundle that is on this host, as far as a device needs it."""
-    homes = {home for route in list_routes(bundle.manifest) for home, item in route.devices.items() if item == device}
+    homes = {home for route in list_routes(bundle.manifest) for home, item in route.devices.items() if item == name}
     segments = [item for item in bundle.manifest.segments if item.device in homes]
-    states = [item.input for item in bundle.manifest.states if item.device in homes]
-    return obtain_bundle(bundle, segments, states, fetch)
+    if bus.rank in opening.remote:
+        states = [item.input for item in bundle.manifest.states if item.device in homes]
+        bundle = obtain_bundle(bundle, segments, states, fetch)
+        opening = replace(opening, bundle=bundle)
+    with use_custom_operators(opening.libraries), nullcontext() if opening.optimises else without_optimisations():
+        bundle.check_files(*{item.file for item in segments}, check="small")
+        routes = open_routes(bundle, {name: placed})
+    return RankLoop(opening, placed, routes, bus, wait)
 
 
 def _require_versions(expected: Mapping[str, str]) -> None:
