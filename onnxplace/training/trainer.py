@@ -28,89 +28,6 @@ from onnxplace.training.checkpoints import (
     write_checkpoint,
 )
 
-# Checks of what users give to the trainer.
-
-
-def require_training_step(bundle: Bundle) -> TrainingRecord:
-    """Return the training step of a bundle; raises UsageError if it is none."""
-    if bundle.manifest.training is None:
-        hint = "compile the model of a training step, such as onnxplace.torch.export_training_step writes"
-        raise UsageError("L040", "this bundle is not one of a training step", where=str(bundle.path), hint=hint)
-    return bundle.manifest.training
-
-
-def check_seed(seed: int) -> int:
-    """Return a seed; raises UsageError unless it is a whole number that int64 has, of 0 or more."""
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 63:
-        raise UsageError("L043", f"expected a seed of 0 or more, below 2**63, got {seed!r}", where="Trainer")
-    return int(seed)
-
-
-def check_count(number: Any, what: str, where: str) -> int:
-    """Return a number of steps or batches; raises UsageError unless it is a whole number of 0 or more."""
-    array = np.asarray(number)
-    if array.dtype.kind not in "iu" or array.size != 1 or not 0 <= int(array.item()) < 1 << 63:
-        raise UsageError("L043", f"expected {what} of 0 or more, got {number!r}", where=where)
-    return int(array.item())
-
-
-def check_rate(rate: Any) -> float:
-    """Return a learning rate; raises UsageError unless it is a finite number of 0 or more."""
-    try:
-        number = math.nan if isinstance(rate, (str, bytes)) else float(rate)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number >= 0):
-        message = f"expected a learning rate of 0 or more, got {rate!r}"
-        raise UsageError("L043", message, where="learning_rate", hint="give a number such as 1e-3")
-    return number
-
-
-def to_number(value: Any) -> Any:
-    """Return one number as a float, and any other array as it is."""
-    array = np.asarray(value)
-    return float(array.item()) if array.size == 1 else array
-
-
-# Whether devices have memory for a second set of their states.
-
-
-def has_room_for_copies(manifest: Manifest) -> bool:
-    """Return whether every device can keep its old states while a step computes new ones, within its limit."""
-    states: Counter[str] = Counter()
-    for state in manifest.states:
-        states[state.device] += manifest.values[state.input].bytes if state.input in manifest.values else 0
-    return all(item.peak_bytes + states[item.id] <= item.limit_bytes for item in manifest.devices)
-
-
-# Learning rates over the steps of a run.
-
-Schedule = Callable[[int], float]
-"""From the number of a step, 1 for the first one, to its learning rate."""
-
-ScheduleName = Literal["constant", "cosine", "linear"]
-
-
-def make_schedule(name: ScheduleName, rate: float, steps: int, warmup: int = 0) -> Schedule:
-    """Return a schedule: a linear rise over `warmup` steps, then constant, or a fall to zero after `steps`.
-
-    >>> [make_schedule("linear", 1.0, 4)(step) for step in (1, 2, 3, 4)]
-    [1.0, 0.75, 0.5, 0.25]
-    >>> [make_schedule("constant", 1.0, 4, warmup=2)(step) for step in (1, 2, 3)]
-    [0.5, 1.0, 1.0]
-    """
-
-    def compute_rate(step: int) -> float:
-        if step <= warmup:
-            return rate * step / warmup
-        progress = min((step - 1 - warmup) / max(steps - warmup, 1), 1.0)
-        if name == "cosine":
-            return rate * 0.5 * (1 + math.cos(math.pi * progress))
-        return rate * (1 - progress) if name == "linear" else rate
-
-    return compute_rate
-
-
 STEP_KEY, SEED_KEY = "trainer.step", "trainer.seed"
 """Entries of `state_dict` that are not tensors of the model."""
 
@@ -477,3 +394,86 @@ def _fill(declared: Declared, number: float) -> dict[str, Array]:
     """Return the feed of an input of one number: a scalar, or a vector of one element."""
     shape = [size if isinstance(size, int) else 1 for size in declared.shape or ()]
     return {declared.name: np.full(shape, number, numpy_type(declared.dtype) or np.float32)}
+
+
+# Checks of what users give to the trainer.
+
+
+def require_training_step(bundle: Bundle) -> TrainingRecord:
+    """Return the training step of a bundle; raises UsageError if it is none."""
+    if bundle.manifest.training is None:
+        hint = "compile the model of a training step, such as onnxplace.torch.export_training_step writes"
+        raise UsageError("L040", "this bundle is not one of a training step", where=str(bundle.path), hint=hint)
+    return bundle.manifest.training
+
+
+def check_seed(seed: int) -> int:
+    """Return a seed; raises UsageError unless it is a whole number that int64 has, of 0 or more."""
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 63:
+        raise UsageError("L043", f"expected a seed of 0 or more, below 2**63, got {seed!r}", where="Trainer")
+    return int(seed)
+
+
+def check_count(number: Any, what: str, where: str) -> int:
+    """Return a number of steps or batches; raises UsageError unless it is a whole number of 0 or more."""
+    array = np.asarray(number)
+    if array.dtype.kind not in "iu" or array.size != 1 or not 0 <= int(array.item()) < 1 << 63:
+        raise UsageError("L043", f"expected {what} of 0 or more, got {number!r}", where=where)
+    return int(array.item())
+
+
+def check_rate(rate: Any) -> float:
+    """Return a learning rate; raises UsageError unless it is a finite number of 0 or more."""
+    try:
+        number = math.nan if isinstance(rate, (str, bytes)) else float(rate)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        message = f"expected a learning rate of 0 or more, got {rate!r}"
+        raise UsageError("L043", message, where="learning_rate", hint="give a number such as 1e-3")
+    return number
+
+
+def to_number(value: Any) -> Any:
+    """Return one number as a float, and any other array as it is."""
+    array = np.asarray(value)
+    return float(array.item()) if array.size == 1 else array
+
+
+# Whether devices have memory for a second set of their states.
+
+
+def has_room_for_copies(manifest: Manifest) -> bool:
+    """Return whether every device can keep its old states while a step computes new ones, within its limit."""
+    states: Counter[str] = Counter()
+    for state in manifest.states:
+        states[state.device] += manifest.values[state.input].bytes if state.input in manifest.values else 0
+    return all(item.peak_bytes + states[item.id] <= item.limit_bytes for item in manifest.devices)
+
+
+# Learning rates over the steps of a run.
+
+Schedule = Callable[[int], float]
+"""From the number of a step, 1 for the first one, to its learning rate."""
+
+ScheduleName = Literal["constant", "cosine", "linear"]
+
+
+def make_schedule(name: ScheduleName, rate: float, steps: int, warmup: int = 0) -> Schedule:
+    """Return a schedule: a linear rise over `warmup` steps, then constant, or a fall to zero after `steps`.
+
+    >>> [make_schedule("linear", 1.0, 4)(step) for step in (1, 2, 3, 4)]
+    [1.0, 0.75, 0.5, 0.25]
+    >>> [make_schedule("constant", 1.0, 4, warmup=2)(step) for step in (1, 2, 3)]
+    [0.5, 1.0, 1.0]
+    """
+
+    def compute_rate(step: int) -> float:
+        if step <= warmup:
+            return rate * step / warmup
+        progress = min((step - 1 - warmup) / max(steps - warmup, 1), 1.0)
+        if name == "cosine":
+            return rate * 0.5 * (1 + math.cos(math.pi * progress))
+        return rate * (1 - progress) if name == "linear" else rate
+
+    return compute_rate

@@ -14,6 +14,7 @@ from onnxplace.runtimes.execution.segments import (
     OpenRoute as OpenRoute,
     OpenSegment as OpenSegment,
     PlacedDevice as PlacedDevice,
+    find_cores as find_cores,
     open_routes as open_routes,
 )
 from onnxplace.runtimes.execution.sessions import EngineSession as EngineSession

@@ -322,18 +322,11 @@ class Engine(WorkLoop):
         if os.getpid() != self._process:
             return
         with self._lock:
-            self._request_changes.wake()  # callers that wait for a slot
             if not self._is_busy(conversation):
                 conversation.clear()
-        if isinstance(threading.current_thread(), Worker):
-            return  # a callback: requests in flight store no states any more
-        try:
-            self._wait_for_requests(timeout, conversation)
-        except BaseException:  # an interrupt: do not wait for them any longer
-            self.end_requests(conversation)
-            raise
-        with self._lock:
-            conversation.clear()
+        if self._drain(timeout, conversation):
+            with self._lock:
+                conversation.clear()
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -345,16 +338,9 @@ class Engine(WorkLoop):
         self._closed = True
         if os.getpid() != self._process:
             return  # a forked process has no workers
-        with self._lock:
-            self._request_changes.wake()
         self._wake()
-        if isinstance(threading.current_thread(), Worker):
-            return  # a callback: workers end by themselves after requests in flight
-        try:
-            self._wait_for_requests(timeout)
-        except BaseException:  # an interrupt: do not wait for them any longer
-            self.end_requests()
-            raise
+        if not self._drain(timeout):
+            return
         deadline = time.monotonic() + END_GRACE_SECONDS
         for worker in self._workers:
             with suppress(RuntimeError):  # a worker that was never started
@@ -374,6 +360,19 @@ class Engine(WorkLoop):
             conversation.clear()
         for device in self._devices.values():
             device.memory.close()
+
+    def _drain(self, timeout: float | None, conversation: CarriedStates | None = None) -> bool:
+        """Wait for requests in flight, of one conversation or of all; return whether this thread may wait for them."""
+        with self._lock:
+            self._request_changes.wake()  # callers that wait for a slot
+        if isinstance(threading.current_thread(), Worker):
+            return False  # a callback: workers end by themselves after requests in flight, which store no states
+        try:
+            self._wait_for_requests(timeout, conversation)
+        except BaseException:  # an interrupt: do not wait for them any longer
+            self.end_requests(conversation)
+            raise
+        return True
 
     def _wait_for_requests(self, timeout: float | None, conversation: CarriedStates | None = None) -> None:
         """Wait for requests in flight; ended ones get `END_GRACE_SECONDS`, and all are ended after the timeout."""

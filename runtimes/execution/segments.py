@@ -13,6 +13,7 @@ from onnxplace.bundle import Bundle, SegmentRecord, list_routes
 from onnxplace.devices import DeviceMemory, find_kind, import_memory
 from onnxplace.errors import BundleError, ModelError
 from onnxplace.machine import (
+    assign_cores,
     is_absent,
     is_native_type,
     make_session_options,
@@ -35,6 +36,12 @@ class PlacedDevice:
         self.cores = cores
         self.kind = find_kind(device.kind)
         self.memory: DeviceMemory = import_memory(self.kind)(device.address, cores)
+
+
+def find_cores(devices: Iterable[Device]) -> dict[str, tuple[int, ...]]:
+    """Return the cores of each CPU device of one host, by its id."""
+    cpus = [device for device in devices if device.is_host]
+    return dict(zip([device.id for device in cpus], assign_cores([device.cores for device in cpus])))
 
 
 class OpenSegment:

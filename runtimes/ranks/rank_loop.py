@@ -25,7 +25,7 @@ from onnxplace.errors import (
     TargetError,
 )
 from onnxplace.hosts import list_versions
-from onnxplace.machine import assign_cores, require_device, use_custom_operators, without_optimisations
+from onnxplace.machine import require_device, use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution import (
     CancelledError,
     CarriedStates,
@@ -37,6 +37,7 @@ from onnxplace.runtimes.execution import (
     Request,
     describe_step_failure,
     drop_last_frees,
+    find_cores,
     open_routes,
 )
 from onnxplace.runtimes.ranks.distribution import Fetch, obtain_bundle
@@ -282,7 +283,8 @@ def open_rank(opening: Opening, bus: MessageBus, wait: Waiter, fetch: Fetch) -> 
     target = bundle.target
     device = target.devices[target.position(name)]
     _require_local(device)
-    placed = PlacedDevice(device, _find_cores(device, target.devices))
+    cores = find_cores(item for item in target.devices if item.host == device.host)
+    placed = PlacedDevice(device, cores.get(name, ()))
     homes = {home for route in list_routes(bundle.manifest) for home, item in route.devices.items() if item == name}
     segments = [item for item in bundle.manifest.segments if item.device in homes]
     if bus.rank in opening.remote:
@@ -311,13 +313,6 @@ def _require_local(device: Device) -> None:
         require_device(device.local)
     except TargetError as problem:
         raise TargetError(problem.code, problem.message, where=device.id, hint=problem.hint) from None
-
-
-def _find_cores(device: Device, devices: tuple[Device, ...]) -> tuple[int, ...]:
-    """Return the cores of a CPU device among those of its host; none for other devices."""
-    cpus = [item for item in devices if item.is_host and item.host == device.host]
-    cores = dict(zip([item.id for item in cpus], assign_cores([item.cores for item in cpus])))
-    return cores.get(device.id, ())
 
 
 def _read_shape(value: Any) -> tuple[int, ...]:
