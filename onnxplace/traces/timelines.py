@@ -148,16 +148,7 @@ def _predict_timeline(manifest: Manifest, request: RequestTimeline, simulated: S
     events = _list_events(manifest, request, simulated)
     # The part of a request before its first segment and after its last one.
     finish = simulated.end_seconds + manifest.predicted.request_seconds
-    return RequestTimeline(
-        number=request.number,
-        submitted_seconds=request.submitted_seconds,
-        finish_seconds=finish,
-        events=events,
-        route=request.route,
-        conversation=request.conversation,
-        joined=request.joined,
-        copy=request.copy,
-    )
+    return replace(request, finish_seconds=finish, events=events, tag="")
 
 
 def _list_events(manifest: Manifest, request: RequestTimeline, simulated: SimulatedRequest) -> tuple[Event, ...]:
