@@ -1,6 +1,7 @@
-from onnxplace.runtimes.ranks.cluster import Cluster as Cluster, RemoteCluster as RemoteCluster
-from onnxplace.runtimes.ranks.leader import (
+from onnxplace.runtimes.ranks.cluster import (
+    Cluster as Cluster,
     LedCluster as LedCluster,
+    RemoteCluster as RemoteCluster,
     find_job as find_job,
     plan_job as plan_job,
     serve_rank as serve_rank,

@@ -3,6 +3,9 @@
 The driver listens on a Unix socket in a folder that only its user can enter. Rank 0 and the other ranks on this machine
 connect to it, so no port is opened for it, and no other user can be taken for a rank. If all ranks run on other hosts,
 a bridge on the first of these starts them, and the remote shell connects it with the driver.
+
+In a script that MPI runs itself, as in `mpiexec -n 2 python script.py`, rank 0 leads, and the others serve it. Then
+rank 0 is a thread of the driver, and nothing has to be started.
 """
 
 from __future__ import annotations
@@ -21,19 +24,21 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle
-from onnxplace.errors import ExecutionError, InputError, TargetError
+from onnxplace.bundle import Bundle, Manifest, list_route_devices
+from onnxplace.errors import ExecutionError, InputError, TargetError, format_count
 from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause, find_rank_end
 from onnxplace.runtimes.ranks.bridge import ALIVE_SECONDS, GREETING
-from onnxplace.runtimes.ranks.distribution import read_piece
 from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, FrameSockets, RankTick
 from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, RANK_MODULE, REPORTING_SECONDS, Launcher, RankSocket
-from onnxplace.runtimes.ranks.opening import Opening, rebuild_error
+from onnxplace.runtimes.ranks.opening import Opening, read_piece, rebuild_error
 from onnxplace.runtimes.ranks.rank_plans import RankPlan
+from onnxplace.runtimes.ranks.rank_process import RankProcess
 from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
+from onnxplace.target import split_host
 from onnxplace.utils import start_thread
 
 # Rank 0 says that it is alive four times a second.
@@ -326,3 +331,67 @@ class RemoteCluster(Cluster):
         """End the bridge, and with it the ranks."""
         self._stopped.set()
         super()._end_processes(closing_seconds)
+
+
+# Sessions of a script that MPI runs, as in `mpiexec -n 2 python script.py`: rank 0 leads, the others serve it.
+
+# Variables that launchers of MPI set: MPICH and Slurm, PMIx, Open MPI.
+_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def find_job() -> Any:
+    """Return MPI's communicator of all ranks if a launcher of MPI has started this process as one of several."""
+    if not any(name in os.environ for name in _RANK_VARIABLES):
+        return None
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD if MPI.COMM_WORLD.size > 1 else None
+
+
+def plan_job(manifest: Manifest, size: int) -> RankPlan:
+    """Return which device is which rank of a job: in the order of the target.
+
+    Raises TargetError unless there are as many ranks as devices.
+    """
+    devices = list_route_devices(manifest)
+    if len(devices) != size:
+        message = f"expected {format_count(len(devices), 'rank')}, one for each device of the bundle, got {size}"
+        raise TargetError("K009", message, hint=f"start the script with mpiexec -n {len(devices)}")
+    return RankPlan(devices, tuple(split_host(device)[0] or "localhost" for device in devices))
+
+
+def serve_rank(job: Any) -> None:
+    """Serve the session of rank 0 until it is closed."""
+    RankProcess(job, None).run()
+
+
+class LedCluster(Cluster):
+    """The ranks of a job, of which this process is rank 0: a thread of it follows the first device's program."""
+
+    fetches_bundle = False
+
+    def __init__(self, plan: RankPlan, job: Any, timeout_seconds: float) -> None:
+        super().__init__(plan, Connection(), timeout_seconds)
+        self._job = job
+        self._thread = threading.Thread(target=self._serve, name="onnxplace rank 0", daemon=True)
+        self._far: socket.socket | None = None
+
+    def _start(self, deadline: float) -> None:
+        """Start the thread of rank 0, which waits until the other ranks open their sessions, too."""
+        del deadline
+        near, self._far = socket.socketpair()
+        self._sockets = FrameSockets({0: FrameSocket(near)})
+        start_thread(self._thread)
+
+    def _serve(self) -> None:
+        assert self._far is not None
+        with self._far:
+            RankProcess(self._job, self._far).run()
+
+    def describe_end(self) -> ExecutionError:
+        """Return the error of a rank 0 that has ended; where another rank dies, MPI ends the whole job."""
+        return ExecutionError("K011", "its thread ended", where=self.plan.devices[0], hint=NEW_SESSION_HINT)
+
+    def _end_processes(self, closing_seconds: float) -> None:
+        """Wait for the thread of rank 0; a job whose other ranks do not end is ended by its launcher."""
+        self._thread.join(closing_seconds)

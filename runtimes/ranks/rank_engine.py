@@ -49,7 +49,6 @@ class RemoteRequest(Request):
     """Its number in the order of sending, the same for all ranks; -1 if it is not sent."""
     waiting: frozenset[int] | set[int] = frozenset()
     """The ranks that have not reported its end."""
-    home_of_rank: dict[int, str]
     is_cancelled = False
     """Whether its ranks were told to end it."""
     cancel_deadline = 0.0

@@ -40,12 +40,10 @@ from onnxplace.runtimes.execution import (
     find_cores,
     open_routes,
 )
-from onnxplace.runtimes.ranks.distribution import Fetch, obtain_bundle
 from onnxplace.runtimes.ranks.frames import Frame, decode_value, decode_values, encode_value, encode_values
-from onnxplace.runtimes.ranks.message_bus import MessageBus
-from onnxplace.runtimes.ranks.opening import Opening, describe_error, find_clock
+from onnxplace.runtimes.ranks.opening import Fetch, Opening, describe_error, find_clock, obtain_bundle
+from onnxplace.runtimes.ranks.rank_messages import Channel, MessageBus, ValueChannels, choose_plane
 from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
-from onnxplace.runtimes.ranks.value_channels import Channel, ValueChannels, choose_plane
 from onnxplace.target import Device
 
 # A look for later values delays the value that is awaited by some us.

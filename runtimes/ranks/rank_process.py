@@ -25,9 +25,9 @@ from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import pin_thread, read_run_delays
 from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame, encode_value
 from onnxplace.runtimes.ranks.launcher import connect_rank
-from onnxplace.runtimes.ranks.message_bus import MessageBus
 from onnxplace.runtimes.ranks.opening import Opening, describe_error
 from onnxplace.runtimes.ranks.rank_loop import RankLoop, open_rank
+from onnxplace.runtimes.ranks.rank_messages import MessageBus
 
 # What a rank asks of the system for its process: exact sleeps, memory that is kept, an end with its parent.
 
