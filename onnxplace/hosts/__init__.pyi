@@ -2,7 +2,7 @@ from onnxplace.hosts.connection import (
     Connection as Connection,
     is_this_machine as is_this_machine,
 )
-from onnxplace.hosts.describe_host import list_versions as list_versions
+from onnxplace.hosts.describe_host import describe_error as describe_error, list_versions as list_versions
 from onnxplace.hosts.host_lists import (
     HostSlots as HostSlots,
     parse_hosts as parse_hosts,

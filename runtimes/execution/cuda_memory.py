@@ -18,33 +18,16 @@ from onnxplace.runtimes.execution.stream_memory import RunOutput, SessionPlaces,
 KEPT_POOL_BYTES = 256 << 20
 
 
-class CudaStream:
-    """A stream of a GPU; it is destroyed, after its work, with its last reference."""
+class CudaHandle:
+    """A stream or an event of a GPU; it is destroyed, after its work, with its last reference."""
 
-    def __init__(self, driver: CudaDriver, device: int) -> None:
-        self.device = device
-        self._driver = driver
-        self.pointer = driver.call("cudaStreamCreateWithFlags", driver.runtime.cudaStreamNonBlocking)
-
-    def __del__(self) -> None:
-        if hasattr(self, "pointer"):
-            with suppress(DriverError):  # a finalizer has no caller to tell
-                self._driver.call("cudaStreamDestroy", self.pointer)
-
-
-class CudaEvent:
-    """A point of a stream, without a time."""
-
-    def __init__(self, driver: CudaDriver) -> None:
-        self._driver = driver
-        # Waiting threads sleep instead of spinning: devices' threads need the cores.
-        flags = driver.runtime.cudaEventDisableTiming | driver.runtime.cudaEventBlockingSync
-        self.pointer = driver.call("cudaEventCreateWithFlags", flags)
+    def __init__(self, driver: CudaDriver, pointer: Any, destroy: str, device: int) -> None:
+        self.pointer, self.device = pointer, device
+        self._driver, self._destroy = driver, destroy
 
     def __del__(self) -> None:
-        if hasattr(self, "pointer"):
-            with suppress(DriverError):
-                self._driver.call("cudaEventDestroy", self.pointer)
+        with suppress(DriverError):  # a finalizer has no caller to tell
+            self._driver.call(self._destroy, self.pointer)
 
 
 class CudaDriver(Driver):
@@ -63,27 +46,31 @@ class CudaDriver(Driver):
         self._check(name, error)
         return results[0] if results else None
 
-    def create_stream(self, device: int) -> CudaStream:
+    def create_stream(self, device: int) -> CudaHandle:
         """`cudaStreamCreateWithFlags`: a stream that does not wait for the default stream."""
         self._use(device)
-        return CudaStream(self, device)
+        pointer = self.call("cudaStreamCreateWithFlags", self.runtime.cudaStreamNonBlocking)
+        return CudaHandle(self, pointer, "cudaStreamDestroy", device)
 
-    def get_handle(self, stream: CudaStream) -> int:
+    def get_handle(self, stream: CudaHandle) -> int:
         """Return the value of `cudaStream_t`."""
         return int(stream.pointer)
 
-    def record(self, stream: CudaStream) -> CudaEvent:
+    def record(self, stream: CudaHandle) -> CudaHandle:
         """`cudaEventRecord`."""
         self._use(stream.device)
-        event = CudaEvent(self)
-        self.call("cudaEventRecord", event.pointer, stream.pointer)
+        # Without a time. Waiting threads sleep instead of spinning: devices' threads need the cores.
+        flags = self.runtime.cudaEventDisableTiming | self.runtime.cudaEventBlockingSync
+        pointer = self.call("cudaEventCreateWithFlags", flags)
+        event = CudaHandle(self, pointer, "cudaEventDestroy", stream.device)
+        self.call("cudaEventRecord", pointer, stream.pointer)
         return event
 
-    def wait(self, stream: CudaStream, event: CudaEvent) -> None:
+    def wait(self, stream: CudaHandle, event: CudaHandle) -> None:
         """`cudaStreamWaitEvent`."""
         self.call("cudaStreamWaitEvent", stream.pointer, event.pointer, 0)
 
-    def is_complete(self, event: CudaEvent) -> bool:
+    def is_complete(self, event: CudaHandle) -> bool:
         """`cudaEventQuery`."""
         (error,) = self.runtime.cudaEventQuery(event.pointer)
         if error == self.runtime.cudaError_t.cudaErrorNotReady:
@@ -91,16 +78,16 @@ class CudaDriver(Driver):
         self._check("cudaEventQuery", error)
         return True
 
-    def synchronize(self, event: CudaEvent) -> None:
+    def synchronize(self, event: CudaHandle) -> None:
         """`cudaEventSynchronize`, which releases the GIL."""
         self.call("cudaEventSynchronize", event.pointer)
 
-    def allocate(self, device: int, size: int, stream: CudaStream) -> int:
+    def allocate(self, device: int, size: int, stream: CudaHandle) -> int:
         """`cudaMallocAsync`, from the device's default pool."""
         self._find_pool(device)
         return int(self.call("cudaMallocAsync", size, stream.pointer))
 
-    def free(self, address: int, stream: CudaStream) -> None:
+    def free(self, address: int, stream: CudaHandle) -> None:
         """`cudaFreeAsync`."""
         self.call("cudaFreeAsync", address, stream.pointer)
 
@@ -112,18 +99,18 @@ class CudaDriver(Driver):
         """`cudaFreeHost`."""
         self.call("cudaFreeHost", address)
 
-    def copy_to_device(self, destination: int, source: int, size: int, stream: CudaStream) -> None:
+    def copy_to_device(self, destination: int, source: int, size: int, stream: CudaHandle) -> None:
         """`cudaMemcpyAsync`."""
         kind = self.runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self.call("cudaMemcpyAsync", destination, source, size, kind, stream.pointer)
 
-    def copy_to_host(self, destination: int, source: int, size: int, stream: CudaStream) -> None:
+    def copy_to_host(self, destination: int, source: int, size: int, stream: CudaHandle) -> None:
         """`cudaMemcpyAsync`."""
         kind = self.runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self.call("cudaMemcpyAsync", destination, source, size, kind, stream.pointer)
 
     def copy_to_peer(
-        self, destination: int, to_device: int, source: int, from_device: int, size: int, stream: CudaStream
+        self, destination: int, to_device: int, source: int, from_device: int, size: int, stream: CudaHandle
     ) -> None:
         """`cudaMemcpyPeerAsync`."""
         if size:

@@ -355,17 +355,7 @@ class StreamMemory(DeviceMemory):
         """Return an output of a run as a value."""
         if not isinstance(result, RunOutput):
             return StreamValue(result)
-        tensor = DeviceTensor(
-            address=result.address,
-            size=result.size,
-            element_type=result.element_type,
-            data_type=result.data_type,
-            shape=result.shape,
-            device=self.device,
-            owner=result.owner,
-            home=self.computing,
-            ready=mark,
-        )
+        tensor = DeviceTensor(**vars(result), device=self.device, home=self.computing, ready=mark)
         return StreamValue(tensor=tensor)
 
     @contextmanager

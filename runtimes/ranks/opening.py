@@ -90,17 +90,11 @@ class Opening:
         return Opening(Bundle(Path(path), manifest), **others)
 
 
-def describe_error(problem: OnnxplaceError) -> dict[str, str]:
-    """Return an error as plain data; `rebuild_error` is the inverse."""
-    parts = {name: getattr(problem, name) for name in ("code", "message", "where", "hint")}
-    return {"class": type(problem).__name__, **parts}
-
-
 def rebuild_error(data: Mapping[str, str], place: str) -> OnnxplaceError:
     """Return the error of a rank, which says where it arose.
 
     Args:
-        data: Of `describe_error`.
+        data: What `describe_error` returned.
         place: The rank, for errors that name no place.
     """
     kinds = {kind.__name__: kind for kind in (BundleError, FeedError, ModelError, PluginError, TargetError, UsageError)}

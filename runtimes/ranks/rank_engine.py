@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from onnxplace.bundle import Bundle, RouteRecord, list_routes
-from onnxplace.devices import DeviceAddress, DeviceMemory, find_kind
+from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.feeds import Array
 from onnxplace.runtime import Event, RuntimeSession
@@ -25,6 +25,7 @@ from onnxplace.runtimes.execution import (
     CarriedStates,
     Engine,
     EngineSession,
+    HostMemory,
     OpenRoute,
     Outcome,
     PlacedDevice,
@@ -80,30 +81,12 @@ class RemoteState:
             self._free(self)
 
 
-class RemoteMemory(DeviceMemory):
+class RemoteMemory(HostMemory):
     """The memory of all ranks together: outputs are here already, and states are read from their ranks."""
 
     def __init__(self, read_state: Callable[[RemoteState], Any]) -> None:
         super().__init__(DeviceAddress.of("cpu:0"), ())
         self._read_state = read_state
-
-    def feed(self, array: Any, declared: str) -> Any:
-        """Return an input unchanged."""
-        return array
-
-    def run(
-        self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any
-    ) -> list[Any]:
-        """Refuse: segments run on ranks."""
-        raise NotImplementedError
-
-    def send(self, value: Any, destination: DeviceMemory | None) -> Any:
-        """Return a value or a state unchanged."""
-        return value
-
-    def receive(self, parcel: Any, source: DeviceMemory) -> Any:
-        """Return a value unchanged."""
-        return parcel
 
     def read(self, parcel: Any) -> Any:
         """Return an output, or a state of its rank, as numpy."""

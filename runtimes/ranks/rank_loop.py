@@ -24,7 +24,7 @@ from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
 )
-from onnxplace.hosts import list_versions
+from onnxplace.hosts import describe_error, list_versions
 from onnxplace.machine import require_device, use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution import (
     CancelledError,
@@ -41,7 +41,7 @@ from onnxplace.runtimes.execution import (
     open_routes,
 )
 from onnxplace.runtimes.ranks.frames import Frame, decode_value, decode_values, encode_value, encode_values
-from onnxplace.runtimes.ranks.opening import Fetch, Opening, describe_error, find_clock, obtain_bundle
+from onnxplace.runtimes.ranks.opening import Fetch, Opening, find_clock, obtain_bundle
 from onnxplace.runtimes.ranks.rank_messages import Channel, MessageBus, ValueChannels, choose_plane
 from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
 from onnxplace.target import Device

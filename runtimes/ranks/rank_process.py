@@ -22,10 +22,11 @@ from contextlib import suppress
 from typing import Any
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
+from onnxplace.hosts import describe_error
 from onnxplace.machine import pin_thread, read_run_delays
 from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame, encode_value
 from onnxplace.runtimes.ranks.launcher import connect_rank
-from onnxplace.runtimes.ranks.opening import Opening, describe_error
+from onnxplace.runtimes.ranks.opening import Opening
 from onnxplace.runtimes.ranks.rank_loop import RankLoop, open_rank
 from onnxplace.runtimes.ranks.rank_messages import MessageBus
 
