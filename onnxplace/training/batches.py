@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +61,8 @@ class BatchSampler:
         return {name: array[rows] if array.ndim else array for name, array in self._arrays.items()}
 
     def iterate(self, first: int) -> Iterator[dict[str, Array]]:
-        """Yield the batches from a step on, without end."""
-        step = first
-        while True:
-            yield self.draw(step)
-            step += 1
+        """Return the batches from a step on, without end."""
+        return map(self.draw, itertools.count(first))
 
 
 def list_batch_inputs(bundle: Bundle) -> list[Declared]:
@@ -123,59 +122,53 @@ def _choose_batch(bundle: Bundle, inputs: list[Declared], batch: int) -> int:
 _END_SECONDS = 2.0
 
 
-class Prefetcher:
-    """Iterates over a loader in a thread, at most `depth` batches ahead; a context manager.
+@contextmanager
+def prefetch_batches(loader: Iterable[Any], depth: int, *, repeats: bool) -> Iterator[Iterator[Any]]:
+    """Draw the batches of a loader in a thread, at most `depth` ahead; with a depth of 0 there is no thread.
 
     A loader that can be iterated again, such as a list or a DataLoader, begins anew at its end if `repeats`. Errors of
-    the loader are raised when their turn comes. With a depth of 0 there is no thread.
+    the loader are raised when their turn comes.
     """
+    batches = iterate_batches(loader, repeats)
+    if not depth:
+        yield batches
+        return
+    # An interrupt can break a Queue, but not a SimpleQueue.
+    ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    tokens: queue.SimpleQueue[None] = queue.SimpleQueue()  # each lets the thread draw one more batch
+    is_closed = False
+    for _ in range(depth):
+        tokens.put(None)
 
-    def __init__(self, loader: Iterable[Any], depth: int, repeats: bool) -> None:
-        self._batches = iterate_batches(loader, repeats)
-        # An interrupt can break a Queue, but not a SimpleQueue.
-        self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """A token lets the thread draw one more batch."""
-        for _ in range(depth):
-            self._tokens.put(None)
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._draw, name="onnxplace batches", daemon=True) if depth else None
-
-    def __enter__(self) -> Prefetcher:
-        if self._thread is not None:
-            start_thread(self._thread)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_closed = True
-        self._tokens.put(None)
-        if self._thread is not None:
-            self._thread.join(_END_SECONDS)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._thread is None:
-            return next(self._batches)
-        batch, problem = self._ready.get()
-        self._tokens.put(None)
-        if problem is not None:
-            self._ready.put((None, problem))  # for a caller that asks once more
-            raise problem
-        return batch
-
-    def _draw(self) -> None:
-        """Draw a batch for each token until there are no more, or nothing needs them."""
+    def draw() -> None:
         while True:
-            self._tokens.get()
-            if self._is_closed:
+            tokens.get()
+            if is_closed:
                 return
             try:
-                self._ready.put((next(self._batches), None))
+                ready.put((next(batches), None))
             except BaseException as problem:  # noqa: BLE001 - raised in the thread that wants the batch
-                self._ready.put((None, problem))
+                ready.put((None, problem))
                 return
+
+    def take() -> Iterator[Any]:
+        while True:
+            batch, problem = ready.get()
+            tokens.put(None)
+            if isinstance(problem, StopIteration):
+                return
+            if problem is not None:
+                raise problem
+            yield batch
+
+    thread = threading.Thread(target=draw, name="onnxplace batches", daemon=True)
+    start_thread(thread)
+    try:
+        yield take()
+    finally:
+        is_closed = True
+        tokens.put(None)
+        thread.join(_END_SECONDS)
 
 
 def iterate_batches(loader: Iterable[Any], repeats: bool) -> Iterator[Any]:

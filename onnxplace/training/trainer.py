@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
@@ -19,7 +20,7 @@ from onnxplace.bundle import Bundle, Manifest, TrainingRecord
 from onnxplace.errors import ExecutionError, FeedError, UsageError
 from onnxplace.feeds import Array, Declared, numpy_type
 from onnxplace.runtime import Result, choose_closing_timeout, unpicklable_error
-from onnxplace.training.batches import Prefetcher
+from onnxplace.training.batches import prefetch_batches
 from onnxplace.training.checkpoints import (
     Checkpoint,
     check_states,
@@ -184,16 +185,10 @@ class Trainer:
         """
         steps = None if steps is None else check_count(steps, "a number of steps", "train")
         prefetch = check_count(prefetch, "a number of batches to prefetch", "train")
-        with Prefetcher(loader, prefetch, repeats=steps is not None) as batches:
-            count = 0
-            while steps is None or count < steps:
-                try:
-                    feeds = next(batches)
-                except StopIteration:
-                    return
+        with prefetch_batches(loader, prefetch, repeats=steps is not None) as batches:
+            for feeds in islice(batches, steps):
                 rate = learning_rate(self.step_count + 1) if callable(learning_rate) else learning_rate
                 yield self.step(feeds, rate)
-                count += 1
 
     # --- states ---
 
