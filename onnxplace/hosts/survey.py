@@ -14,8 +14,7 @@ import numpy as np
 
 from onnxplace.calibration import LinkFit, fit_link
 from onnxplace.errors import ExecutionError, TargetError, UsageError
-from onnxplace.hosts.connection import Connection
-from onnxplace.hosts.mpi_launchers import INSTALL_HINT, find_launcher
+from onnxplace.hosts.connection import INSTALL_HINT, Connection, find_launcher
 from onnxplace.target import Link, Target, default_link, read_target
 from onnxplace.utils import report_time_limit
 
