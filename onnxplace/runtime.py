@@ -69,7 +69,7 @@ class Result:
     """The result of one request."""
 
     outputs: Mapping[str, Any]
-    """By the model's output names: numpy arrays, or ONNX Runtime's lists and maps for outputs that are not tensors.
+    """Outputs by name: numpy arrays, or ONNX Runtime's lists and maps for outputs that are not tensors.
 
     Outputs of carried states are left out unless the request names them.
     """

@@ -175,7 +175,7 @@ def find_mpi_cause(printed: str, hosts: Sequence[str]) -> str:
 
     Args:
         printed: What ranks and the launcher wrote.
-        hosts: By the launcher's numbers of hosts.
+        hosts: Hosts in the order in which the launcher numbers them.
 
     >>> find_mpi_cause("[proxy:1@vm] connect (sock.c:140): no route\n[mpiexec@vm] main (m.c:1): error", ["a", "b"])
     'on b: no route'

@@ -110,7 +110,7 @@ class WaitingRequest:
     group: Hashable | None
     """Requests of one group can be joined; None for a request that runs alone."""
     arrival: float
-    """By the clock of the batcher, in seconds."""
+    """Time on the clock of the batcher, in seconds."""
     future: ResultFuture = field(default_factory=ResultFuture)
     start_time: float = field(default_factory=time.perf_counter)
 

@@ -25,9 +25,9 @@ class Difference:
     """A segment or a transfer, with the medians of its times."""
 
     name: str
-    """Of the segment, or of the value."""
+    """Name of the segment or the value."""
     device: str
-    """Where the segment runs, or the value arrives."""
+    """The device where the segment runs, or the value arrives."""
     seconds: float
     predicted_seconds: float
 

@@ -22,11 +22,11 @@ class RequestTimeline:
     number: int
     """Position in the order of submission, from 0."""
     submitted_seconds: float
-    """On the clock that all requests share."""
+    """Time of the submission, on the clock that all requests share."""
     finish_seconds: float
-    """On the same clock: when its result was there."""
+    """Time when its result was there, on the same clock."""
     events: tuple[Event, ...]
-    """With times since the submission."""
+    """Events, with times since the submission."""
     route: int = 0
     conversation: int = 0
     joined: int = 1

@@ -28,10 +28,10 @@ class BatchSampler:
         bundle: The bundle of a training step.
         path: An .npz file with an array for each input of a batch.
         batch: Rows of a batch; 0 for the number that the bundle was compiled for.
-        seed: Of the order.
+        seed: Seed of the order.
 
     Raises:
-        FeedError: the file lacks an input, its arrays have unlike numbers of rows, or fewer than a batch.
+        FeedError: the file lacks an input, its arrays have different numbers of rows, or fewer than a batch.
         UsageError: the model takes another number of rows.
     """
 
@@ -126,7 +126,7 @@ _END_SECONDS = 2.0
 def prefetch_batches(loader: Iterable[Any], depth: int, *, repeats: bool) -> Iterator[Iterator[Any]]:
     """Draw the batches of a loader in a thread, at most `depth` ahead; with a depth of 0 there is no thread.
 
-    A loader that can be iterated again, such as a list or a DataLoader, begins anew at its end if `repeats`. Errors of
+    A loader that can be iterated again, such as a list or a DataLoader, begins again at its end if `repeats`. Errors of
     the loader are raised when their turn comes.
     """
     batches = iterate_batches(loader, repeats)

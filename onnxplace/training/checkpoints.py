@@ -36,11 +36,11 @@ class Checkpoint:
     """What a checkpoint holds."""
 
     states: Mapping[str, Array]
-    """By the names of users: of parameters, moments (`layers.0.weight.exp_avg`) and buffers."""
+    """Arrays by the names of users: parameters, moments (`layers.0.weight.exp_avg`) and buffers."""
     step: int
     """Number of the last step; 0 before the first one."""
     seed: int
-    """Of random numbers in the step."""
+    """Seed of random numbers in the step."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """Texts of the program that saved it."""
 

@@ -39,7 +39,7 @@ class StepResult:
 
     loss: float
     metrics: Mapping[str, Any]
-    """By name: floats, or arrays where they are not scalars."""
+    """Metrics by name: floats, or arrays where they are not scalars."""
     step: int
     """Number of the step, 1 for the first one."""
     learning_rate: float | None = None
@@ -106,7 +106,7 @@ class Trainer:
         """Number of the step after which the session began to count."""
         self._future: Future[Result] | None = None
         self.last_result: StepResult | None = None
-        """Of the last step that counts; that of a step which Ctrl-C interrupted is only to be had from it."""
+        """Result of the last step that counts, also of one that Ctrl-C interrupted, which returned none."""
         self._spoiled = ""
         """Why the states are not to be used; empty if they are sound."""
         inputs = {item.name: item for item in self.bundle.inputs}
@@ -133,7 +133,7 @@ class Trainer:
 
         Args:
             feeds: The inputs of the batch, by name.
-            learning_rate: By default, that of the model.
+            learning_rate: The learning rate; by default, that of the model.
             timeout: Seconds.
 
         Raises:
@@ -172,7 +172,7 @@ class Trainer:
         """Yield the result of a step for each batch of a loader.
 
         A thread draws up to `prefetch` batches while a step runs; 0 for no thread. It ends with the generator. With
-        `steps`, a loader that can be iterated again, such as a list or torch's DataLoader, begins anew at its end.
+        `steps`, a loader that can be iterated again, such as a list or torch's DataLoader, begins again at its end.
 
         Args:
             loader: Yields the feeds of each step.

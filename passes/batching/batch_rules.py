@@ -93,9 +93,9 @@ def find_bounds(
     """Return the least and the largest entry of an integer tensor, None if they are not known.
 
     Args:
-        name: Of the tensor.
+        name: Name of the tensor.
         values: Small tensors that are known.
-        shapes: Of all tensors: what ArgMax returns is inside its axis.
+        shapes: Shapes of all tensors: what ArgMax returns is inside its axis.
         producers: The node of each computed tensor; a Range of known limits may have any size.
     """
     while name not in values:

@@ -345,7 +345,7 @@ class DeviceTensor:
     home: WorkQueue
     """Its memory may be reused by work that is enqueued here after its last reference is dropped."""
     ready: Mark
-    """After which it is complete."""
+    """The mark after which it is complete."""
 
 
 class StreamValue:

@@ -76,7 +76,7 @@ def run_bound(
     """Run a session and return its outputs as OrtValues, each of which keeps nothing else alive.
 
     Args:
-        session: of ONNX Runtime.
+        session: A session of ONNX Runtime.
         inputs: OrtValues by name.
         outputs: type and number of the device of each output, by name.
         options: ONNX Runtime's RunOptions.

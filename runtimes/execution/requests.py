@@ -44,7 +44,7 @@ class StateTable:
     ) -> None:
         """Add the initial values of states that are neither fed nor stored, as `feed` brings them to the device.
 
-        They are mapped anew each time, so that no memory is taken for them later.
+        They are mapped again each time, so that no memory is taken for them later.
         """
         for name in names:
             if name in self._initial and name not in values:
@@ -61,7 +61,7 @@ class CarriedStates:
     def __init__(self, table: StateTable, number: int = 0) -> None:
         self._table = table
         self.number = number
-        """Of the conversation; 0 for requests outside of conversations."""
+        """Number of the conversation; 0 for requests outside of conversations."""
         self._stored: dict[str, Any] = {}
         self._previous: dict[str, Any] = {}
         self._lost = False
@@ -81,7 +81,7 @@ class CarriedStates:
 
         Raises FeedError, and keeps the stored states, if a state has no value or does not fit the feeds.
         """
-        # After a failure, a default would start anew what the user believes to continue.
+        # After a failure, a default would start again what the user believes to continue.
         needed = self._table.states if self._lost else self._table.required
         missing = [name for name in needed if name not in feeds and name not in self._stored]
         if missing:

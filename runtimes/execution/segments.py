@@ -65,7 +65,7 @@ class OpenSegment:
         """Compute this segment's outputs from `values` and add them there.
 
         Args:
-            values: values on the device, by name.
+            values: Values on the device, by name.
             kept_alive: receives feeds that an optional or a sequence may still refer to after `values` drops them.
             options: ONNX Runtime's RunOptions.
         """
@@ -194,9 +194,9 @@ class OpenRoute:
     programs: Mapping[str, str]
     """The inverse."""
     segments: dict[str, OpenSegment]
-    """By id, each on its device of this route; empty once the engine is closed."""
+    """Open segments by id, each on its device of this route; empty once the engine is closed."""
     share: float
-    """Of the requests, by the prediction."""
+    """Share of the requests that take it, as predicted."""
 
 
 def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[OpenRoute]:

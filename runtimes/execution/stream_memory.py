@@ -52,7 +52,7 @@ class SessionPlaces:
     """Where a session reads its inputs and leaves its outputs."""
 
     name: str
-    """For error messages, as in `segment cuda0-001`."""
+    """Name in error messages, such as `segment cuda0-001`."""
     host_inputs: frozenset[str] = frozenset()
     host_outputs: frozenset[str] = frozenset()
 
@@ -108,10 +108,10 @@ class StreamMemory(DeviceMemory):
         """Enqueue a run of a session on the queue `computing`.
 
         Args:
-            session: of ONNX Runtime.
+            session: A session of ONNX Runtime.
             inputs: DeviceTensor, or OrtValue in the host's memory, by name.
-            outputs: names of all outputs.
-            places: as `find_places` returned them.
+            outputs: Names of all outputs.
+            places: What `find_places` returned.
             options: ONNX Runtime's RunOptions.
 
         Returns:

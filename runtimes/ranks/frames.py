@@ -159,7 +159,7 @@ class PackedFrame:
 
     rank: int
     header: bytes
-    """With the sizes of the buffers."""
+    """All but the buffers: the sizes of these, and the text."""
     buffers: Sequence[Any] = ()
 
     def unpack(self) -> Frame:
@@ -279,7 +279,8 @@ class FrameSockets:
     """The driver's sockets of ranks: any thread may send, one thread receives.
 
     Args:
-        sockets: By rank. Frames for other ranks, and from them, go through rank 0, which has one.
+        sockets: The socket of each rank that has one. Frames for other ranks, and from them, go through rank 0, which
+            has one.
     """
 
     def __init__(self, sockets: Mapping[int, FrameSocket]) -> None:

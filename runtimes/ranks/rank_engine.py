@@ -119,7 +119,7 @@ class RankEngine(Engine):
         super().__init__(bundle, {ALL_RANKS: device}, routes, trace, max_in_flight)
         self._cluster = cluster
         self._copy_index = copy_index
-        """For events, if the session has several copies of the bundle."""
+        """Index of the copy of the bundle in its session, for events."""
         self._rank_of = {name: rank for rank, name in enumerate(cluster.plan.devices)}
         manifest = bundle.manifest
         self._inputs_of_home = {

@@ -44,8 +44,8 @@ class MessageBus:
     """The messages of one rank.
 
     Args:
-        communicator: of MPI.
-        on_frame: called with the source's rank and a frame, in the order of sending, by any thread, under the lock.
+        communicator: A communicator of MPI.
+        on_frame: Called with the source's rank and a frame, in the order of sending, by any thread, under the lock.
     """
 
     def __init__(self, communicator: Any, on_frame: Callable[[int, PackedFrame], None]) -> None:
@@ -288,7 +288,7 @@ class _Declaration:
     tag: int
     dtype: np.dtype[Any]
     joined_bytes: int
-    """How many bytes its header may contain."""
+    """Number of bytes that its header may contain."""
 
 
 class Channel:
@@ -396,7 +396,7 @@ class ValueChannels:
         Args:
             rank: The receiver.
             serial: Number of the request.
-            name: Of a value that has a channel.
+            name: Name of a value that has a channel.
             array: It must not be altered any more; one in the memory of a device has more bytes than a header may.
         """
         declaration = self._declarations[name]

@@ -21,9 +21,9 @@ class RankPlan:
     """The ranks of a bundle: one for each device that works, those of one host one after another."""
 
     devices: tuple[str, ...]
-    """By rank."""
+    """The device of each rank."""
     hosts: tuple[str, ...]
-    """By rank; rank 0 is on this machine if any is."""
+    """The host of each rank; rank 0 is on this machine if any is."""
 
     @property
     def is_remote(self) -> bool:

@@ -36,7 +36,7 @@ from onnxplace.runtimes.ranks.rank_messages import MessageBus
 def sleep_exactly() -> None:
     """Let naps of this thread, and of threads that it starts, take no longer than asked, and keep freed memory.
 
-    Linux lengthens naps by 50 us. glibc maps large arrays anew each time, and touching them costs more than copying.
+    Linux lengthens naps by 50 us. glibc maps large arrays again each time, and touching them costs more than copying.
     """
     set_timer_slack, trim_threshold, map_threshold = 29, -1, -3
     with suppress(OSError, AttributeError):  # another system or C library
@@ -76,7 +76,7 @@ class RankProcess:
     """The main thread, the helper, and on rank 0 the reader of the driver's socket.
 
     Args:
-        communicator: of MPI.
+        communicator: A communicator of MPI.
         connection: A connected socket of the driver; rank 0 has one.
         connected: The number of ranks that have one, which come first.
     """

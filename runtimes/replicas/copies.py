@@ -80,7 +80,7 @@ class CopySet:
     """All copies of a session. Its threads keep it alive until it is closed or abandoned.
 
     Args:
-        openers: Of each copy.
+        openers: One opener for each copy.
         where: The bundle, for messages.
         max_in_flight: Requests in flight that each copy accepts.
     """

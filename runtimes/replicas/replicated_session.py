@@ -298,7 +298,7 @@ class ReplicatedSession(RuntimeSession):
         self._state_names = tuple(item.name for item in bundle.state_inputs)
         self._open_requests: dict[Future[Result], ReplicatedRequest] = {}
         self._own = BoundSession(self.copies, self._state_names)
-        """For the requests of a bundle with states outside of conversations."""
+        """Runs the requests of a bundle with states outside of conversations."""
         self.copies.open()
         self._finalizer = weakref.finalize(self, self.copies.abandon_all)
         self._finalizer.atexit = False  # the hook of the engines waits for them
