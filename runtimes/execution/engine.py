@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -82,6 +82,8 @@ END_GRACE_SECONDS = 2.0
 
 class Engine(WorkLoop):
     """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
+
+    request_class: ClassVar[type[Request]] = Request
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class Engine(WorkLoop):
         """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
         self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
         output_names = self._returned_names.union(states) if states else self._returned_names
-        request = Request(next(self._numbers), feeds, self._routes[0], output_names, conversation, future)
+        request = self.request_class(next(self._numbers), feeds, self._routes[0], output_names, conversation, future)
         for key, value in self._run_entries:
             request.options.add_run_config_entry(key, value)
         return request

@@ -11,14 +11,13 @@ import itertools
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from onnxplace.bundle import Bundle, RouteRecord, list_routes
 from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from onnxplace.feeds import Array
 from onnxplace.runtime import Event, RuntimeSession
 from onnxplace.runtimes.execution import (
     CancelledError,
@@ -27,10 +26,8 @@ from onnxplace.runtimes.execution import (
     EngineSession,
     HostMemory,
     OpenRoute,
-    Outcome,
     PlacedDevice,
     Request,
-    ResultFuture,
     Worker,
 )
 from onnxplace.runtimes.ranks.cluster import MAX_SILENT_SECONDS, NEW_SESSION_HINT, Cluster, make_clock_frame
@@ -109,6 +106,8 @@ Answers = queue.SimpleQueue[Any]
 class RankEngine(Engine):
     """An open bundle whose devices are the ranks of a cluster."""
 
+    request_class = RemoteRequest
+
     def __init__(self, bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int, copy_index: int = 0) -> None:
         device = RemoteDevice(RemoteMemory(self._read_state))
         self._routes_of_devices: tuple[RouteRecord, ...] = list_routes(bundle.manifest)
@@ -142,20 +141,6 @@ class RankEngine(Engine):
         self._workers.append(Worker(device, self._read_reports, " reports"))
 
     # -- requests ------------------------------------------------------------------------------------
-
-    def request(
-        self,
-        feeds: Mapping[str, Array],
-        states: Collection[str],
-        future: ResultFuture | Outcome,
-        conversation: CarriedStates,
-    ) -> Request:
-        """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
-        self._require_own_process()
-        output_names = self._returned_names.union(states) if states else self._returned_names
-        request = RemoteRequest(next(self._numbers), feeds, self._routes[0], output_names, conversation, future)
-        request.rank_names = self._cluster.plan.devices
-        return request
 
     def work(self, device: PlacedDevice) -> None:
         """Send requests and their ends until the engine is closed, then end the ranks."""
@@ -209,6 +194,7 @@ class RankEngine(Engine):
             return
         devices = self._routes_of_devices[request.route.index].devices
         ranks = {self._rank_of[name]: home for home, name in devices.items()}
+        request.rank_names = self._cluster.plan.devices
         with self._lock:
             if request.failure is not None or not ranks:
                 request.waiting = set()
