@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean, median
 
 from onnxplace.bundle import Manifest, list_route_devices
@@ -57,10 +58,7 @@ def compare_timelines(
         BusyShare(device, shares.get(device, 0.0), predicted_shares.get(device, 0.0))
         for device in list_route_devices(manifest)
     ]
-
-    def time_transfers(events: Iterable[Event]) -> dict[tuple[str, str], float]:
-        return _time_transfers(events, producers)
-
+    time_transfers = partial(_time_transfers, producers=producers)
     return TimelineComparison(
         requests=len(measured),
         devices=tuple(devices),
