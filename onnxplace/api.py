@@ -38,7 +38,6 @@ from onnxplace.runtime import (
 )
 from onnxplace.serving import (
     Batching,
-    SessionState,
     check_in_flight,
     check_timeout,
     open_serving_session,
@@ -101,7 +100,7 @@ def load(path: str | Path, check: Check = "small") -> Bundle:
     return Bundle.open(path, check)
 
 
-class InferenceSession(SessionState, SessionMethods):
+class InferenceSession(SessionMethods):
     """Run a bundle the way ONNX Runtime runs a model: its constructor and methods are those of ONNX Runtime, too.
 
     docs/drop-in.md lists them, and what they mean for a bundle. It is a context manager.

@@ -69,7 +69,7 @@ class Result:
     """The result of one request."""
 
     outputs: Mapping[str, Any]
-    """By the model's output names: numpy arrays, or ONNX Runtime's lists and maps for outputs that are not tensors.
+    """Outputs by name: numpy arrays, or ONNX Runtime's lists and maps for outputs that are not tensors.
 
     Outputs of carried states are left out unless the request names them.
     """
@@ -77,6 +77,50 @@ class Result:
     """Activities of all devices; empty unless the session was opened with `trace`."""
     seconds: float
     """Time from submission to the last output."""
+
+
+class SessionStates:
+    """The carried states of a session, or of one of its conversations, which sessions hand on as one object.
+
+    This one is for runtimes that keep states and tell nothing of them: all methods but `reset` raise UsageError.
+
+    Args:
+        owner: Name of the session's class, for messages.
+    """
+
+    def __init__(self, owner: str = "") -> None:
+        self._owner = owner
+
+    def reset(self) -> None:
+        """Forget the states before the next request; requests that already run still carry theirs."""
+
+    def read(self) -> Mapping[str, Array]:
+        """Return copies of the states that requests have stored, by state input, after those in flight.
+
+        Raises FeedError if they are lost.
+        """
+        raise self._make_error("cannot read its states without a run")
+
+    def protect(self) -> None:
+        """Keep the states before each run: they are back if it fails, and after `restore`.
+
+        That takes memory for a second set of states.
+        """
+        raise self._make_error("cannot bring states back after a failure")
+
+    def restore(self) -> None:
+        """Bring back the protected states before the last run that succeeded."""
+        raise self._make_error("cannot bring states back")
+
+    def count_changes(self) -> int:
+        """Return how many runs have changed the states, after those in flight; a restored one does not count.
+
+        After an interrupt it tells whether the run that was interrupted had an effect.
+        """
+        raise self._make_error("does not count changes of its states")
+
+    def _make_error(self, reason: str) -> UsageError:
+        return UsageError("S011", f"{self._owner} {reason}", hint="use --runtime onnxruntime")
 
 
 class RuntimeSession(ABC):
@@ -111,36 +155,10 @@ class RuntimeSession(ABC):
     def cancel(self, future: Future[Result]) -> None:  # noqa: B027 - a runtime may let such requests complete
         """End a request whose result is no longer wanted, as soon as the runtime can; never waits."""
 
-    def reset_state(self) -> None:  # noqa: B027 - most bundles have no states
-        """Forget carried states before the next request; requests that already run still carry theirs."""
-
-    def read_states(self) -> Mapping[str, Array]:
-        """Return copies of the carried states that requests have stored, by state input, after those in flight.
-
-        Raises FeedError if they are lost, and UsageError if the runtime cannot read them.
-        """
-        raise self._make_states_error("cannot read its states without a run")
-
-    def protect_states(self) -> None:
-        """Keep the states before each run: they are back if it fails, and after `restore_states`.
-
-        That takes memory for a second set of states. Raises UsageError if the runtime cannot.
-        """
-        raise self._make_states_error("cannot bring states back after a failure")
-
-    def restore_states(self) -> None:
-        """Bring back the protected states before the last run that succeeded; raises UsageError like the above."""
-        raise self._make_states_error("cannot bring states back")
-
-    def count_state_changes(self) -> int:
-        """Return how many runs have changed the states, after those in flight; a restored one does not count.
-
-        After an interrupt it tells whether the run that was interrupted had an effect.
-        """
-        raise self._make_states_error("does not count changes of its states")
-
-    def _make_states_error(self, reason: str) -> UsageError:
-        return UsageError("S011", f"{type(self).__name__} {reason}", hint="use --runtime onnxruntime")
+    @property
+    def states(self) -> SessionStates:
+        """Return the carried states of the requests of this session."""
+        return SessionStates(type(self).__name__)
 
     def open_conversation(self) -> RuntimeSession:
         """Return a session with states of its own, over the same weights.

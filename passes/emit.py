@@ -10,9 +10,9 @@ from onnxplace.bundle import BatchingRecord, require_output_free, stage_output
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Emitted, Placement, Profile, Recomputation, Schedule, Segments, Shards
 from onnxplace.model import Model, require_unchanged
+from onnxplace.passes.batching import find_batch_axes
 from onnxplace.passes.cost_files import format_costs
 from onnxplace.passes.segments import write_bundle_files
-from onnxplace.passes.sharding import find_batch_axes
 from onnxplace.state import Pass, State
 from onnxplace.utils import disk_error, format_path
 

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import UsageError
-from onnxplace.hosts import Connection, is_this_machine, list_versions
-from onnxplace.machine import list_operator_libraries, uses_optimisations
+from onnxplace.hosts import Connection
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
-from onnxplace.runtimes.execution import EngineSession
 from onnxplace.runtimes.ranks import (
     Cluster,
     LedCluster,
-    Opening,
     RankPlan,
     RemoteCluster,
     find_job,
-    make_engine,
+    open_ranks,
     plan_copies,
     plan_job,
     plan_ranks,
     require_copy_count,
     serve_rank,
 )
-from onnxplace.serving import ReplicatedSession
+from onnxplace.runtimes.replicas import ReplicatedSession
 
 DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 30.0, 86400.0
 
@@ -79,28 +77,28 @@ class Mpi(Runtime):
         """
         if self._replicas > 1:
             plans = plan_copies(bundle.manifest, self._hosts, self._replicas)
-            copies = [self._make_copy(bundle, plan, trace, max_in_flight, index) for index, plan in enumerate(plans)]
+            copies = [
+                RankCopy(
+                    plan,
+                    self._make_cluster,
+                    partial(open_ranks, bundle, trace=trace, max_in_flight=max_in_flight, copy_index=index),
+                )
+                for index, plan in enumerate(plans)
+            ]
             return ReplicatedSession(bundle, copies, max_in_flight)
         job = None if self._hosts else find_job()
         if job is None:
-            return self._make_copy(bundle, plan_ranks(bundle.manifest, self._hosts), trace, max_in_flight).open()
+            cluster = self._make_cluster(plan_ranks(bundle.manifest, self._hosts))
+            return open_ranks(bundle, cluster, trace, max_in_flight)
         plan = plan_job(bundle.manifest, job.size)
         if job.rank:
             serve_rank(job)
             sys.exit(0)
-        cluster = LedCluster(plan, job, self._timeout)
-        cluster.open(_make_opening(bundle, plan, trace, are_remote=False))
-        return EngineSession(make_engine(bundle, cluster, trace, max_in_flight))
+        return open_ranks(bundle, LedCluster(plan, job, self._timeout), trace, max_in_flight)
 
-    def _make_copy(self, bundle: Bundle, plan: RankPlan, trace: bool, max_in_flight: int, index: int = 0) -> RankCopy:
-        opening = _make_opening(bundle, plan, trace, are_remote=True)
-        make_cluster = RemoteCluster if plan.is_remote else Cluster
-
-        def open_cluster(cluster: Cluster) -> RuntimeSession:
-            cluster.open(opening)
-            return EngineSession(make_engine(bundle, cluster, trace, max_in_flight, index))
-
-        return RankCopy(plan, lambda: make_cluster(plan, self._connection, self._timeout), open_cluster)
+    def _make_cluster(self, plan: RankPlan) -> Cluster:
+        """Return ranks that are not started."""
+        return (RemoteCluster if plan.is_remote else Cluster)(plan, self._connection, self._timeout)
 
 
 class RankCopy:
@@ -113,16 +111,19 @@ class RankCopy:
     """
 
     def __init__(
-        self, plan: RankPlan, make_cluster: Callable[[], Cluster], open_cluster: Callable[[Cluster], RuntimeSession]
+        self,
+        plan: RankPlan,
+        make_cluster: Callable[[RankPlan], Cluster],
+        open_cluster: Callable[[Cluster], RuntimeSession],
     ) -> None:
         self.name = ",".join(plan.counts)
-        self._make_cluster, self._open_cluster = make_cluster, open_cluster
+        self._plan, self._make_cluster, self._open_cluster = plan, make_cluster, open_cluster
         self._cluster: Cluster | None = None
         self._is_cancelled = False
 
     def open(self) -> RuntimeSession:
         """Start the ranks, and open the bundle on them; raises OnnxplaceError."""
-        self._cluster = self._make_cluster()
+        self._cluster = self._make_cluster(self._plan)
         if self._is_cancelled:
             self._cluster.end(0.0)
         return self._open_cluster(self._cluster)
@@ -132,16 +133,3 @@ class RankCopy:
         self._is_cancelled = True
         if self._cluster is not None:
             self._cluster.end(0.0)
-
-
-def _make_opening(bundle: Bundle, plan: RankPlan, trace: bool, *, are_remote: bool) -> Opening:
-    """Return what ranks are told when they open a bundle; `are_remote` if some may be on other machines."""
-    return Opening(
-        bundle=bundle,
-        devices=plan.devices,
-        trace=trace,
-        libraries=list_operator_libraries(),
-        versions=list_versions(),
-        optimises=uses_optimisations(),
-        remote=tuple(rank for rank, host in enumerate(plan.hosts) if are_remote and not is_this_machine(host)),
-    )

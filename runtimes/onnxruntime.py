@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from onnxplace.bundle import Bundle, list_route_devices
-from onnxplace.machine import assign_cores, require_device
+from onnxplace.machine import require_device
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
-from onnxplace.runtimes.execution import Engine, EngineSession, PlacedDevice, open_routes
+from onnxplace.runtimes.execution import Engine, EngineSession, PlacedDevice, find_cores, open_routes
 
 
 class OnnxRuntime(Runtime):
@@ -34,7 +34,6 @@ class OnnxRuntime(Runtime):
         alternative = "without it, `onnxplace run --runtime simulated` predicts the time"
         for device in used:
             require_device(device, "" if bundle.manifest.states else alternative)
-        cpus = [device for device in bundle.target.devices if device.is_host]
-        cores = dict(zip([device.id for device in cpus], assign_cores([device.cores for device in cpus])))
+        cores = find_cores(bundle.target.devices)
         devices = {device.id: PlacedDevice(device, cores.get(device.id, ())) for device in used}
         return EngineSession(Engine(bundle, devices, open_routes(bundle, devices), trace, max_in_flight))

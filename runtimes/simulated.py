@@ -44,7 +44,9 @@ class SimulatedSession(RuntimeSession):
         self._closed = False
         self._number = 0 if parent is None else next(parent._conversation_numbers)
         self._conversation_numbers: Iterator[int] = itertools.count(1)
-        self._clock: _Clock = _Clock() if parent is None else parent._clock
+        self._lock = threading.Lock()
+        self._ended_count, self._ended_seconds = 0, 0.0
+        """Requests of this session and its conversations follow one another without a pause."""
         routes = list_routes(bundle.manifest)
         self._shares = [route.share for route in (routes[:1] if bundle.manifest.states else routes)]
         self._counts = [0] * len(self._shares)
@@ -68,7 +70,10 @@ class SimulatedSession(RuntimeSession):
             number=0, submitted_seconds=0.0, finish_seconds=0.0, events=(), route=route, conversation=self._number
         )
         (timeline,) = predict_timelines(self._bundle.manifest, [request])
-        number, submitted = self._clock.pass_time(timeline.finish_seconds)
+        root = self._parent or self
+        with root._lock:
+            number, submitted = root._ended_count, root._ended_seconds
+            root._ended_count, root._ended_seconds = number + 1, submitted + timeline.finish_seconds
         events = tuple(
             replace(event, request=number, submitted_seconds=submitted) for event in timeline.events if self._trace
         )
@@ -77,7 +82,7 @@ class SimulatedSession(RuntimeSession):
     def open_conversation(self) -> RuntimeSession:
         """Return a session that ends with this one; nothing is stored."""
         self._require_open()
-        return SimulatedSession(self._bundle, self._trace, self)
+        return SimulatedSession(self._bundle, self._trace, self._parent or self)
 
     def _require_open(self) -> None:
         if self._parent is not None:
@@ -89,19 +94,3 @@ class SimulatedSession(RuntimeSession):
     def close(self, timeout: float | None = None) -> None:
         """Refuse further requests."""
         self._closed = True
-
-
-class _Clock:
-    """The time of a session whose requests follow one another without a pause."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._number = 0
-        self._seconds = 0.0
-
-    def pass_time(self, seconds: float) -> tuple[int, float]:
-        """Return the number of a request that takes so long, and when it starts."""
-        with self._lock:
-            number, start = self._number, self._seconds
-            self._number, self._seconds = number + 1, start + seconds
-            return number, start

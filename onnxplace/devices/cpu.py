@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from onnxplace.devices.device_kind import DeviceAddress, DeviceKind, Hardware
+from onnxplace.devices.device_kinds import DeviceAddress, DeviceKind, Hardware
 
 
 class Cpu(DeviceKind):

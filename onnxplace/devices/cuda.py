@@ -7,7 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import ClassVar
 
-from onnxplace.devices.device_kind import DeviceAddress, DeviceKind, Hardware
+from onnxplace.devices.device_kinds import DeviceAddress, DeviceKind, Hardware
 from onnxplace.ort import find_provider_problem
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from onnxplace.devices.device_kind import DeviceAddress
+from onnxplace.devices.device_kinds import DeviceAddress
 
 
 class DeviceMemory(ABC):
@@ -49,7 +49,7 @@ class DeviceMemory(ABC):
         """Return an input of the model as a value on this device; it may share the array's memory.
 
         Args:
-            array: numpy array, or a list of arrays for a sequence.
+            array: A numpy array, or a list of arrays for a sequence.
             declared: ONNX Runtime's name of its type, such as `tensor(float)`.
         """
 
@@ -60,10 +60,10 @@ class DeviceMemory(ABC):
         """Run a session whose inputs and outputs are tensors; return its outputs as values of this device.
 
         Args:
-            session: of ONNX Runtime.
-            inputs: values of this device by name.
-            outputs: names of all outputs.
-            leaving: names of those outputs that no other segment of this device reads.
+            session: A session of ONNX Runtime.
+            inputs: Values of this device by name.
+            outputs: Names of all outputs.
+            leaving: Names of those outputs that no other segment of this device reads.
             options: ONNX Runtime's RunOptions.
         """
 

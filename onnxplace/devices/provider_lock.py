@@ -28,7 +28,7 @@ class ProviderLock:
         # It may be taken twice: a handle may be dropped by the thread that holds it.
         self._lock = threading.RLock()
         self._owned: dict[weakref.ref[Any], tuple[int, list[Any]]] = {}
-        """Of each handle: the process that made it, and its objects."""
+        """The process that made each handle, and its objects."""
         self._orphans: deque[weakref.ref[Any]] = deque()
         """Handles that are gone and whose objects are not yet freed."""
         self._in_call = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import ClassVar
 
-from onnxplace.devices.device_kind import DeviceAddress, DeviceKind, Hardware
+from onnxplace.devices.device_kinds import DeviceAddress, DeviceKind, Hardware
 from onnxplace.devices.provider_lock import ProviderLock
 from onnxplace.ort import find_provider_problem, import_onnxruntime
 

@@ -1,8 +1,7 @@
 from onnxplace.drop_in.exceptions import also_raise_as as also_raise_as, match_onnxruntime as match_onnxruntime
 from onnxplace.drop_in.io_binding import IOBinding as IOBinding
-from onnxplace.drop_in.node_args import NodeArg as NodeArg
-from onnxplace.drop_in.request_checks import RequestChecks as RequestChecks
-from onnxplace.drop_in.run_options import (
+from onnxplace.drop_in.run_arguments import (
+    RequestChecks as RequestChecks,
     end_with_options as end_with_options,
     replace_termination as replace_termination,
     require_run_options as require_run_options,
@@ -13,4 +12,4 @@ from onnxplace.drop_in.session_arguments import (
     accept_arguments as accept_arguments,
     open_bundle as open_bundle,
 )
-from onnxplace.drop_in.session_methods import SessionMethods as SessionMethods
+from onnxplace.drop_in.session_methods import NodeArg as NodeArg, SessionMethods as SessionMethods

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
-from onnxplace.errors import OnnxplaceError
+from onnxplace.errors import OnnxplaceError, UsageError
+
+E = TypeVar("E", bound=OnnxplaceError)
 
 # Code -> the exception that ONNX Runtime's Python interface raises for the same mistake.
 _BUILT_IN: dict[str, type[Exception]] = {"F002": ValueError}
@@ -43,17 +45,23 @@ def match_onnxruntime(error: OnnxplaceError, name: str = "") -> None:
         also_raise_as(error, kind)
 
 
-def also_raise_as(error: OnnxplaceError, kind: type[Exception]) -> None:
-    """Let an error also be an exception of another type; it keeps its traceback and its own type.
+def also_raise_as(error: E, kind: type[Exception]) -> E:
+    """Return an error that is also an exception of another type; it keeps its traceback and its own type.
 
     >>> from onnxplace.errors import UsageError
-    >>> error = UsageError("U088", "a bundle has its own devices")
-    >>> also_raise_as(error, NotImplementedError)
+    >>> error = also_raise_as(UsageError("U088", "a bundle has its own devices"), NotImplementedError)
     >>> isinstance(error, NotImplementedError)
     True
     """
     if not isinstance(error, kind):
-        error.__class__ = _combine(type(error), kind)
+        combined: Any = _combine(type(error), kind)
+        error.__class__ = combined
+    return error
+
+
+def argument_error(kind: type[Exception], message: str, where: str = "", hint: str = "") -> UsageError:
+    """Return the error for an argument that is not as ONNX Runtime has it, which raises an exception of this type."""
+    return also_raise_as(UsageError("U089", message, where=where, hint=hint), kind)
 
 
 def _combine(own: type[OnnxplaceError], other: type[Exception]) -> type[OnnxplaceError]:

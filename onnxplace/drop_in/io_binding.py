@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.drop_in.exceptions import also_raise_as
-from onnxplace.drop_in.ort_conversion import to_owned_ort_value
+from onnxplace.drop_in.exceptions import also_raise_as, argument_error
+from onnxplace.drop_in.run_arguments import to_owned_ort_value
 from onnxplace.drop_in.session_arguments import warn_ignored
 from onnxplace.errors import FeedError, UsageError, format_one_line, format_value, suggest_nearest
 from onnxplace.feeds import Array
@@ -81,18 +81,16 @@ class IOBinding:
         if buffer_ptr is None:
             if device_type not in _DEVICE_TYPES:
                 message = f"expected the type of a device, got {format_value(device_type)}"
-                error = UsageError("U089", message, where=f"output {name!r}", hint=f"known: {', '.join(_DEVICE_TYPES)}")
-                also_raise_as(error, RuntimeError)
-                raise error
+                raise argument_error(
+                    RuntimeError, message, where=f"output {name!r}", hint=f"known: {', '.join(_DEVICE_TYPES)}"
+                )
             if device_type != "cpu":
                 warn_ignored(f"output {name!r} is not bound to {device_type}: outputs of a bundle lie in host memory")
             self._outputs[name] = _Output()
             return
         _require_host(device_type, f"output {name!r}")
         if element_type is None or shape is None:
-            error = UsageError("U089", "memory needs element_type and shape", where=f"output {name!r}")
-            also_raise_as(error, ValueError)
-            raise error
+            raise argument_error(ValueError, "memory needs element_type and shape", where=f"output {name!r}")
         view = _view_memory(element_type, shape, buffer_ptr, f"output {name!r}")
         self._outputs[name] = _Output(import_onnxruntime().OrtValue.ortvalue_from_numpy(view), view)
 
@@ -142,9 +140,10 @@ class IOBinding:
 
     def _require_input(self, name: str) -> None:
         if name not in self._input_names:
-            error = FeedError("F001", f"the model has no input {name!r}", hint=suggest_nearest(name, self._input_names))
-            also_raise_as(error, RuntimeError)
-            raise error
+            raise also_raise_as(
+                FeedError("F001", f"the model has no input {name!r}", hint=suggest_nearest(name, self._input_names)),
+                RuntimeError,
+            )
 
 
 class _Output:
@@ -189,9 +188,7 @@ def _require_ort_value(value: Any, where: str) -> None:
     """Raise UsageError, also a TypeError, unless a value is an OrtValue."""
     if not isinstance(value, import_onnxruntime().OrtValue):
         message = f"expected onnxruntime.OrtValue, got {format_value(value)}"
-        error = UsageError("U089", message, where=where, hint="OrtValue.ortvalue_from_numpy(array)")
-        also_raise_as(error, TypeError)
-        raise error
+        raise argument_error(TypeError, message, where=where, hint="OrtValue.ortvalue_from_numpy(array)")
 
 
 def _view_memory(element_type: Any, shape: Sequence[int], address: int, where: str) -> Array:
@@ -211,9 +208,9 @@ def _view_memory(element_type: Any, shape: Sequence[int], address: int, where: s
     except (KeyError, TypeError, ValueError) as problem:
         arguments = ", ".join(map(format_value, (element_type, shape, address)))
         message = f"expected the element type, shape and address of memory, got {arguments}: {format_one_line(problem)}"
-        error = UsageError("U089", message, where=where, hint="array.dtype, array.shape, array.ctypes.data")
-        also_raise_as(error, RuntimeError)
-        raise error from None
+        raise argument_error(
+            RuntimeError, message, where=where, hint="array.dtype, array.shape, array.ctypes.data"
+        ) from None
     return np.frombuffer(memoryview((ctypes.c_byte * count).from_address(address)), dtype).reshape(sizes)
 
 

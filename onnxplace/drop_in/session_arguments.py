@@ -12,8 +12,8 @@ from typing import Any
 
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, list_route_devices
 from onnxplace.devices import find_kind
-from onnxplace.drop_in.exceptions import also_raise_as, match_onnxruntime
-from onnxplace.errors import BundleError, OnnxplaceError, UsageError, format_names, format_value, suggest_nearest
+from onnxplace.drop_in.exceptions import argument_error, match_onnxruntime
+from onnxplace.errors import BundleError, OnnxplaceError, format_names, format_value, suggest_nearest
 from onnxplace.machine import open_session
 from onnxplace.ort import import_onnxruntime
 
@@ -52,9 +52,7 @@ def open_bundle(path_or_bytes: Any) -> Bundle:
         raise BundleError("N001", message, hint=hint)
     if not isinstance(path_or_bytes, (str, os.PathLike)):
         message = f"expected a bundle or the path of one, got {format_value(path_or_bytes)}"
-        error = UsageError("U089", message, where="path_or_bytes")
-        also_raise_as(error, TypeError)
-        raise error
+        raise argument_error(TypeError, message, where="path_or_bytes")
     path = Path(os.fspath(path_or_bytes))
     try:
         return Bundle.open(path)
@@ -79,9 +77,7 @@ def accept_arguments(
     for name in further:
         if name not in _FURTHER:
             known = [*inspect.signature(session_type).parameters, *_FURTHER]
-            error = UsageError("U089", f"there is no argument {name!r}", hint=suggest_nearest(name, known))
-            also_raise_as(error, TypeError)
-            raise error
+            raise argument_error(TypeError, f"there is no argument {name!r}", hint=suggest_nearest(name, known))
     ignored = [f"{name}={format_value(further[name])}" for name in _FURTHER[1:] if further.get(name)]
     prefix = None
     if session_options is not None:
@@ -124,9 +120,7 @@ def _list_ignored_options(session_options: Any) -> list[str]:
     kind = import_onnxruntime().SessionOptions
     if not isinstance(session_options, kind):
         message = f"expected onnxruntime.SessionOptions, got {format_value(session_options)}"
-        error = UsageError("U089", message, where="sess_options")
-        also_raise_as(error, TypeError)
-        raise error
+        raise argument_error(TypeError, message, where="sess_options")
     default = kind()
     names = [name for name in dir(default) if not name.startswith("_") and not callable(getattr(default, name))]
     changed = [
@@ -182,9 +176,7 @@ def _normalize_providers(providers: Any, provider_options: Any) -> dict[str, dic
         if all(_is_pair(pair) for pair in pairs):
             return dict(pairs)
         problem = f"expected names of providers, or pairs of name and options, got {format_value(providers)}"
-    error = UsageError("U089", problem, where="providers")
-    also_raise_as(error, ValueError)
-    raise error
+    raise argument_error(ValueError, problem, where="providers")
 
 
 def _is_pair(pair: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The methods of `onnxruntime.InferenceSession` beyond running: what a bundle answers, and what it cannot do."""
+"""The methods of sessions of bundles beyond running: states, timelines, and what ONNX Runtime's sessions have."""
 
 from __future__ import annotations
 
@@ -6,56 +6,180 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
-from onnxplace.drop_in.exceptions import also_raise_as
+import numpy as np
+
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, OutputRecord, SplitStates
+from onnxplace.drop_in.exceptions import also_raise_as, argument_error
 from onnxplace.drop_in.io_binding import IOBinding
-from onnxplace.drop_in.node_args import NodeArg, list_inputs, list_outputs, list_overridable
-from onnxplace.drop_in.ort_conversion import to_owned_ort_value
+from onnxplace.drop_in.run_arguments import to_owned_ort_value
 from onnxplace.drop_in.session_arguments import SessionArguments, list_providers, warn_ignored
 from onnxplace.errors import OnnxplaceError, UsageError
+from onnxplace.feeds import Declared
 from onnxplace.machine import make_session_options, open_session, to_python
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.ort import import_onnxruntime
-from onnxplace.traces import RequestTimeline, TraceRecorder
+from onnxplace.runtime import CopyStatus, RuntimeSession
+from onnxplace.serving import check_in_flight
+from onnxplace.traces import (
+    MAX_TRACED_REQUESTS,
+    RequestTimeline,
+    TraceRecorder,
+    chrome_trace,
+    predict_timelines,
+    read_segment_nodes,
+)
 from onnxplace.utils import write_file
+
+# Inputs and outputs of a bundle, described as ONNX Runtime describes those of a model.
+
+# How shape inference begins the names that it invents for unknown sizes.
+_INVENTED = "unk__"
+
+
+@dataclass(frozen=True, eq=False)
+class NodeArg:
+    """An input or output, with the attributes and the text of `onnxruntime.NodeArg`.
+
+    >>> print(NodeArg("x", "tensor(float)", ["batch", 64]))
+    NodeArg(name='x', type='tensor(float)', shape=['batch', 64])
+    """
+
+    name: str
+    type: str
+    """ONNX Runtime's name of the type: `tensor(float)`, `seq(tensor(int64))`."""
+    shape: list[int | str | None]
+    """Sizes, names of symbolic dimensions, and None for an unknown size.
+
+    It is empty for a scalar, for an unknown rank, and for values that are no tensors.
+    """
+
+
+def _describe(item: Declared) -> NodeArg:
+    return NodeArg(item.name, item.dtype, list(item.shape or ()))
+
+
+def _describe_output(bundle: Bundle, record: OutputRecord) -> NodeArg:
+    value = bundle.manifest.values.get(record.value)
+    if value is None:
+        return NodeArg(record.name, record.dtype, list(record.shape or ()))
+    return NodeArg(record.name, value.dtype, _merge_shapes(record.shape, value.shape))
+
+
+def _merge_shapes(
+    declared: Sequence[int | str | None] | None, inferred: Sequence[int | str | None] | None
+) -> list[int | str | None]:
+    """Return a declared shape with the sizes that are only inferred, as ONNX Runtime does."""
+    known = [None if isinstance(size, str) and size.startswith(_INVENTED) else size for size in inferred or ()]
+    if declared is None:
+        return known
+    if len(known) != len(declared):
+        return list(declared)
+    return [size if isinstance(size, int) or name is None else name for name, size in zip(declared, known)]
 
 
 class SessionMethods(ABC):
-    """Methods that a session of a bundle has so that code written for ONNX Runtime can use it."""
+    """Methods of a session of a bundle beyond running: its own, and those of ONNX Runtime's sessions."""
 
     _bundle: Bundle
+    _session: RuntimeSession
     _arguments: SessionArguments
+    _split_states: SplitStates
     _recorder: TraceRecorder | None
 
     @abstractmethod
     def run(self, output_names: Iterable[str] | None, input_feed: Mapping[str, Any], run_options: Any = None) -> Any:
         """Run the model and return the named outputs."""
 
-    @abstractmethod
-    def trace(self) -> dict[str, Any]:
-        """Return the timelines of the last requests as Chrome trace JSON."""
+    # -- states, timelines and copies of the bundle ----------------------------------------------------
 
-    @abstractmethod
+    def reset_state(self) -> None:
+        """Forget all states; the next run takes initial values as inputs.
+
+        Runs in flight are not affected.
+        """
+        self._session.states.reset()
+
+    def read_states(self) -> dict[str, Any]:
+        """Return copies of the current states by state input, after the runs in flight; no run is needed.
+
+        States that are split over devices are whole. States that no run has computed have their initial values, or are
+        missing if they have none.
+
+        Raises FeedError after a run that lost the states, and UsageError if the runtime cannot read them.
+        """
+        states = {**self._bundle.initial_states(), **self._session.states.read()}
+        return self._split_states.join_feeds({name: np.array(array) for name, array in states.items()})
+
+    def protect_states(self) -> None:
+        """Keep the states before each run: they are back if it fails, and after `restore_states`.
+
+        That takes memory for a second set of states.
+        """
+        self._session.states.protect()
+
+    def restore_states(self) -> None:
+        """Bring back the states before the last run that succeeded, once; they have to be protected."""
+        self._session.states.restore()
+
+    def count_state_changes(self) -> int:
+        """Return how many runs have changed the states, after the runs in flight; a restored one does not count.
+
+        After an interrupt it tells whether the run that was interrupted had an effect.
+        """
+        return self._session.states.count_changes()
+
+    def trace(self, last: int = MAX_TRACED_REQUESTS) -> dict[str, Any]:
+        """Return the timelines of the last requests, 1 to 1000, as Chrome trace JSON; needs `trace=True`.
+
+        It has the requests that have succeeded, also those of conversations. Next to them it has the prediction for
+        requests that are submitted at the same times. Perfetto opens it, too (docs/traces.md).
+
+        >>> Path("trace.json").write_text(json.dumps(session.trace()))  # doctest: +SKIP
+        """
+        count = check_in_flight(last, "last", MAX_TRACED_REQUESTS)
+        if self._recorder is None:
+            hint = "InferenceSession(bundle, trace=True)"
+            raise UsageError("U084", "this session records no trace: it was opened without trace=True", hint=hint)
+        timelines = self.list_timelines()[-count:]
+        predicted = predict_timelines(self._bundle.manifest, timelines)
+        return chrome_trace(timelines, predicted, self._bundle.manifest, read_segment_nodes(self._bundle))
+
     def list_timelines(self) -> tuple[RequestTimeline, ...]:
-        """Return what the last requests did; empty if the session records no trace."""
+        """Return what the last requests did, at most 1000 that have succeeded, in the order of their submission.
+
+        Needs `trace=True`; it is empty otherwise.
+        """
+        return self._recorder.list_timelines() if self._recorder else ()
+
+    def list_copies(self) -> tuple[CopyStatus, ...]:
+        """Return the copies of the bundle, `replicas` of them: which are open, and why one was left out.
+
+        A session of one copy has none.
+
+        >>> [copy.is_open for copy in session.list_copies()]  # doctest: +SKIP
+        [True, False]
+        """
+        return self._session.list_copies()
 
     # -- what the model is ------------------------------------------------------------------------------
 
     def get_inputs(self) -> list[NodeArg]:
         """Return the model's inputs without default values: name, type, shape. States are among them."""
-        return list_inputs(self._bundle)
+        return [_describe(item) for item in self._bundle.inputs if not item.optional]
 
     def get_outputs(self) -> list[NodeArg]:
         """Return the outputs of `run(None, ...)`, without states: name, type, shape."""
-        return list_outputs(self._bundle)
+        records = {record.name: record for record in self._bundle.manifest.outputs}
+        return [_describe_output(self._bundle, records[item.name]) for item in self._bundle.returned_outputs]
 
     def get_overridable_initializers(self) -> list[NodeArg]:
         """Return the model's inputs with default values: name, type, shape."""
-        return list_overridable(self._bundle)
+        return [_describe(item) for item in self._bundle.inputs if item.optional]
 
     def get_modelmeta(self) -> ModelMetadata:
         """Return what the ONNX file said of the model, with the attributes of `onnxruntime.ModelMetadata`.
@@ -151,9 +275,7 @@ class SessionMethods(ABC):
             hint = "use session.io_binding(); with optimum: use_io_binding=False"
             raise self._refuse(f"expected a binding of this session, got {type(iobinding).__name__}", hint)
         if iobinding.session is not self:
-            error = UsageError("U089", "this binding is of another session", hint="use session.io_binding()")
-            also_raise_as(error, ValueError)
-            raise error
+            raise argument_error(ValueError, "this binding is of another session", hint="use session.io_binding()")
         try:
             iobinding.run(lambda names, feeds: self.run(names, feeds, run_options))
         except OnnxplaceError as error:

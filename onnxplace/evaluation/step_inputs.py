@@ -193,7 +193,7 @@ class RepeatedStep:
         """Return the feeds of the next step of a session, which has run all steps before."""
         if self._carries and self._has_run:
             return self._later
-        session.reset_state()  # states that are not fed would go on growing
+        session.states.reset()  # states that are not fed would go on growing
         self._has_run = True
         return self._first
 

@@ -38,6 +38,12 @@ def list_versions() -> dict[str, str]:
     }
 
 
+def describe_error(problem: OnnxplaceError) -> dict[str, str]:
+    """Return an error as plain data."""
+    parts = {name: getattr(problem, name) for name in ("code", "message", "where", "hint")}
+    return {"class": type(problem).__name__, **parts}
+
+
 def _find_version(package: str) -> str:
     """Return the version of a package; empty if it is not installed."""
     try:
@@ -51,14 +57,7 @@ def main() -> None:
     try:
         description = describe_host(sys.argv[1])
     except OnnxplaceError as problem:
-        description = {
-            "error": {
-                "code": problem.code,
-                "message": problem.message,
-                "where": problem.where,
-                "hint": problem.hint,
-            }
-        }
+        description = {"error": describe_error(problem)}
     sys.stdout.write(f"{json.dumps(description)}\n")
 
 

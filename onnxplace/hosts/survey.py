@@ -14,8 +14,7 @@ import numpy as np
 
 from onnxplace.calibration import LinkFit, fit_link
 from onnxplace.errors import ExecutionError, TargetError, UsageError
-from onnxplace.hosts.connection import Connection
-from onnxplace.hosts.mpi_launchers import INSTALL_HINT, find_launcher
+from onnxplace.hosts.connection import INSTALL_HINT, Connection, find_launcher
 from onnxplace.target import Link, Target, default_link, read_target
 from onnxplace.utils import report_time_limit
 
@@ -34,18 +33,18 @@ class HostDescription:
 
     name: str
     versions: Mapping[str, str]
-    """Of onnxplace, onnxruntime, python, mpi4py, mpich and openmpi; empty for what is not installed."""
+    """Versions of onnxplace, onnxruntime, python, mpi4py, mpich and openmpi; empty for what is not installed."""
     target: Target
     """Its devices and the links between them, without the host's name."""
 
 
 @dataclass(frozen=True)
 class HostLink:
-    """The measured link between two hosts, in both directions alike: half of round trips was timed."""
+    """The measured link between two hosts, assumed symmetric: half the round-trip time."""
 
     hosts: tuple[str, str]
     fit: LinkFit
-    """Of messages alone."""
+    """The fit of messages alone."""
     waking_seconds: float
     """Assumed time to hand a value over and to wake its reader, as between devices of one host; not measured."""
 

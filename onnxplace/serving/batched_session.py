@@ -14,8 +14,7 @@ from onnxplace.bundle import BatchingRecord, Bundle
 from onnxplace.errors import ExecutionError, UsageError
 from onnxplace.feeds import Array
 from onnxplace.runtime import CopyStatus, Result, Runtime, RuntimeSession, open_session, run_timeout_error
-from onnxplace.serving.batcher import Batcher
-from onnxplace.serving.joining import Joiner
+from onnxplace.serving.batcher import Batcher, Joiner
 from onnxplace.serving.options import Batching, require_batching
 
 

@@ -7,25 +7,185 @@ batches in flight, so that neither needs a lock.
 from __future__ import annotations
 
 import atexit
+import copy
 import os
 import queue
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
+
+from onnxplace.bundle import BatchingRecord
 from onnxplace.errors import ExecutionError
+from onnxplace.feeds import Array
 from onnxplace.runtime import Result, RuntimeSession
-from onnxplace.runtimes.execution import WaitList
-from onnxplace.serving.batch_queue import BatchQueue, WaitingRequest
-from onnxplace.serving.joining import Joiner
+from onnxplace.runtimes.execution import ResultFuture, WaitList
 from onnxplace.serving.options import Batching
 from onnxplace.utils import start_thread
+
+# Join the feeds of requests along the axes of their batch, and cut the outputs.
+
+# Inputs that have to be equal are compared by their bytes, up to this size.
+MAX_COMPARED_BYTES = 1 << 16
+
+
+class Joiner:
+    """The axes along which requests of a bundle are joined."""
+
+    def __init__(self, record: BatchingRecord) -> None:
+        self._inputs = record.inputs
+        self._outputs = record.outputs
+
+    def describe_feeds(self, feeds: Mapping[str, Any]) -> tuple[int, Hashable | None]:
+        """Return the size of a request's batch, and what other requests must have in common with it.
+
+        None stands for a request that runs alone: without a batch, with broadcast inputs of it, or with other inputs
+        that are too large to be compared.
+        """
+        sizes, entries = set(), []
+        for name in sorted(feeds):
+            value = feeds[name]
+            if not isinstance(value, np.ndarray):
+                return 0, None
+            axis = self._inputs.get(name)
+            if axis is None:
+                if value.dtype.hasobject or value.nbytes > MAX_COMPARED_BYTES:
+                    return 0, None
+                entries.append((name, value.dtype, value.shape, value.tobytes()))
+            else:
+                sizes.add(value.shape[axis])
+                entries.append((name, value.dtype, value.shape[:axis], value.shape[axis + 1 :]))
+        if len(sizes) != 1 or 0 in sizes or not self._inputs.keys() <= feeds.keys():
+            return 0, None
+        return sizes.pop(), tuple(entries)
+
+    def join_feeds(self, feeds: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
+        """Return the feeds of all requests as one, in their order."""
+        return {
+            name: np.concatenate([item[name] for item in feeds], axis=self._inputs[name])
+            if name in self._inputs
+            else value
+            for name, value in feeds[0].items()
+        }
+
+    def cut_outputs(self, outputs: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the outputs of each request; they share no memory.
+
+        Raises ValueError if an output does not have the same number of entries for each request of the batch.
+        """
+        total = sum(sizes)
+        parts: list[dict[str, Any]] = [{} for _ in sizes]
+        for name, value in outputs.items():
+            axis = self._outputs.get(name)
+            if axis is None:
+                for part in parts:
+                    part[name] = copy.deepcopy(value)
+                continue
+            if axis >= value.ndim or value.shape[axis] % total or not value.shape[axis]:
+                raise ValueError(f"output {name!r} of shape {list(value.shape)} holds no batch of {total}")
+            ends = np.cumsum(sizes) * (value.shape[axis] // total)
+            for part, piece in zip(parts, np.split(value, ends[:-1], axis=axis), strict=True):
+                part[name] = piece.copy()
+        return parts
+
+
+# Requests that wait to be joined: which of them make a batch, and when.
+
+
+@dataclass(frozen=True, eq=False)
+class WaitingRequest:
+    """A request that may be joined with others."""
+
+    feeds: Mapping[str, Any]
+    size: int
+    """Size of its own batch."""
+    group: Hashable | None
+    """Requests of one group can be joined; None for a request that runs alone."""
+    arrival: float
+    """Time on the clock of the batcher, in seconds."""
+    future: ResultFuture = field(default_factory=ResultFuture)
+    start_time: float = field(default_factory=time.perf_counter)
+
+
+class BatchQueue:
+    """The waiting requests by group, each group in the order of arrival. It knows no threads and no clock."""
+
+    def __init__(self, max_batch: int, max_delay_seconds: float) -> None:
+        self._max_batch = max_batch
+        self._max_delay_seconds = max_delay_seconds
+        self._groups: dict[Hashable, deque[WaitingRequest]] = {}
+
+    def add(self, request: WaitingRequest) -> None:
+        """Let a request wait."""
+        group = request if request.group is None else request.group
+        self._groups.setdefault(group, deque()).append(request)
+
+    def remove(self, request: WaitingRequest) -> bool:
+        """Forget a request; return whether it was still waiting."""
+        group = request if request.group is None else request.group
+        waiting = self._groups.get(group, deque())
+        if request not in waiting:
+            return False
+        waiting.remove(request)
+        if not waiting:
+            del self._groups[group]
+        return True
+
+    def take(self, now: float, *, at_once: bool) -> list[WaitingRequest]:
+        """Remove and return the next batch; empty if none is due.
+
+        A batch is due if it is full, or its first request has waited long enough, or `at_once` is set because nothing
+        else is in flight. Of several, that with the oldest request comes first.
+        """
+        due = [
+            group
+            for group, waiting in self._groups.items()
+            if at_once or now >= waiting[0].arrival + self._max_delay_seconds or self._is_full(waiting)
+        ]
+        if not due:
+            return []
+        group = min(due, key=lambda item: self._groups[item][0].arrival)
+        waiting = self._groups[group]
+        batch = [waiting.popleft() for _ in range(self._count_joined(waiting))]
+        if not waiting:
+            del self._groups[group]
+        return batch
+
+    def find_deadline(self) -> float | None:
+        """Return when the next batch is due if no other request arrives; None without requests."""
+        if not self._groups:
+            return None
+        return min(waiting[0].arrival for waiting in self._groups.values()) + self._max_delay_seconds
+
+    def clear(self) -> list[WaitingRequest]:
+        """Remove and return all requests."""
+        requests = [request for waiting in self._groups.values() for request in waiting]
+        self._groups.clear()
+        return requests
+
+    def _count_joined(self, waiting: deque[WaitingRequest]) -> int:
+        """Return how many requests of a group fit into one batch, without skipping one; at least one."""
+        total = 0
+        for count, request in enumerate(waiting):
+            total += request.size
+            if total > self._max_batch:
+                return max(count, 1)
+        return len(waiting)
+
+    def _is_full(self, waiting: deque[WaitingRequest]) -> bool:
+        """Return whether no later request can join the first batch of a group."""
+        count = self._count_joined(waiting)
+        size = sum(waiting[index].size for index in range(count))
+        return count < len(waiting) or size >= self._max_batch or waiting[0].group is None
+
 
 # The thread checks this often whether its session still exists.
 OWNER_CHECK_SECONDS = 3.0
@@ -289,13 +449,12 @@ class Batcher:
 
 
 _open_batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
-_hooks: list[object] = []
 
 
+@cache
 def _register_exit_hook() -> None:
     """Close batchers before the engines below them: hooks run in reverse order, and those of engines exist already."""
-    if not _hooks:
-        _hooks.append(atexit.register(_close_all))
+    atexit.register(_close_all)
 
 
 def _close_all() -> None:

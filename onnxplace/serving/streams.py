@@ -33,16 +33,9 @@ def stream_results(
         while True:
             while has_more and len(pending) < in_flight:
                 try:
-                    item = next(source)
+                    pending.append(submit(next(source)))
                 except StopIteration:
                     has_more = False
-                    break
-                except Exception as problem:  # noqa: BLE001 - raised when its turn comes
-                    pending.append(_failed_future(problem))
-                    has_more = False
-                    break
-                try:
-                    pending.append(submit(item))
                 except Exception as problem:  # noqa: BLE001 - raised when its turn comes
                     pending.append(_failed_future(problem))
                     has_more = False

@@ -228,7 +228,7 @@ def _check_states(runtime: Runtime, bundle: Bundle) -> None:
             _check_total(future.result(TIMEOUT_SECONDS), number + 1, {"y", "picked"})
         last = session.submit(feeds, ["total_next"]).result(TIMEOUT_SECONDS)
         _check_total(last, 21, {"y", "picked", "total_next"})
-        session.reset_state()
+        session.states.reset()
         _check_no_state(session.submit(feeds), "a reset")
         _check_total(session.submit(initial).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
         failing, after = session.submit({**feeds, "rows": np.zeros(3, dtype=np.int64)}), session.submit(feeds)

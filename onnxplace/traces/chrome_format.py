@@ -12,9 +12,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from onnxplace.bundle import Manifest, RouteRecord, list_route_devices, list_routes
+from onnxplace.bundle import Bundle, Manifest, RouteRecord, list_route_devices, list_routes
 from onnxplace.runtime import Event
 from onnxplace.traces.timelines import RequestTimeline
+
+# The names of the nodes in each segment.
+
+
+def read_segment_nodes(bundle: Bundle) -> dict[str, tuple[str, ...]]:
+    """Return the names of the nodes of each segment, by segment; a node without a name goes by its operator."""
+    import onnx
+
+    models = {item.id: onnx.load(bundle.file(item.file), load_external_data=False) for item in bundle.manifest.segments}
+    return {segment: tuple(node.name or node.op_type for node in model.graph.node) for segment, model in models.items()}
+
 
 # Colours of requests in Chrome's viewer, among the names that the format defines; they repeat.
 _COLORS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean, median
 
 from onnxplace.bundle import Manifest, list_route_devices
@@ -25,9 +26,9 @@ class Difference:
     """A segment or a transfer, with the medians of its times."""
 
     name: str
-    """Of the segment, or of the value."""
+    """Name of the segment or the value."""
     device: str
-    """Where the segment runs, or the value arrives."""
+    """The device where the segment runs, or the value arrives."""
     seconds: float
     predicted_seconds: float
 
@@ -57,10 +58,7 @@ def compare_timelines(
         BusyShare(device, shares.get(device, 0.0), predicted_shares.get(device, 0.0))
         for device in list_route_devices(manifest)
     ]
-
-    def time_transfers(events: Iterable[Event]) -> dict[tuple[str, str], float]:
-        return _time_transfers(events, producers)
-
+    time_transfers = partial(_time_transfers, producers=producers)
     return TimelineComparison(
         requests=len(measured),
         devices=tuple(devices),

@@ -1,16 +1,21 @@
-"""Batches drawn from arrays: rows in an order that the seed and the number of the step determine."""
+"""Batches: drawn from arrays in an order that the seed determines, and drawn ahead while a step runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import FeedError, UsageError, suggest_nearest
 from onnxplace.feeds import Array, Declared, describe_input, read_npz
-from onnxplace.utils import format_path
+from onnxplace.utils import format_path, start_thread
 
 
 class BatchSampler:
@@ -23,10 +28,10 @@ class BatchSampler:
         bundle: The bundle of a training step.
         path: An .npz file with an array for each input of a batch.
         batch: Rows of a batch; 0 for the number that the bundle was compiled for.
-        seed: Of the order.
+        seed: Seed of the order.
 
     Raises:
-        FeedError: the file lacks an input, its arrays have unlike numbers of rows, or fewer than a batch.
+        FeedError: the file lacks an input, its arrays have different numbers of rows, or fewer than a batch.
         UsageError: the model takes another number of rows.
     """
 
@@ -56,11 +61,8 @@ class BatchSampler:
         return {name: array[rows] if array.ndim else array for name, array in self._arrays.items()}
 
     def iterate(self, first: int) -> Iterator[dict[str, Array]]:
-        """Yield the batches from a step on, without end."""
-        step = first
-        while True:
-            yield self.draw(step)
-            step += 1
+        """Return the batches from a step on, without end."""
+        return map(self.draw, itertools.count(first))
 
 
 def list_batch_inputs(bundle: Bundle) -> list[Declared]:
@@ -112,3 +114,78 @@ def _choose_batch(bundle: Bundle, inputs: list[Declared], batch: int) -> int:
     if batch < 1:
         raise UsageError("L053", "the model does not say the rows of a batch", where="--batch", hint="give --batch")
     return batch
+
+
+# A thread that draws the next batches while a step runs.
+
+# How long `close` waits for a loader that is busy with a batch.
+_END_SECONDS = 2.0
+
+
+@contextmanager
+def prefetch_batches(loader: Iterable[Any], depth: int, *, repeats: bool) -> Iterator[Iterator[Any]]:
+    """Draw the batches of a loader in a thread, at most `depth` ahead; with a depth of 0 there is no thread.
+
+    A loader that can be iterated again, such as a list or a DataLoader, begins again at its end if `repeats`. Errors of
+    the loader are raised when their turn comes.
+    """
+    batches = iterate_batches(loader, repeats)
+    if not depth:
+        yield batches
+        return
+    # An interrupt can break a Queue, but not a SimpleQueue.
+    ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    tokens: queue.SimpleQueue[None] = queue.SimpleQueue()  # each lets the thread draw one more batch
+    is_closed = False
+    for _ in range(depth):
+        tokens.put(None)
+
+    def draw() -> None:
+        while True:
+            tokens.get()
+            if is_closed:
+                return
+            try:
+                ready.put((next(batches), None))
+            except BaseException as problem:  # noqa: BLE001 - raised in the thread that wants the batch
+                ready.put((None, problem))
+                return
+
+    def take() -> Iterator[Any]:
+        while True:
+            batch, problem = ready.get()
+            tokens.put(None)
+            if isinstance(problem, StopIteration):
+                return
+            if problem is not None:
+                raise problem
+            yield batch
+
+    thread = threading.Thread(target=draw, name="onnxplace batches", daemon=True)
+    start_thread(thread)
+    try:
+        yield take()
+    finally:
+        is_closed = True
+        tokens.put(None)
+        thread.join(_END_SECONDS)
+
+
+def iterate_batches(loader: Iterable[Any], repeats: bool) -> Iterator[Any]:
+    """Yield the batches of a loader, again and again if it can be iterated again.
+
+    Raises FeedError for a loader without batches, and for one that is not iterable.
+    """
+    if not isinstance(loader, Iterable) or isinstance(loader, (dict, str, bytes)):
+        message = f"expected an iterable of batches, got {type(loader).__name__}"
+        raise FeedError("L046", message, where="train", hint="give a list or a generator of mappings, name -> array")
+    while True:
+        count = 0
+        for batch in loader:
+            count += 1
+            yield batch
+        # `iter(loader)` would start the processes of a DataLoader once more.
+        if not repeats or isinstance(loader, Iterator):
+            return
+        if not count:
+            raise FeedError("L046", "the loader has no batches", where="train", hint="check its data and batch size")

@@ -36,11 +36,11 @@ class Checkpoint:
     """What a checkpoint holds."""
 
     states: Mapping[str, Array]
-    """By the names of users: of parameters, moments (`layers.0.weight.exp_avg`) and buffers."""
+    """Arrays by the names of users: parameters, moments (`layers.0.weight.exp_avg`) and buffers."""
     step: int
     """Number of the last step; 0 before the first one."""
     seed: int
-    """Of random numbers in the step."""
+    """Seed of random numbers in the step."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """Texts of the program that saved it."""
 
@@ -100,9 +100,8 @@ def read_checkpoint(path: Path, specs: Mapping[str, StateSpec]) -> Checkpoint:
             raise InputError("L042", message, where=where, hint="update onnxplace")
         step, seed = int(metadata["step"]), int(metadata["seed"])
         notes = json.loads(metadata.get("notes", "{}"))
-        # Files without a hash are older, and have a fingerprint: else, the name of the hash was altered.
-        is_known = file.has_hash or "fingerprint" in metadata
-        if not (0 <= step < MAX_NUMBER and 0 <= seed < MAX_NUMBER and isinstance(notes, dict) and is_known):
+        # Without a hash, the name of the hash was altered.
+        if not (0 <= step < MAX_NUMBER and 0 <= seed < MAX_NUMBER and isinstance(notes, dict) and file.has_hash):
             raise ValueError
     except (KeyError, ValueError, RecursionError):
         raise InputError("L042", "its metadata is malformed", where=where, hint=_DAMAGED_HINT) from None

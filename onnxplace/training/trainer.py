@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
@@ -14,10 +16,11 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from onnxplace.api import InferenceSession, load
-from onnxplace.bundle import Bundle
+from onnxplace.bundle import Bundle, Manifest, TrainingRecord
 from onnxplace.errors import ExecutionError, FeedError, UsageError
 from onnxplace.feeds import Array, Declared, numpy_type
 from onnxplace.runtime import Result, choose_closing_timeout, unpicklable_error
+from onnxplace.training.batches import prefetch_batches
 from onnxplace.training.checkpoints import (
     Checkpoint,
     check_states,
@@ -25,10 +28,6 @@ from onnxplace.training.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from onnxplace.training.checks import check_count, check_rate, check_seed, require_training_step, to_number
-from onnxplace.training.prefetching import Prefetcher
-from onnxplace.training.protection import has_room_for_copies
-from onnxplace.training.schedules import Schedule
 
 STEP_KEY, SEED_KEY = "trainer.step", "trainer.seed"
 """Entries of `state_dict` that are not tensors of the model."""
@@ -40,7 +39,7 @@ class StepResult:
 
     loss: float
     metrics: Mapping[str, Any]
-    """By name: floats, or arrays where they are not scalars."""
+    """Metrics by name: floats, or arrays where they are not scalars."""
     step: int
     """Number of the step, 1 for the first one."""
     learning_rate: float | None = None
@@ -107,7 +106,7 @@ class Trainer:
         """Number of the step after which the session began to count."""
         self._future: Future[Result] | None = None
         self.last_result: StepResult | None = None
-        """Of the last step that counts; that of a step which Ctrl-C interrupted is only to be had from it."""
+        """Result of the last step that counts, also of one that Ctrl-C interrupted, which returned none."""
         self._spoiled = ""
         """Why the states are not to be used; empty if they are sound."""
         inputs = {item.name: item for item in self.bundle.inputs}
@@ -134,7 +133,7 @@ class Trainer:
 
         Args:
             feeds: The inputs of the batch, by name.
-            learning_rate: By default, that of the model.
+            learning_rate: The learning rate; by default, that of the model.
             timeout: Seconds.
 
         Raises:
@@ -173,7 +172,7 @@ class Trainer:
         """Yield the result of a step for each batch of a loader.
 
         A thread draws up to `prefetch` batches while a step runs; 0 for no thread. It ends with the generator. With
-        `steps`, a loader that can be iterated again, such as a list or torch's DataLoader, begins anew at its end.
+        `steps`, a loader that can be iterated again, such as a list or torch's DataLoader, begins again at its end.
 
         Args:
             loader: Yields the feeds of each step.
@@ -186,16 +185,10 @@ class Trainer:
         """
         steps = None if steps is None else check_count(steps, "a number of steps", "train")
         prefetch = check_count(prefetch, "a number of batches to prefetch", "train")
-        with Prefetcher(loader, prefetch, repeats=steps is not None) as batches:
-            count = 0
-            while steps is None or count < steps:
-                try:
-                    feeds = next(batches)
-                except StopIteration:
-                    return
+        with prefetch_batches(loader, prefetch, repeats=steps is not None) as batches:
+            for feeds in islice(batches, steps):
                 rate = learning_rate(self.step_count + 1) if callable(learning_rate) else learning_rate
                 yield self.step(feeds, rate)
-                count += 1
 
     # --- states ---
 
@@ -249,7 +242,7 @@ class Trainer:
 
         Raises UsageError, and copies nothing, if a name or shape differs.
         """
-        from onnxplace.training.torch_modules import copy_into_module
+        from onnxplace.training.trained_models import copy_into_module
 
         states = self._read_states()
         names = [item.name for item in (*self._training.parameters, *self._training.buffers)]
@@ -260,7 +253,7 @@ class Trainer:
 
         Raises UsageError if the step does not say what that is, or computes something else than inference does.
         """
-        from onnxplace.training.inference_model import write_inference_model
+        from onnxplace.training.trained_models import write_inference_model
 
         write_inference_model(Path(path), self.bundle, self._training, self._read_states())
 
@@ -396,3 +389,86 @@ def _fill(declared: Declared, number: float) -> dict[str, Array]:
     """Return the feed of an input of one number: a scalar, or a vector of one element."""
     shape = [size if isinstance(size, int) else 1 for size in declared.shape or ()]
     return {declared.name: np.full(shape, number, numpy_type(declared.dtype) or np.float32)}
+
+
+# Checks of what users give to the trainer.
+
+
+def require_training_step(bundle: Bundle) -> TrainingRecord:
+    """Return the training step of a bundle; raises UsageError if it is none."""
+    if bundle.manifest.training is None:
+        hint = "compile the model of a training step, such as onnxplace.torch.export_training_step writes"
+        raise UsageError("L040", "this bundle is not one of a training step", where=str(bundle.path), hint=hint)
+    return bundle.manifest.training
+
+
+def check_seed(seed: int) -> int:
+    """Return a seed; raises UsageError unless it is a whole number that int64 has, of 0 or more."""
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 63:
+        raise UsageError("L043", f"expected a seed of 0 or more, below 2**63, got {seed!r}", where="Trainer")
+    return int(seed)
+
+
+def check_count(number: Any, what: str, where: str) -> int:
+    """Return a number of steps or batches; raises UsageError unless it is a whole number of 0 or more."""
+    array = np.asarray(number)
+    if array.dtype.kind not in "iu" or array.size != 1 or not 0 <= int(array.item()) < 1 << 63:
+        raise UsageError("L043", f"expected {what} of 0 or more, got {number!r}", where=where)
+    return int(array.item())
+
+
+def check_rate(rate: Any) -> float:
+    """Return a learning rate; raises UsageError unless it is a finite number of 0 or more."""
+    try:
+        number = math.nan if isinstance(rate, (str, bytes)) else float(rate)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        message = f"expected a learning rate of 0 or more, got {rate!r}"
+        raise UsageError("L043", message, where="learning_rate", hint="give a number such as 1e-3")
+    return number
+
+
+def to_number(value: Any) -> Any:
+    """Return one number as a float, and any other array as it is."""
+    array = np.asarray(value)
+    return float(array.item()) if array.size == 1 else array
+
+
+# Whether devices have memory for a second set of their states.
+
+
+def has_room_for_copies(manifest: Manifest) -> bool:
+    """Return whether every device can keep its old states while a step computes new ones, within its limit."""
+    states: Counter[str] = Counter()
+    for state in manifest.states:
+        states[state.device] += manifest.values[state.input].bytes if state.input in manifest.values else 0
+    return all(item.peak_bytes + states[item.id] <= item.limit_bytes for item in manifest.devices)
+
+
+# Learning rates over the steps of a run.
+
+Schedule = Callable[[int], float]
+"""From the number of a step, 1 for the first one, to its learning rate."""
+
+ScheduleName = Literal["constant", "cosine", "linear"]
+
+
+def make_schedule(name: ScheduleName, rate: float, steps: int, warmup: int = 0) -> Schedule:
+    """Return a schedule: a linear rise over `warmup` steps, then constant, or a fall to zero after `steps`.
+
+    >>> [make_schedule("linear", 1.0, 4)(step) for step in (1, 2, 3, 4)]
+    [1.0, 0.75, 0.5, 0.25]
+    >>> [make_schedule("constant", 1.0, 4, warmup=2)(step) for step in (1, 2, 3)]
+    [0.5, 1.0, 1.0]
+    """
+
+    def compute_rate(step: int) -> float:
+        if step <= warmup:
+            return rate * step / warmup
+        progress = min((step - 1 - warmup) / max(steps - warmup, 1), 1.0)
+        if name == "cosine":
+            return rate * 0.5 * (1 + math.cos(math.pi * progress))
+        return rate * (1 - progress) if name == "linear" else rate
+
+    return compute_rate

@@ -72,7 +72,7 @@ def ring_and_wait(address: int, rung: int, bell: int, seen: int, pauses: int) ->
     """Ring bells, then wait until one has rung since it was `seen`; return False if that takes more than `pauses`.
 
     Args:
-        address: of the counters.
+        address: Address of the counters.
         rung: bit i is set if bell i is to ring.
         bell: the one to wait for.
         seen: its count before the condition was checked that it announces.

@@ -22,7 +22,7 @@ from onnxplace.machine import (
     to_ort_value_if_possible,
     to_python,
 )
-from onnxplace.runtimes.execution.bound_runs import run_bound
+from onnxplace.runtimes.execution.host_memory import run_bound
 
 _PROBE = '<ir_version: 8, opset_import: ["": 17]> probe (float[1] x) => (float[1] y) { y = Neg(x) }'
 

@@ -1,5 +1,16 @@
 """An open bundle at work: its requests, and a worker thread per device.
 
+A request passes through these steps:
+
+1. *Admitted*: it takes one of `max_in_flight` slots and a route, and joins the dictionary of requests in flight.
+2. *Ready*: no earlier request of its conversation is in flight. Without states, that is so at once.
+3. *Followed*: each device of its route follows its program for it. Programs exchange values among each other, so the
+   devices of one request wait for each other, while those that are done begin with the next request.
+4. *Delivered*: the device that finishes last stores the states, frees the slot, and completes the future.
+
+A failure, a timeout or a cancellation ends it at every device: ONNX Runtime stops at the end of a node, and what waits
+for a value is woken. It still takes its turn at step 4, so that its devices are free again.
+
 A request is admitted, left and finished by single steps that an interrupt of the main thread cannot tear apart. All
 steps that end a request may be repeated.
 """
@@ -7,40 +18,72 @@ steps that end a request may be repeated.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import os
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.feeds import Array
-from onnxplace.machine import interruptible, prepare_interrupts, require_interpreter
+from onnxplace.machine import end_openings, interruptible, prepare_interrupts, require_interpreter
 from onnxplace.runtime import Result, forked_session_error, run_timeout_error
 from onnxplace.runtimes.execution.bells import CALLERS
-from onnxplace.runtimes.execution.carried_state import CarriedStates
-from onnxplace.runtimes.execution.deliveries import Deliverer, DeliveryLoop
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
-from onnxplace.runtimes.execution.lifecycle import OPEN_ENGINES, close_all_engines, keep_sessions_in_child
-from onnxplace.runtimes.execution.requests import Request
-from onnxplace.runtimes.execution.routes import OpenRoute, choose_route
-from onnxplace.runtimes.execution.segments import PlacedDevice
-from onnxplace.runtimes.execution.workers import Worker
+from onnxplace.runtimes.execution.requests import CarriedStates, Request
+from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice, choose_route
+from onnxplace.runtimes.execution.workers import Worker, WorkLoop
 from onnxplace.utils import start_thread
+
+# The ends of all engines of a process: at the end of the interpreter, and in a forked child.
+
+# Time at the end of the interpreter for requests in flight; then they are ended.
+EXIT_SECONDS = 10.0
+# Time to end them if that is interrupted.
+INTERRUPTED_EXIT_SECONDS = 0.3
+
+
+OPEN_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def close_all_engines() -> None:
+    """End all workers before the interpreter ends: Python freezes, or even kills, threads that outlive it."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    try:
+        end_openings(EXIT_SECONDS)
+        for engine in list(OPEN_ENGINES):
+            engine.close(max(deadline - time.monotonic(), 0))
+    except KeyboardInterrupt:
+        for engine in list(OPEN_ENGINES):
+            engine.end_requests()
+        time.sleep(INTERRUPTED_EXIT_SECONDS)
+
+
+def keep_sessions_in_child() -> None:
+    """Never free the sessions that a forked child inherits: their destructors wait for missing threads."""
+    for engine in list(OPEN_ENGINES):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+
+
+T = TypeVar("T")
 
 # Time for ended requests to reach the end of a node. Workers that take longer are left behind.
 END_GRACE_SECONDS = 2.0
 
 
-class Engine(DeliveryLoop):
+class Engine(WorkLoop):
     """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
+
+    request_class: ClassVar[type[Request]] = Request
 
     def __init__(
         self,
@@ -59,8 +102,8 @@ class Engine(DeliveryLoop):
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
         self._conversations = weakref.WeakSet((self._states,))
         """Sets of states that are freed with the session; an own set belongs to the handle of its conversation."""
-        self._workers = [Worker(self, device, self.work) for device in devices.values()]
-        self._workers += [Deliverer(self, devices[device]) for device in self._deliveries]
+        self._workers = [Worker(device, self.work) for device in devices.values()]
+        self._workers += [Worker(devices[device], self.deliver, " deliveries") for device in self._deliveries]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
 
     def start(self) -> None:
@@ -80,6 +123,10 @@ class Engine(DeliveryLoop):
         """Return the error after which it accepts no requests; None while it works."""
         return self._broken
 
+    def read_remote_delays(self) -> Mapping[str, int]:
+        """Return how long threads of other processes waited for a core: here, there are none."""
+        return {}
+
     # -- requests ------------------------------------------------------------------------------------
 
     def request(
@@ -87,13 +134,12 @@ class Engine(DeliveryLoop):
         feeds: Mapping[str, Array],
         states: Collection[str],
         future: ResultFuture | Outcome,
-        conversation: CarriedStates | None = None,
+        conversation: CarriedStates,
     ) -> Request:
         """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
         self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
         output_names = self._returned_names.union(states) if states else self._returned_names
-        number, conversation = next(self._numbers), conversation or self._states
-        request = Request(number, feeds, self._routes[0], output_names, conversation, future)
+        request = self.request_class(next(self._numbers), feeds, self._routes[0], output_names, conversation, future)
         for key, value in self._run_entries:
             request.options.add_run_config_entry(key, value)
         return request
@@ -224,6 +270,11 @@ class Engine(DeliveryLoop):
 
     # -- conversations ------------------------------------------------------------------------------------
 
+    @property
+    def own_states(self) -> CarriedStates:
+        """Return the states of requests outside of conversations."""
+        return self._states
+
     def open_conversation(self) -> CarriedStates:
         """Return an own set of states; its requests do not wait for those of others."""
         self._require_own_process()
@@ -234,23 +285,19 @@ class Engine(DeliveryLoop):
             self._conversations.add(conversation)
         return conversation
 
-    def reset_state(self, conversation: CarriedStates | None = None) -> None:
+    def reset_state(self, conversation: CarriedStates) -> None:
         """Discard states before the next request, or at once if none is in flight."""
-        conversation = conversation or self._states
         with self._lock:
             conversation.reset_pending = True
             if not self._is_busy(conversation):
                 conversation.clear()
 
-    def read_states(self, conversation: CarriedStates | None = None) -> dict[str, Array]:
-        """Return the states that requests have stored, by state input, after the requests in flight.
+    def read_states(self, conversation: CarriedStates) -> dict[str, Array]:
+        """Return copies of the states that requests have stored, by state input, after the requests in flight.
 
-        The arrays are copies. Raises FeedError if the states are lost, ExecutionError after `close`.
+        Raises FeedError if the states are lost, ExecutionError after `close`.
         """
-        conversation = conversation or self._states
-        self._await_states(conversation)
-        with self._lock:
-            stored, route = conversation.peek(), conversation.route
+        stored, route = self.when_idle(conversation, lambda: (conversation.peek(), conversation.route))
         arrays = {}
         for home, names in self._state_table.value_names.items():
             for name in names:
@@ -259,38 +306,17 @@ class Engine(DeliveryLoop):
                     arrays[name] = np.array(memory.read(memory.send(stored[name], None)))
         return arrays
 
-    def read_remote_delays(self) -> dict[str, int]:
-        """Return how long threads of other processes waited for a core: here, there are none."""
-        return {}
-
-    def _await_states(self, conversation: CarriedStates) -> None:
-        """Wait for the requests in flight of a conversation; raises ExecutionError if it is closed."""
+    def when_idle(self, conversation: CarriedStates, act: Callable[[], T]) -> T:
+        """Call a function when no request of a conversation is in flight; raises ExecutionError if it is closed."""
         self._require_own_process()
         while True:
             with self._lock:
                 if self._closed or conversation.closed:
                     raise self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
                 if not self._is_busy(conversation):
-                    return
+                    return act()
                 wakeup = self._request_changes.enter()
             wakeup.acquire()
-
-    def protect_states(self, conversation: CarriedStates | None = None) -> None:
-        """Keep the states that the last request has taken, for a failure, and for `restore_states`."""
-        (conversation or self._states).keeps_previous = True
-
-    def restore_states(self, conversation: CarriedStates | None = None) -> None:
-        """Bring back the states before the last request, after the requests in flight; they have to be protected."""
-        conversation = conversation or self._states
-        self._await_states(conversation)
-        with self._lock:
-            conversation.restore()
-
-    def count_state_changes(self, conversation: CarriedStates | None = None) -> int:
-        """Return how many requests have stored states, after the requests in flight."""
-        conversation = conversation or self._states
-        self._await_states(conversation)
-        return conversation.change_count
 
     def close_conversation(self, conversation: CarriedStates, timeout: float | None) -> None:
         """Refuse new requests of a conversation, wait at most `timeout` seconds for others, and free its states."""
@@ -298,18 +324,11 @@ class Engine(DeliveryLoop):
         if os.getpid() != self._process:
             return
         with self._lock:
-            self._request_changes.wake()  # callers that wait for a slot
             if not self._is_busy(conversation):
                 conversation.clear()
-        if isinstance(threading.current_thread(), Worker):
-            return  # a callback: requests in flight store no states any more
-        try:
-            self._wait_for_requests(timeout, conversation)
-        except BaseException:  # an interrupt: do not wait for them any longer
-            self.end_requests(conversation)
-            raise
-        with self._lock:
-            conversation.clear()
+        if self._drain(timeout, conversation):
+            with self._lock:
+                conversation.clear()
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -321,16 +340,9 @@ class Engine(DeliveryLoop):
         self._closed = True
         if os.getpid() != self._process:
             return  # a forked process has no workers
-        with self._lock:
-            self._request_changes.wake()
         self._wake()
-        if isinstance(threading.current_thread(), Worker):
-            return  # a callback: workers end by themselves after requests in flight
-        try:
-            self._wait_for_requests(timeout)
-        except BaseException:  # an interrupt: do not wait for them any longer
-            self.end_requests()
-            raise
+        if not self._drain(timeout):
+            return
         deadline = time.monotonic() + END_GRACE_SECONDS
         for worker in self._workers:
             with suppress(RuntimeError):  # a worker that was never started
@@ -350,6 +362,19 @@ class Engine(DeliveryLoop):
             conversation.clear()
         for device in self._devices.values():
             device.memory.close()
+
+    def _drain(self, timeout: float | None, conversation: CarriedStates | None = None) -> bool:
+        """Wait for requests in flight, of one conversation or of all; return whether this thread may wait for them."""
+        with self._lock:
+            self._request_changes.wake()  # callers that wait for a slot
+        if isinstance(threading.current_thread(), Worker):
+            return False  # a callback: workers end by themselves after requests in flight, which store no states
+        try:
+            self._wait_for_requests(timeout, conversation)
+        except BaseException:  # an interrupt: do not wait for them any longer
+            self.end_requests(conversation)
+            raise
+        return True
 
     def _wait_for_requests(self, timeout: float | None, conversation: CarriedStates | None = None) -> None:
         """Wait for requests in flight; ended ones get `END_GRACE_SECONDS`, and all are ended after the timeout."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import ctypes
+import sys
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,8 +21,81 @@ from onnxplace.machine import (
     to_ort_value_if_possible,
     to_python,
 )
-from onnxplace.runtimes.execution.arena import register_shared_arena
-from onnxplace.runtimes.execution.bound_runs import run_bound
+from onnxplace.ort import import_onnxruntime
+
+# One memory arena for all sessions on the CPU.
+#
+# An arena keeps its peak memory. With an arena per session, a device with many segments would hold the sum of their
+# peaks, instead of the memory needed at a time.
+
+# Freed memory is returned after sessions with this many bytes of weights: it takes about 8 ms of CPU, and smaller
+# sessions free little.
+MIN_TRIMMED_BYTES = 1 << 20
+
+
+@cache
+def register_shared_arena() -> None:
+    """Create the arena of sessions with the entry `session.use_env_allocators`, limited to the machine's memory.
+
+    It outlives its sessions, for the next ones.
+
+    Without a limit, a request for more doubles the size of the arena's next block until it would hold that request. The
+    next small one then reserves as much as the system gives, with a table of 3 % of it that is really used.
+    """
+    runtime = import_onnxruntime()
+    memory = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
+    runtime.create_and_register_allocator(memory, runtime.OrtArenaCfg({"max_mem": _total_memory_bytes()}))
+
+
+def _total_memory_bytes() -> int:
+    """Return the memory and swap space of this machine."""
+    import psutil
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a container without statistics of its swap space
+        return int(psutil.virtual_memory().total + psutil.swap_memory().total)
+
+
+def return_freed_memory(weights_bytes: int) -> None:
+    """Return memory that opening a session freed to the system; only glibc needs it.
+
+    ONNX Runtime rewrites weights of convolutions when it opens a session. glibc keeps up to one and a half times their
+    size for later.
+    """
+    if weights_bytes >= MIN_TRIMMED_BYTES and sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+# Run a session whose inputs and outputs are tensors with ONNX Runtime's I/O binding.
+
+
+def run_bound(
+    session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, tuple[str, int]], options: Any
+) -> list[Any]:
+    """Run a session and return its outputs as OrtValues, each of which keeps nothing else alive.
+
+    Args:
+        session: A session of ONNX Runtime.
+        inputs: OrtValues by name.
+        outputs: type and number of the device of each output, by name.
+        options: ONNX Runtime's RunOptions.
+    """
+    binding = session.io_binding()
+    for name, value in inputs.items():
+        binding.bind_ortvalue_input(name, value)
+    for name, (kind, index) in outputs.items():
+        binding.bind_output(name, kind, index)
+    session.run_with_iobinding(binding, options)
+    return [detach_value(value) for value in binding.get_outputs()]
+
+
+def detach_value(value: Any) -> Any:
+    """Return an output of a binding without the binding, which holds all inputs and outputs of its run."""
+    runtime = import_onnxruntime()
+    vector = runtime.capi._pybind_state.OrtValueVector()
+    vector.push_back(value._ortvalue)
+    return runtime.OrtValue(vector[0])
 
 
 class HostMemory(DeviceMemory):

@@ -15,9 +15,8 @@ from onnxplace.errors import OnnxplaceError
 from onnxplace.machine import count_bytes, is_foreign_error
 from onnxplace.runtime import Event, EventKind
 from onnxplace.runtimes.execution.bells import Bell
-from onnxplace.runtimes.execution.carried_state import StateTable
 from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
-from onnxplace.runtimes.execution.requests import CancelledError, Request
+from onnxplace.runtimes.execution.requests import CancelledError, Request, StateTable
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
 
 

@@ -1,16 +1,19 @@
-"""Devices and open segments as workers use them: move values to a device, and call a segment."""
+"""Devices, open segments and routes as workers use them: move values to a device, call a segment, choose a route."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, SegmentRecord
+from onnxplace.bundle import Bundle, SegmentRecord, list_routes
 from onnxplace.devices import DeviceMemory, find_kind, import_memory
 from onnxplace.errors import BundleError, ModelError
 from onnxplace.machine import (
+    assign_cores,
     is_absent,
     is_native_type,
     make_session_options,
@@ -19,7 +22,7 @@ from onnxplace.machine import (
     to_ort_value_if_possible,
     to_python,
 )
-from onnxplace.runtimes.execution.arena import return_freed_memory
+from onnxplace.runtimes.execution.host_memory import return_freed_memory
 from onnxplace.target import Device
 
 MAX_PATTERN_BYTES = 4 << 20
@@ -33,6 +36,12 @@ class PlacedDevice:
         self.cores = cores
         self.kind = find_kind(device.kind)
         self.memory: DeviceMemory = import_memory(self.kind)(device.address, cores)
+
+
+def find_cores(devices: Iterable[Device]) -> dict[str, tuple[int, ...]]:
+    """Return the cores of each CPU device of one host, by its id."""
+    cpus = [device for device in devices if device.is_host]
+    return dict(zip([device.id for device in cpus], assign_cores([device.cores for device in cpus])))
 
 
 class OpenSegment:
@@ -56,7 +65,7 @@ class OpenSegment:
         """Compute this segment's outputs from `values` and add them there.
 
         Args:
-            values: values on the device, by name.
+            values: Values on the device, by name.
             kept_alive: receives feeds that an optional or a sequence may still refer to after `values` drops them.
             options: ONNX Runtime's RunOptions.
         """
@@ -167,3 +176,56 @@ def _format_names(names: Any) -> str:
 def _wrong_segment_error(record: SegmentRecord, message: str) -> BundleError:
     hint = "the file belongs to another segment or was altered; compile the model again"
     return BundleError("N012", message, where=f"segment {record.id} ({record.file})", hint=hint)
+
+
+# Open routes: the devices and sessions that a request may take.
+
+# A route that the prediction leaves out is taken only if the others are this much busier.
+MIN_SHARE = 1e-3
+
+
+@dataclass(frozen=True)
+class OpenRoute:
+    """A route with its sessions."""
+
+    index: int
+    devices: Mapping[str, str]
+    """Device with a program -> the device that follows this program on this route."""
+    programs: Mapping[str, str]
+    """The inverse."""
+    segments: dict[str, OpenSegment]
+    """Open segments by id, each on its device of this route; empty once the engine is closed."""
+    share: float
+    """Share of the requests that take it, as predicted."""
+
+
+def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[OpenRoute]:
+    """Open the segments of all routes that run on some devices, each once on each of these.
+
+    Raises the errors of `open_segment`.
+    """
+    opened: dict[tuple[str, str], OpenSegment] = {}
+    routes = []
+    for index, route in enumerate(list_routes(bundle.manifest)):
+        segments = {}
+        for record in bundle.manifest.segments:
+            if (device := devices.get(route.devices[record.device])) is None:
+                continue  # another process has it
+            if (record.id, device.id) not in opened:
+                opened[record.id, device.id] = open_segment(bundle, record, device)
+            segments[record.id] = opened[record.id, device.id]
+        programs = {device: home for home, device in route.devices.items()}
+        routes.append(OpenRoute(index, route.devices, programs, segments, max(route.share, MIN_SHARE)))
+    return routes
+
+
+def choose_route(routes: Sequence[OpenRoute], taken: Iterable[int]) -> OpenRoute:
+    """Return the route of a new request, given the indices of those that requests in flight have taken.
+
+    It is the one that then has the fewest requests in flight relative to its share. A request alone takes the first
+    route.
+    """
+    counts = Counter(taken)
+    if not counts:
+        return routes[0]
+    return min(routes, key=lambda route: ((counts[route.index] + 1) / route.share, route.index))

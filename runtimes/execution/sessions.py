@@ -1,4 +1,8 @@
-"""Sessions on an engine: handles whose end is the end of its threads, and their conversations."""
+"""Sessions on an engine: handles whose end is the end of its threads, and their conversations.
+
+A conversation is a set of carried states with requests that follow one another. The session itself is the conversation
+of all requests that belong to no other.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,85 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
 from onnxplace.feeds import Array
-from onnxplace.runtime import Result, RuntimeSession
+from onnxplace.runtime import Result, RuntimeSession, SessionStates
 from onnxplace.runtimes.execution.engine import Engine
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
+from onnxplace.runtimes.execution.requests import CarriedStates
 
 
-class EngineSession(RuntimeSession):
+class EngineStates(SessionStates):
+    """The states of one conversation of an engine."""
+
+    def __init__(self, engine: Engine, carried: CarriedStates) -> None:
+        self._engine, self._carried = engine, carried
+
+    def reset(self) -> None:
+        """Discard the states before the next request, or at once if none is in flight."""
+        self._engine.reset_state(self._carried)
+
+    def read(self) -> Mapping[str, Array]:
+        """Return copies of the stored states, by state input, after the requests in flight."""
+        return self._engine.read_states(self._carried)
+
+    def protect(self) -> None:
+        """Keep the states that each run takes, for its failure and for `restore`."""
+        self._carried.keeps_previous = True
+
+    def restore(self) -> None:
+        """Bring back the states before the last run that succeeded, after the requests in flight."""
+        self._engine.when_idle(self._carried, self._carried.restore)
+
+    def count_changes(self) -> int:
+        """Return how many runs have stored states, after the requests in flight."""
+        return self._engine.when_idle(self._carried, lambda: self._carried.change_count)
+
+
+class EngineConversation(RuntimeSession):
+    """Requests that share one set of states of an engine.
+
+    Args:
+        engine: The engine.
+        carried: The states.
+        session: The session whose end is the end of the engine; kept alive.
+    """
+
+    def __init__(self, engine: Engine, carried: CarriedStates, session: EngineSession | None = None) -> None:
+        self.engine, self._carried, self._session = engine, carried, session
+        self._states = EngineStates(engine, carried)
+
+    @property
+    def states(self) -> SessionStates:
+        """Return the states of this conversation."""
+        return self._states
+
+    def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
+        """Start a request after those of this conversation; blocks while as many are in flight as allowed."""
+        future = ResultFuture()
+        self.engine.submit(self.engine.request(feeds, states, future, self._carried))
+        return future
+
+    def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
+        """Return the result of a request; with no other in flight, do one device's part in this thread."""
+        return self.engine.run(self.engine.request(feeds, states, Outcome(), self._carried), timeout)
+
+    def open_conversation(self) -> RuntimeSession:
+        """Return another conversation of the same session, over the same segments and workers."""
+        return EngineConversation(self.engine, self.engine.open_conversation(), self._session)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for this conversation's requests, then free its states; the session stays open."""
+        self.engine.close_conversation(self._carried, timeout)
+
+    def abandon(self) -> None:
+        """Let its requests end, whose states are then freed, without waiting for them."""
+        self._carried.closed = True
+
+
+class EngineSession(EngineConversation):
     """A handle on an engine, whose threads end when the handle is closed, deleted, or fails to open."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        super().__init__(engine, engine.own_states)
         engine.owner = weakref.ref(self)
         self.finalizer = weakref.finalize(self, engine.abandon)
         self.finalizer.atexit = False  # the engines' own hook waits for them
@@ -27,39 +100,9 @@ class EngineSession(RuntimeSession):
         """Return the error that has ended the engine; None while it works."""
         return self.engine.failure
 
-    def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
-        """Start a request; blocks while as many requests are in flight as allowed."""
-        future = ResultFuture()
-        self.engine.submit(self.engine.request(feeds, states, future))
-        return future
-
-    def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
-        """Return the result of a request; with no other in flight, do one device's part in this thread."""
-        return self.engine.run(self.engine.request(feeds, states, Outcome()), timeout)
-
     def cancel(self, future: Future[Result]) -> None:
         """End a request in flight; its devices are free again at the end of the nodes that they execute."""
         self.engine.cancel(future)
-
-    def reset_state(self) -> None:
-        """Discard states before the next request, or at once if none is in flight."""
-        self.engine.reset_state()
-
-    def read_states(self) -> Mapping[str, Array]:
-        """Return copies of the stored states, by state input, after the requests in flight."""
-        return self.engine.read_states()
-
-    def protect_states(self) -> None:
-        """Keep the states before each run, for a failure, and for `restore_states`."""
-        self.engine.protect_states()
-
-    def restore_states(self) -> None:
-        """Bring back the protected states before the last run that succeeded."""
-        self.engine.restore_states()
-
-    def count_state_changes(self) -> int:
-        """Return how many runs have changed the states, after the requests in flight."""
-        return self.engine.count_state_changes()
 
     def read_remote_delays(self) -> Mapping[str, int]:
         """Return how long threads of other processes waited for a core."""
@@ -67,7 +110,7 @@ class EngineSession(RuntimeSession):
 
     def open_conversation(self) -> RuntimeSession:
         """Return a session with states of its own over the same segments and workers."""
-        return EngineConversation(self)
+        return EngineConversation(self.engine, self.engine.open_conversation(), self)
 
     def close(self, timeout: float | None = None) -> None:
         """Let the workers finish requests in flight, and end."""
@@ -76,54 +119,3 @@ class EngineSession(RuntimeSession):
     def abandon(self) -> None:
         """Let the workers end without waiting for them."""
         self.engine.abandon()
-
-
-class EngineConversation(RuntimeSession):
-    """A set of states of an open session, which it keeps alive."""
-
-    def __init__(self, session: EngineSession) -> None:
-        self._session = session
-        self._engine = session.engine
-        self._states = session.engine.open_conversation()
-
-    def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
-        """Start a request after those of this conversation; blocks while as many are in flight as allowed."""
-        future = ResultFuture()
-        self._engine.submit(self._engine.request(feeds, states, future, self._states))
-        return future
-
-    def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
-        """Return the result of a request; with no other in flight, do one device's part in this thread."""
-        return self._engine.run(self._engine.request(feeds, states, Outcome(), self._states), timeout)
-
-    def reset_state(self) -> None:
-        """Discard this conversation's states before its next request, or at once if none is in flight."""
-        self._engine.reset_state(self._states)
-
-    def read_states(self) -> Mapping[str, Array]:
-        """Return copies of the states of this conversation, by state input, after its requests in flight."""
-        return self._engine.read_states(self._states)
-
-    def protect_states(self) -> None:
-        """Keep the states before each run, for a failure, and for `restore_states`."""
-        self._engine.protect_states(self._states)
-
-    def restore_states(self) -> None:
-        """Bring back the protected states before the last run that succeeded."""
-        self._engine.restore_states(self._states)
-
-    def count_state_changes(self) -> int:
-        """Return how many runs have changed the states, after the requests in flight."""
-        return self._engine.count_state_changes(self._states)
-
-    def open_conversation(self) -> RuntimeSession:
-        """Return another conversation of the same session."""
-        return self._session.open_conversation()
-
-    def close(self, timeout: float | None = None) -> None:
-        """Wait for this conversation's requests, then free its states; the session stays open."""
-        self._engine.close_conversation(self._states, timeout)
-
-    def abandon(self) -> None:
-        """Let its requests end, whose states are then freed, without waiting for them."""
-        self._states.closed = True

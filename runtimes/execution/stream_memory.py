@@ -28,11 +28,18 @@ from onnxplace.machine import (
     to_ort_value_if_possible,
     to_python,
 )
+from onnxplace.runtimes.execution.device_streams import (
+    Allocation,
+    DeviceTensor,
+    Download,
+    Driver,
+    DriverError,
+    Mark,
+    PinnedPool,
+    StreamValue,
+    WorkQueue,
+)
 from onnxplace.runtimes.execution.failures import is_out_of_memory
-from onnxplace.runtimes.execution.pinned_memory import PinnedPool
-from onnxplace.runtimes.execution.stream_driver import Driver, DriverError
-from onnxplace.runtimes.execution.stream_values import Allocation, DeviceTensor, Download, StreamValue
-from onnxplace.runtimes.execution.work_queues import Mark, WorkQueue
 
 # Copies through page-locked memory go in pieces, so that one is on its way while the next one is filled.
 PIECE_BYTES = 4 << 20
@@ -45,7 +52,7 @@ class SessionPlaces:
     """Where a session reads its inputs and leaves its outputs."""
 
     name: str
-    """For error messages, as in `segment cuda0-001`."""
+    """Name in error messages, such as `segment cuda0-001`."""
     host_inputs: frozenset[str] = frozenset()
     host_outputs: frozenset[str] = frozenset()
 
@@ -101,10 +108,10 @@ class StreamMemory(DeviceMemory):
         """Enqueue a run of a session on the queue `computing`.
 
         Args:
-            session: of ONNX Runtime.
+            session: A session of ONNX Runtime.
             inputs: DeviceTensor, or OrtValue in the host's memory, by name.
-            outputs: names of all outputs.
-            places: as `find_places` returned them.
+            outputs: Names of all outputs.
+            places: What `find_places` returned.
             options: ONNX Runtime's RunOptions.
 
         Returns:
@@ -348,17 +355,7 @@ class StreamMemory(DeviceMemory):
         """Return an output of a run as a value."""
         if not isinstance(result, RunOutput):
             return StreamValue(result)
-        tensor = DeviceTensor(
-            address=result.address,
-            size=result.size,
-            element_type=result.element_type,
-            data_type=result.data_type,
-            shape=result.shape,
-            device=self.device,
-            owner=result.owner,
-            home=self.computing,
-            ready=mark,
-        )
+        tensor = DeviceTensor(**vars(result), device=self.device, home=self.computing, ready=mark)
         return StreamValue(tensor=tensor)
 
     @contextmanager

@@ -1,8 +1,11 @@
-"""The worker threads of an engine: each follows its device's program, request after request.
+"""The threads of an engine: workers follow programs of devices, and deliverers wait for work that is only enqueued.
 
 The requests in flight are one dictionary in the order of submission. A request is ready once no earlier one of its
 conversation is in flight, at once if the bundle has no states. Each worker does its part of the first ready request
 that still needs it. All workers follow one order, in which requests became ready, so no two wait for each other.
+
+A device that runs ahead has a deliverer besides its worker: that waits for the enqueued work of requests, one after the
+other, so that the worker can enqueue the next one meanwhile.
 """
 
 from __future__ import annotations
@@ -22,34 +25,29 @@ from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import is_foreign_error, pin_thread
 from onnxplace.runtime import Result
 from onnxplace.runtimes.execution.bells import CALLERS, make_bells
-from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.failures import (
     describe_output_failure,
     describe_step_failure,
     is_out_of_memory,
 )
+from onnxplace.runtimes.execution.futures import WaitList
 from onnxplace.runtimes.execution.programs import ProgramLoop
-from onnxplace.runtimes.execution.requests import CancelledError, Request
-from onnxplace.runtimes.execution.routes import OpenRoute
-from onnxplace.runtimes.execution.segments import PlacedDevice
-from onnxplace.runtimes.execution.wait_list import WaitList
+from onnxplace.runtimes.execution.requests import CancelledError, CarriedStates, Request
+from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice
 
 # Idle workers check this often whether their engine still has an owner.
 OWNER_CHECK_SECONDS = 3.0
 
 
 class Worker(threading.Thread):
-    """The thread that follows one device's program."""
+    """A thread of an engine for one device: it follows the program, or does another part of the work."""
 
-    def __init__(
-        self, engine: WorkLoop, device: PlacedDevice, work: Callable[[PlacedDevice], None], part: str = ""
-    ) -> None:
+    def __init__(self, device: PlacedDevice, work: Callable[[PlacedDevice], None], part: str = "") -> None:
         super().__init__(target=work, args=(device,), name=f"onnxplace {device.id}{part}", daemon=True)
-        self.engine = engine
 
 
 class WorkLoop(ProgramLoop):
-    """The part of an engine that workers run."""
+    """The part of an engine that its threads run."""
 
     def __init__(
         self, bundle: Bundle, devices: Mapping[str, PlacedDevice], routes: Sequence[OpenRoute], trace: bool
@@ -267,3 +265,45 @@ class WorkLoop(ProgramLoop):
         producer = self._devices[request.route.devices[self._producers[value]]]
         array = producer.memory.read(request.outputs[value])
         return array.copy() if value in self._stored_values else array
+
+    # -- deliveries of devices that run ahead ---------------------------------------------------------------
+
+    def deliver(self, device: PlacedDevice) -> None:
+        """Wait for the enqueued work of one request after another, and finish each, until the engine is closed."""
+        request = None
+        try:
+            while not self._is_ended():
+                if (request := self._deliveries[device.id].get()) is not None:
+                    self._settle(request)
+                    self._finish_part(request, device.id)
+                    request = None  # while this thread waits for the next one, nothing may keep its values
+        except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
+            self._mark_broken(device, cause, request)
+        # Requests that failed did not wait for their enqueued work, which may use what `close` frees. `close` waits for
+        # this thread with a limit, so that it returns even if a device hangs.
+        with suppress(Exception):
+            device.memory.finish()
+
+    def _settle(self, request: Request) -> None:
+        """Wait for the enqueued work and the outputs of a request, unless it has failed; an error ends it."""
+        for memory, device, checkpoint in request.checkpoints:
+            if request.failure is not None:
+                break
+            try:
+                memory.settle(checkpoint)
+                home = request.route.programs[device]
+                for name in [name for name in request.outputs if self._producers[name] == home]:
+                    request.outputs[name] = memory.fetch(request.outputs[name])
+            except OnnxplaceError as failure:
+                self._fail(request, failure)
+            except Exception as failure:  # noqa: BLE001 - the caller of the request gets it
+                self._fail(request, describe_step_failure(failure, None, device))
+        for memory, _, _ in request.checkpoints:
+            with suppress(OnnxplaceError):  # of another request, which gets it itself
+                memory.settle(None)  # an idle device holds nothing for copies that ended meanwhile
+        request.checkpoints = []
+
+    def _is_ended(self) -> bool:
+        """Return whether the engine is closed and no request is in flight."""
+        with self._lock:
+            return self._closed and not self._in_flight

@@ -18,8 +18,7 @@ from contextlib import suppress
 
 from onnxplace.errors import OnnxplaceError, escape_unprintable
 from onnxplace.hosts import Connection
-from onnxplace.runtimes.ranks.launcher import RANK_MODULE, REPORTING_SECONDS, Launcher
-from onnxplace.runtimes.ranks.rank_socket import RankSocket
+from onnxplace.runtimes.ranks.launcher import RANK_MODULE, REPORTING_SECONDS, Launcher, RankSocket
 
 # In front of all frames: what a shell prints before is skipped.
 GREETING = b"\0onnxplace frames\n"

@@ -1,33 +1,45 @@
 """The driver's side of ranks: start them, open the bundle on them, exchange frames, end them.
 
 The driver listens on a Unix socket in a folder that only its user can enter. Rank 0 and the other ranks on this machine
-connect to it, so no port is opened for it, and no other user can be taken for a rank.
+connect to it, so no port is opened for it, and no other user can be taken for a rank. If all ranks run on other hosts,
+a bridge on the first of these starts them, and the remote shell connects it with the driver.
+
+In a script that MPI runs itself, as in `mpiexec -n 2 python script.py`, rank 0 leads, and the others serve it. Then
+rank 0 is a thread of the driver, and nothing has to be started.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import select
+import socket
+import sys
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle
-from onnxplace.errors import ExecutionError, InputError, TargetError
+from onnxplace.bundle import Bundle, Manifest, list_route_devices
+from onnxplace.errors import ExecutionError, InputError, TargetError, format_count
 from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause, find_rank_end
-from onnxplace.runtimes.ranks.distribution import read_piece
+from onnxplace.runtimes.ranks.bridge import ALIVE_SECONDS, GREETING
 from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, FrameSockets, RankTick
-from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, RANK_MODULE, REPORTING_SECONDS, Launcher
-from onnxplace.runtimes.ranks.opening import Opening, rebuild_error
-from onnxplace.runtimes.ranks.plan import RankPlan
-from onnxplace.runtimes.ranks.rank_socket import RankSocket
+from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, RANK_MODULE, REPORTING_SECONDS, Launcher, RankSocket
+from onnxplace.runtimes.ranks.opening import Opening, read_piece, rebuild_error
+from onnxplace.runtimes.ranks.rank_plans import RankPlan
+from onnxplace.runtimes.ranks.rank_process import RankProcess
 from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
+from onnxplace.target import split_host
+from onnxplace.utils import start_thread
 
 # Rank 0 says that it is alive four times a second.
 MAX_SILENT_SECONDS = 2.5
@@ -44,6 +56,9 @@ class Cluster:
         connection: How to reach other hosts.
         timeout_seconds: Time to start the ranks and to open the bundle.
     """
+
+    fetches_bundle = True
+    """Whether ranks on other machines ask the driver for what they need of the bundle."""
 
     def __init__(self, plan: RankPlan, connection: Connection, timeout_seconds: float) -> None:
         self.plan = plan
@@ -252,3 +267,131 @@ def _leave_sockets_to_parent() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_sockets_to_parent)
+
+
+# The driver's side of ranks that all run on other hosts: a bridge on the first of these starts them.
+
+BRIDGE_MODULE = "onnxplace.runtimes.ranks.bridge"
+# What shells may print before the bridge starts.
+MAX_NOISE_BYTES = 1 << 16
+_LOOK_SECONDS = 0.05
+
+
+class RemoteCluster(Cluster):
+    """The ranks of a session, none of them on this machine: a remote shell connects this process with rank 0."""
+
+    def __init__(self, plan: RankPlan, connection: Connection, timeout_seconds: float) -> None:
+        super().__init__(plan, connection, timeout_seconds)
+        self._stopped = threading.Event()
+        self._alive = threading.Thread(target=self._say_alive, name="onnxplace alive", daemon=True)
+
+    def _start(self, deadline: float) -> None:
+        """Start the bridge, and skip what the shell prints before it."""
+        require_mpi4py()
+        arguments = {
+            "counts": self.plan.counts,
+            "remote_shell": self._connection.remote_shell,
+            "interface": self._connection.interface,
+            "timeout": self.timeout_seconds,
+        }
+        command = [sys.executable, "-P", "-m", BRIDGE_MODULE, json.dumps(arguments)]
+        remote = self._connection.make_remote_command(self.plan.hosts[0], command)
+        near, far = socket.socketpair()
+        with far:
+            self._launch(lambda: Launcher(remote, uuid.uuid4().hex, far))
+        self._sockets = FrameSockets({0: FrameSocket(near)})
+        read = bytearray()
+        while not read.endswith(GREETING):
+            if select.select([near], [], [], _LOOK_SECONDS)[0]:
+                byte = near.recv(1)
+                read += byte
+                if not byte or len(read) > MAX_NOISE_BYTES:
+                    raise EOFError
+            self._require_time(deadline, f"{self.plan.hosts[0]} did not answer")
+        start_thread(self._alive)
+
+    def _say_alive(self) -> None:
+        """Tell rank 0 now and then that this process lives: a network that fails closes no connection."""
+        while not self._stopped.wait(ALIVE_SECONDS):
+            try:
+                self.send(0, Frame("alive"))
+            except OSError:
+                return
+
+    def describe_end(self) -> ExecutionError:
+        """Return the error that says which rank has died, or why the host was not reached."""
+        error = super().describe_end()
+        if not self._processes:
+            shell, host = self._connection.remote_shell, self.plan.hosts[0]
+            hint = f"`{shell} {host} true` has to work without a password, and onnxplace[mpi] be at the same path there"
+            return ExecutionError(error.code, error.message, where=error.where, hint=hint)
+        return error
+
+    def _end_processes(self, closing_seconds: float) -> None:
+        """End the bridge, and with it the ranks."""
+        self._stopped.set()
+        super()._end_processes(closing_seconds)
+
+
+# Sessions of a script that MPI runs, as in `mpiexec -n 2 python script.py`: rank 0 leads, the others serve it.
+
+# Variables that launchers of MPI set: MPICH and Slurm, PMIx, Open MPI.
+_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def find_job() -> Any:
+    """Return MPI's communicator of all ranks if a launcher of MPI has started this process as one of several."""
+    if not any(name in os.environ for name in _RANK_VARIABLES):
+        return None
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD if MPI.COMM_WORLD.size > 1 else None
+
+
+def plan_job(manifest: Manifest, size: int) -> RankPlan:
+    """Return which device is which rank of a job: in the order of the target.
+
+    Raises TargetError unless there are as many ranks as devices.
+    """
+    devices = list_route_devices(manifest)
+    if len(devices) != size:
+        message = f"expected {format_count(len(devices), 'rank')}, one for each device of the bundle, got {size}"
+        raise TargetError("K009", message, hint=f"start the script with mpiexec -n {len(devices)}")
+    return RankPlan(devices, tuple(split_host(device)[0] or "localhost" for device in devices))
+
+
+def serve_rank(job: Any) -> None:
+    """Serve the session of rank 0 until it is closed."""
+    RankProcess(job, None).run()
+
+
+class LedCluster(Cluster):
+    """The ranks of a job, of which this process is rank 0: a thread of it follows the first device's program."""
+
+    fetches_bundle = False
+
+    def __init__(self, plan: RankPlan, job: Any, timeout_seconds: float) -> None:
+        super().__init__(plan, Connection(), timeout_seconds)
+        self._job = job
+        self._thread = threading.Thread(target=self._serve, name="onnxplace rank 0", daemon=True)
+        self._far: socket.socket | None = None
+
+    def _start(self, deadline: float) -> None:
+        """Start the thread of rank 0, which waits until the other ranks open their sessions, too."""
+        del deadline
+        near, self._far = socket.socketpair()
+        self._sockets = FrameSockets({0: FrameSocket(near)})
+        start_thread(self._thread)
+
+    def _serve(self) -> None:
+        assert self._far is not None
+        with self._far:
+            RankProcess(self._job, self._far).run()
+
+    def describe_end(self) -> ExecutionError:
+        """Return the error of a rank 0 that has ended; where another rank dies, MPI ends the whole job."""
+        return ExecutionError("K011", "its thread ended", where=self.plan.devices[0], hint=NEW_SESSION_HINT)
+
+    def _end_processes(self, closing_seconds: float) -> None:
+        """Wait for the thread of rank 0; a job whose other ranks do not end is ended by its launcher."""
+        self._thread.join(closing_seconds)

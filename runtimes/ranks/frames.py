@@ -12,11 +12,108 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+
+# Values as plain JSON and flat buffers of bytes: arrays, strings, sequences, maps, absent optionals.
+
+# Element types that ONNX has and numpy lacks are looked up in ml_dtypes.
+_STRING_KINDS = "OUS"
+
+
+def encode_value(value: Any, buffers: list[Any]) -> Any:
+    """Return a description of a value as plain JSON; its bytes are appended to `buffers`.
+
+    >>> encode_value([np.zeros((2, 1), np.int8), None], [])
+    ['list', [['array', 'int8', [2, 1]], ['none']]]
+    """
+    if value is None:
+        return ["none"]
+    if isinstance(value, np.generic):
+        return ["scalar", encode_value(np.asarray(value), buffers)]
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in _STRING_KINDS:
+            buffers.append(_encode_strings(value))
+            return ["strings", list(value.shape)]
+        buffers.append(flatten(value))
+        return ["array", value.dtype.name, list(value.shape)]
+    if isinstance(value, Mapping):
+        return ["map", list(value), [encode_value(item, buffers) for item in value.values()]]
+    if isinstance(value, list):
+        return ["list", [encode_value(item, buffers) for item in value]]
+    return ["plain", value]
+
+
+def decode_value(description: Any, buffers: Iterator[Any]) -> Any:
+    """Return the value of a description; its arrays share the memory of the buffers."""
+    kind, *rest = description
+    if kind == "none":
+        return None
+    if kind == "scalar":
+        return decode_value(rest[0], buffers)[()]
+    if kind == "strings":
+        texts = json.loads(bytes(next(buffers)))
+        array = np.empty(len(texts), object)
+        array[:] = texts
+        return array.reshape(rest[0])
+    if kind == "array":
+        return unflatten(next(buffers), find_dtype(rest[0]), rest[1])
+    if kind == "map":
+        return dict(zip(rest[0], [decode_value(item, buffers) for item in rest[1]]))
+    return [decode_value(item, buffers) for item in rest[0]] if kind == "list" else rest[0]
+
+
+def encode_values(values: Mapping[str, Any], buffers: list[Any]) -> dict[str, Any]:
+    """Return descriptions of values by name; their bytes are appended to `buffers`."""
+    return {name: encode_value(value, buffers) for name, value in values.items()}
+
+
+def decode_values(descriptions: Mapping[str, Any], buffers: Iterator[Any]) -> dict[str, Any]:
+    """Return the values of descriptions by name."""
+    return {name: decode_value(item, buffers) for name, item in descriptions.items()}
+
+
+def flatten(array: Any) -> Any:
+    """Return the bytes of an array as a flat array, which shares its memory if it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def unflatten(buffer: Any, dtype: np.dtype[Any], shape: Any) -> Any:
+    """Return the array that has these bytes; it shares their memory where its numbers are aligned there."""
+    array = np.asarray(buffer).view(dtype).reshape(shape)
+    return array if array.flags.aligned else array.copy()
+
+
+def find_dtype(name: str) -> np.dtype[Any]:
+    """Return an element type by its name, such as `float32` or `bfloat16`."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return dtype
+
+
+def _encode_strings(array: Any) -> Any:
+    """Return strings as JSON in bytes."""
+    texts = [item.decode() if isinstance(item, bytes) else str(item) for item in array.ravel().tolist()]
+    return np.frombuffer(json.dumps(texts).encode(), np.uint8)
+
+
+# The kinds of frames are these:
+#
+#   driver to rank    open, piece (of a file), request, cancel, read (a state), delays (of its threads), free (states),
+#                     clock (an answer), watch (report silent ranks from now on), alive (for the bridge), close
+#   rank to driver    started, need (a piece), ready or failed, report (of a request), answer (to read or delays),
+#                     clock (a question), silent (another rank), alive
+#   rank to rank      value (that no channel can send), clock (question and answer)
+#
+# Rank 0 passes on those between the driver and ranks without a socket of it.
 
 # Bytes of the JSON text, number of buffers, and a rank: who gets the frame, or towards the driver, who sends it.
 _PREFIX = struct.Struct("<IIi")
@@ -24,7 +121,9 @@ _PREFIX = struct.Struct("<IIi")
 BETWEEN_RANKS = -1
 # A frame with more is refused: the other side is not ours.
 MAX_TEXT_BYTES, MAX_BUFFERS = 256 << 20, 1 << 20
-# Buffers, and values, up to this size are sent in one piece with their header.
+# Headers are filled up to a multiple of this, so that the numbers of a buffer right behind one are aligned.
+_ALIGNED_BYTES = 16
+# Values up to this size are sent in one piece with their header.
 MAX_JOINED_BYTES = 16 << 10
 _READ_BYTES = 64 << 10
 # How often a reader that waits looks after other things; a slice counts as at most this long, so that a process that
@@ -49,6 +148,7 @@ class Frame:
     def pack(self, rank: int = BETWEEN_RANKS) -> PackedFrame:
         """Return it as bytes and buffers, for a rank or from it."""
         text = json.dumps({"kind": self.kind, "fields": self.fields}, separators=(",", ":")).encode()
+        text += b" " * (-(_PREFIX.size + 8 * len(self.buffers) + len(text)) % _ALIGNED_BYTES)
         sizes = struct.pack(f"<{len(self.buffers)}Q", *map(len, self.buffers))
         return PackedFrame(rank, _PREFIX.pack(len(text), len(self.buffers), rank) + sizes + text, self.buffers)
 
@@ -59,7 +159,7 @@ class PackedFrame:
 
     rank: int
     header: bytes
-    """With the sizes of the buffers."""
+    """All but the buffers: the sizes of these, and the text."""
     buffers: Sequence[Any] = ()
 
     def unpack(self) -> Frame:
@@ -68,11 +168,17 @@ class PackedFrame:
         data = json.loads(self.header[_PREFIX.size + 8 * count :])
         return Frame(data["kind"], data["fields"], self.buffers, self.rank)
 
-    def join_buffers(self) -> bytes:
-        """Return the bytes of all buffers if they are few; else nothing."""
-        if sum(map(len, self.buffers)) > MAX_JOINED_BYTES:
-            return b""
-        return b"".join(bytes(item) for item in self.buffers)
+    def join(self) -> bytes:
+        """Return the message in one piece; `split` is the inverse."""
+        return b"".join((self.header, *self.buffers))
+
+    @staticmethod
+    def split(data: Any) -> PackedFrame:
+        """Return the message of an array of bytes, whose memory its buffers share."""
+        frame, sizes, position = split_header(data)
+        ends = list(accumulate(sizes, initial=position))
+        frame.buffers = [data[start:end] for start, end in pairwise(ends)]
+        return frame
 
 
 def split_header(data: Any) -> tuple[PackedFrame, list[int], int]:
@@ -96,12 +202,7 @@ class FrameSocket:
 
     def send(self, *frames: PackedFrame) -> None:
         """Send frames; blocks while the other side does not read. Raises OSError if it has ended."""
-        pieces: list[Any] = []
-        for frame in frames:
-            joined = frame.join_buffers()
-            pieces.append(frame.header + joined)
-            if not joined:
-                pieces += [item for item in frame.buffers if len(item)]
+        pieces: list[Any] = [piece for frame in frames for piece in (frame.header, *frame.buffers)]
         if sum(map(len, pieces)) <= _READ_BYTES:
             pieces = [b"".join(pieces)]
         with self._sending:
@@ -178,7 +279,8 @@ class FrameSockets:
     """The driver's sockets of ranks: any thread may send, one thread receives.
 
     Args:
-        sockets: By rank. Frames for other ranks, and from them, go through rank 0, which has one.
+        sockets: The socket of each rank that has one. Frames for other ranks, and from them, go through rank 0, which
+            has one.
     """
 
     def __init__(self, sockets: Mapping[int, FrameSocket]) -> None:

@@ -11,30 +11,94 @@ import itertools
 import queue
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from onnxplace.bundle import Bundle, RouteRecord, list_routes
+from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from onnxplace.feeds import Array
-from onnxplace.runtime import Event
+from onnxplace.runtime import Event, RuntimeSession
 from onnxplace.runtimes.execution import (
     CancelledError,
     CarriedStates,
     Engine,
+    EngineSession,
+    HostMemory,
     OpenRoute,
-    Outcome,
     PlacedDevice,
     Request,
-    ResultFuture,
     Worker,
 )
 from onnxplace.runtimes.ranks.cluster import MAX_SILENT_SECONDS, NEW_SESSION_HINT, Cluster, make_clock_frame
-from onnxplace.runtimes.ranks.frames import Frame
-from onnxplace.runtimes.ranks.opening import rebuild_error
-from onnxplace.runtimes.ranks.remote_requests import ALL_RANKS, RemoteDevice, RemoteMemory, RemoteRequest, RemoteState
-from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_values
+from onnxplace.runtimes.ranks.frames import Frame, decode_value, decode_values, encode_values
+from onnxplace.runtimes.ranks.opening import Opening, rebuild_error
+
+# Requests of a session whose devices are ranks, and the carried states that stay there.
+
+# All ranks together are one device for the engine, which has the order of requests and the states.
+ALL_RANKS = "ranks"
+
+
+class RemoteRequest(Request):
+    """A request that ranks work on."""
+
+    serial = -1
+    """Its number in the order of sending, the same for all ranks; -1 if it is not sent."""
+    waiting: frozenset[int] | set[int] = frozenset()
+    """The ranks that have not reported its end."""
+    is_cancelled = False
+    """Whether its ranks were told to end it."""
+    cancel_deadline = 0.0
+    """When they have to have ended it."""
+    rank_names: Sequence[str] = ()
+    """Devices by rank."""
+
+    def describe_progress(self) -> str:
+        """Return what has not finished."""
+        if self.serial < 0:
+            return "it has not begun"
+        names = [self.rank_names[rank] for rank in sorted(self.waiting)]
+        return f"{', '.join(names)} has not finished" if names else "all devices have finished"
+
+
+class RemoteState:
+    """A carried state that a rank stores, until nothing refers to it."""
+
+    def __init__(
+        self, serial: int, name: str, rank: int, shape: tuple[int, ...], free: Callable[[RemoteState], None]
+    ) -> None:
+        self.serial, self.name, self.rank, self.shape = serial, name, rank, shape
+        self._free = free
+        self.is_taken = False
+        """Whether a request has taken it from its rank."""
+
+    def __del__(self) -> None:
+        if not self.is_taken:
+            self._free(self)
+
+
+class RemoteMemory(HostMemory):
+    """The memory of all ranks together: outputs are here already, and states are read from their ranks."""
+
+    def __init__(self, read_state: Callable[[RemoteState], Any]) -> None:
+        super().__init__(DeviceAddress.of("cpu:0"), ())
+        self._read_state = read_state
+
+    def read(self, parcel: Any) -> Any:
+        """Return an output, or a state of its rank, as numpy."""
+        return self._read_state(parcel) if isinstance(parcel, RemoteState) else parcel
+
+
+class RemoteDevice(PlacedDevice):
+    """All ranks together."""
+
+    def __init__(self, memory: RemoteMemory) -> None:
+        self.id = ALL_RANKS
+        self.cores = ()
+        self.kind = find_kind("cpu")
+        self.memory = memory
+
 
 Answers = queue.SimpleQueue[Any]
 
@@ -42,7 +106,9 @@ Answers = queue.SimpleQueue[Any]
 class RankEngine(Engine):
     """An open bundle whose devices are the ranks of a cluster."""
 
-    def __init__(self, bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int) -> None:
+    request_class = RemoteRequest
+
+    def __init__(self, bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int, copy_index: int = 0) -> None:
         device = RemoteDevice(RemoteMemory(self._read_state))
         self._routes_of_devices: tuple[RouteRecord, ...] = list_routes(bundle.manifest)
         routes = [
@@ -51,8 +117,8 @@ class RankEngine(Engine):
         ]
         super().__init__(bundle, {ALL_RANKS: device}, routes, trace, max_in_flight)
         self._cluster = cluster
-        self.copy_index = 0
-        """For events, if the session has several copies of the bundle."""
+        self._copy_index = copy_index
+        """Index of the copy of the bundle in its session, for events."""
         self._rank_of = {name: rank for rank, name in enumerate(cluster.plan.devices)}
         manifest = bundle.manifest
         self._inputs_of_home = {
@@ -72,24 +138,9 @@ class RankEngine(Engine):
         """Frames other than requests, by rank; the worker sends them."""
         self._freed: deque[RemoteState] = deque()
         self._answers: dict[int, Answers] = {}
-        self._workers.append(Worker(self, device, self._read_reports, " reports"))
+        self._workers.append(Worker(device, self._read_reports, " reports"))
 
     # -- requests ------------------------------------------------------------------------------------
-
-    def request(
-        self,
-        feeds: Mapping[str, Array],
-        states: Collection[str],
-        future: ResultFuture | Outcome,
-        conversation: CarriedStates | None = None,
-    ) -> Request:
-        """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
-        self._require_own_process()
-        output_names = self._returned_names.union(states) if states else self._returned_names
-        number, conversation = next(self._numbers), conversation or self._states
-        request = RemoteRequest(number, feeds, self._routes[0], output_names, conversation, future)
-        request.rank_names = self._cluster.plan.devices
-        return request
 
     def work(self, device: PlacedDevice) -> None:
         """Send requests and their ends until the engine is closed, then end the ranks."""
@@ -143,6 +194,7 @@ class RankEngine(Engine):
             return
         devices = self._routes_of_devices[request.route.index].devices
         ranks = {self._rank_of[name]: home for home, name in devices.items()}
+        request.rank_names = self._cluster.plan.devices
         with self._lock:
             if request.failure is not None or not ranks:
                 request.waiting = set()
@@ -233,12 +285,9 @@ class RankEngine(Engine):
         fields = frame.fields
         if frame.kind == "report":
             self._take_report(frame)
-        elif frame.kind == "state":
+        elif frame.kind == "answer":
             if (answers := self._answers.get(fields["call"])) is not None:
                 answers.put(decode_value(fields["value"], iter(frame.buffers)))
-        elif frame.kind == "delays":
-            if (answers := self._answers.get(fields["call"])) is not None:
-                answers.put(fields["delays"])
         elif frame.kind == "clock":
             self._outbox.append((frame.rank, make_clock_frame()))
             self._tokens[ALL_RANKS].put(None)
@@ -281,7 +330,7 @@ class RankEngine(Engine):
             route=request.route.index,
             conversation=request.conversation.number,
             bytes=size,
-            copy=self.copy_index,
+            copy=self._copy_index,
         )
 
     # -- states ------------------------------------------------------------------------------------
@@ -371,12 +420,14 @@ class RankEngine(Engine):
             self._break(ExecutionError("X002", "the session was closed", where=str(self.bundle.path)))
 
 
-def make_engine(bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int, copy_index: int = 0) -> Engine:
-    """Return the engine of an open cluster; the cluster ends if that fails."""
+def open_ranks(
+    bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int, copy_index: int = 0
+) -> RuntimeSession:
+    """Start the ranks of a cluster, open a bundle on them, and return their session; raises the errors of `open`."""
+    cluster.open(Opening.of(bundle, cluster.plan, trace, fetches=cluster.fetches_bundle))
     try:
-        engine = RankEngine(bundle, cluster, trace, max_in_flight)
-        engine.copy_index = copy_index
-        return engine
+        engine = RankEngine(bundle, cluster, trace, max_in_flight, copy_index)
     except BaseException:
         cluster.end(0.0)
         raise
+    return EngineSession(engine)

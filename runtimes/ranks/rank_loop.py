@@ -1,4 +1,14 @@
-"""One rank's part of a bundle: the segments of its device, and the programs that it follows."""
+"""One rank's part of a bundle: the segments of its device, and the programs that it follows.
+
+The driver sends each request to all ranks of its route, with a serial number that is the same for all; ranks follow
+requests in this order. A rank follows the program of its device as a worker thread does, except that its peers are
+other processes. A send is only begun: MPI moves the bytes while the next segment runs. A receive waits for a value that
+has been expected since the request began, so that its bytes have a place when they arrive. Outputs go back in a report;
+states stay here, under the serial number of the request that left them, until the driver names or frees them.
+
+A rank that fails or is told to cancel leaves the program, and reports. The others would wait for its values, so the
+driver cancels the request for them. Values of a request that has ended here are dropped when they come.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +17,15 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
-from onnxplace.bundle import Bundle, Step, list_routes, list_working_devices
+from onnxplace.bundle import Step, list_routes, list_working_devices
 from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
 )
-from onnxplace.hosts import list_versions
-from onnxplace.machine import assign_cores, require_device, use_custom_operators, without_optimisations
+from onnxplace.hosts import describe_error, list_versions
+from onnxplace.machine import require_device, use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution import (
     CancelledError,
     CarriedStates,
@@ -27,27 +37,20 @@ from onnxplace.runtimes.execution import (
     Request,
     describe_step_failure,
     drop_last_frees,
-    open_segment,
+    find_cores,
+    open_routes,
 )
-from onnxplace.runtimes.ranks.data_planes import choose_plane
-from onnxplace.runtimes.ranks.distribution import Fetch, obtain_bundle
-from onnxplace.runtimes.ranks.frames import Frame
-from onnxplace.runtimes.ranks.message_bus import MessageBus
-from onnxplace.runtimes.ranks.opening import Opening, describe_error, find_clock
+from onnxplace.runtimes.ranks.frames import Frame, decode_value, decode_values, encode_value, encode_values
+from onnxplace.runtimes.ranks.opening import Fetch, Opening, find_clock, obtain_bundle
+from onnxplace.runtimes.ranks.rank_messages import Channel, MessageBus, ValueChannels, choose_plane
 from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
-from onnxplace.runtimes.ranks.value_channels import Channel, ValueChannels
-from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_value, encode_values
 from onnxplace.target import Device
 
 # A look for later values delays the value that is awaited by some us.
 LOOKS_PER_LOOK_AHEAD = 10
 
-
-class Waiter(Protocol):
-    """Waits until something is ready, while messages are looked for."""
-
-    def __call__(self, is_ready: Callable[[], bool], is_near: Callable[[], bool] = ..., /) -> None:
-        """Return once something is ready; naps only while it is not near."""
+Waiter = Callable[..., None]
+"""Waits, while messages are looked for, until its first argument holds; it naps only while its second one does not."""
 
 
 class RankLoop(ProgramLoop):
@@ -62,7 +65,12 @@ class RankLoop(ProgramLoop):
     """
 
     def __init__(
-        self, opening: Opening, device: PlacedDevice, routes: list[OpenRoute], bus: MessageBus, wait: Waiter
+        self,
+        opening: Opening,
+        device: PlacedDevice,
+        routes: list[OpenRoute],
+        bus: MessageBus,
+        wait: Waiter,
     ) -> None:
         bundle = opening.bundle
         segments = {name: item for route in routes for name, item in route.segments.items()}
@@ -250,11 +258,10 @@ class RankLoop(ProgramLoop):
         for serial, name in handles:
             self._stored.pop((serial, name), None)
 
-    def read(self, serial: int, name: str) -> Frame:
-        """Return a stored state as a frame."""
-        memory, buffers = self._device.memory, list[Any]()
-        value = memory.read(memory.send(self._stored[serial, name], None))
-        return Frame("state", {"value": encode_value(value, buffers)}, buffers)
+    def read(self, serial: int, name: str) -> Any:
+        """Return a stored state as numpy."""
+        memory = self._device.memory
+        return memory.read(memory.send(self._stored[serial, name], None))
 
     def close(self) -> None:
         """Close sessions and memory."""
@@ -274,32 +281,18 @@ def open_rank(opening: Opening, bus: MessageBus, wait: Waiter, fetch: Fetch) -> 
     target = bundle.target
     device = target.devices[target.position(name)]
     _require_local(device)
-    placed = PlacedDevice(device, _find_cores(device, target.devices))
-    routes_of_devices = list_routes(bundle.manifest)
-    if bus.rank in opening.remote:
-        bundle = _obtain_part(bundle, name, fetch)
-        opening = replace(opening, bundle=bundle)
-    opened: dict[str, OpenSegment] = {}
-    routes = []
-    with use_custom_operators(opening.libraries), nullcontext() if opening.optimises else without_optimisations():
-        for index, route in enumerate(routes_of_devices):
-            records = [item for item in bundle.manifest.segments if route.devices[item.device] == name]
-            bundle.check_files(*{item.file for item in records if item.id not in opened}, check="small")
-            for record in records:
-                if record.id not in opened:
-                    opened[record.id] = open_segment(bundle, record, placed)
-            programs = {device: home for home, device in route.devices.items()}
-            segments = {item.id: opened[item.id] for item in records}
-            routes.append(OpenRoute(index, route.devices, programs, segments, 1.0))
-    return RankLoop(opening, placed, routes, bus, wait)
-
-
-def _obtain_part(bundle: Bundle, device: str, fetch: Fetch) -> Bundle:
-    """Return a bundle that is on this host, as far as a device needs it."""
-    homes = {home for route in list_routes(bundle.manifest) for home, item in route.devices.items() if item == device}
+    cores = find_cores(item for item in target.devices if item.host == device.host)
+    placed = PlacedDevice(device, cores.get(name, ()))
+    homes = {home for route in list_routes(bundle.manifest) for home, item in route.devices.items() if item == name}
     segments = [item for item in bundle.manifest.segments if item.device in homes]
-    states = [item.input for item in bundle.manifest.states if item.device in homes]
-    return obtain_bundle(bundle, segments, states, fetch)
+    if bus.rank in opening.remote:
+        states = [item.input for item in bundle.manifest.states if item.device in homes]
+        bundle = obtain_bundle(bundle, segments, states, fetch)
+        opening = replace(opening, bundle=bundle)
+    with use_custom_operators(opening.libraries), nullcontext() if opening.optimises else without_optimisations():
+        bundle.check_files(*{item.file for item in segments}, check="small")
+        routes = open_routes(bundle, {name: placed})
+    return RankLoop(opening, placed, routes, bus, wait)
 
 
 def _require_versions(expected: Mapping[str, str]) -> None:
@@ -318,13 +311,6 @@ def _require_local(device: Device) -> None:
         require_device(device.local)
     except TargetError as problem:
         raise TargetError(problem.code, problem.message, where=device.id, hint=problem.hint) from None
-
-
-def _find_cores(device: Device, devices: tuple[Device, ...]) -> tuple[int, ...]:
-    """Return the cores of a CPU device among those of its host; none for other devices."""
-    cpus = [item for item in devices if item.is_host and item.host == device.host]
-    cores = dict(zip([item.id for item in cpus], assign_cores([item.cores for item in cpus])))
-    return cores.get(device.id, ())
 
 
 def _read_shape(value: Any) -> tuple[int, ...]:

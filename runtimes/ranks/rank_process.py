@@ -8,8 +8,10 @@ this rank is alive.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -20,13 +22,36 @@ from contextlib import suppress
 from typing import Any
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
+from onnxplace.hosts import describe_error
 from onnxplace.machine import pin_thread, read_run_delays
-from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame
-from onnxplace.runtimes.ranks.message_bus import MessageBus
-from onnxplace.runtimes.ranks.opening import Opening, describe_error
-from onnxplace.runtimes.ranks.process_settings import end_with_parent, sleep_exactly
+from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame, encode_value
+from onnxplace.runtimes.ranks.launcher import connect_rank
+from onnxplace.runtimes.ranks.opening import Opening
 from onnxplace.runtimes.ranks.rank_loop import RankLoop, open_rank
-from onnxplace.runtimes.ranks.rank_socket import connect_rank
+from onnxplace.runtimes.ranks.rank_messages import MessageBus
+
+# What a rank asks of the system for its process: exact sleeps, memory that is kept, an end with its parent.
+
+
+def sleep_exactly() -> None:
+    """Let naps of this thread, and of threads that it starts, take no longer than asked, and keep freed memory.
+
+    Linux lengthens naps by 50 us. glibc maps large arrays again each time, and touching them costs more than copying.
+    """
+    set_timer_slack, trim_threshold, map_threshold = 29, -1, -3
+    with suppress(OSError, AttributeError):  # another system or C library
+        library = ctypes.CDLL(None)
+        library.prctl(set_timer_slack, 1, 0, 0, 0)
+        library.mallopt(trim_threshold, 1 << 30)
+        library.mallopt(map_threshold, 32 << 20)
+
+
+def end_with_parent() -> None:
+    """Let this process be killed when its parent ends, where the system can: a launcher may end its children only."""
+    set_parent_death_signal = 1
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+
 
 # How a rank waits: it looks for messages without pause, then naps, then takes longer naps, then leaves the looking to
 # its helper.
@@ -51,7 +76,7 @@ class RankProcess:
     """The main thread, the helper, and on rank 0 the reader of the driver's socket.
 
     Args:
-        communicator: of MPI.
+        communicator: A communicator of MPI.
         connection: A connected socket of the driver; rank 0 has one.
         connected: The number of ranks that have one, which come first.
     """
@@ -235,12 +260,11 @@ class RankProcess:
             self._answer(self._loop.follow(frame))
         elif frame.kind == "free":
             self._loop.free(fields["handles"])
-        elif frame.kind == "read":
-            answer = self._loop.read(fields["serial"], fields["name"])
-            answer.fields["call"] = fields["call"]
-            self._answer(answer)
-        elif frame.kind == "delays":
-            self._answer(Frame("delays", {"call": fields["call"], "delays": read_run_delays(pool=True)}))
+        elif frame.kind in ("read", "delays"):
+            is_read, buffers = frame.kind == "read", list[Any]()
+            value = self._loop.read(fields["serial"], fields["name"]) if is_read else read_run_delays(pool=True)
+            answer = {"call": fields["call"], "value": encode_value(value, buffers)}
+            self._answer(Frame("answer", answer, buffers))
 
     def _open(self, frame: Frame) -> Frame:
         """Open the bundle; return the answer."""

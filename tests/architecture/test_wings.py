@@ -54,12 +54,13 @@ MAY_IMPORT = {
         "errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state target "
         "training_step utils"
     ),
+    "passes.batching": "errors feeds model passes.sharding",
     "passes.recomputation": "errors facts graph model problem state training_step utils",
     "passes": (
-        "bundle errors facts graph machine model passes.cost_files passes.placement.exact "
-        "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining "
-        "passes.placement.search passes.placement.stages passes.profiling passes.recomputation passes.segments "
-        "passes.sharding passes.training problem simulation state target training_roles utils"
+        "bundle errors facts graph machine model passes.batching passes.cost_files passes.placement.exact "
+        "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining passes.placement.search "
+        "passes.placement.stages passes.profiling passes.recomputation passes.segments passes.sharding passes.training "
+        "problem simulation state target training_roles utils"
     ),
     # training steps of PyTorch modules
     "torch": "errors training_step",
@@ -67,14 +68,15 @@ MAY_IMPORT = {
     "runtime": "bundle errors feeds",
     "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
-    "serving": "bundle errors feeds runtime runtimes.execution traces utils",
-    "drop_in": "bundle devices errors feeds machine model_metadata ort runtime traces utils",
+    "runtimes.replicas": "bundle errors feeds runtime runtimes.execution utils",
+    "serving": "bundle errors feeds runtime runtimes.execution utils",
+    "drop_in": "bundle devices errors feeds machine model_metadata ort runtime serving traces utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
     "hosts": "calibration errors machine ort target utils",
     "runtimes.ranks": "bundle devices errors feeds hosts machine model runtime runtimes.execution target utils",
-    "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks serving traces",
+    "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks runtimes.replicas traces",
     "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
     "report": "bundle cost_graph errors facts graph pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
@@ -90,8 +92,8 @@ MAY_IMPORT = {
         "testing utils"
     ),
     "cli": (
-        "api bundle calibration cost_graph doctor driver errors evaluation export feeds hosts machine "
-        "pipeline report runtime serving target traces training utils"
+        "api bundle calibration cost_graph doctor driver errors evaluation export feeds hosts machine pipeline report "
+        "runtime serving target traces training utils"
     ),
     "__main__": "cli",
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.devices import table
+from onnxplace.devices import device_kinds
 from onnxplace.doctor.context import CheckContext
 from tests.pipeline.test_plugins import install
 
@@ -13,8 +13,8 @@ SOURCE = Path(__file__).parents[1] / "support" / "faulty_device.py"
 
 
 def _forget_plugins() -> None:
-    table._list_plugins.cache_clear()
-    table.find_kind.cache_clear()
+    device_kinds._list_plugins.cache_clear()
+    device_kinds.find_kind.cache_clear()
 
 
 @pytest.fixture

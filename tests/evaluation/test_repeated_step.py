@@ -13,11 +13,15 @@ from tests.support.training_models import draw_batch, make_mlp
 
 
 class FakeSession:
-    """Counts resets."""
+    """Counts resets of its states."""
 
     resets = 0
 
-    def reset_state(self):
+    @property
+    def states(self):
+        return self
+
+    def reset(self):
         self.resets += 1
 
 

@@ -8,9 +8,8 @@ import psutil
 import pytest
 
 from onnxplace.errors import ExecutionError, TargetError, UsageError
-from onnxplace.hosts import Connection, connection as connection_module, find_mpi_cause, mpi_launchers
-from onnxplace.hosts.connection import is_this_machine, run_together
-from onnxplace.hosts.mpi_launchers import Mpich, OpenMpi, find_launcher
+from onnxplace.hosts import Connection, connection as connection_module, find_mpi_cause
+from onnxplace.hosts.connection import Mpich, OpenMpi, find_launcher, is_this_machine, run_together
 from tests.support.fault_checks import HUNG_SECONDS, wait_until
 
 MODULE = "onnxplace.hosts.describe_host"
@@ -117,7 +116,7 @@ def test_another_mpiexec_than_that_of_mpich_or_a_recent_open_mpi_is_refused(monk
     if version:
         (folder / "mpiexec").write_text(f"#!/bin/sh\necho '{version}'\n")
         (folder / "mpiexec").chmod(0o755)
-    monkeypatch.setattr(mpi_launchers.sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(connection_module.sys, "executable", str(folder / "python"))
     monkeypatch.setenv("PATH", str(folder))
     with pytest.raises(UsageError, match="K003") as caught:
         find_launcher()
@@ -128,7 +127,7 @@ def test_another_mpiexec_than_that_of_mpich_or_a_recent_open_mpi_is_refused(monk
 def test_an_mpiexec_that_cannot_be_run_is_refused(monkeypatch, tmp_path):
     find_launcher.cache_clear()
     (tmp_path / "mpiexec").touch(0o755)
-    monkeypatch.setattr(mpi_launchers.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(connection_module.sys, "executable", str(tmp_path / "python"))
     with pytest.raises(UsageError, match=r"K003.*which says 'Exec format error'"):
         find_launcher()
 
@@ -149,7 +148,7 @@ def test_the_mpiexec_of_this_environment_is_used_whatever_mpi_it_is(monkeypatch,
         folder.mkdir()
         (folder / "mpiexec").write_text(f"#!/bin/sh\necho '{version}'\n")
         (folder / "mpiexec").chmod(0o755)
-    monkeypatch.setattr(mpi_launchers.sys, "executable", str(tmp_path / "bin/python"))
+    monkeypatch.setattr(connection_module.sys, "executable", str(tmp_path / "bin/python"))
     monkeypatch.setenv("PATH", str(tmp_path / "other"))
     launcher = find_launcher()
     find_launcher.cache_clear()

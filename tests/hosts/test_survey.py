@@ -19,8 +19,8 @@ from onnxplace.hosts import (
     survey as survey_module,
     survey_hosts,
 )
+from onnxplace.hosts.connection import Mpich, OpenMpi
 from onnxplace.hosts.link_ranks import SIZES_BYTES, follow, lead
-from onnxplace.hosts.mpi_launchers import Mpich, OpenMpi
 from onnxplace.hosts.survey import _fit_links, _require_equal_versions
 from onnxplace.target import Device, Target, format_target, read_target
 from tests.support.namespaces import connect_two_nodes, find_obstacle

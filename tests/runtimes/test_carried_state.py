@@ -19,8 +19,8 @@ from onnxplace.facts import Groups, Placement, Profile, Schedule
 from onnxplace.model import bind, bind_states, load as load_model
 from onnxplace.pipeline import Pipeline, make_pass
 from onnxplace.problem import commit_placement, placement_problem
-from onnxplace.runtimes.execution.carried_state import CarriedStates, StateTable
 from onnxplace.runtimes.execution.host_memory import HostMemory
+from onnxplace.runtimes.execution.requests import CarriedStates, StateTable
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
 from tests.support.state_checks import APART, ON_ONE, START, STATES, compile_sums, feeds, new_reference, pipeline, sums

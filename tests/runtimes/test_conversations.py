@@ -147,12 +147,12 @@ def test_a_conversation_begins_while_another_has_a_long_queue(session, monkeypat
     """Today's queue would give its devices to `first` until all three of its requests have ended."""
     first, second = session.conversation(), session.conversation()
     engine = session._session.engine
-    gate = Gate(engine, first._session._states)
+    gate = Gate(engine, first._session._carried)
     monkeypatch.setattr(engine, "run_segment", gate.run_segment)
     futures = [first.submit(make_feeds(number, **(make_start() if number == 0 else {})), NAMES) for number in range(3)]
     assert gate.entered.wait(HUNG_SECONDS)
     other = second.submit(make_feeds(7, **make_start(1)), NAMES)
-    begun = (second._session._states, "cpu0-000")
+    begun = (second._session._carried, "cpu0-000")
     gate.opened.set()
     feeds = make_feeds(7, **make_start(1))
     assert_step(other.result(HUNG_SECONDS).outputs, PingPong(), feeds)
@@ -266,7 +266,7 @@ def test_closing_a_conversation_waits_for_its_runs_and_frees_its_states(session)
     reference = PingPong(make_start())
     for number, future in enumerate(futures):
         assert_step(future.result(0).outputs, reference, make_feeds(number))
-    assert not conversation._session._states._stored
+    assert not conversation._session._carried._stored
     for call in (
         lambda: conversation.run(None, make_feeds(1, **make_start())),
         lambda: conversation.submit(make_feeds(1)),
@@ -283,7 +283,7 @@ def test_closing_with_a_timeout_ends_the_runs_of_this_conversation_only(session,
     monkeypatch.setattr(onnxplace.runtimes.execution.engine, "END_GRACE_SECONDS", 0.1)
     first, second = session.conversation(), session.conversation()
     engine = session._session.engine
-    gate = Gate(engine, first._session._states)
+    gate = Gate(engine, first._session._carried)
     monkeypatch.setattr(engine, "run_segment", gate.run_segment)
     held = first.submit(make_feeds(0, **make_start()))
     assert gate.entered.wait(HUNG_SECONDS)
@@ -293,12 +293,12 @@ def test_closing_with_a_timeout_ends_the_runs_of_this_conversation_only(session,
     with pytest.raises(onnxplace.ExecutionError, match="the conversation was closed"):
         held.result(HUNG_SECONDS)
     assert_step(other.result(HUNG_SECONDS).outputs, PingPong(), make_feeds(1, **make_start()))
-    assert not first._session._states._stored
+    assert not first._session._carried._stored
 
 
 def test_a_callback_may_close_the_conversation_that_calls_it(session):
     conversation, finished = session.conversation(), threading.Event()
-    states = conversation._session._states
+    states = conversation._session._carried
     future = conversation.submit(make_feeds(0, **make_start()))
     future.add_done_callback(lambda _: (conversation.close(), finished.set()))
     assert finished.wait(HUNG_SECONDS)
@@ -308,7 +308,7 @@ def test_a_callback_may_close_the_conversation_that_calls_it(session):
 def test_a_dropped_conversation_frees_its_states_and_leaves_the_session_open(session):
     conversation = session.conversation()
     conversation.run(None, make_feeds(0, **make_start()))
-    stored = [weakref.ref(value) for value in conversation._session._states._stored.values()]
+    stored = [weakref.ref(value) for value in conversation._session._carried._stored.values()]
     assert len(stored) == 2
     del conversation
     gc.collect()
@@ -318,7 +318,7 @@ def test_a_dropped_conversation_frees_its_states_and_leaves_the_session_open(ses
 
 def test_a_conversation_dropped_with_a_run_in_flight_completes_it(session):
     conversation = session.conversation()
-    states = weakref.ref(conversation._session._states)
+    states = weakref.ref(conversation._session._carried)
     future = conversation.submit(make_feeds(0, **make_start()), NAMES)
     del conversation
     assert_step(future.result(HUNG_SECONDS).outputs, PingPong(make_start()), make_feeds(0))
@@ -344,7 +344,7 @@ def test_closing_the_session_closes_its_conversations(bundle):
     future = conversation.submit(make_feeds(1), NAMES)
     session.close()
     assert future.result(0).outputs
-    assert not conversation._session._states._stored
+    assert not conversation._session._carried._stored
     for call in (lambda: conversation.run(None, make_feeds(1, **make_start())), session.conversation):
         with pytest.raises(onnxplace.ExecutionError, match=r"X002.*the session is closed"):
             call()
@@ -374,8 +374,9 @@ class PlainSession(RuntimeSession):
     def submit(self, feeds, states=()):
         return self.session.submit(feeds, states)
 
-    def reset_state(self):
-        self.session.reset_state()
+    @property
+    def states(self):
+        return self.session.states
 
     def close(self, timeout=None):
         self.session.close(timeout)

@@ -269,7 +269,8 @@ def test_a_runtime_that_cannot_read_states_says_so():
         def close(self, timeout=None): ...
 
     session = Plain()
-    methods = session.read_states, session.protect_states, session.restore_states, session.count_state_changes
+    states = session.states
+    methods = states.read, states.protect, states.restore, states.count_changes
     for act in methods:
         with pytest.raises(UsageError, match=r"S011.*Plain (cannot|does not)"):
             act()

@@ -62,7 +62,7 @@ def wait_for_end(process):
     ],
 )
 def test_the_interpreter_ends_with_runs_in_flight(bundle, work, seconds):
-    patch = f"from onnxplace.runtimes.execution import lifecycle; lifecycle.EXIT_SECONDS = {seconds}"
+    patch = f"from onnxplace.runtimes.execution import engine; engine.EXIT_SECONDS = {seconds}"
     code, out, err = wait_for_end(start(bundle, f"{patch}\n{work}\nprint('end')"))
     assert (code, err) == (0, "")
     assert out in ("end\n", "end\nTrue\n", "True\nend\n")

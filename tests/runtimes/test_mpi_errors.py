@@ -9,7 +9,7 @@ import onnxplace
 from onnxplace.hosts import Connection
 from onnxplace.runtimes import mpi
 from onnxplace.runtimes.mpi import Mpi
-from onnxplace.runtimes.ranks import cluster
+from onnxplace.runtimes.ranks import cluster, opening
 from tests.support.commands import only_json
 from tests.support.ranks import await_gone, find_ranks
 from tests.support.two_hosts import TWO_HOSTS, compile_alternating
@@ -84,8 +84,8 @@ def test_a_missing_mpi4py_is_reported_with_its_installation(bundle, monkeypatch)
 
 @needs_mpi
 def test_ranks_with_other_versions_refuse(bundle, monkeypatch):
-    versions = mpi.list_versions()
-    monkeypatch.setattr(mpi, "list_versions", lambda: {**versions, "onnxplace": "99"})
+    versions = opening.list_versions()
+    monkeypatch.setattr(opening, "list_versions", lambda: {**versions, "onnxplace": "99"})
     with pytest.raises(onnxplace.TargetError, match=r"K006.*cpu:. \(rank . on localhost\): expected onnxplace 99"):
         Mpi("localhost:2", timeout=WAIT_SECONDS).open(bundle)
 

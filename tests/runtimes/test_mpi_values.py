@@ -11,7 +11,7 @@ import onnxplace
 from onnxplace.hosts import Connection
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtimes import mpi
-from onnxplace.runtimes.ranks import Opening
+from onnxplace.runtimes.ranks import Opening, opening
 from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
 from tests.support.random_placements import assert_same
 from tests.support.two_hosts import TWO_HOSTS, compile_alternating
@@ -123,7 +123,7 @@ def test_a_bundle_of_two_hosts_runs_there_and_its_trace_names_their_devices(two_
 def elsewhere(monkeypatch, tmp_path):
     """Let ranks believe that they are on other machines, with a cache of their own, where the bundle is missing."""
     monkeypatch.setenv("ONNXPLACE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(mpi, "is_this_machine", lambda host: False)
+    monkeypatch.setattr(opening, "is_this_machine", lambda host: False)
     to_frame = Opening.to_frame
 
     def with_other_path(opening):
@@ -164,7 +164,7 @@ def test_ranks_without_the_bundle_fetch_their_segments_and_the_ranges_of_weights
 def test_a_bundle_that_is_there_is_used_there(tmp_path, elsewhere, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("ONNXPLACE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(mpi, "is_this_machine", lambda host: False)
+    monkeypatch.setattr(opening, "is_this_machine", lambda host: False)
     bundle = compile_many(tmp_path, *TWO_HOSTS)
     with onnxplace.InferenceSession(bundle, runtime="mpi", timeout=WAIT_SECONDS) as session:
         session.run(None, make_feeds(0))
@@ -187,7 +187,7 @@ def test_events_of_a_machine_with_another_clock_are_on_the_clock_of_the_first(tw
             return [*command, "-c", code, *arguments]
 
     monkeypatch.setattr(mpi, "Connection", Shifted)
-    monkeypatch.setattr(mpi, "is_this_machine", lambda host: host == "localhost")
+    monkeypatch.setattr(opening, "is_this_machine", lambda host: host == "localhost")
     with onnxplace.InferenceSession(two_hosts, runtime="mpi", trace=True, timeout=WAIT_SECONDS) as session:
         result = session.submit(make_feeds(0)).result(WAIT_SECONDS)
     for event in result.events:

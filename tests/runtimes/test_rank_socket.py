@@ -4,13 +4,13 @@ import socket
 
 import pytest
 
-from onnxplace.runtimes.ranks import rank_socket
-from onnxplace.runtimes.ranks.rank_socket import RankSocket, connect_rank
+from onnxplace.runtimes.ranks import launcher
+from onnxplace.runtimes.ranks.launcher import RankSocket, connect_rank
 
 
 def test_a_connection_that_does_not_say_its_rank_is_left_out(monkeypatch):
     """A rank may be stopped before it says it; the driver then waits for the others, at most until its deadline."""
-    monkeypatch.setattr(rank_socket, "_RANK_SECONDS", 0.02)
+    monkeypatch.setattr(launcher, "_RANK_SECONDS", 0.02)
     with RankSocket() as ranks:
         silent, incomplete = (socket.socket(socket.AF_UNIX) for _ in range(2))
         for connection in (silent, incomplete):

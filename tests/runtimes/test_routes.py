@@ -18,7 +18,7 @@ from onnxplace.passes.profile import ProfileCosts
 from onnxplace.passes.replicate import Replicate
 from onnxplace.passes.split import Split
 from onnxplace.pipeline import Pipeline
-from onnxplace.runtimes.execution.routes import choose_route
+from onnxplace.runtimes.execution.segments import choose_route
 from onnxplace.target import Device, Target
 from tests.bundle.test_routes import copied
 from tests.support.copies import compile_copies, make_feeds

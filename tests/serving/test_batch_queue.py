@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from onnxplace.serving.batch_queue import BatchQueue, WaitingRequest
+from onnxplace.serving.batcher import BatchQueue, WaitingRequest
 
 WAIT = 1.0
 

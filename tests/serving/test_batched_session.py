@@ -13,7 +13,7 @@ from onnxplace import Batching
 from onnxplace.bundle import BatchingRecord
 from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.serving import BatchedSession
-from onnxplace.serving.batch_queue import WaitingRequest
+from onnxplace.serving.batcher import WaitingRequest
 from tests.conftest import FAST_PIPELINE, branches
 from tests.serving.fake_sessions import WAIT_SECONDS, FakeSession
 from tests.support.random_models import reference

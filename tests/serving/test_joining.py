@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.bundle import BatchingRecord
-from onnxplace.serving.joining import MAX_COMPARED_BYTES, Joiner
+from onnxplace.serving.batcher import MAX_COMPARED_BYTES, Joiner
 
 JOINER = Joiner(BatchingRecord(dimension="N", inputs={"x": 0, "z": 1}, outputs={"y": 0}))
 

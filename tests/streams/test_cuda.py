@@ -14,12 +14,11 @@ import onnxruntime
 import pytest
 
 import onnxplace
-from onnxplace.devices import DeviceAddress, table
+from onnxplace.devices import DeviceAddress, device_kinds
 from onnxplace.devices.cuda import Cuda
-from onnxplace.runtimes.execution import cuda_driver
-from onnxplace.runtimes.execution.cuda_driver import CudaDriver
-from onnxplace.runtimes.execution.cuda_memory import CudaMemory
-from onnxplace.runtimes.execution.stream_driver import Driver, DriverError
+from onnxplace.runtimes.execution import cuda_memory
+from onnxplace.runtimes.execution.cuda_memory import CudaDriver, CudaMemory
+from onnxplace.runtimes.execution.device_streams import Driver, DriverError
 from onnxplace.runtimes.execution.stream_memory import StreamMemory
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.testing import check_runtime
@@ -151,13 +150,13 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
         raise ImportError("No module named 'cuda'")
 
     monkeypatch.setattr(CudaDriver, "__init__", refuse)
-    cuda_driver.open_cuda_driver.cache_clear()
+    cuda_memory.open_cuda_driver.cache_clear()
     with pytest.raises(onnxplace.ExecutionError, match=r"cuda-bindings.*\n.*onnxplace\[gpu\]"):
         CudaMemory(DeviceAddress.of("cuda:0"), ())
 
 
 def test_the_kind_names_this_memory():
-    assert table.import_memory(Cuda()) is CudaMemory
+    assert device_kinds.import_memory(Cuda()) is CudaMemory
 
 
 # ------------------------------------------------------------------------------------------------------- the binding
@@ -237,12 +236,12 @@ class DirectGpu(FakeGpu):
 
 @pytest.fixture
 def direct_kind(monkeypatch):
-    import_path = table._import
+    import_path = device_kinds._import
     own = {"direct kind": DirectGpu, DirectGpu.memory: DirectMemory}
-    monkeypatch.setitem(table.BUILTIN_KINDS, "direct", "direct kind")
-    monkeypatch.setattr(table, "_import", lambda path: own[path] if path in own else import_path(path))
+    monkeypatch.setitem(device_kinds.BUILTIN_KINDS, "direct", "direct kind")
+    monkeypatch.setattr(device_kinds, "_import", lambda path: own[path] if path in own else import_path(path))
     yield
-    table.find_kind.cache_clear()
+    device_kinds.find_kind.cache_clear()
 
 
 @pytest.mark.parametrize("devices", [("direct:0", "direct:1"), ("direct:0", "direct:0/1")], ids=",".join)

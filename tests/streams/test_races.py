@@ -11,10 +11,9 @@ import pytest
 import onnxplace
 from onnxplace.runtimes.execution import engine as engine_module
 from onnxplace.runtimes.execution.bound_memory import BoundMemory
+from onnxplace.runtimes.execution.device_streams import DriverError, WorkQueue
 from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.requests import Request
-from onnxplace.runtimes.execution.stream_driver import DriverError
-from onnxplace.runtimes.execution.work_queues import WorkQueue
 from tests.streams.test_held import feed, make_array, open_memory
 from tests.streams.test_order import compile_chain, compute_chain, make_rows
 from tests.support.fake_streams import FakeDriver, use_fake_driver

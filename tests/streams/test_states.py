@@ -2,7 +2,7 @@
 
 import pytest
 
-from onnxplace.runtimes.execution.stream_values import StreamValue
+from onnxplace.runtimes.execution.device_streams import StreamValue
 from tests.runtimes import test_carried_state
 from tests.runtimes.test_carried_state import session as session
 from tests.support.fake_streams import FakeMemory

@@ -10,7 +10,7 @@ import numpy as np
 from onnx import ModelProto, helper
 
 from onnxplace.model import bind, load
-from onnxplace.passes.sharding import BatchAxes, find_batch_axes
+from onnxplace.passes.batching import BatchAxes, find_batch_axes
 from tests.support.random_models import reference
 from tests.support.random_placements import assert_same
 

@@ -23,10 +23,9 @@ from typing import Any, ClassVar
 import numpy as np
 import onnxruntime
 
-from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, table
-from onnxplace.runtimes.execution.stream_driver import Driver, DriverError
+from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, device_kinds
+from onnxplace.runtimes.execution.device_streams import DeviceTensor, Driver, DriverError
 from onnxplace.runtimes.execution.stream_memory import RunOutput, SessionPlaces, StreamMemory
-from onnxplace.runtimes.execution.stream_values import DeviceTensor
 
 # Negative and far from what tests compute with, in every type.
 POISON = 0xCB
@@ -439,14 +438,14 @@ _drivers: list[FakeDriver] = []
 @contextmanager
 def register_fake_kind() -> Iterator[None]:
     """Let devices `fake:N` exist."""
-    before = dict(table.BUILTIN_KINDS)
-    table.BUILTIN_KINDS["fake"] = f"{__name__}:FakeGpu"
+    before = dict(device_kinds.BUILTIN_KINDS)
+    device_kinds.BUILTIN_KINDS["fake"] = f"{__name__}:FakeGpu"
     try:
         yield
     finally:
         if "fake" not in before:
-            table.BUILTIN_KINDS.pop("fake", None)
-        table.find_kind.cache_clear()
+            device_kinds.BUILTIN_KINDS.pop("fake", None)
+        device_kinds.find_kind.cache_clear()
 
 
 @contextmanager

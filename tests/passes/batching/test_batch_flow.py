@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, note, settings, strategies as
 from onnx import ModelProto, printer
 
 from onnxplace.model import bind, bind_states, load
-from onnxplace.passes.sharding import BatchAxes, batch_axis, find_batch_axes
+from onnxplace.passes.batching import BatchAxes, batch_flow, find_batch_axes
 from onnxplace.passes.sharding.layouts import PARTIAL
 from onnxplace.passes.sharding.space import build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
@@ -63,7 +63,7 @@ def test_a_model_that_cannot_be_analysed_gets_a_reason(monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(batch_axis, "infer_shapes_and_values", fail)
+    monkeypatch.setattr(batch_flow, "infer_shapes_and_values", fail)
     axes = prove(make("(float[N, 4] x) => (y) { y = Neg(x) }"), {"N": 2})
     assert axes.reason == "along dimension 'N', it cannot be analysed: RuntimeError: a defect"
 

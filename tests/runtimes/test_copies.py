@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import onnxplace
-from onnxplace.runtime import Result, Runtime, RuntimeSession
+from onnxplace.runtime import Result, Runtime, RuntimeSession, SessionStates
 from onnxplace.runtimes.execution import ResultFuture
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.serving import ReplicatedSession, copies
+from onnxplace.runtimes.replicas import ReplicatedSession, copies
 from onnxplace.testing import check_runtime
 from tests.support.fault_checks import wait_until
 
@@ -64,13 +64,19 @@ class FakeSession(RuntimeSession):
         self.die()
 
 
+class FakeStates(SessionStates):
+    def count_changes(self):
+        return 0
+
+
 class FakeConversation(FakeSession):
     def __init__(self, session):
         super().__init__()
         self.session = session
 
-    def count_state_changes(self):
-        return 0
+    @property
+    def states(self):
+        return FakeStates()
 
     @property
     def failure(self):
@@ -269,18 +275,18 @@ def test_conversations_spread_over_copies_and_stay_there_until_their_copy_dies()
         users = [session.open_conversation() for _ in range(4)]
         for user in users:
             user.submit({"past": 0})
-        assert [user._binding.copy.index for user in users] == [0, 1, 0, 1]
+        assert [user._states.binding.copy.index for user in users] == [0, 1, 0, 1]
         future = users[0].submit({})
-        assert list(users[0]._binding.own.requests.values()) == [{"past": 0}, {}]
-        own = users[0]._binding.own
+        assert list(users[0]._states.binding.own.requests.values()) == [{"past": 0}, {}]
+        own = users[0]._states.binding.own
         own.answer()
         assert future.result(0).outputs == {}
         first.session.end = DIED
-        for call in (lambda: users[0].submit({}), users[0].read_states, users[0].restore_states):
+        for call in (lambda: users[0].submit({}), users[0].states.read, users[0].states.restore):
             with pytest.raises(onnxplace.FeedError, match=r"S007.*the copy of the bundle that had"):
                 call()
         users[0].submit({"past": 1})  # all states are fed
-        users[2].reset_state()
+        users[2].states.reset()
         users[2].submit({})
         assert not own.requests
         users[1].close()
@@ -292,12 +298,12 @@ def test_changes_on_a_copy_that_died_still_count():
     with open_copies(opener := Opener(), states=("h",)) as session:
         user = session.open_conversation()
         future = user.submit({"h": 0})
-        own = user._binding.own
+        own = user._states.binding.own
         own.answer()
         assert future.result(0)
         user.submit({})
         die_and_come_back(session, opener)
-        assert user.count_state_changes() == 1, "the request that it had not answered changed nothing"
+        assert user.states.count_changes() == 1, "the request that it had not answered changed nothing"
 
 
 def test_closing_ends_attempts_to_open_a_copy():

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 from onnxplace.errors import ExecutionError, InputError, OnnxplaceError
@@ -80,7 +80,7 @@ class CopySet:
     """All copies of a session. Its threads keep it alive until it is closed or abandoned.
 
     Args:
-        openers: Of each copy.
+        openers: One opener for each copy.
         where: The bundle, for messages.
         max_in_flight: Requests in flight that each copy accepts.
     """
@@ -334,13 +334,12 @@ def _describe_failure(failure: BaseException) -> str:
 
 
 _open_sets: weakref.WeakSet[CopySet] = weakref.WeakSet()
-_hooks: list[object] = []
 
 
+@cache
 def _register_exit_hook() -> None:
     """Stop opening copies before engines are closed: hooks run in reverse order, and those of engines exist already."""
-    if not _hooks:
-        _hooks.append(atexit.register(_abandon_sets))
+    atexit.register(_abandon_sets)
 
 
 def _abandon_sets() -> None:

@@ -1,10 +1,11 @@
-"""The model for inference in a training step: its forward part, with the parameters as weights."""
+"""Where trained parameters go: into a module of torch, or into a model for inference."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +17,35 @@ from onnxplace.utils import write_file
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
+
+# Copy states into modules of torch, which the caller has imported.
+
+
+def copy_into_module(states: Mapping[str, Array], module: Any) -> None:
+    """Copy arrays into the parameters and buffers of a module.
+
+    Raises UsageError, and copies nothing, if any differs.
+    """
+    torch = sys.modules.get("torch")  # whoever has a module of torch has imported it
+    if torch is None or not isinstance(module, torch.nn.Module):
+        message = f"expected a torch.nn.Module, got {type(module).__name__}"
+        raise UsageError("L048", message, where="load_into")
+    targets = module.state_dict(keep_vars=True)
+    where, hint = f"load_into {type(module).__name__}", "give the module from which the step was exported"
+    if missing := [name for name in states if name not in targets]:
+        raise UsageError("L048", f"the module has no {format_names(missing)}", where=where, hint=hint)
+    for name, array in states.items():
+        shape = tuple(targets[name].shape)
+        if shape != array.shape:
+            message = f"{name!r} has the shape {list(shape)} in the module, expected {list(array.shape)}"
+            raise UsageError("L048", message, where=where, hint=hint)
+    with torch.no_grad():
+        for name, array in states.items():
+            # Arrays of a checkpoint are read-only, of which torch warns.
+            targets[name].copy_(torch.from_numpy(array if array.flags.writeable else array.copy()))
+
+
+# The model for inference in a training step: its forward part, with the parameters as weights.
 
 # protobuf refuses messages of 2 GiB.
 MAX_MODEL_BYTES = (1 << 31) - (1 << 20)

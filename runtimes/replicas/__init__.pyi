@@ -1,0 +1,1 @@
+from onnxplace.runtimes.replicas.replicated_session import ReplicatedSession as ReplicatedSession
