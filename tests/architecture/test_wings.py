@@ -58,9 +58,9 @@ MAY_IMPORT = {
     "passes.recomputation": "errors facts graph model problem state training_step utils",
     "passes": (
         "bundle errors facts graph machine model passes.batching passes.cost_files passes.placement.exact "
-        "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining passes.placement.search "
-        "passes.placement.stages passes.profiling passes.recomputation passes.segments passes.sharding passes.training "
-        "problem simulation state target training_roles utils"
+        "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining "
+        "passes.placement.search passes.placement.stages passes.profiling passes.recomputation passes.segments "
+        "passes.sharding passes.training problem simulation state target training_roles utils"
     ),
     # training steps of PyTorch modules
     "torch": "errors training_step",
@@ -81,7 +81,8 @@ MAY_IMPORT = {
     "report": "bundle cost_graph errors facts graph pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
+        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target "
+        "utils"
     ),
     "export": "bundle devices errors model model_metadata target training_step utils",
     "api": "bundle driver drop_in errors machine pipeline runtime serving traces utils",
