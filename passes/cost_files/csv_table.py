@@ -81,7 +81,7 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
     lines = read_lines(path)
     comments = [line[1:].split() for line in lines if line.startswith("#")]
     if not comments or comments[0][:1] != [FORMAT]:
-        hint = f"start it with the line '# {FORMAT} {VERSION}'; docs/costs.md has the formats of other programs"
+        hint = f"start it with the line '# {FORMAT} {VERSION}'"
         raise InputError("C011", "not a cost file", where=str(path), hint=hint)
     version = comments[0][1].rstrip(",") if len(comments[0]) > 1 else ""
     require_version(_parse_number(version) if version else None, path)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Profile, Repeat, Source
-from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.machine import DOUBTFUL_WAITING_SHARE, MIN_RUNS, available_cores, find_device_problem, find_hardware
 from onnxplace.model import Model, build_op_graph
 from onnxplace.passes.profiling.cached_measurements import measurement_key, recall_measurement, store_measurement
@@ -170,7 +170,6 @@ def assemble_profile(
     sizes: Mapping[str, int],
     measurements: Mapping[str, Measurement],
     estimates: Mapping[str, Floats],
-    workspace_bytes: Longs | None,
 ) -> Profile:
     """Assemble the profile of a model from measurements and estimates.
 
@@ -180,7 +179,6 @@ def assemble_profile(
         sizes: Of values in bytes, by name; unknown ones count as zero.
         measurements: By cost class.
         estimates: Seconds per node by cost class, for each class that is not measured completely.
-        workspace_bytes: Per node; None to keep those of the graph.
     """
     count = len(structure.model.nodes)
     seconds: dict[str, Floats] = {}
@@ -200,7 +198,6 @@ def assemble_profile(
         graph=replace(
             structure.graph,
             value_bytes=np.array([sizes.get(name, 0) for name in structure.graph.value_names], dtype=np.int64),
-            workspace_bytes=structure.graph.workspace_bytes if workspace_bytes is None else workspace_bytes,
         ),
         seconds=MappingProxyType(seconds),
         sources=MappingProxyType(sources),
