@@ -8,6 +8,16 @@ from onnxplace.bundle.bundle import (
     Check as Check,
     describe_linked_file as describe_linked_file,
 )
+from onnxplace.bundle.bundle_simulation import (
+    SimulatedRequest as SimulatedRequest,
+    SimulatedTransfer as SimulatedTransfer,
+    SubmittedRequest as SubmittedRequest,
+    build_segment_graph as build_segment_graph,
+    predict_interval_seconds as predict_interval_seconds,
+    predict_serial_seconds as predict_serial_seconds,
+    simulate_manifest as simulate_manifest,
+    simulate_requests as simulate_requests,
+)
 from onnxplace.bundle.manifest import (
     SCHEMA_VERSION as SCHEMA_VERSION,
     BatchingRecord as BatchingRecord,
@@ -34,12 +44,6 @@ from onnxplace.bundle.manifest import (
     ValueRecord as ValueRecord,
     json_schema as json_schema,
 )
-from onnxplace.bundle.request_simulation import (
-    SimulatedRequest as SimulatedRequest,
-    SimulatedTransfer as SimulatedTransfer,
-    SubmittedRequest as SubmittedRequest,
-    simulate_requests as simulate_requests,
-)
 from onnxplace.bundle.routes import (
     find_route_of_device as find_route_of_device,
     list_route_devices as list_route_devices,
@@ -47,12 +51,6 @@ from onnxplace.bundle.routes import (
     list_working_devices as list_working_devices,
     move_to_route as move_to_route,
     sum_device_seconds as sum_device_seconds,
-)
-from onnxplace.bundle.simulate_bundle import (
-    build_segment_graph as build_segment_graph,
-    predict_interval_seconds as predict_interval_seconds,
-    predict_serial_seconds as predict_serial_seconds,
-    simulate_manifest as simulate_manifest,
 )
 from onnxplace.bundle.slices import (
     extract_device_part as extract_device_part,

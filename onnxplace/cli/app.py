@@ -18,24 +18,20 @@ import click
 
 from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
-from onnxplace.cli.completers import complete_passes, complete_runtimes
-from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, completion
-from onnxplace.cli.devices import devices
+from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, complete_passes, complete_runtimes, completion
+from onnxplace.cli.devices import devices, hosts
 from onnxplace.cli.doctor import doctor
 from onnxplace.cli.explain import explain
-from onnxplace.cli.export import export
-from onnxplace.cli.hosts import hosts
+from onnxplace.cli.export import export, merge
 from onnxplace.cli.learn import learn
-from onnxplace.cli.merge import merge
 from onnxplace.cli.options import as_json, print_json, print_text, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
-from onnxplace.cli.progress import is_terminal
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
 from onnxplace.cli.study import study
+from onnxplace.cli.terminal import add_verbosity_options, is_terminal, report_total_time
 from onnxplace.cli.train import train
-from onnxplace.cli.verbosity import add_verbosity_options, report_total_time
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, suggest_nearest
 from onnxplace.machine import register_ending_handler

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completers import complete_devices, complete_pipeline, complete_placers
+from onnxplace.cli.completion import complete_devices, complete_pipeline, complete_placers
 from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,

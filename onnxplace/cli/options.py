@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completers import complete_runtimes
-from onnxplace.cli.output import print_json as print_json, print_text as print_text
-from onnxplace.cli.progress import is_terminal, show_progress as show_progress
-from onnxplace.cli.verbosity import is_quiet
+from onnxplace.cli.completion import complete_runtimes
+from onnxplace.cli.terminal import (
+    as_json as as_json,
+    is_quiet,
+    is_terminal,
+    print_json as print_json,
+    print_text as print_text,
+    show_progress as show_progress,
+)
 from onnxplace.errors import UsageError, format_name, format_value
 
 if TYPE_CHECKING:
@@ -26,7 +31,6 @@ if TYPE_CHECKING:
 # Any int64. The model limits sizes further.
 _SIZE = re.compile(r"[0-9]{1,18}")
 
-as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout, also for an error.")
 against_option = click.option(
     "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the unsplit model in the bundle."
 )

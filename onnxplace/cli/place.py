@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from onnxplace.cli.completers import complete_placers
+from onnxplace.cli.completion import complete_placers
 from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxplace.cli.completers import complete_devices
+from onnxplace.cli.completion import complete_devices
 from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxplace.cli.completers import BUNDLE_PATH
+from onnxplace.cli.completion import BUNDLE_PATH
 from onnxplace.cli.options import as_json, print_json, print_text, show_progress
 from onnxplace.errors import UsageError
 

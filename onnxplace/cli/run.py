@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completers import BUNDLE_PATH
+from onnxplace.cli.completion import BUNDLE_PATH
 from onnxplace.cli.options import (
     as_json,
     inputs_option,

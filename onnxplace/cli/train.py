@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onnxplace.cli.completers import BUNDLE_PATH
+from onnxplace.cli.completion import BUNDLE_PATH
 from onnxplace.cli.options import (
     as_json,
     note_core_shortage,

@@ -12,7 +12,7 @@ from onnx import GraphProto, ModelProto, NodeProto, StringStringEntryProto, Tens
 
 from onnxplace.bundle import Bundle, Manifest
 from onnxplace.errors import Diagnostic, UsageError, format_count
-from onnxplace.export.bundle_models import BundleModels, SegmentModel, describe_values
+from onnxplace.export.segment_models import BundleModels, SegmentModel, describe_values
 from onnxplace.model import MAX_INLINE_BYTES, WeightFile, tensor_size
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.training_step import TRAINING_KEY

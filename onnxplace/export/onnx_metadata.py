@@ -13,10 +13,9 @@ from onnx import DeviceConfigurationProto, ModelProto, TensorProto
 
 from onnxplace.bundle import Manifest
 from onnxplace.errors import Diagnostic
-from onnxplace.export.bundle_models import BundleModels, list_producers, order_segments
-from onnxplace.export.exporting import note_routes
+from onnxplace.export.exporting import ExportOptions, note_routes
 from onnxplace.export.merging import build_whole_model, collect_initializers
-from onnxplace.export.options import ExportOptions
+from onnxplace.export.segment_models import BundleModels, list_producers, order_segments
 from onnxplace.model import DEVICE_KEY, MAX_INLINE_BYTES, WeightFile, tensor_size
 
 CONFIGURATION = "onnxplace"

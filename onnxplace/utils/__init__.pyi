@@ -3,7 +3,6 @@ from onnxplace.utils.array_files import (
     map_arrays as map_arrays,
     write_arrays as write_arrays,
 )
-from onnxplace.utils.callbacks import Callbacks as Callbacks, call_guarded as call_guarded
 from onnxplace.utils.docstrings import read_field_docs as read_field_docs
 from onnxplace.utils.files import (
     cannot_write_error as cannot_write_error,
@@ -55,4 +54,9 @@ from onnxplace.utils.subprocesses import (
     run_in_child as run_in_child,
     start_child as start_child,
 )
-from onnxplace.utils.threads import run_in_threads as run_in_threads, start_thread as start_thread
+from onnxplace.utils.threads import (
+    Callbacks as Callbacks,
+    call_guarded as call_guarded,
+    run_in_threads as run_in_threads,
+    start_thread as start_thread,
+)

@@ -28,7 +28,7 @@ def test_the_list_of_errors_has_exactly_the_codes_in_the_source():
 
 def test_every_error_has_a_usual_cause_and_says_what_to_do():
     """Add `- **CODE** usual cause. **Do:** what to do.` to "Causes and fixes" of docs/errors.md."""
-    from onnxplace.cli.error_pages import read_error_pages
+    from onnxplace.cli.explain import read_error_pages
 
     assert [page.code for page in read_error_pages().values() if not (page.cause and page.fix)] == []
 

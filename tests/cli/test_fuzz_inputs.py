@@ -26,7 +26,7 @@ from onnxplace.model import Model, bind, bind_states, load
 from onnxplace.passes.coplace import Coplace
 from onnxplace.passes.cost_files import format_costs, format_costs_csv
 from onnxplace.passes.profile import ProfileCosts
-from onnxplace.passes.profiling.cached_measurements import recall_measurement, store_measurement
+from onnxplace.passes.profiling.profile_model import recall_measurement, store_measurement
 from onnxplace.pipeline import Pipeline, run_pass
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Shared, Target, format_target, parse_device_ids, parse_memory, read_target

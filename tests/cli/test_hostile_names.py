@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import onnxplace
-from onnxplace.cli import app, options, output
-from onnxplace.cli.progress import Display
+from onnxplace.cli import app, options, terminal
+from onnxplace.cli.terminal import Display
 from onnxplace.errors import MAX_CHARACTERS, Diagnostic, OnnxplaceError, format_name
 from tests.conftest import FAST_PIPELINE, Ran, branches
 from tests.support.training_models import make_mlp
@@ -136,8 +136,8 @@ def test_errors_and_notes_take_one_line_for_their_place(capsys):
 def test_printed_text_holds_no_control_characters_and_no_long_line(text):
     with pytest.MonkeyPatch.context() as patch:
         printed = []
-        patch.setattr(output.click, "echo", lambda text, err: printed.append(text))
-        output.print_text(text)
+        patch.setattr(terminal.click, "echo", lambda text, err: printed.append(text))
+        terminal.print_text(text)
     (shown,) = printed
     require_harmless(shown.replace("FAKE", ""))
     assert shown.count("\n") == text.count("\n")

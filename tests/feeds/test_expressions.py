@@ -15,7 +15,7 @@ import onnxplace
 from onnxplace.cli.options import parse_shape
 from onnxplace.errors import FeedError, ModelError, UsageError
 from onnxplace.feeds import Declared, dimensions_of_feeds, drop_derived_sizes, random_feeds
-from onnxplace.feeds.expressions import (
+from onnxplace.feeds.dimensions import (
     MAX_DEPTH,
     MAX_LENGTH,
     NoSizeError,

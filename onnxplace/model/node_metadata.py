@@ -1,9 +1,9 @@
-"""The devices that a model names for its nodes: ONNX's multi-device metadata, and the metadata of nodes."""
+"""The metadata of nodes: the modules of a program that they come from, and the devices that they name."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,52 @@ from onnxplace.errors import InputError, format_value
 from onnxplace.model.canonicalize import take_apart
 from onnxplace.model.loading import parse_model, read_metadata, read_model_file
 from onnxplace.utils import format_path
+
+# -------------------------------------------------------------------------------------------------------------- modules
+
+
+# The metadata in which PyTorch's exporter records the modules of a node, outermost first: ['', 'model', 'model.norm'].
+SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+
+
+def list_module_paths(node: NodeProto) -> Iterator[str]:
+    """Yield the modules that a node may be in, innermost first.
+
+    `/model/layers.0/mlp/MatMul` is in `model.layers.0.mlp`, `model.layers.0`, `model.layers`, `model`, the whole.
+
+    >>> list(list_module_paths(NodeProto(name="/model/norm/Mul")))
+    ['model.norm.Mul', 'model.norm', 'model', '']
+    """
+    for entry in node.metadata_props:
+        if entry.key == SCOPES_KEY:
+            yield from filter(None, reversed(re.findall(r"'([^']*)'", entry.value)))
+    yield from list_enclosing_modules(node.name)
+
+
+def normalize_module(name: str) -> str:
+    """Return the path of a node or module as PyTorch writes it.
+
+    >>> normalize_module("/model/norm")
+    'model.norm'
+    """
+    return name.replace("/", ".").strip(".")
+
+
+def list_enclosing_modules(name: str) -> Iterator[str]:
+    """Yield the path of a node or module, the modules around it, and the whole model.
+
+    >>> list(list_enclosing_modules("/model/norm"))
+    ['model.norm', 'model', '']
+    """
+    path = normalize_module(name)
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+# -------------------------------------------------------------------------------------------------------------- devices
+
 
 DEVICE_KEY = "onnxplace.device"
 """Metadata of a node: the id of its device, which viewers such as Netron show."""

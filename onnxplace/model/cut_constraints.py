@@ -1,30 +1,122 @@
-"""Keep ONNX Runtime from choosing less precise kernels in segments.
-
-ONNX Runtime fuses `DequantizeLinear(weight) -> MatMul` into one `MatMulNBits`. That kernel rounds the activations to
-eight bits (session option `session.qdq_matmulnbits_accuracy_level`, by default 4). ONNX Runtime does not fuse the nodes
-if the weight or its scale has another reader, if the product is quantised, or if its other input is dequantised. If
-that other node is in another segment, nothing prevents the fusion: a cut model would be less precise.
-
-In these cases, the scale of the weight becomes an input of the segment with a default value, which need not be fed.
-ONNX Runtime fuses constants only, so it runs the two nodes unfused, as in the whole model. (Observed with ONNX Runtime
-1.28 to 1.31. The accuracy level of the session does not help: it holds for all products of the segment, also for those
-that are fused in the whole model.)
-"""
+"""What a cut of a model must respect: nodes that belong together, and fusions that must not happen in a segment."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from onnx import TensorProto
+from onnx import NodeProto, TensorProto, TypeProto
 
 from onnxplace.graph import Ints
-from onnxplace.model.host_values import DEQUANTIZE, QUANTIZE, is_quantization_node
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import iterate_subgraphs
 from onnxplace.model.tensors import read_tensor_bytes
+
+# ------------------------------------------------------------------------------------------- nodes that belong together
+
+
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+# Domains that define these two operators.
+_DOMAINS = ("", "ai.onnx", "com.microsoft")
+
+
+def join_quantised_units(model: Model, unit: Ints) -> Ints:
+    """Return units, joined where an operator computes between DequantizeLinear and QuantizeLinear nodes.
+
+    ONNX Runtime makes one kernel of `DequantizeLinear -> operator -> QuantizeLinear` if one segment has all of it.
+    An operator's unit is itself, the dequantisers of its inputs and the quantisers of its outputs. The model may be
+    cut between the quantiser of one unit and the dequantiser of the next.
+
+    Args:
+        model: The model.
+        unit: The unit of each node.
+
+    Returns:
+        The unit of each node, numbered from 0 without gaps.
+    """
+    producer = {name: index for index, node in enumerate(model.nodes) for name in node.output if name}
+    parent = list(range(int(unit.max(initial=-1)) + 1))
+
+    def find(item: int) -> int:
+        while parent[item] != item:
+            parent[item] = parent[parent[item]]
+            item = parent[item]
+        return item
+
+    for index, node in enumerate(model.nodes):
+        for name in node.input:
+            source = producer.get(name)
+            if source is not None and _share_unit(model.nodes[source], node):
+                first, second = sorted((find(int(unit[source])), find(int(unit[index]))))
+                parent[second] = first
+    joined = np.array([find(int(item)) for item in unit], dtype=np.int64)
+    return np.unique(joined, return_inverse=True)[1].astype(np.int32)
+
+
+def _share_unit(producer: NodeProto, reader: NodeProto) -> bool:
+    """Return whether producer and reader are of one quantised unit."""
+    if is_quantization_node(reader, DEQUANTIZE):
+        return False
+    return is_quantization_node(producer, DEQUANTIZE) or (
+        is_quantization_node(reader, QUANTIZE) and not is_quantization_node(producer, QUANTIZE)
+    )
+
+
+def is_quantization_node(node: NodeProto, op_type: str) -> bool:
+    """Return whether a node is of type `op_type`.
+
+    The type is `QUANTIZE` or `DEQUANTIZE`, in any domain that defines it.
+    """
+    return node.op_type == op_type and node.domain in _DOMAINS
+
+
+@dataclass(frozen=True)
+class HostValue:
+    """A value in host memory, whatever its device.
+
+    Its producer and readers belong together.
+    """
+
+    name: str
+    kind: str
+    """`sequence`, `optional`, `map`, `string`."""
+    nodes: Ints
+    """Indices of its producer and readers, ascending."""
+
+
+def find_host_values(model: Model) -> Iterator[HostValue]:
+    """Yield the values that a GPU cannot hold.
+
+    These are sequences, optionals, maps, and tensors of strings.
+    """
+    kinds = {name: kind for name, proto in model.types.items() if (kind := classify_host_value(proto))}
+    if not kinds:
+        return
+    users: dict[str, list[int]] = defaultdict(list)
+    for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):
+        for name in (*reads, *node.output):
+            if name in kinds:
+                users[name].append(index)
+    for name, nodes in users.items():
+        yield HostValue(name, kinds[name], np.array(nodes, dtype=np.int32))
+
+
+def classify_host_value(kind: TypeProto) -> str:
+    """Return the kind of a type that a GPU cannot hold.
+
+    Returns "" for other types.
+    """
+    which: str = kind.WhichOneof("value") or ""
+    if which == "tensor_type":
+        return "string" if kind.tensor_type.elem_type == TensorProto.STRING else ""
+    return which.removesuffix("_type") if which in ("sequence_type", "optional_type", "map_type") else ""
+
+
+# ------------------------------------------------------------------------------------------------------------ precision
+
 
 # ONNX Runtime merges equal constants of up to this many elements; the result has the readers of all of them.
 MAX_MERGED_ELEMENTS = 8

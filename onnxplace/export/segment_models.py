@@ -1,4 +1,4 @@
-"""The ONNX models of a bundle, in an order in which they can run, and the types of its inputs and outputs."""
+"""The ONNX models of a bundle, in an order in which they can run; and segments as models of their own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from onnxplace.bundle import (
 from onnxplace.errors import BundleError
 from onnxplace.model import WeightFile, embed_tensor, parse_type, tensor_size
 from onnxplace.target import Device
-from onnxplace.utils import report_progress
+from onnxplace.utils import progress_part, report_progress
 
 
 @dataclass(frozen=True)
@@ -154,3 +154,35 @@ def describe_values(records: Iterable[InputRecord | OutputRecord]) -> Iterator[V
             hint = "the manifest is damaged; compile again"
             raise BundleError("N002", message, where=f"input or output {record.name!r}", hint=hint)
         yield ValueInfoProto(name=record.name, type=kind)
+
+
+# ---------------------------------------------------------------------------------------------------- files of segments
+
+
+WEIGHTS_FILE = "weights.bin"
+
+
+def write_segment_files(models: BundleModels, folder: Path, segments: Iterable[tuple[str, SegmentModel]]) -> None:
+    """Write segments under these names to a folder, with their weights in one file next to them.
+
+    A state whose initial value is known becomes an input with this default.
+    """
+    weights_path, rows = folder / WEIGHTS_FILE, list(segments)
+    with WeightFile(weights_path, WEIGHTS_FILE) as weights:
+        for index, (name, segment) in enumerate(rows):
+            with progress_part(index, len(rows)):
+                (folder / name).write_bytes(build_segment(models, segment, weights).SerializeToString())
+        is_empty = not weights.bytes_written
+    if is_empty:
+        weights_path.unlink()
+
+
+def build_segment(models: BundleModels, segment: SegmentModel, weights: WeightFile) -> ModelProto:
+    """Return the model of a segment, whose weights are in a file."""
+    proto = ModelProto()
+    proto.CopyFrom(segment.proto)
+    states = [models.initial_states[name] for name in segment.record.inputs if name in models.initial_states]
+    tensors = models.place((*segment.proto.graph.initializer, *states), weights)
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(tensors)
+    return proto
