@@ -8,7 +8,7 @@ import pytest
 
 import onnxplace
 from onnxplace.doctor import CHECKS
-from onnxplace.doctor.context import CheckContext, CheckFailedError, CheckSkippedError, require_same
+from onnxplace.doctor.check_context import CheckContext, CheckFailedError, CheckSkippedError, require_same
 from onnxplace.errors import ExecutionError, OnnxplaceError
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -94,7 +94,7 @@ def test_faults_fails_if_an_error_does_not_name_its_device(make_context, monkeyp
 
 
 def test_faults_fails_if_a_run_with_a_failing_node_returns(make_context, monkeypatch):
-    monkeypatch.setattr("onnxplace.doctor.faults._require_error", lambda *_: None)
+    monkeypatch.setattr("onnxplace.doctor.session_checks._require_error", lambda *_: None)
     plain = onnxplace.InferenceSession.run
 
     def run(self, names, feeds, **options):
@@ -106,16 +106,16 @@ def test_faults_fails_if_a_run_with_a_failing_node_returns(make_context, monkeyp
 
 
 def test_faults_fails_if_a_timeout_has_no_effect(make_context, monkeypatch):
-    monkeypatch.setattr("onnxplace.doctor.faults._ENDLESS_ROUNDS", 3)
+    monkeypatch.setattr("onnxplace.doctor.session_checks._ENDLESS_ROUNDS", 3)
     with pytest.raises(CheckFailedError, match="an endless run on cpu:0 returned"):
         CHECKS["faults"].run(make_context(*PAIR))
 
 
 def test_faults_fails_if_close_does_not_wait(make_context, monkeypatch):
     """The session is not closed at all."""
-    monkeypatch.setattr("onnxplace.doctor.faults._check_timeout", lambda *_: 0.0)
-    monkeypatch.setattr("onnxplace.doctor.faults._check_failing_nodes", lambda *_: None)
-    monkeypatch.setattr("onnxplace.doctor.faults._SHORT_ROUNDS", 200_001)
+    monkeypatch.setattr("onnxplace.doctor.session_checks._check_timeout", lambda *_: 0.0)
+    monkeypatch.setattr("onnxplace.doctor.session_checks._check_failing_nodes", lambda *_: None)
+    monkeypatch.setattr("onnxplace.doctor.session_checks._SHORT_ROUNDS", 200_001)
     opened, plain = [], onnxplace.InferenceSession.close
     monkeypatch.setattr(onnxplace.InferenceSession, "close", lambda self: opened.append(self))
     try:

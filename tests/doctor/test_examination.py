@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onnxplace.doctor import examine, format_report
-from onnxplace.doctor.report import CheckResult, DoctorReport
+from onnxplace.doctor.doctor_report import CheckResult, DoctorReport
 from onnxplace.errors import TargetError, UsageError
 
 pytestmark = [pytest.mark.usefixtures("faulty_kind"), pytest.mark.slow]
@@ -23,11 +23,11 @@ def list_results(report: DoctorReport, *devices: str) -> dict[str, CheckResult]:
 
 def keep_checks(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Run only these checks of pairs, and none of single devices."""
-    from onnxplace.doctor import checks
+    from onnxplace.doctor import CHECKS
 
     monkeypatch.setattr("onnxplace.doctor.examination.DEVICE_CHECKS", ())
     monkeypatch.setattr("onnxplace.doctor.examination.MACHINE_CHECKS", ())
-    monkeypatch.setattr("onnxplace.doctor.examination.PAIR_CHECKS", tuple(checks.CHECKS[name] for name in names))
+    monkeypatch.setattr("onnxplace.doctor.examination.PAIR_CHECKS", tuple(CHECKS[name] for name in names))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

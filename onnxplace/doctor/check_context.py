@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle
 from onnxplace.feeds import Array
 from onnxplace.target import Target, parse_devices
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
 
 # Nothing that a check waits for takes so long; if it does, the process is ended and the check reported as hanging.
 WAIT_SECONDS = 600.0
@@ -84,48 +79,6 @@ def require(condition: bool, message: str) -> None:
     """Raise CheckFailedError unless a condition holds."""
     if not condition:
         raise CheckFailedError(message)
-
-
-def parse_model(text: str, **weights: Array) -> ModelProto:
-    """Return a model from ONNX's text form, without its header, and with these weights."""
-    from onnx import numpy_helper, parser
-
-    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}')
-    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
-    for node in model.graph.node:
-        node.name = node.name or node.output[0]
-    return model
-
-
-def compile_placed(
-    model: ModelProto,
-    folder: Path,
-    target: Target,
-    places: Mapping[str, str],
-    *,
-    state: Sequence[str] = (),
-    **sizes: int,
-) -> Bundle:
-    """Compile a model with each node on the device that is given, by estimated costs, so that nothing is measured.
-
-    Args:
-        model: its nodes are named as their first output.
-        folder: where to write the bundle; a new one.
-        target: the devices.
-        places: device ids by pattern of node names.
-        state: pairs of a state's output and input.
-        sizes: of symbolic dimensions.
-    """
-    from onnxplace.driver import compile_model
-    from onnxplace.pipeline import make_pass, make_spec
-
-    folder.mkdir(parents=True)
-    device_map = folder / "map.json"
-    device_map.write_text(json.dumps(places), encoding="utf-8")
-    coplace = replace(make_pass("coplace"), join="never", device_map=str(device_map))  # type: ignore[call-arg]
-    passes = f"profile{{estimate=true}},{make_spec(coplace)},fuse,m-etf,split,emit"
-    output = folder / "bundle"
-    return compile_model(model, output, target=target, shape=sizes, pipeline=passes, state=state, trial=False).bundle
 
 
 def require_same(actual: Array, expected: Array, what: str) -> None:

@@ -12,15 +12,8 @@ from typing import Any
 import numpy as np
 
 from onnxplace._version import __version__
-from onnxplace.doctor.context import (
-    CheckContext,
-    CheckFailedError,
-    CheckSkippedError,
-    Finding,
-    compile_placed,
-    parse_model,
-    require_same,
-)
+from onnxplace.doctor.check_context import CheckContext, CheckFailedError, CheckSkippedError, Finding, require_same
+from onnxplace.testing import compile_placed, parse_model
 
 # Distributions by name, or by the beginning of their names.
 PACKAGES = ("onnx", "numpy", "numba", "ml-dtypes", "pydantic", "protobuf", "highspy", "psutil", "torch")
