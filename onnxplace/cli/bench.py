@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from onnxplace.bundle import Bundle
 from onnxplace.cli.completion import BUNDLE_PATH
 from onnxplace.cli.options import (
     against_option,
@@ -33,16 +32,15 @@ from onnxplace.cli.options import (
     with_runtime,
 )
 from onnxplace.errors import UsageError, format_name
-from onnxplace.evaluation import DeviceUsage, Timings
 from onnxplace.report import format_bytes, format_milliseconds, format_table
-from onnxplace.traces import Difference, TimelineComparison
 
 if TYPE_CHECKING:
     from onnxplace.api import InferenceSession
+    from onnxplace.bundle import Bundle
     from onnxplace.errors import Diagnostic
-    from onnxplace.evaluation import StepInputs
+    from onnxplace.evaluation import DeviceUsage, StepInputs, Timings
     from onnxplace.runtime import CopyStatus, Runtime
-    from onnxplace.traces import RequestTimeline
+    from onnxplace.traces import Difference, RequestTimeline, TimelineComparison
 
 
 # Rounds that fill caches and are not counted.

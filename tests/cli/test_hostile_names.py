@@ -166,4 +166,4 @@ def test_commands_print_by_one_module_only():
     """`print_text` escapes names; what prints by itself would forget to."""
     printing = re.compile(r"click\.s?echo\(|(?<!\.)\bprint\(|(?:stdout|stderr)\.write\(|print_exc\(")
     found = {path.name for path in (ROOT / "cli").glob("*.py") if printing.search(path.read_text(encoding="utf-8"))}
-    assert found == {"output.py"}
+    assert found == {"terminal.py"}

@@ -36,6 +36,9 @@ class Clock:
     def __init__(self) -> None:
         self.now = 100.0
 
+    def perf_counter(self) -> float:
+        return self.now
+
     def monotonic(self) -> float:
         return self.now
 
@@ -239,13 +242,13 @@ def test_names_are_not_read_as_markup(monkeypatch):
         def isatty(self) -> bool:
             return True
 
-    terminal = Terminal()
+    shown = Terminal()
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stderr", shown)
     with terminal.show_progress(False, "read [bold]a[/x]"):
         pass
-    assert "read [bold]a[/x]" in terminal.getvalue()
+    assert "read [bold]a[/x]" in shown.getvalue()
 
 
 def test_a_failed_step_is_not_reported_as_finished(run_cli, tmp_path):
