@@ -253,7 +253,7 @@ def suggest_command(path: Path, refused_by: str) -> str:
         return f"it is a model: compile it with `onnxplace compile {path}`"
     if path.suffix in (".npz", ".npy"):
         return "it holds arrays: pass it to --inputs"
-    if path.name.endswith((".json", ".json.gz", ".graphml", ".gexf")) and refused_by != "place":
+    if path.name.endswith((".json", ".json.gz", ".graphml")) and refused_by != "place":
         return f"if it is a cost graph: `onnxplace place {path}`"
     return ""
 

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     "--output",
     type=click.Path(path_type=Path),
     metavar="F.graphml",
-    help="Write the placed graph as GraphML or GEXF (F.gexf), with the device, start and finish of each node.",
+    help="Write the placed graph as GraphML, with the device, start and finish of each node.",
 )
 @click.option(
     "--graph-format",
-    type=click.Choice(["json", "graphml", "gexf"]),
+    type=click.Choice(["json", "graphml"]),
     help="Of GRAPH  [default: what its name ends in; json]",
 )
 @click.option(
@@ -80,7 +80,7 @@ def place(
     *, graph: Path, output: Path | None, graph_format: Any, devices: int | None, max_memory: str | None, links: Any,
     placement: Path | None, budget: float | None, strict: bool, report: Path | None, json_: bool, **options: Any
 ) -> None:  # fmt: skip
-    """Place the cost graph GRAPH (JSON, .graphml, .gexf, or one of them with .gz; docs/cost-graphs.md); no ONNX needed.
+    """Place the cost graph GRAPH (JSON, .graphml, or one of them with .gz; docs/cost-graphs.md); no ONNX needed.
 
     Prints how long a step takes and what each device holds; --json also prints the device of each node.
     """

@@ -193,7 +193,7 @@ _BY_ENDING = {
     **dict.fromkeys((".engine", ".plan", ".trt"), _ENGINE),
     **dict.fromkeys((".npz", ".npy"), _ARRAYS),
     **dict.fromkeys((".py", ".ipynb"), _PROGRAM),
-    **dict.fromkeys((".json", ".graphml", ".gexf"), _JSON),
+    **dict.fromkeys((".json", ".graphml"), _JSON),
     ".zip": _ZIP,
     ".gz": _GZIP,
 }

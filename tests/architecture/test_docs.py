@@ -107,7 +107,7 @@ def test_the_digraph_in_the_documentation_is_placed_and_written(tmp_path, monkey
         compile(read_examples("cost-graphs.md", "python")[0], "docs/cost-graphs.md", "exec"), {"__name__": "documented"}
     )
     assert set(ast.literal_eval(capsys.readouterr().out)) == {"encode", "text", "image"}
-    assert read_cost_graph("placed.gexf").device_ids == ("left", "right")
+    assert read_cost_graph("placed.graphml").device_ids == ("left", "right")
 
 
 def test_the_attributes_in_the_documentation_are_those_that_are_read():

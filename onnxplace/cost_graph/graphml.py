@@ -1,6 +1,6 @@
-"""Read graphs from XML in one pass and within limits: what GraphML and GEXF share.
+"""Read GraphML, the files of networkx, Gephi and yEd, in one pass and within limits.
 
-networkx reads both too. But it merges duplicate nodes, creates nodes for misspelt ids in edges, expands entities and
+networkx reads them too. But it merges duplicate nodes, creates nodes for misspelt ids in edges, expands entities and
 names no line (docs/decisions/0007-graph-files.md).
 """
 
@@ -37,18 +37,6 @@ class AttributedGraph:
 
 
 @dataclass(frozen=True)
-class Handlers:
-    """Callbacks for elements, by their path from the root, such as `gexf/graph/nodes`."""
-
-    starts: dict[str, Callable[[dict[str, str]], None]] = field(default_factory=dict)
-    """Called with the XML attributes at the start of an element."""
-    ends: dict[str, Callable[[str], None]] = field(default_factory=dict)
-    """Called with the text at the end of an element."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Name in messages of an element that cost graphs do not have."""
-
-
-@dataclass(frozen=True)
 class Column:
     """An attribute that a file declares."""
 
@@ -68,19 +56,26 @@ class Item:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-class GraphReader:
-    """Base of both readers: elements by their path, attributes by their type, and limits."""
+_GRAPH = "graphml/graph"
+_DATA = (f"{_GRAPH}/data", f"{_GRAPH}/node/data", f"{_GRAPH}/edge/data")
+_REFUSED = MappingProxyType(
+    {
+        f"{_GRAPH}/node/graph": "a graph in a node",
+        f"{_GRAPH}/edge/graph": "a graph in an edge",
+        f"{_GRAPH}/hyperedge": "a hyperedge",
+    }
+)
 
-    root = ""
-    directed_by = ""
-    """The XML attribute of the graph that says whether its edges have a direction."""
+
+class _GraphmlReader:
+    """Reads elements by their path: `<key>` declares an attribute, `<data>` gives it."""
 
     def __init__(self, known: frozenset[str], where: str) -> None:
         self.known, self.where = known, where
         self.nodes: dict[str, dict[str, Any]] = {}
         self.edges: list[tuple[str, str, dict[str, Any]]] = []
-        self.columns: dict[tuple[str, str], Column] = {}
-        """By class (GEXF) and id."""
+        self.columns: dict[str, Column] = {}
+        """By id."""
         self.defaults: dict[tuple[str, str], tuple[Column, str]] = {}
         """By scope and name; few, since only of known attributes."""
         self.graph = Item("graph", "the graph")
@@ -91,8 +86,21 @@ class GraphReader:
         self.elements = 0
         self.text: list[str] | None = None
         self.unresolved: list[tuple[str, int]] = []
-        self.at = self.handlers()
-        paths = (*self.at.starts, *self.at.ends)
+        self.key: Column | None = None
+        """The attribute that is being declared, or whose data is being read."""
+        self.starts: dict[str, Callable[[dict[str, str]], None]] = {
+            "graphml/key": self._start_key,
+            _GRAPH: self._start_graph,
+            f"{_GRAPH}/node": self._start_node,
+            f"{_GRAPH}/edge": self._start_edge,
+            **dict.fromkeys(_DATA, self._start_data),
+        }
+        self.ends: dict[str, Callable[[str], None]] = {
+            "graphml/key/default": self._end_default,
+            **dict.fromkeys((f"{_GRAPH}/node", f"{_GRAPH}/edge"), self._end_item),
+            **dict.fromkeys(_DATA, self._end_data),
+        }
+        paths = (*self.starts, *self.ends)
         self.inner = {path[:end] for path in paths for end, char in enumerate(path) if char == "/"}
         self.parser = expat.ParserCreate(namespace_separator=" ")
         self.parser.buffer_text = True
@@ -100,10 +108,6 @@ class GraphReader:
         self.parser.EndElementHandler = self._end
         self.parser.CharacterDataHandler = self._characters
         self.parser.StartDoctypeDeclHandler = self._refuse_doctype
-
-    def handlers(self) -> Handlers:
-        """Return the callbacks of this format."""
-        raise NotImplementedError
 
     def read(self, data: bytes) -> AttributedGraph:
         """Return the graph that the file holds."""
@@ -115,9 +119,11 @@ class GraphReader:
         except (LookupError, ValueError) as error:
             raise self.error("D001", f"its encoding cannot be read: {error}", "save it as UTF-8") from None
         if not self.has_graph:
-            raise InputError("D001", f"expected a <graph> in <{self.root}>, found none", where=self.where)
+            raise InputError("D001", "expected a <graph> in <graphml>, found none", where=self.where)
         for end, line in self.unresolved:
-            self.require_node(end, line)
+            if end not in self.nodes:
+                message = f"an edge names node {format_value(end)}, expected the id of a node"
+                raise self.error("D003", message, "declare the node, or correct the edge", line=line)
         return AttributedGraph(list(self.nodes.items()), self.edges, self.graph.data)
 
     def error(self, code: str, message: str, hint: str = "", line: int | None = None) -> InputError:
@@ -138,42 +144,40 @@ class GraphReader:
             limit = f"{MAX_DEPTH} elements in one another" if deep else f"{MAX_ELEMENTS} elements"
             raise self.error("D001", f"expected at most {limit}, found more", "make the file smaller")
         name = tag.rpartition(" ")[2]
-        if not self.paths and name != self.root:
-            hint = "say what it is with --graph-format json, graphml or gexf"
-            raise self.error("D001", f"expected <{self.root}>, found <{name[:60]}>", hint)
+        if not self.paths and name != "graphml":
+            hint = "say what it is with --graph-format json or graphml"
+            raise self.error("D001", f"expected <graphml>, found <{name[:60]}>", hint)
         parent = self.paths[-1] if self.paths else ""
         # Below an unknown element, which has no children of interest, paths do not grow.
         path = name if not self.paths else f"{parent}/{name}" if parent in self.inner else ""
         self.paths.append(path)
-        if path in self.at.refused:
-            raise self.error(
-                "D001", f"expected a plain graph, found {self.at.refused[path]}", "flatten the graph first"
-            )
-        if path in self.at.starts:
-            self.at.starts[path](attributes)
-        if path in self.at.ends:
+        if path in _REFUSED:
+            raise self.error("D001", f"expected a plain graph, found {_REFUSED[path]}", "flatten the graph first")
+        if path in self.starts:
+            self.starts[path](attributes)
+        if path in self.ends:
             self.text = []
 
     def _end(self, tag: str) -> None:
         path = self.paths.pop()
-        if path in self.at.ends:
-            self.at.ends[path]("".join(self.text or ()))
+        if path in self.ends:
+            self.ends[path]("".join(self.text or ()))
         self.text = None
 
     def _characters(self, text: str) -> None:
         if self.text is not None:
             self.text.append(text)
 
-    # ------------------------------------------------------------------------------------------ parts of both formats
+    # ------------------------------------------------------------------------------------------ parts of a graph
 
-    def start_graph(self, attributes: dict[str, str]) -> None:
+    def _start_graph(self, attributes: dict[str, str]) -> None:
         """Begin the only graph of the file."""
         if self.has_graph:
             raise self.error("D001", "expected one graph, found another", "write each graph to a file of its own")
         self.has_graph = True
-        self.directed = attributes.get(self.directed_by) == "directed"
+        self.directed = attributes.get("edgedefault") == "directed"
 
-    def start_node(self, attributes: dict[str, str]) -> None:
+    def _start_node(self, attributes: dict[str, str]) -> None:
         """Begin a node."""
         node_id = attributes.get("id")
         if node_id is None:
@@ -184,14 +188,15 @@ class GraphReader:
         self.item = Item("node", f"node {format_value(node_id)}")
         self.nodes[node_id] = self.item.data
 
-    def start_edge(self, attributes: dict[str, str], directed: bool) -> None:
+    def _start_edge(self, attributes: dict[str, str]) -> None:
         """Begin an edge; its ends may come later."""
         source, destination = attributes.get("source"), attributes.get("target")
         if source is None or destination is None:
             raise self.error("D003", "expected an edge with source and target, found one without")
         label = f"edge {format_value(source)} -> {format_value(destination)}"
-        if not directed:
-            hint = f'say {self.directed_by}="directed" if each edge leads from its source to its target'
+        own = attributes.get("directed")
+        if not (self.directed if own is None else own in ("true", "1")):
+            hint = 'say edgedefault="directed" if each edge leads from its source to its target'
             raise self.error("D008", f"expected directed edges, found {label} without a direction", hint)
         self._count()
         line = self.parser.CurrentLineNumber
@@ -199,34 +204,40 @@ class GraphReader:
         self.item = Item("edge", label)
         self.edges.append((source, destination, self.item.data))
 
-    def require_node(self, node_id: str, line: int) -> None:
-        """Raise InputError unless the node exists."""
-        if node_id not in self.nodes:
-            message = f"an edge names node {format_value(node_id)}, expected the id of a node"
-            raise self.error("D003", message, "declare the node, or correct the edge", line=line)
-
-    def end_item(self, _: str) -> None:
+    def _end_item(self, _: str) -> None:
         """End a node or an edge: add the defaults of missing attributes, and return to the graph."""
         for (scope, name), (column, text) in self.defaults.items():
             if scope in (self.item.scope, "all") and name not in self.item.data:
                 self.item.data[name] = self.cast(column, text)
         self.item = self.graph
 
-    def declare(self, section: str, key: str | None, column: Column) -> None:
+    def _start_key(self, attributes: dict[str, str]) -> None:
         """Record an attribute that the file declares."""
-        if key is None or (section, key) in self.columns:
+        key = attributes.get("id")
+        if key is None or key in self.columns:
             found = "one without" if key is None else f"a second one with the id {format_value(key)}"
             raise self.error("D001", f"expected an attribute with its own id, found {found}", "export the file again")
-        self.columns[section, key] = column
+        name, kind = attributes.get("attr.name", ""), attributes.get("attr.type", "string")
+        self.key = self.columns[key] = Column(name, kind, attributes.get("for", "all"))
 
-    def set_default(self, column: Column | None, text: str) -> None:
-        """Record the default of an attribute."""
-        if column is not None and column.name in self.known:
-            self.defaults[column.scope, column.name] = column, text
+    def _end_default(self, text: str) -> None:
+        if self.key is not None and self.key.name in self.known:
+            self.defaults[self.key.scope, self.key.name] = self.key, text
 
-    def store(self, column: Column, text: str) -> None:
+    def _start_data(self, attributes: dict[str, str]) -> None:
+        key = attributes.get("key", "")
+        self.key = self.columns.get(key)
+        if self.key is None:
+            message = f"{self.item.label} has data of key {format_value(key)}, expected a <key> for it"
+            raise self.error("D001", message, "export the file again")
+
+    def _end_data(self, text: str) -> None:
+        if self.key is not None and self.key.name:  # drawings of yEd have no name
+            self._store(self.key, text)
+
+    def _store(self, column: Column, text: str) -> None:
         """Store an attribute of the current node, edge or graph."""
-        if column.name in self.item.data and column.name != "label":  # Gephi writes labels in two places
+        if column.name in self.item.data:
             message = f"{column.name} of {self.item.label} is given twice"
             raise self.error("D008", message, "give it once")
         self.item.data[column.name] = self.cast(column, text)
@@ -256,3 +267,18 @@ class GraphReader:
         if len(self.nodes) + len(self.edges) >= MAX_ITEMS:
             message = f"expected at most {MAX_ITEMS} nodes and edges, found more"
             raise self.error("D001", message, "make the graph smaller")
+
+
+def read_graphml(data: bytes, known: frozenset[str], where: str) -> AttributedGraph:
+    """Read a graph from a file of GraphML; ids are texts.
+
+    Attributes whose names are not in `known` stay texts, whatever type the file declares.
+
+    Raises:
+        InputError: The file is invalid; the error names the file and the line.
+
+    >>> text = b'<graphml><graph edgedefault="directed"><node id="a"/></graph></graphml>'
+    >>> read_graphml(text, frozenset(), "g.graphml").nodes
+    [('a', {})]
+    """
+    return _GraphmlReader(known, where).read(data)
