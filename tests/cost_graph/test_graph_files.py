@@ -10,7 +10,7 @@ import tracemalloc
 import networkx
 import pytest
 
-from onnxplace.cost_graph import from_networkx, graph_xml, parse_cost_graph, read_cost_graph, write_cost_graph
+from onnxplace.cost_graph import from_networkx, graphml, parse_cost_graph, read_cost_graph, write_cost_graph
 from onnxplace.driver import place_cost_graph
 from onnxplace.errors import InputError, UsageError
 from tests.cost_graph.test_cost_graph import fork
@@ -30,6 +30,7 @@ GRAPHML = f"""<?xml version="1.0" encoding="UTF-8"?>
 <edge source="x" target="y"><data key="b">4</data></edge>
 </graph>
 </graphml>"""
+DOUBLE, TEXT = (f'attr.name="seconds" attr.type="{kind}"' for kind in ("double", "string"))
 TEXTS = {"graphml": GRAPHML}
 # Each entity is ten of the one before it: a billion of the first.
 LAUGHS = "".join(f'<!ENTITY l{i} "{f"&l{i - 1};" * 10}">' for i in range(1, 10))
@@ -116,7 +117,7 @@ REFUSED = [
     ("graphml", "<graphml xmlns", f"{BOMB}<graphml xmlns", "D001", 2, "expected XML without a document type"),
     ("graphml", 'encoding="UTF-8"', 'encoding="klingon"', "D001", 1, "unknown encoding"),
     ("graphml", 'encoding="UTF-8"', 'encoding="big5"', "D001", 1, "its encoding cannot be read: multi-byte encodings"),
-    ("graphml", "<graphml xmlns", f"{OUTSIDE}<graphml xmlns", "D001", 2, "remove the line <!DOCTYPE ...>: entities can"),
+    ("graphml", "<graphml xmlns", f"{OUTSIDE}<graphml xmlns", "D001", 2, "remove the line <!DOCTYPE ...>: entities"),
     ("graphml", "1.5", "&l9;", "D001", 9, "undefined entity"),
     ("graphml", "1.5", "a\x01b", "D001", 9, "not well-formed (invalid token)"),
     ("graphml", "graphml", "svg", "D001", 2, "expected <graphml>, found <svg>"),
@@ -160,8 +161,8 @@ def test_a_file_that_makes_no_sense_is_refused_with_its_line(run_cli, file, kind
         ("graphml", "1.5", "-1.5", "D004", "seconds of node 'x' is -1.5, expected a number from 0 to 1e+12"),
         ("graphml", "1.5", "nan", "D004", "seconds of node 'x' is nan, expected a number"),
         ("graphml", "1.5", "9" * 400, "D004", "seconds of node 'x' is inf, expected a number"),
-        ("graphml", 'seconds" attr.type="double"', 'seconds" attr.type="string"', "D004", "seconds of node 'x' is '1.5', ex"),
-        ("graphml", 'seconds" attr.type="double"', 'seconds" attr.type="string"', "D004", "declare seconds as a number"),
+        ("graphml", DOUBLE, TEXT, "D004", "seconds of node 'x' is '1.5', ex"),
+        ("graphml", DOUBLE, TEXT, "D004", "declare seconds as a number"),
         ("graphml", "</graph>", '<edge source="y" target="x"/></graph>', "D005", "the graph has a cycle through"),
         ("graphml", DEVICES, "[]", "D006", "expected a graph that names devices, found none"),
         ("graphml", DEVICES, "{}", "D006", "expected a graph that names devices, found none"),
@@ -201,7 +202,7 @@ def test_a_graph_that_expands_without_end_is_refused(file, monkeypatch):
 
 @pytest.mark.parametrize(("limit", "words"), [("MAX_ELEMENTS", "7 elements"), ("MAX_ITEMS", "7 nodes and edges")])
 def test_a_file_of_more_than_is_taken_is_refused(file, monkeypatch, limit, words):
-    monkeypatch.setattr(graph_xml, limit, 7)
+    monkeypatch.setattr(graphml, limit, 7)
     text = GRAPHML.replace("</graph>", "".join(f'<node id="{i}"/>' for i in range(9)) + "</graph>")
     with pytest.raises(InputError, match=rf"D001.*expected at most {words}, found more"):
         read_cost_graph(file(text, "g.graphml"))
