@@ -21,7 +21,6 @@ from onnxplace.utils.files import (
     write_file as write_file,
     write_refused_error as write_refused_error,
 )
-from onnxplace.utils.free_names import claim_name as claim_name
 from onnxplace.utils.jit import (
     budget_clock as budget_clock,
     compiled_loop as compiled_loop,
@@ -40,7 +39,7 @@ from onnxplace.utils.leases import (
     temporary_folder as temporary_folder,
 )
 from onnxplace.utils.linear_programs import run_highs as run_highs
-from onnxplace.utils.name_patterns import match_names as match_names, match_stars as match_stars
+from onnxplace.utils.names import claim_name as claim_name, match_names as match_names, match_stars as match_stars
 from onnxplace.utils.progress import (
     ProgressObserver as ProgressObserver,
     observe_progress as observe_progress,

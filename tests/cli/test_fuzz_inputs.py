@@ -30,7 +30,7 @@ from onnxplace.passes.profiling.profile_model import recall_measurement, store_m
 from onnxplace.pipeline import Pipeline, run_pass
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Shared, Target, format_target, parse_device_ids, parse_memory, read_target
-from onnxplace.utils import name_patterns
+from onnxplace.utils import names
 from tests.cli.test_contradictions import states_model
 from tests.conftest import FAST_PIPELINE, branches
 from tests.machine.test_damaged_cache import NODES, keep_one, path_of
@@ -118,7 +118,7 @@ def file(tmp_path) -> Callable[[bytes, str], Path]:
 
 @pytest.fixture(autouse=True)
 def limit_pattern_time(monkeypatch) -> None:
-    monkeypatch.setattr(name_patterns, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(names, "MAX_SECONDS", 0.3)
 
 
 # ---------------------------------------------------------------------------------------------- files

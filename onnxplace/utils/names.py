@@ -1,64 +1,53 @@
-"""Match names with users' patterns, in bounded time for every pattern.
-
-A regular expression may try exponentially many ways to match one name, as `(a+)+b` does, and Python cannot interrupt
-it. Such patterns are matched in a child process, which can be killed; ordinary ones are matched in this process.
-"""
+"""Match names with users' patterns, in bounded time for every pattern, and choose names that are free."""
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
+import time
 import warnings
 from collections.abc import Sequence
 
 from onnxplace.errors import UsageError
 
 MAX_SECONDS = 10.0
-"""Time limit for the child process, which matches all slow patterns of one call."""
+"""Time limit for all patterns of one call, looked at after each name."""
 MAX_STEPS = 10_000_000
-"""Patterns with fewer steps are matched in this process; they take well under a second."""
+"""Python cannot interrupt the match of one name; this many steps take less than a second."""
 # Characters with a meaning in regular expressions; other texts match only themselves.
 _SPECIAL = frozenset("\\.^$*+?{}[]|()")
 # Each repetition multiplies the attempts by the length of the name, each choice by two.
 _REPEATS, _CHOICES = re.compile(r"[*+{]"), re.compile(r"[?|]")
 # A repeated group, for which no such estimate holds; flag x allows blanks between a group and its repetition.
 _NESTED = re.compile(r"\)[*+{]|\(\?[a-zA-Z]*x")
-# Reads {"patterns", "names"} as JSON; writes a line per pattern: the positions of the names that it matches.
-_CHILD = """
-import json, re, sys, warnings
-warnings.simplefilter("ignore")
-job = json.load(sys.stdin)
-for pattern in map(re.compile, job["patterns"]):
-    print(json.dumps([i for i, name in enumerate(job["names"]) if pattern.fullmatch(name)]), flush=True)
-"""
 
 
 def match_names(patterns: Sequence[str], names: Sequence[str], where: str) -> list[list[int]]:
     """Return, per regular expression, the positions of the names that it matches completely.
 
-    Raises UsageError at `where` for an invalid pattern (U022), and for one that takes too long (U024).
+    Raises UsageError at `where` for an invalid pattern (U022), and for one that may take too long (U024).
 
     >>> match_names(["enc.*", "dec"], ["enc0", "enc1", "dec"], "--colocate")
     [[0, 1], [2]]
     """
     expressions = {pattern: _compile(pattern, where) for pattern in patterns}
-    slow = [pattern for pattern in expressions if not _is_quick(pattern, names)]
-    matches = _match_in_child(slow, names, where) if slow and _can_start_python() else {}
     positions: dict[str, list[int]] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, []).append(position)
+    longest, end = max(map(len, names), default=0), time.monotonic() + MAX_SECONDS
+    matches: dict[str, list[int]] = {}
     for pattern, expression in expressions.items():
-        if pattern not in matches:
-            is_plain = _SPECIAL.isdisjoint(pattern)
-            matches[pattern] = positions.get(pattern, []) if is_plain else _match_here(expression, names)
+        if _SPECIAL.isdisjoint(pattern):
+            matches[pattern] = positions.get(pattern, [])
+            continue
+        if not _is_quick(pattern, longest):
+            raise _too_slow_error(pattern, where, "repeat no group, as (a+)+ does, and use fewer .*")
+        matches[pattern] = []
+        for position, name in enumerate(names):
+            if expression.fullmatch(name):
+                matches[pattern].append(position)
+            if time.monotonic() > end:
+                raise _too_slow_error(pattern, where, f"it took more than {MAX_SECONDS:g} s: use fewer .*")
     return [matches[pattern] for pattern in patterns]
-
-
-def _match_here(expression: re.Pattern[str], names: Sequence[str]) -> list[int]:
-    """Return the positions of the names that an expression matches."""
-    return [position for position, name in enumerate(names) if expression.fullmatch(name)]
 
 
 def _compile(pattern: str, where: str) -> re.Pattern[str]:
@@ -77,44 +66,16 @@ def _compile(pattern: str, where: str) -> re.Pattern[str]:
     raise UsageError("U022", f"not a regular expression: {text}: {reason}", where=where)
 
 
-def _is_quick(pattern: str, names: Sequence[str]) -> bool:
-    """Return whether an upper bound on the steps, estimated from the pattern's characters, is small."""
-    if _NESTED.search(pattern):
-        return False
+def _is_quick(pattern: str, length: int) -> bool:
+    """Return whether an upper bound on the steps for a name, estimated from the pattern's characters, is small."""
     repeats, choices = len(_REPEATS.findall(pattern)), len(_CHOICES.findall(pattern))
-    if repeats + choices > 64:  # far beyond any limit; the numbers below would be huge
-        return False
-    return bool(sum((len(name) + 1) ** repeats for name in names) << choices <= MAX_STEPS)
+    # More than 64 are far beyond any limit, and make huge numbers.
+    return not _NESTED.search(pattern) and repeats + choices <= 64 and (length + 1) ** repeats << choices <= MAX_STEPS
 
 
-def _can_start_python() -> bool:
-    """Return whether `sys.executable` is Python: not in programs that embed or freeze it."""
-    return bool(sys.executable) and not getattr(sys, "frozen", False)
-
-
-def _match_in_child(patterns: Sequence[str], names: Sequence[str], where: str) -> dict[str, list[int]]:
-    """Return the positions that each pattern matches; raises UsageError naming a pattern that takes too long."""
-    job = json.dumps({"patterns": patterns, "names": list(names)})
-    # In isolated mode and without site packages, Python starts in about 20 ms.
-    command = [sys.executable, "-I", "-S", "-c", _CHILD]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    try:
-        output = child.communicate(job.encode(), timeout=MAX_SECONDS)[0]
-    except BaseException as problem:
-        child.kill()
-        output = child.communicate()[0]
-        if not isinstance(problem, subprocess.TimeoutExpired):
-            raise
-    lines = output.decode().splitlines(keepends=True)
-    done = [json.loads(line) for line in lines if line.endswith("\n")]
-    if len(done) < len(patterns):
-        raise UsageError(
-            "U024",
-            f"matching {patterns[len(done)]!r} takes more than {MAX_SECONDS:g} s",
-            where=where,
-            hint="it can match in too many ways: avoid nested repetitions such as (a+)+, and use fewer .*",
-        )
-    return dict(zip(patterns, done))
+def _too_slow_error(pattern: str, where: str, hint: str) -> UsageError:
+    text = repr(pattern) if len(pattern) <= 200 else f"{pattern[:200]!r}..."
+    return UsageError("U024", f"{text} can match in too many ways", where=where, hint=hint)
 
 
 def match_stars(left: str, right: str, first: str, second: str) -> list[str] | None:
@@ -166,3 +127,16 @@ def _extract_stars(parts: Sequence[str], before: Sequence[set[int]], text: str) 
         stars.append(text[begin:end])
         end = begin
     return stars[::-1]
+
+
+def claim_name(name: str, taken: set[str]) -> str:
+    """Return a name that is not taken, with `_` at its end as often as needed, and mark it as taken.
+
+    >>> taken = {"x"}
+    >>> claim_name("x", taken), claim_name("x", taken), claim_name("y", taken)
+    ('x_', 'x__', 'y')
+    """
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name

@@ -1,13 +1,12 @@
 """Users' patterns match as regular expressions do, and every match takes bounded time."""
 
 import re
-import sys
 
 import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.errors import UsageError
-from onnxplace.utils import match_names, match_stars, name_patterns
+from onnxplace.utils import match_names, match_stars, names
 from tests.conftest import branches
 
 NAMES = ["encoder/0/MatMul", "encoder/1/MatMul", "decoder.0.attn", "a+b", "a" * 40, ""]
@@ -26,33 +25,29 @@ CATASTROPHIC = [
 
 
 @pytest.mark.parametrize(
-    "pattern", ["encoder.*", "a+b", r"a\+b", "decoder.0.attn", "", ".*", "(?i)ENCODER.*", "[de].*"]
+    "pattern",
+    ["encoder.*", "a+b", r"a\+b", "decoder.0.attn", "", ".*", "(?i)ENCODER.*", "[de].*", "(?!dec)(.*)/M.*"],
 )
-def test_ordinary_patterns_are_matched_in_this_process(pattern, monkeypatch):
-    monkeypatch.setattr(name_patterns, "_match_in_child", None)
+def test_patterns_match_as_regular_expressions(pattern):
     (positions,) = match_names([pattern], NAMES, "--colocate")
     assert positions == [i for i, name in enumerate(NAMES) if re.fullmatch(pattern, name)]
 
 
-def test_a_pattern_that_may_take_long_matches_correctly():
-    patterns = ["(encoder|decoder)+.*", "x", "((a+)b?)*", "(?!decoder)(.*)(/.*)+"]
-    expected = [[i for i, name in enumerate(NAMES) if re.fullmatch(pattern, name)] for pattern in patterns]
-    assert match_names(patterns, NAMES, "--colocate") == expected
-
-
 @pytest.mark.parametrize("pattern", CATASTROPHIC)
-def test_catastrophic_patterns_are_not_matched_in_this_process(pattern):
-    assert not name_patterns._is_quick(pattern, NAMES)
-
-
-def test_a_pattern_that_takes_too_long_is_named(monkeypatch):
-    monkeypatch.setattr(name_patterns, "MAX_SECONDS", 0.5)
+def test_a_pattern_that_may_take_too_long_is_refused_by_name(pattern):
     with pytest.raises(UsageError) as caught:
-        match_names(["(encoder/?)+.*", "(a+)+b"], NAMES, "map.json")
+        match_names(["encoder.*", pattern], NAMES, "map.json")
     assert caught.value.code == "U024"
-    assert "'(a+)+b'" in caught.value.message
+    assert repr(pattern[:100])[:-1] in caught.value.message
     assert caught.value.where == "map.json"
     assert caught.value.hint
+
+
+def test_many_names_are_matched_within_a_limit_of_time(monkeypatch):
+    assert match_names([".*attention.*"], ["layer/attention/MatMul"] * 100_000, "--colocate") == [[*range(100_000)]]
+    monkeypatch.setattr(names, "MAX_SECONDS", 0.0)
+    with pytest.raises(UsageError, match=r"U024.*'\.\*a\.\*' can match in too many ways"):
+        match_names([".*a.*"], NAMES, "--colocate")
 
 
 @pytest.mark.parametrize(
@@ -69,14 +64,8 @@ def test_syntax_that_python_may_change_gives_no_warning():
     assert match_names(["[[a]+b"], ["a+b", "[b"], "--colocate") == [[1]]  # warnings are errors in tests
 
 
-def test_a_program_with_embedded_python_matches_in_its_own_process(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "")
-    assert match_names(["(a|b)+"], ["ab", "c"], "--colocate") == [[0]]
-
-
 @pytest.mark.parametrize("source", ["map", "colocate"])
-def test_a_command_with_a_catastrophic_pattern_ends(run_cli, tmp_path, monkeypatch, source):
-    monkeypatch.setattr(name_patterns, "MAX_SECONDS", 0.5)
+def test_a_command_with_a_catastrophic_pattern_ends(run_cli, tmp_path, source):
     model = branches()
     model.graph.node[0].name = "a" * 60
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
@@ -86,7 +75,7 @@ def test_a_command_with_a_catastrophic_pattern_ends(run_cli, tmp_path, monkeypat
                   "--shape", "batch=4", "--no-trial", *options)  # fmt: skip
     assert result.code == 2
     where = tmp_path / "map.json" if source == "map" else "--colocate"
-    assert f"error[U024] {where}: matching '(a+)+b' takes more than 0.5 s" in result.err
+    assert f"error[U024] {where}: '(a+)+b' can match in too many ways" in result.err
 
 
 # ---------------------------------------------------------------------------------------------- states
