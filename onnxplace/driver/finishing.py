@@ -201,7 +201,7 @@ def _compare_with_one_device(
     Both run in turns, since the speed of a machine changes from second to second.
     """
     steps, feeds = placed.steps, (placed.whole or state)[Model].feeds(_find_seed(placed.steps))
-    other_path = staging.beside("alone")
+    other_path = staging.sibling_path("alone")
     one_device, begin = _replace_placer(placed, other_path)
     try:
         alone, _ = Pipeline(one_device.passes[begin:]).run(placed.whole or state)

@@ -113,7 +113,7 @@ def write_candidate(candidate: Candidate, staging: Staging, index: int) -> Candi
     """Write a bundle next to the first one."""
     placed = candidate.placed
     emit: Any = placed.steps.passes[-1]
-    steps = Pipeline((*placed.steps.passes[:-1], replace(emit, path=str(staging.beside(f"tried{index}")))))
+    steps = Pipeline((*placed.steps.passes[:-1], replace(emit, path=str(staging.sibling_path(f"tried{index}")))))
     state, _ = Pipeline(steps.passes[-1:]).run(placed.state)
     return replace(candidate, placed=replace(placed, steps=steps, state=state))
 

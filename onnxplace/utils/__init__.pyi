@@ -31,7 +31,6 @@ from onnxplace.utils.jit import (
 )
 from onnxplace.utils.leases import (
     OCCUPIED_ERRORS as OCCUPIED_ERRORS,
-    OLD_SUFFIX as OLD_SUFFIX,
     Lease as Lease,
     find_moved_aside as find_moved_aside,
     hold_lease as hold_lease,
