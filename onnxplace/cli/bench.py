@@ -367,12 +367,9 @@ def _format_devices(usage: DeviceUsage) -> str:
         )
         for device in usage.devices
     ]
-    for phase, measured, predicted in (
-        ("opening", process.opening_bytes, process.predicted_opening_bytes),
-        ("running", process.running_bytes, process.predicted_running_bytes),
-    ):
-        rows.append((f"process, {phase}", "-", "-", _format_size(measured), _format_size(predicted)))
-    return format_table(("", "busy", "predicted", "process peak", "predicted"), rows)
+    for phase, measured in (("opening", process.opening_bytes), ("running", process.running_bytes)):
+        rows.append((f"process, {phase}", "-", "-", _format_size(measured), "-"))
+    return format_table(("", "busy", "predicted", "process peak", "weights and values"), rows)
 
 
 def _format_links(usage: DeviceUsage) -> str:

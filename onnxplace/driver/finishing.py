@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest, Staging
+from onnxplace.bundle import Bundle, DiagnosticRecord, Staging
 from onnxplace.driver.sharding import SHARD, PlacedModel
 from onnxplace.driver.step_trial import keep_fastest_step
 from onnxplace.driver.throughput import Candidate, report_plain_session
@@ -109,7 +109,7 @@ def finish_bundle(
     manifest = manifest if rate is None else apply_rate_trial(manifest, rate)
     after = replace(placed, state=state, whole=placed.whole if Shards in state else None)
     faster = plain if candidates else _report_faster_device(after, manifest.predicted.step_seconds)
-    state = state.saying(*faster, *_report_exceeded_limits(manifest))
+    state = state.saying(*faster)
     state = replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics)))  # emitting twice repeats notes
     state = replace(state, diagnostics=tuple(_name_result(note, staging) for note in state.diagnostics))
     records = tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics)
@@ -148,7 +148,7 @@ def _keep_fastest_step(
 
 def _name_result(note: Diagnostic, staging: Staging) -> Diagnostic:
     """Return a note with the path of the finished bundle."""
-    message, where, hint = map(staging.named, (note.message, note.where, note.hint))
+    message, where, hint = map(staging.with_final_name, (note.message, note.where, note.hint))
     return replace(note, message=message, where=where, hint=hint)
 
 
@@ -263,21 +263,3 @@ def _report_faster_device(placed: PlacedModel, step_seconds: float) -> list[Diag
     expected = f"{format_milliseconds(faster[1])} a step, the bundle {format_milliseconds(step_seconds)}"
     message = f"one device is expected to be faster: {expected}"
     return [Diagnostic("P011", message, where=state.target.devices[faster[0]].id, hint="try --placer single")]
-
-
-def _report_exceeded_limits(manifest: Manifest) -> list[Diagnostic]:
-    """Return a note for each device whose sessions exceed its memory limit.
-
-    The limit bounds weights and values; each session has copies of weights.
-    """
-    return [
-        Diagnostic(
-            "P013",
-            f"its sessions and values take {device.process_bytes} bytes of the process, more than its limit of "
-            f"{device.limit_bytes}: each session has its own copy of the weights that it reads",
-            where=device.id,
-            hint="the limit bounds values and one copy of each weight; lower it to keep the process within it",
-        )
-        for device in manifest.devices
-        if device.process_bytes > device.limit_bytes
-    ]

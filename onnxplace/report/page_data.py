@@ -144,8 +144,6 @@ def _summarise(manifest: Manifest) -> Iterator[Entry]:
     yield Entry("Segments", f"{len(manifest.segments)}")
     yield Entry("Nodes", f"{sum(segment.nodes for segment in manifest.segments)}")
     yield Entry("Transfers in a step", f"{manifest.transfers}, {format_bytes(manifest.transfer_bytes)}")
-    if predicted.running_bytes:
-        yield Entry("Memory of a process", format_bytes(predicted.running_bytes))
 
 
 def _list_devices(manifest: Manifest, step: PlacedStep) -> tuple[DeviceSummary, ...]:
@@ -160,7 +158,6 @@ def _list_devices(manifest: Manifest, step: PlacedStep) -> tuple[DeviceSummary, 
             weights_bytes=item.weights_bytes,
             peak_bytes=item.peak_bytes,
             limit_bytes=item.limit_bytes,
-            process_bytes=item.process_bytes,
         )
         for item in manifest.devices
     )
@@ -427,7 +424,6 @@ def _list_placement_devices(placed: PlacedGraph, step: PlacedStep) -> tuple[Devi
             weights_bytes=int(simulation.weights_bytes[index]),
             peak_bytes=int(simulation.peak_bytes[index]),
             limit_bytes=device.memory_bytes,
-            process_bytes=0,
         )
         for index, (name, device) in enumerate(zip(step.device_names, step.target.devices))
     )

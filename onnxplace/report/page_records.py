@@ -30,8 +30,6 @@ class DeviceSummary:
     weights_bytes: int
     peak_bytes: int
     limit_bytes: int
-    process_bytes: int
-    """Of a process that runs this device alone; 0 if that is not known."""
 
 
 @dataclass(frozen=True)

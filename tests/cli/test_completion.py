@@ -47,7 +47,7 @@ def offer(line: str) -> list[str]:
         ("run b --runtime s", ["simulated"]),
         ("passes multi", ["multilevel"]),
         ("runtimes on", ["onnxruntime"]),
-        ("explain p01", ["P010", "P011", "P012", "P013"]),
+        ("explain p01", ["P010", "P011", "P012"]),
         ("completion z", ["zsh"]),
         ("frobnicate x", []),
     ],
