@@ -109,14 +109,6 @@ def _list_devices() -> Iterable[str]:
     yield from (f"cpu:{index}" for index in range(min(cores, MAX_CPU_DEVICES)))
 
 
-def complete_codes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the error codes that begin so."""
-    from onnxplace.cli.explain import read_error_pages
-
-    pages = read_error_pages().values()
-    return [CompletionItem(page.code, help=page.meaning) for page in pages if page.code.startswith(incomplete.upper())]
-
-
 # ---------------------------------------------------------------------------------------------------------- the command
 
 

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
-from onnxplace.cli.completion import complete_codes
 from onnxplace.cli.options import as_json, print_json, print_text
 from onnxplace.errors import UsageError, suggest_nearest
 
@@ -56,6 +56,12 @@ def read_error_pages() -> dict[str, ErrorPage]:
 def _plain(text: str) -> str:
     """Return a text in one line, with links as paths below docs/."""
     return _LINK.sub(r"docs/\1", " ".join(text.split()))
+
+
+def complete_codes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the error codes that begin so."""
+    pages = read_error_pages().values()
+    return [CompletionItem(page.code, help=page.meaning) for page in pages if page.code.startswith(incomplete.upper())]
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
