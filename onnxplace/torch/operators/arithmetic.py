@@ -1,4 +1,4 @@
-"""Operators that work element by element."""
+"""ATen operators that compute elements: one by one, from numbers, and over axes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ from typing import Any
 
 import torch
 
-from onnxplace.torch.operators.table import TRANSLATIONS, translates
-from onnxplace.torch.values import Argument, Context, Operand, same_shape
+from onnxplace.torch.translation import (
+    Argument,
+    Context,
+    Operand,
+    UntranslatableError,
+    normalize_axis,
+    same_shape,
+    translates,
+    translates_each,
+)
+
+# --------------------------------------------------------------------------------------------------- element by element
+
 
 UNARY = {
     "abs": "Abs", "acos": "Acos", "acosh": "Acosh", "asin": "Asin", "asinh": "Asinh", "atan": "Atan", "atanh": "Atanh",
@@ -18,10 +29,12 @@ UNARY = {
     "sigmoid": "Sigmoid", "sign": "Sign", "sin": "Sin", "sinh": "Sinh", "sqrt": "Sqrt", "tan": "Tan", "tanh": "Tanh",
 }  # fmt: skip
 COMPARISONS = {"eq": "Equal", "ge": "GreaterOrEqual", "gt": "Greater", "le": "LessOrEqual", "lt": "Less"}
-LOGICAL = {"logical_and": "And", "logical_or": "Or", "logical_xor": "Xor"}
-BITWISE = {"bitwise_and": "And", "bitwise_or": "Or", "bitwise_xor": "Xor"}
+LOGICAL = {"and": "And", "or": "Or", "xor": "Xor"}
+# The operator, and that of truth values.
+BINARY = {"mul": ("Mul", "And"), "div": ("Div", "Div"), "maximum": ("Max", "Or"), "minimum": ("Min", "And")}
 
 
+@translates_each({f"{name}.default": operator for name, operator in UNARY.items()})
 def compute_unary(context: Context, operator: str, value: Operand) -> str:
     """Apply an operator of ONNX; whole numbers become floats where torch makes them floats."""
     dtype = value.dtype if context.result.dtype == torch.bool else context.result.dtype
@@ -57,6 +70,7 @@ def find_common_type(left: Argument, right: Argument) -> torch.dtype:
     return common
 
 
+@translates_each({f"{name}.{kind}": COMPARISONS[name] for name in COMPARISONS for kind in ("Tensor", "Scalar")})
 def compare(context: Context, operator: str, left: Argument, right: Argument) -> str:
     """Compare two operands or numbers."""
     dtype = find_common_type(left, right)
@@ -66,7 +80,8 @@ def compare(context: Context, operator: str, left: Argument, right: Argument) ->
     return context.emit(operator, context.as_type(left, dtype), context.as_type(right, dtype))
 
 
-def add_scaled(context: Context, operator: str, left: Argument, right: Argument, alpha: Argument) -> str:
+@translates_each({"add.Tensor": "Add", "add.Scalar": "Add", "sub.Tensor": "Sub", "sub.Scalar": "Sub"})
+def add_scaled(context: Context, operator: str, left: Argument, right: Argument, alpha: Argument = 1) -> str:
     """Compute left + alpha * right, or left - alpha * right."""
     if context.result.dtype == torch.bool:
         return compute_binary(context, "Or", left, right)
@@ -79,19 +94,14 @@ def add_scaled(context: Context, operator: str, left: Argument, right: Argument,
     return context.emit(operator, context.as_type(left, context.result.dtype), right)
 
 
-def enter_plain_operators() -> None:
-    """Enter the operators that differ in their name only."""
-    for name, operator in UNARY.items():
-        TRANSLATIONS[f"aten.{name}.default"] = lambda c, x, operator=operator: compute_unary(c, operator, x)
-    for table in (LOGICAL, BITWISE):
-        for name, operator in table.items():
-            TRANSLATIONS[f"aten.{name}.default"] = lambda c, a, b, operator=operator: logical(c, operator, a, b)
-            TRANSLATIONS[f"aten.{name}.Tensor"] = TRANSLATIONS[f"aten.{name}.default"]
-    for name, operator in COMPARISONS.items():
-        for overload in ("Tensor", "Scalar"):
-            TRANSLATIONS[f"aten.{name}.{overload}"] = lambda c, a, b, operator=operator: compare(c, operator, a, b)
-
-
+@translates_each(
+    {
+        f"{kind}_{name}.{overload}": LOGICAL[name]
+        for kind in ("logical", "bitwise")
+        for name in LOGICAL
+        for overload in ("default", "Tensor")
+    }
+)
 def logical(context: Context, operator: str, left: Argument, right: Argument) -> str:
     """Combine truth values; other types only have bitwise operators, which few devices have."""
     if context.result.dtype != torch.bool:
@@ -99,50 +109,25 @@ def logical(context: Context, operator: str, left: Argument, right: Argument) ->
     return context.emit(operator, context.as_type(left, torch.bool), context.as_type(right, torch.bool))
 
 
-enter_plain_operators()
-
-
-@translates("add.Tensor", "add.Scalar")
-def _add(context: Context, left: Argument, right: Argument, alpha: Argument = 1) -> str:
-    return add_scaled(context, "Add", left, right, alpha)
-
-
-@translates("sub.Tensor", "sub.Scalar")
-def _sub(context: Context, left: Argument, right: Argument, alpha: Argument = 1) -> str:
-    return add_scaled(context, "Sub", left, right, alpha)
-
-
 @translates("rsub.Tensor", "rsub.Scalar")
 def _rsub(context: Context, left: Argument, right: Argument, alpha: Argument = 1) -> str:
-    return add_scaled(context, "Sub", right, left, alpha) if alpha == 1 else _rsub_scaled(context, left, right, alpha)
+    return add_scaled(context, "Sub", right, left, alpha)
 
 
-def _rsub_scaled(context: Context, left: Argument, right: Argument, alpha: Argument) -> str:
-    dtype = context.result.dtype
-    scaled = context.emit("Mul", context.as_type(left, dtype), context.number(alpha, dtype))
-    return context.emit("Sub", context.as_type(right, dtype), scaled)
-
-
-@translates("mul.Tensor", "mul.Scalar")
-def _mul(context: Context, left: Argument, right: Argument) -> str:
-    return compute_binary(context, "And" if context.result.dtype == torch.bool else "Mul", left, right)
-
-
-@translates("div.Tensor", "div.Scalar")
-def _div(context: Context, left: Argument, right: Argument) -> str:
-    return compute_binary(context, "Div", left, right)
+@translates_each({f"{name}.{kind}": BINARY[name] for name in BINARY for kind in ("default", "Tensor", "Scalar")})
+def _binary(context: Context, operators: tuple[str, str], left: Argument, right: Argument) -> str:
+    return compute_binary(context, operators[context.result.dtype == torch.bool], left, right)
 
 
 @translates("div.Tensor_mode", "div.Scalar_mode")
 def _div_rounded(context: Context, left: Argument, right: Argument, rounding_mode: str | None = None) -> str:
+    quotient = compute_binary(context, "Div", left, right)
     if rounding_mode is None:
-        return _div(context, left, right)
+        return quotient
     if context.result.dtype.is_floating_point:
-        quotient = compute_binary(context, "Div", left, right)
         if rounding_mode == "floor":
             return context.emit("Floor", quotient)
         return context.emit("Mul", context.emit("Sign", quotient), context.emit("Floor", context.emit("Abs", quotient)))
-    quotient = compute_binary(context, "Div", left, right)
     if rounding_mode == "trunc":
         return quotient
     dtype = context.result.dtype
@@ -209,16 +194,6 @@ def _bitwise_not(context: Context, value: Operand) -> str:
     return context.emit("Not" if value.dtype == torch.bool else "BitwiseNot", value)
 
 
-@translates("maximum.default")
-def _maximum(context: Context, left: Operand, right: Operand) -> str:
-    return compute_binary(context, "Or" if context.result.dtype == torch.bool else "Max", left, right)
-
-
-@translates("minimum.default")
-def _minimum(context: Context, left: Operand, right: Operand) -> str:
-    return compute_binary(context, "And" if context.result.dtype == torch.bool else "Min", left, right)
-
-
 @translates("clamp.default", "clamp.Tensor")
 def _clamp(context: Context, value: Operand, lower: Argument = None, upper: Argument = None) -> str:
     dtype = context.result.dtype
@@ -246,14 +221,9 @@ def _rsqrt(context: Context, value: Operand) -> str:
     return context.emit("Reciprocal", compute_unary(context, "Sqrt", value))
 
 
-@translates("log2.default")
-def _log2(context: Context, value: Operand) -> str:
-    return context.emit("Mul", compute_unary(context, "Log", value), context.number(1 / math.log(2), torch.float32))
-
-
-@translates("log10.default")
-def _log10(context: Context, value: Operand) -> str:
-    return context.emit("Mul", compute_unary(context, "Log", value), context.number(1 / math.log(10), torch.float32))
+@translates_each({"log2.default": 2, "log10.default": 10})
+def _log_to_base(context: Context, base: int, value: Operand) -> str:
+    return context.emit("Mul", compute_unary(context, "Log", value), context.number(1 / math.log(base), torch.float32))
 
 
 @translates("log1p.default")
@@ -330,3 +300,173 @@ def _atan2(context: Context, left: Operand, right: Operand) -> str:
     # At the origin, where the quotient is no number, torch gives zero.
     both = context.emit("And", context.emit("Equal", x, zero), context.emit("Equal", y, zero))
     return context.emit("Where", both, zero, turned)
+
+
+# ------------------------------------------------------------------------------------------------- tensors from numbers
+
+
+def make_uniform(context: Context, number: Argument) -> Operand:
+    """Return a tensor of equal elements, in the shape and type of the result."""
+    dtype, shape = context.result.dtype, tuple(context.result.shape)
+    scalar = Operand(context.number(number, dtype), dtype, ())
+    return Operand(context.fill(shape, number, dtype), dtype, shape, expanded=scalar)
+
+
+@translates("full.default", "full_like.default", "new_full.default")
+def _full(context: Context, _: object, number: Argument, *__: object, **___: object) -> Operand:
+    return make_uniform(context, number)
+
+
+# Memory that is not set yet: torch promises no contents, and here it is zero.
+ZEROS = (
+    "zeros.default", "zeros_like.default", "new_zeros.default", "empty.memory_format", "empty_like.default",
+    "new_empty.default", "empty_strided.default", "new_empty_strided.default", "empty_permuted.default",
+)  # fmt: skip
+ONES = ("ones.default", "ones_like.default", "new_ones.default")
+
+
+@translates_each({**dict.fromkeys(ZEROS, 0), **dict.fromkeys(ONES, 1)})
+def _constant(context: Context, number: int, *_: object, **__: object) -> Operand:
+    return make_uniform(context, number)
+
+
+@translates("scalar_tensor.default")
+def _scalar_tensor(context: Context, number: Argument, **_: object) -> str:
+    return context.number(number, context.result.dtype)
+
+
+@translates("fill.Scalar", "fill.Tensor")
+def _fill(context: Context, value: Operand, number: Argument) -> Any:
+    if isinstance(number, Operand):
+        return context.emit("Expand", context.cast(number, value.dtype), context.shape(value.shape))
+    return make_uniform(context, number)
+
+
+@translates("arange.default", "arange.start", "arange.start_step")
+def _arange(context: Context, *bounds: Argument, **_: object) -> str:
+    start, end, step = ((0, *bounds, 1), (*bounds, 1), bounds)[len(bounds) - 1]
+    dtype = context.result.dtype
+    return context.emit("Range", *(context.number(number, dtype) for number in (start, end, step)))
+
+
+@translates("eye.default")
+def _eye(context: Context, rows: Argument, **_: object) -> str:
+    steps = context.emit("Range", *(context.number(number, torch.int64) for number in (0, rows, 1)))
+    column = context.emit("Unsqueeze", steps, context.integers([1]))
+    return context.cast(context.emit("Equal", steps, column), context.result.dtype)
+
+
+# ---------------------------------------------------------------------------------------- sums, means, extremes, orders
+
+
+def reduce_axes(
+    context: Context, operator: str, value: Argument, rank: int, axes: int | Sequence[int] | None, keep: bool
+) -> str:
+    """Reduce axes, or all of them if there are none, with an operator of ONNX."""
+    listed = [axes] if isinstance(axes, int) else list(axes or [])
+    if rank == 0:
+        return context.emit("Identity", value)
+    normalized = [normalize_axis(axis, rank) for axis in listed] or list(range(rank))
+    return context.emit(operator, value, context.integers(normalized), keepdims=int(keep))
+
+
+@translates_each({
+    "sum.dim_IntList": "ReduceSum", "sum.default": "ReduceSum", "mean.dim": "ReduceMean", "mean.default": "ReduceMean",
+    "prod.dim_int": "ReduceProd", "prod.default": "ReduceProd", "amax.default": "ReduceMax", "max.default": "ReduceMax",
+    "amin.default": "ReduceMin", "min.default": "ReduceMin",
+})  # fmt: skip
+def _reduce(
+    context: Context, operator: str, value: Operand, axes: Argument = None, keep: bool = False, **_: object
+) -> str:
+    return reduce_axes(context, operator, context.cast(value, context.result.dtype), value.rank, axes, keep)
+
+
+@translates_each(
+    {
+        f"{name}.{overload}": operator
+        for name, operator in (("any", "ReduceMax"), ("all", "ReduceMin"))
+        for overload in ("default", "dim", "dims")
+    }
+)
+def _reduce_truth(context: Context, operator: str, value: Operand, axes: Argument = None, keep: bool = False) -> str:
+    """Reduce truth values as numbers 0 and 1."""
+    numbers = context.cast(Operand(context.cast(value, torch.bool), torch.bool, value.shape), torch.int32)
+    return context.cast(reduce_axes(context, operator, numbers, value.rank, axes, keep), torch.bool)
+
+
+@translates_each({"argmax.default": "ArgMax", "argmin.default": "ArgMin"})
+def find_extreme(context: Context, operator: str, value: Operand, axis: int | None = None, keep: bool = False) -> str:
+    """Return the positions of the largest or smallest elements; of equal ones the first."""
+    if axis is None:
+        flat = context.emit("Reshape", value, context.integers([-1]))
+        return context.emit(operator, flat, axis=0, keepdims=0)
+    return context.emit(operator, value, axis=normalize_axis(axis, value.rank), keepdims=int(keep))
+
+
+@translates_each({"max.dim": "Max", "min.dim": "Min"})
+def _extreme_with_position(context: Context, which: str, value: Operand, axis: int, keep: bool = False) -> list[str]:
+    extreme = reduce_axes(context, f"Reduce{which}", value, value.rank, axis, keep)
+    return [extreme, find_extreme(context, f"Arg{which}", value, axis, keep)]
+
+
+@translates("var_mean.correction")
+def _var_mean(
+    context: Context, value: Operand, axes: Argument = None, *, correction: Argument = None, keepdim: bool = False
+) -> list[str]:
+    """Return the variance, in the two passes that do not cancel, and the mean."""
+    mean = reduce_axes(context, "ReduceMean", value, value.rank, axes, True)
+    centered = context.emit("Sub", value, mean)
+    square = context.emit("Mul", centered, centered)
+    correction = 1 if correction is None else correction
+    listed = [axes] if isinstance(axes, int) else list(axes or range(value.rank))
+    variance = reduce_axes(context, "ReduceMean", square, value.rank, axes, keepdim)
+    if correction:
+        number = context.cast(context.product([value.shape[axis] for axis in listed]), value.dtype)
+        rest = context.emit("Sub", number, context.number(correction, value.dtype))
+        variance = context.emit("Mul", variance, context.emit("Div", number, rest))
+    return [variance, mean if keepdim else reduce_axes(context, "ReduceMean", value, value.rank, axes, False)]
+
+
+@translates("var.correction")
+def _var(context: Context, value: Operand, axes: Argument = None, **options: Any) -> str:
+    return _var_mean(context, value, axes, **options)[0]
+
+
+@translates("cumsum.default")
+def _cumsum(context: Context, value: Operand, axis: int, **_: object) -> str:
+    axis_name = context.number(normalize_axis(axis, value.rank), torch.int64)
+    return context.emit("CumSum", context.cast(value, context.result.dtype), axis_name)
+
+
+@translates("topk.default")
+def _topk(
+    context: Context, value: Operand, count: Argument, axis: int = -1, largest: bool = True, is_sorted: bool = True
+) -> list[str]:
+    inputs = [value, context.shape([count])]
+    axis = normalize_axis(axis, value.rank)
+    return context.add("TopK", inputs, 2, axis=axis, largest=int(largest), sorted=int(is_sorted))
+
+
+@translates("sort.default", "sort.stable")
+def _sort(
+    context: Context,
+    value: Operand,
+    axis: int = -1,
+    descending: bool = False,
+    *,
+    stable: bool | None = None,
+    dim: int | None = None,
+) -> list[str]:
+    axis = normalize_axis(axis if dim is None else dim, value.rank)
+    inputs = [value, context.shape([value.shape[axis]])]
+    return context.add("TopK", inputs, 2, axis=axis, largest=int(descending), sorted=1)
+
+
+@translates("linalg_vector_norm.default", "norm.ScalarOpt_dim", "norm.Scalar")
+def _vector_norm(
+    context: Context, value: Operand, order: Argument = 2, axes: Argument = None, keep: bool = False, **_: object
+) -> str:
+    operators = {1: "ReduceL1", 2: "ReduceL2"}
+    if order not in operators:
+        raise UntranslatableError(f"norms of order {order}; 1 and 2 are translated")
+    return reduce_axes(context, operators[order], value, value.rank, axes, keep)

@@ -1,16 +1,21 @@
-"""Values of a graph in translation, and what the translations of operators are made of."""
+"""What the translations of ATen operators are made of: values of the graph, and the table of translations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from onnx import numpy_helper
 
 from onnxplace.torch.builder import GraphBuilder
+
+# --------------------------------------------------------------------------------------------------------------- values
+
 
 # Element types of torch by their number in ONNX.
 ONNX_TYPES = {
@@ -25,18 +30,6 @@ ONNX_TYPES = {
     torch.float64: 11,
     torch.bfloat16: 16,
 }
-NUMPY_TYPES = {
-    torch.float32: np.float32,
-    torch.uint8: np.uint8,
-    torch.int8: np.int8,
-    torch.int16: np.int16,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-    torch.bool: np.bool_,
-    torch.float16: np.float16,
-    torch.float64: np.float64,
-}
-
 # Tensors of equal elements up to this number are constants; larger ones are filled in each step.
 MAX_FOLDED_ELEMENTS = 1024
 
@@ -212,6 +205,12 @@ class Context:
             return self.emit("Sqrt", self.compute_float(expression.args[0]))
         raise UntranslatableError(f"the number {expression} cannot be computed in ONNX; try dynamic_batch=False")
 
+    def product(self, dimensions: Sequence[Argument]) -> str:
+        """Return the product of dimensions as a scalar of int64."""
+        plain = [as_dimension(dimension) for dimension in dimensions]
+        known = self.number(math.prod(size for size in plain if isinstance(size, int)), torch.int64)
+        return self.combine("Mul", [known, *(self.size(size) for size in plain if not isinstance(size, int))])
+
     def combine(self, operator: str, names: Sequence[str]) -> str:
         """Join values pairwise, from the left."""
         result = names[0]
@@ -250,9 +249,10 @@ def same_shape(left: Sequence[Dimension], right: Sequence[Dimension]) -> bool:
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor as numpy array; raises `UntranslatableError` for types that numpy does not have."""
-    if tensor.dtype not in NUMPY_TYPES:
-        raise UntranslatableError(f"a constant of {tensor.dtype}; numpy has no such type")
-    array: np.ndarray = tensor.detach().cpu().contiguous().numpy()
+    try:
+        array: np.ndarray = tensor.detach().cpu().contiguous().numpy()
+    except TypeError:
+        raise UntranslatableError(f"a constant of {tensor.dtype}; numpy has no such type") from None
     return array
 
 
@@ -261,11 +261,42 @@ def count_elements(shape: Sequence[Dimension]) -> int:
     return int(np.prod([int(dimension) for dimension in shape], dtype=np.int64))
 
 
-def with_name(operand: Operand, name: str) -> Operand:
-    """Return an operand under another name."""
-    return replace(operand, name=name)
-
-
 def normalize_axis(axis: int, rank: int) -> int:
     """Return an axis counted from the front; scalars count as vectors."""
     return axis % max(rank, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+Translation = Callable[..., Any]
+"""Takes a `Context` and the arguments of the operator; returns a name, an `Operand`, or several of them."""
+
+Function = TypeVar("Function", bound=Translation)
+
+TRANSLATIONS: dict[str, Translation] = {}
+
+
+def translates(*names: str) -> Callable[[Function], Function]:
+    """Enter a function into the table, under one or more names of operators."""
+
+    def enter(function: Function) -> Function:
+        TRANSLATIONS.update(dict.fromkeys((f"aten.{name}" for name in names), function))
+        return function
+
+    return enter
+
+
+def translates_each(table: Mapping[str, Any]) -> Callable[[Function], Function]:
+    """Enter a function for several operators that differ in one thing, which it takes after the context."""
+
+    def enter(function: Function) -> Function:
+        for name, difference in table.items():
+            TRANSLATIONS[f"aten.{name}"] = partial(_insert, function, difference)
+        return function
+
+    return enter
+
+
+def _insert(function: Translation, difference: Any, context: Any, *arguments: Any, **options: Any) -> Any:
+    return function(context, difference, *arguments, **options)

@@ -16,8 +16,16 @@ import math
 import numpy as np
 import torch
 
-from onnxplace.torch.operators.table import translates
-from onnxplace.torch.values import Argument, Context, Operand, UntranslatableError, as_dimension
+from onnxplace.torch.translation import (
+    Argument,
+    Context,
+    Operand,
+    UntranslatableError,
+    as_dimension,
+    count_elements,
+    is_static,
+    translates,
+)
 
 PRIME = 2**31 - 1
 # Rounds with other constants: digits of pi, as numbers nobody chose for a purpose.
@@ -72,14 +80,11 @@ def draw_integers(context: Context, shape: tuple[Argument, ...], site: int, stre
 
 def count_rows(context: Context, shape: tuple[Argument, ...], width: int) -> str:
     """Return the numbers 0, 1, ... for the rows of a tensor, whose last axis is its columns."""
-    lead = [as_dimension(size) for size in (shape[:-1] if width > 1 or shape[-1:] == (1,) else shape)]
-    known = math.prod(size for size in lead if isinstance(size, int))
-    if all(isinstance(size, int) for size in lead) and known <= 65536:
+    lead = shape[:-1] if width > 1 or shape[-1:] == (1,) else shape
+    if is_static(lead) and (known := count_elements(lead)) <= 65536:
         return context.builder.constant(np.arange(known, dtype=np.int64))
-    count = context.number(known, torch.int64)
-    for size in lead:
-        count = count if isinstance(size, int) else context.emit("Mul", count, context.size(size))
-    return context.emit("Range", context.number(0, torch.int64), count, context.number(1, torch.int64))
+    zero, one = context.number(0, torch.int64), context.number(1, torch.int64)
+    return context.emit("Range", zero, context.product(lead), one)
 
 
 def draw_mask(context: Context, shape: tuple[Argument, ...], probability: float) -> str:
