@@ -21,15 +21,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 from pydantic import ValidationError
 
 from onnxplace._version import __version__
-from onnxplace.bundle.batching_check import check_batching
-from onnxplace.bundle.initial_states import check_initial_states, map_initial_value
-from onnxplace.bundle.manifest import SCHEMA_VERSION, FileRecord, LinkRecord, Manifest, StateRecord
-from onnxplace.bundle.program_check import check_programs
-from onnxplace.bundle.routes import check_routes
-from onnxplace.bundle.split_states import check_split_states
+from onnxplace.bundle.manifest import SCHEMA_VERSION, FileRecord, InitialRecord, LinkRecord, Manifest, StateRecord
+from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError
 from onnxplace.feeds import Array, Declared, zero_feeds
 from onnxplace.target import Target
@@ -45,7 +42,6 @@ WEIGHTS_FILE = "weights.bin"
 MAX_SMALL_FILE_BYTES = 16 << 20
 
 Check = Literal["small", "all"]
-DAMAGED_HINT = "the bundle is damaged; compile the model again"
 UNTRUSTED_HINT = "do not trust this bundle; compile the model again"
 # A manifest of 100 000 segments takes about 100 MiB.
 MAX_MANIFEST_BYTES = 256 << 20
@@ -85,11 +81,7 @@ class Bundle:
                 raise BundleError(
                     "N006", f"expected {name!r} among the files of the manifest", where=str(path / MANIFEST_FILE)
                 )
-        check_programs(manifest, path / MANIFEST_FILE)
-        check_routes(manifest, path / MANIFEST_FILE)
-        check_split_states(manifest, path / MANIFEST_FILE)
-        check_initial_states(manifest, path / MANIFEST_FILE)
-        check_batching(manifest, path / MANIFEST_FILE)
+        check_manifest(manifest, path / MANIFEST_FILE)
         return bundle
 
     def file(self, name: str) -> Path:
@@ -181,7 +173,17 @@ class Bundle:
         assert state.initial is not None
         dtype = next(item.dtype for item in self.manifest.inputs if item.name == state.input)
         locate = self.linked_file if state.initial.linked else self.file
-        return map_initial_value(locate(state.initial.file), state.initial, dtype)
+        return _map_initial_value(locate(state.initial.file), state.initial, dtype)
+
+
+def _map_initial_value(file: Path, record: InitialRecord, dtype: str) -> Array:
+    """Return an initial value that shares the memory of its file, read-only; `dtype` is ONNX Runtime's name."""
+    element = numpy_type(dtype)
+    assert element is not None, "checked when the bundle was opened"
+    if not record.bytes:
+        return np.zeros(record.shape, element)
+    array = np.asarray(np.memmap(file, element, "r", record.offset, record.shape))
+    return array if array.flags.aligned else array.copy()
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -1,23 +1,23 @@
-"""Routes: the devices that a request may take through a bundle.
+"""Routes, the devices that a request may take through a bundle; and bundles derived from a bundle.
 
 The programs of a bundle are its first route. A further route names, for each device with a program, a device that
 follows this program instead. So copies of the model, of a pipeline, or of single stages are routes.
+
+Derived bundles are one that returns the values crossing devices, and one device's part. They run like any other bundle,
+from the same files; nothing is written. They have one route.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from onnxplace.bundle.manifest import Manifest, RouteRecord
-from onnxplace.errors import BundleError
+from onnxplace.bundle.manifest import InputRecord, Manifest, OutputRecord, RouteRecord
 
 if TYPE_CHECKING:
+    from onnxplace.bundle.bundle import Bundle
     from onnxplace.bundle.manifest import Step
-
-# Shares are rounded when they are written.
-SHARE_TOLERANCE = 1e-6
 
 
 def list_routes(manifest: Manifest) -> tuple[RouteRecord, ...]:
@@ -79,34 +79,73 @@ def sum_device_seconds(manifest: Manifest) -> dict[str, float]:
     return seconds
 
 
-def check_routes(manifest: Manifest, where: Path) -> None:
-    """Raise BundleError unless each route gives the program of each device to another device of the target."""
-    for fault in _iterate_faults(manifest):
-        hint = "the bundle is damaged; compile again"
-        raise BundleError("N008", f"its routes cannot be taken: {fault}", where=str(where), hint=hint)
+# ------------------------------------------------------------------------------------------------- bundles of a bundle
 
 
-def _iterate_faults(manifest: Manifest) -> Iterator[str]:
-    working, known = set(list_working_devices(manifest)), {device.id for device in manifest.target.devices}
-    segments = {segment.id for segment in manifest.segments}
-    taken = {tuple((device, device) for device in sorted(working))}
-    for number, route in enumerate(manifest.routes, 1):
-        stand_ins = list(route.devices.values())
-        if route.devices.keys() != working:
-            yield f"route {number} is for {_join(route.devices)}, the programs for {_join(working)}"
-        elif unknown := set(stand_ins) - known:
-            yield f"route {number} names {_join(unknown)}, which the target does not have"
-        elif len(set(stand_ins)) < len(stand_ins):
-            yield f"route {number} gives two programs to one device"
-        elif route.seconds.keys() != segments:
-            yield f"route {number} has times for {_join(route.seconds)}, expected one per segment"
-        elif (key := tuple(sorted(route.devices.items()))) in taken:
-            yield f"route {number} is there twice"
-        else:
-            taken.add(key)
-    if (total := sum(route.share for route in manifest.routes)) > 1 + SHARE_TOLERANCE:
-        yield f"expected shares of at most 1 in all, got {total:g}"
+def list_crossing_values(manifest: Manifest) -> Mapping[tuple[str, str], tuple[str, ...]]:
+    """Return the values that cross in one inference, by source and destination, in sending order."""
+    crossing: dict[tuple[str, str], list[str]] = {}
+    for device, program in manifest.programs.items():
+        for step in program:
+            if step.op == "send":
+                crossing.setdefault((device, step.peer), []).append(step.value)
+    return {ends: tuple(values) for ends, values in crossing.items()}
 
 
-def _join(names: object) -> str:
-    return ", ".join(sorted(map(str, names))) or "nothing"  # type: ignore[call-overload]
+def record_crossing_values(bundle: Bundle) -> Bundle:
+    """Return a bundle whose outputs are the values that cross between devices.
+
+    Each output has the name of its value. States are no longer stored: their inputs have to be fed. Crossing values
+    stay until the end of a request.
+    """
+    manifest = bundle.manifest
+    sent = {name: device for (device, _), names in list_crossing_values(manifest).items() for name in names}
+    programs = {
+        device: tuple(step for step in program if not (step.op == "free" and sent.get(step.value) == device))
+        for device, program in manifest.programs.items()
+    }
+    outputs = tuple(
+        OutputRecord(name=name, dtype=manifest.values[name].dtype, shape=manifest.values[name].shape, value=name)
+        for name in sent
+    )
+    updates = {"programs": programs, "outputs": outputs, "states": (), "routes": ()}
+    return replace(bundle, manifest=manifest.model_copy(update=updates))
+
+
+def extract_device_part(bundle: Bundle, device: str) -> Bundle:
+    """Return a bundle of one device's part.
+
+    Its inputs are those of the model that it reads, then the values that it received. Its outputs are those of the
+    model that it computes; it sends nothing. States are no longer stored: their inputs have to be fed. The part is that
+    of the first route that uses the device.
+    """
+    manifest = bundle.manifest
+    if (route := find_route_of_device(manifest, device)) is not None:
+        manifest = move_to_route(manifest, route)
+    program = manifest.programs.get(device, ())
+    segments = tuple(segment for segment in manifest.segments if segment.device == device)
+    segment_ids = {segment.id for segment in segments}
+    read = {name for segment in segments for name in segment.inputs}
+    computed = {name for segment in segments for name in segment.outputs}
+    received = [step.value for step in program if step.op == "receive"]
+    records = {name: manifest.values[name] for name in manifest.values if name in read | computed | set(received)}
+    inputs = [item for item in manifest.inputs if item.name in read]
+    inputs += [InputRecord(name=name, dtype=records[name].dtype, shape=records[name].shape) for name in received]
+    updates = {
+        "inputs": tuple(inputs),
+        "outputs": tuple(item for item in manifest.outputs if item.value in computed),
+        "states": (),
+        "routes": (),
+        "segments": segments,
+        "values": {
+            name: record.model_copy(
+                update={
+                    "producer": record.producer if name in computed else None,
+                    "readers": tuple(reader for reader in record.readers if reader in segment_ids),
+                }
+            )
+            for name, record in records.items()
+        },
+        "programs": {device: tuple(step for step in program if step.op in ("run", "free"))},
+    }
+    return replace(bundle, manifest=manifest.model_copy(update=updates))

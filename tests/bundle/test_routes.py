@@ -21,8 +21,7 @@ from onnxplace.bundle import (
     record_crossing_values,
     sum_device_seconds,
 )
-from onnxplace.bundle.program_check import check_programs
-from onnxplace.bundle.routes import check_routes
+from onnxplace.bundle.manifest_checks import check_programs, check_routes
 from onnxplace.errors import BundleError
 from onnxplace.target import Device, Target
 from tests.bundle.test_slices import FEEDS, MAP, TOWERS

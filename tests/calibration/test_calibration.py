@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.bundle.program_check import check_programs
+from onnxplace.bundle.manifest_checks import check_programs
 from onnxplace.calibration import TRANSFER_SIZES_BYTES, calibrate, calibrator
 from onnxplace.calibration.calibrator import _build_target, _choose_sizes, _describe_sharing, _fit_links, _list_notes
 from onnxplace.calibration.microbenchmarks import (

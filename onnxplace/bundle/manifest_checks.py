@@ -1,19 +1,35 @@
-"""Check a bundle's programs by a dry run: programs that pass cannot hang, and find every value they need.
+"""Check what a manifest says: programs cannot hang, routes and states exist, values and axes fit.
 
-Each value has one producer and crosses at most once to each device. So programs that run to their ends in one order do
-so in every order (a Kahn process network): the check holds for any runtime.
+Programs are checked by a dry run: those that pass find every value they need. Each value has one producer and crosses
+at most once to each device. So programs that run to their ends in one order do so in every order (a Kahn process
+network): the check holds for any runtime.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnxplace.bundle.routes import list_working_devices
 from onnxplace.errors import BundleError
+from onnxplace.feeds import numpy_type
 
 if TYPE_CHECKING:
-    from onnxplace.bundle.manifest import Manifest, SegmentRecord, Step
+    from onnxplace.bundle.manifest import InitialRecord, InputRecord, Manifest, SegmentRecord, Step
+
+DAMAGED_HINT = "the bundle is damaged; compile the model again"
+# Shares are rounded when they are written.
+SHARE_TOLERANCE = 1e-6
+
+
+def check_manifest(manifest: Manifest, where: Path) -> None:
+    """Raise BundleError for the first fault: N008 if nothing could run, N002 if a part does not fit another."""
+    check_programs(manifest, where)
+    check_routes(manifest, where)
+    for fault in (*list_split_faults(manifest), *_list_initial_faults(manifest), *_list_batching_faults(manifest)):
+        raise BundleError("N002", fault, where=str(where), hint=DAMAGED_HINT)
 
 
 def check_programs(manifest: Manifest, where: Path) -> None:
@@ -24,9 +40,17 @@ def check_programs(manifest: Manifest, where: Path) -> None:
     try:
         _DryRun(manifest).run()
     except ValueError as problem:
-        raise BundleError(
-            "N008", f"its programs cannot run: {problem}", where=str(where), hint="the bundle is damaged; compile again"
-        ) from None
+        message = f"its programs cannot run: {problem}"
+        raise BundleError("N008", message, where=str(where), hint=DAMAGED_HINT) from None
+
+
+def check_routes(manifest: Manifest, where: Path) -> None:
+    """Raise BundleError unless each route gives the program of each device to another device of the target."""
+    for fault in _list_route_faults(manifest):
+        raise BundleError("N008", f"its routes cannot be taken: {fault}", where=str(where), hint=DAMAGED_HINT)
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
 
 
 class _DryRun:
@@ -181,3 +205,86 @@ class _DryRun:
                 raise ValueError(f"state {state.output!r} = {state.input!r} is not computed on {state.device!r}")
             for device in sorted(readers.get(state.input, set()) - {state.device}):
                 raise ValueError(f"state {state.input!r} is on {state.device!r}, but a segment on {device!r} reads it")
+
+
+# ----------------------------------------------------------------------------------------- routes, states, and batching
+
+
+def _list_route_faults(manifest: Manifest) -> Iterator[str]:
+    working, known = set(list_working_devices(manifest)), {device.id for device in manifest.target.devices}
+    segments = {segment.id for segment in manifest.segments}
+    taken = {tuple((device, device) for device in sorted(working))}
+    for number, route in enumerate(manifest.routes, 1):
+        stand_ins = list(route.devices.values())
+        if route.devices.keys() != working:
+            yield f"route {number} is for {_join(route.devices)}, the programs for {_join(working)}"
+        elif unknown := set(stand_ins) - known:
+            yield f"route {number} names {_join(unknown)}, which the target does not have"
+        elif len(set(stand_ins)) < len(stand_ins):
+            yield f"route {number} gives two programs to one device"
+        elif route.seconds.keys() != segments:
+            yield f"route {number} has times for {_join(route.seconds)}, expected one per segment"
+        elif (key := tuple(sorted(route.devices.items()))) in taken:
+            yield f"route {number} is there twice"
+        else:
+            taken.add(key)
+    if (total := sum(route.share for route in manifest.routes)) > 1 + SHARE_TOLERANCE:
+        yield f"expected shares of at most 1 in all, got {total:g}"
+
+
+def _join(names: object) -> str:
+    return ", ".join(sorted(map(str, names))) or "nothing"  # type: ignore[call-overload]
+
+
+def list_split_faults(manifest: Manifest) -> Iterator[str]:
+    """Name split states whose parts are not states of the bundle, or have no size."""
+    pairs = {(state.input, state.output) for state in manifest.states}
+    for state in manifest.sharding.states if manifest.sharding else ():
+        parts = list(zip(state.inputs, state.outputs))
+        complete = len(parts) == len(state.inputs) == len(state.outputs) > 0
+        sized = state.axis < 0 or len(state.sizes) == len(parts)
+        if not (complete and sized and pairs.issuperset(parts)):
+            yield f"the parts of state {state.input!r} are not states of the bundle, each with a size"
+
+
+def _list_initial_faults(manifest: Manifest) -> Iterator[str]:
+    """Name initial values that do not fit their inputs, or are in no file of the bundle."""
+    inputs = {item.name: item for item in manifest.inputs}
+    for state in manifest.states:
+        if state.initial and (fault := _find_initial_fault(manifest, state.initial, inputs[state.input])):
+            yield f"the initial value of state {state.input!r} {fault}"
+
+
+def _find_initial_fault(manifest: Manifest, record: InitialRecord, item: InputRecord) -> str:
+    files = manifest.linked if record.linked else manifest.files
+    element, listed = numpy_type(item.dtype), files.get(record.file)
+    if listed is None:
+        return f"is in {record.file!r}, which is not a file of the bundle"
+    if record.offset + record.bytes > listed.bytes:
+        return f"ends at byte {record.offset + record.bytes} of {record.file!r}, which has {listed.bytes}"
+    if element is None:
+        return f"is of type {item.dtype}, which cannot be stored"
+    if (size := math.prod(record.shape) * element.itemsize) != record.bytes:
+        return f"has {record.bytes} bytes, expected {size}"
+    declared = record.shape if item.shape is None else item.shape
+    pairs = zip(record.shape, declared)
+    if len(record.shape) != len(declared) or any(isinstance(entry, int) and entry != size for size, entry in pairs):
+        return f"has the shape {list(record.shape)}, expected {list(declared)}"
+    return ""
+
+
+def _list_batching_faults(manifest: Manifest) -> Iterator[str]:
+    """Name what is wrong unless the axes of a batch are symbolic axes of inputs, and axes of outputs."""
+    record = manifest.batching
+    if record is None or not record.dimension:
+        return
+    begin = "its batching does not fit its inputs and outputs"
+    shapes = {item.name: item.shape for item in manifest.inputs}
+    if not record.inputs or not record.outputs:
+        yield f"{begin}: it has no inputs or no outputs"
+    for name, axis in record.inputs.items():
+        shape = shapes.get(name)
+        if shape is None or axis >= len(shape) or isinstance(shape[axis], int):
+            yield f"{begin}: input {name!r} has no symbolic axis {axis}"
+    for name in record.outputs.keys() - {item.name for item in manifest.outputs}:  # declared shapes may be wrong
+        yield f"{begin}: there is no output {name!r}"
