@@ -28,7 +28,7 @@ from onnxplace._version import __version__
 from onnxplace.bundle.manifest import SCHEMA_VERSION, FileRecord, InitialRecord, LinkRecord, Manifest, StateRecord
 from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError
-from onnxplace.feeds import Array, Declared, zero_feeds
+from onnxplace.feeds import Array, Declared, numpy_type, zero_feeds
 from onnxplace.target import Target
 from onnxplace.utils import find_moved_aside, format_path, open_input, parse_json, suggest_file
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from onnxplace.bundle import ShardingRecord, SplitStateRecord, SplitStates
+from onnxplace.bundle.manifest_checks import list_split_faults
 from onnxplace.errors import FeedError
 
 
