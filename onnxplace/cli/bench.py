@@ -369,7 +369,7 @@ def _format_devices(usage: DeviceUsage) -> str:
     ]
     for phase, measured in (("opening", process.opening_bytes), ("running", process.running_bytes)):
         rows.append((f"process, {phase}", "-", "-", _format_size(measured), "-"))
-    return format_table(("", "busy", "predicted", "process peak", "weights and values"), rows)
+    return format_table(("", "busy", "predicted", "process peak", "predicted"), rows)
 
 
 def _format_links(usage: DeviceUsage) -> str:

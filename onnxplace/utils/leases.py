@@ -177,8 +177,13 @@ def _clean_up(path: Path, belongings: Sequence[Path]) -> list[Leftover]:
 
 def _put_back(old: Path, aside: str) -> Leftover | None:
     """Put back a folder that was moved aside, unless something else is in its place; any user may have put it there."""
-    destination = old.with_name(old.name.removeprefix(aside))
-    if not _is_own_folder(old) or (os.path.lexists(destination) and not _is_own_folder(destination)):
+    name = old.name.removeprefix(aside)
+    destination = old.parent / name
+    if (
+        name in ("", ".", "..")
+        or not _is_own_folder(old)
+        or (os.path.lexists(destination) and not _is_own_folder(destination))
+    ):
         return None
     try:
         old.rename(destination)  # replaces an empty folder only
