@@ -24,7 +24,6 @@ from onnxplace.doctor.session_checks import (
     check_faults,
     check_link,
     check_prediction,
-    check_states,
 )
 from onnxplace.errors import OnnxplaceError, UsageError, format_one_line
 from onnxplace.target import parse_devices
@@ -50,7 +49,6 @@ PAIR_CHECKS = (
     Check("copies", check_copies),
     Check("contract", check_contract),
     Check("order", check_order),
-    Check("states", check_states),
     Check("faults", check_faults),
     Check("memory", check_memory),
     Check("link", check_link, SLOW_SECONDS),

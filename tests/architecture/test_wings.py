@@ -88,7 +88,7 @@ MAY_IMPORT = {
         "bundle cost_graph driver errors evaluation facts graph machine model passes.learning pipeline problem state "
         "target utils"
     ),
-    "export": "bundle devices errors model model_metadata target training_step utils",
+    "export": "bundle devices errors model target training_step utils",
     "api": "bundle driver drop_in errors machine pipeline runtime serving traces utils",
     "training": "api bundle errors feeds model runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
