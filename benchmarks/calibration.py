@@ -37,7 +37,7 @@ def format_row(number: int, link: dict[str, Any]) -> list[str]:
         f"{link['latency_seconds'] * 1e6:.1f}",
         f"{link['bytes_per_second'] / 1e9:.2f}",
         f"{link['worst_relative_error']:.0%}",
-        f"{sum(point['calm_samples'] >= 3 for point in points)} of {len(points)}",
+        f"{sum(point['undisturbed_samples'] >= 3 for point in points)} of {len(points)}",
         f"{min(outlier_bytes) >> 20} MiB" if outlier_bytes else "-",
     ]
 

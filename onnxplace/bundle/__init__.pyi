@@ -8,6 +8,17 @@ from onnxplace.bundle.bundle import (
     Check as Check,
     describe_linked_file as describe_linked_file,
 )
+from onnxplace.bundle.bundle_routes import (
+    extract_device_part as extract_device_part,
+    find_route_of_device as find_route_of_device,
+    list_crossing_values as list_crossing_values,
+    list_route_devices as list_route_devices,
+    list_routes as list_routes,
+    list_working_devices as list_working_devices,
+    move_to_route as move_to_route,
+    record_crossing_values as record_crossing_values,
+    sum_device_seconds as sum_device_seconds,
+)
 from onnxplace.bundle.bundle_simulation import (
     SimulatedRequest as SimulatedRequest,
     SimulatedTransfer as SimulatedTransfer,
@@ -43,17 +54,6 @@ from onnxplace.bundle.manifest import (
     TrialRecord as TrialRecord,
     ValueRecord as ValueRecord,
     json_schema as json_schema,
-)
-from onnxplace.bundle.routes import (
-    extract_device_part as extract_device_part,
-    find_route_of_device as find_route_of_device,
-    list_crossing_values as list_crossing_values,
-    list_route_devices as list_route_devices,
-    list_routes as list_routes,
-    list_working_devices as list_working_devices,
-    move_to_route as move_to_route,
-    record_crossing_values as record_crossing_values,
-    sum_device_seconds as sum_device_seconds,
 )
 from onnxplace.bundle.split_states import SplitStates as SplitStates
 from onnxplace.bundle.staging import (

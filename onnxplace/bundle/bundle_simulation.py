@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onnxplace.bundle.bundle_routes import list_route_devices, list_routes
 from onnxplace.bundle.manifest import Manifest
-from onnxplace.bundle.routes import list_route_devices, list_routes
 from onnxplace.graph import Csr, Floats, OpGraph
 from onnxplace.simulation import Simulation, predict_python_seconds, simulate, steady_state_loads
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnxplace.bundle.routes import list_working_devices
+from onnxplace.bundle.bundle_routes import list_working_devices
 from onnxplace.errors import BundleError
 from onnxplace.feeds import numpy_type
 

@@ -52,7 +52,7 @@ class LinkMeasurement:
 
     link: Link
     fit: LinkFit
-    calm_samples: Mapping[int, int]
+    undisturbed_samples: Mapping[int, int]
     """By size, the number of samples that did not wait for a core."""
     symmetric: bool
     """Whether both directions are alike, and were fitted as one."""
@@ -183,7 +183,7 @@ def _fit_links(
         LinkMeasurement(
             link=Link(*direction, fit.latency_seconds, fit.bytes_per_second, via),
             fit=fit,
-            calm_samples={size: item.undisturbed_count for size, item in by_size.items()},
+            undisturbed_samples={size: item.undisturbed_count for size, item in by_size.items()},
             symmetric=symmetric,
             waking_seconds=seconds,
         )
@@ -244,7 +244,7 @@ def _build_target(
 def _list_notes(links: Sequence[LinkMeasurement], contention: Contention | None) -> tuple[str, ...]:
     """Return notes on measurements that a busy machine disturbed, and on outliers of the fits."""
     notes = []
-    counts = [count for link in links for count in link.calm_samples.values()]
+    counts = [count for link in links for count in link.undisturbed_samples.values()]
     if disturbed := sum(count < MIN_UNDISTURBED_SAMPLES for count in counts):
         notes.append(
             f"the machine was busy: {disturbed} of {len(counts)} points are the shortest of samples that waited"

@@ -161,8 +161,8 @@ def prepare_calls(stack: ExitStack, target: Target, device: str, folder: Path) -
     """
     samples: dict[str, Samples] = {}
     tasks = []
-    for name, make_probe in _PROBE_MAKERS.items():
-        probes = [make_probe(device, index) for index in range(SEGMENTS_PER_REQUEST)]
+    for name in ("plain", "copied", "nodes", "inputs", "outputs"):
+        probes = [_make_call_probe(name, device, index) for index in range(SEGMENTS_PER_REQUEST)]
         session = open_probes(stack, folder / name, target, probes)
         samples[name] = Samples()
         tasks.append(_make_call_task(session, _make_tiny_feeds(probes), samples[name]))
@@ -193,37 +193,20 @@ def _make_tiny_feeds(probes: Sequence[Probe]) -> dict[str, Array]:
     return {name: np.ones(1, np.float32) for probe in probes for name in probe.inputs if name not in produced}
 
 
-def _make_plain_probe(device: str, index: int) -> Probe:
-    return Probe(device, f"v{index + 1} = Neg(v{index})", (f"v{index}",), (f"v{index + 1}",))
-
-
-def _make_copying_probe(device: str, index: int) -> Probe:
-    return Probe(device, f"v{index + 1} = Identity(v{index})", (f"v{index}",), (f"v{index + 1}",))
-
-
-def _make_probe_with_nodes(device: str, index: int) -> Probe:
-    steps = [f"v{index}", *[f"t{node}" for node in range(EXTRA_VALUES)], f"v{index + 1}"]
-    nodes = " ".join(f"{after} = Neg({before})" for before, after in pairwise(steps))
-    return Probe(device, nodes, (f"v{index}",), (f"v{index + 1}",))
-
-
-def _make_probe_with_inputs(device: str, index: int) -> Probe:
-    inputs = (f"v{index}", *[f"x{number}" for number in range(EXTRA_VALUES)])
-    return Probe(device, f"v{index + 1} = Max({', '.join(inputs)})", inputs, (f"v{index + 1}",))
-
-
-def _make_probe_with_outputs(device: str, index: int) -> Probe:
-    outputs = (f"v{index + 1}", *[f"y{index}_{number}" for number in range(EXTRA_VALUES)])
-    return Probe(device, " ".join(f"{name} = Neg(v{index})" for name in outputs), (f"v{index}",), outputs)
-
-
-_PROBE_MAKERS: Mapping[str, Callable[[str, int], Probe]] = {
-    "plain": _make_plain_probe,
-    "copied": _make_copying_probe,
-    "nodes": _make_probe_with_nodes,
-    "inputs": _make_probe_with_inputs,
-    "outputs": _make_probe_with_outputs,
-}
+def _make_call_probe(kind: str, device: str, index: int) -> Probe:
+    """Return a segment with one node, or with more nodes, inputs or outputs."""
+    value, result = f"v{index}", f"v{index + 1}"
+    if kind == "nodes":
+        steps = [value, *[f"t{node}" for node in range(EXTRA_VALUES)], result]
+        return Probe(device, " ".join(f"{b} = Neg({a})" for a, b in pairwise(steps)), (value,), (result,))
+    if kind == "inputs":
+        inputs = (value, *[f"x{number}" for number in range(EXTRA_VALUES)])
+        return Probe(device, f"{result} = Max({', '.join(inputs)})", inputs, (result,))
+    if kind == "outputs":
+        outputs = (result, *[f"y{index}_{number}" for number in range(EXTRA_VALUES)])
+        return Probe(device, " ".join(f"{name} = Neg({value})" for name in outputs), (value,), outputs)
+    operator = "Identity" if kind == "copied" else "Neg"
+    return Probe(device, f"{result} = {operator}({value})", (value,), (result,))
 
 
 # ----------------------------------------------------------------------------------------------------------- contention
@@ -245,7 +228,7 @@ class Slowdown:
 
     factor: float
     """For each other device that is busy all the time; 1 if no slowdown was measured."""
-    calm_samples: int
+    undisturbed_samples: int
     """The fewest undisturbed samples over devices, alone or together."""
     alone_seconds: float
     """Time of the work on a device alone."""
@@ -253,7 +236,7 @@ class Slowdown:
     @property
     def seen(self) -> bool:
         """Return whether there were enough undisturbed samples."""
-        return self.calm_samples >= MIN_CONTENTION_SAMPLES
+        return self.undisturbed_samples >= MIN_CONTENTION_SAMPLES
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from onnxplace.cli.doctor import doctor
 from onnxplace.cli.explain import explain
 from onnxplace.cli.export import export, merge
 from onnxplace.cli.learn import learn
-from onnxplace.cli.options import as_json, print_json, print_text, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
+from onnxplace.cli.shared_options import as_json, print_json, print_text, suggest_command
 from onnxplace.cli.study import study
 from onnxplace.cli.terminal import add_verbosity_options, is_terminal, report_total_time
 from onnxplace.cli.train import train

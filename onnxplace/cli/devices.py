@@ -13,7 +13,7 @@ import click
 
 from onnxplace._version import __version__
 from onnxplace.cli.completion import complete_devices
-from onnxplace.cli.options import as_json, print_hint, print_json, print_text, show_progress
+from onnxplace.cli.shared_options import as_json, print_hint, print_json, print_text, show_progress
 from onnxplace.errors import UsageError, format_count
 from onnxplace.report import format_bytes, format_table
 
@@ -129,7 +129,10 @@ def _build_calls_json(measured: Calibration, device: str) -> dict[str, Any]:
 
 
 def _build_link_json(measured: LinkMeasurement) -> dict[str, Any]:
-    points = [{**asdict(point), "calm_samples": measured.calm_samples[point.bytes]} for point in measured.fit.points]
+    points = [
+        {**asdict(point), "undisturbed_samples": measured.undisturbed_samples[point.bytes]}
+        for point in measured.fit.points
+    ]
     return {
         **asdict(measured.link),
         "symmetric": measured.symmetric,

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from onnxplace.cli.options import as_json, print_json, print_text
+from onnxplace.cli.shared_options import as_json, print_json, print_text
 from onnxplace.errors import UsageError, suggest_nearest
 
 # ---------------------------------------------------------------------------------------------------- the documentation

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from onnxplace.cli.completion import BUNDLE_PATH
-from onnxplace.cli.options import as_json, describe_note, print_json, print_notes, print_text, show_progress
+from onnxplace.cli.shared_options import as_json, describe_note, print_json, print_notes, print_text, show_progress
 
 
 @click.command(short_help="Put a bundle back together as one model.")

@@ -20,7 +20,7 @@ from onnxplace.cli.learning_options import (
     require_choice,
     show_training,
 )
-from onnxplace.cli.options import as_json, print_json, print_text
+from onnxplace.cli.shared_options import as_json, print_json, print_text
 from onnxplace.errors import format_count
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.options import (
+from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     parse_shape,

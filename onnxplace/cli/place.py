@@ -11,7 +11,8 @@ import click
 from click.core import ParameterSource
 
 from onnxplace.cli.completion import complete_placers
-from onnxplace.cli.options import (
+from onnxplace.cli.report import report_option, require_report, write_page
+from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     budget_option,
@@ -22,7 +23,6 @@ from onnxplace.cli.options import (
     print_text,
     show_progress,
 )
-from onnxplace.cli.report import report_option, require_report, write_page
 from onnxplace.errors import UsageError, format_count, format_name
 from onnxplace.report import format_bytes, format_milliseconds, format_table
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from onnxplace.cli.completion import complete_devices
-from onnxplace.cli.options import (
+from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     describe_note,

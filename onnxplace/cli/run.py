@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace.cli.completion import BUNDLE_PATH
-from onnxplace.cli.options import (
+from onnxplace.cli.shared_options import (
     as_json,
     inputs_option,
     make_no_outputs_error,

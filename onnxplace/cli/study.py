@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from onnxplace.cli.learning_options import FAMILY_HELP, MAX_DEVICES, require_choice
-from onnxplace.cli.options import announce_loop_compilation, as_json, print_json, print_text, show_progress
+from onnxplace.cli.shared_options import announce_loop_compilation, as_json, print_json, print_text, show_progress
 from onnxplace.errors import UsageError, format_count
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from onnxplace.cli.completion import BUNDLE_PATH
-from onnxplace.cli.options import (
+from onnxplace.cli.shared_options import (
     as_json,
     note_core_shortage,
     print_json,

@@ -42,7 +42,7 @@ FORMATS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "stages": ("onnxplace.export.plain_stages:write_stages", ()),
     "triton": ("onnxplace.export.triton:write_triton", ("layout", "name", "max_batch")),
     "ort-genai": ("onnxplace.export.ort_genai:write_genai_model", ("config",)),
-    "onnx-metadata": ("onnxplace.export.onnx_metadata:write_annotated_model", ()),
+    "onnx-metadata": ("onnxplace.export.annotated_model:write_annotated_model", ()),
 }
 
 

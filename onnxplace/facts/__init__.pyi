@@ -1,4 +1,4 @@
-from onnxplace.facts.records import (
+from onnxplace.facts.fact_records import (
     Clusters as Clusters,
     Emitted as Emitted,
     Groups as Groups,

@@ -17,6 +17,19 @@ from onnxplace.machine.interrupts import (
     prepare_interrupts as prepare_interrupts,
     register_ending_handler as register_ending_handler,
 )
+from onnxplace.machine.ort_sessions import (
+    GuardedSession as GuardedSession,
+    end_openings as end_openings,
+    is_foreign_error as is_foreign_error,
+    list_operator_libraries as list_operator_libraries,
+    make_session_options as make_session_options,
+    open_session as open_session,
+    pin_thread as pin_thread,
+    require_interpreter as require_interpreter,
+    use_custom_operators as use_custom_operators,
+    uses_optimisations as uses_optimisations,
+    without_optimisations as without_optimisations,
+)
 from onnxplace.machine.ort_values import (
     count_bytes as count_bytes,
     is_absent as is_absent,
@@ -38,17 +51,4 @@ from onnxplace.machine.repeated_runs import (
     Runs as Runs,
     longest_wait as longest_wait,
     read_run_delays as read_run_delays,
-)
-from onnxplace.machine.sessions import (
-    GuardedSession as GuardedSession,
-    end_openings as end_openings,
-    is_foreign_error as is_foreign_error,
-    list_operator_libraries as list_operator_libraries,
-    make_session_options as make_session_options,
-    open_session as open_session,
-    pin_thread as pin_thread,
-    require_interpreter as require_interpreter,
-    use_custom_operators as use_custom_operators,
-    uses_optimisations as uses_optimisations,
-    without_optimisations as without_optimisations,
 )

@@ -175,7 +175,7 @@ def test_calls_and_contention_are_measured_alongside_every_pair(monkeypatch):
     assert rounds == [(3 * 5 + 3 * 4 + 2, 2.0)] * 3
     assert notifications == [("cpu:0 <-> cpu:1", 0, 3), ("cpu:0 <-> cpu:2", 1, 3), ("cpu:1 <-> cpu:2", 2, 3)]
     assert len(calibration.links) == 6
-    assert all(link.calm_samples.keys() == {1, 1 << 17} for link in calibration.links)
+    assert all(link.undisturbed_samples.keys() == {1, 1 << 17} for link in calibration.links)
 
 
 def test_sizes_are_evenly_spaced_on_a_logarithmic_scale():

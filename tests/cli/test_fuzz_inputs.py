@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.cli.options import parse_shape
+from onnxplace.cli.shared_options import parse_shape
 from onnxplace.cost_graph import read_cost_graph
 from onnxplace.driver import placer
 from onnxplace.facts import Profile

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import onnxplace
-from onnxplace.cli import app, options, terminal
+from onnxplace.cli import app, shared_options, terminal
 from onnxplace.cli.terminal import Display
 from onnxplace.errors import MAX_CHARACTERS, Diagnostic, OnnxplaceError, format_name
 from tests.conftest import FAST_PIPELINE, Ran, branches
@@ -126,7 +126,7 @@ def test_names_of_graphs_targets_and_options_are_harmless(harmless):
 
 def test_errors_and_notes_take_one_line_for_their_place(capsys):
     error = OnnxplaceError("X001", f"message {HOSTILE!r}", where=f"node {HOSTILE}", hint="hint")
-    options.print_notes([Diagnostic("C001", "message", where=f"node {HOSTILE}")])
+    shared_options.print_notes([Diagnostic("C001", "message", where=f"node {HOSTILE}")])
     for text in (str(error), capsys.readouterr().err.rstrip()):
         require_harmless(text)
     assert str(error).count("\n") == 1

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from onnx import TensorProto, helper, parser
 
 import onnxplace
-from onnxplace.cli.options import parse_shape
+from onnxplace.cli.shared_options import parse_shape
 from onnxplace.errors import FeedError, ModelError, UsageError
 from onnxplace.feeds import Declared, dimensions_of_feeds, drop_derived_sizes, random_feeds
 from onnxplace.feeds.dimensions import (
