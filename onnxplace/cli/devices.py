@@ -182,7 +182,6 @@ def _is_return_direction(link: LinkMeasurement, measured: Calibration) -> bool:
 
 
 def _format_link(measured: LinkMeasurement) -> str:
-
     link, arrow = measured.link, "<->" if measured.symmetric else "->"
     rows = [
         (

@@ -91,24 +91,9 @@ def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(command)
-    def run(
-        *arguments: Any,
-        runtime: str,
-        hosts: str | None,
-        replicas: int | None,
-        start_timeout: float | None,
-        remote_shell: str | None,
-        interface: str | None,
-        **options: Any,
-    ) -> None:
-        session_options = {
-            "runtime": runtime,
-            "hosts": hosts,
-            "replicas": replicas,
-            "timeout": start_timeout,
-            "remote_shell": remote_shell,
-            "interface": interface,
-        }
+    def run(*arguments: Any, start_timeout: float | None, **options: Any) -> None:
+        names = ("runtime", "hosts", "replicas", "remote_shell", "interface")
+        session_options = {**{name: options.pop(name) for name in names}, "timeout": start_timeout}
         with warnings.catch_warnings():
             # `note_left_out_copies` says so at the end.
             warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)
