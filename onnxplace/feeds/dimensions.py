@@ -1,11 +1,12 @@
 """Sizes of symbolic dimensions: given, read off arrays, or computed from others, as in `past + seq` or `floor(s0/2)`.
 
-An expression is parsed by recursive descent, with limits on length and depth. It is evaluated by exact arithmetic with
-a limit on magnitude, and never executed.
+An expression of limited length is parsed by Python's grammar, with its names replaced. It is evaluated by exact
+arithmetic with a limit on magnitude, and never executed.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import shlex
@@ -24,15 +25,16 @@ from onnxplace.feeds.feeds import Declared
 
 # No array of numpy has more axes, and no dimension of a model that runs is larger.
 MAX_RANK, MAX_DIMENSION = 64, (1 << 31) - 1
-# Exporters write shorter expressions with fewer nested parentheses; anything else is only a name.
+# Exporters write shorter expressions; anything else is only a name.
 MAX_LENGTH = 256
-MAX_DEPTH = 32
 # Sizes have 64 bits; larger results are refused, and so are exponents that surely lead to them.
 _MAX_MAGNITUDE = 1 << 63
 _MAX_EXPONENT = 64
 
 # A hyphen without spaces belongs to the name, as in `seq-len`: exporters put spaces around a minus.
-_TOKEN = re.compile(r"\s*(?:(?P<number>\d+)|(?P<name>[^\W\d][\w.]*(?:-[\w.]+)*)|(?P<sign>//|\*\*|[-+*/%(),]))")
+_NAME = re.compile(r"[^\W\d][\w.]*(?:-[\w.]+)*")
+# What may stand between names: whole numbers, signs and parentheses.
+_OTHER = re.compile(r"[\d\s+*/%(),-]*")
 
 
 class NoSizeError(ValueError):
@@ -80,6 +82,9 @@ _OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "%": lambda a, b: a % b,
     "**": _raise_to_power,
 }
+_SIGNS: dict[type[ast.operator], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
+}  # fmt: skip
 # Lower-case name -> (function, number of operands; 0 for one or more), as sympy, torch and ONNX Runtime write them.
 _FUNCTIONS: dict[str, tuple[Callable[..., Fraction], int]] = {
     "floor": (lambda a: Fraction(math.floor(a)), 1),
@@ -108,9 +113,13 @@ def parse_size(text: str) -> Operation | None:
     """
     if len(text) > MAX_LENGTH:
         return None
+    others, names = _NAME.split(text.strip()), {f"v{i}": name for i, name in enumerate(_NAME.findall(text))}
+    if not all(map(_OTHER.fullmatch, others)):
+        return None
+    code = "".join(map("".join, zip(others, [*names, ""])))
     try:
-        term = _Parser(text).parse()
-    except _NotAnExpressionError:
+        term = _convert(ast.parse(code, mode="eval").body, names)
+    except (SyntaxError, RecursionError, MemoryError):
         return None
     return term if isinstance(term, Operation) and any(True for _ in symbols_of(term)) else None
 
@@ -153,90 +162,25 @@ def _evaluate_exactly(term: Term, sizes: Mapping[str, int]) -> Fraction:
     return value
 
 
-class _NotAnExpressionError(Exception):
-    """The text is only a name."""
-
-
-class _Parser:
-    """Recursive descent: sums of products of powers of numbers, symbols, calls and parentheses."""
-
-    def __init__(self, text: str) -> None:
-        self._tokens = list(self._split(text.rstrip()))
-        self._depth = 0
-
-    @staticmethod
-    def _split(text: str) -> Iterator[tuple[str, str]]:
-        position = 0
-        while position < len(text):
-            match = _TOKEN.match(text, position)
-            if match is None:
-                raise _NotAnExpressionError
-            yield match.lastgroup or "", match[match.lastgroup or 0]
-            position = match.end()
-
-    def parse(self) -> Term:
-        self._tokens.reverse()
-        term = self._parse_sum()
-        if self._tokens:
-            raise _NotAnExpressionError
-        return term
-
-    def _take_sign(self, signs: Sequence[str]) -> str:
-        """Consume and return the next token if it is one of these signs; else return an empty text."""
-        if self._tokens and self._tokens[-1][0] == "sign" and self._tokens[-1][1] in signs:
-            return self._tokens.pop()[1]
-        return ""
-
-    def _parse_sum(self) -> Term:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise _NotAnExpressionError
-        term = self._parse_product()
-        while sign := self._take_sign(("+", "-")):
-            term = Operation(sign, (term, self._parse_product()))
-        self._depth -= 1
-        return term
-
-    def _parse_product(self) -> Term:
-        term = self._parse_signed()
-        while sign := self._take_sign(("*", "/", "//", "%")):
-            term = Operation(sign, (term, self._parse_signed()))
-        return term
-
-    def _parse_signed(self) -> Term:
-        signs = 0
-        while sign := self._take_sign(("+", "-")):
-            signs += sign == "-"
-        term = self._parse_atom()
-        if self._take_sign(("**",)):
-            term = Operation("**", (term, self._parse_atom()))
-        return Operation("-", (Number(0), term)) if signs % 2 else term
-
-    def _parse_atom(self) -> Term:
-        if self._take_sign(("(",)):
-            return self._close(self._parse_sum())
-        if not self._tokens:
-            raise _NotAnExpressionError
-        kind, text = self._tokens.pop()
-        if kind == "number":
-            return Number(int(text))
-        if kind != "name":
-            raise _NotAnExpressionError
-        return self._parse_call(text.lower()) if self._take_sign(("(",)) else Symbol(text)
-
-    def _close(self, term: Term) -> Term:
-        """Consume a closing parenthesis, and return the term before it."""
-        if not self._take_sign((")",)):
-            raise _NotAnExpressionError
-        return term
-
-    def _parse_call(self, name: str) -> Term:
-        operands = [self._parse_sum()]
-        while self._take_sign((",",)):
-            operands.append(self._parse_sum())
-        if name not in _FUNCTIONS or _FUNCTIONS[name][1] not in (0, len(operands)):
-            raise _NotAnExpressionError
-        return self._close(Operation(name, tuple(operands)))
+def _convert(node: ast.AST, names: Mapping[str, str]) -> Term | None:
+    """Return the term of a node of Python's grammar; None if expressions of sizes do not have it."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return Number(node.value)
+    if isinstance(node, ast.Name):
+        return Symbol(names[node.id])
+    if isinstance(node, ast.UnaryOp):
+        operand = _convert(node.operand, names)
+        return operand if operand is None or isinstance(node.op, ast.UAdd) else Operation("-", (Number(0), operand))
+    if isinstance(node, ast.BinOp) and not (isinstance(node.op, ast.Pow) and isinstance(node.right, ast.UnaryOp)):
+        name, parts = _SIGNS[type(node.op)], [node.left, node.right]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        name, parts = names[node.func.id].lower(), node.args
+        if name not in _FUNCTIONS or _FUNCTIONS[name][1] not in (0, len(parts)) or not parts:
+            return None
+    else:
+        return None
+    operands = tuple(operand for part in parts if (operand := _convert(part, names)) is not None)
+    return Operation(name, operands) if len(operands) == len(parts) else None
 
 
 def complete_sizes(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, int]:
