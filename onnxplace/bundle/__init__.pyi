@@ -7,16 +7,16 @@ from onnxplace.bundle.bundle import (
     Bundle as Bundle,
     Check as Check,
     describe_linked_file as describe_linked_file,
+    extract_device_part as extract_device_part,
+    list_crossing_values as list_crossing_values,
+    record_crossing_values as record_crossing_values,
 )
 from onnxplace.bundle.bundle_routes import (
-    extract_device_part as extract_device_part,
     find_route_of_device as find_route_of_device,
-    list_crossing_values as list_crossing_values,
     list_route_devices as list_route_devices,
     list_routes as list_routes,
     list_working_devices as list_working_devices,
     move_to_route as move_to_route,
-    record_crossing_values as record_crossing_values,
     sum_device_seconds as sum_device_seconds,
 )
 from onnxplace.bundle.bundle_simulation import (

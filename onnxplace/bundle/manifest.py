@@ -193,7 +193,7 @@ class BatchingRecord(Record):
 
 
 class TrainingNodesRecord(Record):
-    """How many nodes of each phase a training step has, as placement counts them."""
+    """The number of nodes of each phase of a training step, as placement counts them."""
 
     forward: Bytes
     backward: Bytes
@@ -262,7 +262,7 @@ class DeviceRecord(Record):
     compute_seconds: Seconds
     weights_bytes: Bytes
     peak_bytes: Bytes
-    """Of weights, each once, and values; bounded by the limit."""
+    """The most that weights, each once, and values take; bounded by the limit."""
     limit_bytes: Bytes
 
 

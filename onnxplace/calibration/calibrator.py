@@ -53,7 +53,7 @@ class LinkMeasurement:
     link: Link
     fit: LinkFit
     undisturbed_samples: Mapping[int, int]
-    """By size, the number of samples that did not wait for a core."""
+    """The number of samples that did not wait for a core, by size."""
     symmetric: bool
     """Whether both directions are alike, and were fitted as one."""
     waking_seconds: float

@@ -151,7 +151,7 @@ class CallCosts:
     output_seconds: float
     """Per output."""
     copied_seconds: float
-    """Of a whole call that copies one tiny value, as `prepare_hops` runs it."""
+    """The time of a whole call that copies one tiny value, as `prepare_hops` runs it."""
 
 
 def prepare_calls(stack: ExitStack, target: Target, device: str, folder: Path) -> Benchmark[CallCosts]:

@@ -33,7 +33,7 @@ class AttributedGraph:
     nodes: Sequence[tuple[Hashable, Mapping[str, Any]]]
     edges: Sequence[tuple[Hashable, Hashable, Mapping[str, Any]]]
     attributes: Mapping[str, Any]
-    """Of the graph as a whole."""
+    """The attributes of the graph as a whole."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class _GraphmlReader:
         self.nodes: dict[str, dict[str, Any]] = {}
         self.edges: list[tuple[str, str, dict[str, Any]]] = []
         self.columns: dict[str, Column] = {}
-        """By id."""
+        """The declared attributes, by id."""
         self.defaults: dict[tuple[str, str], tuple[Column, str]] = {}
-        """By scope and name; few, since only of known attributes."""
+        """The defaults by scope and name; few, since only of known attributes."""
         self.graph = Item("graph", "the graph")
         self.item = self.graph
         self.directed = False

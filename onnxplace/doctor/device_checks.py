@@ -42,11 +42,11 @@ class Operator:
     text: str
     """In ONNX's text form; its output is `y`."""
     types: tuple[str, str]
-    """Of the inputs, and of the output."""
+    """The types of the inputs, and of the output."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the inputs, in order."""
+    """The shapes of the inputs, in order."""
     rank: int
-    """Of the output."""
+    """The rank of the output."""
     reference: Callable[..., Array]
     """Takes the inputs in this order."""
 

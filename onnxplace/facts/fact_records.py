@@ -305,7 +305,7 @@ class Route:
     seconds: Floats
     """Per segment: predicted time on its device of this route, one request at a time."""
     share: float
-    """Of the requests."""
+    """The share of requests that take it."""
 
 
 @dataclass(frozen=True)

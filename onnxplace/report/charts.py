@@ -113,7 +113,7 @@ class _Arguments(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     name: str = ""
-    """Of a process or a thread."""
+    """The name of a process or a thread."""
     request: int = 0
     source: str = Field(default="", alias="from")
     bytes: _Count | None = None

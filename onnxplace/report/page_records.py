@@ -26,7 +26,7 @@ class DeviceSummary:
     nodes: int
     compute_seconds: float
     idle_seconds: float
-    """Of the step: the time in which it computes nothing."""
+    """The time of the step in which it computes nothing."""
     weights_bytes: int
     peak_bytes: int
     limit_bytes: int
@@ -102,7 +102,7 @@ class Crossing:
     times: int
     """How often it is sent in a step."""
     transfer_seconds: float
-    """Of all its transfers."""
+    """The time of all its transfers."""
     wait_seconds: float
     """Time in which readers wait for this value alone."""
     gain_seconds: float | None
@@ -125,7 +125,7 @@ class AttemptGroup:
 
     title: str
     code: str
-    """Of the note that reports them."""
+    """The code of the note that reports them."""
     attempts: tuple[Attempt, ...]
 
 
@@ -168,9 +168,9 @@ class LayerTree:
     op: tuple[str, ...]
     """Operator of a node; empty for a layer."""
     device: tuple[int, ...]
-    """Of a node; -1 for a layer."""
+    """The device of a node; -1 for a layer."""
     seconds: tuple[float, ...]
-    """Of a node, as planned; 0 for a layer, and where it is not known."""
+    """The time of a node, as planned; 0 for a layer, and where it is not known."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class ModelStructure:
 
     model: Model
     shapes: Mapping[str, tuple[int, ...]]
-    """Of values, by name."""
+    """The shapes of values, by name."""
     graph: OpGraph
     kinds: Ints
     """Per node (`node_kinds`)."""
