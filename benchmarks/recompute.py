@@ -37,7 +37,7 @@ SHARES = (1.0, 0.8, 0.625, 0.5)
 RUNS = 8
 HEADER = (
     "devices", "limit of each", "limit MiB", "recomputed nodes", "segments", "peak of each MiB",
-    "process, predicted MiB", "measured MiB", "error", "beyond, predicted MiB", "measured MiB",
+    "process MiB", "beyond MiB",
     "step, predicted ms", "measured ms", "equal loss",
 )  # fmt: skip
 
@@ -110,16 +110,11 @@ def format_row(case: Case, step_seconds: float, is_equal: bool) -> list[str]:
     manifest, memory = case.bundle.manifest, case.memory
     assert memory is not None
     predicted = manifest.predicted
-    mebibytes = [
-        predicted.running_bytes, memory.running_bytes, predicted.running_bytes - RUNTIME_BYTES,
-        memory.running_bytes - RUNTIME_BYTES,
-    ]  # fmt: skip
-    sizes = [f"{size / 2**20:.0f}" for size in mebibytes]
-    error = f"{predicted.running_bytes / memory.running_bytes - 1:+.1%}"
+    sizes = [f"{size / 2**20:.0f}" for size in (memory.running_bytes, memory.running_bytes - RUNTIME_BYTES)]
     peaks = ", ".join(f"{device.peak_bytes / 2**20:.1f}" for device in manifest.devices if device.nodes)
     return [
         case.devices, f"{case.share:.0%}", f"{case.limit_bytes / 2**20:.1f}" if case.limit_bytes else "-",
-        count_recomputed(case), str(len(manifest.segments)), peaks, *sizes[:2], error, *sizes[2:],
+        count_recomputed(case), str(len(manifest.segments)), peaks, *sizes,
         f"{1e3 * predicted.step_seconds:.1f}", f"{1e3 * step_seconds:.1f}", "yes" if is_equal else "no",
     ]  # fmt: skip
 

@@ -14,14 +14,7 @@ from onnxplace.facts import Profile
 from onnxplace.graph import Floats
 from onnxplace.machine import available_cores
 from onnxplace.model import Model, infer_static_shapes, join_quantised_units, value_bytes
-from onnxplace.passes.cost_files import (
-    ImportedCosts,
-    format_costs,
-    format_costs_csv,
-    is_foreign_file,
-    read_costs,
-    read_foreign,
-)
+from onnxplace.passes.cost_files import format_costs, format_costs_csv, read_costs
 from onnxplace.passes.profiling import (
     Measurement,
     MeasurementOptions,
@@ -65,7 +58,7 @@ class ProfileCosts(Pass):
     tolerance: Annotated[float, Ge(0)] = 0.02
     """Stop repeating when the standard error of the median run is below this share of it."""
     costs: str = ""
-    """A cost file (JSON or CSV) to read instead of measuring; or one of ONNX Runtime or Olive, which holds less."""
+    """A cost file (JSON or CSV) to read instead of measuring."""
     save: str = ""
     """Write the costs to a cost file of this name, as CSV if it ends so."""
     cache: bool = True
@@ -73,29 +66,25 @@ class ProfileCosts(Pass):
     estimate: bool = False
     """Estimate everything, measure nothing."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of the random inputs, where the user gave none."""
+    """Seed of the random inputs, where the user gave none."""
 
     def run(self, state: State) -> State:
         model = state[Model]
         model.input_shapes()  # fails before any work if a dimension has no value
-        if self.costs and not is_foreign_file(self.costs):
+        if self.costs:
             profile, notes = read_costs(self.costs, model, state.target)
             return self._finish(state, _join_units(profile, model), notes)
         shapes = infer_static_shapes(model)
         sizes = value_bytes(model, {**shapes, **model.input_shapes()})
-        imported = read_foreign(self.costs, model, shapes, sizes) if self.costs else ImportedCosts()
         structure = ModelStructure.of(model, shapes, sizes)
-        measurements, notes = self._measure_classes(state, structure, imported)
-        sizes = {**imported.value_bytes, **sizes}
+        measurements, notes = self._measure_classes(state, structure)
         for measurement in measurements.values():
             sizes = {**measurement.value_bytes, **sizes}
-        estimates = self._estimate_classes(state, structure, imported, measurements)
+        estimates = self._estimate_classes(state, structure, measurements)
         classes = [device.cost_class for device in state.target.devices]
-        profile = assemble_profile(structure, classes, sizes, measurements, estimates, imported.workspace_bytes)
+        profile = assemble_profile(structure, classes, sizes, measurements, estimates)
         profile = _join_units(profile, model)
-        return self._finish(
-            state, profile, [*imported.notes, *notes, *report_unknown_sizes(model, sizes, profile.unit)]
-        )
+        return self._finish(state, profile, [*notes, *report_unknown_sizes(model, sizes, profile.unit)])
 
     def _finish(self, state: State, profile: Profile, notes: Sequence[Diagnostic]) -> State:
         """Return the state with profile and notes; save the profile if `save` is set."""
@@ -107,7 +96,7 @@ class ProfileCosts(Pass):
         return after
 
     def _measure_classes(
-        self, state: State, structure: ModelStructure, imported: ImportedCosts
+        self, state: State, structure: ModelStructure
     ) -> tuple[dict[str, Measurement], list[Diagnostic]]:
         """Measure each class of device that can be measured on this machine."""
         limits: dict[str, int] = {}
@@ -117,8 +106,7 @@ class ProfileCosts(Pass):
         notes: list[Diagnostic] = []
         devices = {device.cost_class: device for device in state.target.devices}
         for number, (cost_class, device) in enumerate(devices.items()):
-            reason = "estimates were requested" if self.estimate else imported.instead
-            reason = reason or find_measurement_obstacle(device) or ""
+            reason = "estimates were requested" if self.estimate else find_measurement_obstacle(device)
             if reason:
                 basis = "peaks measured here" if self._uses_local_peaks(device) else "assumed peaks"
                 message = f"costs are estimated from {basis}, not measured: {reason}"
@@ -148,7 +136,6 @@ class ProfileCosts(Pass):
         self,
         state: State,
         structure: ModelStructure,
-        imported: ImportedCosts,
         measurements: Mapping[str, Measurement],
     ) -> dict[str, Floats]:
         """Estimate seconds per node for classes that are not completely measured."""
@@ -163,8 +150,6 @@ class ProfileCosts(Pass):
         for cost_class, device in devices.items():
             peaks = cpu_peaks if self._uses_local_peaks(device) else device_peaks(device)
             estimates[cost_class] = estimate_seconds(structure.model, structure.shapes, cost_class, peaks)
-            if imported.work is not None:
-                estimates[cost_class][imported.work.nodes] = imported.work.seconds(device, peaks)
         return estimates
 
     def _uses_local_peaks(self, device: Device) -> bool:

@@ -103,7 +103,7 @@ def good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands print the same however long they take: on a slow machine, lines would say how far they are."""
-    monkeypatch.setattr("onnxplace.cli.progress.LINE_SECONDS", math.inf)
+    monkeypatch.setattr("onnxplace.cli.terminal.LINE_SECONDS", math.inf)
 
 
 @pytest.fixture

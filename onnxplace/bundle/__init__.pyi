@@ -7,6 +7,27 @@ from onnxplace.bundle.bundle import (
     Bundle as Bundle,
     Check as Check,
     describe_linked_file as describe_linked_file,
+    extract_device_part as extract_device_part,
+    list_crossing_values as list_crossing_values,
+    record_crossing_values as record_crossing_values,
+)
+from onnxplace.bundle.bundle_routes import (
+    find_route_of_device as find_route_of_device,
+    list_route_devices as list_route_devices,
+    list_routes as list_routes,
+    list_working_devices as list_working_devices,
+    move_to_route as move_to_route,
+    sum_device_seconds as sum_device_seconds,
+)
+from onnxplace.bundle.bundle_simulation import (
+    SimulatedRequest as SimulatedRequest,
+    SimulatedTransfer as SimulatedTransfer,
+    SubmittedRequest as SubmittedRequest,
+    build_segment_graph as build_segment_graph,
+    predict_interval_seconds as predict_interval_seconds,
+    predict_serial_seconds as predict_serial_seconds,
+    simulate_manifest as simulate_manifest,
+    simulate_requests as simulate_requests,
 )
 from onnxplace.bundle.manifest import (
     SCHEMA_VERSION as SCHEMA_VERSION,
@@ -33,31 +54,6 @@ from onnxplace.bundle.manifest import (
     TrialRecord as TrialRecord,
     ValueRecord as ValueRecord,
     json_schema as json_schema,
-)
-from onnxplace.bundle.request_simulation import (
-    SimulatedRequest as SimulatedRequest,
-    SimulatedTransfer as SimulatedTransfer,
-    SubmittedRequest as SubmittedRequest,
-    simulate_requests as simulate_requests,
-)
-from onnxplace.bundle.routes import (
-    find_route_of_device as find_route_of_device,
-    list_route_devices as list_route_devices,
-    list_routes as list_routes,
-    list_working_devices as list_working_devices,
-    move_to_route as move_to_route,
-    sum_device_seconds as sum_device_seconds,
-)
-from onnxplace.bundle.simulate_bundle import (
-    build_segment_graph as build_segment_graph,
-    predict_interval_seconds as predict_interval_seconds,
-    predict_serial_seconds as predict_serial_seconds,
-    simulate_manifest as simulate_manifest,
-)
-from onnxplace.bundle.slices import (
-    extract_device_part as extract_device_part,
-    list_crossing_values as list_crossing_values,
-    record_crossing_values as record_crossing_values,
 )
 from onnxplace.bundle.split_states import SplitStates as SplitStates
 from onnxplace.bundle.staging import (

@@ -16,22 +16,30 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 from pydantic import ValidationError
 
 from onnxplace._version import __version__
-from onnxplace.bundle.batching_check import check_batching
-from onnxplace.bundle.initial_states import check_initial_states, map_initial_value
-from onnxplace.bundle.manifest import SCHEMA_VERSION, FileRecord, LinkRecord, Manifest, StateRecord
-from onnxplace.bundle.program_check import check_programs
-from onnxplace.bundle.routes import check_routes
-from onnxplace.bundle.split_states import check_split_states
+from onnxplace.bundle.bundle_routes import find_route_of_device, move_to_route
+from onnxplace.bundle.manifest import (
+    SCHEMA_VERSION,
+    FileRecord,
+    InitialRecord,
+    InputRecord,
+    LinkRecord,
+    Manifest,
+    OutputRecord,
+    StateRecord,
+)
+from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError
-from onnxplace.feeds import Array, Declared, zero_feeds
+from onnxplace.feeds import Array, Declared, numpy_type, zero_feeds
 from onnxplace.target import Target
 from onnxplace.utils import find_moved_aside, format_path, open_input, parse_json, suggest_file
 
@@ -45,7 +53,6 @@ WEIGHTS_FILE = "weights.bin"
 MAX_SMALL_FILE_BYTES = 16 << 20
 
 Check = Literal["small", "all"]
-DAMAGED_HINT = "the bundle is damaged; compile the model again"
 UNTRUSTED_HINT = "do not trust this bundle; compile the model again"
 # A manifest of 100 000 segments takes about 100 MiB.
 MAX_MANIFEST_BYTES = 256 << 20
@@ -85,11 +92,7 @@ class Bundle:
                 raise BundleError(
                     "N006", f"expected {name!r} among the files of the manifest", where=str(path / MANIFEST_FILE)
                 )
-        check_programs(manifest, path / MANIFEST_FILE)
-        check_routes(manifest, path / MANIFEST_FILE)
-        check_split_states(manifest, path / MANIFEST_FILE)
-        check_initial_states(manifest, path / MANIFEST_FILE)
-        check_batching(manifest, path / MANIFEST_FILE)
+        check_manifest(manifest, path / MANIFEST_FILE)
         return bundle
 
     def file(self, name: str) -> Path:
@@ -181,7 +184,17 @@ class Bundle:
         assert state.initial is not None
         dtype = next(item.dtype for item in self.manifest.inputs if item.name == state.input)
         locate = self.linked_file if state.initial.linked else self.file
-        return map_initial_value(locate(state.initial.file), state.initial, dtype)
+        return _map_initial_value(locate(state.initial.file), state.initial, dtype)
+
+
+def _map_initial_value(file: Path, record: InitialRecord, dtype: str) -> Array:
+    """Return an initial value that shares the memory of its file, read-only; `dtype` is ONNX Runtime's name."""
+    element = numpy_type(dtype)
+    assert element is not None, "checked when the bundle was opened"
+    if not record.bytes:
+        return np.zeros(record.shape, element)
+    array = np.asarray(np.memmap(file, element, "r", record.offset, record.shape))
+    return array if array.flags.aligned else array.copy()
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -312,3 +325,78 @@ def compute_sha256(file: Path) -> str:
     """Return the SHA-256 of a file, without loading it whole."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------- bundles of a bundle
+
+
+# They run like any other bundle, from the same files; nothing is written. They have one route.
+
+
+def list_crossing_values(manifest: Manifest) -> Mapping[tuple[str, str], tuple[str, ...]]:
+    """Return the values that cross in one inference, by source and destination, in sending order."""
+    crossing: dict[tuple[str, str], list[str]] = {}
+    for device, program in manifest.programs.items():
+        for step in program:
+            if step.op == "send":
+                crossing.setdefault((device, step.peer), []).append(step.value)
+    return {ends: tuple(values) for ends, values in crossing.items()}
+
+
+def record_crossing_values(bundle: Bundle) -> Bundle:
+    """Return a bundle whose outputs are the values that cross between devices.
+
+    Each output has the name of its value. States are no longer stored: their inputs have to be fed. Crossing values
+    stay until the end of a request.
+    """
+    manifest = bundle.manifest
+    sent = {name: device for (device, _), names in list_crossing_values(manifest).items() for name in names}
+    programs = {
+        device: tuple(step for step in program if not (step.op == "free" and sent.get(step.value) == device))
+        for device, program in manifest.programs.items()
+    }
+    outputs = tuple(
+        OutputRecord(name=name, dtype=manifest.values[name].dtype, shape=manifest.values[name].shape, value=name)
+        for name in sent
+    )
+    updates = {"programs": programs, "outputs": outputs, "states": (), "routes": ()}
+    return replace(bundle, manifest=manifest.model_copy(update=updates))
+
+
+def extract_device_part(bundle: Bundle, device: str) -> Bundle:
+    """Return a bundle of one device's part.
+
+    Its inputs are those of the model that it reads, then the values that it received. Its outputs are those of the
+    model that it computes; it sends nothing. States are no longer stored: their inputs have to be fed. The part is that
+    of the first route that uses the device.
+    """
+    manifest = bundle.manifest
+    if (route := find_route_of_device(manifest, device)) is not None:
+        manifest = move_to_route(manifest, route)
+    program = manifest.programs.get(device, ())
+    segments = tuple(segment for segment in manifest.segments if segment.device == device)
+    segment_ids = {segment.id for segment in segments}
+    read = {name for segment in segments for name in segment.inputs}
+    computed = {name for segment in segments for name in segment.outputs}
+    received = [step.value for step in program if step.op == "receive"]
+    records = {name: manifest.values[name] for name in manifest.values if name in read | computed | set(received)}
+    inputs = [item for item in manifest.inputs if item.name in read]
+    inputs += [InputRecord(name=name, dtype=records[name].dtype, shape=records[name].shape) for name in received]
+    updates = {
+        "inputs": tuple(inputs),
+        "outputs": tuple(item for item in manifest.outputs if item.value in computed),
+        "states": (),
+        "routes": (),
+        "segments": segments,
+        "values": {
+            name: record.model_copy(
+                update={
+                    "producer": record.producer if name in computed else None,
+                    "readers": tuple(reader for reader in record.readers if reader in segment_ids),
+                }
+            )
+            for name, record in records.items()
+        },
+        "programs": {device: tuple(step for step in program if step.op in ("run", "free"))},
+    }
+    return replace(bundle, manifest=manifest.model_copy(update=updates))

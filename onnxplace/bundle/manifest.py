@@ -15,7 +15,7 @@ from onnxplace.target import Device, Link, LinkModel, Shared, Target
 from onnxplace.training_step import CarriedTensor, InferencePart, Labels, Parameter, TrainingStep
 from onnxplace.utils import read_field_docs
 
-SCHEMA_VERSION = "1.5"
+SCHEMA_VERSION = "1.0"
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
@@ -74,7 +74,7 @@ class StateRecord(Record):
     device: str
     """The device that keeps it between calls."""
     initial: InitialRecord | None = None
-    """Its value in the first call, unless it is fed; since format 1.4."""
+    """Its value in the first call, unless it is fed."""
 
 
 class ValueRecord(Record):
@@ -104,7 +104,7 @@ class SegmentRecord(Record):
     keeps_order: bool = False
     """Whether its session computes the nodes one by one in the order of the file, without fusing them."""
     planned_seconds: Seconds | None = None
-    """Predicted from the costs of its nodes; None if there was no trial; since format 1.5."""
+    """Predicted from the costs of its nodes; None if there was no trial."""
 
 
 class Step(Record):
@@ -193,7 +193,7 @@ class BatchingRecord(Record):
 
 
 class TrainingNodesRecord(Record):
-    """How many nodes of each phase a training step has, as placement counts them."""
+    """The number of nodes of each phase of a training step, as placement counts them."""
 
     forward: Bytes
     backward: Bytes
@@ -230,10 +230,6 @@ class Predicted(Record):
 
     Measured where there was a trial with requests in flight.
     """
-    running_bytes: Bytes = 0
-    """Memory of the whole process while it runs one request at a time; 0 where it was not predicted."""
-    opening_bytes: Bytes = 0
-    """Peak memory of the process while it opens sessions; 0 where it was not predicted."""
     request_seconds: Seconds = 0
     """Part of a step before its first segment begins and after its last one ends."""
 
@@ -266,13 +262,8 @@ class DeviceRecord(Record):
     compute_seconds: Seconds
     weights_bytes: Bytes
     peak_bytes: Bytes
-    """Of weights, each once, and values; bounded by the limit."""
+    """The most that weights, each once, and values take; bounded by the limit."""
     limit_bytes: Bytes
-    process_bytes: Bytes = 0
-    """Memory of a process that runs this device alone: sessions with copies of weights, values, and fragmentation.
-
-    Several CPU devices of a process share one arena, and its fragmentation. 0 on GPUs.
-    """
 
 
 class FileRecord(Record):
@@ -309,14 +300,14 @@ class DiagnosticRecord(Record):
     where: str = ""
     hint: str = ""
     figures: tuple[Figure, ...] = ()
-    """Names and seconds that the message compares, that of what was kept first; since format 1.5."""
+    """Names and seconds that the message compares, that of what was kept first."""
 
 
 class Manifest(Record):
     """Everything a runtime needs to know about a bundle, and the bundle's origin."""
 
     format: Literal["onnxplace bundle"] = "onnxplace bundle"
-    """Marks a folder as a bundle; missing in the first bundles."""
+    """Marks a folder as a bundle."""
     schema_version: str
     model: str
     model_digest: str
@@ -329,7 +320,7 @@ class Manifest(Record):
     inputs: tuple[InputRecord, ...]
     outputs: tuple[OutputRecord, ...]
     states: tuple[StateRecord, ...] = ()
-    """Values carried from call to call; since format 1.1."""
+    """Values carried from call to call."""
     segments: tuple[SegmentRecord, ...]
     values: dict[str, ValueRecord]
     programs: dict[str, tuple[Step, ...]]
@@ -342,18 +333,18 @@ class Manifest(Record):
     diagnostics: tuple[DiagnosticRecord, ...]
     files: dict[str, FileRecord]
     custom_operators: tuple[str, ...] = ()
-    """Operators that ONNX Runtime lacks, as `domain.Name`; they need a library; since format 1.1."""
+    """Operators that ONNX Runtime lacks, as `domain.Name`; they need a library."""
     repeats: tuple[RepeatRecord, ...] = ()
     sharding: ShardingRecord | None = None
     """None if no operator is split."""
     routes: tuple[RouteRecord, ...] = ()
-    """Further routes of requests; the programs, on their own devices, are the first route; since format 1.3."""
+    """Further routes of requests; the programs, on their own devices, are the first route."""
     batching: BatchingRecord | None = None
-    """Whether requests can be joined; None in formats before 1.3."""
+    """Whether requests can be joined; None if that was not examined."""
     training: TrainingRecord | None = None
-    """None if the model is no training step; since format 1.4."""
-    metadata: ModelMetadata | None = None
-    """What the ONNX file said of the model; since format 1.5."""
+    """None if the model is no training step."""
+    metadata: ModelMetadata = ModelMetadata()
+    """What the ONNX file said of the model."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
 

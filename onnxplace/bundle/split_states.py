@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onnxplace.bundle.manifest import Manifest, SplitStateRecord
-from onnxplace.errors import BundleError, FeedError
+from onnxplace.errors import FeedError
 from onnxplace.feeds import Array
 
 
@@ -79,18 +78,6 @@ class SplitStates:
     def whole_names(self) -> Mapping[str, tuple[str, ...]]:
         """Return the inputs of parts by whole state."""
         return {name: state.inputs for name, state in self._by_input.items()}
-
-
-def check_split_states(manifest: Manifest, file: Path) -> None:
-    """Raise BundleError unless the parts of split states are states of the bundle, with a size each."""
-    pairs = {(state.input, state.output) for state in manifest.states}
-    for state in manifest.sharding.states if manifest.sharding else ():
-        parts = list(zip(state.inputs, state.outputs))
-        complete = len(parts) == len(state.inputs) == len(state.outputs) > 0
-        sized = state.axis < 0 or len(state.sizes) == len(parts)
-        if not (complete and sized and pairs.issuperset(parts)):
-            message = f"the parts of state {state.input!r} are not states of the bundle, each with a size"
-            raise BundleError("N002", message, where=str(file), hint="the bundle is damaged; compile the model again")
 
 
 def _cut(state: SplitStateRecord, array: Array) -> list[Array]:

@@ -17,14 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from onnxplace.bundle.bundle import BUNDLE_FORMAT, MANIFEST_FILE
-from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import MAX_LISTED, Diagnostic, InputError, OnnxplaceError, UsageError
 from onnxplace.utils import (
     OCCUPIED_ERRORS,
-    OLD_SUFFIX,
     Lease,
     cannot_write_error,
     disk_error,
@@ -38,8 +34,6 @@ from onnxplace.utils import (
     write_refused_error,
 )
 
-# Every manifest without a `format` field, as the first versions wrote them, has these keys.
-_REQUIRED_KEYS = ("schema_version", "pipeline", "programs", "segments", "files")
 # Folders that `--force` may replace, each only by its own kind, and the file that marks it.
 OutputKind = Literal["bundle", "export"]
 EXPORT_FILE = "onnxplace-export.json"
@@ -62,16 +56,16 @@ class Staging:
     lease: Lease
     kind: OutputKind = "bundle"
 
-    def named(self, text: str) -> str:
+    def with_final_name(self, text: str) -> str:
         """Return a text with the unfinished bundle's name replaced by the finished one's."""
         return re.sub(rf"{re.escape(self.lease.path.name)}\.\w+", lambda _: self.path.name, text)
 
     def rename_in_error(self, problem: OnnxplaceError) -> OnnxplaceError:
         """Return an error whose texts name the finished bundle."""
-        texts = {"where": self.named(problem.where), "hint": self.named(problem.hint)}
-        return type(problem)(problem.code, self.named(problem.message), **texts)
+        texts = {"where": self.with_final_name(problem.where), "hint": self.with_final_name(problem.hint)}
+        return type(problem)(problem.code, self.with_final_name(problem.message), **texts)
 
-    def beside(self, ending: str) -> Path:
+    def sibling_path(self, ending: str) -> Path:
         """Return another temporary path like `folder`, removed at the end unless it is placed."""
         return self.lease.path_with_ending(ending)
 
@@ -163,15 +157,15 @@ def sweep_output(path: Path, *more: Path) -> list[Diagnostic]:
     folders = dict.fromkeys(folder.absolute() for folder in (path.parent, *more, Path(tempfile.gettempdir())))
     notes = []
     for folder in folders:
-        swept = sweep_leftovers(folder)
+        leftovers = sweep_leftovers(folder)
         notes += [
             Diagnostic(
                 "U035", "an interrupted compile had moved this bundle; it was restored", where=format_path(item.path)
             )
-            for item in swept
+            for item in leftovers
             if item.restored
         ]
-        if names := [item.path.name for item in swept if not item.restored]:
+        if names := [item.path.name for item in leftovers if not item.restored]:
             more_names = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
             message = f"removed leftovers of an interrupted process: {', '.join(names[:MAX_LISTED])}{more_names}"
             notes.append(Diagnostic("U034", message, where=format_path(folder)))
@@ -196,9 +190,9 @@ def _hold_lease_next_to(path: Path) -> Iterator[Lease]:
 
 def _try_place(staging: Staging, folder: Path) -> bool:
     """Move a folder to its place; returns False if other programs changed that meanwhile. Raises OSError."""
-    path, lease, kind = staging.path, staging.lease, staging.kind
+    path, kind = staging.path, staging.kind
     if not os.path.lexists(path):
-        if _rename_if_free(lease, folder, path):
+        if _rename_if_free(folder, path):
             return True
         if not staging.force:
             raise _occupied_error(path)
@@ -219,13 +213,11 @@ def _try_place(staging: Staging, folder: Path) -> bool:
     return True
 
 
-def _rename_if_free(lease: Lease, folder: Path, path: Path) -> bool:
+def _rename_if_free(folder: Path, path: Path) -> bool:
     """Rename a folder to a free path; returns False if the path is occupied. Raises OSError."""
     try:
-        if rename_new(folder, path):
-            return True
-        _claim_name(lease, path)
-        folder.rename(path)  # replaces an empty folder only
+        if not rename_new(folder, path):
+            folder.rename(path)  # replaces an empty folder only
     except OSError as problem:
         if problem.errno in OCCUPIED_ERRORS:
             return False
@@ -233,32 +225,17 @@ def _rename_if_free(lease: Lease, folder: Path, path: Path) -> bool:
     return True
 
 
-def _claim_name(lease: Lease, path: Path) -> None:
-    """Create an empty folder at a free path; raises FileExistsError."""
-    moved = lease.path_with_ending(OLD_SUFFIX).exists()  # then the lease names this path already
-    if not moved:
-        lease.note_move(path.name)
-    try:
-        path.mkdir()
-    except OSError:
-        if not moved:
-            lease.forget_move()
-        raise
-
-
 def _replace_in_two_steps(staging: Staging, folder: Path) -> bool:
     """Move the old bundle aside, then rename a folder to `path`; the end of the lease restores a missing one."""
-    lease, path = staging.lease, staging.path
-    old = lease.path_with_ending(OLD_SUFFIX)
+    path, old = staging.path, staging.lease.path_aside(staging.path)
     shutil.rmtree(old, ignore_errors=True)  # left by a previous attempt
-    lease.note_move(path.name)
     path.rename(old)
     try:
         _require_replaceable(old, path, staging.kind)
     except UsageError:
-        _rename_if_free(lease, old, path)
+        _rename_if_free(old, path)
         raise
-    return _rename_if_free(lease, folder, path)
+    return _rename_if_free(folder, path)
 
 
 def _require_replaceable(folder: Path, path: Path, kind: OutputKind) -> None:
@@ -300,15 +277,8 @@ def _require_only_own_files(folder: Path, path: Path, kind: OutputKind) -> None:
 def _read_bundle_files(folder: Path) -> set[str] | None:
     """Return the names of a bundle's files, manifest included; None if it is not a bundle."""
     data = _read_object(folder / MANIFEST_FILE)
-    if not isinstance(data.get("files"), dict):
+    if data.get("format") != BUNDLE_FORMAT or not isinstance(data.get("files"), dict):
         return None
-    if data.get("format", BUNDLE_FORMAT) != BUNDLE_FORMAT or not all(key in data for key in _REQUIRED_KEYS):
-        return None
-    if "format" not in data:  # written by a first version: then every field has to be valid
-        try:
-            Manifest.model_validate(data)
-        except ValidationError:
-            return None
     return {MANIFEST_FILE, *data["files"]}
 
 

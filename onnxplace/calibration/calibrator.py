@@ -11,16 +11,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onnxplace.calibration.contention import Contention, prepare_contention
 from onnxplace.calibration.link_fit import LinkFit, fit_link
 from onnxplace.calibration.microbenchmarks import (
     CallCosts,
+    Contention,
     HopSamples,
     estimate_undisturbed,
     prepare_calls,
+    prepare_contention,
     prepare_hops,
 )
-from onnxplace.calibration.samples import MIN_UNDISTURBED_SAMPLES, Samples, take_turns
+from onnxplace.calibration.probe_runs import MIN_UNDISTURBED_SAMPLES, Samples, take_turns
 from onnxplace.errors import UsageError
 from onnxplace.machine import available_memory_bytes, find_link_technology, require_device
 from onnxplace.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, LinkModel, Shared, Target

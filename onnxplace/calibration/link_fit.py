@@ -28,7 +28,7 @@ class Point:
     bytes: int
     seconds: float
     relative_error: float
-    """Of the fit: positive where it predicts more than was measured."""
+    """The error of the fit: positive where it predicts more than was measured."""
     outlier: bool
     """Whether the fit ignored it."""
 

@@ -19,22 +19,18 @@ import click
 
 from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
-from onnxplace.cli.completers import complete_passes, complete_runtimes
-from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, completion
-from onnxplace.cli.devices import devices
+from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, complete_passes, complete_runtimes, completion
+from onnxplace.cli.devices import devices, hosts
 from onnxplace.cli.doctor import doctor
 from onnxplace.cli.explain import explain
-from onnxplace.cli.export import export
-from onnxplace.cli.hosts import hosts
-from onnxplace.cli.merge import merge
-from onnxplace.cli.options import as_json, print_json, print_text, suggest_command
+from onnxplace.cli.export import export, merge
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
-from onnxplace.cli.progress import is_terminal
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
+from onnxplace.cli.shared_options import as_json, print_json, print_text, suggest_command
+from onnxplace.cli.terminal import add_verbosity_options, is_terminal, report_total_time
 from onnxplace.cli.train import train
-from onnxplace.cli.verbosity import add_verbosity_options, report_total_time
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, suggest_nearest
 from onnxplace.machine import register_ending_handler
@@ -108,7 +104,7 @@ def cli() -> None:
     """Split an ONNX model over several devices, and run it there.
 
     \b
-    Get started: onnxplace compile model.onnx --devices cpu:0,cpu:1 --shape batch=8
+    Get started:  onnxplace compile model.onnx --devices cpu:0,cpu:1 --shape batch=8
                  onnxplace verify model.bundle
                  onnxplace run model.bundle --inputs feeds.npz --outputs out.npz
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completers import complete_devices, complete_pipeline, complete_placers
-from onnxplace.cli.options import (
+from onnxplace.cli.completion import complete_devices, complete_pipeline, complete_placers
+from onnxplace.cli.report import report_option, require_report, write_page
+from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     budget_option,
@@ -25,7 +26,6 @@ from onnxplace.cli.options import (
     show_progress,
     with_operator_libraries,
 )
-from onnxplace.cli.report import report_option, require_report, write_page
 from onnxplace.errors import ModelError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from onnxplace.cli.completers import complete_devices
-from onnxplace.cli.options import as_json, print_json, print_text, show_progress
+from onnxplace.cli.completion import complete_devices
+from onnxplace.cli.shared_options import as_json, print_json, print_text, show_progress
 
 DEFAULT_OUTPUT = Path("onnxplace-doctor.json")
 # As shells report a process that SIGINT ended: 128 + 2.

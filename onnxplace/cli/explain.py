@@ -1,20 +1,71 @@
-"""The command `onnxplace explain`."""
+"""The command `onnxplace explain`: what docs/errors.md, which is a part of the package, says about an error code."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
-from onnxplace.cli.completers import complete_codes
-from onnxplace.cli.options import as_json, print_json, print_text
+from onnxplace.cli.shared_options import as_json, print_json, print_text
 from onnxplace.errors import UsageError, suggest_nearest
 
-if TYPE_CHECKING:
-    from onnxplace.cli.error_pages import ErrorPage
+# ---------------------------------------------------------------------------------------------------- the documentation
+
+
+# In the wheel, then in a source tree.
+_PLACES = tuple(folder / "docs" / "errors.md" for folder in Path(__file__).parents[1:3])
+_ROW = re.compile(r"^\| ([A-Z]\d{3}) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+_ENTRY = re.compile(r"^- \*\*([A-Z]\d{3})\*\* (.+?)\s\*\*Do:\*\*\s(.+?)(?=\n[-#\n]|\n*\Z)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]+\]\(([^)]+)\)")
+
+
+@dataclass(frozen=True)
+class ErrorPage:
+    """The explanation of an error code."""
+
+    code: str
+    exit: str
+    """The exit code, or `note`, or both."""
+    meaning: str
+    cause: str
+    """A usual cause; empty if the documentation has none."""
+    fix: str
+    """What to do."""
+
+
+@cache
+def read_error_pages() -> dict[str, ErrorPage]:
+    """Return the pages by code, in the order of the documentation.
+
+    >>> read_error_pages()["N001"].meaning
+    'not a bundle'
+    """
+    text = next(path for path in _PLACES if path.is_file()).read_text(encoding="utf-8")
+    entries = {code: (_plain(cause), _plain(fix)) for code, cause, fix in _ENTRY.findall(text)}
+    return {
+        code: ErrorPage(code, exit_code, _plain(meaning), *entries.get(code, ("", "")))
+        for code, exit_code, meaning in _ROW.findall(text)
+    }
+
+
+def _plain(text: str) -> str:
+    """Return a text in one line, with links as paths below docs/."""
+    return _LINK.sub(r"docs/\1", " ".join(text.split()))
+
+
+def complete_codes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the error codes that begin so."""
+    pages = read_error_pages().values()
+    return [CompletionItem(page.code, help=page.meaning) for page in pages if page.code.startswith(incomplete.upper())]
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
 
 COLUMNS = 100
 
@@ -24,7 +75,6 @@ COLUMNS = 100
 @as_json
 def explain(code: str | None, json_: bool) -> None:
     """Say what the error code CODE means, its usual cause, and what to do; without CODE, list all codes."""
-    from onnxplace.cli.error_pages import read_error_pages
     from onnxplace.report import format_table
 
     pages = read_error_pages()

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from onnxplace.cli.completers import complete_placers
-from onnxplace.cli.options import (
+from onnxplace.cli.completion import complete_placers
+from onnxplace.cli.report import report_option, require_report, write_page
+from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     budget_option,
@@ -22,7 +23,6 @@ from onnxplace.cli.options import (
     print_text,
     show_progress,
 )
-from onnxplace.cli.report import report_option, require_report, write_page
 from onnxplace.errors import UsageError, format_count, format_name
 from onnxplace.report import format_bytes, format_milliseconds, format_table
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     "--output",
     type=click.Path(path_type=Path),
     metavar="F.graphml",
-    help="Write the placed graph as GraphML or GEXF (F.gexf), with the device, start and finish of each node.",
+    help="Write the placed graph as GraphML, with the device, start and finish of each node.",
 )
 @click.option(
     "--graph-format",
-    type=click.Choice(["json", "graphml", "gexf"]),
+    type=click.Choice(["json", "graphml"]),
     help="Of GRAPH  [default: what its name ends in; json]",
 )
 @click.option(
@@ -80,7 +80,7 @@ def place(
     *, graph: Path, output: Path | None, graph_format: Any, devices: int | None, max_memory: str | None, links: Any,
     placement: Path | None, budget: float | None, strict: bool, report: Path | None, json_: bool, **options: Any
 ) -> None:  # fmt: skip
-    """Place the cost graph GRAPH (JSON, .graphml, .gexf, or one of them with .gz; docs/cost-graphs.md); no ONNX needed.
+    """Place the cost graph GRAPH (JSON, .graphml, or one of them with .gz; docs/cost-graphs.md); no ONNX needed.
 
     Prints how long a step takes and what each device holds; --json also prints the device of each node.
     """

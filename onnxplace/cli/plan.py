@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxplace.cli.completers import complete_devices
-from onnxplace.cli.options import (
+from onnxplace.cli.completion import complete_devices
+from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     describe_note,

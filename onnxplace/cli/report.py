@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxplace.cli.completers import BUNDLE_PATH
-from onnxplace.cli.options import as_json, print_json, print_text, show_progress
+from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.shared_options import as_json, print_json, print_text, show_progress
 from onnxplace.errors import UsageError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completers import BUNDLE_PATH
-from onnxplace.cli.options import (
+from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.shared_options import (
     as_json,
     inputs_option,
     make_no_outputs_error,
@@ -39,7 +39,7 @@ class RunPlan:
     """The options of the command, without those of inputs."""
 
     session_options: Mapping[str, Any]
-    """Of `InferenceSession`: the runtime, and where it runs."""
+    """Arguments of `InferenceSession`: the runtime, and where it runs."""
     repeat: int
     timeout: float | None
     outputs: Path | None
@@ -58,11 +58,11 @@ class RunSummary:
     """The outputs of the first run, and the time of a run."""
 
     outputs: Mapping[str, Any]
-    """By name, without carried states."""
+    """The outputs by name, without carried states."""
     seconds: float
-    """Of the first run, or the median of later ones."""
+    """The time of the first run, or the median of later ones."""
     copies: tuple[CopyStatus, ...]
-    """Of the bundle, if there are several."""
+    """The copies of the bundle, if there are several."""
 
 
 @click.command()

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onnxplace.cli.completers import BUNDLE_PATH
-from onnxplace.cli.options import (
+from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.shared_options import (
     as_json,
     note_core_shortage,
     print_json,

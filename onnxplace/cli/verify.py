@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completers import BUNDLE_PATH
-from onnxplace.cli.options import (
+from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.shared_options import (
     against_option,
     as_json,
     inputs_option,

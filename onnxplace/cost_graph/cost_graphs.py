@@ -39,7 +39,7 @@ from onnxplace.utils import parse_json, read_bytes
 if TYPE_CHECKING:
     import networkx
 
-    from onnxplace.cost_graph.graph_xml import AttributedGraph
+    from onnxplace.cost_graph.graphml import AttributedGraph
     from onnxplace.cost_graph.networkx_graphs import PlacedGraph
 
 DEVICE_MODEL = "cost-graph"
@@ -51,12 +51,12 @@ MAX_FILE_BYTES = 1 << 28
 def read_cost_graph(
     path: str | Path, graph_format: GraphFormat | None = None, device_count: int | None = None
 ) -> CostGraph:
-    """Read a cost graph from a file of JSON, GraphML or GEXF, gzipped or not.
+    """Read a cost graph from a file of JSON or GraphML, gzipped or not.
 
     Args:
         path: The file.
         graph_format: Of the file; by default from its ending, else JSON.
-        device_count: Devices without memory, for a file of GraphML or GEXF that names none.
+        device_count: Devices without memory, for a file of GraphML that names none.
 
     Raises:
         InputError: The file is no cost graph; the error names the file and the entry.
@@ -71,9 +71,9 @@ def read_cost_graph(
         raise InputError("D001", f"it holds more than {MAX_FILE_BYTES} bytes", where=where, hint="make it smaller")
     name = path.name.partition(".")[0]
     if kind != "json":
-        return _convert_attributed_graph(read_graph(data, kind, where), name, where, device_count=device_count)
+        return _convert_attributed_graph(read_graph(data, where), name, where, device_count=device_count)
     if data.lstrip().startswith(b"<"):
-        hint = "say what it is with --graph-format graphml or gexf, or let its name end so"
+        hint = "say what it is with --graph-format graphml, or let its name end so"
         raise InputError("D001", "not a cost graph: expected JSON, found XML", where=where, hint=hint)
     parsed = parse_json(data, "D001", "a cost graph", where)
     if not isinstance(parsed, dict):
@@ -82,7 +82,7 @@ def read_cost_graph(
 
 
 def write_cost_graph(path: str | Path, graph: CostGraph | State, placement: PlacedGraph | None = None) -> None:
-    """Write a cost graph, or a state with a Profile, as GraphML or GEXF, by the ending of its name.
+    """Write a cost graph, or a state with a Profile, as GraphML; `.gz` after `.graphml` compresses it.
 
     `placement` is what `onnxplace.driver.place_cost_graph` returned: nodes get device, colour, start and finish.
     Raises InputError for names that XML cannot hold, UsageError for another ending or place.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnxplace.cost_graph.graph_xml import AttributedGraph
+from onnxplace.cost_graph.graphml import AttributedGraph
 from onnxplace.errors import Diagnostic, InputError, format_value
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Csr, Floats, OpGraph

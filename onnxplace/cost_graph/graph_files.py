@@ -1,4 +1,4 @@
-"""Read and write GraphML and GEXF files of cost graphs, with ids that are not texts."""
+"""Read and write GraphML files of cost graphs, with ids that are not texts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from onnxplace.cost_graph.graph_attributes import KNOWN
-from onnxplace.cost_graph.graph_formats import read_graph_xml
-from onnxplace.cost_graph.graph_xml import AttributedGraph
+from onnxplace.cost_graph.graphml import AttributedGraph, read_graphml
 from onnxplace.errors import InputError, UsageError, format_value
 from onnxplace.utils import format_path, write_file
 
 if TYPE_CHECKING:
-    from xml.etree.ElementTree import Element
-
     import networkx
 
-GraphFormat = Literal["json", "graphml", "gexf"]
-GRAPH_FORMATS: tuple[GraphFormat, ...] = ("json", "graphml", "gexf")
+GraphFormat = Literal["json", "graphml"]
 # Characters that XML 1.0 cannot hold.
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 # The type of an id that is not a text is stored in the file.
@@ -32,16 +28,15 @@ _ID_TYPES: Mapping[str, type] = {"int": int, "float": float, "bool": bool}
 def format_of(path: Path) -> GraphFormat:
     """Return the format for the ending of a name, by default JSON.
 
-    >>> format_of(Path("placed.GEXF.gz")), format_of(Path("graph.json"))
-    ('gexf', 'json')
+    >>> format_of(Path("placed.GraphML.gz")), format_of(Path("graph.json"))
+    ('graphml', 'json')
     """
-    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
-    return {".graphml": "graphml", ".gexf": "gexf"}.get(suffix, "json")  # type: ignore[return-value]
+    return "graphml" if Path(path.name.lower().removesuffix(".gz")).suffix == ".graphml" else "json"
 
 
-def read_graph(data: bytes, graph_format: GraphFormat, where: str) -> AttributedGraph:
-    """Read a graph with attributes from GraphML or GEXF, and restore ids that are not texts."""
-    graph = read_graph_xml(data, graph_format, KNOWN, where)
+def read_graph(data: bytes, where: str) -> AttributedGraph:
+    """Read a graph with attributes from GraphML, and restore ids that are not texts."""
+    graph = read_graphml(data, KNOWN, where)
     ids = {text: _restored_id(text, attributes, where) for text, attributes in graph.nodes}
     if all(text is node_id for text, node_id in ids.items()):
         return graph
@@ -65,49 +60,24 @@ def _restored_id(text: Any, attributes: Mapping[str, Any], where: str) -> Hashab
 
 
 def require_graph_format(path: Path) -> None:
-    """Raise UsageError unless a name ends in .graphml or .gexf, perhaps with .gz."""
+    """Raise UsageError unless a name ends in .graphml, perhaps with .gz."""
     if format_of(path) == "json":
-        hint = "end it in .graphml (networkx, yEd, Gephi) or .gexf (Gephi); .gz after it compresses"
-        message = f"expected a file of GraphML or GEXF, got {format_value(path.name)}"
+        hint = "end it in .graphml (networkx, yEd, Gephi); .gz after it compresses"
+        message = f"expected a file of GraphML, got {format_value(path.name)}"
         raise UsageError("D009", message, where=format_path(path), hint=hint)
 
 
 def write_graph(path: Path, graph: networkx.MultiDiGraph[Any]) -> None:
-    """Write a graph from `to_networkx` as GraphML or GEXF, by the ending of the name."""
+    """Write a graph from `to_networkx` as GraphML; `.gz` after `.graphml` compresses it."""
+    from networkx.readwrite.graphml import GraphMLWriter
+
     require_graph_format(path)
     is_gzipped = path.name.lower().endswith(".gz")
-    write = _write_graphml if format_of(path) == "graphml" else _write_gexf
     stream = io.BytesIO()
-    write(_convert_to_texts(graph, format_path(path)), stream)
+    GraphMLWriter(_convert_to_texts(graph, format_path(path)), prettyprint=True).dump(stream)
     # XML reads a carriage return as a new line, except in attributes, where it is escaped already.
     data = stream.getvalue().replace(b"\r", b"&#13;")
     write_file(path, lambda file: file.write(gzip.compress(data, mtime=0) if is_gzipped else data))
-
-
-def _write_graphml(graph: networkx.MultiDiGraph[Any], stream: io.BytesIO) -> None:
-    from networkx.readwrite.graphml import GraphMLWriter
-
-    GraphMLWriter(graph, prettyprint=True).dump(stream)
-
-
-def _write_gexf(graph: networkx.MultiDiGraph[Any], stream: io.BytesIO) -> None:
-    """Write GEXF without a date, and with the machine, for which the format has no place, as description."""
-    from xml.etree.ElementTree import SubElement
-
-    from networkx.readwrite.gexf import GEXFWriter
-
-    for _, attributes in graph.nodes(data=True):
-        color = attributes.pop("color", None)
-        if color is not None:
-            channels = (int(color[at : at + 2], 16) for at in (1, 3, 5))
-            attributes["viz"] = {"color": {**dict(zip("rgb", channels)), "a": 1.0}}
-    writer = GEXFWriter(graph, prettyprint=True)
-    meta: Element | None = writer.xml.find("meta")
-    if meta is not None:
-        meta.attrib.clear()
-        described = {**graph.graph, "devices": json.loads(graph.graph["devices"])}
-        SubElement(meta, "description").text = json.dumps(described)
-    writer.write(stream)
 
 
 def _convert_to_texts(graph: networkx.MultiDiGraph[Any], where: str) -> networkx.MultiDiGraph[Any]:

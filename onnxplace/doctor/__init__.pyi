@@ -1,4 +1,6 @@
-from onnxplace.doctor.checks import CHECKS as CHECKS
-from onnxplace.doctor.examination import DEFAULT_SECONDS as DEFAULT_SECONDS, examine as examine
-from onnxplace.doctor.report import CheckResult as CheckResult, DoctorReport as DoctorReport
-from onnxplace.doctor.text import format_report as format_report
+from onnxplace.doctor.doctor_report import (
+    CheckResult as CheckResult,
+    DoctorReport as DoctorReport,
+    format_report as format_report,
+)
+from onnxplace.doctor.examination import CHECKS as CHECKS, DEFAULT_SECONDS as DEFAULT_SECONDS, examine as examine

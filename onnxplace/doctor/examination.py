@@ -1,31 +1,126 @@
-"""Run all checks, each group of them in a process of its own, and collect the results."""
+"""Run all checks, each group of them in a process of its own, and collect the results.
+
+The child notes each beginning and end of a check in a journal, which survives a crash.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from onnxplace.devices import find_kind, list_kind_names
-from onnxplace.doctor.checks import (
-    DEVICE_CHECKS,
-    KIND_CHECKS,
-    LONE_CHECKS,
-    MACHINE_CHECKS,
-    OPEN_CHECKS,
-    PAIR_CHECKS,
-    TIMED_CHECKS,
+from onnxplace.doctor.check_context import Check, CheckContext, CheckFailedError, CheckSkippedError
+from onnxplace.doctor.device_checks import check_copies, check_memory, check_operators, check_order
+from onnxplace.doctor.doctor_report import EXIT_CHECK, CheckResult, DoctorReport, Status
+from onnxplace.doctor.machine_checks import check_compiler, check_environment, check_find, check_open
+from onnxplace.doctor.session_checks import (
+    check_call,
+    check_contract,
+    check_faults,
+    check_link,
+    check_prediction,
 )
-from onnxplace.doctor.context import Check
-from onnxplace.doctor.report import EXIT_CHECK, CheckResult, DoctorReport
-from onnxplace.doctor.worker import Job, run_checks
-from onnxplace.errors import UsageError
+from onnxplace.errors import OnnxplaceError, UsageError, format_one_line
 from onnxplace.target import parse_devices
 from onnxplace.utils import ChildProcess, start_child, temporary_folder
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+# The first use on a machine compiles loops, on slow machines for minutes.
+FIRST_USE_SECONDS = 300.0
+# Profiling and calibration open many sessions.
+SLOW_SECONDS = 180.0
+
+MACHINE_CHECKS = (Check("environment", check_environment), Check("compiler", check_compiler, FIRST_USE_SECONDS))
+KIND_CHECKS = (Check("find", check_find),)
+OPEN_CHECKS = (Check("open", check_open),)
+DEVICE_CHECKS = (
+    Check("operators", check_operators),
+    Check("contract", check_contract),
+    Check("call", check_call),
+)
+PAIR_CHECKS = (
+    Check("copies", check_copies),
+    Check("contract", check_contract),
+    Check("order", check_order),
+    Check("faults", check_faults),
+    Check("memory", check_memory),
+    Check("link", check_link, SLOW_SECONDS),
+    Check("prediction", check_prediction, SLOW_SECONDS),
+)
+# Also on a single device if there is no other one.
+LONE_CHECKS = tuple(check for check in PAIR_CHECKS if check.name not in ("contract", "memory", "link"))
+CHECKS = {check.name: check for check in (*MACHINE_CHECKS, *KIND_CHECKS, *OPEN_CHECKS, *DEVICE_CHECKS, *PAIR_CHECKS)}
+# Those that use the seconds of their context.
+TIMED_CHECKS = ("call", "order", "link")
+
+
+# ---------------------------------------------------------------------------------------------------- the child process
+
+
+NO_TIME_LEFT = "no time was left: give more --seconds, or fewer --devices"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Checks to run in one process."""
+
+    checks: tuple[str, ...]
+    devices: tuple[str, ...]
+    seconds: float
+    """About how long each check that measures may take."""
+    deadline: float
+    """When no further check begins, in seconds of `time.time`."""
+    journal: Path
+
+
+def run_checks(job: Job) -> None:
+    """Run the checks of a job, one after the other."""
+    with job.journal.open("a", encoding="utf-8") as journal, temporary_folder() as folder:
+
+        def note(**entry: Any) -> None:
+            journal.write(json.dumps(entry) + "\n")
+            journal.flush()
+
+        for number, name in enumerate(job.checks):
+            if time.time() > job.deadline:
+                note(result=asdict(CheckResult(name, job.devices, "skipped", NO_TIME_LEFT)))
+                continue
+            note(begins=name)
+            own_folder = folder / str(number)
+            own_folder.mkdir()
+            note(result=asdict(_run_check(CHECKS[name], CheckContext(job.devices, job.seconds, own_folder))))
+        note(ended=True)
+
+
+def _run_check(check: Check, context: CheckContext) -> CheckResult:
+    """Run a check; whatever it raises becomes its result."""
+    began = time.perf_counter()
+    status: Status = "ok"
+    detail = ""
+    figures: Mapping[str, Any] = {}
+    try:
+        finding = check.run(context)
+        detail, figures = finding.detail, finding.figures
+    except CheckSkippedError as reason:
+        status, detail = "skipped", str(reason)
+    except CheckFailedError as problem:
+        status, detail = "failed", str(problem)
+    except OnnxplaceError as problem:
+        status, detail = "failed", format_one_line(problem)
+    except Exception as problem:  # noqa: BLE001 - also of plugins and drivers
+        status, detail = "failed", f"{type(problem).__name__}: {format_one_line(problem)}"
+    return CheckResult(check.name, context.devices, status, detail, time.perf_counter() - began, figures)
+
+
+# ------------------------------------------------------------------------------------------------------ the examination
+
 
 DEFAULT_SECONDS = 120.0
 MAX_SECONDS = 86400.0

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest, Staging
+from onnxplace.bundle import Bundle, DiagnosticRecord, Staging
 from onnxplace.driver.decision import Candidate, Comparison, Strategy, parse_passes, predict
 from onnxplace.driver.options import CompileSettings
 from onnxplace.driver.throughput import format_rate, report_plain_session
@@ -90,7 +90,7 @@ def finish_bundle(
     else:
         faster = _report_faster_device(kept, manifest.predicted.step_seconds)
     manifest = manifest if rate is None else apply_rate_trial(manifest, rate)
-    kept = kept.with_notes(*(obstacles or ()), *faster, *_report_exceeded_limits(manifest))
+    kept = kept.with_notes(*(obstacles or ()), *faster)
     # Emitting twice repeats notes.
     notes = tuple(_name_result(note, staging) for note in dict.fromkeys(kept.state.diagnostics))
     kept = replace(kept, state=replace(kept.state, diagnostics=notes))
@@ -173,7 +173,7 @@ class _Trials:
 
     def _write(self, candidate: Candidate, ending: str) -> Candidate:
         """Write a bundle next to the first one."""
-        return candidate.write(self._staging.beside(ending))
+        return candidate.write(self._staging.sibling_path(ending))
 
     def _compare_steps(self, candidates: Sequence[Candidate]) -> Candidate:
         """Return the candidate with the shortest step."""
@@ -309,7 +309,7 @@ def _measure_ratios(candidate: Candidate, trial: RateTrial) -> Floats:
 
 def _name_result(note: Diagnostic, staging: Staging) -> Diagnostic:
     """Return a note with the path of the finished bundle."""
-    message, where, hint = map(staging.named, (note.message, note.where, note.hint))
+    message, where, hint = map(staging.with_final_name, (note.message, note.where, note.hint))
     return replace(note, message=message, where=where, hint=hint)
 
 
@@ -346,21 +346,3 @@ def _report_faster_device(candidate: Candidate, step_seconds: float) -> list[Dia
     expected = f"{format_milliseconds(faster[1])} a step, the bundle {format_milliseconds(step_seconds)}"
     message, device = f"one device is expected to be faster: {expected}", candidate.state.target.devices[faster[0]]
     return [Diagnostic("P011", message, where=device.id, hint="try --placer single")]
-
-
-def _report_exceeded_limits(manifest: Manifest) -> list[Diagnostic]:
-    """Return a note for each device whose sessions exceed its memory limit.
-
-    The limit bounds weights and values; each session has copies of weights.
-    """
-    return [
-        Diagnostic(
-            "P013",
-            f"its sessions and values take {device.process_bytes} bytes of the process, more than its limit of "
-            f"{device.limit_bytes}: each session has its own copy of the weights that it reads",
-            where=device.id,
-            hint="the limit bounds values and one copy of each weight; lower it to keep the process within it",
-        )
-        for device in manifest.devices
-        if device.process_bytes > device.limit_bytes
-    ]

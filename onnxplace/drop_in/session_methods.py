@@ -182,11 +182,8 @@ class SessionMethods(ABC):
         return [_describe(item) for item in self._bundle.inputs if item.optional]
 
     def get_modelmeta(self) -> ModelMetadata:
-        """Return what the ONNX file said of the model, with the attributes of `onnxruntime.ModelMetadata`.
-
-        Bundles before format 1.5 know the name of the graph only.
-        """
-        return self._bundle.manifest.metadata or ModelMetadata(graph_name=self._bundle.manifest.model)
+        """Return what the ONNX file said of the model, with the attributes of `onnxruntime.ModelMetadata`."""
+        return self._bundle.manifest.metadata
 
     def get_session_options(self) -> Any:
         """Return the `sess_options` of this session, or defaults; most have no effect on a bundle."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from onnxplace.bundle import (
     Bundle,
-    DeviceRecord,
     SegmentRecord,
     list_crossing_values,
     list_routes,
@@ -23,11 +22,10 @@ from onnxplace.bundle import (
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation.memory_use import BundleMemory, measure_memory
 from onnxplace.evaluation.step_inputs import RepeatedStep
-from onnxplace.evaluation.trial import measure_segment_seconds
+from onnxplace.evaluation.trial import count_process_bytes, measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer, find_plugin
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Event, EventKind, Runtime, RuntimeSession, open_session
-from onnxplace.target import split_host
 from onnxplace.traces import RequestTimeline, TraceRecorder
 
 WARM_UP_RUNS = 2
@@ -37,14 +35,15 @@ TRACED_PER_REQUEST = 8
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """A device in one inference; None for values that were not predicted or not measured."""
+    """A device in one inference; None for values that were not measured."""
 
     id: str
     predicted_busy_seconds: float
     busy_seconds: float
-    predicted_peak_bytes: int | None
-    """Predicted memory: for a CPU device, that of its part of the process; for a GPU, weights and values."""
+    predicted_peak_bytes: int
+    """Weights, each once, and values."""
     peak_bytes: int | None
+    """Memory of the device's part of the process, or of the GPU."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,9 @@ class LinkUse:
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """Memory of the process that opens and runs the bundle; None for values not predicted or not measured."""
+    """Memory of the process that opens and runs the bundle; None for values not measured."""
 
-    predicted_opening_bytes: int | None
     opening_bytes: int | None
-    predicted_running_bytes: int | None
     running_bytes: int | None
 
 
@@ -149,7 +146,7 @@ def measure_usage(
     return DeviceUsage(
         devices=_compare_devices(bundle, busy, memory),
         links=_compare_links(bundle, traced, crossed),
-        process=_compare_process(bundle, memory),
+        process=_describe_process(memory),
         timelines=traced.timelines,
         notes=(*notes, *memory.notes),
     )
@@ -198,7 +195,7 @@ def _record_crossing(
     crossing = {name for names in list_crossing_values(manifest).values() for name in names}
     if not crossing:
         return {}, ()
-    needs = manifest.predicted.running_bytes + sum(manifest.values[name].bytes for name in crossing)
+    needs = count_process_bytes(manifest) + sum(manifest.values[name].bytes for name in crossing)
     if needs > (free := available_memory_bytes()):
         message = f"values that cross were not recorded: that needs {needs} bytes of memory, {free} are free"
         return None, (Diagnostic("C020", message, where=manifest.model),)
@@ -233,18 +230,11 @@ def _compare_devices(bundle: Bundle, busy: Mapping[str, float], memory: BundleMe
             id=device.id,
             predicted_busy_seconds=device.compute_seconds,
             busy_seconds=busy.get(device.id, 0.0),
-            predicted_peak_bytes=_get_predicted_bytes(device),
+            predicted_peak_bytes=device.peak_bytes,
             peak_bytes=memory.device_bytes.get(device.id),
         )
         for device in bundle.manifest.devices
     )
-
-
-def _get_predicted_bytes(device: DeviceRecord) -> int | None:
-    """Return the predicted memory of a device's part; older bundles do not have it for CPU devices."""
-    if not split_host(device.id)[1].startswith("cpu:"):
-        return device.peak_bytes
-    return device.process_bytes or (0 if not device.nodes else None)
 
 
 def _compare_links(bundle: Bundle, traced: TracedRequests, crossed: Mapping[str, Any] | None) -> tuple[LinkUse, ...]:
@@ -269,12 +259,10 @@ def _compare_links(bundle: Bundle, traced: TracedRequests, crossed: Mapping[str,
     return tuple(links)
 
 
-def _compare_process(bundle: Bundle, memory: BundleMemory) -> ProcessUse:
-    predicted, process = bundle.manifest.predicted, memory.process
+def _describe_process(memory: BundleMemory) -> ProcessUse:
+    process = memory.process
     return ProcessUse(
-        predicted_opening_bytes=predicted.opening_bytes or None,
         opening_bytes=process.opening_bytes if process else None,
-        predicted_running_bytes=predicted.running_bytes or None,
         running_bytes=process.running_bytes if process else None,
     )
 

@@ -36,6 +36,7 @@ from onnxplace.feeds import Array
 from onnxplace.machine import (
     DOUBTFUL_WAITING_SHARE,
     MAX_CREDIBLE_WAITING_SHARE,
+    RUNTIME_BYTES,
     RepeatPolicy,
     Runs,
     available_cores,
@@ -46,6 +47,7 @@ from onnxplace.machine import (
 )
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Runtime, RuntimeSession
+from onnxplace.target import split_host
 from onnxplace.utils import report_progress, write_file
 
 # Clocks and caches settle within this time, and sessions within these steps.
@@ -88,13 +90,18 @@ def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
     for manifest in (bundle.manifest for bundle in bundles):
         if problem := _find_missing_gpu(manifest) or find_core_shortage(manifest):
             return replace(problem, code="C020", message=f"no trial was run: {problem.message}")
-    predictions = [bundle.manifest.predicted for bundle in bundles]
-    needs, free = sum(max(p.running_bytes, p.opening_bytes) for p in predictions), available_memory_bytes()
+    needs, free = sum(count_process_bytes(bundle.manifest) for bundle in bundles), available_memory_bytes()
     if needs <= free:
         return None
     subject = "it needs" if len(bundles) == 1 else f"{len(bundles)} bundles need"
     message = f"no trial was run: {subject} {needs} bytes of memory, {free} are free"
     return Diagnostic("C020", message, where=bundles[0].manifest.model)
+
+
+def count_process_bytes(manifest: Manifest) -> int:
+    """Return the memory of a process that runs a bundle: its own, and weights and values on CPU devices."""
+    on_host = (device for device in manifest.devices if split_host(device.id)[1].startswith("cpu:"))
+    return RUNTIME_BYTES + sum(device.peak_bytes for device in on_host)
 
 
 def find_core_shortage(manifest: Manifest) -> Diagnostic | None:

@@ -1,6 +1,7 @@
 from onnxplace.export.exporting import (
     FORMATS as FORMATS,
     Exported as Exported,
+    ExportOptions as ExportOptions,
     export_bundle as export_bundle,
 )
 from onnxplace.export.merging import (
@@ -8,4 +9,3 @@ from onnxplace.export.merging import (
     describe_merged as describe_merged,
     merge_bundle as merge_bundle,
 )
-from onnxplace.export.options import ExportOptions as ExportOptions

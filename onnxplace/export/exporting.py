@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -12,9 +12,27 @@ from typing import cast
 from onnxplace._version import __version__
 from onnxplace.bundle import EXPORT_FILE, EXPORT_FORMAT, Bundle, Manifest, prepare_output, stage_output
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_count, format_names, suggest_nearest
-from onnxplace.export.bundle_models import BundleModels
-from onnxplace.export.options import ExportOptions
+from onnxplace.export.segment_models import BundleModels
 from onnxplace.utils import cannot_write_error, disk_error, format_path
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options that only some formats have."""
+
+    layout: str = "auto"
+    """triton: `ensemble` (a model for each segment), `python` (one model that runs the bundle), or `auto`."""
+    name: str = ""
+    """triton: name of the model that clients call; by default that of the ONNX graph."""
+    max_batch: int = 0
+    """triton: the most rows of requests that one model joins; 0 joins none."""
+    config: Path | None = None
+    """ort-genai: the genai_config.json of the whole model, whose other fields are kept."""
+
+    def list_given(self) -> list[str]:
+        """Return the names of the options that differ from their defaults."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+
 
 Writer = Callable[[BundleModels, Path, ExportOptions], tuple[Diagnostic, ...]]
 """Fills an empty folder with the files of a format, and returns notes."""
@@ -24,7 +42,7 @@ FORMATS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "stages": ("onnxplace.export.plain_stages:write_stages", ()),
     "triton": ("onnxplace.export.triton:write_triton", ("layout", "name", "max_batch")),
     "ort-genai": ("onnxplace.export.ort_genai:write_genai_model", ("config",)),
-    "onnx-metadata": ("onnxplace.export.onnx_metadata:write_annotated_model", ()),
+    "onnx-metadata": ("onnxplace.export.annotated_model:write_annotated_model", ()),
 }
 
 

@@ -12,9 +12,8 @@ from onnx import GraphProto, ModelProto, NodeProto, StringStringEntryProto, Tens
 
 from onnxplace.bundle import Bundle, Manifest
 from onnxplace.errors import Diagnostic, UsageError, format_count
-from onnxplace.export.bundle_models import BundleModels, SegmentModel, describe_values
+from onnxplace.export.segment_models import BundleModels, SegmentModel, describe_values
 from onnxplace.model import MAX_INLINE_BYTES, WeightFile, tensor_size
-from onnxplace.model_metadata import ModelMetadata
 from onnxplace.training_step import TRAINING_KEY
 from onnxplace.utils import (
     cannot_write_error,
@@ -175,7 +174,7 @@ def build_whole_model(
         output=describe_values(manifest.outputs),
     )
     header = models.header
-    said = manifest.metadata or ModelMetadata()
+    said = manifest.metadata
     graph.doc_string = said.graph_description
     entries = dict(said.custom_metadata_map)
     if manifest.training is not None and any(segment.record.keeps_order for segment in models.segments):

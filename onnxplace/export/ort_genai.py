@@ -10,10 +10,8 @@ from typing import Any
 
 from onnxplace.bundle import Manifest
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_names, format_value
-from onnxplace.export.bundle_models import BundleModels, SegmentModel
-from onnxplace.export.exporting import note_routes, require_one_host
-from onnxplace.export.options import ExportOptions
-from onnxplace.export.segment_files import write_segment_files
+from onnxplace.export.exporting import ExportOptions, note_routes, require_one_host
+from onnxplace.export.segment_models import BundleModels, SegmentModel, write_segment_files
 from onnxplace.target import Device
 from onnxplace.utils import format_path, read_json
 

@@ -10,10 +10,8 @@ from typing import Any
 
 from onnxplace.devices import find_kind
 from onnxplace.errors import Diagnostic
-from onnxplace.export.bundle_models import BundleModels
-from onnxplace.export.exporting import note_routes, require_one_host
-from onnxplace.export.options import ExportOptions
-from onnxplace.export.segment_files import write_segment_files
+from onnxplace.export.exporting import ExportOptions, note_routes, require_one_host
+from onnxplace.export.segment_models import BundleModels, write_segment_files
 from onnxplace.target import Device
 
 PLAN_FILE, SCRIPT_FILE = "stages.json", "run.py"

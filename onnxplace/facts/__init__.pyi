@@ -1,27 +1,21 @@
-from onnxplace.facts.costs import (
+from onnxplace.facts.fact_records import (
+    Clusters as Clusters,
+    Emitted as Emitted,
+    Groups as Groups,
+    Instruction as Instruction,
+    MicroBatches as MicroBatches,
+    Placement as Placement,
     Profile as Profile,
     Quality as Quality,
+    Recomputation as Recomputation,
     Repeat as Repeat,
-    Source as Source,
-)
-from onnxplace.facts.placement import (
-    Clusters as Clusters,
-    Groups as Groups,
-    Placement as Placement,
-    Schedule as Schedule,
-)
-from onnxplace.facts.programs import (
-    Emitted as Emitted,
-    Instruction as Instruction,
     Route as Route,
     Routes as Routes,
+    Schedule as Schedule,
     Segment as Segment,
     Segments as Segments,
-)
-from onnxplace.facts.rewriting import (
-    MicroBatches as MicroBatches,
-    Recomputation as Recomputation,
     ShardedKind as ShardedKind,
     Shards as Shards,
+    Source as Source,
     SplitState as SplitState,
 )

@@ -1,14 +1,12 @@
 from onnxplace.feeds.dimensions import (
+    MAX_DIMENSION as MAX_DIMENSION,
+    MAX_RANK as MAX_RANK,
     complete_dimensions as complete_dimensions,
     dimension_keys as dimension_keys,
     dimensions_of_feeds as dimensions_of_feeds,
+    drop_derived_sizes as drop_derived_sizes,
     resolve_shapes as resolve_shapes,
     symbols_of_dimension as symbols_of_dimension,
-)
-from onnxplace.feeds.expressions import (
-    MAX_DIMENSION as MAX_DIMENSION,
-    MAX_RANK as MAX_RANK,
-    drop_derived_sizes as drop_derived_sizes,
 )
 from onnxplace.feeds.feeds import (
     Array as Array,

@@ -1,4 +1,4 @@
-from onnxplace.graph.kernels import (
+from onnxplace.graph.graph_kernels import (
     cluster_edges as cluster_edges,
     group_items as group_items,
     is_acyclic as is_acyclic,

@@ -62,7 +62,7 @@ class Csr:
         Raises:
             ValueError: A key is not from 0 to `count` - 1.
         """
-        from onnxplace.graph.kernels import group_items
+        from onnxplace.graph.graph_kernels import group_items
 
         if len(keys) and not 0 <= keys.min() <= keys.max() < count:
             raise ValueError(f"expected keys from 0 to {count - 1}, got {keys.min()} to {keys.max()}")
@@ -136,7 +136,7 @@ class OpGraph:
     @cached_property
     def order(self) -> Ints:
         """Return the nodes in topological order, lower index first; raise ValueError for a cycle."""
-        from onnxplace.graph.kernels import topological_order
+        from onnxplace.graph.graph_kernels import topological_order
 
         waiting, successors = np.diff(self.predecessors.starts), self.successors
         heap, order = np.empty((2, len(self)), dtype=np.int32)
@@ -228,7 +228,7 @@ class OpGraph:
 
     def _inner_peak(self, cluster: Ints, inner: Bools, count: int) -> Longs:
         """Return the most memory that inner values and workspaces of each cluster need at one time."""
-        from onnxplace.graph.kernels import inner_peak
+        from onnxplace.graph.graph_kernels import inner_peak
 
         roots = self.alias_roots
         # A buffer that leaves its cluster as a view is counted there, not inside.

@@ -1,5 +1,4 @@
 from onnxplace.machine import measurement_cache as measurement_cache
-from onnxplace.machine.guarded_session import GuardedSession as GuardedSession
 from onnxplace.machine.hardware import (
     RUNTIME_BYTES as RUNTIME_BYTES,
     assign_cores as assign_cores,
@@ -18,12 +17,26 @@ from onnxplace.machine.interrupts import (
     prepare_interrupts as prepare_interrupts,
     register_ending_handler as register_ending_handler,
 )
+from onnxplace.machine.ort_sessions import (
+    GuardedSession as GuardedSession,
+    end_openings as end_openings,
+    is_foreign_error as is_foreign_error,
+    list_operator_libraries as list_operator_libraries,
+    make_session_options as make_session_options,
+    open_session as open_session,
+    pin_thread as pin_thread,
+    require_interpreter as require_interpreter,
+    use_custom_operators as use_custom_operators,
+    uses_optimisations as uses_optimisations,
+    without_optimisations as without_optimisations,
+)
 from onnxplace.machine.ort_values import (
     count_bytes as count_bytes,
     is_absent as is_absent,
     is_copyable_tensor as is_copyable_tensor,
     is_native_array as is_native_array,
     is_native_type as is_native_type,
+    make_runner as make_runner,
     to_ort_value as to_ort_value,
     to_ort_value_if_possible as to_ort_value_if_possible,
     to_python as to_python,
@@ -36,18 +49,6 @@ from onnxplace.machine.repeated_runs import (
     MIN_RUNS as MIN_RUNS,
     RepeatPolicy as RepeatPolicy,
     Runs as Runs,
+    longest_wait as longest_wait,
+    read_run_delays as read_run_delays,
 )
-from onnxplace.machine.run_delay import longest_wait as longest_wait, read_run_delays as read_run_delays
-from onnxplace.machine.sessions import (
-    end_openings as end_openings,
-    is_foreign_error as is_foreign_error,
-    list_operator_libraries as list_operator_libraries,
-    make_session_options as make_session_options,
-    open_session as open_session,
-    pin_thread as pin_thread,
-    require_interpreter as require_interpreter,
-    use_custom_operators as use_custom_operators,
-    uses_optimisations as uses_optimisations,
-    without_optimisations as without_optimisations,
-)
-from onnxplace.machine.whole_runs import make_runner as make_runner

@@ -5,27 +5,43 @@ Functions are inlined, constants lifted, names unique, and nodes in topological 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, helper
+import numpy as np
+from numpy.typing import NDArray
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    OperatorSetIdProto,
+    SparseTensorProto,
+    TensorProto,
+    ValueInfoProto,
+    helper,
+    numpy_helper,
+)
+from onnx.inliner import inline_local_functions
+from onnx.shape_inference import infer_shapes
 
-from onnxplace.errors import ModelError
+from onnxplace.errors import MAX_LISTED, ModelError
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
-from onnxplace.model.constants import make_dense, read_constant
-from onnxplace.model.local_functions import inline_functions, require_no_recursion
 from onnxplace.model.nested_graphs import (
     assign_unique_names,
     iterate_graph_texts,
     iterate_node_texts,
+    iterate_reads,
     iterate_tensors,
     make_self_contained,
     walk_nodes,
 )
-from onnxplace.model.node_order import index_producers, sort_topologically
-from onnxplace.model.schemas import merge_opsets, require_form
-from onnxplace.model.tensors import check_tensor, find_unknown_element
+from onnxplace.model.operator_checks import find_since_version, merge_opsets, name_attribute_type, require_form
+from onnxplace.model.tensors import check_tensor, embed_tensor, find_unknown_element, require_shape, tensor_size
 from onnxplace.utils import claim_name
 
 
@@ -172,3 +188,249 @@ def _return_initializers(
         sources[output.name] = value
         nodes.append(helper.make_node("Identity", [output.name], [value], name=claim_name(value, taken_nodes)))
     return sources
+
+
+# ------------------------------------------------------------------------------------------------------ local functions
+
+
+MAX_NESTED_CALLS = 100
+"""The inliner of onnx, and this module, follow calls by recursion."""
+
+
+def require_no_recursion(proto: ModelProto, where: str) -> None:
+    """Raise ModelError if a local function calls itself, directly or through others."""
+    functions = {(f.domain, f.name): f for f in proto.functions}
+    checked: set[tuple[str, str]] = set()
+
+    def visit(key: tuple[str, str], path: tuple[tuple[str, str], ...]) -> None:
+        if len(path) > MAX_NESTED_CALLS and key in functions:
+            message = f"its local functions call each other more than {MAX_NESTED_CALLS} deep"
+            raise ModelError("M009", message, where=where, hint="export the model without functions")
+        if key in path:
+            calls = " -> ".join(f"{domain}.{name}" for domain, name in (*path[path.index(key) :], key))
+            raise ModelError("M009", f"a local function calls itself: {calls}", where=where, hint="unroll it")
+        if key in functions and key not in checked:
+            for node in walk_nodes(functions[key].node):
+                visit((node.domain, node.op_type), (*path, key))
+            checked.add(key)
+
+    for key in functions:
+        visit(key, ())
+
+
+def inline_functions(proto: ModelProto, where: str) -> ModelProto:
+    """Return the model without local functions.
+
+    Raises ModelError for one that cannot be inlined.
+    """
+    proto = _align_function_opsets(proto)
+    try:
+        inlined: ModelProto = inline_local_functions(proto)
+        if inlined.functions:  # those of another opset stay unless they may be converted
+            inlined = inline_local_functions(infer_shapes(proto), convert_version=True)
+    except Exception as problem:  # noqa: BLE001 - the inliner raises plain C++ errors
+        raise ModelError("M009", f"its local functions cannot be inlined: {problem}", where=where) from None
+    if inlined.functions:
+        name = inlined.functions[0].name
+        hint = "export the model with one opset for all functions"
+        raise ModelError("M009", f"its local function {name!r} cannot be inlined", where=where, hint=hint)
+    return inlined
+
+
+def _align_function_opsets(proto: ModelProto) -> ModelProto:
+    """Return the model with functions that import its own opsets.
+
+    A version changes only where it leaves all operators of the function the same.
+    """
+    versions = {entry.domain: entry.version for entry in merge_opsets(proto)}
+    result = ModelProto()
+    result.CopyFrom(proto)
+    for function in result.functions:
+        for entry in function.opset_import:
+            domain = "" if entry.domain == "ai.onnx" else entry.domain
+            operators = {n.op_type for n in walk_nodes(function.node) if n.domain in (domain, entry.domain)}
+            new, old = versions.get(domain, entry.version), entry.version
+            if all(find_since_version(op, old, domain) == find_since_version(op, new, domain) for op in operators):
+                entry.version = new
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------------ constants
+
+
+# Sparse weights beyond this size are refused: a few bytes in a file could fill the memory.
+MAX_DENSE_BYTES = 1 << 30
+# numpy keeps a reference for each string.
+_POINTER_BYTES = 8
+# Attribute of a Constant -> its type, and the type of the elements (UNDEFINED where the tensor declares it).
+_VALUE_ATTRIBUTES = {
+    "value_int": (AttributeProto.INT, TensorProto.INT64),
+    "value_ints": (AttributeProto.INTS, TensorProto.INT64),
+    "value_float": (AttributeProto.FLOAT, TensorProto.FLOAT),
+    "value_floats": (AttributeProto.FLOATS, TensorProto.FLOAT),
+    "value_string": (AttributeProto.STRING, TensorProto.STRING),
+    "value_strings": (AttributeProto.STRINGS, TensorProto.STRING),
+    "value": (AttributeProto.TENSOR, TensorProto.UNDEFINED),
+    "sparse_value": (AttributeProto.SPARSE_TENSOR, TensorProto.UNDEFINED),
+}
+
+
+def make_dense(sparse: SparseTensorProto, where: str, folder: Path | None) -> TensorProto:
+    """Return a sparse weight as a dense one.
+
+    Raises ModelError if the dense weight exceeds `MAX_DENSE_BYTES`, or for indices that do not fit the shape.
+    """
+    result = TensorProto(name=sparse.values.name, data_type=sparse.values.data_type, dims=sparse.dims)
+    place = f"{where}, weight {result.name!r}"
+    require_shape(result)
+    strings = result.data_type == TensorProto.STRING
+    size = math.prod(result.dims) * _POINTER_BYTES if strings else tensor_size(result)
+    if size > MAX_DENSE_BYTES:
+        message = f"as a dense weight it would take {size} bytes, expected at most {MAX_DENSE_BYTES}"
+        raise ModelError("M008", message, where=place, hint="store it dense, as external data")
+    try:
+        values, indices = _read_array(sparse.values, folder), _read_array(sparse.indices, folder)
+        array = np.full(tuple(sparse.dims), "" if strings else 0, dtype=values.dtype)
+        array.reshape(-1)[_compute_flat_indices(indices, values.size, array.shape)] = values.reshape(-1)
+    except (ValueError, IndexError, TypeError) as problem:
+        hint = "the model is damaged; export it again"
+        raise ModelError("M008", f"its sparse form is invalid: {problem}", where=place, hint=hint) from None
+    return numpy_helper.from_array(array, result.name)
+
+
+def _read_array(tensor: TensorProto, folder: Path | None) -> NDArray[Any]:
+    """Return the elements of a tensor, read from its file if necessary.
+
+    Raises ModelError for a wrong number of elements.
+    """
+    check_tensor(tensor)
+    return numpy_helper.to_array(embed_tensor(tensor, folder))
+
+
+def _compute_flat_indices(indices: NDArray[Any], count: int, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return the positions of sparse values in the flattened dense tensor.
+
+    Raises ValueError for invalid indices.
+    """
+    if indices.dtype != np.int64:
+        raise ValueError(f"its indices are {indices.dtype}, expected int64")
+    if indices.ndim not in (1, 2) or len(indices) != count or (indices.ndim == 2 and indices.shape[1] != len(shape)):
+        expected = f"[{count}] or [{count}, {len(shape)}]"
+        raise ValueError(f"its indices have shape {list(indices.shape)}, expected {expected}")
+    if indices.ndim == 2:
+        return np.asarray(np.ravel_multi_index(tuple(indices.T), shape))
+    if count and not 0 <= indices.min() <= indices.max() < math.prod(shape):
+        raise ValueError(
+            f"its indices go from {indices.min()} to {indices.max()}, expected 0 to {math.prod(shape) - 1}"
+        )
+    return indices
+
+
+def read_constant(node: NodeProto, where: str, folder: Path | None) -> TensorProto:
+    """Return the tensor of a Constant node, named as its output.
+
+    Raises ModelError for an invalid attribute.
+    """
+    attribute, place = node.attribute[0], f"{where}, node {node.name!r}"
+    if attribute.name not in _VALUE_ATTRIBUTES:
+        message = f"its attribute is {attribute.name!r}, expected one of {', '.join(_VALUE_ATTRIBUTES)}"
+        raise ModelError("M008", message, where=place, hint="export the model with a standard Constant")
+    expected, element_type = _VALUE_ATTRIBUTES[attribute.name]
+    has_tensor = {"value": attribute.HasField("t"), "sparse_value": attribute.HasField("sparse_tensor")}
+    if not has_tensor.get(attribute.name, attribute.type == expected):
+        given_type, expected_type = name_attribute_type(attribute.type), name_attribute_type(expected)
+        problem = "is empty" if given_type == expected_type else f"has type {given_type}"
+        message = f"its attribute {attribute.name!r} {problem}, expected a value of type {expected_type}"
+        raise ModelError("M008", message, where=place, hint="the model is damaged; export it again")
+    if attribute.name == "sparse_value":
+        tensor = make_dense(attribute.sparse_tensor, place, folder)
+    elif attribute.name == "value":
+        check_tensor(attribute.t)
+        tensor = TensorProto()
+        tensor.CopyFrom(attribute.t)
+    else:
+        value = helper.get_attribute_value(attribute)
+        is_list = attribute.name.endswith("s")
+        dims, elements = ([len(value)], list(value)) if is_list else ([], [value])
+        tensor = helper.make_tensor("", element_type, dims, elements)
+    tensor.name = node.output[0]
+    return tensor
+
+
+# ---------------------------------------------------------------------------------------------------- topological order
+
+
+def index_producers(nodes: Sequence[NodeProto], initializers: Collection[str], where: str) -> dict[str, int]:
+    """Return the index of each value's producer.
+
+    Raises ModelError for a value with two producers.
+    """
+    producers: dict[str, int] = {}
+    for index, node in enumerate(nodes):
+        for name in filter(None, node.output):
+            if name in producers or name in initializers:
+                place = f"{where}, node {node.name or node.op_type!r}"
+                hint = "the model is damaged; export it again"
+                raise ModelError("M013", f"value {name!r} has two producers, expected one", where=place, hint=hint)
+            producers[name] = index
+    return producers
+
+
+def sort_topologically(
+    nodes: Sequence[NodeProto], producers: Mapping[str, int], known: Collection[str], where: str
+) -> list[NodeProto]:
+    """Return the nodes in topological order.
+
+    Ties keep the order of the file.
+
+    Args:
+        nodes: Nodes with unique names, in any order.
+        producers: Value -> index of the node that produces it.
+        known: Inputs and initializers, which need no producer.
+        where: Place for error messages.
+
+    Raises:
+        ModelError: A value has no producer, or the graph has a cycle.
+    """
+    readers: list[list[int]] = [[] for _ in nodes]
+    missing_counts = [0] * len(nodes)
+    for index, node in enumerate(nodes):
+        for name in set(iterate_reads(node)):
+            if name in producers:
+                readers[producers[name]].append(index)
+                missing_counts[index] += 1
+            elif name not in known:
+                place, hint = f"{where}, node {node.name!r}", "the model is incomplete; export it again"
+                raise ModelError("M014", f"it reads {name!r}, which has no producer", where=place, hint=hint)
+    ready = [index for index, count in enumerate(missing_counts) if count == 0]
+    order: list[int] = []
+    while ready:
+        index = heapq.heappop(ready)
+        order.append(index)
+        for reader in readers[index]:
+            missing_counts[reader] -= 1
+            if missing_counts[reader] == 0:
+                heapq.heappush(ready, reader)
+    if len(order) < len(nodes):
+        cycle = _describe_cycle(nodes, producers, missing_counts)
+        raise ModelError("M015", f"the graph has a cycle: {cycle}", where=where)
+    return [nodes[index] for index in order]
+
+
+def _describe_cycle(nodes: Sequence[NodeProto], producers: Mapping[str, int], missing_counts: Sequence[int]) -> str:
+    """Describe one cycle among the nodes that never became ready."""
+
+    def find_blocking_producer(index: int) -> int:
+        indices = (producers[name] for name in iterate_reads(nodes[index]) if name in producers)
+        return next(producer for producer in indices if missing_counts[producer] > 0)
+
+    index = next(i for i, count in enumerate(missing_counts) if count > 0)
+    positions: dict[int, int] = {}
+    while index not in positions:
+        positions[index] = len(positions)
+        index = find_blocking_producer(index)
+    visited = list(positions)
+    names = [nodes[i].name for i in (*reversed(visited[positions[index] :]), visited[-1])]
+    if len(names) > MAX_LISTED + 1:
+        names[MAX_LISTED:-1] = [f"... ({len(names) - 1 - MAX_LISTED} more)"]
+    return " -> ".join(names)

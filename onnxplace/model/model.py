@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import onnx
 from onnx import (
     DeviceConfigurationProto,
@@ -22,21 +24,20 @@ from onnx import (
     TensorProto,
     TypeProto,
     ValueInfoProto,
+    helper,
+    numpy_helper,
 )
 
 from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
-from onnxplace.model.misjudged_shapes import Entries, find_misjudged_values
 from onnxplace.model.nested_graphs import iterate_reads
-from onnxplace.model.tensor_parts import embed_part
-from onnxplace.model.tensors import Fingerprint, strip_data, tensor_size
-from onnxplace.model.training_feeds import list_training_feeds
-from onnxplace.model.value_types import format_type, read_shape_entries
+from onnxplace.model.tensors import Fingerprint, embed_part, format_type, read_shape_entries, strip_data, tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from onnxplace.state import State
+
 
 # ONNX Runtime 1.30 and 1.31 take IR versions up to 13; 8 is the first that has everything we write.
 MIN_IR_VERSION, MAX_IR_VERSION = 8, 13
@@ -272,3 +273,104 @@ class Model:
 def declaration_of(value: ValueInfoProto, model: Model) -> Declared:
     """Describe an input or output of `model`."""
     return Declared(value.name, format_type(value.type), read_shape_entries(value.type), model.overridable(value.name))
+
+
+def list_training_feeds(
+    step: TrainingStep | None, initializers: Mapping[str, TensorProto], folder: Path | None
+) -> dict[str, Array]:
+    """Return initial states and learning rate, as far as the model has them, and 1 for the number of the step.
+
+    Random numbers would make moments that no optimiser has, such as negative squares, and diverge.
+    """
+    if step is None:
+        return {}
+    names = [*(state.input for state in step.list_states()), step.learning_rate]
+    base = "" if folder is None else str(folder)
+    feeds = {name: numpy_helper.to_array(initializers[name], base) for name in names if name in initializers}
+    return {**feeds, step.step: np.array(1, dtype=np.int64)} if step.step else feeds
+
+
+def store_for_session(
+    model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ()
+) -> tuple[bytes | Path, dict[str, str]]:
+    """Return a model as ONNX Runtime opens it.
+
+    Args:
+        model: The model.
+        folder: An empty folder, which takes the model and its weights if these exceed `MAX_INLINE_BYTES`.
+        more: Values that are to be outputs too.
+
+    Returns:
+        Serialised model or path of a file, and entries for the session's configuration.
+    """
+    if model.inline_bytes <= MAX_INLINE_BYTES:
+        return model.whole_proto(more=more).SerializeToString(), model.session_entries
+    with WeightFile(folder / "weights.bin", "weights.bin") as weights:
+        (folder / "whole.onnx").write_bytes(model.whole_proto(weights, more).SerializeToString())
+    return folder / "whole.onnx", {}
+
+
+# ----------------------------------------------------------------------------------------------------- misjudged shapes
+
+
+Entries = Sequence[int | str | None] | None
+"""Sizes and symbols per axis, None for unknown ones."""
+
+
+def find_misjudged_values(
+    nodes: Sequence[NodeProto], reads: Sequence[Sequence[str]], shapes: Mapping[str, Entries]
+) -> set[str]:
+    """Return the values whose inferred shapes may be wrong, with all that is computed from them.
+
+    Args:
+        nodes: In topological order.
+        reads: What each node reads, captured values included.
+        shapes: Inferred shape by value, as far as it is known.
+    """
+    misjudged = set[str]()
+    for node, names in zip(nodes, reads):
+        if not misjudged.isdisjoint(names) or (node.domain in ("", "ai.onnx") and _is_misjudged(node, shapes)):
+            misjudged.update(filter(None, node.output))
+    return misjudged
+
+
+def _is_misjudged(node: NodeProto, shapes: Mapping[str, Entries]) -> bool:
+    if node.op_type not in ("Concat", "PRelu", "ConvTranspose", "MaxPool", "AveragePool", "LpPool"):
+        return False
+    inputs = [shapes.get(name) for name in node.input]
+    attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+    if node.op_type == "Concat":  # ONNX Runtime ignores the other sizes of empty inputs
+        others = {None if shape is None else _without(shape, attributes.get("axis", 1)) for shape in inputs}
+        return len(others) > 1 and any(shape is not None and 0 in shape for shape in inputs)
+    if node.op_type == "PRelu":  # ONNX infers the shape of x, also where the slope is larger
+        if inputs[0] is None or inputs[1] is None:
+            return False
+        pairs = zip_longest(reversed(inputs[0]), reversed(inputs[1]), fillvalue=1)
+        return len(inputs[1]) > len(inputs[0]) or any(slope not in (1, size) for size, slope in pairs)
+    is_padded = attributes.get("auto_pad", b"NOTSET").startswith(b"SAME")
+    if node.op_type == "ConvTranspose":
+        return is_padded and any(attributes.get("output_padding", ()))
+    is_rounded_up = bool(attributes.get("ceil_mode", 0))
+    if is_padded:
+        return is_rounded_up or max(attributes.get("dilations", (1,))) > 1
+    result = shapes.get(node.output[0])
+    if not is_rounded_up or inputs[0] is None or result is None:
+        return False
+    # ONNX Runtime has no last window that begins behind the input.
+    return any(
+        isinstance(count, int) and isinstance(size, int) and (count - 1) * stride >= size + before
+        for size, count, stride, before in zip(
+            inputs[0][2:], result[2:], _per_axis(attributes, "strides", 1), _per_axis(attributes, "pads", 0)
+        )
+    )
+
+
+def _without(shape: Sequence[int | str | None], axis: int) -> tuple[int | str | None, ...]:
+    kept = list(shape)
+    del kept[axis : axis + 1 or None]
+    return tuple(kept)
+
+
+def _per_axis(attributes: Mapping[str, Sequence[int]], name: str, default: int) -> Sequence[int]:
+    """Return an attribute of spatial axes; of paddings, those before each axis come first."""
+    return attributes.get(name) or [default] * len(attributes["kernel_shape"])

@@ -1,10 +1,11 @@
-"""Tensors as a model holds them: their sizes, consistency, and bytes."""
+"""Tensors as a model holds them: types, sizes, consistency and bytes; and parts of tensors that stay in their file."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 from onnx import TensorProto, TypeProto, helper, numpy_helper
 
 from onnxplace.errors import ModelError, format_one_line
-from onnxplace.feeds import MAX_RANK
+from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 
 # Bytes of files are read in pieces of this size, so that a large weight never has to fit into memory.
 READ_BYTES = 16 << 20
@@ -276,3 +277,175 @@ def strip_data(tensor: TensorProto) -> TensorProto:
     )
     result.external_data.add(key="location", value="elsewhere")
     return result
+
+
+# ----------------------------------------------------------------------------------------------------- parts of tensors
+
+
+_AXIS, _RANGES, _DIMS = "part.axis", "part.ranges", "part.dims"
+
+
+def make_tensor_part(tensor: TensorProto, name: str, axis: int, ranges: Sequence[tuple[int, int]]) -> TensorProto:
+    """Return some ranges of a tensor with external data along an axis, without reading it.
+
+    The elements of the tensor must not be packed below a byte.
+    """
+    dims = list(tensor.dims)
+    dims[axis] = sum(high - low for low, high in ranges)
+    part = TensorProto(name=name, data_type=tensor.data_type, dims=dims, data_location=TensorProto.EXTERNAL)
+    for entry in tensor.external_data:
+        part.external_data.add(key=entry.key, value=entry.value)
+    part.external_data.add(key=_AXIS, value=str(axis))
+    part.external_data.add(key=_RANGES, value=",".join(f"{low}:{high}" for low, high in ranges))
+    part.external_data.add(key=_DIMS, value=",".join(map(str, tensor.dims)))
+    return part
+
+
+def is_tensor_part(tensor: TensorProto) -> bool:
+    """Return whether a tensor is a part of a larger one."""
+    return tensor.data_location == TensorProto.EXTERNAL and any(entry.key == _AXIS for entry in tensor.external_data)
+
+
+def _read_entries(tensor: TensorProto) -> tuple[TensorProto, int, list[tuple[int, int]]]:
+    """Return the whole tensor, the axis and the ranges of a part."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    dims = [int(size) for size in entries.pop(_DIMS).split(",")]
+    axis = int(entries.pop(_AXIS))
+    pairs = [item.split(":") for item in entries.pop(_RANGES).split(",")]
+    whole = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=dims, data_location=TensorProto.EXTERNAL)
+    for key, value in entries.items():
+        whole.external_data.add(key=key, value=value)
+    return whole, axis, [(int(low), int(high)) for low, high in pairs]
+
+
+def describe_part(tensor: TensorProto, folder: Path | None) -> tuple[object, ...]:
+    """Return a key of the bytes of a part: file, range and cut."""
+    whole, axis, ranges = _read_entries(tensor)
+    return (*find_external_range(whole, folder), axis, tuple(ranges))
+
+
+def read_part_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
+    """Yield the bytes of a part; at most some `READ_BYTES` are in memory at a time."""
+    whole, axis, ranges = _read_entries(tensor)
+    file, offset, _ = find_external_range(whole, folder)
+    inner = packed_size(whole.data_type, whole.dims[axis + 1 :])
+    rows, row_bytes = math.prod(whole.dims[:axis]), whole.dims[axis] * inner
+    rows_at_once = max(READ_BYTES // max(row_bytes, 1), 1)
+    with file.open("rb") as stream:
+        if rows_at_once == 1:
+            for row in range(rows):
+                for low, high in ranges:
+                    stream.seek(offset + row * row_bytes + low * inner)
+                    yield stream.read((high - low) * inner)
+            return
+        stream.seek(offset)
+        for first in range(0, rows, rows_at_once):
+            count = min(rows_at_once, rows - first)
+            block = np.frombuffer(stream.read(count * row_bytes), np.uint8).reshape(count, row_bytes)
+            yield np.concatenate([block[:, low * inner : high * inner] for low, high in ranges], axis=1).tobytes()
+
+
+def embed_part(tensor: TensorProto, folder: Path | None) -> TensorProto:
+    """Return a part with its bytes in memory, and any other tensor as it is."""
+    if not is_tensor_part(tensor):
+        return tensor
+    return make_raw_tensor(tensor, read_part_bytes(tensor, folder))
+
+
+# ------------------------------------------------------------------------------------------------------ types of values
+
+
+def format_type(kind: TypeProto) -> str:
+    """Return ONNX Runtime's spelling of a type: `tensor(float)`, `seq(tensor(int64))`.
+
+    >>> from onnx import helper
+    >>> format_type(helper.make_tensor_type_proto(TensorProto.FLOAT, [1]))
+    'tensor(float)'
+    """
+    which = kind.WhichOneof("value")
+    if which in ("tensor_type", "sparse_tensor_type"):
+        element = TensorProto.DataType.Name(getattr(kind, which).elem_type).lower()
+        return f"{'sparse_' if which.startswith('sparse') else ''}tensor({element})"
+    if which == "sequence_type":
+        return f"seq({format_type(kind.sequence_type.elem_type)})"
+    if which == "optional_type":
+        return f"optional({format_type(kind.optional_type.elem_type)})"
+    if which == "map_type":
+        return (
+            f"map({TensorProto.DataType.Name(kind.map_type.key_type).lower()},{format_type(kind.map_type.value_type)})"
+        )
+    return "unknown"
+
+
+def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
+    """Return the entries of a tensor's shape: sizes, symbols, or None.
+
+    Returns None for a type without a shape.
+
+    An impossible size, as shape inference computes for nodes that cannot run, counts as unknown.
+
+    >>> from onnx import helper
+    >>> read_shape_entries(helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 4, None]))
+    ('batch', 4, None)
+    """
+    if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+        return None
+    sizes = kind.tensor_type.shape.dim
+    return tuple(
+        (size.dim_value if 0 <= size.dim_value <= MAX_DIMENSION else None)
+        if size.HasField("dim_value")
+        else (size.dim_param or None)
+        for size in sizes
+    )
+
+
+_TYPE = re.compile(r"(?P<outer>tensor|sparse_tensor|seq|optional)\((?P<inner>.*)\)|map\((?P<key>\w+),(?P<value>.*)\)")
+
+
+def parse_type(text: str, shape: Sequence[int | str | None] | None) -> TypeProto | None:
+    """Parse ONNX Runtime's spelling of a type, None if invalid; a shape of None leaves the rank open.
+
+    Examples are `tensor(float)` and `seq(map(int64,tensor(float)))`.
+
+    >>> parse_type("tensor(float)", ("batch", 4)).tensor_type.shape.dim[0].dim_param
+    'batch'
+    """
+    match = _TYPE.fullmatch(text)
+    if match is None:
+        return None
+    result = TypeProto()
+    if match["key"]:
+        value = parse_type(match["value"], None)
+        if value is None or _element_number(match["key"]) is None:
+            return None
+        result.map_type.key_type = _element_number(match["key"]) or 0
+        result.map_type.value_type.CopyFrom(value)
+        return result
+    if match["outer"].endswith("tensor"):
+        return _parse_tensor(match["inner"], match["outer"] == "sparse_tensor", shape)
+    element = parse_type(match["inner"], None)
+    if element is None:
+        return None
+    holder = result.sequence_type if match["outer"] == "seq" else result.optional_type
+    holder.elem_type.CopyFrom(element)
+    return result
+
+
+def _parse_tensor(element: str, sparse: bool, shape: Sequence[int | str | None] | None) -> TypeProto | None:
+    if (number := _element_number(element)) is None:
+        return None
+    result = TypeProto()
+    tensor = result.sparse_tensor_type if sparse else result.tensor_type
+    tensor.elem_type = number
+    if shape is not None:
+        tensor.shape.SetInParent()  # a scalar has a shape without dimensions
+    for size in shape or ():
+        known = {"dim_value": size} if isinstance(size, int) else {"dim_param": size} if size else {}
+        tensor.shape.dim.add(**known)
+    return result
+
+
+def _element_number(name: str) -> int | None:
+    """Return the number of an element type, `float`, if ONNX has it."""
+    names = dict(TensorProto.DataType.items())
+    return names.get(name.upper())

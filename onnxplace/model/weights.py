@@ -1,4 +1,4 @@
-"""Weights on disk: a file that stores equal bytes once."""
+"""Weights on disk: a file that stores equal bytes once, and the ranges of files that a model refers to."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+import onnx
 from onnx import TensorProto
 
 from onnxplace.errors import UsageError
-from onnxplace.model.tensor_parts import describe_part, embed_part, is_tensor_part, read_part_bytes
+from onnxplace.model.nested_graphs import iterate_tensors
 from onnxplace.model.tensors import (
     FOUR_BIT_TYPES,
     READ_BYTES,
     TWO_BIT_TYPES,
+    describe_part,
+    embed_part,
     find_external_range,
+    is_tensor_part,
+    read_part_bytes,
     read_tensor_bytes,
     tensor_size,
 )
@@ -220,3 +225,18 @@ def build_link_error(file: Path, folder: Path) -> UsageError:
         where="--link-weights",
         hint=f"choose an -o in {file.parent}, or copy the weights by leaving the option out",
     )
+
+
+def list_external_ranges(path: Path) -> list[tuple[str, int, int]]:
+    """Return (location, offset, length) of all external data of a model file, in the order of the bytes.
+
+    Locations are relative to the folder of the file. Nothing is read but the model itself.
+    """
+    graph = onnx.load(path, load_external_data=False).graph
+    tensors = [*graph.initializer, *(tensor for node in graph.node for tensor in iterate_tensors(node))]
+    ranges = set()
+    for tensor in tensors:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            ranges.add((entries["location"], int(entries.get("offset") or 0), int(entries["length"])))
+    return sorted(ranges)

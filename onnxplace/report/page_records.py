@@ -26,12 +26,10 @@ class DeviceSummary:
     nodes: int
     compute_seconds: float
     idle_seconds: float
-    """Time of the step in which it computes nothing."""
+    """The time of the step in which it computes nothing."""
     weights_bytes: int
     peak_bytes: int
     limit_bytes: int
-    process_bytes: int
-    """Memory of a process that runs this device alone; 0 if that is not known."""
 
 
 @dataclass(frozen=True)

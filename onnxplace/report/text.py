@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from onnxplace.bundle import (
         Bundle,
         Manifest,
-        Predicted,
         RepeatRecord,
         ShardedKindRecord,
         ShardingRecord,
@@ -85,7 +84,6 @@ def compile_summary(bundle: Bundle) -> str:
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({transfer_size})",
             *_format_routes(manifest),
             *_format_steps(manifest),
-            *_format_process(manifest.predicted),
             f"bundle: {bundle.path}",
         ]
     )
@@ -141,14 +139,6 @@ def describe_copies(manifest: Manifest) -> str:
         what = "the model" if len(devices) == 1 else f"a pipeline of {len(devices)} devices"
         return f"{len(routes)} copies of {what}"
     return "copies of stages: " + " + ".join(str(len(stand_ins)) for stand_ins in devices.values())
-
-
-def _format_process(predicted: Predicted) -> list[str]:
-    """Return a line with the memory of the process, if predicted."""
-    if not predicted.running_bytes:
-        return []
-    running, opening = format_bytes(predicted.running_bytes), format_bytes(predicted.opening_bytes)
-    return [f"a process that runs it takes {running}, and at most {opening} while it opens sessions"]
 
 
 def _format_training(training: TrainingRecord | None) -> list[str]:

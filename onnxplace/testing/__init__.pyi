@@ -5,4 +5,8 @@ from onnxplace.testing.pass_contract import (
     random_state as random_state,
     random_target as random_target,
 )
-from onnxplace.testing.runtime_contract import check_runtime as check_runtime
+from onnxplace.testing.runtime_contract import (
+    check_runtime as check_runtime,
+    compile_placed as compile_placed,
+    parse_model as parse_model,
+)

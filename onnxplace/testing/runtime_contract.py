@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, FeedError, UsageError
@@ -20,11 +20,13 @@ from onnxplace.runtime import Result, Runtime, RuntimeSession
 from onnxplace.target import Device, Target
 from onnxplace.utils import temporary_folder
 
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
 # Each check takes milliseconds; a runtime that takes longer than this hangs.
 TIMEOUT_SECONDS = 60.0
 
 _MODEL = """
-<ir_version: 8, opset_import: ["" : 17]>
 contract (float[4,4] x, int64[n] rows) => (float[2,4] y, float[4,4] z) {
     product = MatMul(x, weight)
     picked = Gather(product, rows)
@@ -37,7 +39,6 @@ contract (float[4,4] x, int64[n] rows) => (float[2,4] y, float[4,4] z) {
 # Nodes of the first device; all others are on the second one.
 _FIRST_NODES = "product|y"
 _STATE_MODEL = """
-<ir_version: 8, opset_import: ["" : 17]>
 states (float[4] x, int64[n] rows, float[4] total) => (float[4] y, float[2] picked, float[4] total_next) {
     total_next = Add(total, x)
     opposite = Neg(total_next)
@@ -47,9 +48,9 @@ states (float[4] x, int64[n] rows, float[4] total) => (float[4] y, float[2] pick
 }
 """
 _FIRST_STATE_NODES = "total_next|chosen|picked|y"
-_WEIGHT: NDArray[np.float32] = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
+_WEIGHT: Array = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
 # Added to two rows. A sum with three of them fails on every device, while GPUs check no index of a Gather.
-_PAIR: NDArray[np.float32] = np.array([[0.5], [-0.25]], dtype=np.float32)
+_PAIR: Array = np.array([[0.5], [-0.25]], dtype=np.float32)
 
 
 def require(condition: bool, message: str) -> None:
@@ -78,46 +79,66 @@ def check_runtime(
     >>> check_runtime(find_plugin("runtimes", "simulated"), computes=False)
     """
     with temporary_folder() as folder:
-        bundle = _compile_small_bundle(folder, _MODEL, _FIRST_NODES, devices)
+        bundle = _compile_alternating(folder, _MODEL, _FIRST_NODES, devices)
         checks = [_check_requests, _check_close]
         for check in [*checks, _check_failure, _check_cancellation] if computes else checks:
             _run_in_time(lambda check=check: check(runtime_class(), bundle, computes), check.__name__)  # type: ignore[misc]
         if computes and runtime_class().keeps_state:
-            stateful = _compile_small_bundle(
-                folder, _STATE_MODEL, _FIRST_STATE_NODES, devices, state=("total_next=total",)
-            )
+            stateful = _compile_alternating(folder, _STATE_MODEL, _FIRST_STATE_NODES, devices, ("total_next=total",))
             for check_states in (_check_states, _check_conversations):
                 _run_in_time(lambda check=check_states: check(runtime_class(), stateful), check_states.__name__)  # type: ignore[misc]
 
 
-def _compile_small_bundle(
-    folder: Path, text: str, first_nodes: str, devices: Sequence[str], state: Sequence[str] = ()
-) -> Bundle:
-    """Compile a model that alternates between two devices, with estimated costs.
-
-    Args:
-        folder: Where to write it.
-        text: The model.
-        first_nodes: A pattern of the nodes on the first device.
-        devices: Ids of one device or two.
-        state: Pairs of a state's output and input.
-    """
+def parse_model(text: str, **weights: Array) -> ModelProto:
+    """Return a model from ONNX's text form, without its header, and with these weights."""
     from onnx import numpy_helper, parser
 
-    from onnxplace.driver import compile_model
-
-    model = parser.parse_model(text)
-    weights = {"pair": _PAIR.ravel()} if state else {"pair": _PAIR, "weight": _WEIGHT}
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}')
     model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
     for node in model.graph.node:
-        node.name = node.output[0]
-    device_map = {first_nodes: devices[0], ".*": devices[-1]}
-    (folder / "map.json").write_text(json.dumps(device_map), encoding="utf-8")
-    coplace = replace(make_pass("coplace"), join="never", device_map=str(folder / "map.json"))  # type: ignore[call-arg]
+        node.name = node.name or node.output[0]
+    return model
+
+
+def compile_placed(
+    model: ModelProto,
+    folder: Path,
+    target: Target,
+    places: Mapping[str, str],
+    *,
+    state: Sequence[str] = (),
+    **sizes: int,
+) -> Bundle:
+    """Compile a model with each node on the device that is given, by estimated costs, so that nothing is measured.
+
+    Args:
+        model: its nodes are named as their first output.
+        folder: where to write the bundle; a new one.
+        target: the devices.
+        places: device ids by pattern of node names.
+        state: pairs of a state's output and input.
+        sizes: of symbolic dimensions.
+    """
+    from onnxplace.driver import compile_model
+
+    folder.mkdir(parents=True)
+    device_map = folder / "map.json"
+    device_map.write_text(json.dumps(places), encoding="utf-8")
+    coplace = replace(make_pass("coplace"), join="never", device_map=str(device_map))  # type: ignore[call-arg]
     passes = f"profile{{estimate=true}},{make_spec(coplace)},fuse,m-etf,split,emit"
+    output = folder / "bundle"
+    return compile_model(model, output, target=target, shape=sizes, pipeline=passes, state=state, trial=False).bundle
+
+
+def _compile_alternating(
+    folder: Path, text: str, first_nodes: str, devices: Sequence[str], state: Sequence[str] = ()
+) -> Bundle:
+    """Compile a model whose nodes are on the first device, if a pattern matches their names, or else on the last."""
     target = Target(tuple(Device(name, 1 << 30) for name in devices))
-    path = folder / f"{model.graph.name}.bundle"
-    return compile_model(model, path, target=target, shape={"n": 2}, pipeline=passes, state=state).bundle
+    weights: dict[str, Array] = {"pair": _PAIR.ravel()} if state else {"pair": _PAIR, "weight": _WEIGHT}
+    places = {first_nodes: devices[0], ".*": devices[-1]}
+    name = text.split(maxsplit=1)[0]
+    return compile_placed(parse_model(text, **weights), folder / name, target, places, state=state, n=2)
 
 
 def _run_in_time(check: Callable[[], None], name: str) -> None:
@@ -199,13 +220,15 @@ def _check_close(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
 def _check_failure(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     with runtime.open(bundle) as session:
         before, failing, after = (session.submit(f) for f in (_make_feeds(1), _make_failing_feeds(), _make_feeds(2)))
-        problem = failing.exception(TIMEOUT_SECONDS)
-        require(
-            isinstance(problem, ExecutionError), f"expected ExecutionError from a segment that fails, got {problem!r}"
-        )
+        _check_failed(failing)
         _check_result(before.result(TIMEOUT_SECONDS), 1, computes)
         _check_result(after.result(TIMEOUT_SECONDS), 2, computes)
         _check_request(session, 3, computes)
+
+
+def _check_failed(future: Future[Result]) -> None:
+    problem = future.exception(TIMEOUT_SECONDS)
+    require(isinstance(problem, ExecutionError), f"expected ExecutionError from a segment that fails, got {problem!r}")
 
 
 def _check_cancellation(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
@@ -232,10 +255,7 @@ def _check_states(runtime: Runtime, bundle: Bundle) -> None:
         _check_no_state(session.submit(feeds), "a reset")
         _check_total(session.submit(initial).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
         failing, after = session.submit({**feeds, "rows": np.zeros(3, dtype=np.int64)}), session.submit(feeds)
-        problem = failing.exception(TIMEOUT_SECONDS)
-        require(
-            isinstance(problem, ExecutionError), f"expected ExecutionError from a segment that fails, got {problem!r}"
-        )
+        _check_failed(failing)
         _check_no_state(after, "a failure")
         _check_total(session.submit(initial).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
 
@@ -257,10 +277,7 @@ def _check_conversations(runtime: Runtime, bundle: Bundle) -> None:
             _check_total(future.result(TIMEOUT_SECONDS), index // len(users) + 1, {"y", "picked"})
         first, second = conversations
         failing = first.submit({**feeds, "rows": np.zeros(3, dtype=np.int64)})
-        problem = failing.exception(TIMEOUT_SECONDS)
-        require(
-            isinstance(problem, ExecutionError), f"expected ExecutionError from a segment that fails, got {problem!r}"
-        )
+        _check_failed(failing)
         _check_no_state(first.submit(feeds), "a failure")
         _check_total(second.submit(feeds).result(TIMEOUT_SECONDS), 10, {"y", "picked"})
         last = second.submit(feeds)

@@ -1,1 +1,1 @@
-from onnxplace.torch.export import export_training_step as export_training_step
+from onnxplace.torch.step_export import export_training_step as export_training_step

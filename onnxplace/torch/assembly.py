@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from onnx import ModelProto, StringStringEntryProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from onnxplace.torch.builder import GraphBuilder
-from onnxplace.torch.operators.random import mix_seed
+from onnxplace.torch.builder import BACKWARD, FORWARD, UPDATE, GraphBuilder, mark_owners
+from onnxplace.torch.operators.random_numbers import mix_seed
 from onnxplace.torch.optimizers import OptimizerPlan, UpdateWriter, write_clipping
-from onnxplace.torch.origins import BACKWARD, FORWARD, UPDATE
-from onnxplace.torch.ownership import mark_owners
 from onnxplace.torch.step_trace import Problem, Results, Trace
+from onnxplace.torch.translation import ONNX_TYPES, Context, Operand, to_numpy
 from onnxplace.torch.translator import Translator
-from onnxplace.torch.values import ONNX_TYPES, Context, Operand, to_numpy
 from onnxplace.training_step import TRAINING_KEY, CarriedTensor, InferencePart, Parameter, TrainingStep
 
 # The opset of the model: the first with Gelu. ONNX Runtime has all its operators.

@@ -10,7 +10,47 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from onnxplace.torch.origins import Origin
+# ---------------------------------------------------------------------------------------------- where a node comes from
+
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The phase, module and parameter of a node, as its metadata says.
+
+    >>> Origin(BACKWARD, "layers.0").prefix
+    'layers.0/backward/'
+    """
+
+    phase: str = FORWARD
+    """`forward`, `backward` or `update`."""
+    module: str = ""
+    """The path of the innermost module, as in `named_modules`; empty for the module itself and for the loss."""
+    parameter: str = ""
+    """The only parameter whose gradient or update the node computes."""
+    micro_batch: str = ""
+    """The number of the micro-batch with gradient accumulation; else empty."""
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of nodes."""
+        parts = [
+            self.parameter if self.phase == UPDATE else self.module,
+            f"micro_batch_{self.micro_batch}" if self.micro_batch else "",
+            self.phase if self.phase != FORWARD else "",
+        ]
+        return "".join(f"{part}/" for part in parts if part)
+
+    def describe(self) -> dict[str, str]:
+        """Return the metadata of a node, without empty entries."""
+        entries = {"phase": self.phase, "module": self.module, "parameter": self.parameter}
+        return {f"onnxplace.{key}": text for key, text in entries.items() if text}
+
+
+# ------------------------------------------------------------------------------------------------------------ the graph
+
 
 # Constants up to this size are stored once for the whole graph. Larger ones are rare, and hashing them takes time.
 MAX_SHARED_BYTES = 65536
@@ -113,3 +153,31 @@ class GraphBuilder:
     def is_produced(self, name: str) -> bool:
         """Return whether a node writes this value."""
         return any(name in node.output for node in self.nodes)
+
+
+# -------------------------------------------------------------------------------------------------- owners of gradients
+
+
+def mark_owners(builder: GraphBuilder, gradients: Mapping[str, str]) -> None:
+    """Set the parameter of backward nodes whose results only reach the gradient of one parameter.
+
+    Args:
+        builder: the graph of the step, complete.
+        gradients: the value that is the gradient of each parameter.
+    """
+    names = list(gradients)
+    # Bits of the parameters whose gradients depend on a value.
+    reached: dict[str, int] = {}
+    for index, name in enumerate(names):
+        reached[gradients[name]] = reached.get(gradients[name], 0) | 1 << index
+    for node in reversed(builder.nodes):
+        origin = builder.origins[node.name]
+        if origin.phase != BACKWARD:
+            continue
+        owners = 0
+        for output in node.output:
+            owners |= reached.get(output, 0)
+        for value in filter(None, node.input):
+            reached[value] = reached.get(value, 0) | owners
+        if owners.bit_count() == 1:
+            builder.origins[node.name] = replace(origin, parameter=names[owners.bit_length() - 1])

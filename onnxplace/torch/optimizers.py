@@ -27,7 +27,7 @@ class ParameterPlan:
 
     name: str
     options: Mapping[str, Any]
-    """Of its parameter group."""
+    """The options of its parameter group."""
     moments: Mapping[str, torch.Tensor]
     """Initial values, by name."""
     has_moments: bool = False
@@ -41,7 +41,7 @@ class OptimizerPlan:
     kind: str
     """`sgd`, `adam` or `adamw`."""
     learning_rate: float
-    """Of the first group; those of other groups are proportional to it."""
+    """The rate of the first group; those of other groups are proportional to it."""
     steps: int
     """Steps that the optimiser has done before."""
     parameters: tuple[ParameterPlan, ...]

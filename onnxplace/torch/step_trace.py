@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from onnxplace.errors import ModelError, UsageError, format_names
-from onnxplace.torch.origins import BACKWARD, FORWARD
+from onnxplace.torch.builder import BACKWARD, FORWARD
 from onnxplace.torch.tracing import ModuleTracker, list_module_names, record, set_mark
 
 # The size of a batch in a trace with a symbolic size: a number that no layer has by chance.

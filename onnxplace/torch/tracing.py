@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from onnxplace.torch.origins import BACKWARD, FORWARD
+from onnxplace.torch.builder import BACKWARD, FORWARD
 
 MARK = "onnxplace"
 

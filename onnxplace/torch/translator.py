@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from onnxplace.errors import ModelError
-from onnxplace.torch.operators.table import TRANSLATIONS
 from onnxplace.torch.tracing import read_mark
-from onnxplace.torch.values import (
+from onnxplace.torch.translation import (
     MAX_FOLDED_ELEMENTS,
     ONNX_TYPES,
+    TRANSLATIONS,
     Context,
     Operand,
     SymbolicNumber,
@@ -24,17 +24,7 @@ from onnxplace.torch.values import (
 )
 
 # The modules of `operators` that fill the table when they are imported.
-OPERATOR_MODULES = (
-    "creation",
-    "elementwise",
-    "indexing",
-    "normalization",
-    "pooling",
-    "products",
-    "random",
-    "reductions",
-    "shapes",
-)
+OPERATOR_MODULES = ("arithmetic", "layers", "layout", "random_numbers")
 # Constants that are computed from others: at most this many elements, or the model grows.
 MAX_COMPUTED_ELEMENTS = 1 << 20
 UNIFORM = {"full", "zeros", "ones", "empty", "full_like", "zeros_like", "ones_like", "empty_like", "new_zeros"}

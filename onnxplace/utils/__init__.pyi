@@ -3,7 +3,6 @@ from onnxplace.utils.array_files import (
     map_arrays as map_arrays,
     write_arrays as write_arrays,
 )
-from onnxplace.utils.callbacks import Callbacks as Callbacks, call_guarded as call_guarded
 from onnxplace.utils.docstrings import read_field_docs as read_field_docs
 from onnxplace.utils.files import (
     cannot_write_error as cannot_write_error,
@@ -22,7 +21,6 @@ from onnxplace.utils.files import (
     write_file as write_file,
     write_refused_error as write_refused_error,
 )
-from onnxplace.utils.free_names import claim_name as claim_name
 from onnxplace.utils.jit import (
     budget_clock as budget_clock,
     compiled_loop as compiled_loop,
@@ -33,7 +31,6 @@ from onnxplace.utils.jit import (
 )
 from onnxplace.utils.leases import (
     OCCUPIED_ERRORS as OCCUPIED_ERRORS,
-    OLD_SUFFIX as OLD_SUFFIX,
     Lease as Lease,
     find_moved_aside as find_moved_aside,
     hold_lease as hold_lease,
@@ -41,7 +38,7 @@ from onnxplace.utils.leases import (
     temporary_folder as temporary_folder,
 )
 from onnxplace.utils.linear_programs import run_highs as run_highs
-from onnxplace.utils.name_patterns import match_names as match_names, match_stars as match_stars
+from onnxplace.utils.names import claim_name as claim_name, match_names as match_names, match_stars as match_stars
 from onnxplace.utils.progress import (
     ProgressObserver as ProgressObserver,
     observe_progress as observe_progress,
@@ -55,4 +52,9 @@ from onnxplace.utils.subprocesses import (
     run_in_child as run_in_child,
     start_child as start_child,
 )
-from onnxplace.utils.threads import run_in_threads as run_in_threads, start_thread as start_thread
+from onnxplace.utils.threads import (
+    Callbacks as Callbacks,
+    call_guarded as call_guarded,
+    run_in_threads as run_in_threads,
+    start_thread as start_thread,
+)

@@ -8,28 +8,22 @@ when the process ends, for whatever reason. On file systems without locks, nothi
 from __future__ import annotations
 
 import errno
-import io
-import json
 import os
 import re
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 NAME = re.compile(r"\.onnxplace-[0-9a-f]{16}")
-# The ending of a folder that was moved aside.
-OLD_SUFFIX = "old"
+# Between the lease and the former name of a folder that was moved aside.
+_ASIDE = ".old."
 # Errors of a rename onto an existing file or folder; only an empty folder is replaced.
 OCCUPIED_ERRORS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-# The content of a lease while a folder is moved in several steps; the folder's name follows, as JSON.
-_JOURNAL = b"onnxplace moves to "
-# No system has longer names, even with each character escaped.
-_MAX_JOURNAL_BYTES = 8192
 
 
 @dataclass(frozen=True)
@@ -45,6 +39,10 @@ class Lease:
         """Return the path with this ending, which belongs to the lease."""
         return self.path.with_name(f"{self.path.name}.{ending}")
 
+    def path_aside(self, path: Path) -> Path:
+        """Return where a folder is moved aside, from where the end of the lease or a later sweep puts it back."""
+        return self.path.with_name(f"{self.path.name}{_ASIDE}{path.name}")
+
     def temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
         """Return a new folder of the lease, which only this user may read. Raises OSError."""
         return tempfile.TemporaryDirectory(prefix=f"{self.path.name}.", dir=self.path.parent)
@@ -54,17 +52,9 @@ class Lease:
         """Return the file descriptors with which a child process holds the lease, too."""
         return () if self.descriptor < 0 else (self.descriptor,)
 
-    def note_move(self, name: str) -> None:
-        """Record that `name`, in the same folder, is about to be moved aside, or has been claimed."""
-        self.path.write_bytes(_JOURNAL + json.dumps(name).encode())
-
-    def forget_move(self) -> None:
-        """Record that nothing is being moved."""
-        self.path.write_bytes(b"")
-
 
 @dataclass(frozen=True)
-class Swept:
+class Leftover:
     """A leftover of a process, which was removed or put back."""
 
     path: Path
@@ -101,9 +91,9 @@ def temporary_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def sweep_leftovers(folder: Path) -> list[Swept]:
+def sweep_leftovers(folder: Path) -> list[Leftover]:
     """Remove the leftovers of dead processes in a folder, and put back folders that they moved aside."""
-    swept: list[Swept] = []
+    swept: list[Leftover] = []
     with suppress(OSError):
         names = sorted(name for name in os.listdir(folder) if NAME.match(name))
         for name in filter(NAME.fullmatch, names):
@@ -115,11 +105,9 @@ def sweep_leftovers(folder: Path) -> list[Swept]:
 
 def find_moved_aside(path: Path) -> Path | None:
     """Return the current path of a folder that a dead process had moved aside from `path`; None if none."""
-    with suppress(OSError), os.scandir(path.parent) as entries:
-        for entry in entries:
-            old = path.with_name(f"{entry.name}.{OLD_SUFFIX}")
-            if NAME.fullmatch(entry.name) and old.is_dir() and _read_journal(Path(entry.path)) == path.name:
-                return old
+    aside = re.compile(NAME.pattern + re.escape(f"{_ASIDE}{path.name}"))
+    with suppress(OSError):
+        return next((item for item in path.parent.iterdir() if aside.fullmatch(item.name) and item.is_dir()), None)
     return None
 
 
@@ -165,7 +153,7 @@ def _list_belongings(folder: Path, name: str) -> list[Path]:
     return []
 
 
-def _sweep_lease(path: Path, belongings: Iterable[Path]) -> list[Swept]:
+def _sweep_lease(path: Path, belongings: Sequence[Path]) -> list[Leftover]:
     """Clean up after a lease unless its process lives. Raises OSError."""
     status = path.lstat()
     if sys.platform == "win32" or not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
@@ -180,32 +168,30 @@ def _sweep_lease(path: Path, belongings: Iterable[Path]) -> list[Swept]:
         os.close(descriptor)
 
 
-def _clean_up(path: Path, belongings: Iterable[Path]) -> list[Swept]:
-    """Put back the folder that was moved aside, if it is missing, and remove the rest. Raises OSError."""
-    return [*_put_back(path), *_remove(path, belongings)]
+def _clean_up(path: Path, belongings: Sequence[Path]) -> list[Leftover]:
+    """Put back folders that were moved aside, if they are missing, and remove the rest. Raises OSError."""
+    aside = f"{path.name}{_ASIDE}"
+    restored = [_put_back(item, aside) for item in belongings if item.name.startswith(aside)]
+    return [*filter(None, restored), *_remove(path, belongings)]
 
 
-def _put_back(path: Path) -> list[Swept]:
-    """Put back the folder that a lease's process had moved aside, unless another is in its place."""
-    if (name := _read_journal(path)) is None:
-        return []
-    old, destination = path.with_name(f"{path.name}.{OLD_SUFFIX}"), path.with_name(name)
-    # Without an old folder of this user's, nothing was moved: any user may have written the lease. The process may have
-    # claimed the destination with an empty folder; `rmdir` leaves any other.
-    if not _is_own_folder(old):
-        with suppress(OSError):
-            destination.rmdir()
-        return []
-    # Renaming replaces only the empty folder with which the process claimed the destination.
-    if os.path.lexists(destination) and not _is_own_folder(destination):
-        return []
+def _put_back(old: Path, aside: str) -> Leftover | None:
+    """Put back a folder that was moved aside, unless something else is in its place; any user may have put it there."""
+    name = old.name.removeprefix(aside)
+    destination = old.parent / name
+    if (
+        name in ("", ".", "..")
+        or not _is_own_folder(old)
+        or (os.path.lexists(destination) and not _is_own_folder(destination))
+    ):
+        return None
     try:
-        old.rename(destination)
+        old.rename(destination)  # replaces an empty folder only
     except OSError as problem:
         if problem.errno in OCCUPIED_ERRORS:  # by the new folder
-            return []
+            return None
         raise
-    return [Swept(destination, restored=True)]
+    return Leftover(destination, restored=True)
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -216,28 +202,9 @@ def _is_own_folder(path: Path) -> bool:
     return False
 
 
-def _read_journal(path: Path) -> str | None:
-    """Return the name that a lease's process was about to move; None if none."""
-    with suppress(OSError, ValueError), _open_regular(path) as stream:
-        data = stream.read(_MAX_JOURNAL_BYTES)
-        name = json.loads(data[len(_JOURNAL) :]) if data.startswith(_JOURNAL) else None
-        if isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", ".."):
-            return name
-    return None
-
-
-def _open_regular(path: Path) -> io.FileIO:
-    """Open a regular file, which any user may have put there, without waiting. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return io.FileIO(descriptor)
-
-
-def _remove(path: Path, belongings: Iterable[Path]) -> list[Swept]:
+def _remove(path: Path, belongings: Sequence[Path]) -> list[Leftover]:
     """Remove all that belongs to a lease, and the lease last; returns what was removed."""
-    swept: list[Swept] = []
+    swept: list[Leftover] = []
     for item in belongings:
         if not os.path.lexists(item):
             continue
@@ -248,8 +215,8 @@ def _remove(path: Path, belongings: Iterable[Path]) -> list[Swept]:
                 item.unlink()
         if os.path.lexists(item):  # keep the lease, so that the next sweep tries again
             return swept
-        swept.append(Swept(item, restored=False))
+        swept.append(Leftover(item, restored=False))
     with suppress(FileNotFoundError):
         path.unlink()
-        swept.append(Swept(path, restored=False))
+        swept.append(Leftover(path, restored=False))
     return swept

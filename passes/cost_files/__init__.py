@@ -1,4 +1,4 @@
-"""Costs read from files: our own and those of other tools."""
+"""Costs in files: the results of `profile` as JSON or CSV."""
 
 from onnxplace._lazy import attach
 

@@ -1,7 +1,5 @@
-from onnxplace.passes.cost_files.cost_file import format_costs as format_costs, read_costs as read_costs
-from onnxplace.passes.cost_files.csv_table import format_costs_csv as format_costs_csv
-from onnxplace.passes.cost_files.foreign import (
-    ImportedCosts as ImportedCosts,
-    is_foreign_file as is_foreign_file,
-    read_foreign as read_foreign,
+from onnxplace.passes.cost_files.cost_file import (
+    format_costs as format_costs,
+    format_costs_csv as format_costs_csv,
+    read_costs as read_costs,
 )

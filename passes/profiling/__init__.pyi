@@ -3,17 +3,11 @@ from onnxplace.passes.profiling.node_measurement import (
     Measurement as Measurement,
     MeasurementOptions as MeasurementOptions,
 )
-from onnxplace.passes.profiling.node_work import (
-    count_moved_bytes as count_moved_bytes,
-    count_operations as count_operations,
-)
-from onnxplace.passes.profiling.plausible import (
+from onnxplace.passes.profiling.profile_model import (
     MAX_ALL_BYTES as MAX_ALL_BYTES,
     MAX_BYTES as MAX_BYTES,
     MAX_FIGURE as MAX_FIGURE,
     MAX_WHOLE_SECONDS as MAX_WHOLE_SECONDS,
-)
-from onnxplace.passes.profiling.profile_model import (
     ModelProfiler as ModelProfiler,
     ModelStructure as ModelStructure,
     assemble_profile as assemble_profile,
@@ -28,6 +22,8 @@ from onnxplace.passes.profiling.repeated_layers import (
 )
 from onnxplace.passes.profiling.roofline import (
     PeakRates as PeakRates,
+    count_moved_bytes as count_moved_bytes,
+    count_operations as count_operations,
     device_peaks as device_peaks,
     estimate_seconds as estimate_seconds,
     measure_peaks as measure_peaks,

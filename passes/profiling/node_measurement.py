@@ -58,7 +58,7 @@ class Measurement:
     measured: NDArray[np.bool_]
     """Per node: False if it could not be run, so that its time is unknown."""
     whole_seconds: float | None
-    """Of one unprofiled run; None if the model never ran as a whole."""
+    """The time of one unprofiled run; None if the model never ran as a whole."""
     value_bytes: Mapping[str, int]
     """Bytes of the values that survived fusion, by name."""
     spread: Floats
@@ -139,7 +139,7 @@ class Job:
     """Receives the graphs after fusion and after all optimisations, as extended.onnx and all.onnx."""
     where: str
     libraries: tuple[str, ...] = field(default_factory=list_operator_libraries)
-    """Of custom operators."""
+    """Libraries of custom operators."""
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,50 @@
-"""Profile a model: measure it, and assemble the costs of nodes."""
+"""Profile a model: measure it or recall a measurement from the cache, and assemble the costs of nodes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onnxplace.errors import Diagnostic, format_count
-from onnxplace.facts import Profile, Repeat, Source
-from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.machine import DOUBTFUL_WAITING_SHARE, MIN_RUNS, available_cores, find_device_problem, find_hardware
+from onnxplace.facts import Profile, Quality, Repeat, Source
+from onnxplace.graph import Floats, Ints, OpGraph
+from onnxplace.machine import (
+    DOUBTFUL_WAITING_SHARE,
+    MIN_RUNS,
+    available_cores,
+    find_device_problem,
+    find_hardware,
+    list_operator_libraries,
+    measurement_cache,
+)
 from onnxplace.model import Model, build_op_graph
-from onnxplace.passes.profiling.cached_measurements import measurement_key, recall_measurement, store_measurement
+from onnxplace.ort import import_onnxruntime
 from onnxplace.passes.profiling.chunks import cut_into_chunks, measure_chunks, session_bytes
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
-from onnxplace.passes.profiling.repeated_layers import find_repeats, fingerprints, node_kinds, pool_by_kind
-from onnxplace.target import Device
+from onnxplace.passes.profiling.repeated_layers import (
+    find_repeats,
+    fingerprints,
+    node_kinds,
+    pool_by_kind,
+    small_integer_bytes,
+)
+from onnxplace.target import MAX_SECONDS, Device
+
+# Of one value or weight, and of all together: sums of such amounts are still 64-bit integers.
+MAX_BYTES = 1 << 50
+MAX_ALL_BYTES = 1 << 60
+# Of one run of a whole model.
+MAX_WHOLE_SECONDS = 1e9
+# Figures of the quality of a measurement: runs, kernels, spread.
+MAX_FIGURE = 1e15
+
 
 # The code of the note that a measurement is doubtful; such measurements are not stored.
 DOUBTFUL_CODE = "C004"
@@ -32,7 +56,7 @@ class ModelStructure:
 
     model: Model
     shapes: Mapping[str, tuple[int, ...]]
-    """Of values, by name."""
+    """The shapes of values, by name."""
     graph: OpGraph
     kinds: Ints
     """Per node (`node_kinds`)."""
@@ -170,7 +194,6 @@ def assemble_profile(
     sizes: Mapping[str, int],
     measurements: Mapping[str, Measurement],
     estimates: Mapping[str, Floats],
-    workspace_bytes: Longs | None,
 ) -> Profile:
     """Assemble the profile of a model from measurements and estimates.
 
@@ -180,7 +203,6 @@ def assemble_profile(
         sizes: Of values in bytes, by name; unknown ones count as zero.
         measurements: By cost class.
         estimates: Seconds per node by cost class, for each class that is not measured completely.
-        workspace_bytes: Per node; None to keep those of the graph.
     """
     count = len(structure.model.nodes)
     seconds: dict[str, Floats] = {}
@@ -200,7 +222,6 @@ def assemble_profile(
         graph=replace(
             structure.graph,
             value_bytes=np.array([sizes.get(name, 0) for name in structure.graph.value_names], dtype=np.int64),
-            workspace_bytes=structure.graph.workspace_bytes if workspace_bytes is None else workspace_bytes,
         ),
         seconds=MappingProxyType(seconds),
         sources=MappingProxyType(sources),
@@ -210,4 +231,123 @@ def assemble_profile(
         spread=MappingProxyType({name: m.spread for name, m in measurements.items()}),
         quality=MappingProxyType({name: m.quality for name, m in measurements.items() if m.quality is not None}),
         prints=structure.prints,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ the cache
+
+
+# The fields with one entry per node.
+_NODE_LISTS = ("seconds", "spread", "unit", "ran")
+_Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+_Figure = Annotated[int, Field(ge=0, le=MAX_FIGURE)] | Annotated[float, Field(ge=0, le=MAX_FIGURE)]
+
+
+_NOTE_KEYS = ("code", "message", "where", "hint")
+
+
+class _StoredMeasurement(BaseModel):
+    """A measurement as stored, with limits; other fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    seconds: list[_Seconds]
+    spread: list[_Seconds]
+    unit: list[Annotated[int, Field(ge=0)]]
+    ran: list[bool]
+    whole_seconds: Annotated[float, Field(ge=0, le=MAX_WHOLE_SECONDS)] | None
+    value_bytes: dict[str, Annotated[int, Field(ge=0, le=MAX_BYTES)]]
+    quality: dict[str, _Figure] | None
+    notes: list[dict[str, str]]
+
+
+def measurement_key(
+    model: Model,
+    graph: OpGraph,
+    prints: Sequence[str],
+    device: Device,
+    feeds: Mapping[str, Any],
+    settings: Sequence[object],
+) -> str:
+    """Return the key of a measurement.
+
+    It covers nodes, wiring, inputs, device, versions and settings. Inputs and small integers count with their bytes,
+    since the work of some models depends on them.
+    """
+    hardware = measurement_cache.processor() if device.kind == "cpu" else device.model
+    small_integers = (small_integer_bytes(tensor) for tensor in model.initializers.values())
+    return measurement_cache.key(
+        [
+            *(device.cost_class, hardware, import_onnxruntime().__version__),
+            *map(repr, settings),
+            *prints,
+            *small_integers,
+            graph.inputs.starts.tobytes(),
+            graph.inputs.items.tobytes(),
+            *graph.names,
+            *graph.value_names,
+            *map(measurement_cache.file_described, list_operator_libraries()),
+            *(f"{name} {measurement_cache.described(value)}" for name, value in sorted(feeds.items())),
+            *(output.name for output in model.outputs),
+        ]
+    )
+
+
+def recall_measurement(key: str, nodes: int) -> tuple[Measurement, list[Diagnostic]] | None:
+    """Return the measurement under a key and its notes, if any.
+
+    Args:
+        key: As `measurement_key` returns it.
+        nodes: How many nodes the model has.
+
+    Raises:
+        ValueError: the entry is damaged; it is removed.
+    """
+    data = measurement_cache.read(key)
+    if data is None:
+        return None
+    try:
+        entry = _StoredMeasurement.model_validate(data)
+        quality = None if entry.quality is None else Quality(**entry.quality)  # type: ignore[arg-type]
+        notes = [Diagnostic(**note) for note in entry.notes]  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise measurement_cache.damaged(key, f"{place}: {first['msg']}") from None
+    except TypeError as error:
+        raise measurement_cache.damaged(key, str(error)) from None
+    if any(len(getattr(entry, item)) != nodes for item in _NODE_LISTS) or max(entry.unit, default=0) >= max(nodes, 1):
+        raise measurement_cache.damaged(key, f"expected {nodes} entries per field, one for each node")
+    if sum(entry.value_bytes.values()) > MAX_ALL_BYTES:
+        raise measurement_cache.damaged(key, f"its values have more bytes than the maximum of {MAX_ALL_BYTES}")
+    measurement = Measurement(
+        seconds=np.array(entry.seconds, dtype=np.float64),
+        unit=np.array(entry.unit, dtype=np.int32),
+        ran=np.array(entry.ran, dtype=bool),
+        measured=np.ones(nodes, dtype=bool),
+        whole_seconds=entry.whole_seconds,
+        value_bytes=entry.value_bytes,
+        spread=np.array(entry.spread, dtype=np.float64),
+        quality=quality,
+    )
+    return measurement, notes
+
+
+def store_measurement(key: str, measurement: Measurement, notes: Sequence[Diagnostic]) -> None:
+    """Store a measurement of all nodes under a key.
+
+    Raises:
+        ValueError: the cache cannot be written; the message says why.
+    """
+    if not measurement.measured.all():
+        return
+    measurement_cache.write(
+        key,
+        {
+            **{item: getattr(measurement, item).tolist() for item in _NODE_LISTS},
+            "whole_seconds": measurement.whole_seconds,
+            "value_bytes": dict(measurement.value_bytes),
+            "quality": None if measurement.quality is None else asdict(measurement.quality),
+            "notes": [{key: getattr(note, key) for key in _NOTE_KEYS} for note in notes],
+        },
     )

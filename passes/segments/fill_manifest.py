@@ -37,7 +37,6 @@ from onnxplace.bundle import (
 from onnxplace.facts import Instruction, Placement, Profile, Routes, Schedule, Segments, Shards
 from onnxplace.graph import Ints
 from onnxplace.model import Model, declaration_of, format_type, list_custom_operators, read_shape_entries
-from onnxplace.passes.segments.process_footprint import Footprint, predict_footprint
 from onnxplace.passes.segments.route_predictions import (
     index_segments,
     list_device_maps,
@@ -85,16 +84,8 @@ def build_manifest(
         pipeline: The text of the whole pipeline, for the record.
         batching: Whether requests can be joined.
     """
-    model, target, segments = state[Model], state.target, state[Segments]
+    model, target = state[Model], state.target
     sent_bytes = list_transfer_bytes(state)
-    footprint = predict_footprint(
-        state[Profile].graph,
-        segments.segments,
-        segments.simulation,
-        target,
-        list_device_maps(state),
-        keeps_order=model.keeps_order,
-    )
     return Manifest(
         schema_version=SCHEMA_VERSION,
         model=model.name,
@@ -116,8 +107,8 @@ def build_manifest(
         values=_value_records(state, ids, types),
         programs=_program_records(state, ids),
         routes=_route_records(state, ids),
-        predicted=_prediction(state, footprint),
-        devices=_device_records(state, footprint),
+        predicted=_prediction(state),
+        devices=_device_records(state),
         transfers=len(sent_bytes),
         transfer_bytes=sum(sent_bytes),
         diagnostics=tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics),
@@ -143,7 +134,7 @@ def _output_records(model: Model) -> tuple[OutputRecord, ...]:
     )
 
 
-def _prediction(state: State, footprint: Footprint) -> Predicted:
+def _prediction(state: State) -> Predicted:
     """Return the prediction for one inference, request overhead included."""
     return Predicted(
         step_seconds=predict_step_seconds(state),
@@ -151,8 +142,6 @@ def _prediction(state: State, footprint: Footprint) -> Predicted:
         single_device_fits=bool(fits_single_device(state).any()),
         lower_bound_seconds=state[Schedule].lower_bound_seconds,
         interval_seconds=predict_interval_seconds(state),
-        running_bytes=footprint.running_bytes,
-        opening_bytes=footprint.opening_bytes,
         request_seconds=predict_request_seconds(state),
     )
 
@@ -305,7 +294,7 @@ def _route_records(state: State, ids: Sequence[str]) -> tuple[RouteRecord, ...]:
     )
 
 
-def _device_records(state: State, footprint: Footprint) -> tuple[DeviceRecord, ...]:
+def _device_records(state: State) -> tuple[DeviceRecord, ...]:
     device_maps = list_device_maps(state)
     memory = measure_route_memory(state, device_maps)
     home_nodes = np.bincount(state[Placement].device, minlength=len(state.target.devices))
@@ -321,7 +310,6 @@ def _device_records(state: State, footprint: Footprint) -> tuple[DeviceRecord, .
             weights_bytes=int(memory.weights_bytes[i]),
             peak_bytes=int(memory.peak_bytes[i]),
             limit_bytes=device.memory_bytes,
-            process_bytes=footprint.device_bytes[i],
         )
         for i, device in enumerate(state.target.devices)
     )

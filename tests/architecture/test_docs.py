@@ -33,7 +33,7 @@ def test_the_list_of_errors_has_exactly_the_codes_in_the_source():
 
 def test_every_error_has_a_usual_cause_and_says_what_to_do():
     """Add `- **CODE** usual cause. **Do:** what to do.` to "Causes and fixes" of docs/errors.md."""
-    from onnxplace.cli.error_pages import read_error_pages
+    from onnxplace.cli.explain import read_error_pages
 
     assert [page.code for page in read_error_pages().values() if not (page.cause and page.fix)] == []
 
@@ -112,7 +112,7 @@ def test_the_digraph_in_the_documentation_is_placed_and_written(tmp_path, monkey
         compile(read_examples("cost-graphs.md", "python")[0], "docs/cost-graphs.md", "exec"), {"__name__": "documented"}
     )
     assert set(ast.literal_eval(capsys.readouterr().out)) == {"encode", "text", "image"}
-    assert read_cost_graph("placed.gexf").device_ids == ("left", "right")
+    assert read_cost_graph("placed.graphml").device_ids == ("left", "right")
 
 
 def test_the_attributes_in_the_documentation_are_those_that_are_read():

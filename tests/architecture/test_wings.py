@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "cost_graph": "errors facts graph state target utils",
     # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
     "passes.profiling": "devices errors facts graph machine model ort target utils",
-    "passes.cost_files": "errors facts graph model passes.profiling target utils",
+    "passes.cost_files": "errors facts model passes.profiling target utils",
     "passes.training": "errors graph model training_roles training_step utils",
     "passes.placement.grouping": "errors facts graph model passes.training problem state target utils",
     "passes.placement.list_scheduling": "errors graph problem simulation state target utils",
@@ -84,7 +84,7 @@ MAY_IMPORT = {
         "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target "
         "utils"
     ),
-    "export": "bundle devices errors model model_metadata target training_step utils",
+    "export": "bundle devices errors model target training_step utils",
     "api": "bundle driver drop_in errors machine pipeline runtime serving traces utils",
     "training": "api bundle errors feeds model runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",

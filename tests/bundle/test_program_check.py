@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.bundle import Step
-from onnxplace.bundle.program_check import check_programs
+from onnxplace.bundle.manifest_checks import check_programs
 from onnxplace.errors import BundleError
 from tests.support.fuzzing import fuzzed
 

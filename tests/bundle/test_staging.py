@@ -135,12 +135,11 @@ def edit(bundle, change):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda path: edit(path, lambda manifest: manifest.pop("format")),
         lambda path: edit(path, lambda manifest: manifest.update(schema_version="7.3")),
         lambda path: (path / "segments" / "weights.bin").unlink(),
         lambda path: (path / "costs.json").write_text("{}"),
     ],
-    ids=["older", "newer", "missing file", "edited file"],
+    ids=["newer", "missing file", "edited file"],
 )
 def test_force_replaces_bundles_of_all_formats(compiling, place, bundle_copy, rename_method, change):
     change(bundle_copy)
@@ -149,9 +148,7 @@ def test_force_replaces_bundles_of_all_formats(compiling, place, bundle_copy, re
     assert names(place) == {"model.onnx", "bundle"}
 
 
-def test_a_missing_format_is_accepted_and_another_format_is_refused(bundle_copy):
-    edit(bundle_copy, lambda manifest: manifest.pop("format"))
-    assert onnxplace.load(bundle_copy, "all")
+def test_another_format_is_refused(bundle_copy):
     edit(bundle_copy, lambda manifest: manifest.update(format="something else"))
     with pytest.raises(BundleError, match="'format'"):
         onnxplace.load(bundle_copy)
@@ -261,7 +258,7 @@ def test_force_replaces_no_folder_that_merely_resembles_an_old_bundle(run_cli, m
     site = tmp_path / "site"
     site.mkdir()
     (site / "index.html").write_text("mine")
-    keys = {"schema_version": "1.1", "pipeline": "", "programs": {}, "segments": [], "files": {"index.html": 1}}
+    keys = {"schema_version": "1.0", "pipeline": "", "programs": {}, "segments": [], "files": {"index.html": 1}}
     (site / "manifest.json").write_text(json.dumps(keys))
     result = run_cli("compile", model_file, "--shape", "batch=4", "-o", site, "--force")
     assert result.code == 2

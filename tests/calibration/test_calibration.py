@@ -9,13 +9,26 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.bundle.program_check import check_programs
+from onnxplace.bundle.manifest_checks import check_programs
 from onnxplace.calibration import TRANSFER_SIZES_BYTES, calibrate, calibrator
 from onnxplace.calibration.calibrator import _build_target, _choose_sizes, _describe_sharing, _fit_links, _list_notes
-from onnxplace.calibration.contention import Contention, Slowdown
-from onnxplace.calibration.microbenchmarks import CallCosts, HopSamples, _make_hop_task, estimate_undisturbed
-from onnxplace.calibration.probe_bundles import Probe, write_probe_bundle
-from onnxplace.calibration.samples import RequestTimes, Samples, read_waited_seconds, run_once, take_turns
+from onnxplace.calibration.microbenchmarks import (
+    CallCosts,
+    Contention,
+    HopSamples,
+    Slowdown,
+    _make_hop_task,
+    estimate_undisturbed,
+)
+from onnxplace.calibration.probe_runs import (
+    Probe,
+    RequestTimes,
+    Samples,
+    read_waited_seconds,
+    run_once,
+    take_turns,
+    write_probe_bundle,
+)
 from onnxplace.errors import TargetError, UsageError
 from onnxplace.machine import find_link_technology
 from onnxplace.pipeline import find_plugin
@@ -69,7 +82,7 @@ def test_waited_seconds_never_decrease():
 
 def test_turns_are_round_robin_first_and_then_go_to_the_task_with_the_least_time(monkeypatch):
     now, names = [0.0], []
-    monkeypatch.setattr("onnxplace.calibration.samples.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("onnxplace.calibration.probe_runs.time.perf_counter", lambda: now[0])
 
     def make_task(name, seconds):
         def task():

@@ -26,7 +26,7 @@ DEVICE_KEYS = {"id", "predicted_busy_seconds", "busy_seconds", "predicted_peak_b
 LINK_KEYS = {
     *("source", "destination", "values", "predicted_bytes", "bytes", "predicted_seconds", "seconds"),
 }
-PROCESS_KEYS = {"predicted_opening_bytes", "opening_bytes", "predicted_running_bytes", "running_bytes"}
+PROCESS_KEYS = {"opening_bytes", "running_bytes"}
 
 
 def bench(run_cli, *arguments) -> dict:
@@ -53,11 +53,11 @@ def test_all_predictions_are_compared_with_measurements(run_cli, compiled):
     for device, planned in zip(data["devices"], manifest.devices):
         assert set(device) == DEVICE_KEYS
         assert (device["id"], device["predicted_busy_seconds"]) == (planned.id, planned.compute_seconds)
-        assert device["predicted_peak_bytes"] == planned.process_bytes > 0
+        assert device["predicted_peak_bytes"] == planned.peak_bytes > 0
         assert 0 < device["busy_seconds"] < 1
         assert 0 <= device["peak_bytes"] < 100 << 20, "nothing, if a model this small fits into what was there"
         assert device["busy_seconds"] != planned.compute_seconds
-        assert device["peak_bytes"] != planned.process_bytes
+        assert device["peak_bytes"] != planned.peak_bytes
     assert len(data["devices"]) == 2
     assert all({link["source"], link["destination"]} == {"cpu:0", "cpu:1"} for link in data["links"])
     assert sum(link["values"] for link in data["links"]) == manifest.transfers > 0
@@ -68,8 +68,6 @@ def test_all_predictions_are_compared_with_measurements(run_cli, compiled):
         assert 0 < link["seconds"] != link["predicted_seconds"] > 0
     process = data["process"]
     assert set(process) == PROCESS_KEYS
-    assert process["predicted_running_bytes"] == manifest.predicted.running_bytes
-    assert process["predicted_opening_bytes"] == manifest.predicted.opening_bytes
     assert 50 << 20 < process["opening_bytes"] < 1 << 30
     assert 50 << 20 < process["running_bytes"] < 1 << 30
 
@@ -85,7 +83,7 @@ def test_the_text_has_a_row_for_each_device_link_and_the_process(run_cli, compil
     for line in devices[1:3]:
         assert re.fullmatch(r"cpu:\d( +[\d.e+-]+ ms){2}( +[\d.]+ ([KM]i)?B){2}", line), line
     for line in devices[3:]:
-        assert re.fullmatch(r"process, \w+ +- +-( +[\d.]+ MiB){2}", line), line
+        assert re.fullmatch(r"process, \w+ +- +- +[\d.]+ MiB +-", line), line
     assert links[0].split() == ["values", "size", "predicted", "time", "predicted"]
     manifest = onnxplace.load(compiled).manifest
     sent = {f"{device} -> {s.peer}" for device, program in manifest.programs.items() for s in program if s.op == "send"}
@@ -133,9 +131,8 @@ def test_memory_is_omitted_on_request_and_on_other_systems(run_cli, compiled, mo
     for seen in (data, bench(run_cli, compiled, "--repeat", "1")):
         assert [device["peak_bytes"] for device in seen["devices"]] == [None, None]
         assert (seen["process"]["running_bytes"], seen["process"]["opening_bytes"]) == (None, None)
-        assert seen["process"]["predicted_running_bytes"] > 0
     rows = [row for row in run_cli("bench", compiled, *QUICK).out.splitlines() if row.startswith(("cpu", "process"))]
-    assert all(re.search(r" -  +[\d.]+ [KM]iB$", row) for row in rows if "->" not in row)
+    assert all(re.search(r" -  +(-|[\d.]+ [KM]?i?B)$", row) for row in rows if "->" not in row)
 
 
 @only_linux

@@ -46,7 +46,7 @@ def offer(line: str) -> list[str]:
         ("run b --runtime s", ["simulated"]),
         ("passes multi", ["multilevel"]),
         ("runtimes on", ["onnxruntime"]),
-        ("explain p01", ["P010", "P011", "P012", "P013"]),
+        ("explain p01", ["P010", "P011", "P012"]),
         ("completion z", ["zsh"]),
         ("frobnicate x", []),
     ],
@@ -62,7 +62,7 @@ def test_every_placer_is_offered():
 
 
 def test_devices_are_completed_after_a_comma_and_once_each(monkeypatch):
-    monkeypatch.setattr("onnxplace.cli.completers._list_devices", lambda: ["cuda:0", "cpu:0", "cpu:1"])
+    monkeypatch.setattr("onnxplace.cli.completion._list_devices", lambda: ["cuda:0", "cpu:0", "cpu:1"])
     assert offer("compile m.onnx --devices c") == ["cuda:0", "cpu:0", "cpu:1"]
     assert offer("plan m.onnx --devices cpu:0,c") == ["cpu:0,cuda:0", "cpu:0,cpu:1"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onnxplace.cli.error_pages import read_error_pages
+from onnxplace.cli.explain import read_error_pages
 from tests.support.commands import only_json
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.cli.options import parse_shape
+from onnxplace.cli.shared_options import parse_shape
 from onnxplace.cost_graph import read_cost_graph
 from onnxplace.driver import placer
 from onnxplace.facts import Profile
@@ -26,15 +26,14 @@ from onnxplace.model import Model, bind, bind_states, load
 from onnxplace.passes.coplace import Coplace
 from onnxplace.passes.cost_files import format_costs, format_costs_csv
 from onnxplace.passes.profile import ProfileCosts
-from onnxplace.passes.profiling.cached_measurements import recall_measurement, store_measurement
+from onnxplace.passes.profiling.profile_model import recall_measurement, store_measurement
 from onnxplace.pipeline import Pipeline, run_pass
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Shared, Target, format_target, parse_device_ids, parse_memory, read_target
-from onnxplace.utils import name_patterns
+from onnxplace.utils import names
 from tests.cli.test_contradictions import states_model
 from tests.conftest import FAST_PIPELINE, branches
 from tests.machine.test_damaged_cache import NODES, keep_one, path_of
-from tests.passes.cost_files.test_foreign import HEAD, OLIVE
 from tests.support.fuzzing import JUNK, fuzzed, read_or_refused, spliced, texts_of
 
 # Values as TOML and CSV have them.
@@ -119,7 +118,7 @@ def file(tmp_path) -> Callable[[bytes, str], Path]:
 
 @pytest.fixture(autouse=True)
 def limit_pattern_time(monkeypatch) -> None:
-    monkeypatch.setattr(name_patterns, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(names, "MAX_SECONDS", 0.3)
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -161,10 +160,6 @@ def cost_table() -> str:
     return format_costs_csv(profiled()[Profile], profiled()[Model])
 
 
-NODE_STATISTICS = HEAD + "left_123,1,2,3,4\nright_5,1,2,3,4\nrelu_7,1,0,256,4\n"
-MODULES = OLIVE.replace("model.embed_tokens", "left").replace("model.layers.0.mlp.up", "sum")
-
-
 def place_by_costs(path: Path) -> State:
     steps = (ProfileCosts(costs=str(path), estimate=True, save=str(path.parent / "saved.json")), Coplace())
     placed = Pipeline((*steps, *Pipeline.parse("m-etf").passes)).run(profiled())[0]
@@ -181,9 +176,9 @@ def test_cost_files_in_json(file, data):
 
 
 @fuzzed
-@given(st.data(), st.sampled_from(["ours", "nodes", "modules"]))
-def test_cost_files_in_csv(file, data, kind):
-    text = {"ours": cost_table(), "nodes": NODE_STATISTICS, "modules": MODULES}[kind]
+@given(st.data())
+def test_cost_files_in_csv(file, data):
+    text = cost_table()
     near = data.draw(st.one_of(lines_near(text, ","), lines_near(text, "="), spliced(text.encode()), JUNK))
     read_or_refused(lambda: place_by_costs(file(near, "costs.csv")))
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import onnxplace
-from onnxplace.cli import app, options, output
-from onnxplace.cli.progress import Display
+from onnxplace.cli import app, shared_options, terminal
+from onnxplace.cli.terminal import Display
 from onnxplace.errors import MAX_CHARACTERS, Diagnostic, OnnxplaceError, format_name
 from tests.conftest import FAST_PIPELINE, Ran, branches
 from tests.support.training_models import make_mlp
@@ -126,7 +126,7 @@ def test_names_of_graphs_targets_and_options_are_harmless(harmless):
 
 def test_errors_and_notes_take_one_line_for_their_place(capsys):
     error = OnnxplaceError("X001", f"message {HOSTILE!r}", where=f"node {HOSTILE}", hint="hint")
-    options.print_notes([Diagnostic("C001", "message", where=f"node {HOSTILE}")])
+    shared_options.print_notes([Diagnostic("C001", "message", where=f"node {HOSTILE}")])
     for text in (str(error), capsys.readouterr().err.rstrip()):
         require_harmless(text)
     assert str(error).count("\n") == 1
@@ -136,8 +136,8 @@ def test_errors_and_notes_take_one_line_for_their_place(capsys):
 def test_printed_text_holds_no_control_characters_and_no_long_line(text):
     with pytest.MonkeyPatch.context() as patch:
         printed = []
-        patch.setattr(output.click, "echo", lambda text, err: printed.append(text))
-        output.print_text(text)
+        patch.setattr(terminal.click, "echo", lambda text, err: printed.append(text))
+        terminal.print_text(text)
     (shown,) = printed
     require_harmless(shown.replace("FAKE", ""))
     assert shown.count("\n") == text.count("\n")
@@ -166,4 +166,4 @@ def test_commands_print_by_one_module_only():
     """`print_text` escapes names; what prints by itself would forget to."""
     printing = re.compile(r"click\.s?echo\(|(?<!\.)\bprint\(|(?:stdout|stderr)\.write\(|print_exc\(")
     found = {path.name for path in (ROOT / "cli").glob("*.py") if printing.search(path.read_text(encoding="utf-8"))}
-    assert found == {"output.py"}
+    assert found == {"terminal.py"}

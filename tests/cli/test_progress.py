@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from onnxplace.cli import app, main, progress
+from onnxplace.cli import app, main, terminal
 from onnxplace.utils import observe_progress, progress_part, report_progress, report_time_limit
 from tests.support.commands import FAST
 from tests.support.terminals import run_on_terminal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
 
 ESCAPE, CLEAR_LINE, HIDE_CURSOR = "\x1b", "\x1b[2K", "\x1b[?25l"
 PLACE = ("graph.json", "--placer", "single", "--devices", "2")
-LINE_SECONDS = progress.LINE_SECONDS  # as users have it; tests never print such lines
+LINE_SECONDS = terminal.LINE_SECONDS  # as users have it; tests never print such lines
 
 
 @pytest.fixture
@@ -36,6 +36,9 @@ class Clock:
     def __init__(self) -> None:
         self.now = 100.0
 
+    def perf_counter(self) -> float:
+        return self.now
+
     def monotonic(self) -> float:
         return self.now
 
@@ -43,7 +46,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(terminal, "time", clock)
     return clock
 
 
@@ -84,9 +87,9 @@ def test_no_color_means_no_colours(graph_file):
 
 
 def test_a_pipe_gets_no_control_characters_and_rare_plain_lines(run_cli, model_file, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_SECONDS", LINE_SECONDS)
+    monkeypatch.setattr(terminal, "LINE_SECONDS", LINE_SECONDS)
     assert run_cli("compile", model_file, *FAST, "-o", "first").err.count("\n[") == 0
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
     result = run_cli("compile", model_file, *FAST, "-o", "second")
     assert result.code == 0
     assert ESCAPE not in result.err + result.out
@@ -95,7 +98,7 @@ def test_a_pipe_gets_no_control_characters_and_rare_plain_lines(run_cli, model_f
 
 
 def test_quiet_says_nothing_but_errors(run_cli, model_file, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
     result = run_cli("compile", model_file, *FAST, "-o", "quiet", "--quiet")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("branches: 5 nodes")
@@ -130,7 +133,7 @@ def test_every_command_has_quiet_and_verbose(command):
 
 
 def test_the_remaining_time_follows_from_the_finished_share(clock):
-    display = progress.Display("work")
+    display = terminal.Display("work")
     assert display.estimate_remaining() is None
     clock.now += 10
     display.advance(0.25)
@@ -144,7 +147,7 @@ def test_the_remaining_time_follows_from_the_finished_share(clock):
 
 
 def test_a_time_limit_is_the_remaining_time_until_shares_are_known(clock):
-    display = progress.Display("search")
+    display = terminal.Display("search")
     display.limit(20.0)
     clock.now += 5
     assert (display.estimate_remaining(), display.total_share) == (15, 0.25)
@@ -153,7 +156,7 @@ def test_a_time_limit_is_the_remaining_time_until_shares_are_known(clock):
 
 
 def test_a_time_limit_bounds_what_follows_from_the_share(clock):
-    display = progress.Display("search")
+    display = terminal.Display("search")
     clock.now += 60  # preparations
     display.limit(8.0)
     clock.now += 1
@@ -165,7 +168,7 @@ def test_a_time_limit_bounds_what_follows_from_the_share(clock):
 
 
 def test_preparations_before_the_first_report_say_nothing_about_the_speed(clock):
-    display = progress.Display("learning")
+    display = terminal.Display("learning")
     clock.now += 60
     display.advance(0)
     clock.now += 1
@@ -174,14 +177,14 @@ def test_preparations_before_the_first_report_say_nothing_about_the_speed(clock)
 
 
 def test_a_plan_shows_no_remaining_time_that_other_strategies_would_have(run_cli, model_file, monkeypatch, clock):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
     monkeypatch.setattr(clock, "monotonic", lambda: (setattr(clock, "now", clock.now + 1), clock.now)[1])
     result = run_cli("plan", model_file, "--estimate", "--devices", "cpu:0,cpu:1", "--shape", "batch=1")
     assert re.search(r"\[3/\d+\] 2 copies of the model\n", result.err), result.err
 
 
 def test_similar_steps_share_one_remaining_time(clock):
-    display = progress.Display("start", similar=True)
+    display = terminal.Display("start", similar=True)
     clock.now += 100
     display("first", 0, 4)
     clock.now += 10
@@ -192,7 +195,7 @@ def test_similar_steps_share_one_remaining_time(clock):
 
 
 def test_what_was_done_earlier_says_nothing_about_the_speed(clock):
-    display = progress.Display("train")
+    display = terminal.Display("train")
     display.resume_at(0.5)
     assert display.estimate_remaining() is None
     clock.now += 10
@@ -202,8 +205,8 @@ def test_what_was_done_earlier_says_nothing_about_the_speed(clock):
 
 
 def test_lines_are_rare_and_say_what_is_left(clock, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_SECONDS", LINE_SECONDS)
-    display = progress.LineDisplay("verify")
+    monkeypatch.setattr(terminal, "LINE_SECONDS", LINE_SECONDS)
+    display = terminal.LineDisplay("verify")
     for _ in range(10):
         clock.now += 2
         display.advance((clock.now - 100) / 40)
@@ -239,13 +242,13 @@ def test_names_are_not_read_as_markup(monkeypatch):
         def isatty(self) -> bool:
             return True
 
-    terminal = Terminal()
+    shown = Terminal()
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with progress.show_progress(False, "read [bold]a[/x]"):
+    monkeypatch.setattr(sys, "stderr", shown)
+    with terminal.show_progress(False, "read [bold]a[/x]"):
         pass
-    assert "read [bold]a[/x]" in terminal.getvalue()
+    assert "read [bold]a[/x]" in shown.getvalue()
 
 
 def test_a_failed_step_is_not_reported_as_finished(run_cli, tmp_path):

@@ -84,7 +84,7 @@ def test_loop_compilation_is_announced_once_on_a_terminal(
 ) -> None:
     import numba
 
-    from onnxplace.cli.options import announce_loop_compilation
+    from onnxplace.cli.shared_options import announce_loop_compilation
     from onnxplace.utils import on_compiling
 
     on_compiling(lambda: None)

@@ -1,4 +1,4 @@
-"""GraphML and GEXF: what is read, what is written, and what is refused, with the message."""
+"""GraphML: what is read, what is written, and what is refused, with the message."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ import tracemalloc
 import networkx
 import pytest
 
-from onnxplace.cost_graph import from_networkx, graph_xml, parse_cost_graph, read_cost_graph, write_cost_graph
+from onnxplace.cost_graph import from_networkx, graphml, parse_cost_graph, read_cost_graph, write_cost_graph
 from onnxplace.driver import place_cost_graph
 from onnxplace.errors import InputError, UsageError
 from tests.cost_graph.test_cost_graph import fork
@@ -30,21 +30,8 @@ GRAPHML = f"""<?xml version="1.0" encoding="UTF-8"?>
 <edge source="x" target="y"><data key="b">4</data></edge>
 </graph>
 </graphml>"""
-GEXF = f"""<?xml version="1.0" encoding="UTF-8"?>
-<gexf xmlns="http://www.gexf.net/1.2draft" version="1.2">
-<meta><description>{{"devices": {DEVICES}}}</description></meta>
-<graph defaultedgetype="directed">
-<attributes class="node"><attribute id="0" title="seconds" type="double"/>
-<attribute id="1" title="weights_bytes" type="long"><default>8</default></attribute></attributes>
-<attributes class="edge"><attribute id="0" title="bytes" type="long"/></attributes>
-<nodes>
-<node id="x" label="first"><attvalues><attvalue for="0" value="1.5"/></attvalues></node>
-<node id="y"><attvalues><attvalue for="0" value="2"/><attvalue for="1" value="0"/></attvalues></node>
-</nodes>
-<edges><edge id="0" source="x" target="y"><attvalues><attvalue for="0" value="4"/></attvalues></edge></edges>
-</graph>
-</gexf>"""
-TEXTS = {"graphml": GRAPHML, "gexf": GEXF}
+DOUBLE, TEXT = (f'attr.name="seconds" attr.type="{kind}"' for kind in ("double", "string"))
+TEXTS = {"graphml": GRAPHML}
 # Each entity is ten of the one before it: a billion of the first.
 LAUGHS = "".join(f'<!ENTITY l{i} "{f"&l{i - 1};" * 10}">' for i in range(1, 10))
 BOMB = f'<!DOCTYPE graphml [<!ENTITY l0 "ha">{LAUGHS}]>'
@@ -69,7 +56,7 @@ def file(tmp_path):
 def test_a_file_is_read_with_its_machine_types_and_defaults(file, kind):
     graph = read_cost_graph(file(TEXTS[kind], f"g.{kind}"))
     assert (graph.name, graph.ids, graph.device_ids) == ("g", ("x", "y"), ("a", "b"))
-    assert graph.profile.graph.names == (("first" if kind == "gexf" else "x"), "y")
+    assert graph.profile.graph.names == ("x", "y")
     assert graph.profile.seconds["cuda/cost-graph"].tolist() == [1.5, 2.0]
     assert dict(zip(graph.profile.graph.weight_names, graph.profile.graph.weight_bytes.tolist())) == {
         graph.profile.graph.names[0]: 8
@@ -100,26 +87,18 @@ def test_files_of_networkx_are_read_like_its_graphs(tmp_path, kind, make):
     digraph = make(two_nodes())
     digraph.nodes["y"].update(group="left", backward=True, score=float("nan"))
     digraph.graph.clear()
-    write = networkx.write_graphml_xml if kind == "graphml" else networkx.write_gexf
-    write(digraph, tmp_path / f"g.{kind}")
+    networkx.write_graphml_xml(digraph, tmp_path / f"g.{kind}")
     digraph.graph["devices"] = [{"id": 0, "memory_bytes": 0}, {"id": 1, "memory_bytes": 0}]
     expected = everything(from_networkx(digraph))
     assert everything(read_cost_graph(tmp_path / f"g.{kind}", device_count=2)) == {**expected, "name": "g"}
 
 
-def test_drawings_of_yed_and_tables_of_gephi_are_passed_over(file):
+def test_drawings_of_yed_are_passed_over(file):
     drawing = '<data key="d6"><y:ShapeNode><y:Fill color="#ff0000"/><y:NodeLabel>z</y:NodeLabel></y:ShapeNode></data>'
     text = GRAPHML.replace('<node id="x">', f'<node id="x">{drawing}<port name="p"/><desc>seconds</desc>')
     text = text.replace("xmlns=", 'xmlns:y="http://www.yworks.com/xml/graphml" xmlns=')
     text = text.replace("<graph ", '<key id="d6" for="node" yfiles.type="nodegraphics"/><graph ', 1)
     assert read_cost_graph(file(text, "g.graphml")).ids == ("x", "y")
-    text = GEXF.replace('<attribute id="0" title="seconds"', '<attribute id="m" title="Modularity" type="int"/>\\g', 1)
-    text = text.replace("\\g", '<attribute id="0" title="seconds"')
-    text = text.replace(
-        '<attvalue for="0" value="1.5"/>', '<attvalue for="0" value="1"/><attvalue for="m" value="no"/>'
-    )
-    text = text.replace('label="first">', 'label="first"><viz:size xmlns:viz="v" value="3"/>')
-    assert read_cost_graph(file(text, "g.gexf")).profile.graph.names == ("first", "y")
 
 
 def test_a_node_may_come_after_its_edges(file):
@@ -131,43 +110,36 @@ def test_a_node_may_come_after_its_edges(file):
 
 # ---------------------------------------------------------------------------------------------- what is refused
 
-# Of both formats: what is replaced, by what, the code, the line, and what the message says.
+# What is replaced, by what, the code, the line, and what the message says.
 REFUSED = [
     ("graphml", "?>", ">", "D001", 1, "expected XML, found at column"),
     ("graphml", "</graphml>", "", "D001", 13, "expected XML, found at column 1: no element found"),
-    ("gexf", 'encoding="UTF-8"', 'encoding="klingon"', "D001", 1, "unknown encoding"),
-    ("gexf", 'encoding="UTF-8"', 'encoding="big5"', "D001", 1, "its encoding cannot be read: multi-byte encodings"),
     ("graphml", "<graphml xmlns", f"{BOMB}<graphml xmlns", "D001", 2, "expected XML without a document type"),
-    ("gexf", "<gexf xmlns", f"{OUTSIDE}<gexf xmlns", "D001", 2, "remove the line <!DOCTYPE ...>: entities can"),
+    ("graphml", 'encoding="UTF-8"', 'encoding="klingon"', "D001", 1, "unknown encoding"),
+    ("graphml", 'encoding="UTF-8"', 'encoding="big5"', "D001", 1, "its encoding cannot be read: multi-byte encodings"),
+    ("graphml", "<graphml xmlns", f"{OUTSIDE}<graphml xmlns", "D001", 2, "remove the line <!DOCTYPE ...>: entities"),
     ("graphml", "1.5", "&l9;", "D001", 9, "undefined entity"),
-    ("gexf", "first", "a\x01b", "D001", 9, "not well-formed (invalid token)"),
+    ("graphml", "1.5", "a\x01b", "D001", 9, "not well-formed (invalid token)"),
     ("graphml", "graphml", "svg", "D001", 2, "expected <graphml>, found <svg>"),
     ("graphml", "graph>", "g>", "D001", 12, "mismatched tag"),
     ("graphml", "</graph>", '</graph><graph edgedefault="directed"/>', "D001", 12, "expected one graph, found another"),
     ("graphml", '<node id="x">', '<node id="x"><graph/>', "D001", 9, "expected a plain graph, found a graph in a node"),
     ("graphml", "</graph>", "<hyperedge/></graph>", "D001", 12, "expected a plain graph, found a hyperedge"),
-    ("gexf", 'label="first">', 'label="first"><nodes/>', "D001", 9, "expected a plain graph, found nodes in a node"),
     ("graphml", 'id="w"', 'id="s"', "D001", 4, "an attribute with its own id, found a second one with the id 's'"),
-    ("gexf", 'id="1"', "", "D001", 6, "expected an attribute with its own id, found one without"),
+    ("graphml", ' id="w"', "", "D001", 4, "expected an attribute with its own id, found one without"),
     ("graphml", 'key="s">1.5', 'key="q">1.5', "D001", 9, "node 'x' has data of key 'q', expected a <key> for it"),
-    ("gexf", 'for="1" value="0"', 'for="7" value="0"', "D001", 10, "node 'y' has a value of attribute '7', expected"),
     ("graphml", '<node id="x">', "<node>", "D002", 9, "expected a node with an id, found one without"),
     ("graphml", '<node id="y">', '<node id="x">', "D002", 10, "two nodes have the id 'x'"),
-    ("gexf", '<node id="y">', '<node id="x">', "D002", 10, "two nodes have the id 'x'"),
     ("graphml", ' target="y"', "", "D003", 11, "expected an edge with source and target, found one without"),
     ("graphml", 'target="y"', 'target="z"', "D003", 11, "an edge names node 'z', expected the id of a node"),
-    ("gexf", 'source="x"', 'source="q"', "D003", 12, "an edge names node 'q', expected the id of a node"),
     ("graphml", ">1.5<", ">fast<", "D004", 9, "seconds of node 'x' is 'fast', expected a value of type 'double'"),
     ("graphml", ">1.5<", "><", "D004", 9, "seconds of node 'x' is '', expected a value of type 'double'"),
-    ("gexf", 'value="4"', 'value="4_0"', "D004", 12, "bytes of edge 'x' -> 'y' is '4_0', expected a value of type"),
-    ("gexf", 'value="4"', 'value="4.5"', "D004", 12, "bytes of edge 'x' -> 'y' is '4.5', expected a value of type"),
-    ("gexf", ">8<", ">many<", "D004", 9, "weights_bytes of node 'x' is 'many', expected a value of type 'long'"),
+    ("graphml", ">4<", ">4_0<", "D004", 11, "bytes of edge 'x' -> 'y' is '4_0', expected a value of type"),
+    ("graphml", ">4<", ">4.5<", "D004", 11, "bytes of edge 'x' -> 'y' is '4.5', expected a value of type"),
+    ("graphml", ">8<", ">many<", "D004", 9, "weights_bytes of node 'x' is 'many', expected a value of type 'long'"),
     ("graphml", '"directed"', '"undirected"', "D008", 11, "expected directed edges, found edge 'x' -> 'y' without"),
     ("graphml", '"directed"', '"undirected"', "D008", 11, 'say edgedefault="directed" if each edge leads from'),
-    ("gexf", ' defaultedgetype="directed"', "", "D008", 12, 'say defaultedgetype="directed" if each edge leads'),
-    ("gexf", '<edge id="0"', '<edge type="mutual" id="0"', "D008", 12, "expected directed edges, found edge 'x'"),
     ("graphml", "1.5</data>", '1.5</data><data key="s">2</data>', "D008", 9, "seconds of node 'x' is given twice"),
-    ("gexf", '"1.5"/>', '"1.5"/><attvalue for="0" value="1.5"/>', "D008", 9, "seconds of node 'x' is given twice"),
 ]  # fmt: skip
 
 
@@ -189,15 +161,12 @@ def test_a_file_that_makes_no_sense_is_refused_with_its_line(run_cli, file, kind
         ("graphml", "1.5", "-1.5", "D004", "seconds of node 'x' is -1.5, expected a number from 0 to 1e+12"),
         ("graphml", "1.5", "nan", "D004", "seconds of node 'x' is nan, expected a number"),
         ("graphml", "1.5", "9" * 400, "D004", "seconds of node 'x' is inf, expected a number"),
-        ("gexf", 'seconds" type="double"', 'seconds" type="string"', "D004", "seconds of node 'x' is '1.5', ex"),
-        ("gexf", 'seconds" type="double"', 'seconds" type="string"', "D004", "declare seconds as a number"),
+        ("graphml", DOUBLE, TEXT, "D004", "seconds of node 'x' is '1.5', ex"),
+        ("graphml", DOUBLE, TEXT, "D004", "declare seconds as a number"),
         ("graphml", "</graph>", '<edge source="y" target="x"/></graph>', "D005", "the graph has a cycle through"),
         ("graphml", DEVICES, "[]", "D006", "expected a graph that names devices, found none"),
         ("graphml", DEVICES, "{}", "D006", "expected a graph that names devices, found none"),
         ("graphml", DEVICES, "[5]", "D006", "the graph's devices are [5], expected a list"),
-        ("gexf", DEVICES, "[", "D001", "not the description of a machine by onnxplace: invalid JSON at line 1"),
-        ("gexf", f'"devices": {DEVICES}', "", "D006", "give --devices N and --max-memory SIZE"),
-        ("gexf", '"devices"', '"bytes_per_second": -1, "devices"', "D004", "bytes_per_second of the graph is -1, e"),
         ("graphml", '"b" for="edge" attr.name="bytes"', '"b" for="edge" attr.name="tensor"', "", ""),
         ("graphml", 'attr.name="seconds" attr.type="double"', 'attr.name="id_type"', "D002", "has the id_type '1.5'"),
     ],
@@ -233,7 +202,7 @@ def test_a_graph_that_expands_without_end_is_refused(file, monkeypatch):
 
 @pytest.mark.parametrize(("limit", "words"), [("MAX_ELEMENTS", "7 elements"), ("MAX_ITEMS", "7 nodes and edges")])
 def test_a_file_of_more_than_is_taken_is_refused(file, monkeypatch, limit, words):
-    monkeypatch.setattr(graph_xml, limit, 7)
+    monkeypatch.setattr(graphml, limit, 7)
     text = GRAPHML.replace("</graph>", "".join(f'<node id="{i}"/>' for i in range(9)) + "</graph>")
     with pytest.raises(InputError, match=rf"D001.*expected at most {words}, found more"):
         read_cost_graph(file(text, "g.graphml"))
@@ -256,9 +225,9 @@ def test_xml_where_json_is_expected_is_called_by_its_name(file):
     with pytest.raises(InputError, match=r"expected JSON, found XML\n  hint: say what it is with --graph-format"):
         read_cost_graph(file(GRAPHML, "g.json"))
     with pytest.raises(InputError, match=r"line 1: expected XML, found at column 1: not well-formed"):
-        read_cost_graph(file(json.dumps(fork()), "g.gexf"))
-    with pytest.raises(InputError, match=r"line 2: expected <graphml>, found <gexf>"):
-        read_cost_graph(file(GEXF, "g.graphml"))
+        read_cost_graph(file(json.dumps(fork()), "g.graphml"))
+    with pytest.raises(InputError, match=r"line 1: expected <graphml>, found <gexf>"):
+        read_cost_graph(file("<gexf/>", "g.graphml"))
 
 
 # ---------------------------------------------------------------------------------------------- what is written
@@ -269,18 +238,17 @@ def test_a_placed_graph_is_what_networkx_reads(tmp_path, kind):
     graph = parse_cost_graph(fork())
     placed = place_cost_graph(graph, "m-etf", groups="none")
     write_cost_graph(tmp_path / f"p.{kind}", graph, placed)
-    read = networkx.read_graphml if kind == "graphml" else networkx.read_gexf
-    digraph = read(tmp_path / f"p.{kind}")
+    digraph = networkx.read_graphml(tmp_path / f"p.{kind}")
     assert {node: data["device"] for node, data in digraph.nodes(data=True)} == placed.placement
     assert [data["label"] for _, data in digraph.nodes(data=True)] == ["n0", "n1", "n2", "n3"]
     assert [data["finish_seconds"] for _, data in digraph.nodes(data=True)] == placed.finish_seconds.tolist()
     assert sorted(data["tensor"] for _, _, data in digraph.edges(data=True)) == ["t", "t", "u", "v"]
-    colors = {str(data.get("color") or data["viz"]["color"]) for _, data in digraph.nodes(data=True)}
+    colors = {data["color"] for _, data in digraph.nodes(data=True)}
     assert len(colors) == 2
     assert everything(read_cost_graph(tmp_path / f"p.{kind}")) == everything(graph)
 
 
-@pytest.mark.parametrize("name", ["p.graphml", "p.gexf", "p.gexf.gz"])
+@pytest.mark.parametrize("name", ["p.graphml", "p.graphml.gz"])
 def test_a_graph_is_written_the_same_on_any_day(tmp_path, monkeypatch, name):
     graph = parse_cost_graph(fork())
     write_cost_graph(tmp_path / name, graph)
@@ -315,16 +283,16 @@ def test_characters_that_xml_cannot_hold_are_an_error_and_write_nothing(tmp_path
 
 def test_other_endings_and_places_are_refused(tmp_path):
     for name in ("p.json", "p", "p.xml", "graphml", "p.gz"):
-        with pytest.raises(UsageError, match=rf"D009.*expected a file of GraphML or GEXF, got '{name}'"):
+        with pytest.raises(UsageError, match=rf"D009.*expected a file of GraphML, got '{name}'"):
             write_cost_graph(tmp_path / name, parse_cost_graph(fork()))
     with pytest.raises(UsageError, match="U032"):
-        write_cost_graph(tmp_path / "none" / "p.gexf", parse_cost_graph(fork()))
+        write_cost_graph(tmp_path / "none" / "p.graphml", parse_cost_graph(fork()))
 
 
 # ---------------------------------------------------------------------------------------------- the command
 
 
-@pytest.mark.parametrize("name", ["placed.graphml", "placed.gexf", "placed.graphml.gz"])
+@pytest.mark.parametrize("name", ["placed.graphml", "placed.graphml.gz"])
 def test_the_command_writes_a_placed_graph_that_it_places_again(run_cli, file, tmp_path, name):
     path = file(json.dumps(fork()), "g.json")
     ran = run_cli("place", path, "--placer", "m-etf", "--groups", "none", "-o", tmp_path / name, "--json")
@@ -349,8 +317,7 @@ def test_the_command_says_what_it_wrote_and_scores_go_out_too(run_cli, file, tmp
 def test_a_graph_without_devices_takes_those_of_the_command_line(run_cli, tmp_path, kind):
     digraph = two_nodes()
     digraph.graph.clear()
-    write = networkx.write_graphml if kind == "graphml" else networkx.write_gexf
-    write(digraph, tmp_path / "g.xml")
+    networkx.write_graphml(digraph, tmp_path / "g.xml")
     ran = run_cli("place", tmp_path / "g.xml", "--graph-format", kind, "--devices", 2, "--max-memory", "1k", "--json",
                   "--placer", "m-etf")  # fmt: skip
     assert ran.code == 0, ran.err
@@ -362,8 +329,8 @@ def test_a_graph_without_devices_takes_those_of_the_command_line(run_cli, tmp_pa
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
-        ("p.json", "D009", "expected a file of GraphML or GEXF, got 'p.json'"),
-        ("none/p.gexf", "U032", "there is no folder"),
+        ("p.json", "D009", "expected a file of GraphML, got 'p.json'"),
+        ("none/p.graphml", "U032", "there is no folder"),
         ("g.graphml", "U032", "which is read"),
     ],
 )
@@ -393,6 +360,6 @@ print(before, "networkx" in sys.modules)
 
 
 def test_a_graph_that_fits_nowhere_writes_nothing(run_cli, file, tmp_path):
-    ran = run_cli("place", file(GRAPHML, "g.graphml"), "--max-memory", "1", "-o", tmp_path / "p.gexf")
+    ran = run_cli("place", file(GRAPHML, "g.graphml"), "--max-memory", "1", "-o", tmp_path / "p.graphml")
     assert ran.code == 3
-    assert not (tmp_path / "p.gexf").exists()
+    assert not (tmp_path / "p.graphml").exists()

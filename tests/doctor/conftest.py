@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from onnxplace.devices import device_kinds
-from onnxplace.doctor.context import CheckContext
+from onnxplace.doctor.check_context import CheckContext
 from tests.pipeline.test_plugins import install
 
 SOURCE = Path(__file__).parents[1] / "support" / "faulty_device.py"

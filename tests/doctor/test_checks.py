@@ -8,7 +8,7 @@ import pytest
 
 import onnxplace
 from onnxplace.doctor import CHECKS
-from onnxplace.doctor.context import CheckContext, CheckFailedError, CheckSkippedError, require_same
+from onnxplace.doctor.check_context import CheckContext, CheckFailedError, CheckSkippedError, require_same
 from onnxplace.errors import ExecutionError, OnnxplaceError
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -29,8 +29,8 @@ def test_the_documented_checks_are_those_that_run():
         ("compiler", ()),
         ("find", ("cpu",)),
         *((name, ("cpu:0",)) for name in ("open", "operators", "contract", "call")),
-        *((name, PAIR) for name in ("copies", "contract", "order", "states", "faults", "memory", "link", "prediction")),
-        *((name, ("cpu:0",)) for name in ("copies", "order", "states", "faults", "prediction")),
+        *((name, PAIR) for name in ("copies", "contract", "order", "faults", "memory", "link", "prediction")),
+        *((name, ("cpu:0",)) for name in ("copies", "order", "faults", "prediction")),
     ],
 )
 def test_a_check_passes_on_cpu_devices(check, devices, make_context):
@@ -45,7 +45,6 @@ def test_a_check_passes_on_cpu_devices(check, devices, make_context):
         ("copies", "late", "differ"),
         ("order", "corrupts", "in flight, after"),
         ("order", "late", "in flight, after"),
-        ("states", "late", "conversation"),
         ("memory", "corrupts", "the model on both devices"),
         ("operators", "feeds", "its error is"),
         ("open", "feeds", "-x"),
@@ -74,7 +73,7 @@ def test_contract_is_skipped_for_devices_with_options(make_context):
 
 
 @pytest.mark.usefixtures("faulty_kind")
-@pytest.mark.parametrize("check", ["open", "operators", "copies", "order", "states", "faults", "memory"])
+@pytest.mark.parametrize("check", ["open", "operators", "copies", "order", "faults", "memory"])
 def test_the_same_device_without_a_fault_passes(check, make_context):
     devices = ("faulty:0",) if check in ("open", "operators") else ("cpu:0", "faulty:0")
     assert CHECKS[check].run(make_context(*devices)).detail
@@ -94,7 +93,7 @@ def test_faults_fails_if_an_error_does_not_name_its_device(make_context, monkeyp
 
 
 def test_faults_fails_if_a_run_with_a_failing_node_returns(make_context, monkeypatch):
-    monkeypatch.setattr("onnxplace.doctor.faults._require_error", lambda *_: None)
+    monkeypatch.setattr("onnxplace.doctor.session_checks._require_error", lambda *_: None)
     plain = onnxplace.InferenceSession.run
 
     def run(self, names, feeds, **options):
@@ -106,24 +105,9 @@ def test_faults_fails_if_a_run_with_a_failing_node_returns(make_context, monkeyp
 
 
 def test_faults_fails_if_a_timeout_has_no_effect(make_context, monkeypatch):
-    monkeypatch.setattr("onnxplace.doctor.faults._ENDLESS_ROUNDS", 3)
+    monkeypatch.setattr("onnxplace.doctor.session_checks._ENDLESS_ROUNDS", 3)
     with pytest.raises(CheckFailedError, match="an endless run on cpu:0 returned"):
         CHECKS["faults"].run(make_context(*PAIR))
-
-
-def test_faults_fails_if_close_does_not_wait(make_context, monkeypatch):
-    """The session is not closed at all."""
-    monkeypatch.setattr("onnxplace.doctor.faults._check_timeout", lambda *_: 0.0)
-    monkeypatch.setattr("onnxplace.doctor.faults._check_failing_nodes", lambda *_: None)
-    monkeypatch.setattr("onnxplace.doctor.faults._SHORT_ROUNDS", 200_001)
-    opened, plain = [], onnxplace.InferenceSession.close
-    monkeypatch.setattr(onnxplace.InferenceSession, "close", lambda self: opened.append(self))
-    try:
-        with pytest.raises(CheckFailedError, match="close did not wait"):
-            CHECKS["faults"].run(make_context(*PAIR))
-    finally:
-        for session in opened:
-            plain(session)
 
 
 def test_find_skips_a_kind_without_its_provider(make_context):

@@ -22,7 +22,7 @@ ENVIRONMENT_FIELDS = {
     *("onnxruntime_providers", "onnxruntime_build", "processor", "cores", "cores_of_machine", "memory_bytes"),
     *("available_memory_bytes", "nvidia", "variables"),
 }
-PAIR_CHECKS = ("copies", "contract", "order", "states", "faults", "memory", "link", "prediction", "exit")
+PAIR_CHECKS = ("copies", "contract", "order", "faults", "memory", "link", "prediction", "exit")
 
 
 @pytest.fixture(scope="module")

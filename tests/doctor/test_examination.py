@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from onnxplace.doctor import examine, format_report
-from onnxplace.doctor.report import CheckResult, DoctorReport
+from onnxplace.doctor.doctor_report import CheckResult, DoctorReport
 from onnxplace.errors import TargetError, UsageError
 
 pytestmark = [pytest.mark.usefixtures("faulty_kind"), pytest.mark.slow]
-NAMES = ("copies", "contract", "order", "states", "faults", "memory", "link", "prediction")
+NAMES = ("copies", "contract", "order", "faults", "memory", "link", "prediction")
 
 
 def list_results(report: DoctorReport, *devices: str) -> dict[str, CheckResult]:
@@ -23,33 +23,33 @@ def list_results(report: DoctorReport, *devices: str) -> dict[str, CheckResult]:
 
 def keep_checks(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Run only these checks of pairs, and none of single devices."""
-    from onnxplace.doctor import checks
+    from onnxplace.doctor import CHECKS
 
     monkeypatch.setattr("onnxplace.doctor.examination.DEVICE_CHECKS", ())
     monkeypatch.setattr("onnxplace.doctor.examination.MACHINE_CHECKS", ())
-    monkeypatch.setattr("onnxplace.doctor.examination.PAIR_CHECKS", tuple(checks.CHECKS[name] for name in names))
+    monkeypatch.setattr("onnxplace.doctor.examination.PAIR_CHECKS", tuple(CHECKS[name] for name in names))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_crash_is_reported_at_its_check_and_the_others_still_run(monkeypatch):
-    keep_checks(monkeypatch, "states", "memory")
+    keep_checks(monkeypatch, "order", "memory")
     report = examine("cpu:0,faulty:0{fault=kills}", seconds=600.0)
     results = list_results(report, "cpu:0", "faulty:0{fault=kills}")
-    assert list(results) == ["states", "memory"]
-    for name in ("states", "memory"):
+    assert list(results) == ["order", "memory"]
+    for name in ("order", "memory"):
         assert (results[name].status, results[name].detail) == ("failed", "crashed with SIGSEGV")
     assert list_results(report, "cpu:0")["open"].status == "ok"
     assert not report.ok
 
 
 def test_a_hang_is_reported_at_its_check_and_the_others_still_run(monkeypatch):
-    keep_checks(monkeypatch, "states", "link")
+    keep_checks(monkeypatch, "order", "link")
     before = sorted(Path(tempfile.gettempdir()).iterdir())
     # Within the limit, a device opens on a busy machine too.
     report = examine("cpu:0,faulty:0{fault=hangs}", seconds=600.0, limit_seconds=10.0)
     results = list_results(report, "cpu:0", "faulty:0{fault=hangs}")
-    assert list(results) == ["states", "link"]
-    for name in ("states", "link"):
+    assert list(results) == ["order", "link"]
+    for name in ("order", "link"):
         assert (results[name].status, results[name].detail) == ("failed", "hangs: not finished after 10 s")
     assert sorted(Path(tempfile.gettempdir()).iterdir()) == before
 
@@ -63,16 +63,16 @@ def test_a_hang_is_reported_at_its_check_and_the_others_still_run(monkeypatch):
     ],
 )
 def test_an_early_end_of_the_process_is_reported_at_its_check(fault, words, monkeypatch):
-    keep_checks(monkeypatch, "states")
+    keep_checks(monkeypatch, "order")
     report = examine(f"cpu:0,faulty:0{{fault={fault}}}", seconds=600.0)
-    (check,) = [check for check in report.to_json()["checks"] if check["check"] == "states"]
+    (check,) = [check for check in report.to_json()["checks"] if check["check"] == "order"]
     assert (check["status"], check["detail"]) == ("failed", words)
 
 
 def test_an_error_is_reported_with_its_text(monkeypatch):
-    keep_checks(monkeypatch, "states", "memory")
+    keep_checks(monkeypatch, "order", "memory")
     results = list_results(examine("cpu:0,faulty:0{fault=raises}", seconds=600.0), "cpu:0", "faulty:0{fault=raises}")
-    for name in ("states", "memory"):
+    for name in ("order", "memory"):
         assert results[name].status == "failed"
         assert "the driver lost the device" in results[name].detail
     assert results["exit"].status == "ok"
@@ -80,16 +80,16 @@ def test_an_error_is_reported_with_its_text(monkeypatch):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_crash_at_the_end_of_the_process_is_reported(monkeypatch):
-    keep_checks(monkeypatch, "states")
+    keep_checks(monkeypatch, "order")
     results = list_results(examine("cpu:0,faulty:0{fault=exits}", seconds=600.0), "cpu:0", "faulty:0{fault=exits}")
-    assert results["states"].status == "ok"
+    assert results["order"].status == "ok"
     assert (results["exit"].status, results["exit"].detail) == ("failed", "crashed with SIGSEGV")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_kind_that_crashes_while_its_devices_are_listed_leaves_the_others(monkeypatch):
     monkeypatch.setenv("FAULTY_DEVICE", "kills")
-    keep_checks(monkeypatch, "states")
+    keep_checks(monkeypatch, "order")
     report = examine(seconds=600.0)
     assert list_results(report, "faulty")["find"].detail == "crashed with SIGSEGV"
     assert not any("faulty" in device for device in report.devices)
@@ -97,18 +97,18 @@ def test_a_kind_that_crashes_while_its_devices_are_listed_leaves_the_others(monk
 
 
 def test_without_devices_every_kind_that_works_is_checked_and_paired_with_the_first_cpu(monkeypatch):
-    keep_checks(monkeypatch, "states")
+    keep_checks(monkeypatch, "order")
     monkeypatch.setattr("onnxplace.doctor.examination.DEVICE_CHECKS", ())
     report = examine(seconds=600.0)
     assert report.devices[0] == "cpu:0"
     assert "faulty:0" in report.devices
-    assert list_results(report, "cpu:0", "faulty:0")["states"].status == "ok"
+    assert list_results(report, "cpu:0", "faulty:0")["order"].status == "ok"
     assert list_results(report, "cuda")["find"].status in ("skipped", "ok")
 
 
 def test_checks_of_a_device_that_cannot_be_opened_are_skipped(monkeypatch):
     monkeypatch.setenv("FAULTY_DEVICE", "problem")
-    keep_checks(monkeypatch, "states")
+    keep_checks(monkeypatch, "order")
     report = examine("cpu:0,faulty:0", seconds=600.0)
     assert list_results(report, "faulty:0")["open"].status == "failed"
     pair = list_results(report, "cpu:0", "faulty:0")
@@ -128,7 +128,7 @@ def test_checks_for_which_no_time_is_left_are_skipped_and_fail_nothing():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_an_interrupt_ends_it_with_the_results_so_far(monkeypatch):
-    keep_checks(monkeypatch, "order", "states")
+    keep_checks(monkeypatch, "order", "memory")
     main = threading.main_thread().ident
 
     def interrupt(name: str, _: int, __: int) -> None:
@@ -143,10 +143,10 @@ def test_an_interrupt_ends_it_with_the_results_so_far(monkeypatch):
 
 
 def test_the_observer_is_told_of_each_check(monkeypatch):
-    keep_checks(monkeypatch, "states")
+    keep_checks(monkeypatch, "memory")
     calls = []
     examine("cpu:0,cpu:1", seconds=600.0, observer=lambda *call: calls.append(call))
-    assert [name for name, _, _ in calls] == ["cpu:0 open", "cpu:1 open", "cpu:0 cpu:1 states"]
+    assert [name for name, _, _ in calls] == ["cpu:0 open", "cpu:1 open", "cpu:0 cpu:1 memory"]
     assert all(0 <= index < count for _, index, count in calls)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onnxplace.doctor import CheckResult, DoctorReport
-from onnxplace.doctor.privacy import _list_names, hide_private
+from onnxplace.doctor.doctor_report import _list_names, hide_private
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from onnxplace.bundle import list_routes
 from onnxplace.driver import compile_model, finishing
 from onnxplace.errors import ExecutionError, InfeasibleError
 from onnxplace.evaluation import RateTrial, trial as step_trial
+from onnxplace.evaluation.trial import count_process_bytes
 from onnxplace.passes import profile
 from onnxplace.report import compile_summary
 from onnxplace.target import Device, Target
@@ -232,25 +233,21 @@ def test_after_a_disturbed_trial_a_plain_session_has_to_be_faster_than_predicted
     assert bool(notes(compile_model("m.onnx", "out", **TWO), "P048")) == is_named
 
 
-def read_needs(manifest) -> int:
-    return max(manifest.predicted.running_bytes, manifest.predicted.opening_bytes)
-
-
 def test_copies_for_which_the_machine_has_no_memory_are_not_kept(measured, monkeypatch):
     copies = compile_model("m.onnx", "copies", max_memory="1GiB", **TWO).bundle.manifest
     stages = compile_model("m.onnx", "stages", devices="cpu:0,cpu:1", placer="stages").bundle.manifest
     assert copies.routes
-    assert read_needs(stages) < read_needs(copies)
-    monkeypatch.setattr(step_trial, "available_memory_bytes", lambda: read_needs(copies) - 1)
+    assert count_process_bytes(stages) < count_process_bytes(copies)
+    monkeypatch.setattr(step_trial, "available_memory_bytes", lambda: count_process_bytes(copies) - 1)
     compiled = compile_model("m.onnx", "out", max_memory="1GiB", **TWO)
     assert not compiled.bundle.manifest.routes
-    assert read_needs(compiled.bundle.manifest) < read_needs(copies)
+    assert count_process_bytes(compiled.bundle.manifest) < count_process_bytes(copies)
 
 
 def test_strategies_that_do_not_fit_at_one_time_are_chosen_by_prediction_and_that_is_said(measured, monkeypatch):
     copies = compile_model("m.onnx", "copies", **TWO).bundle.manifest
     calls = len(measured["calls"])
-    monkeypatch.setattr(step_trial, "available_memory_bytes", lambda: read_needs(copies) + 1)
+    monkeypatch.setattr(step_trial, "available_memory_bytes", lambda: count_process_bytes(copies) + 1)
     compiled = compile_model("m.onnx", "out", **TWO)
     assert len(measured["calls"]) == calls
     assert compiled.bundle.manifest.routes

@@ -17,7 +17,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.driver import compile_model
 from onnxplace.evaluation import compare, rounds_to_few_values
-from onnxplace.machine import sessions
+from onnxplace.machine import ort_sessions
 from onnxplace.model import join_quantised_units, load
 from onnxplace.passes.coplace import Coplace
 from onnxplace.passes.emit import Emit
@@ -193,7 +193,7 @@ def test_a_differing_quantised_model_is_compared_again_unoptimised(
     levels, honest = [], compare.compare_outputs
 
     def differing_if_optimised(*arguments):
-        levels.append(sessions.make_session_options([0]).graph_optimization_level)
+        levels.append(ort_sessions.make_session_options([0]).graph_optimization_level)
         optimised = levels[-1] == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
         return [replace(item, equal=item.equal and not optimised) for item in honest(*arguments)]
 

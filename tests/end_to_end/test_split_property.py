@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, given, note, settings, strategies as
 from onnx import printer
 
 from onnxplace.bundle import WHOLE_MODEL_FILE
-from onnxplace.machine.sessions import Level
+from onnxplace.machine.ort_sessions import Level
 from tests.support.random_models import RandomModel, random_models, reference, run_plain
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, placements, run_together
 

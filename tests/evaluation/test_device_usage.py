@@ -2,7 +2,6 @@
 
 import pickle
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -145,15 +144,6 @@ def test_a_failed_recording_is_noted_and_the_rest_is_measured(bundle, monkeypatc
     assert usage.links[0].bytes is None
     assert usage.links[0].seconds > 0
     assert list(measured_values[0]) == ["x0"]
-
-
-def test_old_bundles_do_not_predict_the_memory_of_a_device(bundle):
-    devices = tuple(device.model_copy(update={"process_bytes": 0}) for device in bundle.manifest.devices)
-    predicted = bundle.manifest.predicted.model_copy(update={"running_bytes": 0, "opening_bytes": 0})
-    manifest = bundle.manifest.model_copy(update={"devices": devices, "predicted": predicted})
-    usage = measure_usage(replace(bundle, manifest=manifest), make_feeds(bundle), 1, with_memory=False)
-    assert [device.predicted_peak_bytes for device in usage.devices] == [None, None, 0]
-    assert usage.process.predicted_running_bytes is None
 
 
 # ---------------------------------------------------------------------------------------------- memory

@@ -17,7 +17,7 @@ from onnxplace.facts import Profile, Quality
 from onnxplace.machine import local_target, measurement_cache
 from onnxplace.model import bind, load
 from onnxplace.passes.profiling import Measurement
-from onnxplace.passes.profiling.cached_measurements import recall_measurement, store_measurement
+from onnxplace.passes.profiling.profile_model import recall_measurement, store_measurement
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 

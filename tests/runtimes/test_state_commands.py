@@ -172,14 +172,6 @@ def test_a_manifest_with_invalid_states_is_refused(bundle, tmp_path, change, mes
         onnxplace.load(copy)
 
 
-def test_a_manifest_of_format_1_0_has_no_states(compiled, tmp_path):
-    copy = shutil.copytree(compiled, tmp_path / "copy")
-    manifest = json.loads((copy / "manifest.json").read_text())
-    assert manifest.pop("states") == []
-    (copy / "manifest.json").write_text(json.dumps({**manifest, "schema_version": "1.0"}))
-    assert onnxplace.load(copy).manifest.states == ()
-
-
 # ------------------------------------------------------------------------------------------------------------- commands
 
 

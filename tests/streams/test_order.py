@@ -8,7 +8,7 @@ from onnx import helper, numpy_helper, parser
 
 import onnxplace
 from onnxplace.devices import DeviceKind
-from onnxplace.machine import make_session_options, open_session, sessions
+from onnxplace.machine import make_session_options, open_session, ort_sessions
 from onnxplace.runtimes.execution import stream_memory
 from onnxplace.target import Device, Target
 from tests.support.fake_streams import FakeDriver, use_fake_driver
@@ -188,9 +188,9 @@ def test_sessions_get_the_options_of_their_memory(monkeypatch):
             seen.extend(providers)
             raise RuntimeError("seen")
 
-    monkeypatch.setattr(sessions, "find_kind", lambda name: Provided())
+    monkeypatch.setattr(ort_sessions, "find_kind", lambda name: Provided())
     options = make_session_options([0])
-    monkeypatch.setattr(sessions, "import_onnxruntime", lambda: Runtime)
+    monkeypatch.setattr(ort_sessions, "import_onnxruntime", lambda: Runtime)
     with pytest.raises(onnxplace.OnnxplaceError, match="seen"):
         open_session(b"", options, provider_options={"user_compute_stream": "77"})
     assert seen == [("CUDAExecutionProvider", {"device_id": "1", "user_compute_stream": "77"}), "CPUExecutionProvider"]

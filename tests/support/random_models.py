@@ -34,7 +34,7 @@ from onnx import (
 )
 
 from onnxplace.machine import make_session_options
-from onnxplace.machine.sessions import Level
+from onnxplace.machine.ort_sessions import Level
 
 Array = NDArray[Any]
 Feeds = dict[str, Any]

@@ -21,7 +21,7 @@ from onnxplace.bundle import Bundle
 from onnxplace.driver import compile_model
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.machine import make_session_options
-from onnxplace.machine.sessions import Level
+from onnxplace.machine.ort_sessions import Level
 from onnxplace.passes.coplace import Coplace
 from onnxplace.passes.emit import Emit
 from onnxplace.passes.fuse import Fuse

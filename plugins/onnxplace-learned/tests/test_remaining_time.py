@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onnxplace.cli import progress
+from onnxplace.cli import terminal
 from onnxplace.utils import observe_progress
 from onnxplace_learned.training import loop as training_loop
 from onnxplace_learned.training.loop import TrainingLoop
@@ -38,9 +38,9 @@ class Training(TrainingLoop):
 def test_preparations_and_earlier_runs_do_not_count(limits, is_resumed, monkeypatch):
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(terminal, "time", clock)
     monkeypatch.setattr(training_loop, "budget_clock", clock.monotonic)
-    display, training = progress.Display("learning"), Training("", None, clock=clock, limits=limits)
+    display, training = terminal.Display("learning"), Training("", None, clock=clock, limits=limits)
     clock.now += 60  # searches for what to imitate
     total = limits[0] or limits[1]
     if is_resumed:

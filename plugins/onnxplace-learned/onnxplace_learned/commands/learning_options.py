@@ -142,7 +142,7 @@ def _graph_options(count: int, devices: int, several: bool) -> list[Callable[...
             "source",
             type=click.Path(path_type=Path),
             metavar="PATH",
-            help="A folder of cost graphs (JSON, GraphML, GEXF) and ONNX models, or one of them, instead of a family.",
+            help="A folder of cost graphs (JSON, GraphML) and ONNX models, or one of them, instead of a family.",
         ),
         click.option("--count", type=click.IntRange(1), default=count, show_default=True, help=of_count),
         nodes_option,

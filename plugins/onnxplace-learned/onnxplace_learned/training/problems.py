@@ -24,7 +24,7 @@ from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.graphs.graph_sets import GraphSet, draw_graphs, graph_fingerprint
 
 # What may be in a folder of graphs. Other files are ignored.
-COST_GRAPH_SUFFIXES = (".json", ".json.gz", ".graphml", ".graphml.gz", ".gexf", ".gexf.gz")
+COST_GRAPH_SUFFIXES = (".json", ".json.gz", ".graphml", ".graphml.gz")
 MODEL_SUFFIX = ".onnx"
 # Nodes that ONNX Runtime runs as one kernel stay together. Named devices have the costs that `compile` would use, and a
 # number of devices has estimated ones.

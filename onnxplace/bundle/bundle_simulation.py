@@ -1,0 +1,238 @@
+"""Simulate a bundle: its segments are the nodes of a graph, for one request or for many in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxplace.bundle.bundle_routes import list_route_devices, list_routes
+from onnxplace.bundle.manifest import Manifest
+from onnxplace.graph import Csr, Floats, OpGraph
+from onnxplace.simulation import Simulation, predict_python_seconds, simulate, steady_state_loads
+
+# ---------------------------------------------------------------------------------------------------------- one request
+
+
+def build_segment_graph(manifest: Manifest) -> OpGraph:
+    """Return the graph whose nodes are the bundle's segments."""
+    segment_index = {segment.id: index for index, segment in enumerate(manifest.segments)}
+    value_index = {name: index for index, name in enumerate(manifest.values)}
+    returned = {item.value for item in manifest.outputs}
+    values = manifest.values.values()
+    return OpGraph(
+        names=tuple(segment.id for segment in manifest.segments),
+        ops=("segment",) * len(manifest.segments),
+        value_names=tuple(value_index),
+        value_bytes=np.array([value.bytes for value in values], dtype=np.int64),
+        producer=np.array([segment_index[v.producer] if v.producer else -1 for v in values], dtype=np.int32),
+        is_output=np.array([name in returned for name in value_index], dtype=bool),
+        alias=np.full(len(value_index), -1, dtype=np.int32),
+        inputs=Csr.of([[value_index[name] for name in segment.inputs] for segment in manifest.segments]),
+        weight_names=tuple(segment.id for segment in manifest.segments),
+        weight_bytes=np.array([segment.weights_bytes for segment in manifest.segments], dtype=np.int64),
+        weights=Csr.of([[index] for index in range(len(manifest.segments))]),
+        workspace_bytes=np.array([segment.workspace_bytes for segment in manifest.segments], dtype=np.int64),
+    )
+
+
+def simulate_manifest(manifest: Manifest) -> Simulation:
+    """Run a bundle's segments in simulated time.
+
+    The segments' seconds include the slowdown by other busy devices. The simulation leaves out the time of a request
+    before the first segment and after the last.
+    """
+    target = manifest.target.target()
+    device = np.array([target.position(segment.device) for segment in manifest.segments], dtype=np.int32)
+    segment_seconds = np.array([segment.seconds for segment in manifest.segments], dtype=np.float64)
+    seconds = np.broadcast_to(segment_seconds, (len(target.devices), len(segment_seconds)))
+    return simulate(build_segment_graph(manifest), seconds, target, device, np.arange(len(device), dtype=np.int32))
+
+
+def predict_interval_seconds(manifest: Manifest) -> float:
+    """Return the time between two results with requests in flight on all routes, by the segments' times.
+
+    Requests divide over routes by their shares. The segments' times include the slowdown by devices that are busy with
+    the same request, not by those that are busy with others. Python does its part of one request after the other, so
+    the time is at least `predict_serial_seconds`.
+    """
+    target, graph, routes = manifest.target.target(), build_segment_graph(manifest), list_routes(manifest)
+    loads = []
+    for route in routes:
+        home = [target.position(route.devices[segment.device]) for segment in manifest.segments]
+        seconds = np.array([route.seconds[segment.id] for segment in manifest.segments])
+        device = np.array(home, dtype=np.int32)
+        table = np.broadcast_to(seconds, (len(target.devices), len(seconds)))
+        loads.append(steady_state_loads(graph, table, target, device).by_resource)
+    totals = [sum(route.share * load[kind] for route, load in zip(routes, loads)) for kind in loads[0]]
+    return max(float(max(np.max(total) for total in totals)), predict_serial_seconds(manifest))
+
+
+def predict_serial_seconds(manifest: Manifest) -> float:
+    """Return a lower bound of Python's part of a request, which no other request overlaps.
+
+    On one CPU device, it is at least the time of a request before and after its segments. Elsewhere that time contains
+    waking threads and waiting for GPUs, which overlap with other requests.
+    """
+    target, used = manifest.target.target(), list_route_devices(manifest)
+    is_on_one_cpu = len(used) == 1 and target.devices[target.position(used[0])].kind == "cpu"
+    homes = [[route.devices[item.device] for item in manifest.segments] for route in list_routes(manifest)]
+    return max(predict_python_seconds(target, homes), manifest.predicted.request_seconds * is_on_one_cpu)
+
+
+# -------------------------------------------------------------------------------------------------------- many requests
+
+
+# Rounds that look for the order of requests with states; the last one counts even if the order still changes.
+MAX_ORDER_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class SubmittedRequest:
+    """A request to simulate."""
+
+    submitted_seconds: float
+    route: int = 0
+    """Index of its route."""
+    conversation: int = 0
+    """Requests with states that have the same number follow one another."""
+
+
+@dataclass(frozen=True)
+class SimulatedTransfer:
+    """A value on its way to another device."""
+
+    value: str
+    destination: str
+    start_seconds: float
+    finish_seconds: float
+
+
+@dataclass(frozen=True)
+class SimulatedRequest:
+    """The simulated time of one request, on the same clock as its submission."""
+
+    start_seconds: Floats
+    """Per segment of the manifest."""
+    finish_seconds: Floats
+    transfers: tuple[SimulatedTransfer, ...]
+    end_seconds: float
+    """When its last segment or transfer ends."""
+
+
+def simulate_requests(manifest: Manifest, requests: Sequence[SubmittedRequest]) -> tuple[SimulatedRequest, ...]:
+    """Simulate requests that are in flight together, each from its submission on.
+
+    Devices and channels work as in `simulate`. Each device does its part of one request after the other, in the order
+    of submission. With states, the requests of a conversation follow one another, and devices take requests in the
+    order in which their predecessors end. Segments take the times of the manifest. These leave out the slowdown by
+    devices that are busy with other requests, unless they were measured under load.
+
+    Args:
+        manifest: The bundle's.
+        requests: In any order; results are in the same one.
+    """
+    if not requests:
+        return ()
+    submitted = [request.submitted_seconds for request in requests]
+    previous = _find_previous(requests) if manifest.states else {}
+    order = sorted(range(len(requests)), key=lambda index: (submitted[index], index))
+    for _ in range(MAX_ORDER_ROUNDS):
+        simulated = _simulate_in_order(manifest, requests, order, previous)
+        ready = [
+            max(submitted[index], simulated[previous[index]].end_seconds) if index in previous else submitted[index]
+            for index in range(len(requests))
+        ]
+        last, order = order, sorted(order, key=lambda index: (ready[index], submitted[index], index))
+        if order == last:
+            break
+    return simulated
+
+
+def _find_previous(requests: Sequence[SubmittedRequest]) -> dict[int, int]:
+    """Return, for each request that is not the first of its conversation, the index of the one before it."""
+    previous: dict[int, int] = {}
+    latest: dict[int, int] = {}
+    for index in sorted(range(len(requests)), key=lambda index: (requests[index].submitted_seconds, index)):
+        if (conversation := requests[index].conversation) in latest:
+            previous[index] = latest[conversation]
+        latest[conversation] = index
+    return previous
+
+
+def _simulate_in_order(
+    manifest: Manifest, requests: Sequence[SubmittedRequest], order: Sequence[int], previous: Mapping[int, int]
+) -> tuple[SimulatedRequest, ...]:
+    """Simulate requests whose devices take them in one order."""
+    target, routes, count = manifest.target.target(), list_routes(manifest), len(manifest.segments)
+    taken = [routes[request.route] for request in requests]
+    device = [target.position(route.devices[item.device]) for route in taken for item in manifest.segments]
+    own_seconds = np.array([route.seconds[item.id] for route in taken for item in manifest.segments], dtype=np.float64)
+    simulation = simulate(
+        _repeat_graph(manifest, len(requests), previous),
+        np.broadcast_to(own_seconds, (len(target.devices), len(own_seconds))),
+        target,
+        np.array(device, dtype=np.int32),
+        np.array([index * count + node for index in order for node in range(count)], dtype=np.int32),
+        np.repeat([request.submitted_seconds for request in requests], count),
+    )
+    return _cut_simulation(manifest, requests, simulation)
+
+
+def _repeat_graph(manifest: Manifest, count: int, previous: Mapping[int, int]) -> OpGraph:
+    """Return the graph of segments `count` times; `previous` requests end before others start.
+
+    An empty value from the last segment of each device to the first one of each device says so. Its transfer takes the
+    latency of a link, about the time in which a device learns that another one has ended.
+    """
+    graph = build_segment_graph(manifest)
+    nodes, values = len(graph), len(graph.value_names)
+    by_device: dict[str, list[int]] = {}
+    for index, segment in enumerate(manifest.segments):
+        by_device.setdefault(segment.device, []).append(index)
+    producer = [int(node) + copy * nodes if node >= 0 else -1 for copy in range(count) for node in graph.producer]
+    inputs = [(graph.inputs[node] + copy * values).tolist() for copy in range(count) for node in range(nodes)]
+    for follower, leader in previous.items():
+        for program in by_device.values():
+            for other in by_device.values():
+                inputs[follower * nodes + other[0]].append(len(producer))
+            producer.append(leader * nodes + program[-1])
+    extra = len(producer) - count * values
+    return OpGraph(
+        names=graph.names * count,
+        ops=graph.ops * count,
+        value_names=graph.value_names * count + ("",) * extra,
+        value_bytes=np.concatenate([np.tile(graph.value_bytes, count), np.zeros(extra, dtype=np.int64)]),
+        producer=np.array(producer, dtype=np.int32),
+        is_output=np.zeros(len(producer), dtype=bool),
+        alias=np.full(len(producer), -1, dtype=np.int32),
+        inputs=Csr.of(inputs),
+        weight_names=(),
+        weight_bytes=np.zeros(0, dtype=np.int64),
+        weights=Csr.of([[]] * (nodes * count)),
+        workspace_bytes=np.zeros(nodes * count, dtype=np.int64),
+    )
+
+
+def _cut_simulation(
+    manifest: Manifest, requests: Sequence[SubmittedRequest], simulation: Simulation
+) -> tuple[SimulatedRequest, ...]:
+    """Return the part of each request."""
+    count, names = len(manifest.segments), list(manifest.values)
+    transfers: list[list[SimulatedTransfer]] = [[] for _ in requests]
+    sent = simulation.transfers
+    for index, value in enumerate(sent.value.tolist()):
+        request, position = divmod(value, max(len(names), 1))
+        if request < len(requests):  # the others are the empty values between requests
+            destination = manifest.target.devices[int(sent.destination[index])].id
+            start, finish = float(sent.start_seconds[index]), float(sent.finish_seconds[index])
+            transfers[request].append(SimulatedTransfer(names[position], destination, start, finish))
+    results = []
+    for index, request in enumerate(requests):
+        own = slice(index * count, (index + 1) * count)
+        finish_seconds = simulation.finish_seconds[own]
+        arrivals = [transfer.finish_seconds for transfer in transfers[index]]
+        end = max([float(finish_seconds.max(initial=request.submitted_seconds)), *arrivals])
+        results.append(SimulatedRequest(simulation.start_seconds[own], finish_seconds, tuple(transfers[index]), end))
+    return tuple(results)

@@ -1,0 +1,290 @@
+"""Check what a manifest says: programs cannot hang, routes and states exist, values and axes fit.
+
+Programs are checked by a dry run: those that pass find every value they need. Each value has one producer and crosses
+at most once to each device. So programs that run to their ends in one order do so in every order (a Kahn process
+network): the check holds for any runtime.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnxplace.bundle.bundle_routes import list_working_devices
+from onnxplace.errors import BundleError
+from onnxplace.feeds import numpy_type
+
+if TYPE_CHECKING:
+    from onnxplace.bundle.manifest import InitialRecord, InputRecord, Manifest, SegmentRecord, Step
+
+DAMAGED_HINT = "the bundle is damaged; compile the model again"
+# Shares are rounded when they are written.
+SHARE_TOLERANCE = 1e-6
+
+
+def check_manifest(manifest: Manifest, where: Path) -> None:
+    """Raise BundleError for the first fault: N008 if nothing could run, N002 if a part does not fit another."""
+    check_programs(manifest, where)
+    check_routes(manifest, where)
+    for fault in (*list_split_faults(manifest), *_list_initial_faults(manifest), *_list_batching_faults(manifest)):
+        raise BundleError("N002", fault, where=str(where), hint=DAMAGED_HINT)
+
+
+def check_programs(manifest: Manifest, where: Path) -> None:
+    """Raise BundleError unless all programs run to their ends and produce every output.
+
+    The error names device and step. Takes time proportional to the number of steps.
+    """
+    try:
+        _DryRun(manifest).run()
+    except ValueError as problem:
+        message = f"its programs cannot run: {problem}"
+        raise BundleError("N008", message, where=str(where), hint=DAMAGED_HINT) from None
+
+
+def check_routes(manifest: Manifest, where: Path) -> None:
+    """Raise BundleError unless each route gives the program of each device to another device of the target."""
+    for fault in _list_route_faults(manifest):
+        raise BundleError("N008", f"its routes cannot be taken: {fault}", where=str(where), hint=DAMAGED_HINT)
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+
+
+class _DryRun:
+    """A run without computation: values present on each device, values in transit, and each program's position."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.segments: dict[str, SegmentRecord] = {segment.id: segment for segment in manifest.segments}
+        self.inputs = {item.name for item in manifest.inputs}
+        self.devices = {device.id for device in manifest.target.devices}
+        self.values: dict[str, set[str]] = {device: set() for device in self.devices}
+        """Device -> values present there: at first, the inputs of the model that its segments read."""
+        for segment in manifest.segments:
+            if segment.device in self.values:
+                self.values[segment.device] |= self.inputs.intersection(segment.inputs)
+        self.producers: dict[str, str] = {}
+        """Value -> the device that computes it."""
+        self.sent: dict[tuple[str, str], str] = {}
+        """(value, device it goes to) -> device it comes from."""
+        self.received: set[tuple[str, str]] = set()
+        self.waiting: dict[str, Step] = {}
+        """Device -> the receive step at which it waits."""
+        self.ran: set[str] = set()
+
+    def run(self) -> None:
+        """Run all programs; raises ValueError describing the first fault."""
+        self._check_names()
+        self._check_values()
+        programs = {device: iter(program) for device, program in self.manifest.programs.items()}
+        ready = list(reversed(programs))
+        while ready:
+            ready += self._advance(ready.pop(), programs)
+        if self.waiting:
+            device = min(self.waiting)
+            raise ValueError(f"{device} waits for {self.waiting[device].value!r} forever")
+        self._check_end()
+
+    def _advance(self, device: str, programs: Mapping[str, Iterator[Step]]) -> list[str]:
+        """Run a device's program until it waits or ends; returns the devices that stop waiting."""
+        released = []
+        step = self.waiting.pop(device, None) or next(programs[device], None)
+        while step is not None:
+            if step.op == "receive" and (step.value, device) not in self.sent:
+                self.waiting[device] = step
+                break
+            self._execute(device, step)
+            waits_at = self.waiting.get(step.peer) if step.op == "send" else None
+            if waits_at is not None and waits_at.value == step.value:
+                released.append(step.peer)
+            step = next(programs[device], None)
+        return released
+
+    def _execute(self, device: str, step: Step) -> None:
+        """Simulate a step; raises ValueError if it is impossible."""
+        values = self.values[device]
+        if step.op == "run":
+            self._run(device, step)
+        elif step.op == "receive":
+            self._receive(device, step)
+        elif step.value not in values:
+            raise ValueError(f"{device} is to {step.op} {step.value!r}, which it does not have")
+        elif step.op == "send":
+            self._send(device, step)
+        else:
+            values.discard(step.value)
+
+    def _run(self, device: str, step: Step) -> None:
+        segment = self.segments.get(step.segment)
+        if segment is None or segment.device != device or step.segment in self.ran:
+            raise ValueError(
+                f"{device} is to run segment {step.segment!r}, which does not exist, belongs to another device, or has "
+                "run already"
+            )
+        for name in segment.inputs:
+            if name not in self.values[device]:
+                raise ValueError(f"segment {segment.id} on {device} needs {name!r}, which {device} does not have")
+        self.ran.add(segment.id)
+        self.values[device].update(segment.outputs)
+
+    def _send(self, device: str, step: Step) -> None:
+        if step.peer not in self.devices or step.peer == device:
+            raise ValueError(f"{device} is to send {step.value!r} to {step.peer!r}, expected another device")
+        if step.value in self.inputs:
+            raise ValueError(
+                f"{device} is to send {step.value!r}, an input of the model, which is fed to each device instead"
+            )
+        if (step.value, step.peer) in self.sent:
+            senders = f"{self.sent[step.value, step.peer]} and {device}"
+            raise ValueError(f"{step.value!r} is sent to {step.peer} twice, by {senders}")
+        self.sent[step.value, step.peer] = device
+
+    def _receive(self, device: str, step: Step) -> None:
+        source = self.sent[step.value, device]
+        if step.peer != source:
+            raise ValueError(f"{device} is to receive {step.value!r} from {step.peer!r}, but {source} sends it")
+        if (step.value, device) in self.received or step.value in self.values[device]:
+            raise ValueError(f"{device} is to receive {step.value!r}, which it has already received or computed")
+        self.received.add((step.value, device))
+        self.values[device].add(step.value)
+
+    def _check_names(self) -> None:
+        """Raise ValueError unless devices exist and each segment, input and value is defined once."""
+        for device in self.manifest.programs:
+            if device not in self.devices:
+                raise ValueError(f"the target has no device {device!r}")
+        if len(self.segments) < len(self.manifest.segments):
+            raise ValueError("two segments have the same id")
+        if len(self.inputs) < len(self.manifest.inputs):
+            raise ValueError("two inputs have the same name")
+        for segment in self.manifest.segments:
+            for name in segment.outputs:
+                if name in self.producers or name in self.inputs:
+                    raise ValueError(f"value {name!r} has two producers, the second is segment {segment.id}")
+                self.producers[name] = segment.device
+
+    def _check_values(self) -> None:
+        """Raise ValueError unless each value that is read or computed is listed, with its true producer."""
+        producers = {name: segment.id for segment in self.manifest.segments for name in segment.outputs}
+        read = {name for segment in self.manifest.segments for name in segment.inputs}
+        returned = {output.value for output in self.manifest.outputs}
+        if missing := (read | returned | producers.keys()) - self.manifest.values.keys():
+            raise ValueError(f"value {min(missing)!r} is not listed among the values")
+        for name, value in self.manifest.values.items():
+            if value.producer is not None and value.producer != producers.get(name):
+                raise ValueError(f"value {name!r} names the producer {value.producer!r}, which does not compute it")
+            if value.producer is None and name in producers:
+                raise ValueError(f"value {name!r} names no producer, but segment {producers[name]!r} computes it")
+
+    def _check_end(self) -> None:
+        if not_run := set(self.segments) - self.ran:
+            raise ValueError(f"segment {min(not_run)!r} never runs")
+        if unreceived := self.sent.keys() - self.received:
+            value, device = min(unreceived)
+            raise ValueError(f"{value!r} is sent to {device}, which never receives it")
+        self._check_states()
+        for output in self.manifest.outputs:
+            if output.value in self.inputs:
+                continue
+            device = self.producers.get(output.value, "")
+            if not device or output.value not in self.values[device]:
+                raise ValueError(f"output {output.name!r} returns {output.value!r}, which no device has at the end")
+
+    def _check_states(self) -> None:
+        """Raise ValueError unless each state is computed on its device, and read only there in the next call."""
+        value_of = {output.name: output.value for output in self.manifest.outputs}
+        readers: dict[str, set[str]] = {}
+        for segment in self.manifest.segments:
+            for name in segment.inputs:
+                readers.setdefault(name, set()).add(segment.device)
+        for state in self.manifest.states:
+            if state.input not in self.inputs or self.producers.get(value_of.get(state.output, "")) != state.device:
+                raise ValueError(f"state {state.output!r} = {state.input!r} is not computed on {state.device!r}")
+            for device in sorted(readers.get(state.input, set()) - {state.device}):
+                raise ValueError(f"state {state.input!r} is on {state.device!r}, but a segment on {device!r} reads it")
+
+
+# ----------------------------------------------------------------------------------------- routes, states, and batching
+
+
+def _list_route_faults(manifest: Manifest) -> Iterator[str]:
+    working, known = set(list_working_devices(manifest)), {device.id for device in manifest.target.devices}
+    segments = {segment.id for segment in manifest.segments}
+    taken = {tuple((device, device) for device in sorted(working))}
+    for number, route in enumerate(manifest.routes, 1):
+        stand_ins = list(route.devices.values())
+        if route.devices.keys() != working:
+            yield f"route {number} is for {_join(route.devices)}, the programs for {_join(working)}"
+        elif unknown := set(stand_ins) - known:
+            yield f"route {number} names {_join(unknown)}, which the target does not have"
+        elif len(set(stand_ins)) < len(stand_ins):
+            yield f"route {number} gives two programs to one device"
+        elif route.seconds.keys() != segments:
+            yield f"route {number} has times for {_join(route.seconds)}, expected one per segment"
+        elif (key := tuple(sorted(route.devices.items()))) in taken:
+            yield f"route {number} is there twice"
+        else:
+            taken.add(key)
+    if (total := sum(route.share for route in manifest.routes)) > 1 + SHARE_TOLERANCE:
+        yield f"expected shares of at most 1 in all, got {total:g}"
+
+
+def _join(names: object) -> str:
+    return ", ".join(sorted(map(str, names))) or "nothing"  # type: ignore[call-overload]
+
+
+def list_split_faults(manifest: Manifest) -> Iterator[str]:
+    """Name split states whose parts are not states of the bundle, or have no size."""
+    pairs = {(state.input, state.output) for state in manifest.states}
+    for state in manifest.sharding.states if manifest.sharding else ():
+        parts = list(zip(state.inputs, state.outputs))
+        complete = len(parts) == len(state.inputs) == len(state.outputs) > 0
+        sized = state.axis < 0 or len(state.sizes) == len(parts)
+        if not (complete and sized and pairs.issuperset(parts)):
+            yield f"the parts of state {state.input!r} are not states of the bundle, each with a size"
+
+
+def _list_initial_faults(manifest: Manifest) -> Iterator[str]:
+    """Name initial values that do not fit their inputs, or are in no file of the bundle."""
+    inputs = {item.name: item for item in manifest.inputs}
+    for state in manifest.states:
+        if state.initial and (fault := _find_initial_fault(manifest, state.initial, inputs[state.input])):
+            yield f"the initial value of state {state.input!r} {fault}"
+
+
+def _find_initial_fault(manifest: Manifest, record: InitialRecord, item: InputRecord) -> str:
+    files = manifest.linked if record.linked else manifest.files
+    element, listed = numpy_type(item.dtype), files.get(record.file)
+    if listed is None:
+        return f"is in {record.file!r}, which is not a file of the bundle"
+    if record.offset + record.bytes > listed.bytes:
+        return f"ends at byte {record.offset + record.bytes} of {record.file!r}, which has {listed.bytes}"
+    if element is None:
+        return f"is of type {item.dtype}, which cannot be stored"
+    if (size := math.prod(record.shape) * element.itemsize) != record.bytes:
+        return f"has {record.bytes} bytes, expected {size}"
+    declared = record.shape if item.shape is None else item.shape
+    pairs = zip(record.shape, declared)
+    if len(record.shape) != len(declared) or any(isinstance(entry, int) and entry != size for size, entry in pairs):
+        return f"has the shape {list(record.shape)}, expected {list(declared)}"
+    return ""
+
+
+def _list_batching_faults(manifest: Manifest) -> Iterator[str]:
+    """Name what is wrong unless the axes of a batch are symbolic axes of inputs, and axes of outputs."""
+    record = manifest.batching
+    if record is None or not record.dimension:
+        return
+    begin = "its batching does not fit its inputs and outputs"
+    shapes = {item.name: item.shape for item in manifest.inputs}
+    if not record.inputs or not record.outputs:
+        yield f"{begin}: it has no inputs or no outputs"
+    for name, axis in record.inputs.items():
+        shape = shapes.get(name)
+        if shape is None or axis >= len(shape) or isinstance(shape[axis], int):
+            yield f"{begin}: input {name!r} has no symbolic axis {axis}"
+    for name in record.outputs.keys() - {item.name for item in manifest.outputs}:  # declared shapes may be wrong
+        yield f"{begin}: there is no output {name!r}"

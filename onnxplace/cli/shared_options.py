@@ -1,0 +1,253 @@
+"""Options, checks and output that several commands share."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onnxplace.cli.completion import complete_runtimes
+from onnxplace.cli.terminal import (
+    as_json as as_json,
+    is_quiet,
+    is_terminal,
+    print_json as print_json,
+    print_text as print_text,
+    show_progress as show_progress,
+)
+from onnxplace.errors import UsageError, format_name, format_value
+
+if TYPE_CHECKING:
+    from onnxplace.bundle import Bundle
+    from onnxplace.errors import Diagnostic
+    from onnxplace.runtime import CopyStatus
+
+# Any int64. The model limits sizes further.
+_SIZE = re.compile(r"[0-9]{1,18}")
+
+against_option = click.option(
+    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the unsplit model in the bundle."
+)
+inputs_option = click.option(
+    "--inputs", type=click.Path(path_type=Path), metavar="F.npz", help="Real inputs by name, from numpy.savez."
+)
+runtime_option = click.option(
+    "--runtime",
+    default="onnxruntime",
+    show_default=True,
+    metavar="NAME",
+    shell_complete=complete_runtimes,
+    help="`onnxplace runtimes` lists them.",
+)
+_MPI_OPTIONS = (
+    click.option(
+        "--hosts", metavar="node1:1,node2:1", help="For --runtime mpi: hosts, and how many devices may run on each."
+    ),
+    click.option(
+        "--replicas", type=int, metavar="N",
+        help="For --runtime mpi: copies of the bundle, on hosts or slots of their own  [default: 1]",
+    ),
+    click.option(
+        "--start-timeout", type=click.FloatRange(min=0.1), metavar="SECONDS",
+        help="For --runtime mpi: time for processes to start and open the bundle  [default: 30]",
+    ),
+    click.option(
+        "--remote-shell", metavar="PROGRAM", help="For --runtime mpi: runs a command on a host  [default: ssh]"
+    ),
+    click.option(
+        "--interface", metavar="eth0", help="For --runtime mpi: network for messages  [default: MPI's choice]"
+    ),
+)  # fmt: skip
+seed_option = click.option(
+    "--seed",
+    default=0,
+    callback=lambda *arguments: _check_seed(arguments[-1]),
+    show_default=True,
+    help="Seed of all random numbers.",
+)
+objective_option = click.option(
+    "--objective",
+    type=click.Choice(["latency", "throughput", "fit", "step"]),
+    default="latency",
+    show_default=True,
+    help="Least step time, most steps per second, least traffic of placements that fit, or least training step.",
+)
+budget_option = click.option(
+    "--budget", type=float, metavar="SECONDS", help="Time limit of the search, more than 0  [default: 2]"
+)
+shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
+
+
+def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
+    """Add `--runtime` and the options of the runtime `mpi`; the command gets them as `session_options`.
+
+    These are arguments of `InferenceSession`.
+    """
+
+    @wraps(command)
+    def run(*arguments: Any, start_timeout: float | None, **options: Any) -> None:
+        names = ("runtime", "hosts", "replicas", "remote_shell", "interface")
+        session_options = {**{name: options.pop(name) for name in names}, "timeout": start_timeout}
+        with warnings.catch_warnings():
+            # `note_left_out_copies` says so at the end.
+            warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)
+            command(*arguments, session_options=session_options, **options)
+
+    decorated: Callable[..., None] = run
+    for option in reversed((runtime_option, *_MPI_OPTIONS)):
+        decorated = option(decorated)
+    return decorated
+
+
+def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the option `--custom-op-library`.
+
+    Its libraries are in use while the command runs.
+    """
+
+    @wraps(command)
+    def run(*arguments: Any, custom_op_library: tuple[Path, ...], **options: Any) -> None:
+        if not custom_op_library:
+            command(*arguments, **options)
+            return
+        from onnxplace.machine import use_custom_operators
+
+        with use_custom_operators(custom_op_library):
+            command(*arguments, **options)
+
+    option = click.option(
+        "--custom-op-library",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A shared library with operators that ONNX Runtime lacks; may be repeated.",
+    )
+    return option(run)
+
+
+def _check_seed(value: int) -> int:
+    if value < 0:
+        raise UsageError(
+            "U012", f"expected a seed of 0 or more, got {value}", where="--seed", hint="omit it for seed 0"
+        )
+    return value
+
+
+def parse_shape(text: str) -> dict[str, int]:
+    """Read `batch=8,seq=128`; a comma in parentheses is part of a name.
+
+    >>> parse_shape("batch=8, min(a, b)=2")
+    {'batch': 8, 'min(a, b)': 2}
+    """
+    sizes: dict[str, int] = {}
+    for item in filter(None, (part.strip() for part in re.split(r",(?![^()]*\))", text))):
+        key, _, size = item.rpartition("=")
+        key, size = key.strip(), size.strip()
+        if not key or not _SIZE.fullmatch(size):
+            hint = "write dimensions as batch=8,seq=128"
+            raise UsageError("U011", f"not a dimension: {format_value(item)}", where="--shape", hint=hint)
+        if key in sizes:
+            raise UsageError("U011", f"dimension {key!r} is given twice", where="--shape", hint="give it once")
+        sizes[key] = int(size)
+    return sizes
+
+
+def announce_loop_compilation(quiet: bool) -> None:
+    """Report on a terminal that loops are being compiled; nothing if `quiet`."""
+    if quiet or is_quiet() or not is_terminal():
+        return
+    from onnxplace.utils import on_compiling
+
+    on_compiling(
+        lambda: print_text("compiling loops for this machine, once: they are kept for later commands", err=True)
+    )
+
+
+def describe_note(note: Diagnostic) -> dict[str, str]:
+    """Return a note as JSON has it."""
+    return {"code": note.code, "message": note.message, "where": note.where, "hint": note.hint}
+
+
+def print_notes(diagnostics: Sequence[Diagnostic]) -> None:
+    """Print notes on stderr, unless the user wants errors only."""
+    for note in () if is_quiet() else diagnostics:
+        place = f"{format_name(note.where)}: " if note.where else ""
+        hint = f"\n  hint: {note.hint}" if note.hint else ""
+        with suppress(OSError):  # a note is no reason to stop
+            print_text(f"note[{note.code}] {place}{note.message}{hint}", err=True)
+
+
+def print_hint(text: str) -> None:
+    """Print a line for people on stderr, unless they want errors only."""
+    if not is_quiet():
+        with suppress(OSError):
+            print_text(text, err=True)
+
+
+def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
+    """Print a note if this machine has too few cores for the bundle."""
+    from onnxplace.evaluation import find_core_shortage
+
+    if runtime != "simulated" and (note := find_core_shortage(bundle.manifest)):
+        print_notes([note])
+
+
+def note_left_out_copies(copies: Sequence[CopyStatus]) -> None:
+    """Print a note for each copy of a bundle that was left out."""
+    from onnxplace.errors import Diagnostic
+
+    notes = []
+    for index, copy in enumerate(copies):
+        if copy.failures:
+            times = "once" if copy.failures == 1 else f"{copy.failures} times"
+            message = f"copy {index} on {copy.name} was left out {times}, last: {copy.last_failure}"
+            hint = "it is open again" if copy.is_open else "the others took its requests; look at its hosts"
+            notes.append(Diagnostic("K015", message, hint=hint))
+    print_notes(notes)
+
+
+def make_no_outputs_error(runtime: str, where: str) -> UsageError:
+    """Return the error for a runtime that computes no outputs."""
+    hint = "use --runtime onnxruntime"
+    return UsageError("U045", f"runtime {runtime!r} computes no outputs", where=where, hint=hint)
+
+
+def suggest_command(path: Path, refused_by: str) -> str:
+    """Return a hint at the command that takes a path, or nothing.
+
+    It is a guess from names and folders. `refused_by` is the command that does not take it.
+    """
+    from onnxplace.bundle import MANIFEST_FILE
+
+    try:
+        if path.is_dir():
+            return _suggest_for_folder(path, MANIFEST_FILE)
+        if path.name == MANIFEST_FILE:
+            return f"name its folder: {path.parent}"
+        if not path.is_file():
+            return ""
+    except (OSError, ValueError):
+        return ""
+    if path.suffix == ".onnx" and refused_by not in ("compile", "run"):  # where bundles are opened, the hint says more
+        return f"it is a model: compile it with `onnxplace compile {path}`"
+    if path.suffix in (".npz", ".npy"):
+        return "it holds arrays: pass it to --inputs"
+    if path.name.endswith((".json", ".json.gz", ".graphml")) and refused_by != "place":
+        return f"if it is a cost graph: `onnxplace place {path}`"
+    return ""
+
+
+def _suggest_for_folder(path: Path, manifest: str) -> str:
+    if (path / manifest).is_file():
+        return f"it is a bundle, compiled already: `onnxplace run {path}`; to compile again, name its model"
+    if (path / "saved_model.pb").is_file():
+        return f"it is a TensorFlow model: python -m tf2onnx.convert --saved-model {path} --output model.onnx"
+    models, bundles = sorted(path.glob("*.onnx")), sorted(file.parent for file in path.glob(f"*/{manifest}"))
+    contents = [*models[:1], *bundles[:1]]
+    return f"name a path in it: {' or '.join(str(item) for item in contents)}" if contents else ""

@@ -1,0 +1,353 @@
+"""What commands print on a terminal: results, notes and progress, as loud as `--quiet` and `--verbose` say.
+
+A command begins steps, by the observer that it passes on. What computes reports the share of a step that is done
+(`onnxplace.utils.report_progress`), and the display estimates the remaining time from that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onnxplace.errors import OnnxplaceError, format_name, shorten
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout, also for an error.")
+
+
+def print_text(text: str, err: bool = False) -> None:
+    """Print lines for people; names in them can neither control a terminal nor fill it."""
+    click.echo("\n".join(map(shorten, text.split("\n"))), err=err)
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Print a result as JSON on stdout; names in it are whole, in ASCII."""
+    click.echo(json.dumps(data, indent=1, default=str))
+
+
+# ------------------------------------------------------------------------------------------------------------ verbosity
+
+
+# Under this name, the contexts of a command and of its groups share what the user wants to hear.
+_META_KEY = "onnxplace.verbosity"
+
+
+def is_quiet() -> bool:
+    """Return whether the user wants errors only on stderr."""
+    return _read() == "quiet"
+
+
+def is_verbose() -> bool:
+    """Return whether the user wants the time of each step on stderr."""
+    return _read() == "verbose"
+
+
+def _read() -> str:
+    context = click.get_current_context(silent=True)
+    return str(context.meta.get(_META_KEY, "")) if context else ""
+
+
+def add_verbosity_options(command: click.Command) -> None:
+    """Add `--quiet` and `--verbose` to a command, and to the commands of a group."""
+    for subcommand in command.commands.values() if isinstance(command, click.Group) else ():
+        add_verbosity_options(subcommand)
+    command.params += [
+        _make_option("-q", "--quiet", "No progress and no notes on stderr: errors only."),
+        _make_option("-v", "--verbose", "Print each step and its time on stderr, and where a plugin failed."),
+    ]
+
+
+def _make_option(short: str, name: str, text: str) -> click.Option:
+    def keep(context: click.Context, _: click.Parameter, given: bool) -> None:
+        if not given or context.resilient_parsing:
+            return
+        word, earlier = name.lstrip("-"), context.meta.get(_META_KEY)
+        if earlier not in (None, word):
+            raise click.UsageError(f"--{earlier} and --{word} exclude each other", context)
+        context.meta[_META_KEY] = word
+
+    return click.Option([short, name], is_flag=True, expose_value=False, callback=keep, help=text)
+
+
+@contextmanager
+def report_total_time(context: click.Context) -> Iterator[None]:
+    """Print the time of a command, and the exception behind its error, if the user wants to know."""
+    began = time.perf_counter()
+    try:
+        yield
+    except OnnxplaceError as error:
+        if context.meta.get(_META_KEY) == "verbose" and error.__cause__ is not None:
+            with suppress(OSError):
+                print_text("".join(traceback.format_exception(error.__cause__)).rstrip(), err=True)
+        raise
+    finally:
+        if context.meta.get(_META_KEY) == "verbose":
+            with suppress(OSError):
+                print_text(f"{context.invoked_subcommand}: {time.perf_counter() - began:.2f} s in all", err=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- progress
+
+
+# Between two lines where there is no terminal.
+LINE_SECONDS = 15.0
+# Often enough to look alive, and rarely enough not to disturb what is measured meanwhile.
+REFRESHES_PER_SECOND = 2
+# Reports that follow one another faster are not worth the time to show them.
+MIN_REPORT_SECONDS = 0.05
+# An estimate from a smaller share says nothing.
+MIN_SHARE = 0.01
+BAR_COLUMNS = 24
+
+
+class Display:
+    """Where a command stands; the base of both ways to show it.
+
+    Calling it begins a step: it is an observer of pipelines. `similar`: all steps take about the same time, so the
+    remaining time is that of all of them.
+    """
+
+    def __init__(self, first: str, similar: bool = False) -> None:
+        self.similar = similar
+        self._last_report = 0.0
+        self._verbose = is_verbose()
+        self._set_step(first, 0, 0)
+
+    def _set_step(self, name: str, index: int, count: int) -> None:
+        self.name, self.index, self.count = name, index, count
+        self.detail, self.share, self._first_share = "", 0.0, 0.0
+        self._step_began, self._end = time.monotonic(), None  # type: float, float | None
+        self._work_began: float | None = None
+        if index == 0:  # for example of the strategies that follow after profiling
+            self._began = self._step_began
+
+    def __call__(self, name: str, index: int, count: int) -> None:
+        """Begin a step: its name, its position from 0, and the number of steps."""
+        self._end_step()
+        self._set_step(name, index, count)
+        self._show()
+
+    def advance(self, share: float, detail: str = "") -> None:
+        """Take the finished share of the current step; a share below an earlier one is ignored.
+
+        The first report of 0 says that preparations are over, which do not count for the speed.
+        """
+        now = time.monotonic()
+        if share == 0 and self._work_began is None:
+            self._work_began = now
+        if now - self._last_report < MIN_REPORT_SECONDS and share < 1:
+            return
+        self._last_report, self.detail = now, detail or self.detail
+        if share > self.share:
+            self.share = share
+            self._show()
+
+    def resume_at(self, share: float) -> None:
+        """Begin the current step at a share that was finished earlier, and says nothing about the speed."""
+        self.share = self._first_share = share
+
+    def limit(self, seconds: float) -> None:
+        """Take the time after which the current step ends at the latest."""
+        self._end = time.monotonic() + seconds
+
+    @property
+    def total_share(self) -> float | None:
+        """Return the finished share of what the remaining time is for; None if it is unknown."""
+        if self.similar and self.count:
+            return (self.index + self.share) / self.count
+        if self._end is not None and not self.share:
+            elapsed = time.monotonic() - self._step_began
+            return min(elapsed / max(self._end - self._step_began, 1e-9), 1.0)
+        return self.share or None
+
+    def estimate_remaining(self) -> float | None:
+        """Return the seconds that the step, or all similar steps, may still take; None if it is unknown."""
+        now, share = time.monotonic(), self.total_share
+        limit = None if self._end is None or self.similar else max(self._end - now, 0.0)
+        began, first = self._work_began or self._step_began, self._first_share
+        if self.similar:
+            began, first = self._began, 0.0
+        if share is None or share - first < MIN_SHARE or (limit is not None and not self.share):
+            return limit
+        estimate = (now - began) * (1 - share) / (share - first)
+        return estimate if limit is None else min(estimate, limit)
+
+    def describe(self) -> str:
+        """Return the position and name of the step, with details."""
+        position = f"[{self.index + 1}/{self.count}] " if self.count > 1 else ""
+        return format_name(f"{position}{self.name}{': ' * bool(self.detail)}{self.detail}")
+
+    def describe_remaining(self) -> str:
+        """Return the remaining time; if that is unknown, the time since the step began."""
+        remaining = self.estimate_remaining()
+        if remaining is None:
+            return format_duration(time.monotonic() - self._step_began)
+        return f"{format_duration(remaining)} left"
+
+    def _end_step(self) -> None:
+        if self._verbose:
+            self._print(f"{self.describe()}: {time.monotonic() - self._step_began:.2f} s")
+
+    def _show(self) -> None:
+        """Show what changed."""
+
+    def _print(self, line: str) -> None:
+        """Print a line that stays."""
+        with suppress(OSError):
+            print_text(line, err=True)
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self._end_step()
+
+
+class LineDisplay(Display):
+    """A plain line now and then, for pipes, logs and dumb terminals."""
+
+    def __init__(self, first: str, similar: bool = False) -> None:
+        super().__init__(first, similar)
+        self._last_line = time.monotonic()
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if now - self._last_line < LINE_SECONDS:
+            return
+        self._last_line, share = now, self.total_share
+        done = f", {share:.0%}" if share is not None else ""
+        remaining = self.estimate_remaining()
+        left = f", {format_duration(remaining)} left" if remaining is not None else ""
+        self._print(f"{self.describe()}{done}{left}")
+
+
+class LiveDisplay(Display):
+    """A line on a terminal that is redrawn, and cleared at the end."""
+
+    def __init__(self, console: Console, first: str, similar: bool = False) -> None:
+        from rich.progress import Progress, ProgressColumn
+        from rich.progress_bar import ProgressBar
+        from rich.table import Column
+        from rich.text import Text
+
+        super().__init__(first, similar)
+        display = self
+
+        class Description(ProgressColumn):
+            """What is done now; names are no markup."""
+
+            def render(self, task: object) -> Text:
+                return Text(display.describe(), no_wrap=True, overflow="ellipsis")
+
+        class Bar(ProgressColumn):
+            """The finished share, as of the time of drawing; nothing if it is unknown."""
+
+            def render(self, task: object) -> ProgressBar | Text:
+                share = display.total_share
+                return Text() if share is None else ProgressBar(1.0, share, BAR_COLUMNS)
+
+        class Remaining(ProgressColumn):
+            """The remaining time, as of the time of drawing."""
+
+            def render(self, task: object) -> Text:
+                return Text(display.describe_remaining(), no_wrap=True)
+
+        self._live = Progress(
+            Description(Column(no_wrap=True, overflow="ellipsis")),
+            Bar(),
+            Remaining(Column(no_wrap=True, min_width=9)),
+            console=console,
+            transient=True,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            redirect_stdout=False,
+        )
+        self._live.add_task("", total=None)
+
+    def __call__(self, name: str, index: int, count: int) -> None:
+        super().__call__(name, index, count)
+        self._live.refresh()
+
+    def _print(self, line: str) -> None:
+        from rich.text import Text
+
+        self._live.console.print(Text(line))
+
+    def __enter__(self) -> Display:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            super().__exit__(kind, *rest)
+        finally:
+            self._live.stop()
+
+
+@contextmanager
+def show_progress(json_: bool, first: str, *, similar: bool = False) -> Iterator[Display | None]:
+    """Show progress on stderr while the block runs: live on a terminal, in rare lines elsewhere.
+
+    Nothing with `--quiet`, and nothing with `--json` unless the user wants details. Yields an observer of steps, or
+    None. In the block, `onnxplace.utils.report_progress` reports the share of the current step that is done.
+
+    Args:
+        json_: Whether the command prints JSON, mostly for programs.
+        first: The first step.
+        similar: Whether all steps take about the same time.
+    """
+    from onnxplace.utils import observe_progress
+
+    if is_quiet() or (json_ and not is_verbose()):
+        yield None
+        return
+    with _choose_display(first, similar) as display, observe_progress(display):
+        yield display
+
+
+def _choose_display(first: str, similar: bool) -> Display:
+    """Return a live display for a terminal that can redraw a line, else one of lines."""
+    if not is_terminal() or os.environ.get("CI") or os.environ.get("TERM", "") in ("dumb", "unknown"):
+        return LineDisplay(first, similar)
+    from rich.console import Console
+
+    class VisibleConsole(Console):
+        """Leaves the cursor alone, so that it is there even if the process is killed."""
+
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+    console: Any = VisibleConsole(stderr=True)
+    return LiveDisplay(console, first, similar) if console.is_interactive else LineDisplay(first, similar)
+
+
+def is_terminal() -> bool:
+    """Return whether stderr is a terminal."""
+    try:
+        return sys.stderr.isatty()
+    except ValueError:  # it is closed
+        return False
+
+
+def format_duration(seconds: float) -> str:
+    """Return a time in minutes and seconds, and in hours where there are any.
+
+    >>> format_duration(75), format_duration(3725)
+    ('1:15', '1:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,285 @@
+"""Checks of sessions: the contract of runtimes, failures, and times, none of which is a failure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from onnxplace.bundle import Bundle
+from onnxplace.doctor.check_context import (
+    WAIT_SECONDS,
+    CheckContext,
+    CheckFailedError,
+    CheckSkippedError,
+    Finding,
+    require,
+    require_same,
+)
+from onnxplace.errors import ExecutionError, RunTimeoutError
+from onnxplace.feeds import Array
+from onnxplace.testing import check_runtime, compile_placed, parse_model
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+
+# ------------------------------------------------------------------------------------------------------------- contract
+
+
+def check_contract(context: CheckContext) -> Finding:
+    """Run the contract tests that plugins use, with the default runtime."""
+    from onnxplace.pipeline import find_plugin
+
+    if any("{" in device for device in context.devices):
+        raise CheckSkippedError("the contract tests take no options of devices")
+    runtime = find_plugin("runtimes", "onnxruntime")
+    try:
+        check_runtime(runtime, devices=context.ids)
+    except AssertionError as problem:
+        raise CheckFailedError(str(problem)) from None
+    return Finding("requests, failures, cancellation, closing, states and conversations")
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+# Adding two numbers to three fails on every device; GPUs check no index.
+_FAILING = """
+faults (float[m] p, float[n] q) => (float[m] t, float[n] w) {
+    s = Add(p, pair)
+    t = Neg(s)
+    u = Neg(q)
+    w = Add(u, pair)
+}
+"""
+_ON_FIRST = "s|u"
+_PAIR: Array = np.array([1, 2], np.float32)
+_LOOP = """
+loop (int64 limit, float[4] x) => (float[4] y) {
+    [spin] spun = Loop (limit, , x) <body = round (int64 i, bool go, float[4] before) => (bool again, float[4] after) {
+        again = Identity(go)
+        after = Neg(before)
+    }>
+    [last] y = Neg(spun)
+}
+"""
+_X = np.arange(1, 5, dtype=np.float32)
+_ENDLESS_ROUNDS, _SHORT_ROUNDS = 1 << 62, 101
+TIMEOUT_SECONDS = 0.3
+
+
+def check_faults(context: CheckContext) -> Finding:
+    """Let nodes fail on each device, and let a run exceed its time."""
+    _check_failing_nodes(context)
+    recovery_seconds = 0.0
+    for number, (device, other) in enumerate(context.directions):
+        folder = context.folder / f"loop-{number}"
+        bundle = compile_placed(parse_model(_LOOP), folder, context.make_target(), {"spin": device, "last": other})
+        recovery_seconds = max(recovery_seconds, _check_timeout(bundle, device))
+    detail = (
+        f"errors name {' and '.join(dict.fromkeys(context.ids))}; runs after errors and timeouts are right "
+        f"(after at most {recovery_seconds:.2g} s)"
+    )
+    return Finding(detail, {"seconds_after_timeout": recovery_seconds})
+
+
+def _check_failing_nodes(context: CheckContext) -> None:
+    from onnxplace.api import InferenceSession
+
+    first, last = context.ids[0], context.ids[-1]
+    places = {_ON_FIRST: first, ".*": last}
+    model = parse_model(_FAILING, pair=_PAIR)
+    bundle = compile_placed(model, context.folder / "faults", context.make_target(), places, m=2, n=2)
+    with InferenceSession(bundle) as session:
+        for device, bad_input in ((first, "p"), (last, "q")):
+            good = {"p": np.array([3, 4], np.float32), "q": np.array([5, 6], np.float32)}
+            bad = {**good, bad_input: np.zeros(3, np.float32)}
+            before, failing, after = (session.submit(feeds) for feeds in (good, bad, good))
+            _require_error(failing.exception(WAIT_SECONDS), device)
+            for future in (before, after):
+                outputs = future.result(WAIT_SECONDS).outputs
+                _compare(outputs["t"], outputs["w"], good, f"a request next to one that fails on {device}")
+            with suppress(ExecutionError):
+                session.run(None, bad)
+                raise CheckFailedError(f"a run with a failing node on {device} returned outputs")
+            t, w = session.run(None, good)
+            _compare(t, w, good, f"the request after one that failed on {device}")
+
+
+def _require_error(problem: BaseException | None, device: str) -> None:
+    require(
+        isinstance(problem, ExecutionError), f"expected ExecutionError from a failing node on {device}, got {problem!r}"
+    )
+    require(device in str(problem), f"the error of a failing node does not name its device {device}: {problem}")
+
+
+def _compare(t: Array, w: Array, feeds: dict[str, Array], what: str) -> None:
+    require_same(t, -(feeds["p"] + _PAIR), what)
+    require_same(w, _PAIR - feeds["q"], what)
+
+
+def _check_timeout(bundle: Bundle, device: str) -> float:
+    """Return how long the next run took after a run that had exceeded its time."""
+    from onnxplace.api import InferenceSession
+
+    with InferenceSession(bundle) as session:
+        try:
+            session.run(None, _make_loop_feeds(_ENDLESS_ROUNDS), timeout=TIMEOUT_SECONDS)
+        except RunTimeoutError:
+            began = time.perf_counter()
+            (y,) = session.run(None, _make_loop_feeds(_SHORT_ROUNDS))
+            require_same(y, _X, f"the request after a timeout on {device}")
+            return time.perf_counter() - began
+    raise CheckFailedError(f"an endless run on {device} returned")
+
+
+def _make_loop_feeds(rounds: int) -> dict[str, Array]:
+    return {"limit": np.array(rounds, np.int64), "x": _X}
+
+
+# ---------------------------------------------------------------------------------------------------------------- times
+
+
+# Sizes of values that `link` sends, and its least duration.
+LINK_SIZES = (1, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20)
+MIN_LINK_SECONDS = 1.0
+MIN_CALLS = 50
+# Of the model of `prediction`: two branches of some products.
+WIDTH, DEPTH, ROWS = 512, 4, 64
+SIDES = ("left", "right")
+# Relative to the largest value; products may use 10 bits of mantissa.
+TOLERANCE = 2e-2
+
+
+def check_call(context: CheckContext) -> Finding:
+    """Time a call of a model of one node, through onnxplace and in a plain session of ONNX Runtime on the host."""
+    from onnxplace.api import InferenceSession
+    from onnxplace.machine import available_cores, make_session_options, open_session
+
+    device, x = context.ids[0], np.ones(16, np.float32)
+    model = parse_model("call (float[16] x) => (float[16] y) { y = Neg(x) }")
+    bundle = compile_placed(model, context.folder / "call", context.make_target(), {".*": device})
+    plain = open_session(model.SerializeToString(), make_session_options(available_cores()[:1]))
+    with InferenceSession(bundle) as session:
+        calls = {"bundle": lambda: session.run(None, {"x": x}), "plain": lambda: plain.run(None, {"x": x})}
+        seconds = _time_in_turns(calls, context.seconds / 2)
+    detail = f"{seconds['bundle'] * 1e6:.0f} us; plain session on the host {seconds['plain'] * 1e6:.0f} us"
+    return Finding(detail, {"call_seconds": seconds["bundle"], "plain_host_session_seconds": seconds["plain"]})
+
+
+def _time_in_turns(calls: dict[str, Callable[[], object]], limit_seconds: float) -> dict[str, float]:
+    """Return the median time of each call; they take turns."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    began = time.perf_counter()
+    while len(samples[next(iter(calls))]) < MIN_CALLS or time.perf_counter() - began < min(limit_seconds, 1.0):
+        for name, call in calls.items():
+            before = time.perf_counter()
+            call()
+            samples[name].append(time.perf_counter() - before)
+    return {name: float(np.median(times)) for name, times in samples.items()}
+
+
+def check_link(context: CheckContext) -> Finding:
+    """Measure the link between two devices in both directions, and calls on each, as `devices --calibrate` does."""
+    from onnxplace.calibration import calibrate
+
+    if len(context.ids) < 2:
+        raise CheckSkippedError("there is one device")
+    result = calibrate(context.make_target(), sizes=LINK_SIZES, seconds=max(context.seconds, MIN_LINK_SECONDS))
+    links = {f"{item.link.source} -> {item.link.destination}": item for item in result.links}
+    parts = [
+        f"{name} {item.link.latency_seconds * 1e6:.0f} us, {item.link.bytes_per_second / 1e9:.1f} GB/s"
+        for name, item in links.items()
+    ]
+    parts += [f"a cut on {device} {costs.segment_seconds * 1e6:.0f} us" for device, costs in result.call_costs.items()]
+    figures = {
+        "links": {
+            name: {
+                "latency_seconds": item.link.latency_seconds,
+                "bytes_per_second": item.link.bytes_per_second,
+                "via": item.link.via,
+                "points": [
+                    {"bytes": point.bytes, "seconds": point.seconds, "outlier": point.outlier}
+                    for point in item.fit.points
+                ],
+            }
+            for name, item in links.items()
+        },
+        "cut_seconds": {device: costs.segment_seconds for device, costs in result.call_costs.items()},
+        "notes": list(result.notes),
+    }
+    return Finding("; ".join(parts), figures)
+
+
+def check_prediction(context: CheckContext) -> Finding:
+    """Compile a model with a branch on each device by measured costs; compare predicted and measured step."""
+    from onnxplace.api import InferenceSession
+    from onnxplace.driver import compile_model
+    from onnxplace.evaluation import run_trials
+
+    first, last = context.ids[0], context.ids[-1]
+    model, weights = _make_branches()
+    compiled = compile_model(
+        model,
+        context.folder / "prediction.bundle",
+        target=context.make_target(),
+        device_map={"left.*|y": first, "right.*": last},
+        shard="off",
+        cache=False,
+        trial=False,
+        budget_seconds=0.2,
+    )
+    x = np.random.default_rng(0).standard_normal((ROWS, WIDTH)).astype(np.float32)
+    with InferenceSession(compiled.bundle) as session:
+        (y,) = session.run(None, {"x": x})
+    expected = _compute_branches(x, weights)
+    error = float(np.abs(y - expected).max() / np.abs(expected).max())
+    require(error <= TOLERANCE, f"the error of its output is {error:.2g} of the largest value, allowed {TOLERANCE}")
+    (trial,) = run_trials([compiled.bundle], {"x": x}, cached=False)
+    predicted = compiled.bundle.manifest.predicted.step_seconds
+    ratio = predicted / trial.step_seconds
+    detail = f"predicted {predicted * 1e3:.3g} ms, measured {trial.step_seconds * 1e3:.3g} ms, ratio {ratio:.2f}"
+    figures = {
+        "predicted_seconds": predicted,
+        "measured_seconds": trial.step_seconds,
+        "waiting_share": trial.waiting,
+        "relative_error": error,
+    }
+    return Finding(detail, figures)
+
+
+def _make_branches() -> tuple[ModelProto, dict[str, Array]]:
+    """Return a model of two branches whose sum is its output, and its weights by name."""
+    random = np.random.default_rng(2)
+    weights: dict[str, Array] = {
+        f"{side}_weight{step}": (random.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
+        for side in SIDES
+        for step in range(DEPTH)
+    }
+    nodes = []
+    for side in SIDES:
+        value = "x"
+        for step in range(DEPTH):
+            nodes.append(f"{side}_product{step} = MatMul({value}, {side}_weight{step})")
+            nodes.append(f"{side}_value{step} = Tanh({side}_product{step})")
+            value = f"{side}_value{step}"
+    shape = f"float[{ROWS}, {WIDTH}]"
+    last = ", ".join(f"{side}_value{DEPTH - 1}" for side in SIDES)
+    return parse_model(
+        f"prediction ({shape} x) => ({shape} y) {{ {' '.join(nodes)} y = Add({last}) }}", **weights
+    ), weights
+
+
+def _compute_branches(x: Array, weights: dict[str, Array]) -> Array:
+    """Return the output of that model by numpy."""
+    total: Array = np.zeros((ROWS, WIDTH))
+    for side in SIDES:
+        value = x.astype(np.float64)
+        for step in range(DEPTH):
+            value = np.tanh(value @ weights[f"{side}_weight{step}"])
+        total = total + value
+    return total

@@ -1,0 +1,188 @@
+"""The ONNX models of a bundle, in an order in which they can run; and segments as models of their own."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from onnx import ModelProto, TensorProto, ValueInfoProto
+
+from onnxplace.bundle import (
+    SEGMENTS_FOLDER,
+    WHOLE_MODEL_FILE,
+    Bundle,
+    InitialRecord,
+    InputRecord,
+    Manifest,
+    OutputRecord,
+    SegmentRecord,
+)
+from onnxplace.errors import BundleError
+from onnxplace.model import WeightFile, embed_tensor, parse_type, tensor_size
+from onnxplace.target import Device
+from onnxplace.utils import progress_part, report_progress
+
+
+@dataclass(frozen=True)
+class SegmentModel:
+    """A segment and its ONNX model."""
+
+    record: SegmentRecord
+    proto: ModelProto
+
+
+@dataclass(frozen=True)
+class BundleModels:
+    """The ONNX models of a bundle; weights stay in their files."""
+
+    bundle: Bundle
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.bundle.manifest
+
+    @property
+    def weights_folder(self) -> Path:
+        """Return the folder to which the locations of external weights are relative."""
+        root = self.bundle.path.resolve()
+        return root.parent if self.manifest.linked else root / SEGMENTS_FOLDER
+
+    @cached_property
+    def segments(self) -> tuple[SegmentModel, ...]:
+        """Return the segments, each after those whose values it reads."""
+        records = order_segments(self.manifest)
+        files = [self.bundle.file(record.file) for record in records]
+        return tuple(
+            SegmentModel(record, ModelProto.FromString(file.read_bytes())) for record, file in zip(records, files)
+        )
+
+    @cached_property
+    def header(self) -> ModelProto:
+        """Return a model that has the IR version and the opsets of all; the whole one if no segment computes."""
+        return self.segments[0].proto if self.segments else self.whole
+
+    @cached_property
+    def whole(self) -> ModelProto:
+        """Return the uncut model, with whole operators."""
+        return ModelProto.FromString(self.bundle.file(WHOLE_MODEL_FILE).read_bytes())
+
+    @cached_property
+    def devices(self) -> dict[str, Device]:
+        """Return the devices of the bundle by id."""
+        return {device.id: device for device in self.bundle.target.devices}
+
+    @cached_property
+    def initial_states(self) -> dict[str, TensorProto]:
+        """Return the initial values of carried states, which no segment holds, as references to their files."""
+        dtypes = {item.name: item.dtype for item in self.manifest.inputs}
+        return {
+            state.input: self._refer_to_initial(state.input, dtypes[state.input], state.initial)
+            for state in self.manifest.states
+            if state.initial is not None
+        }
+
+    def _refer_to_initial(self, name: str, dtype: str, record: InitialRecord) -> TensorProto:
+        kind = parse_type(dtype, record.shape)
+        assert kind is not None, "checked when the bundle was opened"
+        tensor = TensorProto(name=name, data_type=kind.tensor_type.elem_type, dims=record.shape)
+        if not record.bytes:
+            tensor.raw_data = b""
+            return tensor
+        file = (self.bundle.linked_file if record.linked else self.bundle.file)(record.file).resolve()
+        location = file.relative_to(self.weights_folder.resolve()).as_posix()
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", location), ("offset", record.offset), ("length", record.bytes)):
+            tensor.external_data.add(key=key, value=str(value))
+        return tensor
+
+    def place(self, tensors: Iterable[TensorProto], weights: WeightFile | None) -> list[TensorProto]:
+        """Return tensors with their bytes in a file of weights, or in themselves without one; report progress."""
+        sources = list(tensors)
+        placed, done, total = list[TensorProto](), 0, sum(map(tensor_size, sources))
+        for tensor in sources:
+            if weights is not None:
+                placed.append(weights.place(tensor, self.weights_folder))
+            else:
+                placed.append(embed_tensor(tensor, self.weights_folder))
+            done += tensor_size(tensor)
+            report_progress(done, total)
+        return placed
+
+
+def order_segments(manifest: Manifest) -> list[SegmentRecord]:
+    """Return the segments, each after those whose values it reads; near-linear.
+
+    Among those that are ready, the first of the manifest comes first.
+    """
+    producers = [list_producers(manifest, segment) for segment in manifest.segments]
+    waiting_for = list(map(len, producers))
+    readers: dict[str, list[int]] = {segment.id: [] for segment in manifest.segments}
+    for index, names in enumerate(producers):
+        for producer in names:
+            readers[producer].append(index)
+    ready = [index for index, count in enumerate(waiting_for) if count == 0]
+    ordered = []
+    while ready:
+        segment = manifest.segments[heapq.heappop(ready)]
+        ordered.append(segment)
+        for reader in readers[segment.id]:
+            waiting_for[reader] -= 1
+            if waiting_for[reader] == 0:
+                heapq.heappush(ready, reader)
+    assert len(ordered) == len(manifest.segments), "checked when the bundle was opened: its programs cannot deadlock"
+    return ordered
+
+
+def list_producers(manifest: Manifest, segment: SegmentRecord) -> tuple[str, ...]:
+    """Return the segments whose values a segment reads, each once."""
+    producers = (manifest.values[name].producer for name in segment.inputs)
+    return tuple(dict.fromkeys(producer for producer in producers if producer is not None))
+
+
+def describe_values(records: Iterable[InputRecord | OutputRecord]) -> Iterator[ValueInfoProto]:
+    """Yield inputs or outputs of the manifest as ONNX declares them; those of an unknown type without one.
+
+    Raises BundleError for a text that is not a type.
+    """
+    for record in records:
+        kind = parse_type(record.dtype, record.shape)
+        if kind is None and record.dtype != "unknown":
+            message = f"expected a type such as 'tensor(float)', got {record.dtype!r}"
+            hint = "the manifest is damaged; compile again"
+            raise BundleError("N002", message, where=f"input or output {record.name!r}", hint=hint)
+        yield ValueInfoProto(name=record.name, type=kind)
+
+
+# ---------------------------------------------------------------------------------------------------- files of segments
+
+
+WEIGHTS_FILE = "weights.bin"
+
+
+def write_segment_files(models: BundleModels, folder: Path, segments: Iterable[tuple[str, SegmentModel]]) -> None:
+    """Write segments under these names to a folder, with their weights in one file next to them.
+
+    A state whose initial value is known becomes an input with this default.
+    """
+    weights_path, rows = folder / WEIGHTS_FILE, list(segments)
+    with WeightFile(weights_path, WEIGHTS_FILE) as weights:
+        for index, (name, segment) in enumerate(rows):
+            with progress_part(index, len(rows)):
+                (folder / name).write_bytes(build_segment(models, segment, weights).SerializeToString())
+        is_empty = not weights.bytes_written
+    if is_empty:
+        weights_path.unlink()
+
+
+def build_segment(models: BundleModels, segment: SegmentModel, weights: WeightFile) -> ModelProto:
+    """Return the model of a segment, whose weights are in a file."""
+    proto = ModelProto()
+    proto.CopyFrom(segment.proto)
+    states = [models.initial_states[name] for name in segment.record.inputs if name in models.initial_states]
+    tensors = models.place((*segment.proto.graph.initializer, *states), weights)
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(tensors)
+    return proto

@@ -1,0 +1,429 @@
+"""The data of a report about a bundle, or about a placed cost graph."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxplace.bundle import (
+    COSTS_FILE,
+    WHOLE_MODEL_FILE,
+    Bundle,
+    DiagnosticRecord,
+    Manifest,
+    list_routes,
+    list_working_devices,
+)
+from onnxplace.cost_graph import CostGraph
+from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
+from onnxplace.facts import Schedule
+from onnxplace.graph import Ints
+from onnxplace.pipeline import parse_pipeline
+from onnxplace.report.charts import draw_memory, draw_step, read_trace
+from onnxplace.report.layer_tree import LayerNode, build_layer_tree
+from onnxplace.report.page_records import (
+    Attempt,
+    AttemptGroup,
+    Crossing,
+    DeviceSummary,
+    Entry,
+    Note,
+    PageData,
+    Table,
+    Timeline,
+)
+from onnxplace.report.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
+from onnxplace.report.text import format_bytes, format_milliseconds
+from onnxplace.utils import read_json
+
+# --------------------------------------------------------------------------------------------------- attempts and notes
+
+
+_TITLES = {
+    "P040": "Placers: seconds of a step, by the costs of nodes",
+    "P042": "Several devices or one: seconds of a step, measured in a trial",
+    "P043": "Strategies: seconds between two results, as predicted",
+    "P046": "Groups of a training step: seconds of a step, as predicted",
+    "P062": "Whole or split operators: seconds of a step, as predicted",
+}
+
+
+def list_attempts(notes: Iterable[Diagnostic | DiagnosticRecord]) -> tuple[AttemptGroup, ...]:
+    """Return what was compared, the shortest first in each comparison."""
+    return tuple(
+        AttemptGroup(
+            title=_TITLES.get(note.code, "Compared"),
+            code=note.code,
+            attempts=tuple(
+                Attempt(figure.name, figure.seconds, index == 0)
+                for index, figure in sorted(enumerate(note.figures), key=lambda item: (item[1].seconds, item[0]))
+            ),
+        )
+        for note in notes
+        if note.figures
+    )
+
+
+def list_notes(notes: Iterable[Diagnostic | DiagnosticRecord]) -> tuple[Note, ...]:
+    """Return the diagnostics as the page shows them."""
+    return tuple(Note(note.code, note.message, note.where, note.hint) for note in notes)
+
+
+# -------------------------------------------------------------------------------------------------------------- bundles
+
+
+def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
+    """Return what a report says about a bundle.
+
+    Args:
+        bundle: The open bundle.
+        trace: A file that `onnxplace run --trace` wrote, whose measured times are shown next to the predicted ones.
+
+    Raises:
+        InputError: `trace` is not a trace of this bundle.
+    """
+    manifest = bundle.manifest
+    step = simulate_segments(manifest)
+    predicted = manifest.predicted
+    return PageData(
+        title=manifest.model or bundle.path.name,
+        source=bundle.path.absolute().name,
+        kind="bundle",
+        summary=tuple(_summarise(manifest)),
+        devices=_list_devices(manifest, step),
+        timelines=_draw_timelines(manifest, step, trace),
+        memory=draw_memory(step, [item.weights_bytes for item in manifest.devices]),
+        crossings=list_crossings(step),
+        bound=explain_step(
+            step,
+            predicted.step_seconds,
+            predicted.lower_bound_seconds,
+            predicted.single_device_seconds,
+            predicted.request_seconds,
+        ),
+        attempts=list_attempts(manifest.diagnostics),
+        layers=build_layer_tree(list_layer_nodes(bundle)),
+        division=list_division(manifest),
+        notes=list_notes(manifest.diagnostics),
+        passes=list_passes(manifest.pipeline),
+        origin=tuple(_list_origin(manifest)),
+        files={name: (record.bytes, record.sha256) for name, record in {**manifest.files, **manifest.linked}.items()},
+    )
+
+
+def _draw_timelines(manifest: Manifest, step: PlacedStep, trace: Path | None) -> tuple[Timeline, ...]:
+    """Return the timelines of a trace if there is one; else the predicted step, with the planned one after a trial."""
+    if trace is not None:
+        return read_trace(trace, step.device_names, [segment.id for segment in manifest.segments])
+    if manifest.trial is None:
+        return (draw_step(step, "predicted", "one request, by the costs of nodes"),)
+    count = f"the median of {manifest.trial.requests} steps"
+    measured = draw_step(step, "trial", f"one request; each segment takes {count} of the trial")
+    if not any(segment.planned_seconds is not None for segment in manifest.segments):
+        return (measured,)
+    planned = simulate_segments(manifest, planned=True)
+    return (measured, draw_step(planned, "predicted", "one request, by the costs of nodes"))
+
+
+def _summarise(manifest: Manifest) -> Iterator[Entry]:
+    """Yield the figures on top of the page."""
+    predicted, trial = manifest.predicted, manifest.trial
+    yield Entry("Predicted step", format_milliseconds(predicted.step_seconds))
+    if trial is not None:
+        yield Entry("Step in the trial", format_milliseconds(trial.step_seconds))
+    fits = "" if predicted.single_device_fits else " (does not fit)"
+    yield Entry("Best single device", format_milliseconds(predicted.single_device_seconds) + fits)
+    yield Entry("Lower bound", format_milliseconds(predicted.lower_bound_seconds))
+    if predicted.interval_seconds > 0:
+        yield Entry("A result every, with requests in flight", format_milliseconds(predicted.interval_seconds))
+    yield Entry("Devices at work", f"{len(list_working_devices(manifest))} of {len(manifest.target.devices)}")
+    yield Entry("Segments", f"{len(manifest.segments)}")
+    yield Entry("Nodes", f"{sum(segment.nodes for segment in manifest.segments)}")
+    yield Entry("Transfers in a step", f"{manifest.transfers}, {format_bytes(manifest.transfer_bytes)}")
+
+
+def _list_devices(manifest: Manifest, step: PlacedStep) -> tuple[DeviceSummary, ...]:
+    kinds = {device.id: device for device in manifest.target.devices}
+    return tuple(
+        DeviceSummary(
+            id=item.id,
+            kind=kinds[item.id].model or kinds[item.id].kind,
+            nodes=item.nodes,
+            compute_seconds=item.compute_seconds,
+            idle_seconds=max(step.simulation.makespan_seconds - item.compute_seconds, 0.0),
+            weights_bytes=item.weights_bytes,
+            peak_bytes=item.peak_bytes,
+            limit_bytes=item.limit_bytes,
+        )
+        for item in manifest.devices
+    )
+
+
+def list_layer_nodes(bundle: Bundle) -> list[LayerNode]:
+    """Return the nodes of a bundle, with their planned times where costs.json has them.
+
+    They have the order of the whole model. Parts of split operators, which it does not have, follow in the order of the
+    segments.
+    """
+    import onnx
+
+    whole = onnx.load(bundle.file(WHOLE_MODEL_FILE), load_external_data=False)
+    position = {node.name: index for index, node in enumerate(whole.graph.node)}
+
+    devices = {device.id: (index, device) for index, device in enumerate(bundle.target.devices)}
+    seconds = _read_node_seconds(bundle)
+    nodes = []
+    for segment in bundle.manifest.segments:
+        index, device = devices[segment.device]
+        model = onnx.load(bundle.file(segment.file), load_external_data=False)
+        for node in model.graph.node:
+            times = seconds.get(node.name, {})
+            nodes.append(LayerNode(node.name or node.op_type, node.op_type, index, times.get(device.cost_class, 0.0)))
+    return sorted(nodes, key=lambda node: position.get(node.name, len(position)))
+
+
+def _read_node_seconds(bundle: Bundle) -> dict[str, dict[str, float]]:
+    """Return the seconds of each node by class of device; empty where the file of costs does not tell."""
+    try:
+        data = read_json(bundle.file(COSTS_FILE), "C011", "a cost file")
+    except OnnxplaceError:
+        return {}
+    entries: Any = data.get("nodes") if isinstance(data, dict) else None
+    if not isinstance(entries, dict):
+        return {}
+    return {name: _read_times(entry) for name, entry in entries.items() if isinstance(entry, dict)}
+
+
+def _read_times(entry: Mapping[str, Any]) -> dict[str, float]:
+    times = entry.get("seconds")
+    items = times.items() if isinstance(times, dict) else ()
+    return {name: float(value) for name, value in items if isinstance(value, (int, float)) and np.isfinite(value)}
+
+
+def list_passes(pipeline: str) -> tuple[Entry, ...]:
+    """Return each pass of a pipeline with its options; the text as it is where it cannot be read."""
+    try:
+        specs = parse_pipeline(pipeline)
+    except UsageError:
+        return (Entry("pipeline", pipeline),)
+    return tuple(Entry(spec.name, _describe_options(spec.options)) for spec in specs)
+
+
+def _describe_options(options: Mapping[str, str]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in options.items()) or "default options"
+
+
+def _list_origin(manifest: Manifest) -> Iterator[Entry]:
+    """Yield versions, digests, sizes, devices and links."""
+    yield Entry("model", manifest.model)
+    yield Entry("digest of the model", manifest.model_digest)
+    yield Entry("placer", manifest.placer)
+    yield Entry("pipeline", manifest.pipeline)
+    yield Entry("format of the bundle", manifest.schema_version)
+    for name, version in manifest.versions.items():
+        yield Entry(name, version)
+    if manifest.dimensions:
+        yield Entry("sizes", ", ".join(f"{name} = {size}" for name, size in manifest.dimensions.items()))
+    yield Entry("link model", manifest.target.link_model)
+    yield from _list_links(manifest)
+    for title, names in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
+        yield Entry(title, ", ".join(f"{item.name} {item.dtype}{_format_shape(item.shape)}" for item in names))
+    if manifest.states:
+        yield Entry("carried states", f"{len(manifest.states)}")
+    if manifest.custom_operators:
+        yield Entry("custom operators", ", ".join(manifest.custom_operators))
+    if len(list_routes(manifest)) > 1:
+        yield Entry("timelines", "of the first route")
+
+
+# Links that the page lists one by one; a cluster of 64 devices has 4032.
+MAX_LISTED_LINKS = 64
+
+
+def _list_links(manifest: Manifest) -> Iterator[Entry]:
+    links = manifest.target.links
+    for link in links[:MAX_LISTED_LINKS]:
+        rate, latency = format_bytes(int(link.bytes_per_second)), format_milliseconds(link.latency_seconds)
+        yield Entry(f"link {link.source} → {link.destination}", f"{rate}/s, latency {latency}")
+    if len(links) > MAX_LISTED_LINKS:
+        yield Entry("further links", f"{len(links) - MAX_LISTED_LINKS}")
+
+
+def _format_shape(shape: Sequence[int | str | None] | None) -> str:
+    return "" if shape is None else f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
+
+
+# ----------------------------------------------------------------------------------------------------- division of work
+
+
+# Placers that give each device a stage of a pipeline.
+STAGE_PLACERS = ("stages", "pipelined")
+
+
+def list_division(manifest: Manifest) -> tuple[Table, ...]:
+    """Return the tables that apply to a bundle, none for whole operators on one route."""
+    return tuple(_iterate_tables(manifest))
+
+
+def _list_stages(manifest: Manifest) -> Iterator[tuple[str, ...]]:
+    """Yield the row of each device with a program, in the order of its first segment."""
+    segments = {device: [item for item in manifest.segments if item.device == device] for device in manifest.programs}
+    first = {item.device: index for index, item in reversed(list(enumerate(manifest.segments)))}
+    for stage, device in enumerate(sorted(first, key=lambda name: first[name]), 1):
+        own = segments[device]
+        seconds = format_milliseconds(sum(item.seconds for item in own))
+        yield str(stage), device, str(len(own)), str(sum(item.nodes for item in own)), seconds
+
+
+def _iterate_tables(manifest: Manifest) -> Iterator[Table]:
+    if (sharding := manifest.sharding) is not None:
+        stages = f", in each of {sharding.stages} stages" if sharding.stages > 1 else ""
+        yield Table(
+            caption=f"Operators split over {sharding.ways} devices{stages}",
+            header=("operator", "split by", "nodes", "time on one device"),
+            rows=tuple(
+                (kind.op, kind.layout, str(kind.count), format_milliseconds(kind.seconds)) for kind in sharding.kinds
+            ),
+        )
+        yield Table(
+            caption="Exchanges between the parts",
+            header=("exchange", "number"),
+            rows=tuple((kind, str(count)) for kind, count in sharding.exchanges.items()),
+        )
+    if manifest.placer in STAGE_PLACERS:
+        yield Table(
+            caption="Pipeline stages, in the order in which a request reaches them",
+            header=("stage", "device", "segments", "nodes", "compute"),
+            rows=tuple(_list_stages(manifest)),
+        )
+    routes = list_routes(manifest)
+    if len(routes) > 1:
+        yield Table(
+            caption="Routes of requests: copies of the model or of its stages",
+            header=("route", "devices", "share of requests"),
+            rows=tuple(
+                (str(index), ", ".join(route.devices.values()), f"{route.share:.0%}")
+                for index, route in enumerate(routes)
+            ),
+        )
+    if manifest.repeats:
+        yield Table(
+            caption="Repeated layers, of which one was measured",
+            header=("layers", "nodes of one", "first node"),
+            rows=tuple((str(item.count), str(item.nodes), item.first) for item in manifest.repeats),
+        )
+    if (training := manifest.training) is not None and (nodes := training.nodes) is not None:
+        yield Table(
+            caption=f"Training step with {len(training.parameters)} parameters",
+            header=("phase", "nodes"),
+            rows=(
+                ("forward", str(nodes.forward)),
+                ("backward", str(nodes.backward)),
+                ("update", str(nodes.update)),
+            ),
+        )
+
+
+# --------------------------------------------------------------------------------------------------- placed cost graphs
+
+
+@dataclass(frozen=True)
+class PlacedGraph:
+    """A cost graph with its placement."""
+
+    graph: CostGraph
+    placer: str
+    device: Ints
+    """Per node, the index of its device."""
+    schedule: Schedule
+    is_feasible: bool
+    seconds: float
+    """Time to place."""
+    diagnostics: tuple[Diagnostic, ...] = ()
+    passes: tuple[str, ...] = ()
+    """Names of the passes that ran."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """As the user gave them."""
+
+
+def describe_placement(placed: PlacedGraph) -> PageData:
+    """Return what a report says about a placed cost graph."""
+    graph, schedule = placed.graph.profile.graph, placed.schedule
+    target, profile = placed.graph.target, placed.graph.profile
+    seconds = np.stack([profile.seconds[device.cost_class] for device in target.devices])
+    own = seconds[placed.device, np.arange(len(graph))].tolist()
+    step = PlacedStep(
+        graph=graph,
+        seconds=seconds,
+        target=target,
+        device_names=tuple(_name_device(name) for name in placed.graph.device_ids),
+        device=placed.device,
+        order=schedule.order,
+        simulation=schedule.simulation,
+        details=graph.ops,
+    )
+    simulation, crossings = schedule.simulation, list_crossings(step)
+    alone = float(seconds.sum(axis=1).min())
+    nodes = [LayerNode(*item) for item in zip(graph.names, graph.ops, placed.device.tolist(), own)]
+    return PageData(
+        title=placed.graph.name,
+        source=placed.graph.name,
+        kind="placement",
+        summary=tuple(_summarise_placement(placed, alone, crossings)),
+        devices=_list_placement_devices(placed, step),
+        timelines=(draw_step(step, "predicted", "one step, node by node"),),
+        memory=draw_memory(step, simulation.weights_bytes.tolist()),
+        crossings=crossings,
+        bound=explain_step(step, simulation.makespan_seconds, schedule.lower_bound_seconds, alone),
+        attempts=list_attempts(placed.diagnostics),
+        layers=build_layer_tree(nodes),
+        division=(),
+        notes=list_notes(placed.diagnostics),
+        passes=tuple(Entry(name, "") for name in placed.passes),
+        origin=(
+            Entry("cost graph", placed.graph.name),
+            Entry("placer", placed.placer),
+            Entry("link model", target.link_model),
+            *(Entry(name, text) for name, text in placed.options.items()),
+        ),
+        files={},
+    )
+
+
+def _name_device(identifier: Hashable) -> str:
+    """Return the id of a device; a bare number would read as an amount."""
+    return f"device {identifier}" if str(identifier).isdecimal() else str(identifier)
+
+
+def _summarise_placement(placed: PlacedGraph, alone: float, crossings: tuple[Crossing, ...]) -> Iterator[Entry]:
+    simulation = placed.schedule.simulation
+    yield Entry("Predicted step", format_milliseconds(simulation.makespan_seconds))
+    yield Entry("Work of a single device", format_milliseconds(alone))
+    yield Entry("Lower bound", format_milliseconds(placed.schedule.lower_bound_seconds))
+    yield Entry("Devices at work", f"{len(set(placed.device.tolist()))} of {len(placed.graph.device_ids)}")
+    yield Entry("Nodes", f"{len(placed.graph.ids)}")
+    yield Entry("Transfers in a step", f"{len(simulation.transfers)}, {format_bytes(count_bytes(crossings))}")
+    yield Entry("Time to place", format_milliseconds(placed.seconds))
+    if not placed.is_feasible:
+        yield Entry("Memory", "it does not fit")
+
+
+def _list_placement_devices(placed: PlacedGraph, step: PlacedStep) -> tuple[DeviceSummary, ...]:
+    simulation, counts = step.simulation, np.bincount(step.device, minlength=len(step.device_names))
+    return tuple(
+        DeviceSummary(
+            id=name,
+            kind=device.kind,
+            nodes=int(counts[index]),
+            compute_seconds=float(simulation.compute_seconds[index]),
+            idle_seconds=float(simulation.makespan_seconds - simulation.compute_seconds[index]),
+            weights_bytes=int(simulation.weights_bytes[index]),
+            peak_bytes=int(simulation.peak_bytes[index]),
+            limit_bytes=device.memory_bytes,
+        )
+        for index, (name, device) in enumerate(zip(step.device_names, step.target.devices))
+    )

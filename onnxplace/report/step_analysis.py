@@ -1,0 +1,329 @@
+"""One simulated step as reports look at it: the values that cross, and the chain of events that bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onnxplace.bundle import Manifest, SegmentRecord, build_segment_graph
+from onnxplace.errors import format_count
+from onnxplace.graph import Floats, Ints, OpGraph
+from onnxplace.report.page_records import Bound, ChainPart, Crossing
+from onnxplace.report.text import format_milliseconds
+from onnxplace.simulation import Simulation, simulate
+from onnxplace.target import Target
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    """A graph of segments or nodes with its placement, and the step that follows from it."""
+
+    graph: OpGraph
+    seconds: Floats
+    """[device, node]; not a number where it is unknown."""
+    target: Target
+    device_names: tuple[str, ...]
+    """As readers know them."""
+    device: Ints
+    order: Ints
+    simulation: Simulation
+    details: tuple[str, ...]
+    """Per node, what a reader may want to know besides its name."""
+
+    def name_link(self, source: int, destination: int) -> str:
+        """Return the name of a link, such as `cpu:0 → cpu:1`."""
+        return f"{self.device_names[source]} → {self.device_names[destination]}"
+
+    def simulate_moved(self, nodes: Ints, device: int) -> float | None:
+        """Return the seconds of the step with some nodes on another device; None if their times there are unknown."""
+        if not np.isfinite(self.seconds[device, nodes]).all():
+            return None
+        moved = self.device.copy()
+        moved[nodes] = device
+        try:
+            return simulate(self.graph, np.nan_to_num(self.seconds), self.target, moved, self.order).makespan_seconds
+        except ValueError:  # the order of the bundle is not one of the other placement
+            return None
+
+
+def simulate_segments(manifest: Manifest, *, planned: bool = False) -> PlacedStep:
+    """Return the step of a bundle on its first route.
+
+    Args:
+        manifest: The bundle's.
+        planned: Take the times that follow from the costs of nodes, instead of those of the trial.
+    """
+    target, graph, segments = manifest.target.target(), build_segment_graph(manifest), manifest.segments
+    device = np.array([target.position(segment.device) for segment in segments], dtype=np.int32)
+    classes = [item.cost_class for item in target.devices]
+    own = np.array([_choose_seconds(item, planned) for item in segments], dtype=np.float64).reshape(len(segments))
+    home = np.array([classes[index] for index in device], dtype=np.str_)
+    rows = [np.where(home == name, own, np.nan) for name in classes]
+    seconds = np.stack(rows) if rows else np.zeros((0, len(segments)))
+    order = np.arange(len(segments), dtype=np.int32)
+    return PlacedStep(
+        graph=graph,
+        seconds=seconds,
+        target=target,
+        device_names=tuple(item.id for item in target.devices),
+        device=device,
+        order=order,
+        simulation=simulate(graph, np.nan_to_num(seconds), target, device, order),
+        details=tuple(format_count(item.nodes, "node") for item in segments),
+    )
+
+
+def _choose_seconds(segment: SegmentRecord, planned: bool) -> float:
+    return segment.planned_seconds if planned and segment.planned_seconds is not None else segment.seconds
+
+
+# ---------------------------------------------------------------------------------------------------- values that cross
+
+
+# Nodes to simulate in all, to find what the most expensive crossings gain: about a second.
+MAX_SIMULATED_NODES = 1_000_000
+MAX_SIMULATED_CROSSINGS = 400
+# Smaller differences of steps are no reason for a crossing.
+MIN_SHARE = 1e-4
+
+
+def list_crossings(step: PlacedStep) -> tuple[Crossing, ...]:
+    """Return the values that cross between devices, those with the longest transfers first."""
+    sent = step.simulation.transfers
+    transfers: dict[int, list[int]] = {}
+    for index, value in enumerate(sent.value.tolist()):
+        transfers.setdefault(value, []).append(index)
+    own_seconds = sent.finish_seconds - sent.start_seconds
+    ranked = sorted(transfers, key=lambda value: (-float(own_seconds[transfers[value]].sum()), value))
+    simulated = min(MAX_SIMULATED_CROSSINGS, MAX_SIMULATED_NODES // max(len(step.graph), 1))
+    arrivals = {
+        (value, device): seconds
+        for value, device, seconds in zip(sent.value.tolist(), sent.destination.tolist(), sent.finish_seconds.tolist())
+    }
+    before = find_device_predecessors(step)
+    return tuple(
+        _describe_crossing(step, value, transfers[value], arrivals, before, is_simulated=rank < simulated)
+        for rank, value in enumerate(ranked)
+    )
+
+
+def find_device_predecessors(step: PlacedStep) -> list[int]:
+    """Return, for each node, the one that its device runs before it, or -1."""
+    previous, last = [-1] * len(step.graph), dict[int, int]()
+    device = step.device.tolist()
+    for node in step.order.tolist():
+        previous[node] = last.get(device[node], -1)
+        last[device[node]] = node
+    return previous
+
+
+def _describe_crossing(
+    step: PlacedStep,
+    value: int,
+    transfers: Sequence[int],
+    arrivals: Mapping[tuple[int, int], float],
+    before: Sequence[int],
+    *,
+    is_simulated: bool,
+) -> Crossing:
+    sent, graph = step.simulation.transfers, step.graph
+    source = int(sent.source[transfers[0]])
+    readers = graph.readers[value]
+    remote = readers[step.device[readers] != source]
+    waits, slacks = zip(*(_measure_wait(step, value, int(node), arrivals, before) for node in remote), strict=True)
+    gain = _measure_gain(step, remote, source) if is_simulated else None
+    return Crossing(
+        value=graph.value_names[value],
+        bytes=int(graph.value_bytes[value]),
+        source=step.device_names[source],
+        destinations=tuple(step.device_names[int(sent.destination[index])] for index in transfers),
+        times=len(transfers),
+        transfer_seconds=float((sent.finish_seconds - sent.start_seconds)[list(transfers)].sum()),
+        wait_seconds=sum(waits),
+        gain_seconds=gain,
+        reason=_explain(step.device_names[source], sum(waits), min(slacks), gain),
+    )
+
+
+def _measure_wait(
+    step: PlacedStep, value: int, node: int, arrivals: Mapping[tuple[int, int], float], before: Sequence[int]
+) -> tuple[float, float]:
+    """Return how long a reader waits for this value alone, and how long the value is there before it starts."""
+    simulation, device = step.simulation, int(step.device[node])
+    others = [float(simulation.finish_seconds[before[node]])] if before[node] >= 0 else [0.0]
+    for item in step.graph.inputs[node].tolist():
+        producer = int(step.graph.producer[item])
+        if item != value and producer >= 0:
+            local = float(simulation.finish_seconds[producer])
+            others.append(local if int(step.device[producer]) == device else arrivals.get((item, device), local))
+    arrival = arrivals.get((value, device), 0.0)
+    return max(arrival - max(others), 0.0), max(float(simulation.start_seconds[node]) - arrival, 0.0)
+
+
+def _measure_gain(step: PlacedStep, readers: Ints, source: int) -> float | None:
+    seconds = step.simulate_moved(readers, source)
+    if seconds is None:
+        return None
+    difference = seconds - step.simulation.makespan_seconds
+    return difference if abs(difference) > MIN_SHARE * step.simulation.makespan_seconds else 0.0
+
+
+def _explain(source: str, wait: float, slack: float, gain: float | None) -> str:
+    """Return in words why a value crosses."""
+    arrival = (
+        f"Its readers wait {format_milliseconds(wait)} for it."
+        if wait > 0
+        else f"It arrives {format_milliseconds(slack)} before it is needed."
+        if slack > 0
+        else "No reader waits for it alone."
+    )
+    if gain is None:
+        return arrival
+    if gain > 0:
+        return f"{arrival} With its readers on {source}, the step would take {format_milliseconds(gain)} longer."
+    if gain < 0:
+        shorter = format_milliseconds(-gain)
+        return f"{arrival} With its readers on {source}, this simulation is {shorter} shorter, memory left aside."
+    return f"{arrival} With its readers on {source}, the step would take as long."
+
+
+def count_bytes(crossings: Sequence[Crossing]) -> int:
+    """Return the bytes that cross in a step."""
+    return int(np.sum([item.bytes * item.times for item in crossings], dtype=np.int64))
+
+
+# -------------------------------------------------------------------------------------------------- the chain of events
+
+
+# Remarks on shares of a step below this are left out.
+MIN_REMARKED_SHARE = 0.005
+
+
+@dataclass(frozen=True)
+class _Link:
+    """An event of the chain, or a pause between two."""
+
+    kind: str
+    where: str
+    seconds: float
+
+
+def explain_step(
+    step: PlacedStep,
+    step_seconds: float,
+    lower_bound_seconds: float,
+    single_device_seconds: float,
+    request_seconds: float = 0.0,
+) -> Bound:
+    """Return the parts of a step, and what keeps it above its lower bound.
+
+    Args:
+        step: The simulated step.
+        step_seconds: The predicted step, from the call to the last output.
+        lower_bound_seconds: No placement is faster.
+        single_device_seconds: The step on the best single device; 0 if that is unknown.
+        request_seconds: The part of a step before its first event and after its last one.
+    """
+    parts: dict[tuple[str, str], list[float]] = {}
+    for link in _walk_back(step):
+        parts.setdefault((link.kind, link.where), []).append(link.seconds)
+    chain = [ChainPart(kind, where, sum(seconds), len(seconds)) for (kind, where), seconds in parts.items()]
+    if request_seconds > 0:
+        chain.append(ChainPart("request", "", request_seconds, 1))
+    compute = step.simulation.compute_seconds
+    busiest = int(compute.argmax()) if len(compute) else 0
+    bound = Bound(
+        step_seconds=step_seconds,
+        lower_bound_seconds=lower_bound_seconds,
+        single_device_seconds=single_device_seconds,
+        even_seconds=float(compute.sum()) / max(len(compute), 1),
+        busiest_device=step.device_names[busiest] if len(compute) else "",
+        busiest_seconds=float(compute.max(initial=0.0)),
+        chain=tuple(sorted(chain, key=lambda part: (-part.seconds, part.where))),
+        remarks=(),
+    )
+    return replace(bound, remarks=tuple(_list_remarks(bound)))
+
+
+def _walk_back(step: PlacedStep) -> Iterator[_Link]:
+    """Yield the events from the last one of the step to its start."""
+    simulation, sent = step.simulation, step.simulation.transfers
+    start, finish = simulation.start_seconds.tolist(), simulation.finish_seconds.tolist()
+    sent_start, sent_finish = sent.start_seconds.tolist(), sent.finish_seconds.tolist()
+    before_node, before_transfer = find_device_predecessors(step), _find_channel_predecessors(step)
+    transfer_of = {pair: index for index, pair in enumerate(zip(sent.value.tolist(), sent.destination.tolist()))}
+    ends = [(seconds, "node", index) for index, seconds in enumerate(finish)]
+    ends += [(seconds, "transfer", index) for index, seconds in enumerate(sent_finish)]
+    last = max(ends, default=None)
+    while last is not None:
+        _, kind, index = last
+        if kind == "node":
+            device, begin = int(step.device[index]), start[index]
+            yield _Link("compute", step.device_names[device], finish[index] - begin)
+            candidates = [(finish[node], "node", node) for node in (before_node[index],) if node >= 0]
+            for value in step.graph.inputs[index].tolist():
+                producer = int(step.graph.producer[value])
+                if producer >= 0 and int(step.device[producer]) == device:
+                    candidates.append((finish[producer], "node", producer))
+                elif producer >= 0:
+                    transfer = transfer_of[value, device]
+                    candidates.append((sent_finish[transfer], "transfer", transfer))
+        else:
+            begin = sent_start[index]
+            name = step.name_link(int(sent.source[index]), int(sent.destination[index]))
+            yield _Link("transfer", name, sent_finish[index] - begin)
+            producer = int(step.graph.producer[int(sent.value[index])])
+            candidates = [(finish[producer], "node", producer)]
+            candidates += [(sent_finish[item], "transfer", item) for item in before_transfer[index]]
+        last = max(candidates, default=None)
+        pause = begin - (last[0] if last is not None else 0.0)
+        if pause > 1e-12:
+            yield _Link("wait", "", pause)
+
+
+def _find_channel_predecessors(step: PlacedStep) -> list[list[int]]:
+    """Return, for each transfer, those that held its channels before it."""
+    sent, last = step.simulation.transfers, dict[tuple[str, int], int]()
+    earlier: list[list[int]] = []
+    for index, (source, destination) in enumerate(zip(sent.source.tolist(), sent.destination.tolist())):
+        kinds = ("one", "one") if step.target.link_model == "sequential" else ("out", "in")
+        channels = list(zip(kinds, (source, destination)))
+        if step.target.link_model == "parallel":
+            channels = []
+        earlier.append([last[channel] for channel in channels if channel in last])
+        last.update(dict.fromkeys(channels, index))
+    return earlier
+
+
+def _list_remarks(bound: Bound) -> Iterator[str]:
+    """Yield sentences about what keeps the step above its bound, with their times."""
+    step = bound.step_seconds
+    gap = step - bound.lower_bound_seconds
+    if bound.lower_bound_seconds <= 0 or gap <= MIN_REMARKED_SHARE * step:
+        yield "The step is as short as its lower bound, or nearly so."
+    else:
+        share = gap / bound.lower_bound_seconds
+        yield f"The step is {format_milliseconds(gap)} ({share:.1%}) longer than its lower bound."
+    yield from _remark_on_chain(bound.chain, step)
+    spread = bound.busiest_seconds - bound.even_seconds
+    if spread > MIN_REMARKED_SHARE * step:
+        busiest, even = format_milliseconds(bound.busiest_seconds), format_milliseconds(bound.even_seconds)
+        yield f"{bound.busiest_device} computes {busiest}; evenly spread, each device would compute {even}."
+
+
+def _remark_on_chain(chain: Sequence[ChainPart], step: float) -> Iterator[str]:
+    """Yield sentences about the parts of the chain that do not compute."""
+    texts = {
+        "transfer": "Transfers that nothing hides take {}.",
+        "wait": "Nothing happens for {}.",
+        "request": "The request itself, before its first and after its last segment, takes {}.",
+    }
+    for kind, text in texts.items():
+        seconds = sum(part.seconds for part in chain if part.kind == kind)
+        if seconds > MIN_REMARKED_SHARE * step:
+            yield text.format(format_milliseconds(seconds))
+    devices = [part.where for part in chain if part.kind == "compute"]
+    if len(devices) > 1:
+        yield f"The chain that determines the step computes on {', '.join(devices)}, one after the other."
