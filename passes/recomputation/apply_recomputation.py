@@ -12,11 +12,8 @@ from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Profile, Recomputation
 from onnxplace.graph import Bools, Floats, Ints, OpGraph
 from onnxplace.model import RANDOM_OPERATORS, Model, build_op_graph, iterate_subgraphs
-from onnxplace.passes.recomputation.clone_choice import CloneChoice, choose_clones
-from onnxplace.passes.recomputation.cloned_model import ClonedModel, write_clones
-from onnxplace.passes.recomputation.cloned_profile import clone_profile
-from onnxplace.passes.recomputation.clones import TurnProblem, held_bytes
-from onnxplace.passes.recomputation.gates import TensorKind
+from onnxplace.passes.recomputation.clone_choice import CloneChoice, TurnProblem, choose_clones, held_bytes
+from onnxplace.passes.recomputation.cloned_model import ClonedModel, TensorKind, clone_profile, write_clones
 from onnxplace.passes.recomputation.memory_order import order_for_memory
 from onnxplace.problem import device_seconds
 from onnxplace.state import State

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from onnxplace.graph import Bools, Csr, Ints, Longs, OpGraph
-from onnxplace.passes.recomputation.clones import held_bytes
+from onnxplace.passes.recomputation.clone_choice import held_bytes
 
 # A node belongs to the update of a parameter, or to another branch of its own, if at most this share of all outputs,
 # or this many, depend on it.

@@ -1,15 +1,64 @@
-"""Cut schedules into segments where values must arrive or leave."""
+"""Cut schedules into segments where values must arrive or leave, and write each device's program.
+
+A program receives, runs, sends and frees in the order of the schedule. Carried states stay on one device between calls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.facts import Schedule, Segment
+from onnxplace.errors import Diagnostic, UsageError
+from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.model import Model
 from onnxplace.passes.segments.memory_limits import SegmentPlan
+from onnxplace.state import State
+
+Program = tuple[Instruction, ...]
+
+
+def require_states_together(state: State) -> None:
+    """Raise UsageError if a state would move between calls."""
+    if Model not in state:
+        return
+    graph, device, model = state[Profile].graph, state[Placement].device, state[Model]
+    value_index = {name: value for value, name in enumerate(graph.value_names)}
+    for name, output in model.states.items():
+        producer = int(graph.producer[value_index[model.sources.get(output, output)]])
+        remote = [node for node in graph.readers[value_index[name]].tolist() if device[node] != device[producer]]
+        if remote:
+            ids = [state.target.devices[int(device[node])].id for node in (producer, remote[0])]
+            raise UsageError(
+                "S006",
+                f"state {output!r} = {name!r} is made on {ids[0]} and read on {ids[1]} by {graph.names[remote[0]]!r}",
+                where="split",
+                hint="put coplace before the placer: it keeps both ends of a state together",
+            )
+
+
+def report_crossing_states(state: State) -> tuple[Diagnostic, ...]:
+    """Return a note for each state with readers on other devices."""
+    if Model not in state:
+        return ()
+    model, target = state[Model], state.target
+    receivers: dict[str, list[str]] = {}
+    for program in state[Segments].programs:
+        for instruction in program:
+            if instruction.op == "send":
+                receivers.setdefault(instruction.value, []).append(target.devices[instruction.peer].id)
+    return tuple(
+        Diagnostic(
+            "S010",
+            f"state {output!r} stays on its device, but is read on {', '.join(receivers[value])} too: a copy crosses",
+            where="split",
+            hint="--colocate its readers, or leave it",
+        )
+        for output in dict.fromkeys(model.states.values())
+        if (value := model.sources.get(output, output)) in receivers
+    )
 
 
 @dataclass(frozen=True)
@@ -116,3 +165,55 @@ def _describe_segment(graph: OpGraph, device: int, nodes: Ints, segment_of: Ints
         inputs=tuple(graph.value_names[value] for value in inputs),
         outputs=tuple(graph.value_names[value] for value in outputs),
     )
+
+
+@dataclass(frozen=True)
+class _ValueUses:
+    """Where the values between segments come from and go to."""
+
+    producer: dict[str, int]
+    """The segment that makes each value; values without one are inputs of the model."""
+    sends: dict[int, list[tuple[str, int]]]
+    """Per segment, its values and the devices that they are sent to, in booking order."""
+    last_reader: dict[tuple[str, int], int]
+    """By value and device, the last segment that reads the value there."""
+
+
+def write_programs(segments: Sequence[Segment], graph: OpGraph, devices: int) -> tuple[Program, ...]:
+    """Return the program of each device; linear."""
+    uses = _collect_uses(segments)
+    returned = {graph.value_names[value] for value in np.flatnonzero(graph.is_output)}
+    programs: list[list[Instruction]] = [[] for _ in range(devices)]
+    received: set[tuple[str, int]] = set()
+    for index, segment in enumerate(segments):
+        program, home = programs[segment.device], segment.device
+        for name in segment.inputs:
+            if (name, home) not in received and _is_remote(name, home, segments, uses):
+                program.append(Instruction("receive", value=name, peer=segments[uses.producer[name]].device))
+                received.add((name, home))
+        program.append(Instruction("run", segment=index))
+        program.extend(Instruction("send", value=name, peer=peer) for name, peer in uses.sends.get(index, ()))
+        unread = [name for name in segment.outputs if (name, home) not in uses.last_reader]
+        last_read = [name for name in segment.inputs if uses.last_reader[name, home] == index]
+        for name in (*last_read, *unread):
+            # An output of the model stays on the device that made it; copies of it elsewhere may go.
+            if name not in returned or _is_remote(name, home, segments, uses):
+                program.append(Instruction("free", value=name))
+    return tuple(tuple(program) for program in programs)
+
+
+def _collect_uses(segments: Sequence[Segment]) -> _ValueUses:
+    producer = {name: index for index, segment in enumerate(segments) for name in segment.outputs}
+    uses = _ValueUses(producer, {}, {})
+    for index, segment in enumerate(segments):
+        for name in segment.inputs:
+            first_reader = (name, segment.device) not in uses.last_reader
+            if first_reader and _is_remote(name, segment.device, segments, uses):
+                uses.sends.setdefault(producer[name], []).append((name, segment.device))
+            uses.last_reader[name, segment.device] = index
+    return uses
+
+
+def _is_remote(name: str, device: int, segments: Sequence[Segment], uses: _ValueUses) -> bool:
+    """Return whether a segment on another device makes a value."""
+    return name in uses.producer and segments[uses.producer[name]].device != device

@@ -37,11 +37,12 @@ from onnxplace.bundle import (
 from onnxplace.facts import Instruction, Placement, Profile, Routes, Schedule, Segments, Shards
 from onnxplace.graph import Ints
 from onnxplace.model import Model, declaration_of, format_type, list_custom_operators, read_shape_entries
-from onnxplace.passes.segments.process_footprint import Footprint, predict_footprint
-from onnxplace.passes.segments.route_predictions import (
+from onnxplace.passes.segments.segment_predictions import (
+    Footprint,
     index_segments,
     list_device_maps,
     measure_route_memory,
+    predict_footprint,
     predict_interval_seconds,
 )
 from onnxplace.problem import (

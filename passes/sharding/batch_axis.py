@@ -20,7 +20,7 @@ from onnxplace.feeds import complete_dimensions, dimension_keys, symbols_of_dime
 from onnxplace.model import Model, declaration_of
 from onnxplace.passes.sharding.batch_flow import BatchFlow, Refusal, Sample
 from onnxplace.passes.sharding.batch_rows import Cut
-from onnxplace.passes.sharding.shape_folding import infer_shapes_and_values
+from onnxplace.passes.sharding.known_shapes import infer_shapes_and_values
 from onnxplace.passes.sharding.tensor_facts import TensorFacts, read_constants
 
 # Two sizes of the batch: a prime and an even number, both unlikely elsewhere.

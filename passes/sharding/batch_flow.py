@@ -30,7 +30,7 @@ from onnxplace.passes.sharding.batch_rows import (
 )
 from onnxplace.passes.sharding.batch_rules import apply_rules, read_sizes
 from onnxplace.passes.sharding.node_views import NodeView, split_words
-from onnxplace.passes.sharding.space import is_unrepeatable
+from onnxplace.passes.sharding.strategy_space import is_unrepeatable
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 
 # Inputs that hold shapes, which may follow the size of the batch.

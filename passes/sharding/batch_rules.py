@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from onnxplace.passes.sharding.batch_rows import Cut
 from onnxplace.passes.sharding.layouts import Division, Layout
+from onnxplace.passes.sharding.node_strategies import RESHAPES, equal_parts, list_axis_rules, reshape_layout
 from onnxplace.passes.sharding.node_views import NodeView
-from onnxplace.passes.sharding.reshapes import RESHAPES, equal_parts, reshape_layout
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule
-from onnxplace.passes.sharding.strategies import list_axis_rules
 
 # Cuts at multiples of a fraction that no size of the batch divides, so that layouts keep the batch as their blocks.
 _DIVISION = Division((1.0, 2.0))

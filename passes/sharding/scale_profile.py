@@ -13,10 +13,10 @@ from onnxplace.facts import Profile, Source
 from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.model import build_op_graph, value_bytes
 from onnxplace.passes.placement.grouping import Union, first_equal
-from onnxplace.passes.sharding.choice import Choice
-from onnxplace.passes.sharding.rewrite import ShardedModel
-from onnxplace.passes.sharding.shape_folding import infer_all_shapes
-from onnxplace.passes.sharding.work_costs import WorkCosts
+from onnxplace.passes.sharding.known_shapes import infer_all_shapes
+from onnxplace.passes.sharding.layout_choice import Choice
+from onnxplace.passes.sharding.sharded_model import ShardedModel
+from onnxplace.passes.sharding.sharding_costs import WorkCosts
 from onnxplace.problem import device_seconds
 from onnxplace.target import Target
 

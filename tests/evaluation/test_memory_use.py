@@ -15,7 +15,7 @@ from onnxplace.facts import Segment
 from onnxplace.feeds import random_feeds
 from onnxplace.graph import OpGraph
 from onnxplace.machine import RUNTIME_BYTES, hardware, local_target
-from onnxplace.passes.segments.process_footprint import (
+from onnxplace.passes.segments.segment_predictions import (
     HOLES_SHARE,
     KERNELS_BYTES,
     NODE_BYTES,

@@ -15,12 +15,12 @@ import numpy as np
 from onnx import ModelProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.model import Model, bind, load, output_lineages
-from onnxplace.passes.sharding.choice import Choice
-from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.layout_choice import Choice
 from onnxplace.passes.sharding.layouts import Division, Layout
-from onnxplace.passes.sharding.rewrite import write_sharded_model
-from onnxplace.passes.sharding.space import StrategySpace, build_space
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import Strategy
+from onnxplace.passes.sharding.sharded_model import write_sharded_model
+from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from tests.support.conformance import Case, PlainSession, case, fed_names, first_line, surrounded
 

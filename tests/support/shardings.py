@@ -9,11 +9,11 @@ import onnx
 from onnx import ModelProto
 
 from onnxplace.model import Model, bind, load
-from onnxplace.passes.sharding.choice import Choice
-from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.layout_choice import Choice
 from onnxplace.passes.sharding.layouts import Division
-from onnxplace.passes.sharding.rewrite import ShardedModel, write_sharded_model
-from onnxplace.passes.sharding.space import StrategySpace, build_space
+from onnxplace.passes.sharding.sharded_model import ShardedModel, write_sharded_model
+from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 
 SHARES = ((1.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0), (2.0, 1.0, 1.0))

@@ -1,4 +1,11 @@
-"""Breadth-first branch and bound over partial steps, with dominance and layers of limited width."""
+"""Breadth-first branch and bound over partial steps, with dominance and layers of limited width.
+
+A state is a part of a step: the nodes that have started, where, and when devices and channels are free. An action
+starts one node on a device or sends one value. Layer k has the best states after k actions: children whose lower bound
+exceeds the threshold are cut off, and so are those that another state with the same nodes dominates. If all children
+fit into the width of each layer, the least bound of what was cut off is a proof; otherwise the least bound of what was
+dropped limits it.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +16,9 @@ from itertools import permutations
 
 import numpy as np
 
-from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
+from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.exact.bound_kernels import compute_distances, compute_far_tails, fill_level
 from onnxplace.passes.placement.exact.branch_kernels import ProblemTables, expand_states, select_states
-from onnxplace.passes.placement.exact.residency import held_bytes, reachable
 from onnxplace.passes.placement.exact.state_kernels import NEVER
 from onnxplace.passes.placement.search import interchangeable_devices
 from onnxplace.problem import PlacementProblem
@@ -28,6 +34,35 @@ GUIDE_WEIGHT = 1.0
 MAX_JOINS = 6
 # Complete steps per layer that are simulated; more of them until one fits.
 MAX_SIMULATED, MAX_SIMULATED_FIRST = 16, 500
+
+
+def held_bytes(graph: OpGraph, group: Ints, before: Bools) -> Floats:
+    """Return [node, group]: bytes on the group's device while the node runs, in any schedule.
+
+    These values are produced by a member of the group that must run before the node, and read by one that must run
+    after it. Inputs of the node itself are left out, and so are views. `before` is that of `reachable`. O(N V).
+    """
+    held = np.zeros((len(graph), int(group.max(initial=-1)) + 1))
+    values = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0) & (graph.value_bytes > 0))
+    for value in values.tolist():
+        producer, readers = int(graph.producer[value]), graph.readers[value]
+        group_of_producer = int(group[producer])
+        readers_in_group = readers[group[readers] == group_of_producer]
+        if len(readers_in_group):
+            between = before[:, producer] & before[readers_in_group].any(axis=0)
+            between[readers] = False
+            held[between, group_of_producer] += graph.value_bytes[value]
+    return held
+
+
+def reachable(order: Ints, predecessors: Csr) -> Bools:
+    """Return [node, predecessor]: whether a path leads from the predecessor to the node."""
+    before = np.zeros((len(order), len(order)), dtype=bool)
+    for node in order.tolist():
+        for predecessor in predecessors[node].tolist():
+            before[node] |= before[predecessor]
+            before[node, predecessor] = True
+    return before
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onnxplace.graph import Csr, Floats, Ints
-from onnxplace.passes.placement.exact.residency import held_bytes, reachable
+from onnxplace.passes.placement.exact.branch_and_bound import held_bytes, reachable
 from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import heads_and_tails, node_bytes
 from onnxplace.utils import run_highs

@@ -12,24 +12,27 @@ from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
 from onnxplace.facts import MicroBatches, Profile, Shards
 from onnxplace.graph import Bools, Floats, Ints
 from onnxplace.model import Model
-from onnxplace.passes.sharding.choice import Choice, ChoiceProblem, is_sharded
-from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.known_shapes import fix_sizes, report_fixed_sizes
+from onnxplace.passes.sharding.layout_choice import Choice, ChoiceProblem, is_sharded
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.microbatches.batch_layouts import (
     find_dependent_values,
     find_sample_inputs,
     restrict_to_samples,
 )
-from onnxplace.passes.sharding.microbatches.fixed_sizes import fix_sizes, report_fixed_sizes
-from onnxplace.passes.sharding.microbatches.replicas import ReplicatedModel, assign_replicas, divide_parts
-from onnxplace.passes.sharding.microbatches.write_parts import write_parts
-from onnxplace.passes.sharding.rewrite import ShardedModel
+from onnxplace.passes.sharding.microbatches.microbatch_model import (
+    ReplicatedModel,
+    assign_replicas,
+    divide_parts,
+    write_parts,
+)
+from onnxplace.passes.sharding.node_strategies import Strategy
 from onnxplace.passes.sharding.scale_profile import scale_profile
-from onnxplace.passes.sharding.space import StrategySpace, build_space
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.sharded_model import ShardedModel
+from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
+from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from onnxplace.passes.sharding.whole_model import build_whole_model
-from onnxplace.passes.sharding.work_costs import WorkCosts, peak_rates
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from onnxplace.model import Model
 from onnxplace.passes.sharding.layouts import Layout
-from onnxplace.passes.sharding.space import StrategySpace
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import Strategy
+from onnxplace.passes.sharding.strategy_space import StrategySpace
 
 
 def find_sample_inputs(model: Model) -> dict[str, int]:

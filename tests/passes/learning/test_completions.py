@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings, strategies as st
 from onnxplace.passes.learning import Environment, Settings, Shape, complete_steps, find_completions
 from onnxplace.passes.learning.completions import MAX_TRIED, permute_placement, weigh_devices
 from onnxplace.passes.learning.episode_kernels import EXCESS_PENALTY, MAX_COST
-from onnxplace.passes.placement.search.search import decode_candidate
+from onnxplace.passes.placement.search.placement_search import decode_candidate
 from onnxplace.problem import placement_problem
 from onnxplace.testing import random_state
 from tests.passes.learning.test_environment import environments

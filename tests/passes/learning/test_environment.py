@@ -11,7 +11,7 @@ from onnxplace.facts import Groups, Profile
 from onnxplace.passes.learning import Environment, Shape
 from onnxplace.passes.learning.episode_kernels import EXCESS_PENALTY, MAX_COST
 from onnxplace.passes.learning.networks import split_parameters
-from onnxplace.passes.placement.search.search import decode_candidate
+from onnxplace.passes.placement.search.placement_search import decode_candidate
 from onnxplace.problem import placement_problem
 from onnxplace.testing import random_state
 from tests.passes.learning.plain_policy import reach, score

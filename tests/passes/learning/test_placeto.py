@@ -9,7 +9,7 @@ from onnxplace.driver import place_cost_graph, replace_devices
 from onnxplace.errors import InfeasibleError, InputError, UsageError
 from onnxplace.facts import Groups, Profile
 from onnxplace.passes.learning import ORDERS, Environment, Policy, Shape, coarsen_to, visit_nodes, write_policy
-from onnxplace.passes.placement.search.search import decode_candidate
+from onnxplace.passes.placement.search.placement_search import decode_candidate
 from onnxplace.passes.placeto import Placeto
 from onnxplace.problem import placement_problem
 from onnxplace.testing import check_pass, random_state

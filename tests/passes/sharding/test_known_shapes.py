@@ -7,8 +7,8 @@ from onnx import ModelProto, TensorProto, parser
 
 from onnxplace.model import bind, load
 from onnxplace.passes.sharding.layouts import PARTIAL, Layout
-from onnxplace.passes.sharding.space import StrategySpace, build_space
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import Strategy
+from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from tests.support.forced_sharding import DIVISIONS, try_strategies, with_weights
 

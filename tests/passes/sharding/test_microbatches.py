@@ -16,7 +16,7 @@ import onnxplace
 from onnxplace.errors import FeedError, InfeasibleError
 from onnxplace.facts import MicroBatches, Profile, Shards
 from onnxplace.model import Model
-from onnxplace.passes.sharding.choice import Choice, ChoiceProblem
+from onnxplace.passes.sharding.layout_choice import Choice, ChoiceProblem
 from tests.support.shardings import choose_randomly
 from tests.support.step_checks import STATES, assert_bundle_takes_the_same_steps, assert_same_steps, compile_state
 from tests.support.training_models import (

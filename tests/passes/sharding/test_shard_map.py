@@ -9,9 +9,8 @@ from onnx import parser
 
 from onnxplace.errors import InputError, UsageError
 from onnxplace.passes.sharding.layouts import PARTIAL
-from onnxplace.passes.sharding.shard_map import KINDS, restrict_space
-from onnxplace.passes.sharding.space import StrategySpace
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import Strategy
+from onnxplace.passes.sharding.strategy_space import KINDS, StrategySpace, restrict_space
 from tests.support.shardings import make_space
 
 MODEL = """

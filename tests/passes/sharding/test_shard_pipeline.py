@@ -14,7 +14,7 @@ import pytest
 import onnxplace
 from onnxplace.bundle import WHOLE_MODEL_FILE
 from onnxplace.driver import compile_model
-from onnxplace.passes.sharding.choice import Choice, ChoiceProblem
+from onnxplace.passes.sharding.layout_choice import Choice, ChoiceProblem
 from onnxplace.target import Device, Target
 from tests.passes.sharding.test_random_sharding import assert_close, run_sizes
 from tests.support.random_models import run_plain

@@ -8,15 +8,15 @@ from onnx import numpy_helper, parser
 
 from onnxplace.passes.profiling import PeakRates
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.space import StrategySpace
-from onnxplace.passes.sharding.strategies import Strategy
-from onnxplace.passes.sharding.work_costs import (
+from onnxplace.passes.sharding.node_strategies import Strategy
+from onnxplace.passes.sharding.sharding_costs import (
     STREAMED_BYTES_PER_SECOND,
     WorkCosts,
     local_shapes,
     peak_rates,
     window_rows_outside,
 )
+from onnxplace.passes.sharding.strategy_space import StrategySpace
 from onnxplace.target import Device
 from tests.support.shardings import make_costs, make_space
 
