@@ -5,43 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView
-from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule
+from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, by_letters
 
 # Positions of the inputs and outputs of Attention (opset 23 and 24).
-_QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE, _LENGTHS = range(7)
-_RESULT, _PRESENT_KEY, _PRESENT_VALUE, _PRODUCT = range(4)
+_QUERY, _KEY, _LENGTHS = 0, 1, 6
+_PRESENT_KEY, _PRESENT_VALUE = 1, 2
 # Attributes that count the positions of queries, and their values without effect.
 _POSITIONAL = (("is_causal", 0), ("left_window_size", -1), ("right_window_size", -1))
 
 
 def standard_attention(view: NodeView) -> list[AxisRule]:
     """Attention of opset 23: by batch, heads and query positions, with 4 axes or with heads in the last of 3."""
-    return [_attention_batch(view), *_attention_heads(view), *_attention_queries(view)]
+    batch = by_letters(view, "b*,b*,b*,b---,b*,b*,b->b*,b*,b*,b*", "b")
+    return [*batch, *_split_heads(view), *_split_queries(view)]
 
 
-def _mask_axis(view: NodeView, axis_from_end: int, size: int) -> dict[int, int]:
-    """Return the axis of the mask that goes with an axis of the scores [batch, heads, query, key], if it has it."""
-    if not view.has(_MASK) or view.rank(_MASK) < axis_from_end or size <= 1:
-        return {}
-    axis = view.rank(_MASK) - axis_from_end
-    return {_MASK: axis} if view.shape(_MASK)[axis] == size else {}
-
-
-def _attention_batch(view: NodeView) -> AxisRule:
-    inputs = {p: 0 for p in (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _LENGTHS) if view.has(p)}
-    inputs |= _mask_axis(view, 4, view.shape(_QUERY)[0])
-    return AxisRule(inputs, dict.fromkeys(view.present_outputs(), 0))
-
-
-def _attention_heads(view: NodeView) -> list[AxisRule]:
+def _split_heads(view: NodeView) -> list[AxisRule]:
     is_flat = view.rank(_QUERY) == 3
     heads = int(view.attribute("q_num_heads", 0)) if is_flat else view.shape(_QUERY)[1]
     shared = int(view.attribute("kv_num_heads", 0)) if is_flat else view.shape(_KEY)[1]
     if not heads or not shared or heads % shared:
         return []
-    axis = 2 if is_flat else 1
-    masked = _mask_axis(view, 3, heads)
-    outputs = {position: 1 if position else axis for position in view.present_outputs()}
 
     def scale_heads(local: LocalNode) -> None:
         if is_flat:
@@ -50,52 +34,40 @@ def _attention_heads(view: NodeView) -> list[AxisRule]:
             if shared > 1:
                 local.set_attribute("kv_num_heads", shared * part // whole)
 
-    if shared == 1:  # every device has the one head of keys and values, and would return it whole
-        if not {_PRESENT_KEY, _PRESENT_VALUE}.isdisjoint(outputs):
-            return []
-        return [AxisRule({_QUERY: axis, **masked}, outputs, units=heads, edit=scale_heads)]
-    inputs = dict.fromkeys((_QUERY, _KEY, _VALUE), axis) | masked
-    inputs |= {position: 1 for position in (_PAST_KEY, _PAST_VALUE) if view.has(position)}
-    return [AxisRule(inputs, outputs, units=shared, edit=scale_heads)]
+    own = "--h" if is_flat else "-h--"
+    if shared > 1:
+        signature = f"{own},{own},{own},-h--,-h--,-h--->{own},-h--,-h--,-h--"
+        return by_letters(view, signature, "h", units=shared, edit=scale_heads)
+    # Every device has the one head of keys and values, and would return it whole.
+    if not {_PRESENT_KEY, _PRESENT_VALUE}.isdisjoint(view.present_outputs()):
+        return []
+    return by_letters(view, f"{own},,,-h--->{own},,,-h--", "h", units=heads, edit=scale_heads)
 
 
-def _attention_queries(view: NodeView) -> list[AxisRule]:
+def _split_queries(view: NodeView) -> list[AxisRule]:
     """Return the rule by query positions: without causal masks, which count positions from the first query."""
-    outputs = view.present_outputs()
     if any(view.attribute(name, default) != default for name, default in _POSITIONAL) or view.has(_LENGTHS):
         return []
-    if not {_PRESENT_KEY, _PRESENT_VALUE}.isdisjoint(outputs):
+    if not {_PRESENT_KEY, _PRESENT_VALUE}.isdisjoint(view.present_outputs()):
         return []
-    axis = view.rank(_QUERY) - 2
-    inputs = {_QUERY: axis, **_mask_axis(view, 2, view.shape(_QUERY)[axis])}
-    return [AxisRule(inputs, {position: 2 if position == _PRODUCT else axis for position in outputs})]
+    own = "-q-" if view.rank(_QUERY) == 3 else "--q-"
+    return by_letters(view, f"{own},,,--q-->{own},,,--q-", "q")
 
 
 def standard_rotary_embedding(view: NodeView) -> list[AxisRule]:
     """RotaryEmbedding: by batch, heads and positions, with the caches or the position ids."""
-    caches, ids = (1, 2), 3
-    is_flat = view.rank() == 3
-    heads_axis, positions_axis = (2, 1) if is_flat else (1, 2)
+    is_flat, has_ids = view.rank() == 3, view.has(3)
     heads = int(view.attribute("num_heads", 0)) if is_flat else view.shape(0)[1]
-    along = {ids: 0} if view.has(ids) else dict.fromkeys(caches, 0)
-    if any(view.rank(position) != (2 if view.has(ids) else 3) for position in caches) or not heads:
+    if any(view.rank(position) != (2 if has_ids else 3) for position in (1, 2)) or not heads:
         return []
 
     def scale_heads(local: LocalNode) -> None:
         if is_flat:
             local.set_attribute("num_heads", heads * local.out_shape()[2] // view.result()[2])
 
-    return [
-        AxisRule({0: 0, **along}, {0: 0}),
-        AxisRule({0: positions_axis, **dict.fromkeys(along, 1)}, {0: positions_axis}),
-        AxisRule({0: heads_axis}, {0: heads_axis}, units=heads, edit=scale_heads),
-    ]
-
-
-ATTENTION: dict[tuple[str, str], Rule] = {
-    ("", "Attention"): standard_attention,
-    ("", "RotaryEmbedding"): standard_rotary_embedding,
-}
+    own, cache = "bph" if is_flat else "bhp-", "--" if has_ids else "bp-"
+    signature = f"{own},{cache},{cache},bp->{own}"
+    return [*by_letters(view, signature, "bp"), *by_letters(view, signature, "h", units=heads, edit=scale_heads)]
 
 
 def _batch_inputs(view: NodeView, positions: Iterable[int]) -> dict[int, int]:
@@ -235,23 +207,21 @@ def rotary_embedding(view: NodeView) -> list[AxisRule]:
     if view.attribute("is_packed_batching", 0):
         return []
     is_flat = view.rank() == 3
-    heads_axis, positions_axis = (2, 1) if is_flat else (1, 2)
+    heads_axis = 2 if is_flat else 1
     whole, half_size = view.shape(0)[heads_axis], view.shape(2)[1]
     heads = int(view.attribute("num_heads", 0)) or (whole // (2 * half_size) if is_flat else whole)
     if not heads or whole % heads:
         return []
-    per_position = view.rank(1) == 2
-    edit = _scaled(view, ("num_heads",), heads_axis)
-    rules = [
-        AxisRule({0: 0, **({1: 0} if per_position else {})}, {0: 0}),
-        AxisRule({0: heads_axis}, {0: heads_axis}, units=heads, edit=edit),
-    ]
-    if per_position:
-        rules.append(AxisRule({0: positions_axis, 1: 1}, {0: positions_axis}))
-    return rules
+    own = "bph" if is_flat else "bhp-"
+    signature = f"{own},{'bp' if view.rank(1) == 2 else '-'}->{own}"
+    by_heads = by_letters(view, signature, "h", units=heads, edit=_scaled(view, ("num_heads",), heads_axis))
+    by_positions = by_letters(view, signature, "p") if view.rank(1) == 2 else []
+    return [*by_letters(view, signature, "b"), *by_heads, *by_positions]
 
 
-FUSED_ATTENTION: dict[tuple[str, str], Rule] = {
+ATTENTION: dict[tuple[str, str], Rule] = {
+    ("", "Attention"): standard_attention,
+    ("", "RotaryEmbedding"): standard_rotary_embedding,
     ("com.microsoft", "Attention"): attention,
     ("com.microsoft", "QAttention"): quantised_attention,
     ("com.microsoft", "MultiHeadAttention"): multi_head_attention,

@@ -61,7 +61,7 @@ def quantise(view: NodeView) -> list[AxisRule]:
     ]
 
 
-POINTWISE: dict[tuple[str, str], Rule] = {
+ELEMENTWISE: dict[tuple[str, str], Rule] = {
     **{("", op): elementwise for op in _UNARY},
     **{("", op): broadcasting for op in _BROADCASTING},
     **{("com.microsoft", op): elementwise for op in _MICROSOFT},

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onnxplace.passes.sharding.node_views import LocalNode, NodeView
-from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, aligned_axes, other_axes, split_same
+from onnxplace.passes.sharding.rules.axis_rules import (
+    AxisRule,
+    Rule,
+    aligned_axes,
+    all_but_axis,
+    by_letters,
+    other_axes,
+    split_same,
+)
 
 # Exporters end slices that take an axis whole at the largest integer of 32 or 64 bits.
 _TO_THE_END = 2**31 - 1
@@ -146,15 +154,15 @@ def _resized_axes(view: NodeView, count: int) -> list[int]:
 
 def depth_to_space(view: NodeView) -> list[AxisRule]:
     """DepthToSpace: by batch, rows and columns; in mode CRD also by channels, whose depths follow each other."""
-    rules = split_same(view, (0,)) + [AxisRule({0: axis}, {0: axis}, units=view.shape(0)[axis]) for axis in (2, 3)]
-    if view.attribute("mode", "DCR") == "CRD":
-        rules.append(AxisRule({0: 1}, {0: 1}, units=view.result()[1]))
-    return rules
+    letters = "nhwc" if view.attribute("mode", "DCR") == "CRD" else "nhw"
+    sizes = {"h": view.shape(0)[2], "w": view.shape(0)[3], "c": view.result()[1]}
+    return [rule for x in letters for rule in by_letters(view, "nchw->nchw", x, units=sizes.get(x, 0))]
 
 
 def space_to_depth(view: NodeView) -> list[AxisRule]:
     """SpaceToDepth: by batch, and by rows and columns of blocks."""
-    return split_same(view, (0,)) + [AxisRule({0: axis}, {0: axis}, units=view.result()[axis]) for axis in (2, 3)]
+    sizes = {"h": view.result()[2], "w": view.result()[3]}
+    return [rule for x in "nhw" for rule in by_letters(view, "n-hw->n-hw", x, units=sizes.get(x, 0))]
 
 
 def matrices(view: NodeView) -> list[AxisRule]:
@@ -173,11 +181,6 @@ def reverse_sequence(view: NodeView) -> list[AxisRule]:
     ]
 
 
-def split_others(view: NodeView) -> list[AxisRule]:
-    """Split: every axis but its own."""
-    return split_same(view, other_axes(view, view.axis(0)))
-
-
 def concat_others(view: NodeView) -> list[AxisRule]:
     """Concat: every axis but its own."""
     return split_same(view, other_axes(view, view.axis(0)), inputs=range(len(view.inputs)))
@@ -188,26 +191,6 @@ def quantised_concat(view: NodeView) -> list[AxisRule]:
     parts, axis = range(2, len(view.inputs), 3), view.axis(0, len(view.result()))
     others = [other for other in range(len(view.result())) if other != axis]
     return [AxisRule(dict.fromkeys(parts, other), {0: other}) for other in others]
-
-
-SHAPES: dict[tuple[str, str], Rule] = {
-    ("", "Transpose"): transpose,
-    ("", "Slice"): slice_,
-    ("", "Pad"): pad,
-    ("", "Tile"): tile,
-    ("", "Expand"): expand,
-    ("", "Resize"): resize,
-    ("", "Upsample"): resize,
-    ("", "DepthToSpace"): depth_to_space,
-    ("", "SpaceToDepth"): space_to_depth,
-    ("", "Det"): matrices,
-    ("", "Trilu"): matrices,
-    ("com.microsoft", "Trilu"): matrices,
-    ("", "ReverseSequence"): reverse_sequence,
-    ("", "Split"): split_others,
-    ("", "Concat"): concat_others,
-    ("com.microsoft", "QLinearConcat"): quantised_concat,
-}
 
 
 def gather(view: NodeView) -> list[AxisRule]:
@@ -286,7 +269,23 @@ def block_quantised_gather(view: NodeView) -> list[AxisRule]:
     return [AxisRule({1: own}, {0: axis + own}) for own in range(view.rank(1)) if view.shape(1)[own] > 1]
 
 
-GATHERS: dict[tuple[str, str], Rule] = {
+MOVES: dict[tuple[str, str], Rule] = {
+    ("", "Transpose"): transpose,
+    ("", "Slice"): slice_,
+    ("", "Pad"): pad,
+    ("", "Tile"): tile,
+    ("", "Expand"): expand,
+    ("", "Resize"): resize,
+    ("", "Upsample"): resize,
+    ("", "DepthToSpace"): depth_to_space,
+    ("", "SpaceToDepth"): space_to_depth,
+    ("", "Det"): matrices,
+    ("", "Trilu"): matrices,
+    ("com.microsoft", "Trilu"): matrices,
+    ("", "ReverseSequence"): reverse_sequence,
+    ("", "Split"): all_but_axis(0),
+    ("", "Concat"): concat_others,
+    ("com.microsoft", "QLinearConcat"): quantised_concat,
     ("", "Gather"): gather,
     ("", "GatherElements"): gather_elements,
     ("", "GatherND"): gather_nd,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from onnxplace.passes.sharding.node_views import LocalNode, NodeView
-from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Effect, Rule, aligned_axes, other_axes, split_same
-
-# Weights, biases and peepholes, which have the directions first; then lengths and initial states.
-_WEIGHTS = (1, 2, 3, 7)
-_LENGTHS, _INITIAL = 4, (5, 6)
+from onnxplace.passes.sharding.rules.axis_rules import (
+    AxisRule,
+    Effect,
+    Rule,
+    aligned_axes,
+    all_but_axis,
+    by_letters,
+    other_axes,
+    signature_rule,
+    split_same,
+)
 
 
 def batch_normalization(view: NodeView) -> list[AxisRule]:
@@ -19,12 +23,7 @@ def batch_normalization(view: NodeView) -> list[AxisRule]:
     # Before opset 9, statistics could be per element.
     if view.rank() < 2 or any(view.rank(position) != 1 for position in range(1, 5)):
         return []
-    return [*split_same(view, other_axes(view, 1)), AxisRule({0: 1, 1: 0, 2: 0, 3: 0, 4: 0}, {0: 1})]
-
-
-def instance_normalization(view: NodeView) -> list[AxisRule]:
-    """InstanceNormalization: by batch and channels."""
-    return [AxisRule({0: 0}, {0: 0}), AxisRule({0: 1, 1: 0, 2: 0}, {0: 1})]
+    return [*split_same(view, other_axes(view, 1)), *by_letters(view, "-c*,c,c,c,c->-c*", "c")]
 
 
 def group_normalization(view: NodeView) -> list[AxisRule]:
@@ -34,12 +33,8 @@ def group_normalization(view: NodeView) -> list[AxisRule]:
     def scale_groups(local: LocalNode) -> None:
         local.set_attribute("num_groups", groups * local.out_shape()[1] // view.result()[1])
 
-    return [AxisRule({0: 0}, {0: 0}), AxisRule({0: 1, 1: 0, 2: 0}, {0: 1}, units=groups, edit=scale_groups)]
-
-
-def lp_normalization(view: NodeView) -> list[AxisRule]:
-    """LpNormalization: every axis but its own."""
-    return split_same(view, other_axes(view, view.axis(-1)))
+    channels = by_letters(view, "nc*,c,c->nc*", "c", units=groups, edit=scale_groups)
+    return [*by_letters(view, "n*->n*", "n"), *channels]
 
 
 def trailing_normalization(view: NodeView) -> list[AxisRule]:
@@ -75,14 +70,6 @@ def skip_normalization(view: NodeView) -> list[AxisRule]:
     ]
 
 
-def embedding_normalization(view: NodeView) -> list[AxisRule]:
-    """EmbedLayerNormalization and QEmbedLayerNormalization: by batch."""
-    batch = view.shape(0)[0]
-    positions = (0, 1, 7, 8) if view.op == "EmbedLayerNormalization" else (0, 1, 7)
-    inputs = {position: 0 for position in positions if view.has(position) and view.shape(position)[0] == batch}
-    return [AxisRule(inputs, dict.fromkeys(view.present_outputs(), 0))]
-
-
 def softmax(view: NodeView) -> list[AxisRule]:
     """Softmax, LogSoftmax and Hardmax: before opset 13, they work on all axes from `axis` on."""
     if view.opset < 13:
@@ -94,11 +81,6 @@ def quantised_softmax(view: NodeView) -> list[AxisRule]:
     """QLinearSoftmax, which names the opset of its Softmax."""
     if int(view.attribute("opset", 1)) < 13:
         return split_same(view, range(view.axis(1)))
-    return split_same(view, other_axes(view, view.axis(-1)))
-
-
-def along_axis(view: NodeView) -> list[AxisRule]:
-    """TopK: every axis but its own."""
     return split_same(view, other_axes(view, view.axis(-1)))
 
 
@@ -155,63 +137,20 @@ def _reduction(effect: Effect | None) -> Rule:
     return rule
 
 
-REDUCTIONS: dict[tuple[str, str], Rule] = {
-    ("", "BatchNormalization"): batch_normalization,
-    ("", "InstanceNormalization"): instance_normalization,
-    ("", "GroupNormalization"): group_normalization,
-    ("", "LpNormalization"): lp_normalization,
-    ("", "LayerNormalization"): trailing_normalization,
-    ("", "RMSNormalization"): trailing_normalization,
-    ("", "SimplifiedLayerNormalization"): trailing_normalization,
-    ("com.microsoft", "SkipLayerNormalization"): skip_normalization,
-    ("com.microsoft", "SkipSimplifiedLayerNormalization"): skip_normalization,
-    ("com.microsoft", "EmbedLayerNormalization"): embedding_normalization,
-    ("com.microsoft", "QEmbedLayerNormalization"): embedding_normalization,
-    ("com.microsoft", "QLinearSoftmax"): quantised_softmax,
-    ("", "Softmax"): softmax,
-    ("", "LogSoftmax"): softmax,
-    ("", "Hardmax"): softmax,
-    ("", "TopK"): along_axis,
-    ("", "ArgMax"): arg_extreme,
-    ("", "ArgMin"): arg_extreme,
-    ("", "CumSum"): cumulative,
-    ("", "CumProd"): cumulative,
-    ("", "ReduceSum"): _reduction("sum"),
-    ("", "ReduceMean"): _reduction("mean"),
-    ("", "ReduceSumSquare"): _reduction("sum"),
-    ("", "ReduceL1"): _reduction("sum"),
-    **{("", op): _reduction(None) for op in ["ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceLogSum"]},
-    ("", "ReduceLogSumExp"): _reduction(None),
-}
-
-
 def recurrent(view: NodeView) -> list[AxisRule]:
     """LSTM, GRU and RNN: by batch, and a bidirectional one by its two directions.
 
     Time-major values are [time, directions, batch, ...], others [batch, time, directions, ...]; states are without
     the axis of time.
     """
-    is_batch_major = bool(view.attribute("layout", 0))
-    batch, direction = (0, 1) if is_batch_major else (1, 0)
-    result_batch, result_direction = (0, 2) if is_batch_major else (2, 1)
-    inputs = {0: batch, _LENGTHS: 0, **dict.fromkeys(_INITIAL, batch)}
-    rules = [AxisRule(_present(view, inputs), _outputs(view, result_batch, batch))]
+    signature = "-b-,d--,d--,d-,b,db-,db-,d-->-db-,db-,db-"
+    if view.attribute("layout", 0):
+        signature = "b--,d--,d--,d-,b,bd-,bd-,d-->b-d-,bd-,bd-"
     # Activations with parameters are listed without gaps, so that it is not clear whose they are.
     has_parameters = any(view.attribute(name) is not None for name in ("activation_alpha", "activation_beta"))
-    if view.attribute("direction", "forward") == "bidirectional" and not has_parameters:
-        inputs = {**dict.fromkeys(_WEIGHTS, 0), **dict.fromkeys(_INITIAL, direction)}
-        rules.append(
-            AxisRule(_present(view, inputs), _outputs(view, result_direction, direction), edit=_take_direction)
-        )
-    return rules
-
-
-def _present(view: NodeView, axes: Mapping[int, int]) -> dict[int, int]:
-    return {position: axis for position, axis in axes.items() if view.has(position)}
-
-
-def _outputs(view: NodeView, of_values: int, of_states: int) -> dict[int, int]:
-    return {position: of_states if position else of_values for position in view.present_outputs()}
+    is_splittable = view.attribute("direction", "forward") == "bidirectional" and not has_parameters
+    directions = by_letters(view, signature, "d", edit=_take_direction) if is_splittable else []
+    return [*by_letters(view, signature, "b"), *directions]
 
 
 def _take_direction(local: LocalNode) -> None:
@@ -223,4 +162,32 @@ def _take_direction(local: LocalNode) -> None:
         local.set_attribute("activations", names[half:] if local.device else names[:half])
 
 
-RECURRENT: dict[tuple[str, str], Rule] = {("", op): recurrent for op in ("LSTM", "GRU", "RNN")}
+REDUCTIONS: dict[tuple[str, str], Rule] = {
+    ("", "BatchNormalization"): batch_normalization,
+    ("", "InstanceNormalization"): signature_rule("nc*,c,c->nc*", "nc"),
+    ("", "GroupNormalization"): group_normalization,
+    ("", "LpNormalization"): all_but_axis(-1),
+    ("", "LayerNormalization"): trailing_normalization,
+    ("", "RMSNormalization"): trailing_normalization,
+    ("", "SimplifiedLayerNormalization"): trailing_normalization,
+    ("com.microsoft", "SkipLayerNormalization"): skip_normalization,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): skip_normalization,
+    ("com.microsoft", "EmbedLayerNormalization"): signature_rule("b*,b*,,,,,,b*,b*->b*,b*,b*", "b"),
+    ("com.microsoft", "QEmbedLayerNormalization"): signature_rule("b*,b*,,,,,,b*->b*,b*,b*", "b"),
+    ("com.microsoft", "QLinearSoftmax"): quantised_softmax,
+    ("", "Softmax"): softmax,
+    ("", "LogSoftmax"): softmax,
+    ("", "Hardmax"): softmax,
+    ("", "TopK"): all_but_axis(-1),
+    ("", "ArgMax"): arg_extreme,
+    ("", "ArgMin"): arg_extreme,
+    ("", "CumSum"): cumulative,
+    ("", "CumProd"): cumulative,
+    **{("", op): recurrent for op in ("LSTM", "GRU", "RNN")},
+    ("", "ReduceSum"): _reduction("sum"),
+    ("", "ReduceMean"): _reduction("mean"),
+    ("", "ReduceSumSquare"): _reduction("sum"),
+    ("", "ReduceL1"): _reduction("sum"),
+    **{("", op): _reduction(None) for op in ["ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceLogSum"]},
+    ("", "ReduceLogSumExp"): _reduction(None),
+}
