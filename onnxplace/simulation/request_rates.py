@@ -11,7 +11,7 @@ from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.simulation.contention import busy_slowdowns
 from onnxplace.simulation.steady_state import Loads, steady_state_loads
 from onnxplace.target import Target
-from onnxplace.utils import run_highs
+from onnxplace.utils import make_program, run_highs
 
 # Rounds end when the interval changes by less than this share of itself.
 RELATIVE_TOLERANCE, MAX_ROUNDS = 1e-6, 60
@@ -118,20 +118,17 @@ def divide_requests(loads: Sequence[Loads]) -> Floats:
 
 def _maximise(objective: Floats, rows: Floats, lower: Floats, upper: Floats) -> Floats:
     """Return non-negative columns with the largest objective, where `lower <= rows @ columns <= upper`."""
-    import highspy
-
-    program = highspy.HighsLp()
-    program.num_col_, program.num_row_ = len(objective), len(rows)
-    program.sense_ = highspy.ObjSense.kMaximize
-    program.col_cost_ = objective
-    program.col_lower_, program.col_upper_ = np.zeros(len(objective)), np.full(len(objective), highspy.kHighsInf)
-    program.row_lower_ = np.where(np.isfinite(lower), lower, -highspy.kHighsInf)
-    program.row_upper_ = np.where(np.isfinite(upper), upper, highspy.kHighsInf)
     used = [np.flatnonzero(row) for row in rows]
-    program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    program.a_matrix_.start_ = np.concatenate([[0], np.cumsum([len(columns) for columns in used])])
-    program.a_matrix_.index_ = np.concatenate(used)
-    program.a_matrix_.value_ = np.concatenate([row[columns] for row, columns in zip(rows, used)])
+    program = make_program(
+        cost=-objective,
+        column_bounds=(np.zeros(len(objective)), np.full(len(objective), np.inf)),
+        row_bounds=(lower, upper),
+        rows=(
+            np.concatenate([[0], np.cumsum([len(columns) for columns in used])]),
+            np.concatenate(used),
+            np.concatenate([row[columns] for row, columns in zip(rows, used)]),
+        ),
+    )
     solution: Floats = np.array(run_highs(program).getSolution().col_value)
     return solution
 

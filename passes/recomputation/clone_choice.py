@@ -137,9 +137,7 @@ class CloneChoice:
     """With them, of one device, without weights."""
 
 
-def choose_clones(
-    problem: TurnProblem, seconds: Floats, may_clone: Bools, limit_bytes: int, past: CloneChoice | None = None
-) -> CloneChoice:
+def choose_clones(problem: TurnProblem, seconds: Floats, may_clone: Bools, limit_bytes: int) -> CloneChoice:
     """Return nodes whose second run keeps `limit_bytes`, for little time; if none do, those that exceed it least.
 
     Greedy, after the idea of Checkmate (MLSys 2020) that a schedule is judged by its exact memory: candidates are the
@@ -152,11 +150,8 @@ def choose_clones(
         seconds: Per node.
         may_clone: Per node; nodes behind the turn are never cloned.
         limit_bytes: For values and workspace.
-        past: Nodes to begin with.
     """
     search = _Search(problem, seconds, may_clone, limit_bytes)
-    if past is not None:
-        search.accept(past.is_cloned & search.may_clone)
     for _ in range(MAX_PASSES):
         if not search.excess or not search.improve():
             break

@@ -63,12 +63,12 @@ class ShardingOptions:
     weights: Literal["fit", "least"] = "fit"
     fixed: bool = False
     metadata: bool = False
-    shard_map: str = ""
+    map: str = ""
 
     @property
     def may_leave_whole(self) -> bool:
         """Return whether the model stays as it is where one device is faster: if nothing asks for parts."""
-        return not (self.exact or self.stages != 1 or self.weights != "fit" or self.shard_map)
+        return not (self.exact or self.stages != 1 or self.weights != "fit" or self.map)
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ def _choose(
     group_seconds = seconds[list(group)]
     division = Division(_shares(group_seconds))
     space = build_space(facts, division)
-    if options.shard_map:
-        space = restrict_space(space, options.shard_map)
+    if options.map:
+        space = restrict_space(space, options.map)
     peaks = tuple(peak_rates(target.devices[device]) for device in group)
     costs = ExchangeCosts.of(
         target, group, min(peak.bytes_per_second for peak in peaks), max(peak.kernel_seconds for peak in peaks)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import numpy as np
@@ -236,9 +236,7 @@ def branch_and_bound_search(
             cut = min(cut, children.add(layer, first, threshold, tables))
             if time.perf_counter() > deadline:
                 open_bound = min(cut, float(layer.bounds.min()))
-                return SearchResult(
-                    min(result.bound_seconds, open_bound), result.makespan_seconds, result.device, result.order,
-                             False)  # fmt: skip
+                return replace(result, bound_seconds=min(result.bound_seconds, open_bound), complete=False)
         layer, parents, actions, dropped = _next_layer(layer, children, width, tables)
         history.append((parents, actions))
         is_complete = layer.masks == np.int64((1 << len(tables.group)) - 1)
@@ -251,9 +249,7 @@ def branch_and_bound_search(
             result = _simulate_complete(problem, result, history, ranked[:max_simulated])
             layer = layer.where(~is_complete)
             history[-1] = (parents[~is_complete], actions[~is_complete])
-        result = SearchResult(
-            bound, result.makespan_seconds, result.device, result.order, result.complete and dropped >= NEVER
-        )
+        result = replace(result, bound_seconds=bound, complete=result.complete and dropped >= NEVER)
     return result
 
 
@@ -331,7 +327,7 @@ def _simulate_complete(
         device, order = _replay_actions(history, index, len(problem.graph), len(problem.target.devices))
         step = problem.simulate(device, order)
         if step.makespan_seconds < result.makespan_seconds and not problem.excess_bytes(step).any():
-            result = SearchResult(result.bound_seconds, step.makespan_seconds, device, order, result.complete)
+            result = replace(result, makespan_seconds=step.makespan_seconds, device=device, order=order)
     return result
 
 

@@ -7,14 +7,14 @@ devices are tried, and devices filled one after the other in topological order, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 
 import numpy as np
 
 from onnxplace.errors import InfeasibleError
-from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, sum_by
+from onnxplace.graph import Csr, Floats, Ints, Longs, sum_by
 from onnxplace.passes.placement.list_scheduling.scheduler_kernels import list_schedule
 from onnxplace.passes.placement.list_scheduling.scheduler_records import new_queues, start_plan
 from onnxplace.problem import PlacementProblem, commit_placement, out_of_memory_error, sort_by_start
@@ -71,9 +71,8 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
             group_weights = weights[group]
             added_bytes = ~stored[:, group_weights] @ graph.weight_bytes[group_weights]
             within_limit = stored_bytes + added_bytes <= problem.limit_bytes
-            destination = _first_fitting(
-                range(current, devices), (used + reserved[group] < fill_bytes) | (used == 0), within_limit
-            )
+            has_room = within_limit & ((used + reserved[group] < fill_bytes) | (used == 0))
+            destination = next((index for index in range(current, devices) if has_room[index]), None)
             if destination is None:
                 raise out_of_memory_error(problem, placer)
             group_device[group] = current = destination
@@ -81,10 +80,6 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
             stored_bytes[current] += added_bytes[current]
             stored[current, group_weights] = True
     return group_device[problem.group].astype(np.int32)
-
-
-def _first_fitting(candidates: Sequence[int], within_cap: Bools, within_limit: Bools) -> int | None:
-    return next((index for index in candidates if within_cap[index] and within_limit[index]), None)
 
 
 def place_by_list_schedule(
@@ -103,18 +98,16 @@ def place_by_list_schedule(
     raise first_error or out_of_memory_error(problem, placer)
 
 
-def find_best_plan(
-    problem: PlacementProblem, favourite: Ints, reserve_peak: bool = False, placer: str = "m-etf"
-) -> tuple[Ints, Floats]:
+def find_best_plan(problem: PlacementProblem, favourite: Ints) -> tuple[Ints, Floats]:
     """Return device and planned start per node of the first plan whose simulated peak fits.
 
     Raises:
-        InfeasibleError: There is none; the error names `placer`.
+        InfeasibleError: There is none.
     """
-    for device, start in chain(generate_plans(problem, favourite, reserve_peak), _generate_last_resorts(problem)):
+    for device, start in chain(generate_plans(problem, favourite, False), _generate_last_resorts(problem)):
         if not _simulate_excess(problem, device, start).any():
             return device, start
-    raise out_of_memory_error(problem, placer)
+    raise out_of_memory_error(problem, "m-etf")
 
 
 def generate_plans(problem: PlacementProblem, favourite: Ints, reserve_peak: bool) -> Iterator[tuple[Ints, Floats]]:

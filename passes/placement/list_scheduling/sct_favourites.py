@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.errors import ExecutionError
-from onnxplace.graph import Floats, Ints, sum_by
+from onnxplace.graph import Floats, Ints, Longs, sum_by
 from onnxplace.problem import PlacementProblem
-from onnxplace.utils import run_highs
+from onnxplace.utils import make_program, run_highs
 
 # Tolerance of the solver around 0 and 1.
 TOLERANCE = 1e-6
@@ -83,19 +83,12 @@ def solve_relaxation(node_seconds: Floats, edges: Edges) -> Floats:
     nodes, count = len(node_seconds), len(edges.source)
     scale = max(float(node_seconds.max()), float(edges.seconds.max()), 1e-12)
     weight, cost = node_seconds / scale, edges.seconds / scale
-    program = highspy.HighsLp()
-    program.num_col_ = count + nodes + 1
-    program.col_cost_ = np.r_[np.zeros(count + nodes), 1.0]
-    program.col_lower_ = np.zeros(count + nodes + 1)
-    program.col_upper_ = np.r_[np.ones(count), np.full(nodes + 1, highspy.kHighsInf)]
-    constraints = _build_constraints(weight, cost, edges, highspy.kHighsInf)
-    program.num_row_ = len(constraints.lower)
-    program.row_lower_, program.row_upper_ = constraints.lower, constraints.upper
-    program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    program.a_matrix_.start_, program.a_matrix_.index_, program.a_matrix_.value_ = (
-        constraints.starts,
-        constraints.index,
-        constraints.value,
+    lower, rows = _build_rows(weight, cost, edges)
+    program = make_program(
+        cost=np.r_[np.zeros(count + nodes), 1.0],
+        column_bounds=(np.zeros(count + nodes + 1), np.r_[np.ones(count), np.full(nodes + 1, np.inf)]),
+        row_bounds=(lower, np.full(len(lower), np.inf)),
+        rows=rows,
     )
     solver = run_highs(program, {"random_seed": 0, "solver": "simplex"})
     if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
@@ -104,18 +97,8 @@ def solve_relaxation(node_seconds: Floats, edges: Edges) -> Floats:
     return np.asarray(solver.getSolution().col_value, dtype=np.float64)[:count]
 
 
-@dataclass(frozen=True)
-class _Constraints:
-    """Constraints `lower <= A v <= upper`, A by rows."""
-
-    lower: Floats
-    upper: Floats
-    starts: Ints
-    index: Ints
-    value: Floats
-
-
-def _build_constraints(weight: Floats, cost: Floats, edges: Edges, infinity: float) -> _Constraints:
+def _build_rows(weight: Floats, cost: Floats, edges: Edges) -> tuple[Floats, tuple[Longs, Longs, Floats]]:
+    """Return the constraints: the lower bound of each row, and the matrix by rows."""
     nodes, count = len(weight), len(cost)
     source, destination = edges.source.astype(np.int64), edges.destination.astype(np.int64)
     edge_index = np.arange(count)
@@ -139,4 +122,4 @@ def _build_constraints(weight: Floats, cost: Floats, edges: Edges, infinity: flo
     index = np.concatenate([order_index, end_index, *index_lists])
     value = np.concatenate([order_value, end_value, np.ones(sum(len(part) for part in index_lists))])
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    return _Constraints(lower, np.full(len(lower), infinity), starts.astype(np.int32), index.astype(np.int32), value)
+    return lower, (starts, index, value)

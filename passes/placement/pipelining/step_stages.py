@@ -177,15 +177,8 @@ def _spread_from_neighbours(graph: OpGraph, unit: Ints, depth: Floats) -> None:
                     depth[unit[node]] = depths.min()
 
 
-@dataclass(frozen=True)
-class StageCuts:
-    """The stage of each node."""
-
-    stage: Ints
-
-
-def list_stage_cuts(graph: OpGraph, layers: StepLayers, shares: Sequence[float]) -> Iterator[StageCuts]:
-    """Yield cuts into stages without repeats, first the one that balances times the best.
+def list_stage_cuts(graph: OpGraph, layers: StepLayers, shares: Sequence[float]) -> Iterator[Ints]:
+    """Yield the stage of each node, for cuts without repeats, first the one that balances times the best.
 
     Args:
         graph: The training step.
@@ -207,7 +200,7 @@ def list_stage_cuts(graph: OpGraph, layers: StepLayers, shares: Sequence[float])
         stage_of_rank = np.searchsorted(np.array(places), np.arange(len(order)), side="right")
         stage = np.empty(len(order), dtype=np.int32)
         stage[order] = stage_of_rank
-        yield StageCuts(stage[layers.unit])
+        yield stage[layers.unit]
 
 
 def _crossing_bytes(graph: OpGraph, layers: StepLayers, order: Ints) -> Floats:
