@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -18,13 +18,12 @@ from onnxplace.passes.placement.stages import (
     RESIDENT_SHARES,
     SEQUENTIAL,
     SUM,
-    LocalSearch,
+    build_group_search,
     find_first_devices,
-    least_held_bytes,
     merge_devices,
     prepare_cuts,
     split_into_stages,
-    unit_seconds,
+    tighten_limits,
 )
 from onnxplace.problem import PlacementProblem, commit_placement, out_of_memory_error, placement_problem
 from onnxplace.simulation import steady_state_loads
@@ -109,7 +108,7 @@ class Stages(Pass):
             if best is not None:
                 break
             if resident == 1.0:
-                limit = _tighten_limits(problem, limit, device, attempt)
+                limit = self._tighten(problem, limit, device, attempt)
         allowed = [index for index in range(devices) if np.isin(problem.pinned, (-1, index)).all()]
         single_devices = [np.full(len(problem.graph), index, dtype=np.int32) for index in allowed]
         for device in sorted(single_devices, key=lambda device: self._interval_seconds(problem, device)):
@@ -137,28 +136,29 @@ class Stages(Pass):
         self, state: State, problem: PlacementProblem, best: _StagePlan | None, deadline: float
     ) -> _StagePlan | None:
         """Move groups to lower the largest load, from the contiguous plan on."""
-        graph = problem.graph.contract(problem.group)
-        seconds = unit_seconds(problem, problem.group)
-        latency, per_byte = problem.target.link_arrays()
-        home = seconds.argmin(axis=0).astype(np.int32)
+        limit = problem.limit_bytes
+        local_search = build_group_search(problem, self._transfer_rule(problem), limit)
+        home = local_search.seconds.argmin(axis=0).astype(np.int32)
         if best is not None:
             home[problem.group] = best.device
-        limit, held_bytes = problem.limit_bytes, least_held_bytes(problem, problem.group)
+        moves = min(MAX_MOVES, 200 * len(local_search.graph))
         for restart in range(RESTARTS):
             if restart and budget_clock() > deadline:
                 break
-            local_search = LocalSearch(
-                graph, seconds, latency, per_byte, limit, held_bytes, self._transfer_rule(problem)
-            )
-            candidate, _ = local_search.improve(home, None, min(MAX_MOVES, 200 * len(graph)), self.seed + restart)
+            limited = replace(local_search, limit_bytes=limit)
+            candidate, _ = limited.improve(home, None, moves, self.seed + restart)
             if best is not None and self._interval_seconds(problem, candidate[problem.group]) >= best.interval_seconds:
                 continue
             better = self._commit_if_fitting(state, problem, candidate[problem.group], 0.0)
             if better is None:
-                limit = _tighten_limits(problem, limit, candidate[problem.group], restart)
+                limit = self._tighten(problem, limit, candidate[problem.group], restart)
             else:
                 best, home = better, candidate
         return None if best is None else _StagePlan(best.state, best.device, best.interval_seconds, 0.0)
+
+    def _tighten(self, problem: PlacementProblem, limit: Longs, device: Ints, attempt: int) -> Longs:
+        step = problem.simulate(device.astype(np.int32), problem.graph.order)
+        return tighten_limits(limit, problem.limit_bytes, step.peak_bytes, attempt)
 
     def _describe_result(self, problem: PlacementProblem, best: _StagePlan, is_contiguous: bool) -> Diagnostic:
         loads = steady_state_loads(problem.graph, problem.seconds, problem.target, best.device, self.load)
@@ -188,11 +188,3 @@ class _StagePlan:
     interval_seconds: float
     bound_seconds: float
     """No contiguous split that fits has a smaller interval."""
-
-
-def _tighten_limits(problem: PlacementProblem, limit: Longs, device: Ints, attempt: int) -> Longs:
-    """Return smaller limits for the devices that this placement overfills."""
-    excess = problem.excess_bytes(problem.simulate(device.astype(np.int32), problem.graph.order))
-    less = np.where(excess > 0, np.maximum((attempt + 1) * excess, problem.limit_bytes // 64), 0)
-    tightened: Longs = np.maximum(limit - less, 0)
-    return tightened

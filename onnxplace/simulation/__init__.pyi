@@ -32,6 +32,5 @@ from onnxplace.simulation.simulator import (
 )
 from onnxplace.simulation.steady_state import (
     list_transfers as list_transfers,
-    loads_of_simulation as loads_of_simulation,
     steady_state_loads as steady_state_loads,
 )

@@ -62,7 +62,7 @@ def predict_request_rates(graph: OpGraph, seconds: Floats, target: Target, devic
         slowed = seconds * busy_slowdowns(graph, seconds, target, busy) if target.shared else seconds
         loads = [steady_state_loads(graph, slowed, target, device) for device in devices]
         rates = divide_requests(loads)
-        previous, interval = interval, _invert(float(rates.sum()))
+        previous, interval = interval, 1.0 / total if (total := float(rates.sum())) > 0 else 0.0
         compute = sum(
             (rate * load.compute_seconds for rate, load in zip(rates.tolist(), loads)), np.zeros(len(target.devices))
         )
@@ -70,7 +70,6 @@ def predict_request_rates(graph: OpGraph, seconds: Floats, target: Target, devic
             break
         # Half a step: where the bottleneck alternates, full steps would too.
         busy = (busy + np.minimum(compute, 1.0)) / 2 if previous else np.minimum(compute, 1.0)
-    total = float(rates.sum())
     shares = rates / total if total > 0 else np.full(len(devices), 1 / len(devices))
     route_seconds = tuple(np.asarray(slowed[device, nodes]) for device in devices)
     return RequestRates(shares, interval, route_seconds, busy)
@@ -131,7 +130,3 @@ def _maximise(objective: Floats, rows: Floats, lower: Floats, upper: Floats) -> 
     )
     solution: Floats = np.array(run_highs(program).getSolution().col_value)
     return solution
-
-
-def _invert(rate: float) -> float:
-    return 1.0 / rate if rate > 0 else 0.0

@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, OpGraph, sum_by
-from onnxplace.simulation.simulator import Simulation
 from onnxplace.target import LinkModel, Target
 
 Count = Literal["max", "sum"]
@@ -77,19 +76,6 @@ def steady_state_loads(graph: OpGraph, seconds: Floats, target: Target, device: 
         received_seconds=sum_by(destination, transfer_seconds, devices),
         link_model=target.link_model,
         count=count,
-    )
-
-
-def loads_of_simulation(simulation: Simulation, target: Target) -> Loads:
-    """Return the steady-state loads of a simulated step that repeats."""
-    devices, transfers = len(target.devices), simulation.transfers
-    transfer_seconds = transfers.finish_seconds - transfers.start_seconds
-    return Loads(
-        compute_seconds=simulation.compute_seconds,
-        sent_seconds=sum_by(transfers.source, transfer_seconds, devices),
-        received_seconds=sum_by(transfers.destination, transfer_seconds, devices),
-        link_model=target.link_model,
-        count="max",
     )
 
 

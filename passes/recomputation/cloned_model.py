@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
-from onnxplace.facts import Profile, Source
-from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph
+from onnxplace.facts import Profile
+from onnxplace.graph import Bools, Ints, Longs, OpGraph
 from onnxplace.model import Model, build_op_graph, rename_reads
 from onnxplace.passes.recomputation.clone_choice import ClonedSchedule, TurnProblem
 from onnxplace.passes.recomputation.memory_order import find_branches
@@ -258,30 +257,14 @@ def _mark_backward(clone: NodeProto) -> None:
 
 def clone_profile(profile: Profile, cloned: ClonedModel) -> Profile:
     """Return the profile of a model with clones."""
-    source, is_gate = cloned.source, cloned.source < 0
+    source, is_new = cloned.source, (cloned.source < 0) | cloned.is_clone
     graph = build_op_graph(cloned.model, cloned.value_bytes)
-    workspace = np.where(is_gate, 0, profile.graph.workspace_bytes[source]).astype(np.int64)
-    seconds: dict[str, Floats] = {}
-    sources: dict[str, NDArray[np.uint8]] = {}
-    for name, times in profile.seconds.items():
-        seconds[name] = np.where(is_gate, GATE_SECONDS, times[source])
-        sources[name] = np.where(is_gate, _gate_source(profile.sources[name]), profile.sources[name][source])
-    return Profile(
-        graph=replace(graph, workspace_bytes=workspace),
-        seconds=MappingProxyType(seconds),
-        sources=MappingProxyType(sources),
-        unit=_number_units(profile.unit, cloned),
-        given=None if profile.given is None else np.where(is_gate | cloned.is_clone, -1, profile.given[source]),
-        backward=None if profile.backward is None else (is_gate | cloned.is_clone | profile.backward[source]),
-        training=None if profile.training is None else profile.training.spread(source, is_gate | cloned.is_clone),
-        unsharded_seconds=profile.unsharded_seconds,
+    return replace(
+        profile.rewritten(graph, source, _number_units(profile.unit, cloned), GATE_SECONDS, 1.0),
+        given=None if profile.given is None else np.where(is_new, -1, profile.given[source]),
+        backward=None if profile.backward is None else is_new | profile.backward[source],
+        training=None if profile.training is None else profile.training.spread(source, is_new),
     )
-
-
-def _gate_source(sources: NDArray[np.uint8]) -> np.uint8:
-    """Return the origin of a gate's time: as sure as the rest of the class."""
-    is_measured = bool(np.isin(sources, (Source.MEASURED, Source.KNOWN)).all())
-    return np.uint8(Source.MEASURED if is_measured else Source.ESTIMATED)
 
 
 def _number_units(unit: Ints, cloned: ClonedModel) -> Ints:

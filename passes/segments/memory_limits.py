@@ -24,7 +24,7 @@ MAX_ROUNDS = 16
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class BufferLifetimes:
     """The lifetime of each buffer on a device.
 
     Times are positions in the sequence of its nodes.
@@ -45,7 +45,7 @@ class DeviceMemory:
     """Per position, in bytes."""
 
     @staticmethod
-    def simulated(graph: OpGraph, simulation: Simulation, order: Ints, device: Ints, index: int) -> DeviceMemory:
+    def simulated(graph: OpGraph, simulation: Simulation, order: Ints, device: Ints, index: int) -> BufferLifetimes:
         """Return the buffers on a device in a simulated step.
 
         `index` is that of the device. O(N + E); weights are left out.
@@ -77,7 +77,7 @@ class DeviceMemory:
             is_buffer[view] = False
         buffers = np.flatnonzero(is_buffer)
         buffers = buffers[np.argsort(first[buffers], kind="stable")]
-        return DeviceMemory(
+        return BufferLifetimes(
             nodes=nodes,
             first=first[buffers],
             last=last[buffers],
@@ -223,12 +223,12 @@ def _refill_segments(state: State, plan: SegmentPlan, device: int, limit: int) -
     """
     schedule, unit = state[Schedule], state[Profile].unit
     order = np.arange(len(plan.nodes), dtype=np.int32)
-    coarse = DeviceMemory.simulated(plan.graph, plan.simulation, order, plan.device, device)
+    coarse = BufferLifetimes.simulated(plan.graph, plan.simulation, order, plan.device, device)
     room = limit - int(plan.simulation.weights_bytes[device])
     needs = coarse.bytes_by_position()
     over = np.flatnonzero(needs > room)
     over = over if len(over) else np.array([needs.argmax()])
-    fine = DeviceMemory.simulated(
+    fine = BufferLifetimes.simulated(
         state[Profile].graph, schedule.simulation, schedule.order, state[Placement].device, device
     )
     starts = np.concatenate([[0], np.cumsum([len(plan.nodes[segment]) for segment in coarse.nodes])])
@@ -254,7 +254,7 @@ def _cut_into_single_nodes(state: State, limits: Longs) -> SegmentPlan:
 
 def _shortage_error(target: Target, plan: SegmentPlan, device: int) -> InfeasibleError:
     order = np.arange(len(plan.nodes), dtype=np.int32)
-    memory = DeviceMemory.simulated(plan.graph, plan.simulation, order, plan.device, device)
+    memory = BufferLifetimes.simulated(plan.graph, plan.simulation, order, plan.device, device)
     largest = int(memory.nodes[memory.bytes_by_position().argmax()]) if len(memory.nodes) else -1
     name = plan.graph.names[largest] if largest >= 0 else ""
     return InfeasibleError(

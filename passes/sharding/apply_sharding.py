@@ -18,9 +18,9 @@ from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState
 from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.model import Model, tensor_size
 from onnxplace.passes.sharding.known_shapes import fix_sizes, report_fixed_sizes
-from onnxplace.passes.sharding.layout_choice import Choice, ChoiceProblem, is_sharded
+from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
 from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
-from onnxplace.passes.sharding.node_strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.scale_profile import scale_profile
 from onnxplace.passes.sharding.sharded_model import ShardedModel, write_sharded_model
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
@@ -40,13 +40,13 @@ CONVOLUTIONAL_SHARE = 0.4
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _GroupChoice:
     """A choice for a group of devices."""
 
     devices: tuple[int, ...]
     work: WorkCosts
     costs: ExchangeCosts
-    choice: Choice
+    choice: LayoutChoice
 
     @property
     def space(self) -> StrategySpace:
@@ -145,7 +145,7 @@ def _choose(
     group: tuple[int, ...],
     options: ShardingOptions,
     room: _Room | None,
-) -> _Candidate | None:
+) -> _GroupChoice | None:
     """Return the best choice for a group of devices; None if its weights do not fit."""
     target = state.target
     group_seconds = seconds[list(group)]
@@ -167,12 +167,12 @@ def _choose(
     work = WorkCosts(space, peaks, measured)
     problem = ChoiceProblem(space, work.table(group_seconds, costs), costs)
     if options.weights == "least":
-        return _Candidate(group, work, costs, problem.solve_least_weights())
+        return _GroupChoice(group, work, costs, problem.solve_least_weights())
     limit = None if room is None else room.weights_limit(group)
     if limit is not None and options.stages != 1:
         limit *= len(list_stage_groups(target, group, options.stages))  # each stage has its share of the weights
     choice = problem.solve(limit)
-    return None if choice is None else _Candidate(group, work, costs, choice)
+    return None if choice is None else _GroupChoice(group, work, costs, choice)
 
 
 def _is_convolutional(model: Model, seconds: Floats) -> bool:
@@ -196,7 +196,7 @@ def _leave_whole(state: State) -> State:
     return state.having(Shards(device=free))
 
 
-def _report_no_gain(alone: float, best: _Candidate) -> Diagnostic:
+def _report_no_gain(alone: float, best: _GroupChoice) -> Diagnostic:
     message = (
         f"no operator is split: a step would take {best.choice.seconds * 1e3:.3g} ms on {len(best.devices)} devices, "
         f"and {alone * 1e3:.3g} ms on one"
@@ -204,7 +204,7 @@ def _report_no_gain(alone: float, best: _Candidate) -> Diagnostic:
     return Diagnostic("P064", message, hint="shard{exact=true} in a --pipeline splits all the same")
 
 
-def _report_nothing_split(candidates: Sequence[_Candidate | None]) -> Diagnostic:
+def _report_nothing_split(candidates: Sequence[_GroupChoice | None]) -> Diagnostic:
     """Return why nothing is split: no operator has a rule, exchanges cost more, or weights do not fit."""
     if candidates and all(candidate is None for candidate in candidates):
         message = "no operator is split: even in parts, the weights do not fit"
@@ -212,7 +212,7 @@ def _report_nothing_split(candidates: Sequence[_Candidate | None]) -> Diagnostic
     return Diagnostic("P064", "no operator is split: none has a rule and gains more than its exchanges cost")
 
 
-def _apply(state: State, candidate: _Candidate, options: ShardingOptions) -> State:
+def _apply(state: State, candidate: _GroupChoice, options: ShardingOptions) -> State:
     groups = list_stage_groups(state.target, candidate.devices, options.stages)
     sharded = write_sharded_model(candidate.space, candidate.choice, candidate.costs)
     profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, state.target, candidate.devices)
@@ -240,7 +240,7 @@ def _apply(state: State, candidate: _Candidate, options: ShardingOptions) -> Sta
 
 
 def _build_whole(
-    state: State, sharded: ShardedModel, candidate: _Candidate, options: ShardingOptions, *, from_parts: bool
+    state: State, sharded: ShardedModel, candidate: _GroupChoice, options: ShardingOptions, *, from_parts: bool
 ) -> Model:
     """Return the unsharded model that the bundle keeps as its reference."""
     whole = build_whole_model(state[Model], sharded, candidate.space.division, from_parts=from_parts)
@@ -263,14 +263,14 @@ def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitSta
     return tuple(states)
 
 
-def _note(candidate: _Candidate, shards: Shards) -> Diagnostic:
+def _note(candidate: _GroupChoice, shards: Shards) -> Diagnostic:
     exchanges = ", ".join(f"{count} {kind}" for kind, count in shards.exchanges.items()) or "no exchanges"
     kinds = "; ".join(f"{item.count} {item.op}: {item.layout}" for item in shards.kinds[:4])
     stages = f" in each of {shards.stages} stages" if shards.stages > 1 else ""
     return Diagnostic("P060", f"operators are split over {shards.ways} devices{stages} ({exchanges}): {kinds}")
 
 
-def _summarise(state: State, candidate: _Candidate) -> tuple[tuple[ShardedKind, ...], list[Diagnostic]]:
+def _summarise(state: State, candidate: _GroupChoice) -> tuple[tuple[ShardedKind, ...], list[Diagnostic]]:
     """Return what was split how, by operator, and a note on expensive operators that were not."""
     seconds = device_seconds(state[Profile], state.target)[list(candidate.devices)].max(axis=0)
     counts: Counter[tuple[str, str]] = Counter()
@@ -291,7 +291,7 @@ def _summarise(state: State, candidate: _Candidate) -> tuple[tuple[ShardedKind, 
     return kinds, [Diagnostic("P061", message, hint="no rule splits them, or exchanges would cost more")]
 
 
-def describe_strategy(strategy: Strategy) -> str:
+def describe_strategy(strategy: NodeStrategy) -> str:
     """Return in words how a node is split."""
     first = next((layout for layout in strategy.outputs if layout is not None), None)
     if not strategy.is_split:

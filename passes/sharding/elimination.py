@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Table = NDArray[np.float64]
+CostTable = NDArray[np.float64]
 
 # Sums of costs have this many bits; those of 64-bit floats have 53.
 _SUM_BITS = 48
@@ -45,11 +45,11 @@ class Factor(NamedTuple):
 
     scope: tuple[int, ...]
     """Variables, rising."""
-    table: Table
+    table: CostTable
     """One axis per variable of the scope."""
 
 
-def order_factor(scope: Sequence[int], table: Table) -> Factor:
+def order_factor(scope: Sequence[int], table: CostTable) -> Factor:
     """Return a factor with its variables in rising order."""
     order = sorted(range(len(scope)), key=scope.__getitem__)
     if order == list(range(len(scope))):
@@ -64,7 +64,7 @@ def evaluate(factors: Iterable[Factor], values: Sequence[int]) -> float:
 
 def drop_constants(factors: Sequence[Factor], sizes: Sequence[int]) -> list[Factor]:
     """Return factors without the variables that have one value; equal tables stay the same object."""
-    tables: dict[object, Table] = {}
+    tables: dict[object, CostTable] = {}
     result = []
     for factor in factors:
         scope = tuple([variable for variable in factor.scope if sizes[variable] > 1])
@@ -93,8 +93,8 @@ def round_costs(factors: Sequence[Factor]) -> tuple[list[Factor], float]:
     largest = max(sum(max(map(abs, spans[id(factor.table)])) for factor in factors), 1e-300)
     unit = math.ldexp(1.0, math.frexp(largest)[1] - _SUM_BITS)
     large = 2 * (highest - lowest) + 2 * largest
-    rounded: dict[int, Table] = {}
-    equal: dict[object, Table] = {}
+    rounded: dict[int, CostTable] = {}
+    equal: dict[object, CostTable] = {}
     for key, table in tables.items():
         entries = np.rint(np.where(np.isfinite(table), table, spans[key][0] + large) / unit) * unit
         rounded[key] = equal.setdefault((table.shape, entries.tobytes()), entries)
@@ -112,10 +112,10 @@ class Joins:
         self.sizes = sizes
         self.work = 0
         """Entries of tables that were added up."""
-        self._results: dict[object, tuple[Table, float, Sequence[Factor]]] = {}
-        self._tables: dict[object, Table] = {}
+        self._results: dict[object, tuple[CostTable, float, Sequence[Factor]]] = {}
+        self._tables: dict[object, CostTable] = {}
 
-    def minimum(self, factors: Sequence[Factor], variable: int, scope: Sequence[int]) -> tuple[Table, float]:
+    def minimum(self, factors: Sequence[Factor], variable: int, scope: Sequence[int]) -> tuple[CostTable, float]:
         """Return the minimum over a variable of the sum of factors: a table over `scope`, and a number to add to it."""
         # The variable has the first axis, along which numpy finds minima the fastest.
         position = {item: index for index, item in enumerate((variable, *scope))}
@@ -133,7 +133,7 @@ class Joins:
         return self._results[key][:2]
 
 
-def _add_up(tables: Sequence[Table], places: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> Table:
+def _add_up(tables: Sequence[CostTable], places: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> CostTable:
     """Return the sum of tables, whose axes have these places in the result."""
     total = np.zeros(sizes)
     for table, place in zip(tables, places):
@@ -283,7 +283,7 @@ class Elimination:
         """Return `values` with the best ones of the eliminated variables, after `run`."""
         result = list(values)
         for variable, bucket in reversed(self._buckets):
-            total: Table = np.zeros(self._sizes[variable])
+            total: CostTable = np.zeros(self._sizes[variable])
             for factor in bucket:
                 place = tuple([slice(None) if item == variable else result[item] for item in factor.scope])
                 total = total + factor.table[place]

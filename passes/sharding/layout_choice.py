@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxplace.model import captured_names, iterate_subgraphs
-from onnxplace.passes.sharding.elimination import Factor, Solution, Table, minimise, order_factor
+from onnxplace.passes.sharding.elimination import CostTable, Factor, Solution, minimise, order_factor
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.node_strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace
 
@@ -39,7 +39,7 @@ class ChoiceNetwork:
         self._facts, self._model = space.facts, space.facts.model
         self._sizes: list[int] = [len(strategies) for strategies in space.strategies]
         self._factors: list[Factor] = []
-        self._tables: dict[object, Table] = {}
+        self._tables: dict[object, CostTable] = {}
         self._state_layouts: dict[str, tuple[int, list[Layout]]] = {}
         self._captured = [
             frozenset(name for graph in iterate_subgraphs(node) for name in captured_names(graph))
@@ -47,7 +47,7 @@ class ChoiceNetwork:
         ]
         self._wants_cache: dict[object, list[tuple[Layout, ...]]] = {}
         self._strategy_seconds = [np.array(seconds) for seconds in strategy_seconds]
-        cache: dict[object, Table] = {}
+        cache: dict[object, CostTable] = {}
         self._read_bytes = [self._weigh(index, cache) for index in range(len(self._sizes))]
         self._add_values()
 
@@ -65,7 +65,7 @@ class ChoiceNetwork:
         """Return the bytes of weights that nodes read, each on the device that reads most of it."""
         return float(sum(weights[value] for weights, value in zip(self._read_bytes, values)))
 
-    def strategies(self, values: Sequence[int]) -> tuple[Strategy, ...]:
+    def strategies(self, values: Sequence[int]) -> tuple[NodeStrategy, ...]:
         return tuple(options[value] for options, value in zip(self._space.strategies, values))
 
     def states(self, values: Sequence[int]) -> dict[str, Layout]:
@@ -85,7 +85,7 @@ class ChoiceNetwork:
             values.append(value)
         return values
 
-    def _weigh(self, index: int, cache: dict[object, Table]) -> Table:
+    def _weigh(self, index: int, cache: dict[object, CostTable]) -> CostTable:
         """Return, per strategy of a node, the bytes of weights that it reads on the device with the most."""
         node, weights = self._model.nodes[index], self._facts.is_weight
         division = self._space.division
@@ -192,12 +192,12 @@ class ChoiceNetwork:
                 ("read", key, tuple(wants)), (index, variable), partial(self._reader_table, wants, options, size)
             )
 
-    def _table(self, key: object, build: Callable[[], Table]) -> Table:
+    def _table(self, key: object, build: Callable[[], CostTable]) -> CostTable:
         if key not in self._tables:
             self._tables[key] = build()
         return self._tables[key]
 
-    def _add_table(self, key: object, scope: tuple[int, ...], build: Callable[[], Table]) -> None:
+    def _add_table(self, key: object, scope: tuple[int, ...], build: Callable[[], CostTable]) -> None:
         self._factors.append(order_factor(scope, self._table(key, build)))
 
     def _options(self, sources: Sequence[Layout], wanted: set[Layout], size: int) -> list[Option]:
@@ -213,7 +213,7 @@ class ChoiceNetwork:
             ]
         return options
 
-    def _option_table(self, options: Sequence[Option], size: int, is_output: bool) -> Table:
+    def _option_table(self, options: Sequence[Option], size: int, is_output: bool) -> CostTable:
         """Return what each option costs: its exchange, and that of an output of the model."""
         seconds = self._costs.seconds
         costs = [seconds(source, other, size) for source, other in options]
@@ -223,10 +223,10 @@ class ChoiceNetwork:
                     costs[index] += seconds(option[0], REPLICATED, size)
         return np.array(costs)
 
-    def _producer_table(self, produced: Sequence[Layout], options: Sequence[Option]) -> Table:
+    def _producer_table(self, produced: Sequence[Layout], options: Sequence[Option]) -> CostTable:
         return np.array([[0.0 if layout == source else math.inf for source, _ in options] for layout in produced])
 
-    def _reader_table(self, wants: Sequence[tuple[Layout, ...]], options: Sequence[Option], size: int) -> Table:
+    def _reader_table(self, wants: Sequence[tuple[Layout, ...]], options: Sequence[Option], size: int) -> CostTable:
         return np.array(
             [[sum(self._read_seconds(layout, option, size) for layout in want) for option in options] for want in wants]
         )
@@ -238,21 +238,21 @@ class ChoiceNetwork:
             return self._costs.seconds(REPLICATED, layout, size)
         return math.inf
 
-    def _local_table(self, wants: Sequence[tuple[Layout, ...]], size: int) -> Table:
+    def _local_table(self, wants: Sequence[tuple[Layout, ...]], size: int) -> CostTable:
         option = REPLICATED, REPLICATED
         return np.array([sum(self._read_seconds(layout, option, size) for layout in want) for want in wants])
 
 
-def is_whole(strategy: Strategy) -> bool:
+def is_whole(strategy: NodeStrategy) -> bool:
     """Return whether a strategy computes a node on every device, from whole inputs."""
     return all(layout in (None, REPLICATED) for layout in (*strategy.inputs, *strategy.outputs))
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """A strategy per node."""
 
-    strategies: tuple[Strategy, ...]
+    strategies: tuple[NodeStrategy, ...]
     states: dict[str, Layout]
     """Carried state (input name) -> its layout."""
     seconds: float
@@ -278,7 +278,7 @@ class ChoiceProblem:
     def _network(self) -> ChoiceNetwork:
         return ChoiceNetwork(self.space, self.strategy_seconds, self.costs)
 
-    def solve(self, weight_limit_bytes: int | None = None) -> Choice | None:
+    def solve(self, weight_limit_bytes: int | None = None) -> LayoutChoice | None:
         """Return the cheapest choice whose weights fit; None if none was found that does.
 
         A price per byte of weights trades time for memory. It is searched between a choice that is too heavy and one
@@ -292,12 +292,12 @@ class ChoiceProblem:
             return None
         return self._search(heavy, light, weight_limit_bytes)
 
-    def solve_least_weights(self) -> Choice:
+    def solve_least_weights(self) -> LayoutChoice:
         """Return the cheapest choice of those that split as many weights as possible."""
         light = self._solve_at(_MAX_PRICE)
         return self._search(self._solve_at(0.0), light, light.choice.weight_bytes)
 
-    def _search(self, heavy: _PricedChoice, light: _PricedChoice, weight_limit_bytes: int) -> Choice:
+    def _search(self, heavy: _PricedChoice, light: _PricedChoice, weight_limit_bytes: int) -> LayoutChoice:
         """Return the cheapest choice that fits, of those at prices between two choices; `light` fits."""
         best = min(
             (item.choice for item in (heavy, light) if item.choice.weight_bytes <= weight_limit_bytes),
@@ -330,7 +330,7 @@ class ChoiceProblem:
             if whole_cost < cost:
                 values, cost = tuple(whole), whole_cost
         strategies, read_bytes = network.strategies(values), network.read_bytes(values)
-        choice = Choice(
+        choice = LayoutChoice(
             strategies=strategies,
             states=network.states(values),
             seconds=cost - price * read_bytes,
@@ -343,14 +343,14 @@ class ChoiceProblem:
 class _PricedChoice(NamedTuple):
     """A choice, with what a price of weights applies to."""
 
-    choice: Choice
+    choice: LayoutChoice
     read_bytes: float
 
     def cost(self, price: float) -> float:
         return self.choice.seconds + price * self.read_bytes
 
 
-def count_weight_bytes(space: StrategySpace, strategies: Sequence[Strategy]) -> int:
+def count_weight_bytes(space: StrategySpace, strategies: Sequence[NodeStrategy]) -> int:
     """Return the bytes of weights on the device that has the most."""
     facts, division = space.facts, space.division
     held: set[tuple[str, Layout]] = set()
@@ -366,6 +366,6 @@ def count_weight_bytes(space: StrategySpace, strategies: Sequence[Strategy]) -> 
     return max(sizes)
 
 
-def is_sharded(choice: Choice) -> bool:
+def is_sharded(choice: LayoutChoice) -> bool:
     """Return whether some operator is split."""
     return any(strategy.is_split or PARTIAL in strategy.outputs for strategy in choice.strategies)

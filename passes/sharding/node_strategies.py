@@ -160,7 +160,7 @@ def set_split_sizes(local: LocalNode) -> None:
 
 
 @dataclass(frozen=True)
-class Strategy:
+class NodeStrategy:
     """One way to compute a node on the devices of a group."""
 
     inputs: Layouts
@@ -183,7 +183,7 @@ class Strategy:
 
 
 def local_shapes(
-    division: Division, view: NodeView, strategy: Strategy, device: int
+    division: Division, view: NodeView, strategy: NodeStrategy, device: int
 ) -> tuple[tuple[Shape | None, ...], tuple[Shape | None, ...]]:
     """Return the shapes of a device's parts of inputs and outputs."""
 
@@ -202,7 +202,7 @@ def local_shapes(
     return tuple(inputs), tuple(parts(view.outputs, strategy.outputs))
 
 
-def describe_copies(view: NodeView, strategy: Strategy, division: Division) -> tuple[object, ...]:
+def describe_copies(view: NodeView, strategy: NodeStrategy, division: Division) -> tuple[object, ...]:
     """Return all that a sharded model holds of a strategy: equal for two sizes, it computes the same at both."""
     copies = []
     for device in range(division.count if strategy.edit is not None else 0):
@@ -250,9 +250,9 @@ class StrategyTable:
     def __init__(self, division: Division) -> None:
         self.division = division
 
-    def whole(self, view: NodeView) -> Strategy:
+    def whole(self, view: NodeView) -> NodeStrategy:
         """Return the strategy that computes a node on every device."""
-        return Strategy(
+        return NodeStrategy(
             tuple(None if shape is None else REPLICATED for shape in view.inputs),
             tuple(None if shape is None else REPLICATED for shape in view.outputs),
         )
@@ -262,7 +262,7 @@ class StrategyTable:
         view: NodeView,
         cuts: Mapping[tuple[str, int, int], Cuts],
         free: Mapping[tuple[str, int], tuple[bool, ...]],
-    ) -> list[Strategy]:
+    ) -> list[NodeStrategy]:
         """Return the strategies of a node: first the whole one, then the split ones without duplicates.
 
         Args:
@@ -271,20 +271,20 @@ class StrategyTable:
             free: ("in" or "out", position) -> per axis, whether it may be split.
         """
         candidates = [self.whole(view), *self._split_strategies(view, cuts)]
-        distinct: dict[tuple[Layouts, Layouts], Strategy] = {}
+        distinct: dict[tuple[Layouts, Layouts], NodeStrategy] = {}
         for strategy in candidates:
             if self._is_allowed(strategy, free):
                 distinct.setdefault((strategy.inputs, strategy.outputs), strategy)
         return [*distinct.values()]
 
-    def _is_allowed(self, strategy: Strategy, free: Mapping[tuple[str, int], tuple[bool, ...]]) -> bool:
+    def _is_allowed(self, strategy: NodeStrategy, free: Mapping[tuple[str, int], tuple[bool, ...]]) -> bool:
         for side, layouts in (("in", strategy.inputs), ("out", strategy.outputs)):
             for position, layout in enumerate(layouts):
                 if layout is not None and layout.is_split and not free[side, position][layout.axis]:
                     return False
         return True
 
-    def _split_strategies(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+    def _split_strategies(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
         if view.node.op_type == "Shape" and view.node.domain == "":
             yield from self._shapes(view, cuts)
             return
@@ -300,7 +300,9 @@ class StrategyTable:
             yield from self._windows(view, cuts)
         yield from self._partials(view)
 
-    def _by_rule(self, view: NodeView, rule: AxisRule, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+    def _by_rule(
+        self, view: NodeView, rule: AxisRule, cuts: Mapping[tuple[str, int, int], Cuts]
+    ) -> Iterator[NodeStrategy]:
         """Yield the strategies of an axis rule, one per cut that some of its axes may have."""
         options: set[tuple[int, int]] = set()
         sizes = {}
@@ -335,7 +337,7 @@ class StrategyTable:
             )
             if rule.effect == "map" and REPLICATED in outputs:
                 continue
-            yield Strategy(
+            yield NodeStrategy(
                 tuple(
                     None if shape is None else layouts.get(("in", position), REPLICATED)
                     for position, shape in enumerate(view.inputs)
@@ -348,12 +350,12 @@ class StrategyTable:
     def _can_sum(self, view: NodeView, types: frozenset[int]) -> bool:
         return view.opset >= _MIN_SUM_OPSET and all(kind in types for kind in view.element_types)
 
-    def _with_first(self, view: NodeView, source: Layout, result: Layout, edit: Edit | None) -> Strategy:
+    def _with_first(self, view: NodeView, source: Layout, result: Layout, edit: Edit | None) -> NodeStrategy:
         """Return a strategy of a node with one output, whose other inputs are replicated."""
         others = (None if shape is None else REPLICATED for shape in view.inputs[1:])
-        return Strategy((source, *others), (result,), edit=edit)
+        return NodeStrategy((source, *others), (result,), edit=edit)
 
-    def _reshapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+    def _reshapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
         source, result = view.shape(0), view.result()
         pairs: set[tuple[Layout, Layout]] = set()
         for layout in self._layouts("in", source, cuts):
@@ -376,7 +378,7 @@ class StrategyTable:
                 if (layout := self.division.split(axis, size, outer, blocks)) is not None:
                     yield layout
 
-    def _own_axis(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+    def _own_axis(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
         """Yield strategies that split every part of a Split or Concat along its own axis."""
         equal = equal_parts(view)
         if equal is None:
@@ -399,15 +401,15 @@ class StrategyTable:
                 continue
             if is_split:
                 rest = (None if shape is None else REPLICATED for shape in view.inputs[1:])
-                yield Strategy((whole, *rest), (part,) * parts, edit=set_split_sizes)
+                yield NodeStrategy((whole, *rest), (part,) * parts, edit=set_split_sizes)
             else:
-                yield Strategy((part,) * parts, (whole,))
+                yield NodeStrategy((part,) * parts, (whole,))
 
-    def _shapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+    def _shapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
         for layout in self._layouts("in", view.shape(0), cuts):
-            yield Strategy((layout,), (REPLICATED,), overrides_shape=True)
+            yield NodeStrategy((layout,), (REPLICATED,), overrides_shape=True)
 
-    def _windows(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+    def _windows(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
         """Yield strategies by rows: of a whole input, and of one that is split by rows, with halos."""
         division, size, result_size = self.division, view.shape(0)[ROW_AXIS], view.result()[ROW_AXIS]
         result = division.split(ROW_AXIS, result_size)
@@ -418,12 +420,12 @@ class StrategyTable:
             return
         window, edit = windowed
         rest = tuple(None if shape is None else REPLICATED for shape in view.inputs[1:])
-        yield Strategy((REPLICATED, *rest), (result,), edit=edit, window=window)
+        yield NodeStrategy((REPLICATED, *rest), (result,), edit=edit, window=window)
         source = division.split(ROW_AXIS, size)
         if source is not None:
-            yield Strategy((source, *rest), (result,), edit=edit, window=window)
+            yield NodeStrategy((source, *rest), (result,), edit=edit, window=window)
 
-    def _partials(self, view: NodeView) -> Iterator[Strategy]:
+    def _partials(self, view: NodeView) -> Iterator[NodeStrategy]:
         """Yield strategies that pass summands on, for linear operators."""
         if not self._can_sum(view, _SUMMABLE_TYPES) or not view.outputs:
             return
@@ -431,14 +433,14 @@ class StrategyTable:
         whole = tuple(None if shape is None else REPLICATED for shape in view.inputs)
         count = len(view.inputs)
         if view.op in _LINEAR_IN_FIRST:
-            yield Strategy((PARTIAL, *whole[1:]), outputs)
+            yield NodeStrategy((PARTIAL, *whole[1:]), outputs)
         if view.op in _LINEAR_TOGETHER:
-            yield Strategy((PARTIAL,) * count, outputs)
+            yield NodeStrategy((PARTIAL,) * count, outputs)
         if view.op in ("Mul", "Div") and _is_scale(view, 1):
-            yield Strategy((PARTIAL, REPLICATED), outputs)
+            yield NodeStrategy((PARTIAL, REPLICATED), outputs)
         if view.op == "Mul" and _is_scale(view, 0):
-            yield Strategy((REPLICATED, PARTIAL), outputs)
+            yield NodeStrategy((REPLICATED, PARTIAL), outputs)
         if view.op in ("Add", "Sub") and view.shape(0) == view.result():
-            yield Strategy((PARTIAL, REPLICATED), outputs, only_first=1)
+            yield NodeStrategy((PARTIAL, REPLICATED), outputs, only_first=1)
         if view.op == "Add" and view.shape(1) == view.result():
-            yield Strategy((REPLICATED, PARTIAL), outputs, only_first=0)
+            yield NodeStrategy((REPLICATED, PARTIAL), outputs, only_first=0)

@@ -11,9 +11,9 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
 from onnxplace.model import Model, captured_names, iterate_reads, iterate_subgraphs, rename_reads
 from onnxplace.passes.sharding.exchanges import ExchangeWriter, NodeOrigin, shard_weight
-from onnxplace.passes.sharding.layout_choice import Choice
+from onnxplace.passes.sharding.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.node_strategies import Strategy, local_shapes
+from onnxplace.passes.sharding.node_strategies import NodeStrategy, local_shapes
 from onnxplace.passes.sharding.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace
@@ -56,7 +56,7 @@ class ShardedModel:
     """Weight -> its parts, for weights that all devices hold parts of."""
 
 
-def write_sharded_model(space: StrategySpace, choice: Choice, costs: ExchangeCosts) -> ShardedModel:
+def write_sharded_model(space: StrategySpace, choice: LayoutChoice, costs: ExchangeCosts) -> ShardedModel:
     """Return the model that computes the same on the devices of a group."""
     return ShardedModelWriter(space, choice, costs).write()
 
@@ -66,7 +66,7 @@ class ShardedModelWriter(ExchangeWriter):
 
     part_suffix = "shard"
 
-    def __init__(self, space: StrategySpace, choice: Choice, costs: ExchangeCosts) -> None:
+    def __init__(self, space: StrategySpace, choice: LayoutChoice, costs: ExchangeCosts) -> None:
         super().__init__(space, costs)
         self.choice = choice
         # Names that subgraphs capture; most nodes have none.
@@ -111,7 +111,7 @@ class ShardedModelWriter(ExchangeWriter):
             split[name] = parts
         return split
 
-    def add_node(self, index: int, strategy: Strategy) -> None:
+    def add_node(self, index: int, strategy: NodeStrategy) -> None:
         node = self.model.nodes[index]
         for name, layout in zip(node.output, strategy.outputs):
             if name and layout is not None:
@@ -141,7 +141,7 @@ class ShardedModelWriter(ExchangeWriter):
     def is_known(self, name: str) -> bool:
         return name in self.layouts or name in self.facts.is_weight or name in self.model.input_names
 
-    def add_copy(self, index: int, strategy: Strategy, device: int) -> None:
+    def add_copy(self, index: int, strategy: NodeStrategy, device: int) -> None:
         """Add a device's copy of a node."""
         node, view = self.model.nodes[index], self.space.views[index]
         if strategy.only_first >= 0 and device > 0:
@@ -169,7 +169,7 @@ class ShardedModelWriter(ExchangeWriter):
             if name and layout is not None:
                 self.parts[name, layout, device] = result
 
-    def input(self, node: NodeProto, strategy: Strategy, position: int, device: int) -> str:
+    def input(self, node: NodeProto, strategy: NodeStrategy, position: int, device: int) -> str:
         name, layout = node.input[position], strategy.inputs[position]
         if not name:
             return ""
@@ -177,7 +177,7 @@ class ShardedModelWriter(ExchangeWriter):
             return self.window(name, layout or REPLICATED, strategy.window.rows[device], device)
         return self.get(name, layout or REPLICATED, device)
 
-    def edit(self, copy: NodeProto, view: NodeView, strategy: Strategy, device: int) -> None:
+    def edit(self, copy: NodeProto, view: NodeView, strategy: NodeStrategy, device: int) -> None:
         inputs, outputs = local_shapes(self.division, view, strategy, device)
 
         def override(name: str, length: int, index: int, entry: int) -> str:
@@ -202,7 +202,7 @@ class ShardedModelWriter(ExchangeWriter):
             )
         )
 
-    def override_shape(self, view: NodeView, strategy: Strategy, result: str, device: int) -> str:
+    def override_shape(self, view: NodeView, strategy: NodeStrategy, result: str, device: int) -> str:
         """Return the shape of the whole value, from that of a part."""
         layout = strategy.inputs[0]
         assert layout is not None
@@ -216,7 +216,7 @@ class ShardedModelWriter(ExchangeWriter):
         index, size = layout.axis - start, view.shape(0)[layout.axis]
         return self.override_entry(result, end - start, index, size, f"{result}/whole", device)
 
-    def weigh_mean(self, node: NodeProto, view: NodeView, strategy: Strategy, result: str, device: int) -> str:
+    def weigh_mean(self, node: NodeProto, view: NodeView, strategy: NodeStrategy, result: str, device: int) -> str:
         """Return a part's mean times its share of the whole, which is a summand of the mean."""
         layout = next(layout for layout in strategy.inputs if layout is not None and layout.is_split)
         dtype = helper.tensor_dtype_to_np_dtype(self.facts.types[node.output[0]])

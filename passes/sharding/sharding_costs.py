@@ -12,7 +12,7 @@ from onnxplace.graph import Floats
 from onnxplace.model import packed_size
 from onnxplace.passes.profiling import PeakRates, count_moved_bytes, count_operations, device_peaks
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.node_strategies import Strategy, local_shapes
+from onnxplace.passes.sharding.node_strategies import NodeStrategy, local_shapes
 from onnxplace.passes.sharding.node_views import NodeView, Shape
 from onnxplace.passes.sharding.strategy_space import StrategySpace
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
@@ -139,7 +139,7 @@ class WorkCosts:
     measured: tuple[bool, ...] = ()
     """Per device, whether times of whole nodes were measured; none by default."""
 
-    def part_seconds(self, index: int, strategy: Strategy, device: int, whole_seconds: float) -> float:
+    def part_seconds(self, index: int, strategy: NodeStrategy, device: int, whole_seconds: float) -> float:
         """Return the seconds of a device's part of a node that takes `whole_seconds`.
 
         A measured time is that of reading the node's weights, at `STREAMED_BYTES_PER_SECOND`, plus that of its
@@ -161,7 +161,7 @@ class WorkCosts:
         computing = whole_seconds - launch - streaming
         return min(whole_seconds, launch + streaming * share + computing * work.operations_ratio)
 
-    def _work(self, index: int, strategy: Strategy, device: int) -> _PartWork | None:
+    def _work(self, index: int, strategy: NodeStrategy, device: int) -> _PartWork | None:
         """Return the work of a device's part of a node; None if it is that of the whole."""
         view = self.space.views[index]
         if view is None or not strategy.is_split or strategy.overrides_shape:
@@ -232,13 +232,13 @@ class WorkCosts:
             )
         return result
 
-    def _device_works(self, index: int, strategy: Strategy) -> list[_PartWork | None]:
+    def _device_works(self, index: int, strategy: NodeStrategy) -> list[_PartWork | None]:
         devices = range(self.space.division.count)
         if self.space.division.is_even:  # the first device has the largest part
             return [self._work(index, strategy, 0)] * len(devices)
         return [self._work(index, strategy, device) for device in devices]
 
-    def _halo_seconds(self, index: int, strategy: Strategy, costs: ExchangeCosts) -> float:
+    def _halo_seconds(self, index: int, strategy: NodeStrategy, costs: ExchangeCosts) -> float:
         view = self.space.views[index]
         if view is None or strategy.window is None:
             return 0.0

@@ -15,7 +15,7 @@ from onnx import NodeProto
 from onnxplace.errors import UsageError, format_value, suggest_nearest
 from onnxplace.model import RANDOM_OPERATORS, Model, iterate_subgraphs
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.node_strategies import Cuts, Strategy, StrategyTable, describe_copies
+from onnxplace.passes.sharding.node_strategies import Cuts, NodeStrategy, StrategyTable, describe_copies
 from onnxplace.passes.sharding.node_views import NodeView
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from onnxplace.utils import match_names, parse_json, read_json
@@ -40,7 +40,7 @@ class StrategySpace:
     facts: TensorFacts
     division: Division
     views: tuple[NodeView | None, ...]
-    strategies: tuple[Sequence[Strategy], ...]
+    strategies: tuple[Sequence[NodeStrategy], ...]
     """Per node; the first one computes the node whole on every device. Equal nodes share one sequence."""
     kinds: tuple[int, ...]
     """Per node; nodes of one kind have equal views."""
@@ -100,7 +100,7 @@ class _Spreader:
                     self._users[name].append(index)
         given = facts.is_weight | facts.model.input_names
         self._given = [tuple(name in given for name in node.input) for node in nodes]
-        self._cache: dict[object, Sequence[Strategy]] = {}
+        self._cache: dict[object, Sequence[NodeStrategy]] = {}
 
     def _number_kinds(self) -> list[int]:
         numbers: dict[object, int] = {}
@@ -137,7 +137,7 @@ class _Spreader:
 
     def run(self) -> StrategySpace:
         nodes = self._facts.model.nodes
-        strategies: list[Sequence[Strategy]] = [()] * len(nodes)
+        strategies: list[Sequence[NodeStrategy]] = [()] * len(nodes)
         queue = deque(range(len(nodes)))
         queued = [True] * len(nodes)
         while queue:
@@ -157,10 +157,10 @@ class _Spreader:
             single=self._single,
         )
 
-    def _strategies(self, index: int) -> Sequence[Strategy]:
+    def _strategies(self, index: int) -> Sequence[NodeStrategy]:
         view, node = self._views[index], self._facts.model.nodes[index]
         if view is None:
-            whole = Strategy(
+            whole = NodeStrategy(
                 tuple(REPLICATED if name else None for name in node.input),
                 tuple(REPLICATED if name else None for name in node.output),
             )
@@ -171,7 +171,7 @@ class _Spreader:
             self._cache[key] = self._compute(index, view, cuts)
         return self._cache[key]
 
-    def _compute(self, index: int, view: NodeView, cuts: tuple[_AxisCuts, ...]) -> Sequence[Strategy]:
+    def _compute(self, index: int, view: NodeView, cuts: tuple[_AxisCuts, ...]) -> Sequence[NodeStrategy]:
         node, count = view.node, len(view.inputs)
         by_axis: dict[tuple[str, int, int], Cuts] = {}
         free: dict[tuple[str, int], tuple[bool, ...]] = {}
@@ -199,7 +199,7 @@ class _Spreader:
             rest = [item for item in rest if describe_copies(view, item, self._division) in listed]
         return (whole, *rest)
 
-    def _spread(self, index: int, strategies: Sequence[Strategy]) -> list[int]:
+    def _spread(self, index: int, strategies: Sequence[NodeStrategy]) -> list[int]:
         """Add the layouts that a node may have to its values; return the nodes whose values got new ones."""
         node = self._facts.model.nodes[index]
         touched: list[int] = []
@@ -249,12 +249,12 @@ def restrict_space(space: StrategySpace, shard_map: str) -> StrategySpace:
     return replace(space, strategies=tuple(strategies))
 
 
-def _filter(space: StrategySpace, index: int, kind: str) -> Sequence[Strategy]:
+def _filter(space: StrategySpace, index: int, kind: str) -> Sequence[NodeStrategy]:
     """Return the strategies of a node that are of a kind."""
     return tuple(strategy for strategy in space.strategies[index] if _is_kind(space, index, strategy, kind))
 
 
-def _is_kind(space: StrategySpace, index: int, strategy: Strategy, kind: str) -> bool:
+def _is_kind(space: StrategySpace, index: int, strategy: NodeStrategy, kind: str) -> bool:
     layout = next((layout for layout in strategy.outputs if layout is not None), None)
     if kind == "whole":
         return not strategy.is_split and layout != PARTIAL

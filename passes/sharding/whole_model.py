@@ -24,7 +24,7 @@ from onnx import (
 
 from onnxplace.model import Model
 from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
-from onnxplace.passes.sharding.node_strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.sharded_model import ShardedModel, StateLayout
 from onnxplace.passes.sharding.strategy_space import StrategySpace
 
@@ -126,7 +126,7 @@ class _WholeModel:
 
 
 def annotate_model(
-    model: Model, space: StrategySpace, strategies: Sequence[Strategy], device_ids: Sequence[str]
+    model: Model, space: StrategySpace, strategies: Sequence[NodeStrategy], device_ids: Sequence[str]
 ) -> Model:
     """Return a model whose nodes carry their sharding specifications.
 
@@ -147,7 +147,7 @@ def annotate_model(
     )
 
 
-def _annotate(node: NodeProto, space: StrategySpace, strategy: Strategy) -> NodeProto:
+def _annotate(node: NodeProto, space: StrategySpace, strategy: NodeStrategy) -> NodeProto:
     """Return a node with the layouts of its inputs and outputs."""
     entry = NodeDeviceConfigurationProto(configuration_id=CONFIGURATION)
     values = zip((*node.input, *node.output), (*strategy.inputs, *strategy.outputs))

@@ -127,7 +127,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LossCandidate:
     """An output that may be the loss."""
 
     name: str
@@ -185,7 +185,7 @@ def _list_scalar_outputs(flow: Flow) -> list[str]:
     return names[:MAX_CANDIDATES]
 
 
-def _examine(flow: Flow, loss: str) -> Candidate | None:
+def _examine(flow: Flow, loss: str) -> LossCandidate | None:
     """Return an output with the parameters that it would be the loss of, None if there are none."""
     forward, read = flow.leads_to(np.array([flow.find_output(loss)], dtype=np.int32))
     graph, numbers = flow.graph, np.arange(len(flow.states), dtype=np.int32)
@@ -197,10 +197,10 @@ def _examine(flow: Flow, loss: str) -> Candidate | None:
     )
     is_parameter &= (carried[producer] == numbers) | (carried[producer] == MANY)
     learns = flow.comes_from(forward, np.zeros(0, dtype=np.int32))[producer]
-    return Candidate(loss, is_parameter) if bool((is_parameter & learns).any()) else None
+    return LossCandidate(loss, is_parameter) if bool((is_parameter & learns).any()) else None
 
 
-def _describe(flow: Flow, candidate: Candidate) -> TrainingStep:
+def _describe(flow: Flow, candidate: LossCandidate) -> TrainingStep:
     """Return the training step with a loss and parameters; its moments and buffers follow from them."""
     model, states = flow.model, flow.states
     outputs = dict(model.states)

@@ -254,23 +254,23 @@ def branch_and_bound_search(
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _StateLayer:
     reals: Floats
     ints: Ints
     masks: Longs
     bounds: Floats
 
-    def where(self, kept: Bools) -> _Layer:
-        return _Layer(self.reals[kept], self.ints[kept], self.masks[kept], self.bounds[kept])
+    def where(self, kept: Bools) -> _StateLayer:
+        return _StateLayer(self.reals[kept], self.ints[kept], self.masks[kept], self.bounds[kept])
 
 
-def _root_layer(tables: ProblemTables) -> _Layer:
+def _root_layer(tables: ProblemTables) -> _StateLayer:
     devices, groups, values = tables.devices, len(tables.group_mask), len(tables.read_mask)
     reals = np.zeros((1, 1 + 4 * devices + values * devices))
     reals[:, 1 + 4 * devices :] = NEVER
     ints = np.zeros((1, groups + 2 * devices + 1 + values), dtype=np.int32)
     ints[:, : groups + devices] = -1
-    return _Layer(reals, ints, np.zeros(1, dtype=np.int64), np.zeros(1))
+    return _StateLayer(reals, ints, np.zeros(1, dtype=np.int64), np.zeros(1))
 
 
 class _Children:
@@ -283,7 +283,7 @@ class _Children:
         self.guides = np.empty(capacity)
         self.filled = 0
 
-    def add(self, layer: _Layer, begin: int, threshold: float, tables: ProblemTables) -> float:
+    def add(self, layer: _StateLayer, begin: int, threshold: float, tables: ProblemTables) -> float:
         """Add the children of STATES_PER_CALL states; return the least bound of those cut off."""
         end, cut = min(begin + STATES_PER_CALL, len(layer.masks)), NEVER
         while begin < end:
@@ -301,8 +301,8 @@ class _Children:
 
 
 def _next_layer(
-    layer: _Layer, children: _Children, width: int, tables: ProblemTables
-) -> tuple[_Layer, Ints, Ints, float]:
+    layer: _StateLayer, children: _Children, width: int, tables: ProblemTables
+) -> tuple[_StateLayer, Ints, Ints, float]:
     """Return the best undominated children, their parents and actions, and the least bound of dropped ones."""
     bounds = children.bounds[: children.filled]
     room = min(width, len(bounds))
@@ -315,7 +315,7 @@ def _next_layer(
     )  # fmt: skip
     dropped = float(bounds[ranked[looked_at:]].min(initial=NEVER))
     chosen = chosen[:kept]
-    next_layer = _Layer(reals[:kept], ints[:kept], masks[:kept], bounds[chosen])
+    next_layer = _StateLayer(reals[:kept], ints[:kept], masks[:kept], bounds[chosen])
     return next_layer, children.parents[chosen], children.actions[chosen], dropped
 
 

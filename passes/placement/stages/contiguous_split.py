@@ -13,19 +13,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from onnxplace.graph import Floats, Ints, Longs
+from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.stages.local_search_kernels import LocalSearch
 from onnxplace.passes.placement.stages.order_kernels import generate_orders
 from onnxplace.passes.placement.stages.stage_dp import (
     CROSSING_BYTES,
     Cutting,
     Lattice,
-    Table,
+    StageTable,
     assign_devices,
     build_chain_lattice,
     enumerate_lattice,
+    least_held_bytes,
     tabulate,
     trace_devices,
+    unit_seconds,
 )
 from onnxplace.passes.placement.stages.stage_kernels import SUM, TRAFFIC, list_stages, new_scratch
 from onnxplace.problem import PlacementProblem
@@ -50,7 +52,7 @@ LARGE_SECONDS = 1e30
 
 
 def exact_split(
-    cutting: Cutting, lattice: Lattice, table: Table, bound: float, deadline: float
+    cutting: Cutting, lattice: Lattice, table: StageTable, bound: float, deadline: float
 ) -> tuple[Ints | None, bool]:
     """Return the devices of a split whose largest load is below `bound`, and whether the search was exhaustive.
 
@@ -68,7 +70,7 @@ def exact_split(
 class _BoundedSearch:
     cutting: Cutting
     lattice: Lattice
-    table: Table
+    table: StageTable
     bound: float
     deadline: float
     failed: set[tuple[int, int, bytes]] = field(default_factory=set)
@@ -128,7 +130,7 @@ class _BoundedSearch:
 
 
 @dataclass(frozen=True)
-class Split:
+class StageSplit:
     """A contiguous split of a Cutting."""
 
     device: Ints
@@ -157,7 +159,7 @@ def evaluate_split(cutting: Cutting, problem: PlacementProblem, seconds: Floats,
     ).interval_seconds
 
 
-def split_into_stages(cutting: Cutting, problem: PlacementProblem, deadline: float, seed: int) -> Split | None:
+def split_into_stages(cutting: Cutting, problem: PlacementProblem, deadline: float, seed: int) -> StageSplit | None:
     """Return the best contiguous split that the time allows, None if none is within the limits."""
     incumbent = _split_orders(cutting, problem, deadline, seed)
     lattice = enumerate_lattice(cutting.graph, MAX_IDEALS) if cutting.exhaustive else None
@@ -166,11 +168,11 @@ def split_into_stages(cutting: Cutting, problem: PlacementProblem, deadline: flo
     return _search_all_splits(cutting, problem, lattice, incumbent, deadline)
 
 
-def _split_orders(cutting: Cutting, problem: PlacementProblem, deadline: float, seed: int) -> Split | None:
+def _split_orders(cutting: Cutting, problem: PlacementProblem, deadline: float, seed: int) -> StageSplit | None:
     """Cut several topological orders optimally, then improve each split by local search."""
     nodes, seconds = len(cutting.graph), expand_seconds(cutting, problem)
     lattice = build_chain_lattice(nodes, max(64, MAX_STEPS // nodes))
-    best: Split | None = None
+    best: StageSplit | None = None
     for attempt, order in enumerate(generate_orders(cutting.graph, ORDER_COUNT, seed)):
         if attempt and budget_clock() > deadline:
             break
@@ -191,7 +193,7 @@ def _split_orders(cutting: Cutting, problem: PlacementProblem, deadline: float, 
         )
         value = evaluate_split(cutting, problem, seconds, device)
         if best is None or value < best.value:
-            best = Split(device, value, 0.0)
+            best = StageSplit(device, value, 0.0)
     return best
 
 
@@ -209,20 +211,43 @@ def _build_local_search(cutting: Cutting, problem: PlacementProblem, seconds: Fl
     limit = np.zeros(len(seconds), dtype=np.int64)
     for kind, amount in zip(cutting.kinds, cutting.limit_bytes):
         limit[list(kind)] = amount
+    return _make_local_search(problem, cutting.graph, seconds, limit, cutting.need_bytes, cutting.rule)
+
+
+def build_group_search(problem: PlacementProblem, rule: int, limit_bytes: Longs) -> LocalSearch:
+    """Build the local search that moves the groups of a problem; stages may become non-contiguous."""
+    seconds = unit_seconds(problem, problem.group)
+    if rule == TRAFFIC:
+        seconds = np.where(np.isfinite(seconds), 0.0, np.inf)
+        seconds[limit_bytes <= 0] = np.inf
+    need_bytes = least_held_bytes(problem, problem.group)
+    return _make_local_search(problem, problem.graph.contract(problem.group), seconds, limit_bytes, need_bytes, rule)
+
+
+def _make_local_search(
+    problem: PlacementProblem, graph: OpGraph, seconds: Floats, limit_bytes: Longs, need_bytes: Longs, rule: int
+) -> LocalSearch:
     latency, per_byte = problem.target.link_arrays()
-    if cutting.rule == TRAFFIC:
+    if rule == TRAFFIC:  # transfers count their bytes alone
         latency, per_byte = np.full_like(latency, CROSSING_BYTES), np.ones_like(per_byte)
-    return LocalSearch(cutting.graph, seconds, latency, per_byte, limit, cutting.need_bytes, cutting.rule)
+    return LocalSearch(graph, seconds, latency, per_byte, limit_bytes, need_bytes, rule)
+
+
+def tighten_limits(limit: Longs, allowed: Longs, peak_bytes: Longs, attempt: int) -> Longs:
+    """Return smaller limits for the devices on which a placement exceeds the `allowed` bytes."""
+    excess = np.maximum(peak_bytes - allowed, 0)
+    less = np.where(excess > 0, np.maximum((attempt + 1) * excess, allowed // 64), 0)
+    return np.maximum(limit - less, 0).astype(np.int64)
 
 
 def _search_all_splits(
-    cutting: Cutting, problem: PlacementProblem, lattice: Lattice, incumbent: Split | None, deadline: float
-) -> Split | None:
+    cutting: Cutting, problem: PlacementProblem, lattice: Lattice, incumbent: StageSplit | None, deadline: float
+) -> StageSplit | None:
     """Search all contiguous splits: first the few that are close to a lower bound, then others."""
     lower_bound = _lower_bound(cutting)
     upper_bound = LARGE_SECONDS if incumbent is None else incumbent.value * (1 - 1e-9)
     if not np.isfinite(lower_bound) or (incumbent is not None and incumbent.value <= lower_bound * (1 + 1e-9)):
-        return incumbent if incumbent is None else Split(incumbent.device, incumbent.value, incumbent.value)
+        return incumbent if incumbent is None else StageSplit(incumbent.device, incumbent.value, incumbent.value)
     excess, proven_bound = 0.01, lower_bound
     while True:
         bound = lower_bound * (1 + excess)
@@ -244,18 +269,18 @@ def _lower_bound(cutting: Cutting) -> float:
     return 0.0 if cutting.rule == TRAFFIC else float(max(fastest.sum() / devices, fastest.max()))
 
 
-def _with_bound(incumbent: Split | None, bound: float) -> Split | None:
-    return None if incumbent is None else Split(incumbent.device, incumbent.value, min(bound, incumbent.value))
+def _with_bound(incumbent: StageSplit | None, bound: float) -> StageSplit | None:
+    return None if incumbent is None else StageSplit(incumbent.device, incumbent.value, min(bound, incumbent.value))
 
 
 def _verify_best(
     cutting: Cutting,
     problem: PlacementProblem,
     lattice: Lattice,
-    table: Table,
-    incumbent: Split | None,
+    table: StageTable,
+    incumbent: StageSplit | None,
     deadline: float,
-) -> Split | None:
+) -> StageSplit | None:
     """Evaluate the table's best split by its true loads, and search for one between the two.
 
     The table counts a value that several later stages read as sent once, so its best is a lower bound.
@@ -265,25 +290,25 @@ def _verify_best(
     assert device is not None
     value = evaluate_split(cutting, problem, seconds, device)
     if incumbent is None or value < incumbent.value:
-        incumbent = Split(device, value, table.least)
+        incumbent = StageSplit(device, value, table.least)
     if incumbent.value <= table.least * (1 + 1e-9):
-        return Split(incumbent.device, incumbent.value, incumbent.value)
+        return StageSplit(incumbent.device, incumbent.value, incumbent.value)
     if not cutting.exact_receives:
         return _with_bound(incumbent, table.least)
     return _close_gap(cutting, problem, lattice, incumbent, table.least, deadline)
 
 
 def _close_gap(
-    cutting: Cutting, problem: PlacementProblem, lattice: Lattice, incumbent: Split, least: float, deadline: float
-) -> Split:
+    cutting: Cutting, problem: PlacementProblem, lattice: Lattice, incumbent: StageSplit, least: float, deadline: float
+) -> StageSplit:
     """Close the gap between the true load of `incumbent` and the lower bound `least`, if the time allows."""
     seconds = expand_seconds(cutting, problem)
     while incumbent.value > least * (1 + 1e-9):
         table = tabulate(cutting, lattice, incumbent.value * (1 - 1e-9), deadline)
         if table is None or not table.complete:
-            return Split(incumbent.device, incumbent.value, least)
+            return StageSplit(incumbent.device, incumbent.value, least)
         device, exhausted = exact_split(cutting, lattice, table, incumbent.value * (1 - 1e-9), deadline)
         if device is None:
-            return Split(incumbent.device, incumbent.value, incumbent.value if exhausted else least)
-        incumbent = Split(device, evaluate_split(cutting, problem, seconds, device), least)
-    return Split(incumbent.device, incumbent.value, incumbent.value)
+            return StageSplit(incumbent.device, incumbent.value, incumbent.value if exhausted else least)
+        incumbent = StageSplit(device, evaluate_split(cutting, problem, seconds, device), least)
+    return StageSplit(incumbent.device, incumbent.value, incumbent.value)

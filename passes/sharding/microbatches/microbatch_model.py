@@ -19,10 +19,10 @@ from onnxplace.facts import Profile
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import iterate_reads, iterate_subgraphs, rename_reads
 from onnxplace.passes.sharding.exchanges import NodeOrigin
-from onnxplace.passes.sharding.layout_choice import Choice
+from onnxplace.passes.sharding.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.layouts import REPLICATED, Layout
 from onnxplace.passes.sharding.microbatches.batch_layouts import find_dependent_values
-from onnxplace.passes.sharding.node_strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.sharded_model import ShardedModel, ShardedModelWriter
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace, is_unrepeatable
@@ -36,7 +36,9 @@ SHARED = -1
 NO_UNIT = -1
 
 
-def write_parts(space: StrategySpace, choice: Choice, costs: ExchangeCosts, replica: Sequence[int]) -> ShardedModel:
+def write_parts(
+    space: StrategySpace, choice: LayoutChoice, costs: ExchangeCosts, replica: Sequence[int]
+) -> ShardedModel:
     """Return the model with micro-batches in place of devices: values that are not split exist once.
 
     Summands of gradients are added up in the order of the parts, one after the other, so that one sum is held: first
@@ -56,7 +58,9 @@ class _PartsWriter(ShardedModelWriter):
 
     part_suffix = "batch"
 
-    def __init__(self, space: StrategySpace, choice: Choice, costs: ExchangeCosts, replica: Sequence[int]) -> None:
+    def __init__(
+        self, space: StrategySpace, choice: LayoutChoice, costs: ExchangeCosts, replica: Sequence[int]
+    ) -> None:
         super().__init__(space, choice, costs)
         self.replica = replica
         self.producers: dict[str, NodeProto] = {}
@@ -69,7 +73,7 @@ class _PartsWriter(ShardedModelWriter):
         for name in proto.output:
             self.producers[name] = proto
 
-    def add_node(self, index: int, strategy: Strategy) -> None:
+    def add_node(self, index: int, strategy: NodeStrategy) -> None:
         is_shared = all(layout in (None, REPLICATED) for layout in (*strategy.inputs, *strategy.outputs))
         if not is_shared:
             super().add_node(index, strategy)

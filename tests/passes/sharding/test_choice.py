@@ -14,7 +14,7 @@ from onnxplace.passes.sharding import layout_choice
 from onnxplace.passes.sharding.elimination import Solution
 from onnxplace.passes.sharding.layout_choice import ChoiceProblem, count_weight_bytes, is_sharded, is_whole
 from onnxplace.passes.sharding.layouts import REPLICATED, Layout
-from onnxplace.passes.sharding.node_strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.strategy_space import StrategySpace, restrict_space
 from tests.support.shardable_models import make_model
 from tests.support.shardings import SHARES, make_costs, make_space
@@ -42,7 +42,7 @@ def make_problem(space: StrategySpace, seed: int = 0, max_entries: int = 1 << 20
     return ChoiceProblem(space, seconds, make_costs(space.division.count), max_entries)
 
 
-def price_choice(problem: ChoiceProblem, strategies: Sequence[Strategy]) -> float:
+def price_choice(problem: ChoiceProblem, strategies: Sequence[NodeStrategy]) -> float:
     """Return the seconds of a choice by definition: each value is exchanged into at most one more layout."""
     model, space = problem.space.facts.model, problem.space
     total = 0.0

@@ -8,7 +8,7 @@ from onnx import numpy_helper, parser
 
 from onnxplace.passes.profiling import PeakRates
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.node_strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.sharding_costs import (
     STREAMED_BYTES_PER_SECOND,
     WorkCosts,
@@ -40,7 +40,7 @@ def costs_of(space: StrategySpace) -> WorkCosts:
     return WorkCosts(space, (PEAKS,) * space.division.count)
 
 
-def find(space: StrategySpace, index: int, axis: int) -> Strategy:
+def find(space: StrategySpace, index: int, axis: int) -> NodeStrategy:
     """Return the first strategy of a node whose result is split along an axis; -2 for summands."""
     return next(item for item in space.strategies[index] if item.outputs[0] and item.outputs[0].axis == axis)
 
