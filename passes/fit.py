@@ -28,7 +28,7 @@ from onnxplace.utils import budget_clock
 
 # A device that takes over this many times as long as the fastest one is a last resort.
 SLOW_FACTOR = 4.0
-# Of the local search, each with its own seed.
+# Runs of the local search, each with its own seed.
 RESTARTS = 3
 # Bisections of the share of memory that slow devices may use.
 HALVINGS = 5
@@ -52,7 +52,7 @@ class Fit(Pass):
     seconds: Annotated[float, Ge(0)] = 5.0
     """Time to search for less traffic."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of the topological orders and the local search."""
+    """Seed of the topological orders and the local search."""
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)

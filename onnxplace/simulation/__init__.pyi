@@ -17,11 +17,6 @@ from onnxplace.simulation.lower_bounds import (
     lower_bound_seconds as lower_bound_seconds,
     node_bytes as node_bytes,
 )
-from onnxplace.simulation.request_rates import (
-    RequestRates as RequestRates,
-    predict_python_seconds as predict_python_seconds,
-    predict_request_rates as predict_request_rates,
-)
 from onnxplace.simulation.simulator import (
     MemoryChanges as MemoryChanges,
     Simulation as Simulation,
@@ -31,6 +26,9 @@ from onnxplace.simulation.simulator import (
     simulate as simulate,
 )
 from onnxplace.simulation.steady_state import (
+    RequestRates as RequestRates,
     list_transfers as list_transfers,
+    predict_python_seconds as predict_python_seconds,
+    predict_request_rates as predict_request_rates,
     steady_state_loads as steady_state_loads,
 )

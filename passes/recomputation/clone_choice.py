@@ -230,6 +230,7 @@ class _Search:
             added = self._with_ancestors(node, is_deep)
             if not any((added == option).all() for option in options):
                 options.append(added)
+        # Alone; with ancestors that are as cheap; with all whose values would have to stay.
         for added in options:
             schedule = self.problem.apply(self.is_cloned | added)
             saved = self.excess - self._excess(schedule)

@@ -125,6 +125,7 @@ class _LateOrder:
         for node in np.flatnonzero(np.array(self._unplaced) == 0).tolist():
             self._offer(node)
         reverse: list[int] = []
+        # Nodes in `_free` read nothing that would have to stay for them; the others wait until there is no such node.
         while self._free or self._waiting:
             _, node = heapq.heappop(self._free or self._waiting)
             if self._is_placed[node]:

@@ -63,7 +63,7 @@ class WrittenFiles:
     """What the manifest says about the files of its bundle."""
 
     records: dict[str, FileRecord]
-    """By path."""
+    """Path -> record."""
     initial_states: Mapping[str, InitialRecord]
     """Where the initial value of a state is, by its input."""
 
@@ -81,7 +81,7 @@ def build_manifest(
     Args:
         state: With Model, Profile, Placement, Schedule and Segments.
         ids: The name of each segment.
-        types: Of the values that cross between segments, by name.
+        types: Types of the values that cross between segments, by name.
         written: The files of the bundle that are already written.
         pipeline: The text of the whole pipeline, for the record.
         batching: Whether requests can be joined.

@@ -155,7 +155,7 @@ class SegmentPlan:
     device: Ints
     """Per segment."""
     simulation: Simulation
-    """Of `graph`, with the overhead of calls and with contention."""
+    """The step of `graph`, with the overhead of calls and with contention."""
 
 
 def simulate_segments(state: State, nodes: Sequence[Ints]) -> SegmentPlan:

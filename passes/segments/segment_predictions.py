@@ -134,7 +134,7 @@ class Footprint:
     device_bytes: tuple[int, ...]
     """Per device, if it were alone in the process: sessions with their copies of weights, and values with holes."""
     running_bytes: int
-    """Of the process during inferences, Python and ONNX Runtime included."""
+    """Memory of the process during inferences, Python and ONNX Runtime included."""
     opening_bytes: int
     """Peak of the process while it opens sessions, one after the other."""
 

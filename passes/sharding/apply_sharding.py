@@ -333,8 +333,8 @@ def cut_into_stages(model: Model, seconds: Floats, position: Ints, stages: int) 
 
     Args:
         model: The sharded model.
-        seconds: Of each node on its device.
-        position: Of each node's device in its group.
+        seconds: Time of each node on its device.
+        position: Position of each node's device in its group.
         stages: Number of stages.
     """
     result = np.zeros(len(model.nodes), dtype=np.int32)

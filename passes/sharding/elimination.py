@@ -170,6 +170,7 @@ def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int =
     variables = [variable for variable, size in enumerate(sizes) if size > 1]
     joins, bound, starts = Joins(sizes), -math.inf, [[0] * len(sizes)]
     max_work = max(MAX_WORK, _WORK_PER_VARIABLE * len(variables))
+    # Smaller limits give weaker bounds with less work; the first one that proves its assignment ends the search.
     for limit in (max_entries, *(limit for limit in _SMALLER_LIMITS if limit < max_entries)):
         attempt = Elimination(joins, rounded, variables, limit, max_work)
         if not attempt.run():
@@ -262,6 +263,7 @@ class Elimination:
         for other in touched:
             self._neighbours[other].discard(variable)
             self._turns[other] += 1
+        # One table over all neighbours if it is small; else mini-buckets, whose minima add up to a lower bound.
         if entries <= self._max_entries:
             self._add(self._minimum(bucket, variable, tuple(touched)))
         else:
@@ -282,6 +284,7 @@ class Elimination:
     def assign(self, values: Sequence[int]) -> list[int]:
         """Return `values` with the best ones of the eliminated variables, after `run`."""
         result = list(values)
+        # Backwards: when a variable is set, all variables that its tables share with it are set already.
         for variable, bucket in reversed(self._buckets):
             total: CostTable = np.zeros(self._sizes[variable])
             for factor in bucket:
@@ -335,6 +338,7 @@ def _improve_window(
     window: Sequence[int], factors: Sequence[Factor], joins: Joins, values: list[int], max_entries: int
 ) -> bool:
     """Set the variables of a window to their best values, the others fixed, unless that saves nothing."""
+    # Tables that reach outside are cut at the values of the fixed variables, which makes the window exact or small.
     inside = set(window)
     conditioned = []
     for factor in factors:

@@ -38,10 +38,10 @@ def shard_weight(
 
     Args:
         tensor: The weight.
-        name: Of the part.
+        name: Name of the part.
         axis: The split axis.
         ranges: [low, high) along it.
-        folder: Of external data.
+        folder: Folder of external data.
     """
     dims = list(tensor.dims)
     dims[axis] = sum(high - low for low, high in ranges)

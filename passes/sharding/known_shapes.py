@@ -63,7 +63,7 @@ def infer_with_runtime(model: Model, shapes: Mapping[str, Shape]) -> RuntimeShap
 
     Args:
         model: The model.
-        shapes: Of its inputs.
+        shapes: Shapes of its inputs.
     """
     versions = {item.domain: item.version for item in model.opsets}
     if all(_can_onnx_infer(node.op_type, node.domain, versions.get(node.domain, 1)) for node in model.nodes):

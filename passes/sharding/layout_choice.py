@@ -284,6 +284,7 @@ class ChoiceProblem:
         A price per byte of weights trades time for memory. It is searched between a choice that is too heavy and one
         that fits, at the price that makes both cost the same, which ends at the best price (a Lagrangian dual).
         """
+        # Free of charge, the fastest choice; at the largest price, the one with the least weights.
         heavy = self._solve_at(0.0)
         if weight_limit_bytes is None or heavy.choice.weight_bytes <= weight_limit_bytes:
             return heavy.choice
@@ -308,6 +309,7 @@ class ChoiceProblem:
             added_seconds = light.choice.seconds - heavy.choice.seconds
             if saved_bytes <= 0 or added_seconds <= 0:
                 break
+            # At this price both ends cost the same: a choice between them shows if and only if it costs less.
             price = added_seconds / saved_bytes
             middle = self._solve_at(price)
             if middle.cost(price) >= light.cost(price) * (1 - 1e-9):

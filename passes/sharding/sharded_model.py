@@ -38,7 +38,7 @@ class WeightParts:
 
     layout: Layout
     names: tuple[str, ...]
-    """By device."""
+    """Names of the parts, by device."""
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,13 @@ class ExchangeCosts:
     count: int
     """Number of devices."""
     latency_seconds: float
-    """Of a message."""
+    """Latency of a message."""
     seconds_per_byte: float
-    """Of a message."""
+    """Time per byte of a message."""
     segment_seconds: float
     """What a cut costs a device: one more segment."""
     copy_seconds_per_byte: float
-    """Of slices, concatenations and sums."""
+    """Time per byte of slices, concatenations and sums."""
     kernel_seconds: float
     """The least that such an operator takes."""
 
@@ -214,7 +214,7 @@ class WorkCosts:
 
         Args:
             device_seconds: [device of the group, node].
-            costs: Of exchanges.
+            costs: Costs of exchanges.
         """
         cache: dict[object, list[list[_PartWork | None]]] = {}
         result = []

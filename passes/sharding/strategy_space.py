@@ -140,6 +140,7 @@ class _Spreader:
         strategies: list[Sequence[NodeStrategy]] = [()] * len(nodes)
         queue = deque(range(len(nodes)))
         queued = [True] * len(nodes)
+        # A node is listed again when one of its values may get a new layout; cuts only ever grow, so this ends.
         while queue:
             index = queue.popleft()
             queued[index] = False

@@ -26,7 +26,7 @@ ELEMENTWISE = frozenset(
     }
 )
 
-# Of the largest floating-point type of ONNX.
+# Size of the largest floating-point type of ONNX.
 MAX_NUMBER_BYTES = 8
 
 # Scalar outputs that are examined as the loss; models return few numbers.
@@ -87,7 +87,7 @@ class Flow:
 
         Args:
             ends: Indices of values.
-            labels: Of the ends.
+            labels: Labels of the ends.
             cut: Whether single numbers that lead to several ends connect them.
         """
         graph = self.graph

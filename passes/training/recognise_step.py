@@ -151,6 +151,7 @@ class _Recognition:
         optimizer_inputs = np.flatnonzero((graph.producer < 0) & ~self.is_forward_value & value_leads).astype(np.int32)
         is_update = flow.comes_from(np.zeros(len(graph), dtype=bool), optimizer_inputs)
         is_update[graph.producer[self.family_outputs]] = True
+        # Norms of all gradients, weight decay, and what leads to no new value but works for a parameter.
         is_update |= (origin == MANY) | ((parameter >= 0) & (self._decays() == parameter))
         is_update |= ~leads & (parameter >= 0)
         is_update &= ~self.is_forward

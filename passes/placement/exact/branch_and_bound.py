@@ -228,6 +228,7 @@ def branch_and_bound_search(
     history: list[tuple[Ints, Ints]] = []
     empty = np.zeros(0, dtype=np.int32)
     result = SearchResult(upper_seconds, np.inf, empty, empty, True)
+    # Invariant: no step is shorter than the least of `result.bound_seconds` and the bounds of the layer.
     while len(layer.masks):
         threshold = min(upper_seconds, result.makespan_seconds) * (1 - gap)
         children = _Children(4096)
@@ -241,6 +242,7 @@ def branch_and_bound_search(
         history.append((parents, actions))
         is_complete = layer.masks == np.int64((1 << len(tables.group)) - 1)
         bound = min(result.bound_seconds, cut, dropped)
+        # Complete states leave the layer; the best by their own account are simulated.
         if is_complete.any():
             ends = layer.reals[:, 1 : 1 + tables.devices].max(axis=1)
             bound = min(bound, float(ends[is_complete].min()))

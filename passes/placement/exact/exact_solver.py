@@ -115,6 +115,7 @@ def solve_exactly(problem: PlacementProblem, seconds: float, gap: float, seed: i
     _warm_up([best] if is_searchable else blocks.distinct[:1] if blocks else [])
     start = time.perf_counter()
     deadline = start + seconds
+    # A narrow search proves most small graphs at once.
     if is_searchable and not best.is_proven:
         _search_widening(best, FIRST_WIDTH, deadline, FIRST_WIDTH)
     if blocks:
@@ -124,6 +125,7 @@ def solve_exactly(problem: PlacementProblem, seconds: float, gap: float, seed: i
         _search_heuristically(best, plans, HEURISTIC_SHARE * seconds if is_searchable else max(remaining, 0.05), seed)
     if is_searchable and not best.is_proven:
         _search_widening(best, WIDENING * FIRST_WIDTH, start + SOLVER_BEGIN_SHARE * seconds)
+    # The solver bounds what the search cannot: its relaxation sees all work at once.
     if is_solvable and not best.is_proven:
         _close_gap_with_solver(best, start + SOLVER_END_SHARE * seconds if is_searchable else deadline, seed)
     if is_searchable and not best.is_proven:

@@ -183,7 +183,7 @@ def list_stage_cuts(graph: OpGraph, layers: StepLayers, shares: Sequence[float])
     Args:
         graph: The training step.
         layers: Its units.
-        shares: Of the time, by stage.
+        shares: Share of the time, by stage.
     """
     order = np.argsort(layers.depth, kind="stable").astype(np.int32)
     elapsed = np.cumsum(layers.seconds[order])

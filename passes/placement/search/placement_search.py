@@ -87,6 +87,7 @@ def _coarsen_once(fine: PlacementProblem, max_seconds: float) -> Level:
     graph, count = fine.graph, len(fine.graph)
     pin = fine.pinned[fine.group].astype(np.int32)
     parent, load, nodes = np.arange(count, dtype=np.int32), fine.seconds.min(axis=0), np.arange(count, dtype=np.int32)
+    # Groups of the finer problem stay together, whatever they weigh; then edges join up to the limit.
     join_light_groups(parent, pin, load, first_equal(fine.group).astype(np.int32), nodes, np.inf)
     inner = graph.producer[graph.inputs.items] >= 0
     value, reader = graph.inputs.items[inner], graph.inputs.rows[inner]
@@ -242,10 +243,12 @@ def improve(
             wiring, scratch, atoms, walk, start.level_weight, min(size, max_proposals - proposals),
             temperature * start.seconds, progress, step, space.memory_binds, best_device, best_bias,
         )  # fmt: skip
+        # The loop stops at each placement that is better than all before: only these are checked for memory.
         if passes and not space.fits(walk.device, run_order(problem.graph, scratch)):
             undo(atoms, walk)
         elif passes and accept(scratch, walk):
             best_device, best_bias = walk.device.copy(), walk.bias.copy()
+        # Slices of the loop grow until one takes SLICE_SECONDS.
         if not passes:
             size = max(1, int(size * min(2.0, SLICE_SECONDS / max(time.perf_counter() - now, 1e-6))))
     improved = decode_candidate(space, start.name, best_device, best_bias, start.level_weight)
@@ -279,14 +282,15 @@ def explore(
     Args:
         ladder: The problem and its coarser versions.
         given: Candidates to start from, too.
-        budget: Of all searches together.
-        seed: Of the random moves.
+        budget: Limits of all searches together.
+        seed: Seed of the random moves.
         goal: Seconds of a step at which the search stops.
         promising: A given candidate from which one of the first two searches starts, instead of from a coarser version.
 
     Raises:
         LookupError: No candidate fits.
     """
+    # Starts: constructed placements of every level, carried down to the problem itself, and the given ones.
     spaces = [SearchSpace(level.problem) for level in ladder]
     constructed = [_construct_candidate(space) for space in spaces]
     projected = (_descend(ladder, spaces, level, start, None) for level, start in enumerate(constructed) if start)
@@ -306,11 +310,13 @@ def explore(
     jobs = [descend_from(level, candidate) for level, candidate in chosen]
     if promising:
         jobs.append(lambda: improve(spaces[0], promising, first, seed, goal=goal))
+    # Two searches keep two cores busy; fewer coarse levels leave room for one from the best so far.
     if len(jobs) < 2:
         jobs.append(lambda: improve(spaces[0], best, first, seed, goal=goal))
     results = run_in_threads(jobs, budget.cancelled.set)
     proposals = sum(count for _, count in results)
     best = min([best, *(candidate for candidate, _ in results)], key=lambda candidate: candidate.seconds)
+    # The second round is colder: it keeps what the first one reached, and mends details.
     best, further = _improve_twice(spaces[0], best, second, seed + 2, START_TEMPERATURE / 4, goal)
     return Explored(best, proposals + further)
 

@@ -5,10 +5,6 @@ from onnxplace.passes.placement.stages.contiguous_split import (
     split_into_stages as split_into_stages,
     tighten_limits as tighten_limits,
 )
-from onnxplace.passes.placement.stages.replicated_stages import (
-    find_first_devices as find_first_devices,
-    merge_devices as merge_devices,
-)
 from onnxplace.passes.placement.stages.stage_dp import prepare_cuts as prepare_cuts
 from onnxplace.passes.placement.stages.stage_kernels import (
     DUPLEX as DUPLEX,

@@ -248,6 +248,8 @@ def _search_all_splits(
     upper_bound = LARGE_SECONDS if incumbent is None else incumbent.value * (1 - 1e-9)
     if not np.isfinite(lower_bound) or (incumbent is not None and incumbent.value <= lower_bound * (1 + 1e-9)):
         return incumbent if incumbent is None else StageSplit(incumbent.device, incumbent.value, incumbent.value)
+    # A tight bound leaves few states. It is loosened step by step, so that the work is little more than that of the
+    # first bound that admits a split.
     excess, proven_bound = 0.01, lower_bound
     while True:
         bound = lower_bound * (1 + excess)

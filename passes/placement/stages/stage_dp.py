@@ -342,6 +342,7 @@ def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) 
     graph_lists = (
         graph.producer, outputs.starts, outputs.items, inputs.starts, inputs.items, graph.readers.starts
     )  # fmt: skip
+    # First rule out ideals that cannot be a border: the least work before or behind them exceeds the bound.
     possible = np.ones((len(lattice), sets), dtype=bool)
     if cutting.rule != TRAFFIC:
         mark_possible(
@@ -353,6 +354,7 @@ def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) 
     best[0] = 0.0
     origin = np.zeros((len(lattice), sets), dtype=np.int32)
     by = np.zeros((len(lattice), sets), dtype=np.int8)
+    # best[ideal, set] = least over the last stages of max(load of the stage, best[ideal before, set before]).
     for first in range(0, len(lattice), IDEALS_PER_CALL):
         if budget_clock() > deadline:
             return StageTable(best, origin, by, False)
@@ -370,6 +372,7 @@ def trace_devices(cutting: Cutting, lattice: Lattice, table: StageTable) -> Ints
         return None
     stages = []
     ideal, remaining = len(lattice) - 1, len(cutting.used) - 1
+    # From the whole graph back to the empty ideal, stage by stage.
     while ideal > 0:
         kind = int(table.by[ideal, remaining])
         begin = int(table.origin[ideal, remaining])

@@ -40,7 +40,7 @@ _WHERE = "microbatch"
 # Nodes between parts that are computed whole let no part overlap with another one. Above this share of the time,
 # nothing is gained.
 MAX_WHOLE_SHARE = 0.5
-# Of the time of sums in the choice.
+# Share of the time of sums that counts in the choice.
 SUM_SHARE = 1e-3
 # A note names the operators that are computed whole from this share on.
 _NOTED_SHARE = 0.02
