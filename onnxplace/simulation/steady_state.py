@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, OpGraph, sum_by
-from onnxplace.simulation.contention import busy_slowdowns
+from onnxplace.simulation.simulated_contention import busy_slowdowns
 from onnxplace.target import LinkModel, Target
 from onnxplace.utils import make_program, run_highs
 

@@ -48,7 +48,7 @@ MAY_IMPORT = {
     ),
     "passes.placement.pipelining": "facts graph state training_roles",
     "passes.placement.exact": "graph passes.placement.search problem simulation utils",
-    "passes.placement.stages": "errors graph problem simulation target utils",
+    "passes.placement.stages": "graph problem simulation utils",
     "passes.learning": (
         "errors facts graph passes.placement.list_scheduling passes.placement.search problem simulation state utils"
     ),

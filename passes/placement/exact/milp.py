@@ -33,7 +33,7 @@ class MilpSolution:
 
 
 @dataclass
-class _Rows:
+class _ProgramRows:
     """Constraints `lower <= A v <= upper` on columns with bounds, added row by row."""
 
     lower: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class _Program:
         self.reach = heads_and_tails(problem.graph, problem.seconds, problem.target)
         self.is_before = reachable(self.graph.order, self.graph.predecessors)
         self.scale = upper_seconds
-        self.rows = _Rows()
+        self.rows = _ProgramRows()
         self.makespan = self.rows.add_column(self.reach.longest_seconds / self.scale, 1.0)
         self.home = np.array([[self._add_home(group, device) for device in range(self.devices)]
                               for group in range(len(problem.pinned))], dtype=np.int64)  # fmt: skip
