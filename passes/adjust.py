@@ -55,16 +55,8 @@ class Adjust(Pass):
     """A JSON file of regular expression -> device; the first that matches a node's whole name decides."""
 
     def run(self, state: State) -> State:
-        groups, notes = group_nodes(
-            state,
-            join=self.join,
-            given=self.given,
-            backward=self.backward,
-            parameters=self.parameters,
-            colocate=self.colocate,
-            device_map=self.device_map,
-            keep=True,
-        )
+        options = {name: value for name, value in vars(self).items() if name != "by"}
+        groups, notes = group_nodes(state, **options, keep=True)
         before, start_seconds = state[Placement].device, state[Schedule].simulation.start_seconds
         regrouped = state.without(Clusters).with_facts(groups)  # clusters belong to the former groups
         problem = placement_problem(regrouped)

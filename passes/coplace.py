@@ -58,13 +58,5 @@ class Coplace(Pass):
     Or a map of modules by accelerate or Olive, or a model whose nodes name their devices (docs/export.md)."""
 
     def run(self, state: State) -> State:
-        groups, notes = group_nodes(
-            state,
-            join=self.join,
-            given=self.given,
-            backward=self.backward,
-            parameters=self.parameters,
-            colocate=self.colocate,
-            device_map=self.device_map,
-        )
+        groups, notes = group_nodes(state, **vars(self))
         return state.with_facts(groups).with_notes(*notes)

@@ -41,8 +41,8 @@ class Emit(Pass):
         path = Path(self.path)
         require_output_free(path, self.force)
         linkable_folder = path.absolute().parent if self.link_weights else None
-        costs = format_costs(_find_whole_profile(state))
-        batching = BatchingRecord(**asdict(find_batch_axes(_find_whole_model(state))))
+        model, profile = _find_whole(state)
+        costs, batching = format_costs(profile), BatchingRecord(**asdict(find_batch_axes(model)))
         with stage_output(path, self.force) as staging:
             try:
                 written = write_bundle_files(state, staging.folder, self.pipeline, costs, linkable_folder, batching)
@@ -62,19 +62,10 @@ class Emit(Pass):
         return state.with_facts(Emitted(path))
 
 
-def _find_whole_model(state: State) -> Model:
-    """Return the model without splits: those of a sharded one do not alter what it computes."""
-    if Shards in state and (whole := state[Shards].whole) is not None:
-        return whole
-    if Recomputation in state and (whole := state[Recomputation].whole) is not None:
-        return whole
-    return state[Model]
-
-
-def _find_whole_profile(state: State) -> Profile:
-    """Return the costs of the model as it was given: before operators were split."""
-    if Shards in state and (whole := state[Shards].whole_profile) is not None:
-        return whole
-    if Recomputation in state and (whole := state[Recomputation].whole_profile) is not None:
-        return whole
-    return state[Profile]
+def _find_whole(state: State) -> tuple[Model, Profile]:
+    """Return model and costs as they were given: before nodes ran a second time, and before operators were split."""
+    model, profile = state[Model], state[Profile]
+    facts: list[Recomputation | Shards] = [state[Recomputation]] if Recomputation in state else []
+    for fact in (*facts, *([state[Shards]] if Shards in state else [])):
+        model, profile = fact.whole or model, fact.whole_profile or profile
+    return model, profile

@@ -46,7 +46,7 @@ class Exact(Pass):
     gap: Annotated[float, Ge(0)] = 0.01
     """Stop once bound and step differ by less than this part of the step; 0: find the very best."""
     seed: Annotated[int, Ge(0)] = 0
-    """For the search that begins, and for the solver."""
+    """Seed of the heuristic search, and of the solver."""
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)

@@ -13,15 +13,13 @@ from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
 from onnxplace.passes.placement.list_scheduling import place_by_list_schedule
 from onnxplace.passes.placement.stages import (
-    CROSSING_BYTES,
     MAX_MOVES,
     RESIDENT_SHARES,
     TRAFFIC,
-    LocalSearch,
-    least_held_bytes,
+    build_group_search,
     prepare_cuts,
     split_into_stages,
-    unit_seconds,
+    tighten_limits,
 )
 from onnxplace.problem import PlacementProblem, commit_placement, placement_problem, sort_by_start
 from onnxplace.simulation import list_transfers
@@ -30,7 +28,7 @@ from onnxplace.utils import budget_clock
 
 # A device that takes over this many times as long as the fastest one is a last resort.
 SLOW_FACTOR = 4.0
-# Of the local search, each with its own seed.
+# Runs of the local search, each with its own seed.
 RESTARTS = 3
 # Bisections of the share of memory that slow devices may use.
 HALVINGS = 5
@@ -54,7 +52,7 @@ class Fit(Pass):
     seconds: Annotated[float, Ge(0)] = 5.0
     """Time to search for less traffic."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of the topological orders and the local search."""
+    """Seed of the topological orders and the local search."""
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)
@@ -134,25 +132,21 @@ class Fit(Pass):
                 if after is not None:
                     return after
             if resident == 1.0:
-                limit = _tighten_limits(problem, limit, allowed, start, attempt)
+                began = problem.simulate(start, problem.graph.order).start_seconds
+                step = problem.simulate(start, sort_by_start(problem.graph, began))
+                limit = tighten_limits(limit, allowed, step.peak_bytes, attempt)
         return None
 
     def _lower_traffic(self, problem: PlacementProblem, start: Ints, limit: Longs, deadline: float) -> Ints:
         """Move groups between devices to lower the traffic; stages may become non-contiguous."""
-        graph, seconds = problem.graph.contract(problem.group), unit_seconds(problem, problem.group)
-        seconds = np.where(np.isfinite(seconds), 0.0, np.inf)
-        seconds[limit <= 0] = np.inf
-        latency, per_byte = problem.target.link_arrays()
-        latency, per_byte = np.full_like(latency, CROSSING_BYTES), np.ones_like(per_byte)
-        held_bytes = least_held_bytes(problem, problem.group)
-        local_search = LocalSearch(graph, seconds, latency, per_byte, limit, held_bytes, TRAFFIC)
-        home = np.zeros(len(graph), dtype=np.int32)
+        local_search = build_group_search(problem, TRAFFIC, limit)
+        home = np.zeros(len(local_search.graph), dtype=np.int32)
         home[problem.group] = start
         best, least_traffic = home, np.inf
         for restart in range(RESTARTS):
             if restart and budget_clock() > deadline:
                 break
-            candidate, traffic = local_search.improve(home, None, min(MAX_MOVES, 200 * len(graph)), self.seed + restart)
+            candidate, traffic = local_search.improve(home, None, min(MAX_MOVES, 200 * len(home)), self.seed + restart)
             if traffic < least_traffic:
                 best, least_traffic = candidate, traffic
         return best[problem.group]
@@ -197,13 +191,3 @@ def _total_bytes(problem: PlacementProblem) -> int:
     """Return the bytes of the whole model: weights, values and workspaces."""
     graph = problem.graph
     return int(graph.total_weight_bytes + graph.value_bytes.sum() + graph.workspace_bytes.sum())
-
-
-def _tighten_limits(problem: PlacementProblem, limit: Longs, allowed: Longs, device: Ints, attempt: int) -> Longs:
-    """Return smaller limits for the devices that this placement overfills."""
-    start = problem.simulate(device, problem.graph.order).start_seconds
-    peak = problem.simulate(device, sort_by_start(problem.graph, start)).peak_bytes
-    excess = np.maximum(peak - allowed, 0)
-    less = np.where(excess > 0, np.maximum((attempt + 1) * excess, allowed // 64), 0)
-    tightened: Longs = np.maximum(limit - less, 0).astype(np.int64)
-    return tightened

@@ -34,7 +34,7 @@ class Multilevel(Pass):
     proposals: Annotated[int, Ge(0)] = 0
     """How many moves each search may try; 0 for as many as are worth it."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of the random moves."""
+    """Seed of the random moves."""
 
     def run(self, state: State) -> State:
         budget = Budget(self.seconds, self.proposals)

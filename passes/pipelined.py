@@ -10,10 +10,9 @@ from annotated_types import Ge
 
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Clusters, Groups, MicroBatches, Placement, Profile, Schedule
-from onnxplace.graph import Floats
+from onnxplace.graph import Floats, Ints
 from onnxplace.passes.placement.pipelining import (
     Cells,
-    StageCuts,
     StepLayers,
     find_backward_nodes,
     find_layers,
@@ -62,10 +61,10 @@ class Pipelined(Pass):
         layers = find_layers(problem.graph, seconds, problem.group, batches.source, is_backward)
         best: State | None = None
         shares = _shares(problem, stages, batches.replicas)
-        for number, cuts in enumerate(list_stage_cuts(problem.graph, layers, shares)):
+        for number, stage in enumerate(list_stage_cuts(problem.graph, layers, shares)):
             if number == _MAX_CUTS:
                 break
-            candidate = self._place(state.without(Clusters), problem, layers, cuts, batches)
+            candidate = self._place(state.without(Clusters), problem, layers, stage, batches)
             if candidate is not None and (best is None or _makespan(candidate) < _makespan(best)):
                 best = candidate
         if best is None:
@@ -75,16 +74,16 @@ class Pipelined(Pass):
         return kept.with_notes(self._describe(kept, stages, batches))
 
     def _place(
-        self, state: State, problem: PlacementProblem, layers: StepLayers, cuts: StageCuts, batches: MicroBatches
+        self, state: State, problem: PlacementProblem, layers: StepLayers, stage: Ints, batches: MicroBatches
     ) -> State | None:
         """Return the state with these stages, None if they do not fit."""
         devices = len(state.target.devices) // batches.replicas  # of one replica
-        stages = int(cuts.stage.max()) + 1
-        device = (batches.replica * devices + cuts.stage % devices).astype(np.int32)
+        stages = int(stage.max()) + 1
+        device = (batches.replica * devices + stage % devices).astype(np.int32)
         pinned = problem.pinned[problem.group]
         device = np.where(pinned >= 0, pinned, device).astype(np.int32)
         latency, per_byte = state.target.link_arrays()
-        cells = Cells(cuts.stage, batches.part, layers.is_backward, device, stages, batches.count)
+        cells = Cells(stage, batches.part, layers.is_backward, device, stages, batches.count)
         start = order_parts(problem.graph, cells, problem.seconds, latency, per_byte, self.schedule)
         try:
             return commit_placement(state, problem, device, start, self.name)

@@ -14,7 +14,7 @@ from onnxplace.target import Target, parse_bytes
 
 # The limit that follows from the devices of the target.
 FIT = "fit"
-# Of the memory of several devices together, which no placement fills evenly.
+# Share of the memory of several devices together; no placement fills them evenly.
 SHARE_OF_SEVERAL = 0.9
 
 

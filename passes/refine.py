@@ -31,7 +31,7 @@ class Refine(Pass):
     proposals: Annotated[int, Ge(0)] = 0
     """How many moves each search may try; 0 for as many as are worth it."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of the random moves."""
+    """Seed of the random moves."""
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)

@@ -52,13 +52,4 @@ class Shard(Pass):
     """How to split the nodes that a regular expression matches: a JSON file, or text, {"layers.*": "columns"}."""
 
     def run(self, state: State) -> State:
-        options = ShardingOptions(
-            ways=self.ways,
-            stages=self.stages,
-            exact=self.exact,
-            weights=self.weights,
-            fixed=self.fixed,
-            metadata=self.metadata,
-            shard_map=self.map,
-        )
-        return shard_state(state, options)
+        return shard_state(state, ShardingOptions(**vars(self)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge
 
-from onnxplace.errors import Diagnostic, InfeasibleError
+from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
 from onnxplace.facts import Placement, Profile, Schedule, Shards
 from onnxplace.graph import Ints, Longs
 from onnxplace.passes.placement.stages import (
@@ -18,20 +19,18 @@ from onnxplace.passes.placement.stages import (
     RESIDENT_SHARES,
     SEQUENTIAL,
     SUM,
-    LocalSearch,
-    find_first_devices,
-    least_held_bytes,
-    merge_devices,
+    build_group_search,
     prepare_cuts,
     split_into_stages,
-    unit_seconds,
+    tighten_limits,
 )
 from onnxplace.problem import PlacementProblem, commit_placement, out_of_memory_error, placement_problem
 from onnxplace.simulation import steady_state_loads
 from onnxplace.state import Pass, State
+from onnxplace.target import Link
 from onnxplace.utils import budget_clock
 
-# Of the local search, each with its own seed.
+# Runs of the local search, each with its own seed.
 RESTARTS = 4
 
 
@@ -60,7 +59,7 @@ class Stages(Pass):
     seconds: Annotated[float, Ge(0)] = 10.0
     """Time to search; the result depends on the machine only if the note does not call it optimal."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of the topological orders and the local search."""
+    """Seed of the topological orders and the local search."""
     replicas: tuple[Annotated[int, Ge(1)], ...] = ()
     """Numbers of consecutive devices that share a stage, as in 1;3; empty for a stage on each device.
 
@@ -70,7 +69,7 @@ class Stages(Pass):
     def run(self, state: State) -> State:
         problem = placement_problem(state)
         if self.replicas:
-            problem = merge_devices(problem, self.replicas)
+            problem = _merge_devices(problem, self.replicas)
         if not len(problem.graph):
             no_devices = np.zeros(0, dtype=np.int32)
             return commit_placement(state, problem, no_devices, np.zeros(0), self.name)
@@ -109,7 +108,7 @@ class Stages(Pass):
             if best is not None:
                 break
             if resident == 1.0:
-                limit = _tighten_limits(problem, limit, device, attempt)
+                limit = self._tighten(problem, limit, device, attempt)
         allowed = [index for index in range(devices) if np.isin(problem.pinned, (-1, index)).all()]
         single_devices = [np.full(len(problem.graph), index, dtype=np.int32) for index in allowed]
         for device in sorted(single_devices, key=lambda device: self._interval_seconds(problem, device)):
@@ -126,7 +125,7 @@ class Stages(Pass):
         """Return the plan with this placement; None if it does not fit."""
         device = device.astype(np.int32)
         start = problem.simulate(device, problem.graph.order).start_seconds
-        home = find_first_devices(self.replicas)[device] if self.replicas else device
+        home = _find_first_devices(self.replicas)[device] if self.replicas else device
         try:
             after = commit_placement(state, problem, home, start, self.name)
         except InfeasibleError:
@@ -137,28 +136,29 @@ class Stages(Pass):
         self, state: State, problem: PlacementProblem, best: _StagePlan | None, deadline: float
     ) -> _StagePlan | None:
         """Move groups to lower the largest load, from the contiguous plan on."""
-        graph = problem.graph.contract(problem.group)
-        seconds = unit_seconds(problem, problem.group)
-        latency, per_byte = problem.target.link_arrays()
-        home = seconds.argmin(axis=0).astype(np.int32)
+        limit = problem.limit_bytes
+        local_search = build_group_search(problem, self._transfer_rule(problem), limit)
+        home = local_search.seconds.argmin(axis=0).astype(np.int32)
         if best is not None:
             home[problem.group] = best.device
-        limit, held_bytes = problem.limit_bytes, least_held_bytes(problem, problem.group)
+        moves = min(MAX_MOVES, 200 * len(local_search.graph))
         for restart in range(RESTARTS):
             if restart and budget_clock() > deadline:
                 break
-            local_search = LocalSearch(
-                graph, seconds, latency, per_byte, limit, held_bytes, self._transfer_rule(problem)
-            )
-            candidate, _ = local_search.improve(home, None, min(MAX_MOVES, 200 * len(graph)), self.seed + restart)
+            limited = replace(local_search, limit_bytes=limit)
+            candidate, _ = limited.improve(home, None, moves, self.seed + restart)
             if best is not None and self._interval_seconds(problem, candidate[problem.group]) >= best.interval_seconds:
                 continue
             better = self._commit_if_fitting(state, problem, candidate[problem.group], 0.0)
             if better is None:
-                limit = _tighten_limits(problem, limit, candidate[problem.group], restart)
+                limit = self._tighten(problem, limit, candidate[problem.group], restart)
             else:
                 best, home = better, candidate
         return None if best is None else _StagePlan(best.state, best.device, best.interval_seconds, 0.0)
+
+    def _tighten(self, problem: PlacementProblem, limit: Longs, device: Ints, attempt: int) -> Longs:
+        step = problem.simulate(device.astype(np.int32), problem.graph.order)
+        return tighten_limits(limit, problem.limit_bytes, step.peak_bytes, attempt)
 
     def _describe_result(self, problem: PlacementProblem, best: _StagePlan, is_contiguous: bool) -> Diagnostic:
         loads = steady_state_loads(problem.graph, problem.seconds, problem.target, best.device, self.load)
@@ -190,9 +190,47 @@ class _StagePlan:
     """No contiguous split that fits has a smaller interval."""
 
 
-def _tighten_limits(problem: PlacementProblem, limit: Longs, device: Ints, attempt: int) -> Longs:
-    """Return smaller limits for the devices that this placement overfills."""
-    excess = problem.excess_bytes(problem.simulate(device.astype(np.int32), problem.graph.order))
-    less = np.where(excess > 0, np.maximum((attempt + 1) * excess, problem.limit_bytes // 64), 0)
-    tightened: Longs = np.maximum(limit - less, 0)
-    return tightened
+def _find_first_devices(replicas: Sequence[int]) -> Ints:
+    """Return the first device of each group of consecutive devices."""
+    return np.concatenate([[0], np.cumsum(replicas)[:-1]]).astype(np.int32)
+
+
+def _merge_devices(problem: PlacementProblem, replicas: Sequence[int]) -> PlacementProblem:
+    """Return a problem whose devices are groups of consecutive devices, which share the requests.
+
+    A group of r equal devices takes 1 / r of the time for a request, and so do its channels. Its memory is that of the
+    smallest one, since each holds the whole stage. Nodes that are pinned to a device outside of all groups fit nowhere.
+
+    Raises UsageError if there are fewer devices than the groups need.
+    """
+    target = problem.target
+    if sum(replicas) > len(target.devices):
+        message = f"stages on {' + '.join(map(str, replicas))} devices need {sum(replicas)}, there are"
+        hint = "name more devices with --devices"
+        raise UsageError("U075", f"{message} {len(target.devices)}", where="stages", hint=hint)
+    firsts = _find_first_devices(replicas).tolist()
+    groups = [list(range(first, first + count)) for first, count in zip(firsts, replicas)]
+    with np.errstate(divide="ignore"):
+        seconds = np.stack([1.0 / (1.0 / problem.seconds[group]).sum(axis=0) for group in groups])
+    limits = [int(problem.limit_bytes[group].min()) for group in groups]
+    devices = tuple(replace(target.devices[first], memory_bytes=limit) for first, limit in zip(firsts, limits))
+    latency, per_byte = target.link_arrays()
+    links = []
+    for i, source in enumerate(firsts):
+        for j, destination in enumerate(firsts):
+            if i != j:
+                ways = min(replicas[i], replicas[j])
+                rate = per_byte[source, destination] / ways
+                bytes_per_second = 1.0 / rate if rate > 0 else np.inf
+                link = Link(devices[i].id, devices[j].id, latency[source, destination] / ways, bytes_per_second)
+                links.append(link)
+    group_of = np.full(len(target.devices), len(groups), dtype=np.int32)
+    for index, group in enumerate(groups):
+        group_of[group] = index
+    return replace(
+        problem,
+        seconds=seconds,
+        target=replace(target, devices=devices, links=tuple(links), shared=()),
+        limit_bytes=np.array(limits, dtype=np.int64),
+        pinned=np.where(problem.pinned >= 0, group_of[problem.pinned], -1).astype(problem.pinned.dtype),
+    )

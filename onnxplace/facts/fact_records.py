@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -117,6 +117,39 @@ class Profile:
     """Fingerprint per node, which identifies it in cost files and other models; empty if not computed."""
     unsharded_seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Cost class -> seconds of the whole model before it was sharded; empty for models that are not."""
+
+    def rewritten(
+        self,
+        graph: OpGraph,
+        source: NDArray[np.integer],
+        unit: Ints,
+        new_seconds: Floats | float,
+        share: Floats | float,
+    ) -> Profile:
+        """Return the profile of a rewritten graph, without roles and groups.
+
+        Args:
+            graph: The new graph.
+            source: Per new node, the node that it is a part or copy of; -1 for none.
+            unit: Per new node, its kernel.
+            new_seconds: Time of nodes without a source; as sure as the rest of their class.
+            share: What a node takes of the time and workspace of its source.
+        """
+        is_new, seconds, sources = source < 0, dict[str, Floats](), dict[str, NDArray[np.uint8]]()
+        for name, times in self.seconds.items():
+            is_measured = bool(np.isin(self.sources[name], (Source.MEASURED, Source.KNOWN)).all())
+            new_source = np.uint8(Source.MEASURED if is_measured else Source.ESTIMATED)
+            seconds[name] = np.where(is_new, new_seconds, times[source] * share)
+            sources[name] = np.where(is_new, new_source, self.sources[name][source]).astype(np.uint8)
+        workspace = np.where(is_new, 0, self.graph.workspace_bytes[source] * share).astype(np.int64)
+        return Profile(
+            graph=replace(graph, workspace_bytes=workspace),
+            seconds=MappingProxyType(seconds),
+            sources=MappingProxyType(sources),
+            unit=unit,
+            backward=None if self.backward is None else ~is_new & self.backward[source],
+            unsharded_seconds=self.unsharded_seconds,
+        )
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every device's class has a finite cost for every node."""

@@ -36,9 +36,9 @@ class Reach:
     head: Floats
     tail: Floats
     least: Floats
-    """Of each node, on its fastest device."""
+    """Seconds of each node on its fastest device."""
     send: Floats
-    """Of each value, over the fastest link."""
+    """Seconds to send each value over the fastest link."""
 
     @property
     def longest_seconds(self) -> float:

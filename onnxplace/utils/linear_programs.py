@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from onnxplace.utils.threads import run_in_threads
+
+
+def make_program(
+    cost: Sequence[float] | NDArray[Any],
+    column_bounds: tuple[Sequence[float] | NDArray[Any], Sequence[float] | NDArray[Any]],
+    row_bounds: tuple[Sequence[float] | NDArray[Any], Sequence[float] | NDArray[Any]],
+    rows: tuple[Sequence[int] | NDArray[Any], Sequence[int] | NDArray[Any], Sequence[float] | NDArray[Any]],
+) -> Any:
+    """Return the program `highspy.HighsLp` that minimises a cost; bounds are pairs of lower and upper ones.
+
+    `rows` has the matrix by rows: where each row starts, the columns, and their factors.
+    """
+    import highspy
+
+    program = highspy.HighsLp()
+    program.num_col_, program.num_row_ = len(cost), len(row_bounds[0])
+    program.col_cost_ = np.asarray(cost, dtype=np.float64)
+    program.col_lower_, program.col_upper_ = (np.asarray(bound, dtype=np.float64) for bound in column_bounds)
+    program.row_lower_, program.row_upper_ = (np.asarray(bound, dtype=np.float64) for bound in row_bounds)
+    program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    program.a_matrix_.start_, program.a_matrix_.index_ = (np.asarray(part, dtype=np.int32) for part in rows[:2])
+    program.a_matrix_.value_ = np.asarray(rows[2], dtype=np.float64)
+    return program
 
 
 def run_highs(program: Any, options: Mapping[str, object] | None = None) -> Any:

@@ -10,13 +10,10 @@ from onnx import NodeProto
 
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Profile, Recomputation
-from onnxplace.graph import Bools, Floats, Ints, OpGraph
+from onnxplace.graph import Floats, Ints
 from onnxplace.model import RANDOM_OPERATORS, Model, build_op_graph, iterate_subgraphs
-from onnxplace.passes.recomputation.clone_choice import CloneChoice, choose_clones
-from onnxplace.passes.recomputation.cloned_model import ClonedModel, write_clones
-from onnxplace.passes.recomputation.cloned_profile import clone_profile
-from onnxplace.passes.recomputation.clones import TurnProblem, held_bytes
-from onnxplace.passes.recomputation.gates import TensorKind
+from onnxplace.passes.recomputation.clone_choice import CloneChoice, TurnProblem, choose_clones, held_bytes
+from onnxplace.passes.recomputation.cloned_model import ClonedModel, TensorKind, clone_profile, write_clones
 from onnxplace.passes.recomputation.memory_order import order_for_memory
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
@@ -91,7 +88,7 @@ def _choose(work: _Work, seconds: Floats, limit_bytes: int) -> tuple[TurnProblem
     graph, peak = work.profile.graph, work.peak_bytes
     order = graph.order
     problem = TurnProblem(graph, order, int(held_bytes(graph, order).argmax()))
-    may_clone, best = _find_pure(work.model, graph), None
+    may_clone, best = np.array([_is_pure(node) for node in work.model.nodes], dtype=np.bool_), None
     for share in PARTIAL_SHARES:
         target = peak - int(share * (peak - limit_bytes)) - graph.total_weight_bytes
         choice = choose_clones(problem, seconds, may_clone, target)
@@ -157,11 +154,6 @@ def _share_kernel_seconds(profile: Profile, seconds: Floats) -> Floats:
     unit = profile.unit
     share: Floats = np.bincount(unit, seconds)[unit] / np.bincount(unit)[unit]
     return share
-
-
-def _find_pure(model: Model, graph: OpGraph) -> Bools:
-    """Return the nodes that compute the same when they run again."""
-    return np.array([_is_pure(node) for node in model.nodes], dtype=np.bool_)
 
 
 def _is_pure(node: NodeProto) -> bool:

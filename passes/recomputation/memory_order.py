@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from onnxplace.graph import Bools, Csr, Ints, Longs, OpGraph
-from onnxplace.passes.recomputation.clones import held_bytes
+from onnxplace.passes.recomputation.clone_choice import held_bytes
 
 # A node belongs to the update of a parameter, or to another branch of its own, if at most this share of all outputs,
 # or this many, depend on it.
@@ -125,6 +125,7 @@ class _LateOrder:
         for node in np.flatnonzero(np.array(self._unplaced) == 0).tolist():
             self._offer(node)
         reverse: list[int] = []
+        # Nodes in `_free` read nothing that would have to stay for them; the others wait until there is no such node.
         while self._free or self._waiting:
             _, node = heapq.heappop(self._free or self._waiting)
             if self._is_placed[node]:

@@ -1,15 +1,13 @@
-from onnxplace.passes.segments.carried_state import (
-    report_crossing_states as report_crossing_states,
-    require_states_together as require_states_together,
-)
 from onnxplace.passes.segments.cut_segments import (
     cut_into_segments as cut_into_segments,
     describe_segments as describe_segments,
+    merge_segments as merge_segments,
+    report_crossing_states as report_crossing_states,
+    require_states_together as require_states_together,
+    write_programs as write_programs,
 )
-from onnxplace.passes.segments.device_programs import write_programs as write_programs
 from onnxplace.passes.segments.memory_limits import cut_within_limits as cut_within_limits
-from onnxplace.passes.segments.merged_segments import merge_segments as merge_segments
-from onnxplace.passes.segments.route_predictions import (
+from onnxplace.passes.segments.segment_predictions import (
     measure_route_memory as measure_route_memory,
     predict_routes as predict_routes,
 )

@@ -1,15 +1,70 @@
-"""Cut schedules into segments where values must arrive or leave."""
+"""Cut schedules into segments where values must arrive or leave, merge neighbours, and write each device's program.
+
+A segment ends where another device reads one of its values, and begins where a value would arrive too late for the
+nodes before. Neighbours on a device are then merged where the step does not get longer. A program receives, runs, sends
+and frees in the order of the schedule. Carried states stay on one device between calls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.facts import Schedule, Segment
-from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.passes.segments.memory_limits import SegmentPlan
+from onnxplace.errors import Diagnostic, UsageError
+from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
+from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.model import Model
+from onnxplace.passes.segments.memory_limits import SegmentPlan, simulate_segments
+from onnxplace.state import State
+from onnxplace.target import LINK_MODELS, Target
+
+Program = tuple[Instruction, ...]
+
+# Steps of the search; beyond, the segments stay as they are cut.
+MAX_WORK = 2_000_000_000
+
+
+def require_states_together(state: State) -> None:
+    """Raise UsageError if a state would move between calls."""
+    if Model not in state:
+        return
+    graph, device, model = state[Profile].graph, state[Placement].device, state[Model]
+    value_index = {name: value for value, name in enumerate(graph.value_names)}
+    for name, output in model.states.items():
+        producer = int(graph.producer[value_index[model.sources.get(output, output)]])
+        remote = [node for node in graph.readers[value_index[name]].tolist() if device[node] != device[producer]]
+        if remote:
+            ids = [state.target.devices[int(device[node])].id for node in (producer, remote[0])]
+            raise UsageError(
+                "S006",
+                f"state {output!r} = {name!r} is made on {ids[0]} and read on {ids[1]} by {graph.names[remote[0]]!r}",
+                where="split",
+                hint="put coplace before the placer: it keeps both ends of a state together",
+            )
+
+
+def report_crossing_states(state: State) -> tuple[Diagnostic, ...]:
+    """Return a note for each state with readers on other devices."""
+    if Model not in state:
+        return ()
+    model, target = state[Model], state.target
+    receivers: dict[str, list[str]] = {}
+    for program in state[Segments].programs:
+        for instruction in program:
+            if instruction.op == "send":
+                receivers.setdefault(instruction.value, []).append(target.devices[instruction.peer].id)
+    return tuple(
+        Diagnostic(
+            "S010",
+            f"state {output!r} stays on its device, but is read on {', '.join(receivers[value])} too: a copy crosses",
+            where="split",
+            hint="--colocate its readers, or leave it",
+        )
+        for output in dict.fromkeys(model.states.values())
+        if (value := model.sources.get(output, output)) in receivers
+    )
 
 
 @dataclass(frozen=True)
@@ -116,3 +171,153 @@ def _describe_segment(graph: OpGraph, device: int, nodes: Ints, segment_of: Ints
         inputs=tuple(graph.value_names[value] for value in inputs),
         outputs=tuple(graph.value_names[value] for value in outputs),
     )
+
+
+@dataclass(frozen=True)
+class _ValueUses:
+    """Where the values between segments come from and go to."""
+
+    producer: dict[str, int]
+    """The segment that makes each value; values without one are inputs of the model."""
+    sends: dict[int, list[tuple[str, int]]]
+    """Per segment, its values and the devices that they are sent to, in booking order."""
+    last_reader: dict[tuple[str, int], int]
+    """By value and device, the last segment that reads the value there."""
+
+
+def write_programs(segments: Sequence[Segment], graph: OpGraph, devices: int) -> tuple[Program, ...]:
+    """Return the program of each device; linear."""
+    uses = _collect_uses(segments)
+    returned = {graph.value_names[value] for value in np.flatnonzero(graph.is_output)}
+    programs: list[list[Instruction]] = [[] for _ in range(devices)]
+    received: set[tuple[str, int]] = set()
+    for index, segment in enumerate(segments):
+        program, home = programs[segment.device], segment.device
+        for name in segment.inputs:
+            if (name, home) not in received and _is_remote(name, home, segments, uses):
+                program.append(Instruction("receive", value=name, peer=segments[uses.producer[name]].device))
+                received.add((name, home))
+        program.append(Instruction("run", segment=index))
+        program.extend(Instruction("send", value=name, peer=peer) for name, peer in uses.sends.get(index, ()))
+        unread = [name for name in segment.outputs if (name, home) not in uses.last_reader]
+        last_read = [name for name in segment.inputs if uses.last_reader[name, home] == index]
+        for name in (*last_read, *unread):
+            # An output of the model stays on the device that made it; copies of it elsewhere may go.
+            if name not in returned or _is_remote(name, home, segments, uses):
+                program.append(Instruction("free", value=name))
+    return tuple(tuple(program) for program in programs)
+
+
+def _collect_uses(segments: Sequence[Segment]) -> _ValueUses:
+    producer = {name: index for index, segment in enumerate(segments) for name in segment.outputs}
+    uses = _ValueUses(producer, {}, {})
+    for index, segment in enumerate(segments):
+        for name in segment.inputs:
+            first_reader = (name, segment.device) not in uses.last_reader
+            if first_reader and _is_remote(name, segment.device, segments, uses):
+                uses.sends.setdefault(producer[name], []).append((name, segment.device))
+            uses.last_reader[name, segment.device] = index
+    return uses
+
+
+def _is_remote(name: str, device: int, segments: Sequence[Segment], uses: _ValueUses) -> bool:
+    """Return whether a segment on another device makes a value."""
+    return name in uses.producer and segments[uses.producer[name]].device != device
+
+
+def merge_segments(state: State, nodes: Sequence[Ints]) -> list[Ints]:
+    """Return the nodes of each segment, with neighbours merged; in an order in which the segments can run.
+
+    Each call of a segment costs, and so do the fusions and the reuse of memory that its borders break. A segment ends
+    where another device reads one of its values, even if that device reads it much later. Neighbours are joined, the
+    shortest first, as long as the simulated step is not longer and no device waits forever. Of the plans before and
+    after, the one with the shorter step by the simulator is kept. O(S (D S + E)) for S segments on D devices with E
+    values between them.
+    """
+    plan = simulate_segments(state, nodes)
+    count = len(plan.nodes)
+    by_device = Csr.grouped(plan.device, np.arange(count, dtype=np.int32), len(state.target.devices))
+    sends = _list_sends(plan, state.target)
+    if count == len(np.unique(plan.device)) or count * (count + len(sends.needs.items)) > MAX_WORK:
+        return list(nodes)
+
+    from onnxplace.passes.segments.merge_kernels import merge_neighbours
+
+    simulation = plan.simulation
+    seconds = simulation.finish_seconds - simulation.start_seconds
+    joined, sequence = merge_neighbours(
+        by_device.starts,
+        by_device.items,
+        plan.device,
+        seconds,
+        np.array([device.segment_seconds for device in state.target.devices]),
+        sends.starts,
+        sends.destination,
+        sends.seconds,
+        sends.needs.starts,
+        sends.needs.items,
+        LINK_MODELS.index(state.target.link_model),
+        _list_attempts(by_device, seconds),
+    )
+    merged = _join(plan, joined.tolist(), sequence.tolist())
+    after = simulate_segments(state, merged).simulation.makespan_seconds
+    return merged if after <= simulation.makespan_seconds else list(nodes)
+
+
+@dataclass(frozen=True)
+class _Sends:
+    """What segments send to other devices."""
+
+    starts: Longs
+    """Where the sends of each segment begin."""
+    destination: Ints
+    """Device per send."""
+    seconds: Floats
+    """Per send."""
+    needs: Csr
+    """Per segment, the sends that it waits for."""
+
+
+def _list_sends(plan: SegmentPlan, target: Target) -> _Sends:
+    """Return each value with each other device that reads it, by producing segment."""
+    graph, device = plan.graph, plan.device
+    latency, per_byte = target.link_arrays()
+    values, readers = graph.readers.rows, graph.readers.items
+    made = graph.producer[values] >= 0
+    values, readers = values[made], readers[made]
+    producers = graph.producer[values]
+    crosses = device[producers] != device[readers]
+    values, readers, producers = values[crosses], readers[crosses], producers[crosses]
+    devices = len(target.devices)
+    # By producing segment, then value, then device: one send for all readers there.
+    keys = (producers.astype(np.int64) * (len(graph.value_names) + 1) + values) * devices + device[readers]
+    unique, send = np.unique(keys, return_inverse=True)
+    destination = (unique % devices).astype(np.int32)
+    value = (unique // devices) % (len(graph.value_names) + 1)
+    source = unique // devices // (len(graph.value_names) + 1)
+    home = device[source]
+    return _Sends(
+        starts=np.searchsorted(source, np.arange(len(graph) + 1)),
+        destination=destination,
+        seconds=latency[home, destination] + graph.value_bytes[value] * per_byte[home, destination],
+        needs=Csr.grouped(readers, send.astype(np.int32), len(graph)),
+    )
+
+
+def _list_attempts(by_device: Csr, seconds: Floats) -> Ints:
+    """Return the segments with one before them on their device, first those next to a short one."""
+    pairs = [pair for device in range(len(by_device)) for pair in zip(by_device[device][:-1], by_device[device][1:])]
+    shorter = np.array([min(seconds[one], seconds[other]) for one, other in pairs])
+    behind = np.array([other for _, other in pairs], dtype=np.int32)
+    return behind[np.argsort(shorter, kind="stable")]
+
+
+def _join(plan: SegmentPlan, joined: Sequence[bool], sequence: Sequence[int]) -> list[Ints]:
+    """Return the nodes of merged segments, in the sequence."""
+    merged: list[list[Ints]] = []
+    for segment in sequence:
+        if joined[segment]:
+            merged[-1].append(plan.nodes[segment])
+        else:
+            merged.append([plan.nodes[segment]])
+    return [np.concatenate(parts) for parts in merged]

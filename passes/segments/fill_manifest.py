@@ -37,7 +37,7 @@ from onnxplace.bundle import (
 from onnxplace.facts import Instruction, Placement, Profile, Routes, Schedule, Segments, Shards
 from onnxplace.graph import Ints
 from onnxplace.model import Model, declaration_of, format_type, list_custom_operators, read_shape_entries
-from onnxplace.passes.segments.route_predictions import (
+from onnxplace.passes.segments.segment_predictions import (
     index_segments,
     list_device_maps,
     measure_route_memory,
@@ -61,7 +61,7 @@ class WrittenFiles:
     """What the manifest says about the files of its bundle."""
 
     records: dict[str, FileRecord]
-    """By path."""
+    """Path -> record."""
     initial_states: Mapping[str, InitialRecord]
     """Where the initial value of a state is, by its input."""
 
@@ -79,7 +79,7 @@ def build_manifest(
     Args:
         state: With Model, Profile, Placement, Schedule and Segments.
         ids: The name of each segment.
-        types: Of the values that cross between segments, by name.
+        types: Types of the values that cross between segments, by name.
         written: The files of the bundle that are already written.
         pipeline: The text of the whole pipeline, for the record.
         batching: Whether requests can be joined.

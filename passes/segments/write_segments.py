@@ -1,16 +1,17 @@
-"""Write the files of a bundle.
+"""Write the files of a bundle: a model per segment, the weights, the whole model, costs and manifest.
 
-They are a model per segment, the weights, the whole model, costs and manifest.
+ONNX requires each input and output of a segment to be declared, so the types of all values that cross are found first.
+Initial values of carried states are written once, and are read by no segment.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnx import TypeProto, ValueInfoProto, helper
+from onnx import TensorProto, TypeProto, ValueInfoProto, helper
 
 from onnxplace.bundle import (
     COSTS_FILE,
@@ -20,16 +21,72 @@ from onnxplace.bundle import (
     WHOLE_MODEL_FILE,
     BatchingRecord,
     FileRecord,
+    InitialRecord,
     describe_linked_file,
 )
+from onnxplace.errors import ModelError
 from onnxplace.facts import Recomputation, Segment, Segments, Shards
-from onnxplace.model import Model, WeightFile, find_scales_to_protect
-from onnxplace.passes.segments.boundary import infer_boundary_types
+from onnxplace.machine import make_session_options, open_session
+from onnxplace.model import Model, WeightFile, find_scales_to_protect, parse_type, store_for_session
 from onnxplace.passes.segments.fill_manifest import WrittenFiles, build_manifest
-from onnxplace.passes.segments.initial_states import store_initial_states
 from onnxplace.state import State
 from onnxplace.target import Target, split_host
-from onnxplace.utils import report_progress
+from onnxplace.utils import report_progress, temporary_folder
+
+
+def infer_boundary_types(model: Model, names: Iterable[str]) -> dict[str, TypeProto]:
+    """Return the type of each value, from shape inference or ONNX Runtime.
+
+    Raises:
+        ModelError: neither knows the type of a value.
+    """
+    known = model.types
+    types = {name: known[name] for name in names if name in known and _is_complete(known[name])}
+    unknown = sorted(set(names) - set(types))
+    return {**types, **_infer_with_onnxruntime(model, unknown)} if unknown else types
+
+
+def _is_complete(value_type: TypeProto) -> bool:
+    return not value_type.HasField("tensor_type") or value_type.tensor_type.elem_type != TensorProto.UNDEFINED
+
+
+def _infer_with_onnxruntime(model: Model, names: list[str]) -> dict[str, TypeProto]:
+    """Open the model with these values as outputs and read types."""
+    with temporary_folder() as folder:
+        source, entries = store_for_session(model, folder, [ValueInfoProto(name=name) for name in names])
+        session = open_session(source, make_session_options([0], "none", entries), where=model.name)
+        unknown = set(names)
+        outputs = [output for output in session.get_outputs() if output.name in unknown]
+        types = {output.name: parse_type(output.type, output.shape or None) for output in outputs}
+    for name in names:
+        if types.get(name) is None:
+            raise ModelError(
+                "M016",
+                "its type is unknown, so the model cannot be cut there",
+                where=f"value {name!r}",
+                hint="export the model with value_info, or keep its producer and readers together with --colocate",
+            )
+    return {name: value_type for name, value_type in types.items() if value_type is not None}
+
+
+def store_initial_states(model: Model, weights: WeightFile) -> dict[str, InitialRecord]:
+    """Write the default values of state inputs; return where each is, by input.
+
+    In a segment they would be weights: a second copy, in memory for as long as its session is open. States of types
+    without plain bytes, such as strings, stay there.
+    """
+    records = {}
+    for name in model.states:
+        if not model.overridable(name) or (stored := weights.store(model.initializers[name], model.folder)) is None:
+            continue
+        records[name] = InitialRecord(
+            file=stored.location if stored.is_linked else f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}",
+            linked=stored.is_linked,
+            offset=stored.offset,
+            bytes=stored.size,
+            shape=tuple(model.initializers[name].dims),
+        )
+    return records
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 from onnxplace.passes.sharding.apply_sharding import ShardingOptions as ShardingOptions, shard_state as shard_state
+from onnxplace.passes.sharding.known_shapes import infer_shapes_and_values as infer_shapes_and_values
 from onnxplace.passes.sharding.layouts import Division as Division, Layout as Layout
 from onnxplace.passes.sharding.microbatches.apply_microbatches import microbatch_state as microbatch_state
-from onnxplace.passes.sharding.node_views import NodeView as NodeView, Shape as Shape, split_words as split_words
-from onnxplace.passes.sharding.reshapes import (
+from onnxplace.passes.sharding.node_strategies import (
     RESHAPES as RESHAPES,
     equal_parts as equal_parts,
+    list_axis_rules as list_axis_rules,
     reshape_layout as reshape_layout,
 )
+from onnxplace.passes.sharding.node_views import NodeView as NodeView, Shape as Shape, split_words as split_words
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule as AxisRule
-from onnxplace.passes.sharding.shape_folding import infer_shapes_and_values as infer_shapes_and_values
-from onnxplace.passes.sharding.space import is_unrepeatable as is_unrepeatable
-from onnxplace.passes.sharding.strategies import list_axis_rules as list_axis_rules
+from onnxplace.passes.sharding.strategy_space import is_unrepeatable as is_unrepeatable
 from onnxplace.passes.sharding.tensor_facts import TensorFacts as TensorFacts, read_constants as read_constants

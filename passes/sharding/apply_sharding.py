@@ -1,4 +1,7 @@
-"""Shard a model: try groups of devices, choose layouts, and write the model."""
+"""Shard a model: try groups of devices, choose layouts, and write the model.
+
+With several stages, consecutive parts of the sharded model are each on a group of devices of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,20 @@ from typing import Literal
 
 import numpy as np
 
-from onnxplace.errors import Diagnostic
+from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState
-from onnxplace.graph import Floats, Longs
+from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.model import Model, tensor_size
-from onnxplace.passes.sharding.choice import Choice, ChoiceProblem, is_sharded
-from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.known_shapes import fix_sizes, report_fixed_sizes
+from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
 from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
-from onnxplace.passes.sharding.microbatches.fixed_sizes import fix_sizes, report_fixed_sizes
-from onnxplace.passes.sharding.onnx_metadata import annotate_model
-from onnxplace.passes.sharding.rewrite import ShardedModel, write_sharded_model
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.scale_profile import scale_profile
-from onnxplace.passes.sharding.shard_map import restrict_space
-from onnxplace.passes.sharding.space import StrategySpace, build_space
-from onnxplace.passes.sharding.stages import cut_into_stages, list_stage_groups
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.sharded_model import ShardedModel, write_sharded_model
+from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
+from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space, restrict_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from onnxplace.passes.sharding.whole_model import build_whole_model
-from onnxplace.passes.sharding.work_costs import WorkCosts, peak_rates
+from onnxplace.passes.sharding.whole_model import annotate_model, build_whole_model
 from onnxplace.problem import device_seconds, placement_problem
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -41,13 +40,13 @@ CONVOLUTIONAL_SHARE = 0.4
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _GroupChoice:
     """A choice for a group of devices."""
 
     devices: tuple[int, ...]
     work: WorkCosts
     costs: ExchangeCosts
-    choice: Choice
+    choice: LayoutChoice
 
     @property
     def space(self) -> StrategySpace:
@@ -64,12 +63,12 @@ class ShardingOptions:
     weights: Literal["fit", "least"] = "fit"
     fixed: bool = False
     metadata: bool = False
-    shard_map: str = ""
+    map: str = ""
 
     @property
     def may_leave_whole(self) -> bool:
         """Return whether the model stays as it is where one device is faster: if nothing asks for parts."""
-        return not (self.exact or self.stages != 1 or self.weights != "fit" or self.shard_map)
+        return not (self.exact or self.stages != 1 or self.weights != "fit" or self.map)
 
 
 @dataclass(frozen=True)
@@ -146,14 +145,14 @@ def _choose(
     group: tuple[int, ...],
     options: ShardingOptions,
     room: _Room | None,
-) -> _Candidate | None:
+) -> _GroupChoice | None:
     """Return the best choice for a group of devices; None if its weights do not fit."""
     target = state.target
     group_seconds = seconds[list(group)]
     division = Division(_shares(group_seconds))
     space = build_space(facts, division)
-    if options.shard_map:
-        space = restrict_space(space, options.shard_map)
+    if options.map:
+        space = restrict_space(space, options.map)
     peaks = tuple(peak_rates(target.devices[device]) for device in group)
     costs = ExchangeCosts.of(
         target, group, min(peak.bytes_per_second for peak in peaks), max(peak.kernel_seconds for peak in peaks)
@@ -168,12 +167,12 @@ def _choose(
     work = WorkCosts(space, peaks, measured)
     problem = ChoiceProblem(space, work.table(group_seconds, costs), costs)
     if options.weights == "least":
-        return _Candidate(group, work, costs, problem.solve_least_weights())
+        return _GroupChoice(group, work, costs, problem.solve_least_weights())
     limit = None if room is None else room.weights_limit(group)
     if limit is not None and options.stages != 1:
         limit *= len(list_stage_groups(target, group, options.stages))  # each stage has its share of the weights
     choice = problem.solve(limit)
-    return None if choice is None else _Candidate(group, work, costs, choice)
+    return None if choice is None else _GroupChoice(group, work, costs, choice)
 
 
 def _is_convolutional(model: Model, seconds: Floats) -> bool:
@@ -197,7 +196,7 @@ def _leave_whole(state: State) -> State:
     return state.with_facts(Shards(device=free))
 
 
-def _report_no_gain(alone: float, best: _Candidate) -> Diagnostic:
+def _report_no_gain(alone: float, best: _GroupChoice) -> Diagnostic:
     message = (
         f"no operator is split: a step would take {best.choice.seconds * 1e3:.3g} ms on {len(best.devices)} devices, "
         f"and {alone * 1e3:.3g} ms on one"
@@ -205,7 +204,7 @@ def _report_no_gain(alone: float, best: _Candidate) -> Diagnostic:
     return Diagnostic("P064", message, hint="shard{exact=true} in a --pipeline splits all the same")
 
 
-def _report_nothing_split(candidates: Sequence[_Candidate | None]) -> Diagnostic:
+def _report_nothing_split(candidates: Sequence[_GroupChoice | None]) -> Diagnostic:
     """Return why nothing is split: no operator has a rule, exchanges cost more, or weights do not fit."""
     if candidates and all(candidate is None for candidate in candidates):
         message = "no operator is split: even in parts, the weights do not fit"
@@ -213,7 +212,7 @@ def _report_nothing_split(candidates: Sequence[_Candidate | None]) -> Diagnostic
     return Diagnostic("P064", "no operator is split: none has a rule and gains more than its exchanges cost")
 
 
-def _apply(state: State, candidate: _Candidate, options: ShardingOptions) -> State:
+def _apply(state: State, candidate: _GroupChoice, options: ShardingOptions) -> State:
     groups = list_stage_groups(state.target, candidate.devices, options.stages)
     sharded = write_sharded_model(candidate.space, candidate.choice, candidate.costs)
     profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, state.target, candidate.devices)
@@ -241,7 +240,7 @@ def _apply(state: State, candidate: _Candidate, options: ShardingOptions) -> Sta
 
 
 def _build_whole(
-    state: State, sharded: ShardedModel, candidate: _Candidate, options: ShardingOptions, *, from_parts: bool
+    state: State, sharded: ShardedModel, candidate: _GroupChoice, options: ShardingOptions, *, from_parts: bool
 ) -> Model:
     """Return the unsharded model that the bundle keeps as its reference."""
     whole = build_whole_model(state[Model], sharded, candidate.space.division, from_parts=from_parts)
@@ -264,14 +263,14 @@ def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitSta
     return tuple(states)
 
 
-def _note(candidate: _Candidate, shards: Shards) -> Diagnostic:
+def _note(candidate: _GroupChoice, shards: Shards) -> Diagnostic:
     exchanges = ", ".join(f"{count} {kind}" for kind, count in shards.exchanges.items()) or "no exchanges"
     kinds = "; ".join(f"{item.count} {item.op}: {item.layout}" for item in shards.kinds[:4])
     stages = f" in each of {shards.stages} stages" if shards.stages > 1 else ""
     return Diagnostic("P060", f"operators are split over {shards.ways} devices{stages} ({exchanges}): {kinds}")
 
 
-def _summarise(state: State, candidate: _Candidate) -> tuple[tuple[ShardedKind, ...], list[Diagnostic]]:
+def _summarise(state: State, candidate: _GroupChoice) -> tuple[tuple[ShardedKind, ...], list[Diagnostic]]:
     """Return what was split how, by operator, and a note on expensive operators that were not."""
     seconds = device_seconds(state[Profile], state.target)[list(candidate.devices)].max(axis=0)
     counts: Counter[tuple[str, str]] = Counter()
@@ -292,7 +291,7 @@ def _summarise(state: State, candidate: _Candidate) -> tuple[tuple[ShardedKind, 
     return kinds, [Diagnostic("P061", message, hint="no rule splits them, or exchanges would cost more")]
 
 
-def describe_strategy(strategy: Strategy) -> str:
+def describe_strategy(strategy: NodeStrategy) -> str:
     """Return in words how a node is split."""
     first = next((layout for layout in strategy.outputs if layout is not None), None)
     if not strategy.is_split:
@@ -302,3 +301,69 @@ def describe_strategy(strategy: Strategy) -> str:
     if first is not None and first.is_split:
         return str(Layout(*first)) + (", with halos" if strategy.window is not None else "")
     return "whole"
+
+
+def list_stage_groups(target: Target, first: Sequence[int], stages: int) -> list[tuple[int, ...]]:
+    """Return the group of devices of each stage; the first one is given, the others are like it.
+
+    Raises UsageError if there are too few devices like those of the first group.
+    """
+    groups = [tuple(first)]
+    if stages == 1:
+        return groups
+    kinds = sorted(target.devices[device].cost_class for device in first)
+    remaining = [index for index in range(len(target.devices)) if index not in set(first)]
+    while len(remaining) >= len(first) and (stages == 0 or len(groups) < stages):
+        group = tuple(remaining[: len(first)])
+        if sorted(target.devices[device].cost_class for device in group) != kinds:
+            break
+        groups.append(group)
+        remaining = remaining[len(first) :]
+    if stages and len(groups) < stages:
+        message = f"{stages} stages of {len(first)} devices need {stages * len(first)} devices of one kind"
+        hint = f"there are {len(groups) * len(first)}: ask for {len(groups)} stages, or for fewer ways"
+        raise UsageError("U075", message, where="shard", hint=hint)
+    return groups
+
+
+def cut_into_stages(model: Model, seconds: Floats, position: Ints, stages: int) -> Ints:
+    """Return the stage of each node: consecutive nodes, of about equal time on the busiest device of the group.
+
+    No cut separates the producer of a carried state from its readers in the next call.
+
+    Args:
+        model: The sharded model.
+        seconds: Time of each node on its device.
+        position: Position of each node's device in its group.
+        stages: Number of stages.
+    """
+    result = np.zeros(len(model.nodes), dtype=np.int32)
+    if stages == 1:
+        return result
+    busiest = int(np.bincount(position, weights=seconds).argmax())
+    elapsed_seconds = np.cumsum(np.where(position == busiest, seconds, 0.0))
+    allowed = np.flatnonzero(_may_cut_before(model))
+    for stage in range(1, stages):
+        if not len(allowed):
+            break
+        goal_seconds = elapsed_seconds[-1] * stage / stages
+        before = np.where(allowed > 0, elapsed_seconds[np.maximum(allowed - 1, 0)], 0.0)
+        cut = int(allowed[np.abs(before - goal_seconds).argmin()])
+        result[cut:] = np.maximum(result[cut:], stage)
+    return result
+
+
+def _may_cut_before(model: Model) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return, per node, whether a stage may begin with it."""
+    may = np.ones(len(model.nodes), dtype=bool)
+    may[:1] = False
+    producer = {name: index for index, node in enumerate(model.nodes) for name in node.output}
+    users: dict[str, list[int]] = {name: [] for name in model.states}
+    for index, reads in enumerate(model.reads):
+        for name in reads:
+            if name in users:
+                users[name].append(index)
+    for name, output in model.states.items():
+        ends = [*users[name], producer[model.sources.get(output, output)]]
+        may[min(ends) + 1 : max(ends) + 1] = False
+    return may

@@ -1,20 +1,29 @@
 """Minimise a sum of cost tables over discrete variables, by variable elimination.
 
-Exact where all tables stay small (Bertelè and Brioschi, "Nonserial Dynamic Programming", 1972). Otherwise by
-mini-buckets (Dechter and Rish, "Mini-buckets", Journal of the ACM 50(2), 2003): tables that would be too large are
-minimised in parts, which gives a lower bound, and an assignment that windows of variables then improve.
+To eliminate a variable, the tables that it occurs in are added up, and the sum is minimised over it: a new table over
+its neighbours takes their place. When no variable is left, the sum of the remaining numbers is the least cost, and the
+best values follow in reverse order. The variable whose new table is smallest goes first.
+
+Exact where all tables stay small (Bertelè and Brioschi, "Nonserial Dynamic Programming", 1972). Otherwise by mini-
+buckets (Dechter and Rish, "Mini-buckets", Journal of the ACM 50(2), 2003): tables that would be too large are minimised
+in parts, which gives a lower bound, and an assignment that windows of variables then improve.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from onnxplace.passes.sharding.cost_tables import Factor, Joins, Table, drop_constants, evaluate, round_costs
+CostTable = NDArray[np.float64]
+
+# Sums of costs have this many bits; those of 64-bit floats have 53.
+_SUM_BITS = 48
 
 # Limits of tables that are tried in turn, where larger ones take too much work or prove little.
 _SMALLER_LIMITS = (1 << 16, 1 << 12)
@@ -29,6 +38,113 @@ _MAX_WINDOW_WORK, _MAX_SWEPT_WORK = MAX_WORK >> 3, MAX_WORK << 1
 _MAX_SWEPT_VARIABLES = 40_000
 # More entries than any limit: tables beyond it are not told apart.
 _MANY_ENTRIES = 1 << 40
+
+
+class Factor(NamedTuple):
+    """A cost table over some variables."""
+
+    scope: tuple[int, ...]
+    """Variables, rising."""
+    table: CostTable
+    """One axis per variable of the scope."""
+
+
+def order_factor(scope: Sequence[int], table: CostTable) -> Factor:
+    """Return a factor with its variables in rising order."""
+    order = sorted(range(len(scope)), key=scope.__getitem__)
+    if order == list(range(len(scope))):
+        return Factor(tuple(scope), table)
+    return Factor(tuple(scope[index] for index in order), table.transpose(order))
+
+
+def evaluate(factors: Iterable[Factor], values: Sequence[int]) -> float:
+    """Return the cost of an assignment."""
+    return float(sum(factor.table[tuple([values[v] for v in factor.scope])] for factor in factors))
+
+
+def drop_constants(factors: Sequence[Factor], sizes: Sequence[int]) -> list[Factor]:
+    """Return factors without the variables that have one value; equal tables stay the same object."""
+    tables: dict[object, CostTable] = {}
+    result = []
+    for factor in factors:
+        scope = tuple([variable for variable in factor.scope if sizes[variable] > 1])
+        if len(scope) < len(factor.scope):
+            key = id(factor.table)
+            if key not in tables:
+                tables[key] = factor.table.reshape([size for size in factor.table.shape if size > 1])
+            factor = Factor(scope, tables[key])
+        result.append(factor)
+    return result
+
+
+def round_costs(factors: Sequence[Factor]) -> tuple[list[Factor], float]:
+    """Return factors with rounded entries, and a cost that only assignments with infinite entries exceed.
+
+    Entries become multiples of a power of two that is so large that all sums are exact: equal parts of a model then
+    have equal sums. Infinite entries become so large that every assignment without them costs less.
+    """
+    tables = {id(factor.table): factor.table for factor in factors}
+    spans = {}
+    for key, table in tables.items():
+        finite = table[np.isfinite(table)]
+        spans[key] = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    lowest = sum(spans[id(factor.table)][0] for factor in factors)
+    highest = sum(spans[id(factor.table)][1] for factor in factors)
+    largest = max(sum(max(map(abs, spans[id(factor.table)])) for factor in factors), 1e-300)
+    unit = math.ldexp(1.0, math.frexp(largest)[1] - _SUM_BITS)
+    large = 2 * (highest - lowest) + 2 * largest
+    rounded: dict[int, CostTable] = {}
+    equal: dict[object, CostTable] = {}
+    for key, table in tables.items():
+        entries = np.rint(np.where(np.isfinite(table), table, spans[key][0] + large) / unit) * unit
+        rounded[key] = equal.setdefault((table.shape, entries.tobytes()), entries)
+    return [Factor(factor.scope, rounded[id(factor.table)]) for factor in factors], highest + largest / 2
+
+
+class Joins:
+    """Sums of tables minimised over one variable.
+
+    Equal sums are computed once. Layers that repeat soon give equal sums: their minima, less the least one, converge in
+    finitely many steps (Baccelli et al., "Synchronization and Linearity", 1992, theorem 3.112).
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self.work = 0
+        """Entries of tables that were added up."""
+        self._results: dict[object, tuple[CostTable, float, Sequence[Factor]]] = {}
+        self._tables: dict[object, CostTable] = {}
+
+    def minimum(self, factors: Sequence[Factor], variable: int, scope: Sequence[int]) -> tuple[CostTable, float]:
+        """Return the minimum over a variable of the sum of factors: a table over `scope`, and a number to add to it."""
+        # The variable has the first axis, along which numpy finds minima the fastest.
+        position = {item: index for index, item in enumerate((variable, *scope))}
+        places = [tuple([position[item] for item in factor.scope]) for factor in factors]
+        key = tuple([(id(factor.table), place) for factor, place in zip(factors, places)])
+        if key not in self._results:
+            shape = [self.sizes[item] for item in (variable, *scope)]
+            table = np.asarray(_add_up([factor.table for factor in factors], places, shape).min(axis=0))
+            self.work += table.size * shape[0] * len(factors)
+            least = float(table.min())
+            table = table - least
+            table = self._tables.setdefault((table.shape, table.tobytes()), table)
+            # The factors are kept, so that no other table gets the identity of one of them.
+            self._results[key] = table, least, factors
+        return self._results[key][:2]
+
+
+def _add_up(tables: Sequence[CostTable], places: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> CostTable:
+    """Return the sum of tables, whose axes have these places in the result."""
+    total = np.zeros(sizes)
+    for table, place in zip(tables, places):
+        order = sorted(range(len(place)), key=place.__getitem__)
+        if order != list(range(len(place))):
+            table = table.transpose(order)
+        shape = [1] * len(sizes)
+        for axis in place:
+            shape[axis] = sizes[axis]
+        total += table.reshape(shape)
+    return total
 
 
 @dataclass(frozen=True)
@@ -54,6 +170,7 @@ def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int =
     variables = [variable for variable, size in enumerate(sizes) if size > 1]
     joins, bound, starts = Joins(sizes), -math.inf, [[0] * len(sizes)]
     max_work = max(MAX_WORK, _WORK_PER_VARIABLE * len(variables))
+    # Smaller limits give weaker bounds with less work; the first one that proves its assignment ends the search.
     for limit in (max_entries, *(limit for limit in _SMALLER_LIMITS if limit < max_entries)):
         attempt = Elimination(joins, rounded, variables, limit, max_work)
         if not attempt.run():
@@ -146,6 +263,7 @@ class Elimination:
         for other in touched:
             self._neighbours[other].discard(variable)
             self._turns[other] += 1
+        # One table over all neighbours if it is small; else mini-buckets, whose minima add up to a lower bound.
         if entries <= self._max_entries:
             self._add(self._minimum(bucket, variable, tuple(touched)))
         else:
@@ -166,8 +284,9 @@ class Elimination:
     def assign(self, values: Sequence[int]) -> list[int]:
         """Return `values` with the best ones of the eliminated variables, after `run`."""
         result = list(values)
+        # Backwards: when a variable is set, all variables that its tables share with it are set already.
         for variable, bucket in reversed(self._buckets):
-            total: Table = np.zeros(self._sizes[variable])
+            total: CostTable = np.zeros(self._sizes[variable])
             for factor in bucket:
                 place = tuple([slice(None) if item == variable else result[item] for item in factor.scope])
                 total = total + factor.table[place]
@@ -219,6 +338,7 @@ def _improve_window(
     window: Sequence[int], factors: Sequence[Factor], joins: Joins, values: list[int], max_entries: int
 ) -> bool:
     """Set the variables of a window to their best values, the others fixed, unless that saves nothing."""
+    # Tables that reach outside are cut at the values of the fixed variables, which makes the window exact or small.
     inside = set(window)
     conditioned = []
     for factor in factors:

@@ -135,9 +135,9 @@ class LocalNode:
             length = self.view.shape(position)[0]
             self.set_input(position, self.make_override(self.proto.input[position], length, index, size))
 
-    def out_shape(self, position: int = 0) -> Shape:
-        """Return the local shape of an output."""
-        shape = self.outputs[position]
+    def out_shape(self) -> Shape:
+        """Return the local shape of the first output."""
+        shape = self.outputs[0]
         assert shape is not None
         return shape
 

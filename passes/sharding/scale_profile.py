@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
-from onnxplace.facts import Profile, Source
+from onnxplace.facts import Profile
 from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.model import build_op_graph, value_bytes
 from onnxplace.passes.placement.grouping import Union, first_equal
-from onnxplace.passes.sharding.choice import Choice
-from onnxplace.passes.sharding.rewrite import ShardedModel
-from onnxplace.passes.sharding.shape_folding import infer_all_shapes
-from onnxplace.passes.sharding.work_costs import WorkCosts
+from onnxplace.passes.sharding.known_shapes import infer_all_shapes
+from onnxplace.passes.sharding.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.sharded_model import ShardedModel
+from onnxplace.passes.sharding.sharding_costs import WorkCosts
 from onnxplace.problem import device_seconds
 from onnxplace.target import Target
 
 
 def scale_profile(
-    profile: Profile, sharded: ShardedModel, choice: Choice, work: WorkCosts, target: Target, group: Sequence[int]
+    profile: Profile, sharded: ShardedModel, choice: LayoutChoice, work: WorkCosts, target: Target, group: Sequence[int]
 ) -> Profile:
     """Return the profile of a sharded model.
 
@@ -31,34 +30,21 @@ def scale_profile(
     seconds_of_group = device_seconds(profile, target)[list(group)]
     origins = sharded.origins
     source = np.array([origin.source for origin in origins], dtype=np.int64)
-    is_part = source >= 0
     fraction = _fractions(sharded, choice, work, seconds_of_group)
     moved = np.array([origin.moved_bytes for origin in origins], dtype=np.float64)
     graph = build_op_graph(sharded.model, value_bytes(sharded.model, infer_all_shapes(sharded.model)))
     peaks = work.peaks[0]
     copy_seconds = moved / peaks.bytes_per_second + np.where(moved > 0, peaks.kernel_seconds, 0.0)
-    seconds: dict[str, Floats] = {}
-    sources: dict[str, NDArray[np.uint8]] = {}
-    for name, times in profile.seconds.items():
-        seconds[name] = np.where(is_part, times[source] * fraction, copy_seconds)
-        sources[name] = _scale_sources(profile.sources[name], source)
-    workspace = np.where(is_part, profile.graph.workspace_bytes[source] * fraction, 0).astype(np.int64)
-    return Profile(
-        graph=replace(graph, workspace_bytes=workspace),
-        seconds=MappingProxyType(seconds),
-        sources=MappingProxyType(sources),
-        unit=_units(profile.unit, source, sharded),
-        backward=None if profile.backward is None else np.where(is_part, profile.backward[source], False),
+    return replace(
+        profile.rewritten(graph, source, _units(profile.unit, source, sharded), copy_seconds, fraction),
         training=None if profile.training is None else profile.training.spread(source),
-        unsharded_seconds=MappingProxyType(_whole_seconds(profile, target)),
+        unsharded_seconds=MappingProxyType(
+            {device.cost_class: float(profile.seconds[device.cost_class].sum()) for device in target.devices}
+        ),
     )
 
 
-def _whole_seconds(profile: Profile, target: Target) -> Mapping[str, float]:
-    return {device.cost_class: float(profile.seconds[device.cost_class].sum()) for device in target.devices}
-
-
-def _fractions(sharded: ShardedModel, choice: Choice, work: WorkCosts, device_seconds: Floats) -> Floats:
+def _fractions(sharded: ShardedModel, choice: LayoutChoice, work: WorkCosts, device_seconds: Floats) -> Floats:
     """Return, per node, which fraction of its original's time it takes on its device; 0 for exchanges."""
     cache: dict[tuple[int, int, int, float], float] = {}
     result = np.zeros(len(sharded.origins))
@@ -72,13 +58,6 @@ def _fractions(sharded: ShardedModel, choice: Choice, work: WorkCosts, device_se
             cache[key] = part / whole if whole > 0 else 1.0
         result[index] = cache[key]
     return result
-
-
-def _scale_sources(sources: NDArray[np.uint8], source: Longs) -> NDArray[np.uint8]:
-    """Return the origin of each node's time: exchanges are as sure as the rest of the class."""
-    is_measured = bool(np.isin(sources, (Source.MEASURED, Source.KNOWN)).all())
-    exchange = np.uint8(Source.MEASURED if is_measured else Source.ESTIMATED)
-    return np.where(source >= 0, sources[source], exchange).astype(np.uint8)
 
 
 def _units(unit: Ints, source: Longs, sharded: ShardedModel) -> Ints:

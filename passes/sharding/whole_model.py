@@ -1,4 +1,9 @@
-"""The unsharded model with the interface and the weights of a sharded one: the reference of its bundle."""
+"""The unsharded model with the interface and the weights of a sharded one: the reference of its bundle.
+
+It may carry the layouts in ONNX's own words: device configurations and sharding specifications, which ONNX has had
+since IR version 11 (docs/IR.md of ONNX, "Multi-device execution"). They say nothing of partial values, nor of uneven
+parts: these are left out.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,25 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import (
+    DeviceConfigurationProto,
+    NodeDeviceConfigurationProto,
+    NodeProto,
+    ShardingSpecProto,
+    TensorProto,
+    helper,
+    numpy_helper,
+)
 
 from onnxplace.model import Model
-from onnxplace.passes.sharding.layouts import Division, Layout
-from onnxplace.passes.sharding.rewrite import ShardedModel, StateLayout
+from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.sharded_model import ShardedModel, StateLayout
+from onnxplace.passes.sharding.strategy_space import StrategySpace
+
+CONFIGURATION = "onnxplace"
+"""Name of the device configuration."""
+MIN_IR_VERSION = 11
 
 
 def build_whole_model(model: Model, sharded: ShardedModel, division: Division, *, from_parts: bool) -> Model:
@@ -104,3 +123,55 @@ class _WholeModel:
             if len(pieces) > 1:
                 nodes.append(helper.make_node("Concat", pieces, [part], name=f"{part}/cut", axis=state.layout.axis))
         return nodes
+
+
+def annotate_model(
+    model: Model, space: StrategySpace, strategies: Sequence[NodeStrategy], device_ids: Sequence[str]
+) -> Model:
+    """Return a model whose nodes carry their sharding specifications.
+
+    Args:
+        model: The unsharded model; it may have more nodes than those of `space`.
+        space: Gives shapes and divisions.
+        strategies: One for each node of `space`.
+        device_ids: The devices of the group.
+    """
+    by_name = {node.name: strategy for node, strategy in zip(space.facts.model.nodes, strategies)}
+    nodes = [_annotate(node, space, by_name[node.name]) if node.name in by_name else node for node in model.nodes]
+    configuration = DeviceConfigurationProto(name=CONFIGURATION, num_devices=len(device_ids), device=device_ids)
+    return replace(
+        model,
+        nodes=tuple(nodes),
+        ir_version=max(model.ir_version, MIN_IR_VERSION),
+        device_configurations=(configuration,),
+    )
+
+
+def _annotate(node: NodeProto, space: StrategySpace, strategy: NodeStrategy) -> NodeProto:
+    """Return a node with the layouts of its inputs and outputs."""
+    entry = NodeDeviceConfigurationProto(configuration_id=CONFIGURATION)
+    values = zip((*node.input, *node.output), (*strategy.inputs, *strategy.outputs))
+    for name, layout in dict(values).items():
+        if name and layout is not None and (spec := _specify(name, layout, space)) is not None:
+            entry.sharding_spec.append(spec)
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    copy.device_configurations.append(entry)
+    return copy
+
+
+def _specify(name: str, layout: Layout, space: StrategySpace) -> ShardingSpecProto | None:
+    """Return the specification of a value, None for what ONNX cannot express."""
+    count = space.division.count
+    spec = ShardingSpecProto(tensor_name=name, device=range(count))
+    if layout == PARTIAL:
+        return None
+    if not layout.is_split:
+        return spec
+    size = space.facts.shapes[name][layout.axis]
+    if len({space.division.local_size(layout, size, device) for device in range(count)}) > 1:
+        return None
+    dimension = spec.sharded_dim.add(axis=layout.axis)
+    for _ in range(layout.outer):  # fused tensors, such as q, k and v, are each split
+        dimension.simple_sharding.add(dim_value=size // layout.outer, num_shards=count)
+    return spec

@@ -1,4 +1,6 @@
 from onnxplace.passes.training.find_step import report_unusable_loss as report_unusable_loss
-from onnxplace.passes.training.members import list_parameter_members as list_parameter_members
-from onnxplace.passes.training.owners import spread_owners as spread_owners
-from onnxplace.passes.training.recognise import recognise_training_step as recognise_training_step
+from onnxplace.passes.training.node_owners import (
+    list_parameter_members as list_parameter_members,
+    spread_owners as spread_owners,
+)
+from onnxplace.passes.training.recognise_step import recognise_training_step as recognise_training_step

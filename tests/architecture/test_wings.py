@@ -48,7 +48,8 @@ MAY_IMPORT = {
     ),
     "passes.placement.pipelining": "facts graph state training_roles",
     "passes.placement.exact": "graph passes.placement.search problem simulation utils",
-    "passes.placement.stages": "errors graph problem simulation target utils",
+    "passes.placement.stages": "graph problem simulation utils",
+    "passes.learning": "",
     "passes.segments": "bundle errors facts graph machine model problem simulation state target training_roles utils",
     "passes.sharding": (
         "errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state target "
@@ -81,8 +82,7 @@ MAY_IMPORT = {
     "report": "bundle cost_graph errors facts graph pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target "
-        "utils"
+        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
     ),
     "export": "bundle devices errors model target training_step utils",
     "api": "bundle driver drop_in errors machine pipeline runtime serving traces utils",

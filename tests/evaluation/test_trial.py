@@ -22,7 +22,7 @@ from onnxplace.passes import emit
 from onnxplace.runtime import Event, Result, RuntimeSession
 from onnxplace.runtimes.execution.segments import OpenSegment
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.simulation.request_rates import HANDOVER_SECONDS, QUEUED_REQUEST_SECONDS
+from onnxplace.simulation.steady_state import HANDOVER_SECONDS, QUEUED_REQUEST_SECONDS
 from onnxplace.target import Device, Target
 from tests.support.state_checks import STATES, sums
 

@@ -8,7 +8,7 @@ from onnxplace.errors import InfeasibleError, OnnxplaceError, UsageError
 from onnxplace.facts import Routes, Segments
 from onnxplace.model import bind, load
 from onnxplace.pipeline import Pipeline
-from onnxplace.simulation.request_rates import HANDOVER_SECONDS
+from onnxplace.simulation.steady_state import HANDOVER_SECONDS
 from onnxplace.state import State
 from onnxplace.target import Device, Shared, Target
 from tests.conftest import branches

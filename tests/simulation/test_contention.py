@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from onnxplace.cost_graph import parse_cost_graph
 from onnxplace.simulation import simulate, simulate_with_contention
-from onnxplace.simulation.contention import memory_share
+from onnxplace.simulation.simulated_contention import memory_share
 from onnxplace.target import Device, Link, Shared, Target
 
 

@@ -8,8 +8,7 @@ from onnxplace.cost_graph import GENERATORS
 from onnxplace.facts import Profile
 from onnxplace.problem import device_seconds
 from onnxplace.simulation import predict_python_seconds, predict_request_rates, steady_state_loads
-from onnxplace.simulation.request_rates import HANDOVER_SECONDS, QUEUED_REQUEST_SECONDS, divide_requests
-from onnxplace.simulation.steady_state import Loads
+from onnxplace.simulation.steady_state import HANDOVER_SECONDS, QUEUED_REQUEST_SECONDS, Loads, divide_requests
 from onnxplace.target import Device, Link, Shared, Target
 
 

@@ -15,12 +15,12 @@ import numpy as np
 from onnx import ModelProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.model import Model, bind, load, output_lineages
-from onnxplace.passes.sharding.choice import Choice
-from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.layouts import Division, Layout
-from onnxplace.passes.sharding.rewrite import write_sharded_model
-from onnxplace.passes.sharding.space import StrategySpace, build_space
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.sharded_model import write_sharded_model
+from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from tests.support.conformance import Case, PlainSession, case, fed_names, first_line, surrounded
 
@@ -192,13 +192,13 @@ def _run_whole(proto: ModelProto, feeds: Sequence[Feeds]) -> tuple[Model, list[l
         raise NotComparable(str(problem)) from problem
 
 
-def _alone(space: StrategySpace) -> Iterator[dict[int, Strategy]]:
+def _alone(space: StrategySpace) -> Iterator[dict[int, NodeStrategy]]:
     for index, strategies in enumerate(space.strategies):
         for strategy in strategies[1:]:
             yield {index: strategy}
 
 
-def _together(space: StrategySpace) -> Iterator[dict[int, Strategy]]:
+def _together(space: StrategySpace) -> Iterator[dict[int, NodeStrategy]]:
     """Yield choices for all nodes at once, until each strategy of each node was in one."""
     rounds = max((len(strategies) for strategies in space.strategies), default=1)
     for number in range(rounds if rounds > 1 else 0):
@@ -212,7 +212,7 @@ def _together(space: StrategySpace) -> Iterator[dict[int, Strategy]]:
 def _try(
     space: StrategySpace,
     division: str,
-    forced: Mapping[int, Strategy],
+    forced: Mapping[int, NodeStrategy],
     feeds: Sequence[Feeds],
     expected: Sequence[Any],
     returns_all: bool,
@@ -232,10 +232,10 @@ def _try(
     return Trial(division, names, f"{len(forced)} nodes, {listed}: {problems[0]}")
 
 
-def shard(space: StrategySpace, forced: Mapping[int, Strategy]) -> Model:
+def shard(space: StrategySpace, forced: Mapping[int, NodeStrategy]) -> Model:
     """Return the model sharded with these strategies; nodes without one are whole on every device."""
     strategies = tuple(forced.get(index, options[0]) for index, options in enumerate(space.strategies))
-    choice = Choice(strategies, {}, seconds=0.0, lower_bound_seconds=0.0, weight_bytes=0)
+    choice = LayoutChoice(strategies, {}, seconds=0.0, lower_bound_seconds=0.0, weight_bytes=0)
     # Sums in two steps wherever they can be, which also tests the exchange of a direct sum where they cannot.
     costs = ExchangeCosts(
         count=space.division.count,
@@ -248,7 +248,7 @@ def shard(space: StrategySpace, forced: Mapping[int, Strategy]) -> Model:
     return write_sharded_model(space, choice, costs).model
 
 
-def describe(strategy: Strategy) -> str:
+def describe(strategy: NodeStrategy) -> str:
     """Return the layouts of a strategy."""
     return f"{_words(strategy.inputs)} -> {_words(strategy.outputs)}"
 

@@ -9,11 +9,11 @@ import onnx
 from onnx import ModelProto
 
 from onnxplace.model import Model, bind, load
-from onnxplace.passes.sharding.choice import Choice
-from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.layouts import Division
-from onnxplace.passes.sharding.rewrite import ShardedModel, write_sharded_model
-from onnxplace.passes.sharding.space import StrategySpace, build_space
+from onnxplace.passes.sharding.sharded_model import ShardedModel, write_sharded_model
+from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 
 SHARES = ((1.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0), (2.0, 1.0, 1.0))
@@ -36,14 +36,14 @@ def make_costs(count: int, latency_seconds: float = 1e-6) -> ExchangeCosts:
     )
 
 
-def choose_randomly(space: StrategySpace, random: Random) -> Choice:
+def choose_randomly(space: StrategySpace, random: Random) -> LayoutChoice:
     """Return a choice of a random strategy per node."""
     share = min(1.0, 2 * random.random())  # of split nodes
     strategies = []
     for options in space.strategies:
         is_split = len(options) > 1 and random.random() < share
         strategies.append(options[random.randrange(1, len(options))] if is_split else options[0])
-    return Choice(tuple(strategies), {}, 0.0, 0.0, 0)
+    return LayoutChoice(tuple(strategies), {}, 0.0, 0.0, 0)
 
 
 def shard_randomly(space: StrategySpace, random: Random) -> ShardedModel:

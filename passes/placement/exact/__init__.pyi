@@ -1,1 +1,1 @@
-from onnxplace.passes.placement.exact.solver import solve_exactly as solve_exactly
+from onnxplace.passes.placement.exact.exact_solver import solve_exactly as solve_exactly

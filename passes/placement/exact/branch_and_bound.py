@@ -1,18 +1,24 @@
-"""Breadth-first branch and bound over partial steps, with dominance and layers of limited width."""
+"""Breadth-first branch and bound over partial steps, with dominance and layers of limited width.
+
+A state is a part of a step: the nodes that have started, where, and when devices and channels are free. An action
+starts one node on a device or sends one value. Layer k has the best states after k actions: children whose lower bound
+exceeds the threshold are cut off, and so are those that another state with the same nodes dominates. If all children
+fit into the width of each layer, the least bound of what was cut off is a proof; otherwise the least bound of what was
+dropped limits it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import numpy as np
 
-from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
+from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.exact.bound_kernels import compute_distances, compute_far_tails, fill_level
 from onnxplace.passes.placement.exact.branch_kernels import ProblemTables, expand_states, select_states
-from onnxplace.passes.placement.exact.residency import held_bytes, reachable
 from onnxplace.passes.placement.exact.state_kernels import NEVER
 from onnxplace.passes.placement.search import interchangeable_devices
 from onnxplace.problem import PlacementProblem
@@ -28,6 +34,35 @@ GUIDE_WEIGHT = 1.0
 MAX_JOINS = 6
 # Complete steps per layer that are simulated; more of them until one fits.
 MAX_SIMULATED, MAX_SIMULATED_FIRST = 16, 500
+
+
+def held_bytes(graph: OpGraph, group: Ints, before: Bools) -> Floats:
+    """Return [node, group]: bytes on the group's device while the node runs, in any schedule.
+
+    These values are produced by a member of the group that must run before the node, and read by one that must run
+    after it. Inputs of the node itself are left out, and so are views. `before` is that of `reachable`. O(N V).
+    """
+    held = np.zeros((len(graph), int(group.max(initial=-1)) + 1))
+    values = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0) & (graph.value_bytes > 0))
+    for value in values.tolist():
+        producer, readers = int(graph.producer[value]), graph.readers[value]
+        group_of_producer = int(group[producer])
+        readers_in_group = readers[group[readers] == group_of_producer]
+        if len(readers_in_group):
+            between = before[:, producer] & before[readers_in_group].any(axis=0)
+            between[readers] = False
+            held[between, group_of_producer] += graph.value_bytes[value]
+    return held
+
+
+def reachable(order: Ints, predecessors: Csr) -> Bools:
+    """Return [node, predecessor]: whether a path leads from the predecessor to the node."""
+    before = np.zeros((len(order), len(order)), dtype=bool)
+    for node in order.tolist():
+        for predecessor in predecessors[node].tolist():
+            before[node] |= before[predecessor]
+            before[node, predecessor] = True
+    return before
 
 
 @dataclass(frozen=True)
@@ -193,6 +228,7 @@ def branch_and_bound_search(
     history: list[tuple[Ints, Ints]] = []
     empty = np.zeros(0, dtype=np.int32)
     result = SearchResult(upper_seconds, np.inf, empty, empty, True)
+    # Invariant: no step is shorter than the least of `result.bound_seconds` and the bounds of the layer.
     while len(layer.masks):
         threshold = min(upper_seconds, result.makespan_seconds) * (1 - gap)
         children = _Children(4096)
@@ -201,13 +237,12 @@ def branch_and_bound_search(
             cut = min(cut, children.add(layer, first, threshold, tables))
             if time.perf_counter() > deadline:
                 open_bound = min(cut, float(layer.bounds.min()))
-                return SearchResult(
-                    min(result.bound_seconds, open_bound), result.makespan_seconds, result.device, result.order,
-                             False)  # fmt: skip
+                return replace(result, bound_seconds=min(result.bound_seconds, open_bound), complete=False)
         layer, parents, actions, dropped = _next_layer(layer, children, width, tables)
         history.append((parents, actions))
         is_complete = layer.masks == np.int64((1 << len(tables.group)) - 1)
         bound = min(result.bound_seconds, cut, dropped)
+        # Complete states leave the layer; the best by their own account are simulated.
         if is_complete.any():
             ends = layer.reals[:, 1 : 1 + tables.devices].max(axis=1)
             bound = min(bound, float(ends[is_complete].min()))
@@ -216,30 +251,28 @@ def branch_and_bound_search(
             result = _simulate_complete(problem, result, history, ranked[:max_simulated])
             layer = layer.where(~is_complete)
             history[-1] = (parents[~is_complete], actions[~is_complete])
-        result = SearchResult(
-            bound, result.makespan_seconds, result.device, result.order, result.complete and dropped >= NEVER
-        )
+        result = replace(result, bound_seconds=bound, complete=result.complete and dropped >= NEVER)
     return result
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _StateLayer:
     reals: Floats
     ints: Ints
     masks: Longs
     bounds: Floats
 
-    def where(self, kept: Bools) -> _Layer:
-        return _Layer(self.reals[kept], self.ints[kept], self.masks[kept], self.bounds[kept])
+    def where(self, kept: Bools) -> _StateLayer:
+        return _StateLayer(self.reals[kept], self.ints[kept], self.masks[kept], self.bounds[kept])
 
 
-def _root_layer(tables: ProblemTables) -> _Layer:
+def _root_layer(tables: ProblemTables) -> _StateLayer:
     devices, groups, values = tables.devices, len(tables.group_mask), len(tables.read_mask)
     reals = np.zeros((1, 1 + 4 * devices + values * devices))
     reals[:, 1 + 4 * devices :] = NEVER
     ints = np.zeros((1, groups + 2 * devices + 1 + values), dtype=np.int32)
     ints[:, : groups + devices] = -1
-    return _Layer(reals, ints, np.zeros(1, dtype=np.int64), np.zeros(1))
+    return _StateLayer(reals, ints, np.zeros(1, dtype=np.int64), np.zeros(1))
 
 
 class _Children:
@@ -252,7 +285,7 @@ class _Children:
         self.guides = np.empty(capacity)
         self.filled = 0
 
-    def add(self, layer: _Layer, begin: int, threshold: float, tables: ProblemTables) -> float:
+    def add(self, layer: _StateLayer, begin: int, threshold: float, tables: ProblemTables) -> float:
         """Add the children of STATES_PER_CALL states; return the least bound of those cut off."""
         end, cut = min(begin + STATES_PER_CALL, len(layer.masks)), NEVER
         while begin < end:
@@ -270,8 +303,8 @@ class _Children:
 
 
 def _next_layer(
-    layer: _Layer, children: _Children, width: int, tables: ProblemTables
-) -> tuple[_Layer, Ints, Ints, float]:
+    layer: _StateLayer, children: _Children, width: int, tables: ProblemTables
+) -> tuple[_StateLayer, Ints, Ints, float]:
     """Return the best undominated children, their parents and actions, and the least bound of dropped ones."""
     bounds = children.bounds[: children.filled]
     room = min(width, len(bounds))
@@ -284,7 +317,7 @@ def _next_layer(
     )  # fmt: skip
     dropped = float(bounds[ranked[looked_at:]].min(initial=NEVER))
     chosen = chosen[:kept]
-    next_layer = _Layer(reals[:kept], ints[:kept], masks[:kept], bounds[chosen])
+    next_layer = _StateLayer(reals[:kept], ints[:kept], masks[:kept], bounds[chosen])
     return next_layer, children.parents[chosen], children.actions[chosen], dropped
 
 
@@ -296,7 +329,7 @@ def _simulate_complete(
         device, order = _replay_actions(history, index, len(problem.graph), len(problem.target.devices))
         step = problem.simulate(device, order)
         if step.makespan_seconds < result.makespan_seconds and not problem.excess_bytes(step).any():
-            result = SearchResult(result.bound_seconds, step.makespan_seconds, device, order, result.complete)
+            result = replace(result, makespan_seconds=step.makespan_seconds, device=device, order=order)
     return result
 
 

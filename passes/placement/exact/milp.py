@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onnxplace.graph import Csr, Floats, Ints
-from onnxplace.passes.placement.exact.residency import held_bytes, reachable
+from onnxplace.passes.placement.exact.branch_and_bound import held_bytes, reachable
 from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import heads_and_tails, node_bytes
-from onnxplace.utils import run_highs
+from onnxplace.utils import make_program, run_highs
 
 # Thresholds of heads, and of tails; the work between two of them bounds the load of each device.
 MAX_THRESHOLDS = 6
@@ -33,7 +33,7 @@ class MilpSolution:
 
 
 @dataclass
-class _Rows:
+class _ProgramRows:
     """Constraints `lower <= A v <= upper` on columns with bounds, added row by row."""
 
     lower: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class _Program:
         self.reach = heads_and_tails(problem.graph, problem.seconds, problem.target)
         self.is_before = reachable(self.graph.order, self.graph.predecessors)
         self.scale = upper_seconds
-        self.rows = _Rows()
+        self.rows = _ProgramRows()
         self.makespan = self.rows.add_column(self.reach.longest_seconds / self.scale, 1.0)
         self.home = np.array([[self._add_home(group, device) for device in range(self.devices)]
                               for group in range(len(problem.pinned))], dtype=np.int64)  # fmt: skip
@@ -232,15 +232,12 @@ class _Program:
         import highspy
 
         rows = self.rows
-        program = highspy.HighsLp()
-        program.num_col_, program.num_row_ = len(rows.is_integer), len(rows.lower)
-        program.col_cost_ = np.eye(1, len(rows.is_integer)).ravel()
-        program.col_lower_, program.col_upper_ = np.array(rows.column_lower), np.array(rows.column_upper)
-        program.row_lower_, program.row_upper_ = np.array(rows.lower), np.array(rows.upper)
-        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        program.a_matrix_.start_ = np.array(rows.starts, dtype=np.int32)
-        program.a_matrix_.index_ = np.array(rows.index, dtype=np.int32)
-        program.a_matrix_.value_ = np.array(rows.value)
+        program = make_program(
+            cost=np.eye(1, len(rows.is_integer)).ravel(),
+            column_bounds=(rows.column_lower, rows.column_upper),
+            row_bounds=(rows.lower, rows.upper),
+            rows=(rows.starts, rows.index, rows.value),
+        )
         kinds = highspy.HighsVarType
         program.integrality_ = [kinds.kInteger if is_integer else kinds.kContinuous for is_integer in rows.is_integer]
         options = {

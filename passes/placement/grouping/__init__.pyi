@@ -4,7 +4,7 @@ from onnxplace.passes.placement.grouping.group_kernels import (
     join_light_groups as join_light_groups,
     number_sets as number_sets,
 )
-from onnxplace.passes.placement.grouping.groups import (
+from onnxplace.passes.placement.grouping.node_groups import (
     Union as Union,
     first_equal as first_equal,
     group_nodes as group_nodes,

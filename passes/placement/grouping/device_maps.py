@@ -1,28 +1,230 @@
-"""Device maps: patterns of names, modules of other programs, and models whose nodes name their devices."""
+"""Device maps: patterns of names, modules of other programs, and models whose nodes name their devices.
+
+Maps of other programs name modules: Hugging Face accelerate's, and Olive's split assignments. Models carry ONNX's
+multi-device metadata, devices in the metadata of nodes, or Olive's pieces.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from onnx import NodeProto
 
-from onnxplace.errors import Diagnostic, InputError, TargetError, UsageError, format_value
-from onnxplace.graph import Ints, OpGraph
-from onnxplace.model import SPLITS_KEY
-from onnxplace.passes.placement.grouping.module_maps import (
-    are_module_names,
-    has_module_devices,
-    pin_modules,
+from onnxplace.errors import (
+    MAX_LISTED,
+    Diagnostic,
+    InputError,
+    TargetError,
+    UsageError,
+    format_count,
+    format_value,
+    suggest_nearest,
 )
-from onnxplace.passes.placement.grouping.node_names import format_list, match_removed, note_removed, suggest_names
-from onnxplace.passes.placement.grouping.node_pins import pin_named_nodes
+from onnxplace.graph import Ints, OpGraph
+from onnxplace.model import (
+    SPLITS_KEY,
+    DeviceMetadata,
+    list_enclosing_modules,
+    list_module_paths,
+    normalize_module,
+    read_device_metadata,
+)
 from onnxplace.target import Target
-from onnxplace.utils import match_names, parse_json, read_json
+from onnxplace.utils import format_path, match_names, parse_json, read_json
+
+# What accelerate calls a device, apart from numbers and ids.
+BARE_KINDS = ("cpu", "cuda", "disk")
+# A module as PyTorch names it; "" is the whole model.
+MODULE_NAME = re.compile(r"[\w./-]*")
 
 MODEL_SUFFIX = ".onnx"
+
+
+def match_removed(patterns: Sequence[str], removed: Sequence[str], where: str) -> dict[str, str]:
+    """Return the patterns that match nodes that were removed, each with the first such node."""
+    if not patterns or not removed:
+        return {}
+    matches = match_names(patterns, removed, where)
+    return {pattern: removed[positions[0]] for pattern, positions in zip(patterns, matches) if positions}
+
+
+def note_removed(removed_matches: Mapping[str, str], where: str) -> Diagnostic:
+    """Return the note that patterns have no effect; each comes with the first removed node that it matches."""
+    listed = format_list(f"{pattern!r} ({name!r})" for pattern, name in removed_matches.items())
+    message = f"only nodes that were removed (constants, calls of functions, unused ones) match {listed}: no effect"
+    return Diagnostic("U025", message, where=where, hint="leave it out, or name nodes that remain")
+
+
+def suggest_names(graph: OpGraph) -> str:
+    """Return a hint that shows some names of nodes."""
+    return f"names look like {', '.join(repr(name) for name in graph.names[:3])}"
+
+
+def format_list(items: Iterable[str], separator: str = ", ") -> str:
+    """Join the first of several items to one text, with the number of the others."""
+    entries = list(items)
+    more = len(entries) - MAX_LISTED
+    return separator.join(entries[:MAX_LISTED]) + (f"{separator}and {more} more" if more > 0 else "")
+
+
+def are_module_names(keys: Iterable[str]) -> bool:
+    """Return whether all keys of a map can be names of modules.
+
+    >>> are_module_names(["model.layers.0", "lm_head"]), are_module_names(["encoder.*"])
+    (True, False)
+    """
+    return all(MODULE_NAME.fullmatch(key) for key in keys)
+
+
+def has_module_devices(rules: Mapping[str, str | int]) -> bool:
+    """Return whether a map names devices as accelerate does: by number, or by kind alone.
+
+    >>> has_module_devices({"lm_head": "cpu"}), has_module_devices({"lm_head": "cpu:0"})
+    (True, False)
+    """
+    return any(isinstance(device, int) or device in BARE_KINDS for device in rules.values())
+
+
+def pin_modules(
+    rules: Mapping[str, str | int],
+    graph: OpGraph,
+    target: Target,
+    removed: Sequence[str],
+    nodes: Sequence[NodeProto],
+    where: str,
+    by_position: bool = False,
+) -> tuple[Ints, list[Diagnostic]]:
+    """Return the device of each node by its innermost module in the map, -1 for none, and notes.
+
+    With `by_position`, number N is the device at position N of the target.
+
+    Raises:
+        TargetError: The target lacks a device.
+        UsageError: The model does not have a module, nor the one around it.
+    """
+    devices = {
+        normalize_module(key): _find_module_device(key, device, target, where, by_position)
+        for key, device in rules.items()
+    }
+    protos = {node.name: node for node in nodes}
+    pinned: Ints = np.full(len(graph), -1, dtype=np.int32)
+    modules = dict.fromkeys(path for name in removed for path in list_enclosing_modules(name))
+    used = set[str]()
+    for index, name in enumerate(graph.names):
+        paths = list(list_module_paths(protos.get(name, NodeProto(name=name))))
+        modules.update(dict.fromkeys(paths))
+        if (module := next((path for path in paths if path in devices), None)) is not None:
+            pinned[index] = devices[module]
+            used.add(module)
+    idle = [key for key in rules if normalize_module(key) not in used]
+    if unknown := [key for key in idle if not _may_be_empty(normalize_module(key), modules, devices)]:
+        known = [module for module in modules.keys() - set(map(normalize_module, (*graph.names, *removed))) if module]
+        nearest = f"{suggest_nearest(unknown[0], sorted(known))}; " if known else ""
+        hint = f"{nearest}{suggest_names(graph)}"
+        raise UsageError("U020", f"no module {format_list(map(repr, unknown))} in this model", where=where, hint=hint)
+    pinned_count = int((pinned >= 0).sum())
+    message = f"modules of this map pin {format_count(pinned_count, 'node')} of {len(graph)}; the others are free"
+    if idle:
+        message += f"; no node is in {format_list(map(repr, idle))}"
+    return pinned, [Diagnostic("U026", message, where=where)]
+
+
+def _may_be_empty(module: str, modules: Mapping[str, object], rules: Mapping[str, object]) -> bool:
+    """Return whether a module without nodes may be one without operators, such as a dropout layer.
+
+    The module around it is known then. It is neither one of a numbered list, nor almost a name that the map lacks.
+    """
+    outer, _, last = module.rpartition(".")
+    if module in modules:
+        return True
+    others = [name for name in modules if name not in rules and name.rpartition(".")[0] == outer]
+    is_misspelt = bool(others) and suggest_nearest(module, others).startswith("did you mean")
+    return bool(outer) and outer in modules and not last.isdecimal() and not is_misspelt
+
+
+def _find_module_device(module: str, device: str | int, target: Target, where: str, by_position: bool) -> int:
+    """Return the position of a device that a map names by number, kind or id."""
+    ids = [item.id for item in target.devices]
+    if isinstance(device, int) and by_position:
+        candidates = ids[device : device + 1] if device >= 0 else []
+    elif isinstance(device, int):
+        has_accelerator = any(item.kind != "cpu" for item in target.devices)
+        numbered = [item.id for item in target.devices if item.kind != "cpu" or not has_accelerator]
+        candidates = [name for name in numbered if name.endswith(f":{device}")]
+    elif device in BARE_KINDS:
+        candidates = [item.id for item in target.devices if item.kind == device][:1]
+    else:
+        candidates = [name for name in ids if name == device]
+    if len(candidates) == 1:
+        return ids.index(candidates[0])
+    description = "several devices" if candidates else "no device"
+    hint = f"devices are {', '.join(ids)}; {_explain(device, by_position, ids)}"
+    raise TargetError("T004", f"{description} {device!r} in this target, for {module!r}", where=where, hint=hint)
+
+
+def _explain(device: str | int, by_position: bool, ids: Sequence[str]) -> str:
+    """Return the end of a hint: what the name of a device means."""
+    if by_position:
+        return f"piece {device} goes to the device at position {device}, counted from 0"
+    if isinstance(device, int):
+        return f"number {device} is the GPU of that number, or the CPU device if there are only those"
+    if device == "disk":
+        return "weights cannot stay on disk: choose a device"
+    return suggest_nearest(device, ids)
+
+
+def pin_named_nodes(
+    path: Path, graph: OpGraph, target: Target, removed: Sequence[str], nodes: Sequence[NodeProto]
+) -> tuple[Ints, list[Diagnostic]]:
+    """Return the device that the nodes of a model file name for nodes of the same names, -1 for none, and notes.
+
+    Raises:
+        ModelError: The file is not a model.
+        InputError: Its nodes name no devices.
+        TargetError: The target lacks one of these devices.
+        UsageError: No name of a node agrees.
+    """
+    where = format_path(path)
+    metadata = read_device_metadata(path)
+    if metadata.pieces:
+        return pin_modules(metadata.pieces, graph, target, removed, nodes, where, by_position=True)
+    devices = _find_devices(metadata, target, where)
+    pinned: Ints = np.array([devices.get(name, -1) for name in graph.names], dtype=np.int32)
+    pinned_count = int((pinned >= 0).sum())
+    if not pinned_count:
+        hint = f"{suggest_names(graph)}; in {where}: {format_list(map(repr, [*devices, *metadata.split][:3]))}"
+        raise UsageError("U020", "no node has a name of this model's nodes with one device", where=where, hint=hint)
+    message = f"the model pins {format_count(pinned_count, 'node')} of {len(graph)}; the others are free"
+    if metadata.split:
+        message += f"; {format_count(len(metadata.split), 'node')} on several devices, such as {metadata.split[0]!r}"
+    known = {*graph.names, *removed}
+    if unknown := [name for name in devices if name not in known]:
+        message += f"; this model lacks {format_list(map(repr, unknown))}"
+    return pinned, [Diagnostic("U026", message, where=where)]
+
+
+def _find_devices(metadata: DeviceMetadata, target: Target, where: str) -> dict[str, int]:
+    """Return the position of each node's device in the target."""
+    ids = [device.id for device in target.devices]
+    names = dict(metadata.by_id)
+    devices = dict(metadata.by_stage)
+    for node, position in metadata.by_position.items():
+        name = metadata.devices[position] if 0 <= position < len(metadata.devices) else ""
+        if name:
+            names[node] = name
+        else:
+            devices[node] = position
+    hint = f"devices are {', '.join(ids)}; devices of nodes are in {where}"
+    if unknown := [name for name in dict.fromkeys(names.values()) if name not in ids]:
+        raise TargetError("T004", f"no device {format_list(map(repr, unknown))} in this target", where=where, hint=hint)
+    if beyond := sorted({number for number in devices.values() if not 0 <= number < len(ids)}):
+        listed = format_list(map(str, beyond))
+        raise TargetError("T004", f"no device at position {listed} of this target", where=where, hint=hint)
+    return devices | {node: ids.index(name) for node, name in names.items()}
 
 
 def read_pins(

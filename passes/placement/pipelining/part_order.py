@@ -46,11 +46,11 @@ def order_parts(
 
     Args:
         graph: The step.
-        cells: Of its nodes.
+        cells: The cell and device of each node.
         seconds: [device, node].
         latency: [source device, destination device], seconds.
         per_byte: [source device, destination device], seconds per byte.
-        schedule: Of the parts.
+        schedule: The order of the parts.
     """
     return _Ordering(graph, cells, seconds, latency, per_byte, schedule).run()
 
@@ -137,6 +137,7 @@ class _Ordering:
 
     def _pick(self) -> tuple[int, float, int] | None:
         """Return the device, start and node that is next; None if all that is ready exceeds the limits."""
+        # Devices in the order in which they could start something; the first that may start wins.
         order = sorted(range(len(self._queues)), key=self._next_start)
         for device in order:
             queue = self._queues[device]

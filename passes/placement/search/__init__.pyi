@@ -1,7 +1,3 @@
-from onnxplace.passes.placement.search.coarsening import (
-    coarsen as coarsen,
-    finest_level as finest_level,
-)
 from onnxplace.passes.placement.search.decode_kernels import (
     Scratch as Scratch,
     Wiring as Wiring,
@@ -15,19 +11,21 @@ from onnxplace.passes.placement.search.heft_kernels import (
     empty_plan as empty_plan,
     settle_group as settle_group,
 )
+from onnxplace.passes.placement.search.placement_search import (
+    Budget as Budget,
+    Candidate as Candidate,
+    SearchSpace as SearchSpace,
+    coarsen as coarsen,
+    evaluate_candidate as evaluate_candidate,
+    explore as explore,
+    finest_level as finest_level,
+)
 from onnxplace.passes.placement.search.portfolio import (
     Plan as Plan,
     improve_and_commit as improve_and_commit,
     plan_blocks as plan_blocks,
     published_plans as published_plans,
     search_and_commit as search_and_commit,
-)
-from onnxplace.passes.placement.search.search import (
-    Budget as Budget,
-    Candidate as Candidate,
-    SearchSpace as SearchSpace,
-    evaluate_candidate as evaluate_candidate,
-    explore as explore,
 )
 from onnxplace.passes.placement.search.series_blocks import (
     BlockPlan as BlockPlan,

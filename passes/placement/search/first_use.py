@@ -15,9 +15,8 @@ from onnxplace.cost_graph import parse_cost_graph
 from onnxplace.graph import is_acyclic
 from onnxplace.passes.placement.grouping import Union, only_readers
 from onnxplace.passes.placement.list_scheduling import plan
-from onnxplace.passes.placement.search.coarsening import coarsen
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
-from onnxplace.passes.placement.search.search import Budget, SearchSpace, decode_candidate, improve
+from onnxplace.passes.placement.search.placement_search import Budget, SearchSpace, coarsen, decode_candidate, improve
 from onnxplace.passes.profiling import find_repeats
 from onnxplace.problem import PlacementProblem, placement_problem
 from onnxplace.simulation import lower_bound_seconds

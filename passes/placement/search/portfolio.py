@@ -12,11 +12,11 @@ from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Schedule
 from onnxplace.graph import Floats, Ints
 from onnxplace.passes.placement.list_scheduling import favourite_children, fill_devices, find_best_plan, transfer_edges
-from onnxplace.passes.placement.search.coarsening import coarsen
-from onnxplace.passes.placement.search.search import (
+from onnxplace.passes.placement.search.placement_search import (
     Budget,
     Candidate,
     SearchSpace,
+    coarsen,
     evaluate_candidate,
     explore,
     list_distinct_devices,

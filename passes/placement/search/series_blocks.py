@@ -83,6 +83,7 @@ def _find_blocks(problem: PlacementProblem, max_nodes: int) -> list[Block]:
     joined = np.array([n for n in parallel.tolist() if sections.join(int(first[n]) + 1, int(last[n]))], dtype=np.int32)
     section_starts = np.array([sections.first_position(position) for position in range(len(path))])
     forks = np.isin(section_starts, section_starts[first[joined] + 1])
+    # Sections with parallel nodes stay apart, since each is a problem of its own.
     # Neighbouring sections without parallel nodes become one block.
     starts = [k for k in range(len(path)) if section_starts[k] == k and (k == 0 or forks[k] or forks[k - 1])]
     section = np.searchsorted(starts, np.arange(len(path)), side="right") - 1
@@ -146,6 +147,7 @@ def compose_blocks(
         group_device[groups] = device
         rank[block.nodes[order]] = position + np.arange(len(order))
         position += len(order)
+    # Nodes in no block: readers first, then producers, whose devices spread along the edges.
     for node in graph.order[::-1].tolist():
         _join_neighbours(node, graph.successors[node], problem.group, group_device)
         rank[node] = min(rank[node], rank[graph.successors[node]].min(initial=np.inf))

@@ -1,29 +1,41 @@
-"""Contiguous splits into stages: good ones of single orders, and the best one over all ideals with a proof."""
+"""Contiguous splits into stages: good ones of single orders, and the best one over all ideals with a proof.
+
+Single topological orders are cut optimally, and improved by local search: the incumbent. Where there are few ideals,
+the dynamic program of `stage_dp` runs over all of them. It counts a value that several later stages read as sent once,
+so its optimum is a lower bound. A branch and bound over the true loads closes the gap: it chooses stages from the last
+one on, so that the number of later readers of each value is known, and the table of the program bounds the stages
+before.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from onnxplace.graph import Floats, Ints
-from onnxplace.passes.placement.stages.bounded_split import exact_split
+from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.stages.local_search_kernels import LocalSearch
 from onnxplace.passes.placement.stages.order_kernels import generate_orders
 from onnxplace.passes.placement.stages.stage_dp import (
     CROSSING_BYTES,
     Cutting,
     Lattice,
-    Table,
+    StageTable,
+    assign_devices,
     build_chain_lattice,
     enumerate_lattice,
+    least_held_bytes,
     tabulate,
     trace_devices,
+    unit_seconds,
 )
-from onnxplace.passes.placement.stages.stage_kernels import SUM, TRAFFIC
+from onnxplace.passes.placement.stages.stage_kernels import SUM, TRAFFIC, list_stages, new_scratch
 from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import list_transfers, steady_state_loads
 from onnxplace.utils import budget_clock
+
+Stage = tuple[int, int, int]
+"""The ideal before, the ideal after, and the kind of device."""
 
 # The dynamic program over all ideals is tried below this number of them.
 MAX_IDEALS = 50_000
@@ -39,8 +51,86 @@ RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0)
 LARGE_SECONDS = 1e30
 
 
+def exact_split(
+    cutting: Cutting, lattice: Lattice, table: StageTable, bound: float, deadline: float
+) -> tuple[Ints | None, bool]:
+    """Return the devices of a split whose largest load is below `bound`, and whether the search was exhaustive.
+
+    Stages are chosen from the last one on, so the number of later stages that read each value is known. The table
+    bounds the cost of the stages before. A set of later stages matters only through the remaining nodes and devices,
+    and through how often it reads each value: a state that failed once is not tried again. All links must be alike.
+    """
+    search = _BoundedSearch(cutting, lattice, table, bound, deadline)
+    send_counts = np.zeros(len(cutting.graph.value_names), dtype=np.int64)
+    stages = search.complete(len(lattice) - 1, len(cutting.used) - 1, send_counts)
+    return (assign_devices(cutting, lattice, stages[::-1]) if stages is not None else None), not search.timed_out
+
+
+@dataclass
+class _BoundedSearch:
+    cutting: Cutting
+    lattice: Lattice
+    table: StageTable
+    bound: float
+    deadline: float
+    failed: set[tuple[int, int, bytes]] = field(default_factory=set)
+    timed_out: bool = False
+
+    def complete(self, ideal: int, remaining: int, send_counts: Longs) -> list[Stage] | None:
+        """Return stages for `ideal` on the remaining devices, the last one first; None if none are below the bound."""
+        if ideal == 0:
+            return []
+        self.timed_out = self.timed_out or budget_clock() > self.deadline
+        state_key = (ideal, remaining, send_counts.tobytes())
+        if self.timed_out or state_key in self.failed:
+            return None
+        for begin, kind in self._list_stages(ideal, remaining, send_counts):
+            earlier = self.complete(
+                begin, remaining - int(self.cutting.step[kind]), self._count_sends(ideal, begin, send_counts)
+            )
+            if earlier is not None:
+                return [(begin, ideal, kind), *earlier]
+        if not self.timed_out:
+            self.failed.add(state_key)
+        return None
+
+    def _list_stages(self, ideal: int, remaining: int, send_counts: Longs) -> list[tuple[int, int]]:
+        """Return possible stages that end with `ideal`: where they begin and the kind of device, best first."""
+        cutting, ideal_count = self.cutting, len(self.lattice)
+        graph = cutting.graph
+        scratch = new_scratch(len(graph), len(send_counts), len(graph.weight_bytes), len(cutting.kinds))
+        begins, load = np.empty(ideal_count, dtype=np.int32), np.empty((ideal_count, len(cutting.kinds)))
+        count = list_stages(
+            ideal,
+            self.lattice.arrays,
+            cutting.arrays,
+            cutting.costs,
+            send_counts,
+            cutting.rule,
+            self.bound,
+            scratch,
+            begins,
+            load,
+        )
+        candidates = []
+        for kind in np.flatnonzero(cutting.has[remaining]):
+            table_values = self.table.best[begins[:count], remaining - cutting.step[kind]]
+            values = np.maximum(load[:count, kind], table_values)
+            candidates += [(float(values[k]), int(begins[k]), int(kind)) for k in np.flatnonzero(values < self.bound)]
+        return [(table_values, kind) for _, table_values, kind in sorted(candidates)]
+
+    def _count_sends(self, ideal: int, before: int, send_counts: Longs) -> Longs:
+        """Return how often earlier stages send each value, with the stage between two ideals added."""
+        graph = self.cutting.graph
+        is_stage = self.lattice.inside(ideal, len(graph)) & ~self.lattice.inside(before, len(graph))
+        read_here = np.zeros_like(send_counts)
+        read_here[graph.inputs.items[is_stage[graph.inputs.rows]]] = 1
+        outside = (graph.producer >= 0) & ~is_stage[np.maximum(graph.producer, 0)]
+        return np.where(outside, send_counts + read_here, 0)
+
+
 @dataclass(frozen=True)
-class Split:
+class StageSplit:
     """A contiguous split of a Cutting."""
 
     device: Ints
@@ -69,7 +159,7 @@ def evaluate_split(cutting: Cutting, problem: PlacementProblem, seconds: Floats,
     ).interval_seconds
 
 
-def split_into_stages(cutting: Cutting, problem: PlacementProblem, deadline: float, seed: int) -> Split | None:
+def split_into_stages(cutting: Cutting, problem: PlacementProblem, deadline: float, seed: int) -> StageSplit | None:
     """Return the best contiguous split that the time allows, None if none is within the limits."""
     incumbent = _split_orders(cutting, problem, deadline, seed)
     lattice = enumerate_lattice(cutting.graph, MAX_IDEALS) if cutting.exhaustive else None
@@ -78,11 +168,11 @@ def split_into_stages(cutting: Cutting, problem: PlacementProblem, deadline: flo
     return _search_all_splits(cutting, problem, lattice, incumbent, deadline)
 
 
-def _split_orders(cutting: Cutting, problem: PlacementProblem, deadline: float, seed: int) -> Split | None:
+def _split_orders(cutting: Cutting, problem: PlacementProblem, deadline: float, seed: int) -> StageSplit | None:
     """Cut several topological orders optimally, then improve each split by local search."""
     nodes, seconds = len(cutting.graph), expand_seconds(cutting, problem)
     lattice = build_chain_lattice(nodes, max(64, MAX_STEPS // nodes))
-    best: Split | None = None
+    best: StageSplit | None = None
     for attempt, order in enumerate(generate_orders(cutting.graph, ORDER_COUNT, seed)):
         if attempt and budget_clock() > deadline:
             break
@@ -103,7 +193,7 @@ def _split_orders(cutting: Cutting, problem: PlacementProblem, deadline: float, 
         )
         value = evaluate_split(cutting, problem, seconds, device)
         if best is None or value < best.value:
-            best = Split(device, value, 0.0)
+            best = StageSplit(device, value, 0.0)
     return best
 
 
@@ -121,20 +211,45 @@ def _build_local_search(cutting: Cutting, problem: PlacementProblem, seconds: Fl
     limit = np.zeros(len(seconds), dtype=np.int64)
     for kind, amount in zip(cutting.kinds, cutting.limit_bytes):
         limit[list(kind)] = amount
+    return _make_local_search(problem, cutting.graph, seconds, limit, cutting.need_bytes, cutting.rule)
+
+
+def build_group_search(problem: PlacementProblem, rule: int, limit_bytes: Longs) -> LocalSearch:
+    """Build the local search that moves the groups of a problem; stages may become non-contiguous."""
+    seconds = unit_seconds(problem, problem.group)
+    if rule == TRAFFIC:
+        seconds = np.where(np.isfinite(seconds), 0.0, np.inf)
+        seconds[limit_bytes <= 0] = np.inf
+    need_bytes = least_held_bytes(problem, problem.group)
+    return _make_local_search(problem, problem.graph.contract(problem.group), seconds, limit_bytes, need_bytes, rule)
+
+
+def _make_local_search(
+    problem: PlacementProblem, graph: OpGraph, seconds: Floats, limit_bytes: Longs, need_bytes: Longs, rule: int
+) -> LocalSearch:
     latency, per_byte = problem.target.link_arrays()
-    if cutting.rule == TRAFFIC:
+    if rule == TRAFFIC:  # transfers count their bytes alone
         latency, per_byte = np.full_like(latency, CROSSING_BYTES), np.ones_like(per_byte)
-    return LocalSearch(cutting.graph, seconds, latency, per_byte, limit, cutting.need_bytes, cutting.rule)
+    return LocalSearch(graph, seconds, latency, per_byte, limit_bytes, need_bytes, rule)
+
+
+def tighten_limits(limit: Longs, allowed: Longs, peak_bytes: Longs, attempt: int) -> Longs:
+    """Return smaller limits for the devices on which a placement exceeds the `allowed` bytes."""
+    excess = np.maximum(peak_bytes - allowed, 0)
+    less = np.where(excess > 0, np.maximum((attempt + 1) * excess, allowed // 64), 0)
+    return np.maximum(limit - less, 0).astype(np.int64)
 
 
 def _search_all_splits(
-    cutting: Cutting, problem: PlacementProblem, lattice: Lattice, incumbent: Split | None, deadline: float
-) -> Split | None:
+    cutting: Cutting, problem: PlacementProblem, lattice: Lattice, incumbent: StageSplit | None, deadline: float
+) -> StageSplit | None:
     """Search all contiguous splits: first the few that are close to a lower bound, then others."""
     lower_bound = _lower_bound(cutting)
     upper_bound = LARGE_SECONDS if incumbent is None else incumbent.value * (1 - 1e-9)
     if not np.isfinite(lower_bound) or (incumbent is not None and incumbent.value <= lower_bound * (1 + 1e-9)):
-        return incumbent if incumbent is None else Split(incumbent.device, incumbent.value, incumbent.value)
+        return incumbent if incumbent is None else StageSplit(incumbent.device, incumbent.value, incumbent.value)
+    # A tight bound leaves few states. It is loosened step by step, so that the work is little more than that of the
+    # first bound that admits a split.
     excess, proven_bound = 0.01, lower_bound
     while True:
         bound = lower_bound * (1 + excess)
@@ -156,18 +271,18 @@ def _lower_bound(cutting: Cutting) -> float:
     return 0.0 if cutting.rule == TRAFFIC else float(max(fastest.sum() / devices, fastest.max()))
 
 
-def _with_bound(incumbent: Split | None, bound: float) -> Split | None:
-    return None if incumbent is None else Split(incumbent.device, incumbent.value, min(bound, incumbent.value))
+def _with_bound(incumbent: StageSplit | None, bound: float) -> StageSplit | None:
+    return None if incumbent is None else StageSplit(incumbent.device, incumbent.value, min(bound, incumbent.value))
 
 
 def _verify_best(
     cutting: Cutting,
     problem: PlacementProblem,
     lattice: Lattice,
-    table: Table,
-    incumbent: Split | None,
+    table: StageTable,
+    incumbent: StageSplit | None,
     deadline: float,
-) -> Split | None:
+) -> StageSplit | None:
     """Evaluate the table's best split by its true loads, and search for one between the two.
 
     The table counts a value that several later stages read as sent once, so its best is a lower bound.
@@ -177,25 +292,25 @@ def _verify_best(
     assert device is not None
     value = evaluate_split(cutting, problem, seconds, device)
     if incumbent is None or value < incumbent.value:
-        incumbent = Split(device, value, table.least)
+        incumbent = StageSplit(device, value, table.least)
     if incumbent.value <= table.least * (1 + 1e-9):
-        return Split(incumbent.device, incumbent.value, incumbent.value)
+        return StageSplit(incumbent.device, incumbent.value, incumbent.value)
     if not cutting.exact_receives:
         return _with_bound(incumbent, table.least)
     return _close_gap(cutting, problem, lattice, incumbent, table.least, deadline)
 
 
 def _close_gap(
-    cutting: Cutting, problem: PlacementProblem, lattice: Lattice, incumbent: Split, least: float, deadline: float
-) -> Split:
+    cutting: Cutting, problem: PlacementProblem, lattice: Lattice, incumbent: StageSplit, least: float, deadline: float
+) -> StageSplit:
     """Close the gap between the true load of `incumbent` and the lower bound `least`, if the time allows."""
     seconds = expand_seconds(cutting, problem)
     while incumbent.value > least * (1 + 1e-9):
         table = tabulate(cutting, lattice, incumbent.value * (1 - 1e-9), deadline)
         if table is None or not table.complete:
-            return Split(incumbent.device, incumbent.value, least)
+            return StageSplit(incumbent.device, incumbent.value, least)
         device, exhausted = exact_split(cutting, lattice, table, incumbent.value * (1 - 1e-9), deadline)
         if device is None:
-            return Split(incumbent.device, incumbent.value, incumbent.value if exhausted else least)
-        incumbent = Split(device, evaluate_split(cutting, problem, seconds, device), least)
-    return Split(incumbent.device, incumbent.value, incumbent.value)
+            return StageSplit(incumbent.device, incumbent.value, incumbent.value if exhausted else least)
+        incumbent = StageSplit(device, evaluate_split(cutting, problem, seconds, device), least)
+    return StageSplit(incumbent.device, incumbent.value, incumbent.value)

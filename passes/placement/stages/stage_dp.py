@@ -311,7 +311,7 @@ def build_chain_lattice(nodes: int, cuts: int) -> Lattice:
 
 
 @dataclass(frozen=True)
-class Table:
+class StageTable:
     """The result of the dynamic program for each ideal and set of devices."""
 
     best: Floats
@@ -329,7 +329,7 @@ class Table:
         return float(self.best[-1, -1])
 
 
-def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) -> Table | None:
+def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) -> StageTable | None:
     """Run the dynamic program for splits that cost less than `bound`; None if its table would be too large.
 
     `deadline` is on the clock of `onnxplace.utils.clock`.
@@ -342,6 +342,7 @@ def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) 
     graph_lists = (
         graph.producer, outputs.starts, outputs.items, inputs.starts, inputs.items, graph.readers.starts
     )  # fmt: skip
+    # First rule out ideals that cannot be a border: the least work before or behind them exceeds the bound.
     possible = np.ones((len(lattice), sets), dtype=bool)
     if cutting.rule != TRAFFIC:
         mark_possible(
@@ -353,23 +354,25 @@ def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) 
     best[0] = 0.0
     origin = np.zeros((len(lattice), sets), dtype=np.int32)
     by = np.zeros((len(lattice), sets), dtype=np.int8)
+    # best[ideal, set] = least over the last stages of max(load of the stage, best[ideal before, set before]).
     for first in range(0, len(lattice), IDEALS_PER_CALL):
         if budget_clock() > deadline:
-            return Table(best, origin, by, False)
+            return StageTable(best, origin, by, False)
         fill_table(
             first, min(first + IDEALS_PER_CALL, len(lattice)), lattice.parent, lattice.last, lattice.arrays,
             cutting.arrays, graph_lists, cutting.costs, cutting.rule, bound, cutting.step, cutting.has, possible,
             cutting.seconds.min(axis=0), best, origin, by,
         )  # fmt: skip
-    return Table(best, origin, by, True)
+    return StageTable(best, origin, by, True)
 
 
-def trace_devices(cutting: Cutting, lattice: Lattice, table: Table) -> Ints | None:
+def trace_devices(cutting: Cutting, lattice: Lattice, table: StageTable) -> Ints | None:
     """Return the device of each node in the best split, None if no split is below the bound."""
     if not np.isfinite(table.least):
         return None
     stages = []
     ideal, remaining = len(lattice) - 1, len(cutting.used) - 1
+    # From the whole graph back to the empty ideal, stage by stage.
     while ideal > 0:
         kind = int(table.by[ideal, remaining])
         begin = int(table.origin[ideal, remaining])

@@ -12,24 +12,27 @@ from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
 from onnxplace.facts import MicroBatches, Profile, Shards
 from onnxplace.graph import Bools, Floats, Ints
 from onnxplace.model import Model
-from onnxplace.passes.sharding.choice import Choice, ChoiceProblem, is_sharded
-from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.known_shapes import fix_sizes, report_fixed_sizes
+from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice, is_sharded, is_whole
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.microbatches.batch_layouts import (
     find_dependent_values,
     find_sample_inputs,
     restrict_to_samples,
 )
-from onnxplace.passes.sharding.microbatches.fixed_sizes import fix_sizes, report_fixed_sizes
-from onnxplace.passes.sharding.microbatches.replicas import ReplicatedModel, assign_replicas, divide_parts
-from onnxplace.passes.sharding.microbatches.write_parts import write_parts
-from onnxplace.passes.sharding.rewrite import ShardedModel
+from onnxplace.passes.sharding.microbatches.microbatch_model import (
+    ReplicatedModel,
+    assign_replicas,
+    divide_parts,
+    write_parts,
+)
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.scale_profile import scale_profile
-from onnxplace.passes.sharding.space import StrategySpace, build_space
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.sharded_model import ShardedModel
+from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
+from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from onnxplace.passes.sharding.whole_model import build_whole_model
-from onnxplace.passes.sharding.work_costs import WorkCosts, peak_rates
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 
@@ -37,7 +40,7 @@ _WHERE = "microbatch"
 # Nodes between parts that are computed whole let no part overlap with another one. Above this share of the time,
 # nothing is gained.
 MAX_WHOLE_SHARE = 0.5
-# Of the time of sums in the choice.
+# Share of the time of sums that counts in the choice.
 SUM_SHARE = 1e-3
 # A note names the operators that are computed whole from this share on.
 _NOTED_SHARE = 0.02
@@ -113,7 +116,7 @@ def _build_space(model: Model, axes: Mapping[str, int], count: int) -> StrategyS
     return restrict_to_samples(stateful, axes, frozenset(model.states))
 
 
-def _choose(state: State, space: StrategySpace, seconds: Floats) -> tuple[Choice, WorkCosts, ExchangeCosts]:
+def _choose(state: State, space: StrategySpace, seconds: Floats) -> tuple[LayoutChoice, WorkCosts, ExchangeCosts]:
     """Return the choice of what is computed in parts: as much as possible, with few values put together."""
     count = space.division.count
     stages = min(max(len(state.target.devices), 2), count)
@@ -140,7 +143,7 @@ def _choose(state: State, space: StrategySpace, seconds: Floats) -> tuple[Choice
     return choice, work, costs
 
 
-def _strategy_seconds(strategy: Strategy, whole: float, count: int, stages: int) -> float:
+def _strategy_seconds(strategy: NodeStrategy, whole: float, count: int, stages: int) -> float:
     """Return what a strategy counts: parts overlap with those of other stages, whole nodes do not."""
     if strategy.is_split:
         return whole / stages
@@ -149,7 +152,7 @@ def _strategy_seconds(strategy: Strategy, whole: float, count: int, stages: int)
     return whole
 
 
-def _find_barriers(space: StrategySpace, choice: Choice, axes: Mapping[str, int]) -> Bools:
+def _find_barriers(space: StrategySpace, choice: LayoutChoice, axes: Mapping[str, int]) -> Bools:
     """Return, per node, whether it is computed from all samples at once, and parts need its results."""
     model = space.facts.model
     in_parts = [item.is_split or PARTIAL in item.outputs for item in choice.strategies]
@@ -176,7 +179,7 @@ def _find_mixing(space: StrategySpace, axes: Mapping[str, int]) -> Bools:
 
 
 def _require_overlap(
-    space: StrategySpace, choice: Choice, axes: Mapping[str, int], seconds: Floats
+    space: StrategySpace, choice: LayoutChoice, axes: Mapping[str, int], seconds: Floats
 ) -> dict[str, float]:
     """Return the seconds of operators that wait for all parts; raises InfeasibleError if they are most of the step."""
     nodes = space.facts.model.nodes
@@ -200,11 +203,6 @@ def _require_overlap(
     for index in np.flatnonzero(barriers).tolist():
         times[nodes[index].op_type] = times.get(nodes[index].op_type, 0.0) + float(seconds[index])
     return times
-
-
-def is_whole(strategy: Strategy) -> bool:
-    """Return whether a strategy computes a node once, from whole inputs."""
-    return all(layout in (None, REPLICATED) for layout in (*strategy.inputs, *strategy.outputs))
 
 
 def _replica_speeds(state: State, count: int, replicas: int) -> list[float]:
@@ -244,7 +242,7 @@ def _keep_whole(state: State, fixed: Model, space: StrategySpace, sharded: Shard
     )
 
 
-def _report(space: StrategySpace, choice: Choice, of_part: Ints) -> Diagnostic:
+def _report(space: StrategySpace, choice: LayoutChoice, of_part: Ints) -> Diagnostic:
     parts = sum(not is_whole(strategy) for strategy in choice.strategies)
     replicas = int(of_part.max()) + 1
     where = f" on {replicas} replicas ({', '.join(map(str, np.bincount(of_part)))})" if replicas > 1 else ""

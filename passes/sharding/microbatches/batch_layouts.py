@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from onnxplace.model import Model
 from onnxplace.passes.sharding.layouts import Layout
-from onnxplace.passes.sharding.space import StrategySpace
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.strategy_space import StrategySpace
 
 
 def find_sample_inputs(model: Model) -> dict[str, int]:
@@ -92,7 +92,7 @@ class _SampleLayouts:
                     queued[user] = True
                     queue.append(user)
         # Equal nodes share a sequence, which also tells the choice that their tables are equal.
-        shared: dict[object, Sequence[Strategy]] = {}
+        shared: dict[object, Sequence[NodeStrategy]] = {}
         strategies = []
         for index, options in enumerate(self._space.strategies):
             kept = tuple(number for number, item in enumerate(options) if number == 0 or self._is_allowed(index, item))
@@ -112,7 +112,7 @@ class _SampleLayouts:
                     touched += self._users[name]
         return touched
 
-    def _is_allowed(self, index: int, strategy: Strategy) -> bool:
+    def _is_allowed(self, index: int, strategy: NodeStrategy) -> bool:
         """Return whether a strategy splits samples, or passes summands on."""
         node = self._model.nodes[index]
         if self._varying.isdisjoint(node.output) or strategy.window is not None:

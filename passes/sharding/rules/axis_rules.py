@@ -2,15 +2,19 @@
 
 A rule is a function from a `NodeView` to `AxisRule`s. It raises LookupError for inputs that it needs and that are
 omitted; the node then stays whole. Rules never guess: what they do not list is not split.
+
+Most rules follow from a signature, which names axes by letters, as einsum does: `ni*,oi*,o->no*` is a convolution. Axes
+with the same letter are split together; a letter that the result lacks is summed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
-from onnxplace.passes.sharding.node_views import Edit, NodeView
+from onnxplace.passes.sharding.node_views import Edit, NodeView, Shape
 
 Effect = Literal["map", "sum", "mean"]
 
@@ -36,22 +40,73 @@ class AxisRule:
 Rule = Callable[[NodeView], Iterable[AxisRule]]
 
 
+def by_letters(
+    view: NodeView,
+    signature: str,
+    letters: str,
+    *,
+    units: int = 0,
+    fused: Mapping[int, int] = MappingProxyType({}),
+    edit: Edit | None = None,
+) -> list[AxisRule]:
+    """Return a rule per letter of a signature, all with the same units, fused tensors and edit.
+
+    A signature has a term per input and per output. `*` stands for any number of axes without a letter, `-` for one.
+    A shape shorter than its term is aligned with the end of it. Axes of size 1 are broadcast: they are left out.
+
+    >>> from onnx import helper
+    >>> view = NodeView(helper.make_node("Gemm", list("abc"), ["d"]), ((4, 6), (6, 8), (8,)), ((4, 8),), 18)
+    >>> [(rule.inputs, rule.outputs, rule.effect) for rule in by_letters(view, "rk,kc,rc->rc", "ck")]
+    [({1: 1, 2: 0}, {0: 1}, 'map'), ({0: 1, 1: 0}, {}, 'sum')]
+    """
+    inputs, outputs = (side.split(",") for side in signature.split("->"))
+    rules = []
+    for letter in letters:
+        axes, result_axes = _find_letter(letter, inputs, view.inputs), _find_letter(letter, outputs, view.outputs)
+        effect: Effect = "map" if any(letter in term for term in outputs) else "sum"
+        if axes:
+            rules.append(AxisRule(axes, result_axes, effect, units, fused, edit))
+    return rules
+
+
+def _find_letter(letter: str, terms: Sequence[str], shapes: Sequence[Shape | None]) -> dict[int, int]:
+    """Return, per position, the axis that a letter stands for."""
+    axes = {}
+    for position, (term, shape) in enumerate(zip(terms, shapes)):
+        index = term.find(letter)
+        if shape is None or index < 0:
+            continue
+        axis = index if "*" in term[index:] else index - len(term) + len(shape)
+        if axis >= 0 and shape[axis] != 1:
+            axes[position] = axis
+    return axes
+
+
+def signature_rule(signature: str, letters: str) -> Rule:
+    """Return the rule of an operator of which only the signature counts."""
+    return lambda view: by_letters(view, signature, letters)
+
+
 def split_same(
     view: NodeView,
     axes: Iterable[int],
     inputs: Iterable[int] = (0,),
     outputs: Iterable[int] | None = None,
-    units: int = 0,
     edit: Edit | None = None,
 ) -> list[AxisRule]:
     """Return a rule per axis, which is the same in all these inputs and outputs; axes of size 1 have none."""
     positions = view.present_outputs() if outputs is None else list(outputs)
     named = [position for position in inputs if view.has(position)]
     return [
-        AxisRule(dict.fromkeys(named, axis), dict.fromkeys(positions, axis), units=units, edit=edit)
+        AxisRule(dict.fromkeys(named, axis), dict.fromkeys(positions, axis), edit=edit)
         for axis in axes
         if view.shape(named[0])[axis] > 1
     ]
+
+
+def all_but_axis(default: int, name: str = "axis") -> Rule:
+    """Return the rule of an operator that works along one axis, given by an attribute: every other axis."""
+    return lambda view: split_same(view, other_axes(view, int(view.attribute(name, default))))
 
 
 def other_axes(view: NodeView, *excluded: int) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from learned_support.environments import environments
-from onnxplace.passes.placement.search.search import decode_candidate
+from onnxplace.passes.placement.search.placement_search import decode_candidate
 from onnxplace.problem import placement_problem
 from onnxplace.testing import random_state
 from onnxplace_learned.policies.environment import Environment

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from learned_support.environments import environments
 from learned_support.plain_policy import reach, score
-from onnxplace.passes.placement.search.search import decode_candidate
+from onnxplace.passes.placement.search.placement_search import decode_candidate
 from onnxplace.problem import placement_problem
 from onnxplace.testing import random_state
 from onnxplace_learned.policies.environment import Environment

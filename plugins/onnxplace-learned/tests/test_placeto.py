@@ -8,7 +8,7 @@ from learned_support.learned_placers import check_fits_wherever_a_published_plac
 from onnxplace.driver import place_cost_graph, replace_devices
 from onnxplace.errors import InfeasibleError, InputError, UsageError
 from onnxplace.facts import Groups, Profile
-from onnxplace.passes.placement.search.search import decode_candidate
+from onnxplace.passes.placement.search.placement_search import decode_candidate
 from onnxplace.problem import placement_problem
 from onnxplace.testing import check_pass, random_state
 from onnxplace_learned.graphs.architectures import ARCHITECTURES

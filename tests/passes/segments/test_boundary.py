@@ -6,7 +6,7 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, helper
 
 from onnxplace import OnnxplaceError
 from onnxplace.model import format_type, load, parse_type
-from onnxplace.passes.segments.boundary import infer_boundary_types
+from onnxplace.passes.segments.write_segments import infer_boundary_types
 from tests.support.random_models import reference
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
 
@@ -119,7 +119,7 @@ def test_commands_compile_run_and_verify_a_classifier(run_cli, tmp_path, fast_pi
 
 def test_only_types_of_crossing_values_are_inferred(monkeypatch):
     model = load(classifier(linear_classifier("int64"), "int64"))
-    monkeypatch.setattr("onnxplace.passes.segments.boundary._is_complete", lambda _: False)
+    monkeypatch.setattr("onnxplace.passes.segments.write_segments._is_complete", lambda _: False)
     assert set(infer_boundary_types(model, ["scores"])) == {"scores"}
 
 
@@ -151,7 +151,7 @@ def test_types_that_onnx_does_not_have_are_unknown(text):
 
 def test_a_value_whose_type_is_unknown_at_a_cut_is_named(monkeypatch):
     model = load(classifier(linear_classifier("int64"), "int64"))
-    monkeypatch.setattr("onnxplace.passes.segments.boundary._is_complete", lambda _: False)
-    monkeypatch.setattr("onnxplace.passes.segments.boundary.parse_type", lambda *_: None)
+    monkeypatch.setattr("onnxplace.passes.segments.write_segments._is_complete", lambda _: False)
+    monkeypatch.setattr("onnxplace.passes.segments.write_segments.parse_type", lambda *_: None)
     with pytest.raises(OnnxplaceError, match=r"M016.*'scores'"):
         infer_boundary_types(model, ["scores"])

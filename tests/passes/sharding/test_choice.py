@@ -10,14 +10,12 @@ from random import Random
 import pytest
 from onnx import parser
 
-from onnxplace.passes.sharding import choice_network
-from onnxplace.passes.sharding.choice import ChoiceProblem, count_weight_bytes, is_sharded
-from onnxplace.passes.sharding.choice_network import is_whole
+from onnxplace.passes.sharding import layout_choice
 from onnxplace.passes.sharding.elimination import Solution
+from onnxplace.passes.sharding.layout_choice import ChoiceProblem, count_weight_bytes, is_sharded, is_whole
 from onnxplace.passes.sharding.layouts import REPLICATED, Layout
-from onnxplace.passes.sharding.shard_map import restrict_space
-from onnxplace.passes.sharding.space import StrategySpace
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.strategy_space import StrategySpace, restrict_space
 from tests.support.shardable_models import make_model
 from tests.support.shardings import SHARES, make_costs, make_space
 
@@ -44,7 +42,7 @@ def make_problem(space: StrategySpace, seed: int = 0, max_entries: int = 1 << 20
     return ChoiceProblem(space, seconds, make_costs(space.division.count), max_entries)
 
 
-def price_choice(problem: ChoiceProblem, strategies: Sequence[Strategy]) -> float:
+def price_choice(problem: ChoiceProblem, strategies: Sequence[NodeStrategy]) -> float:
     """Return the seconds of a choice by definition: each value is exchanged into at most one more layout."""
     model, space = problem.space.facts.model, problem.space
     total = 0.0
@@ -113,7 +111,7 @@ def test_whole_nodes_are_chosen_where_the_search_finds_worse(monkeypatch: pytest
     def fail(sizes: Sequence[int], factors: object, max_entries: int) -> Solution:
         return Solution(tuple(size - 1 for size in sizes), math.inf, 0.0)
 
-    monkeypatch.setattr(choice_network, "minimise", fail)
+    monkeypatch.setattr(layout_choice, "minimise", fail)
     choice = problem.solve()
     assert choice is not None
     assert not is_sharded(choice)

@@ -11,8 +11,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.passes.sharding import elimination
-from onnxplace.passes.sharding.cost_tables import Factor, Joins, evaluate, order_factor, round_costs
-from onnxplace.passes.sharding.elimination import Elimination, Solution, improve_windows, minimise
+from onnxplace.passes.sharding.elimination import (
+    Elimination,
+    Factor,
+    Joins,
+    Solution,
+    evaluate,
+    improve_windows,
+    minimise,
+    order_factor,
+    round_costs,
+)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.target import Device, Link, Target
 
 ROWS, COLUMNS = Layout(0, 1, 2), Layout(1, 1, 2)

@@ -7,8 +7,8 @@ from onnx import ModelProto, TensorProto, parser
 
 from onnxplace.model import bind, load
 from onnxplace.passes.sharding.layouts import PARTIAL, Layout
-from onnxplace.passes.sharding.space import StrategySpace, build_space
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from tests.support.forced_sharding import DIVISIONS, try_strategies, with_weights
 
@@ -21,7 +21,7 @@ def space_of(text: str, opset: int = 21, **sizes: int) -> StrategySpace:
     return build_space(TensorFacts.of(bind(load(parse(text, opset)), sizes, {})), DIVISIONS["2 ways"])
 
 
-def layouts(strategies: tuple[Strategy, ...]) -> set[Layout | None]:
+def layouts(strategies: tuple[NodeStrategy, ...]) -> set[Layout | None]:
     return {layout for strategy in strategies for layout in (*strategy.inputs, *strategy.outputs)}
 
 

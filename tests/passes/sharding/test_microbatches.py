@@ -16,7 +16,7 @@ import onnxplace
 from onnxplace.errors import FeedError, InfeasibleError
 from onnxplace.facts import MicroBatches, Profile, Shards
 from onnxplace.model import Model
-from onnxplace.passes.sharding.choice import Choice, ChoiceProblem
+from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice
 from tests.support.shardings import choose_randomly
 from tests.support.step_checks import STATES, assert_bundle_takes_the_same_steps, assert_same_steps, compile_state
 from tests.support.training_models import (
@@ -57,7 +57,7 @@ def test_any_choice_of_what_is_computed_in_parts_is_right(seed: int, monkeypatch
     random = Random(seed)
     proto = STEPS[random.choice(sorted(STEPS))]("momentum")
 
-    def choose(problem: ChoiceProblem, weight_limit_bytes: int | None = None) -> Choice:
+    def choose(problem: ChoiceProblem, weight_limit_bytes: int | None = None) -> LayoutChoice:
         return choose_randomly(problem.space, random)
 
     monkeypatch.setattr(ChoiceProblem, "solve", choose)

@@ -9,9 +9,8 @@ from onnx import parser
 
 from onnxplace.errors import InputError, UsageError
 from onnxplace.passes.sharding.layouts import PARTIAL
-from onnxplace.passes.sharding.shard_map import KINDS, restrict_space
-from onnxplace.passes.sharding.space import StrategySpace
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.strategy_space import KINDS, StrategySpace, restrict_space
 from tests.support.shardings import make_space
 
 MODEL = """
@@ -30,7 +29,7 @@ def space() -> StrategySpace:
     return make_space(parser.parse_model(MODEL), {})
 
 
-def results(space: StrategySpace, name: str) -> list[Strategy]:
+def results(space: StrategySpace, name: str) -> list[NodeStrategy]:
     names = [node.name for node in space.facts.model.nodes]
     return list(space.strategies[names.index(name)])
 

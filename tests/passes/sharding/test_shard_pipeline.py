@@ -14,7 +14,7 @@ import pytest
 import onnxplace
 from onnxplace.bundle import WHOLE_MODEL_FILE
 from onnxplace.driver import compile_model
-from onnxplace.passes.sharding.choice import Choice, ChoiceProblem
+from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice
 from onnxplace.target import Device, Target
 from tests.passes.sharding.test_random_sharding import assert_close, run_sizes
 from tests.support.random_models import run_plain
@@ -40,7 +40,7 @@ def test_sharded_bundles_compute_the_same_at_every_size(
             continue
         if is_random:
 
-            def choose(problem: ChoiceProblem, random: Random = random) -> Choice:
+            def choose(problem: ChoiceProblem, random: Random = random) -> LayoutChoice:
                 return choose_randomly(problem.space, random)
 
             monkeypatch.setattr(ChoiceProblem, "solve_least_weights", choose)

@@ -9,7 +9,7 @@ import pytest
 from onnx import ModelProto, numpy_helper, parser
 
 from onnxplace.model import bind, load
-from onnxplace.passes.sharding.shape_folding import infer_all_shapes
+from onnxplace.passes.sharding.known_shapes import infer_all_shapes
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 
 

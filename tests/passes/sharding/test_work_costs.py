@@ -8,15 +8,15 @@ from onnx import numpy_helper, parser
 
 from onnxplace.passes.profiling import PeakRates
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.space import StrategySpace
-from onnxplace.passes.sharding.strategies import Strategy
-from onnxplace.passes.sharding.work_costs import (
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.sharding_costs import (
     STREAMED_BYTES_PER_SECOND,
     WorkCosts,
     local_shapes,
     peak_rates,
     window_rows_outside,
 )
+from onnxplace.passes.sharding.strategy_space import StrategySpace
 from onnxplace.target import Device
 from tests.support.shardings import make_costs, make_space
 
@@ -40,7 +40,7 @@ def costs_of(space: StrategySpace) -> WorkCosts:
     return WorkCosts(space, (PEAKS,) * space.division.count)
 
 
-def find(space: StrategySpace, index: int, axis: int) -> Strategy:
+def find(space: StrategySpace, index: int, axis: int) -> NodeStrategy:
     """Return the first strategy of a node whose result is split along an axis; -2 for summands."""
     return next(item for item in space.strategies[index] if item.outputs[0] and item.outputs[0].axis == axis)
 

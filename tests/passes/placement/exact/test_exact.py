@@ -10,9 +10,13 @@ from hypothesis import given, settings, strategies as st
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Profile, Schedule
 from onnxplace.passes.placement.exact.bound_kernels import fill_level
-from onnxplace.passes.placement.exact.branch_and_bound import branch_and_bound_search, build_tables
+from onnxplace.passes.placement.exact.branch_and_bound import (
+    branch_and_bound_search,
+    build_tables,
+    held_bytes,
+    reachable,
+)
 from onnxplace.passes.placement.exact.milp import solve_milp
-from onnxplace.passes.placement.exact.residency import held_bytes, reachable
 from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem
 from onnxplace.simulation import lower_bound_seconds

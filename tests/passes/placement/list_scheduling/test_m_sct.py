@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from onnxplace.passes.m_sct import MSct
 from onnxplace.passes.placement.list_scheduling import favourite_children
-from onnxplace.passes.placement.list_scheduling.favourites import Edges, solve_relaxation
+from onnxplace.passes.placement.list_scheduling.sct_favourites import Edges, solve_relaxation
 from onnxplace.testing import check_pass
 
 

@@ -28,10 +28,15 @@ from onnxplace.passes.placement.search.anneal_kernels import (
     start_walk,
     undo,
 )
-from onnxplace.passes.placement.search.coarsening import WORK_SHARES
 from onnxplace.passes.placement.search.decode_kernels import build_wiring, decode, new_scratch, run_order
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
-from onnxplace.passes.placement.search.search import decode_candidate, improve, place_on_one_device, project
+from onnxplace.passes.placement.search.placement_search import (
+    WORK_SHARES,
+    decode_candidate,
+    improve,
+    place_on_one_device,
+    project,
+)
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.problem import placement_problem
 from onnxplace.target import LINK_MODELS, Device, Target

@@ -9,8 +9,8 @@ from hypothesis import given, settings, strategies as st
 from onnxplace.facts import Groups, Profile, Schedule
 from onnxplace.passes.placement.exact.branch_and_bound import branch_and_bound_search, build_tables
 from onnxplace.passes.placement.search import Budget, compose_blocks, decompose_series
+from onnxplace.passes.placement.search.placement_search import place_on_one_device
 from onnxplace.passes.placement.search.portfolio import plan_blocks
-from onnxplace.passes.placement.search.search import place_on_one_device
 from onnxplace.passes.placement.search.series_blocks import isolate_block
 from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem

@@ -1,0 +1,275 @@
+"""Group nodes that must or should share a device, for `coplace` before a placer and `adjust` after it.
+
+Each source of groups (carried states, patterns, host values, colours, kernels, parameters, forward nodes, only readers)
+is a list of pairs to join. Sets of nodes are a union-find structure; two sets that are pinned to different devices are
+never joined, and the first reason of a set stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxplace.errors import Diagnostic, UsageError
+from onnxplace.facts import Groups, Profile, Shards
+from onnxplace.graph import Bools, Floats, Ints, OpGraph
+from onnxplace.model import HostValue, Model, find_host_values
+from onnxplace.passes.placement.grouping.device_maps import (
+    format_list,
+    match_removed,
+    note_removed,
+    read_pins,
+    suggest_names,
+)
+from onnxplace.passes.placement.grouping.group_kernels import (
+    assign_owners,
+    find_root,
+    first_readers,
+    join_sets,
+    number_sets,
+)
+from onnxplace.passes.training import list_parameter_members, spread_owners
+from onnxplace.problem import device_seconds
+from onnxplace.state import State
+from onnxplace.target import Target
+from onnxplace.utils import match_names
+
+Join = Literal["worth", "always", "never"]
+Backward = Literal["free", "follow"]
+Parameters = Literal["together", "free"]
+# The reason of groups around a tensor that is kept between calls.
+CARRIED_STATE = "state"
+
+
+def group_nodes(
+    state: State,
+    *,
+    join: Join,
+    given: bool,
+    backward: Backward,
+    parameters: Parameters,
+    colocate: tuple[str, ...],
+    device_map: str,
+    keep: bool = False,
+) -> tuple[Groups, tuple[Diagnostic, ...]]:
+    """Group nodes by the options of `coplace`; return the groups, and notes for the user.
+
+    Parts of sharded operators are pinned to their devices. With `keep`, groups of `state` stay together with their
+    pins, unless the device map says otherwise.
+    """
+    profile, target = state[Profile], state.target
+    graph, notes = profile.graph, list[Diagnostic]()
+    removed = state[Model].removed if Model in state else ()
+    nodes = state[Model].nodes if Model in state else ()
+    pinned, pin_notes = read_pins(device_map, graph, target, removed, nodes)
+    notes += pin_notes
+    if Shards in state:
+        shard_device = state[Shards].device
+        pinned = np.where(shard_device >= 0, shard_device, pinned)
+    keep = keep and Groups in state
+    if keep:
+        pinned = np.where(pinned >= 0, pinned, state[Groups].pinned[state[Groups].group])
+    union = Union(pinned)
+    if keep:
+        union.join(first_equal(state[Groups].group), np.arange(len(graph)), "grouped before")
+    if Model in state:
+        _join_carried_states(union, graph, state[Model], target)
+    notes += _join_patterns(union, graph, colocate, removed)
+    if Model in state:
+        notes += _pin_to_host(union, graph, state[Model], target)
+    if given and profile.user_groups is not None:
+        colored = np.flatnonzero(profile.user_groups >= 0)
+        union.join(colored[first_equal(profile.user_groups[colored])], colored, "the graph's own group")
+    split_kernels = union.join(first_equal(profile.unit), np.arange(len(graph)), "one kernel")
+    if split_kernels.any():
+        first_split = graph.names[int(split_kernels.argmax())]
+        notes.append(Diagnostic("G010", "the device map splits what ONNX Runtime would run as one kernel", first_split))
+    if parameters == "together" and profile.training is not None:
+        members, first = list_parameter_members(graph, profile.training)
+        union.join(first, members, "its parameter")
+    owner = np.full(len(graph), -1, dtype=np.int32)
+    if backward == "follow":
+        owner = find_forward_owners(profile)
+        if not (owner >= 0).any():
+            notes.append(Diagnostic("G011", "no backward node follows a forward node: the graph marks none that can"))
+    follows = owner >= 0
+    union.join(owner[follows], np.flatnonzero(follows), "its forward node")
+    if join != "never" and len(target.devices) > 1:
+        seconds = device_seconds(profile, target)
+        union.join(*only_readers(graph, seconds, target, ~follows, join == "always"), "its only reader")
+    return union.groups(), tuple(notes)
+
+
+def find_forward_owners(profile: Profile) -> Ints:
+    """Return the forward node of each backward node, -1 for none and for forward nodes.
+
+    `Coplace` states the rule. Near-linear.
+    """
+    graph = profile.graph
+    if profile.training is not None:
+        return profile.training.owner
+    if profile.backward is None or not profile.backward.any():
+        return np.full(len(graph), -1, dtype=np.int32)
+    color = np.full(len(graph), -1, dtype=np.int32)
+    if profile.user_groups is not None:
+        colored = np.flatnonzero(profile.user_groups >= 0)
+        color[colored] = first_equal(profile.user_groups[colored])
+    owner = assign_owners(graph.order, profile.backward, color, graph.producer, graph.inputs.starts, graph.inputs.items)
+    return spread_owners(graph, profile.backward, owner)
+
+
+class Union:
+    """Disjoint sets of nodes; nodes pinned to different devices are not joined."""
+
+    def __init__(self, pinned: Ints) -> None:
+        self._parent = np.arange(len(pinned), dtype=np.int32)
+        self._pinned = pinned
+        self._reason = np.zeros(len(pinned), dtype=np.int32)
+        self._labels = [""]
+
+    def join(self, first: NDArray[np.integer], second: NDArray[np.integer], reason: str) -> Bools:
+        """Join nodes pair by pair; return which pairs are pinned apart. A set keeps its earliest reason."""
+        self._labels.append(reason)
+        first, second = first.astype(np.int32), second.astype(np.int32)
+        refused: Bools = join_sets(self._parent, self._pinned, self._reason, first, second, len(self._labels) - 1)
+        return refused
+
+    def pin_to(self, node: int, device: int) -> None:
+        """Pin the set of a node to a device."""
+        self._pinned[find_root(self._parent, node)] = device
+
+    def pin(self, node: int) -> int:
+        """Return the device that the set of a node is pinned to, -1 for none."""
+        return int(self._pinned[find_root(self._parent, node)])
+
+    def groups(self) -> Groups:
+        group, count = number_sets(self._parent)
+        roots = np.flatnonzero(self._parent == np.arange(len(group)))
+        assert len(roots) == count
+        reasons = tuple(self._labels[code] for code in self._reason[roots].tolist())
+        return Groups(group, self._pinned[roots], reasons)
+
+
+def first_equal(keys: Ints) -> NDArray[np.int64]:
+    """Return, for each position, the first one with the same key (0 or more)."""
+    if len(keys) and int(keys.max()) > 4 * len(keys):
+        keys = np.unique(keys, return_inverse=True)[1].astype(np.int32)
+    first = np.zeros(int(keys.max(initial=-1)) + 1, dtype=np.int64)
+    first[keys[::-1]] = np.arange(len(keys))[::-1]
+    return first[keys]
+
+
+def only_readers(
+    graph: OpGraph, seconds: Floats, target: Target, is_counted: Bools, always: bool
+) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+    """Return the nodes that should join their only reader, and those readers.
+
+    A node joins if sending its values would take longer than computing it, or `always`. A constant that costs nothing
+    joins the first of its readers.
+
+    Args:
+        graph: The graph.
+        seconds: [device, node].
+        target: Its links are what transfers take.
+        is_counted: Per node; other nodes neither join nor read.
+        always: Whether nodes join at any cost.
+    """
+    latency, per_byte = target.link_arrays()
+    off_diagonal = ~np.eye(len(latency), dtype=bool)
+    lowest, highest, sent_values, sent_bytes = first_readers(
+        graph.producer, graph.value_bytes, graph.inputs.starts, graph.inputs.items, is_counted
+    )
+    least_seconds = seconds.min(axis=0)
+    transfer = sent_values * latency[off_diagonal].min() + sent_bytes * per_byte[off_diagonal].min()
+    single = (lowest == highest) & (np.True_ if always else least_seconds <= transfer)
+    reads = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
+    constant = least_seconds == 0.0
+    constant[reads] = False
+    joins = np.flatnonzero((lowest >= 0) & is_counted & (single | (constant & (lowest != highest))))
+    return joins, lowest[joins]
+
+
+def _join_carried_states(union: Union, graph: OpGraph, model: Model, target: Target) -> None:
+    """Join the producer of each carried state with its readers in the next call, on whose device it stays.
+
+    Raises:
+        UsageError: The device map pins them to different devices.
+    """
+    index = {name: value for value, name in enumerate(graph.value_names)}
+    conflicts = []
+    for name, output in model.states.items():
+        producer = int(graph.producer[index[model.sources.get(output, output)]])
+        readers = graph.readers[index[name]]
+        refused = union.join(np.full_like(readers, producer), readers, CARRIED_STATE)
+        if refused.any():
+            pins = [
+                f"node {graph.names[node]!r} to {target.devices[union.pin(node)].id}"
+                for node in (producer, int(readers[refused.argmax()]))
+            ]
+            conflicts.append(
+                f"state {output!r} = {name!r} stays on one device, but the device map pins {' and '.join(pins)}"
+            )
+    if conflicts:
+        hint = "pin both to one device, or leave one of them free"
+        raise UsageError("S005", format_list(conflicts, "; "), where="--state", hint=hint)
+
+
+def _pin_to_host(union: Union, graph: OpGraph, model: Model, target: Target) -> list[Diagnostic]:
+    """Join producers and readers of values that a GPU cannot hold, and pin them to a host device, if any.
+
+    Between CPU devices alone, such values need no group.
+    """
+    if all(device.kind == "cpu" for device in target.devices):
+        return []
+    host_values = list(find_host_values(model))
+    for value in host_values:
+        union.join(np.full_like(value.nodes, value.nodes[0]), value.nodes, "values that only a host can hold")
+    host = next((index for index, device in enumerate(target.devices) if device.kind == "cpu"), -1)
+    values_by_device: dict[int, list[HostValue]] = {}
+    for value in host_values:
+        if union.pin(int(value.nodes[0])) < 0 and host >= 0:
+            union.pin_to(int(value.nodes[0]), host)
+        values_by_device.setdefault(union.pin(int(value.nodes[0])), []).append(value)
+    return [_note_host_values(device, values, graph, target) for device, values in values_by_device.items()]
+
+
+def _note_host_values(device: int, values: Sequence[HostValue], graph: OpGraph, target: Target) -> Diagnostic:
+    """Return the note that says which nodes stay together, and why."""
+    nodes = sorted({node for value in values for node in value.nodes.tolist()})
+    kinds = " and ".join(dict.fromkeys(value.kind for value in values))
+    message = (
+        f"{len(nodes)} nodes, such as {graph.names[nodes[0]]!r}, stay together: "
+        f"a GPU cannot hold the values of type {kinds} that they share, such as {values[0].name!r}"
+    )
+    if device >= 0 and target.devices[device].kind == "cpu":
+        return Diagnostic("G012", message, where=target.devices[device].id)
+    where, hint = target.devices[device].id if device >= 0 else "", "add a host device, such as cpu:0"
+    return Diagnostic("G012", f"{message}; ONNX Runtime computes them on the host, copying back and forth", where, hint)
+
+
+def _join_patterns(union: Union, graph: OpGraph, patterns: Sequence[str], removed: Sequence[str]) -> list[Diagnostic]:
+    """Join the nodes that each pattern matches; return a note for patterns that match only removed nodes."""
+    where, conflicts, unmatched = "--colocate", list[str](), list[str]()
+    for pattern, positions in zip(patterns, match_names(patterns, graph.names, where)):
+        matching = np.array(positions, dtype=np.int32)
+        if not len(matching):
+            unmatched.append(pattern)
+            continue
+        refused = union.join(np.broadcast_to(matching[0], matching.shape), matching, f"--colocate {pattern}")
+        if refused.any():
+            conflicts.append(f"{pattern!r}, with {graph.names[matching[refused.argmax()]]!r}")
+    removed_matches = match_removed(unmatched, removed, where)
+    if unknown := [pattern for pattern in unmatched if pattern not in removed_matches]:
+        listed = format_list(repr(pattern) for pattern in unknown)
+        raise UsageError("U020", f"no node's name matches {listed}", where=where, hint=suggest_names(graph))
+    if conflicts:
+        raise UsageError(
+            "U021",
+            f"joins nodes that the device map puts on different devices: {format_list(conflicts, '; ')}",
+            where=where,
+            hint="leave these nodes out of one of the two",
+        )
+    return [note_removed(removed_matches, where)] if removed_matches else []

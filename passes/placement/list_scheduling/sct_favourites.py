@@ -1,0 +1,125 @@
+"""The favourite child of each node, from the relaxed linear program of SCT.
+
+Hanen and Munier 1995; Baechi (SoCC 2020, section 3.3). On infinitely many devices without memory limits or
+contention, at most one successor of a node can follow it without a transfer, and likewise at most one predecessor
+can precede it. The program decides for which edges that is worth most; HiGHS solves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxplace.errors import ExecutionError
+from onnxplace.graph import Floats, Ints, Longs, sum_by
+from onnxplace.problem import PlacementProblem
+from onnxplace.utils import make_program, run_highs
+
+# Tolerance of the solver around 0 and 1.
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Edges between nodes, with the seconds of a transfer along each."""
+
+    source: Ints
+    destination: Ints
+    seconds: Floats
+
+
+def transfer_edges(problem: PlacementProblem) -> Edges:
+    """Return the edges between nodes, with the seconds to send all their values over the mean link."""
+    graph = problem.graph
+    latency, per_byte = problem.target.link_arrays()
+    off_diagonal = ~np.eye(len(latency), dtype=bool)
+    mean_latency, mean_byte = (
+        float(array[off_diagonal].mean()) if off_diagonal.any() else 0.0 for array in (latency, per_byte)
+    )
+    inner = graph.producer[graph.inputs.items] >= 0
+    values, readers = graph.inputs.items[inner], graph.inputs.rows[inner]
+    count = max(len(graph), 1)
+    key, index = np.unique(graph.producer[values].astype(np.int64) * count + readers, return_inverse=True)
+    seconds: Floats = mean_latency + graph.value_bytes[values] * np.float64(mean_byte)
+    total = sum_by(index.astype(np.int32), seconds, len(key))
+    return Edges((key // count).astype(np.int32), (key % count).astype(np.int32), total)
+
+
+def favourite_children(node_seconds: Floats, edges: Edges, threshold: float) -> Ints:
+    """Return the favourite child of each node, -1 for none.
+
+    Minimise W subject to `s_i + w_i + c_e x_e <= s_j`, `s_i + w_i <= W`, at most one edge out of each node and one into
+    each node with `x_e = 0`; `0 <= x_e <= 1`. An edge is favourite if `x_e <= threshold`. Where two edges of one node
+    are (possible from 0.5 on), the one of lower x, then of lower index, is. Deterministic: one thread, dual simplex.
+
+    The program has many optima, which differ in edges off the critical path. A maximal one is chosen: edges between
+    nodes without any favourite edge are added, longest first.
+    """
+    favourite = np.full(len(node_seconds), -1, dtype=np.int32)
+    if not len(edges.source):
+        return favourite
+    remote_share = solve_relaxation(node_seconds, edges)
+    nodes, source, destination = len(node_seconds), edges.source, edges.destination
+    may_stay_source = sum_by(source, 1.0 - remote_share, nodes) < TOLERANCE
+    idle_destination = sum_by(destination, 1.0 - remote_share, nodes) < TOLERANCE
+    chosen = np.flatnonzero(remote_share <= threshold + TOLERANCE)
+    candidates = np.flatnonzero(may_stay_source[source] & idle_destination[destination])
+    chosen = chosen[np.lexsort((chosen, remote_share[chosen]))]
+    candidates = candidates[np.lexsort((candidates, -edges.seconds[candidates]))]
+    has_parent = np.zeros(nodes, dtype=bool)
+    for edge in [*chosen.tolist(), *candidates.tolist()]:
+        i, j = int(source[edge]), int(destination[edge])
+        if favourite[i] < 0 and not has_parent[j]:
+            favourite[i] = j
+            has_parent[j] = True
+    return favourite
+
+
+def solve_relaxation(node_seconds: Floats, edges: Edges) -> Floats:
+    """Return x per edge of the relaxed program: 0 for a local edge, 1 for a transfer."""
+    import highspy
+
+    nodes, count = len(node_seconds), len(edges.source)
+    scale = max(float(node_seconds.max()), float(edges.seconds.max()), 1e-12)
+    weight, cost = node_seconds / scale, edges.seconds / scale
+    lower, rows = _build_rows(weight, cost, edges)
+    program = make_program(
+        cost=np.r_[np.zeros(count + nodes), 1.0],
+        column_bounds=(np.zeros(count + nodes + 1), np.r_[np.ones(count), np.full(nodes + 1, np.inf)]),
+        row_bounds=(lower, np.full(len(lower), np.inf)),
+        rows=rows,
+    )
+    solver = run_highs(program, {"random_seed": 0, "solver": "simplex"})
+    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        status = solver.modelStatusToString(solver.getModelStatus())
+        raise ExecutionError("P020", f"the linear program of m-SCT was not solved: {status}", where="m-sct")
+    return np.asarray(solver.getSolution().col_value, dtype=np.float64)[:count]
+
+
+def _build_rows(weight: Floats, cost: Floats, edges: Edges) -> tuple[Floats, tuple[Longs, Longs, Floats]]:
+    """Return the constraints: the lower bound of each row, and the matrix by rows."""
+    nodes, count = len(weight), len(cost)
+    source, destination = edges.source.astype(np.int64), edges.destination.astype(np.int64)
+    edge_index = np.arange(count)
+    # s_j - s_i - c_e x_e >= w_i
+    order_index = np.stack([edge_index, count + source, count + destination], axis=1).ravel()
+    order_value = np.stack([-cost, -np.ones(count), np.ones(count)], axis=1).ravel()
+    # W - s_i >= w_i, for nodes without successors; the others follow from them
+    sinks = np.setdiff1d(np.arange(nodes), source)
+    end_index = np.stack([count + sinks, np.full(len(sinks), count + nodes)], axis=1).ravel()
+    end_value = np.tile([-1.0, 1.0], len(sinks))
+    # sum of x over the edges out of a node >= its out-degree - 1; likewise into a node
+    index_lists, degrees = [], []
+    for end in (source, destination):
+        by_node = np.argsort(end, kind="stable")
+        degree = np.bincount(end, minlength=nodes)
+        several = degree > 1
+        index_lists.append(by_node[several[end[by_node]]])
+        degrees.append(degree[several])
+    lengths = np.concatenate([np.full(count, 3), np.full(len(sinks), 2), *degrees])
+    lower = np.concatenate([weight[source], weight[sinks], *[degree - 1.0 for degree in degrees]])
+    index = np.concatenate([order_index, end_index, *index_lists])
+    value = np.concatenate([order_value, end_value, np.ones(sum(len(part) for part in index_lists))])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return lower, (starts, index, value)

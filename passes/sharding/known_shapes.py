@@ -1,0 +1,319 @@
+"""Sizes of a model's values: inferred further than ONNX does, and fixed.
+
+Inference of ONNX stops at operators that it does not know, such as `com.microsoft.Attention`, and at targets of Reshape
+or Expand that are computed from shapes. ONNX Runtime infers the first. The second are computed for the bound sizes, and
+their results take part in the next inference as constants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
+
+import numpy as np
+from onnx import NodeProto, TensorProto, TypeProto, ValueInfoProto, defs, helper, numpy_helper
+
+from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
+from onnxplace.machine import make_session_options, open_session
+from onnxplace.model import (
+    Model,
+    find_misjudged_values,
+    infer_static_shapes,
+    iterate_subgraphs,
+    packed_size,
+    read_shape_entries,
+)
+from onnxplace.passes.sharding.node_views import Shape, split_words
+
+# Only small weights hold shapes, which the inference reads. Large ones become inputs, so that loading stays fast.
+_MAX_WEIGHT_BYTES = 1 << 12
+_NUMBERS = {f"tensor({name.lower()})": number for name, number in TensorProto.DataType.items()}
+
+# Larger values are not shapes.
+_MAX_ELEMENTS = 256
+# Each round finds shapes that depend on those of the round before.
+_MAX_ROUNDS = 12
+_INTEGERS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
+# Values of these operators are shapes, or are computed from shapes.
+_ARITHMETIC = frozenset(
+    split_words(
+        """
+    Add And Cast Ceil Concat ConstantOfShape Div Equal Expand Flatten Floor Gather Greater GreaterOrEqual Identity
+    Less LessOrEqual Max Min Mod Mul Neg Not OneHot Or Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Slice
+    Split Sqrt Squeeze Sub Transpose Unsqueeze Where
+"""
+    )
+)
+
+
+@dataclass(frozen=True)
+class RuntimeShapes:
+    """What ONNX Runtime infers of the values of a model."""
+
+    shapes: Mapping[str, Shape]
+    types: Mapping[str, int]
+    """Element types."""
+
+
+def infer_with_runtime(model: Model, shapes: Mapping[str, Shape]) -> RuntimeShapes:
+    """Return what ONNX Runtime infers, for a model with operators that ONNX cannot infer; nothing for others.
+
+    Args:
+        model: The model.
+        shapes: Shapes of its inputs.
+    """
+    versions = {item.domain: item.version for item in model.opsets}
+    if all(_can_onnx_infer(node.op_type, node.domain, versions.get(node.domain, 1)) for node in model.nodes):
+        return RuntimeShapes({}, {})
+    inputs = [
+        ValueInfoProto(name=value.name, type=_with_shape(value.type, shapes.get(value.name)))
+        for value in model.inputs
+        if value.name not in model.initializers
+    ]
+    weights = []
+    for name, tensor in model.initializers.items():
+        is_small = packed_size(tensor.data_type, tuple(tensor.dims)) <= _MAX_WEIGHT_BYTES
+        if is_small and tensor.data_location != TensorProto.EXTERNAL:
+            weights.append(tensor)
+        else:
+            inputs.append(helper.make_tensor_value_info(name, tensor.data_type, tuple(tensor.dims)))
+    names = [name for node in model.nodes for name in node.output if name]
+    proto = model.proto(model.nodes, weights, inputs, [ValueInfoProto(name=name) for name in names])
+    try:
+        session = open_session(proto.SerializeToString(), make_session_options([0], "none"), where=model.name)
+    except OnnxplaceError:  # without a kernel for an operator, values behind it stay unknown
+        return RuntimeShapes({}, {})
+    outputs = [value for value in session.get_outputs() if value.type in _NUMBERS]
+    return RuntimeShapes(
+        shapes={
+            value.name: tuple(value.shape)
+            for value in outputs
+            # No sizes may also mean an unknown rank.
+            if value.shape and all(isinstance(size, int) and size >= 0 for size in value.shape)
+        },
+        types={value.name: _NUMBERS[value.type] for value in outputs},
+    )
+
+
+@cache
+def _can_onnx_infer(operator: str, domain: str, version: int) -> bool:
+    """Return whether ONNX itself infers the results of an operator; a few standard ones are functions without that."""
+    try:
+        return bool(defs.get_schema(operator, version, domain).has_type_and_shape_inference_function)
+    except defs.SchemaError:
+        return False
+
+
+def _with_shape(kind: TypeProto, shape: Shape | None) -> TypeProto:
+    """Return a type with fixed sizes."""
+    if shape is None or not kind.HasField("tensor_type"):
+        return kind
+    return helper.make_tensor_type_proto(kind.tensor_type.elem_type, shape)
+
+
+def infer_all_shapes(model: Model) -> dict[str, Shape]:
+    """Return the shapes of all values that only depend on the bound sizes of the inputs."""
+    return infer_shapes_and_values(model)[0]
+
+
+def infer_shapes_and_values(model: Model) -> tuple[dict[str, Shape], dict[str, TensorProto]]:
+    """Return the shapes of `infer_all_shapes`, and the small values that follow from them.
+
+    Inference of ONNX stops at targets of Reshape or Expand that are computed from shapes in several steps. Here such
+    steps are computed, for the bound sizes, and their results take part in the next inference as constants.
+    """
+    shapes = _infer(model)
+    known = _small_constants(model)
+    for _ in range(_MAX_ROUNDS):
+        nodes = _computable(model, shapes, known)
+        values = _evaluate(model, nodes, shapes, known)
+        if not values:
+            break
+        known.update(values)
+        folded = _with_constants(model, known)
+        inferred = {**_infer(folded), **{name: tuple(tensor.dims) for name, tensor in known.items()}}
+        before = len(shapes)
+        shapes = {**inferred, **shapes}
+        if len(shapes) == before:
+            break
+    return shapes, known
+
+
+def _infer(model: Model) -> dict[str, Shape]:
+    given = model.input_shapes()
+    shapes = {**infer_with_runtime(model, given).shapes, **infer_static_shapes(model), **given}
+    weights = {name: tuple(tensor.dims) for name, tensor in model.initializers.items()}
+    misjudged = find_misjudged_values(model.nodes, model.reads, {**shapes, **weights})
+    return {name: shape for name, shape in shapes.items() if name not in misjudged}
+
+
+def _small_constants(model: Model) -> dict[str, TensorProto]:
+    return {
+        name: tensor
+        for name, tensor in model.initializers.items()
+        if not model.overridable(name)
+        and math.prod(tensor.dims) <= _MAX_ELEMENTS
+        and tensor.data_location != TensorProto.EXTERNAL
+        and tensor.data_type != TensorProto.STRING
+    }
+
+
+def _computable(model: Model, shapes: Mapping[str, Shape], known: Mapping[str, TensorProto]) -> list[NodeProto]:
+    """Return the nodes, in order, whose values follow from known values and shapes, and are not known yet."""
+    names = set(known)
+    nodes = []
+    for node in model.nodes:
+        if node.domain not in ("", "ai.onnx") or all(name in names for name in node.output if name):
+            continue
+        if node.op_type in ("Shape", "Size"):
+            is_computable = node.input[0] in shapes
+        else:
+            is_computable = (
+                node.op_type in _ARITHMETIC
+                and all(name in names for name in node.input if name)
+                and _is_small(node, shapes, known)
+                and not any(True for _ in iterate_subgraphs(node))
+            )
+        if is_computable:
+            nodes.append(node)
+            names.update(filter(None, node.output))
+    return nodes
+
+
+def _is_small(node: NodeProto, shapes: Mapping[str, Shape], known: Mapping[str, TensorProto]) -> bool:
+    """Return whether the results of a node are small, by their shapes or by what it makes them of.
+
+    A result of unknown shape waits until its inputs are known: they may ask for any size.
+    """
+    unknown = [name for name in node.output if name and name not in shapes]
+    if any(math.prod(shapes[name]) > _MAX_ELEMENTS for name in node.output if name in shapes):
+        return False
+    if not unknown:
+        return True
+    if not all(name in known for name in node.input if name):
+        return False
+    arrays = [numpy_helper.to_array(known[name]) for name in node.input if name]
+    if node.op_type == "Range":
+        start, limit, step = (float(array.reshape(-1)[0]) for array in arrays)
+        return step != 0 and abs((limit - start) / step) <= _MAX_ELEMENTS
+    if node.op_type == "OneHot":
+        return bool(arrays[0].size * abs(float(arrays[1].reshape(-1)[0])) <= _MAX_ELEMENTS)
+    if node.op_type in ("ConstantOfShape", "Expand"):
+        target = arrays[-1].reshape(-1).astype(np.float64)
+        return bool(np.prod(np.maximum(target, 1.0)) * max(arrays[0].size, 1) <= _MAX_ELEMENTS**2)
+    return math.prod(max(array.size, 1) for array in arrays[:2]) <= _MAX_ELEMENTS**2
+
+
+def _evaluate(
+    model: Model, nodes: Sequence[NodeProto], shapes: Mapping[str, Shape], known: Mapping[str, TensorProto]
+) -> dict[str, TensorProto]:
+    """Return the small values that some nodes compute; none if ONNX Runtime refuses them."""
+    given: dict[str, TensorProto] = {}
+    computed: list[NodeProto] = []
+    for node in nodes:
+        if node.op_type in ("Shape", "Size"):
+            given[node.output[0]] = _describe(node, shapes[node.input[0]])
+        else:
+            computed.append(node)
+    read = {name for node in computed for name in node.input if name}
+    weights = [tensor for name, tensor in {**known, **given}.items() if name in read]
+    if not computed:
+        return given
+    names = [name for node in computed for name in node.output if name]
+    proto = model.proto(computed, weights, [], [ValueInfoProto(name=name) for name in names])
+    try:
+        session = open_session(proto.SerializeToString(), make_session_options([0], "none"), where=model.name)
+        arrays = session.run(names, {})
+    except (OnnxplaceError, Exception):  # noqa: BLE001 - a value without numpy form, or sizes that do not fit
+        return given
+    values = {name: array for name, array in zip(names, arrays) if isinstance(array, np.ndarray)}
+    small = {
+        name: array for name, array in values.items() if array.size <= _MAX_ELEMENTS and array.dtype.kind in "iubf"
+    }
+    return {**given, **{name: numpy_helper.from_array(array, name) for name, array in small.items()}}
+
+
+def _describe(node: NodeProto, shape: Shape) -> TensorProto:
+    """Return the result of a Shape or Size."""
+    if node.op_type == "Size":
+        return numpy_helper.from_array(np.array(math.prod(shape), np.int64), node.output[0])
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    part = shape[slice(attributes.get("start", 0), attributes.get("end", len(shape)))]
+    return numpy_helper.from_array(np.array(part, np.int64), node.output[0])
+
+
+def _with_constants(model: Model, known: Mapping[str, TensorProto]) -> Model:
+    """Return the model with known values as initializers instead of the nodes that compute them."""
+    nodes = [node for node in model.nodes if not (node.output and all(name in known for name in node.output if name))]
+    return replace(model, nodes=tuple(nodes), initializers=MappingProxyType({**model.initializers, **known}))
+
+
+def fix_sizes(model: Model) -> Model:
+    """Return the model for its bound sizes alone: inputs and outputs declare them, and all axes can be split.
+
+    Raises InfeasibleError for a carried state of other sizes after the first call, such as a cache that grows.
+    """
+    shapes = model.input_shapes()
+    _require_constant_states(model, shapes)
+    inputs = [_declare(value, shapes[value.name]) if value.name in shapes else value for value in model.inputs]
+    known = {key: size for key, size in model.dimensions.items() if size is not None}
+    outputs = [_fill(value, known) for value in model.outputs]
+    return replace(model, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def report_fixed_sizes(model: Model, fixed: Model, reason: str) -> list[Diagnostic]:
+    """Return a note if a model had symbolic sizes, which are fixed now; `reason` names what needs that."""
+    symbolic = [value.name for value in model.inputs if not _is_fixed(value)]
+    if not symbolic:
+        return []
+    shapes = fixed.input_shapes()
+    listed = ", ".join(f"{name} {list(shapes[name])}" for name in symbolic[:3])
+    message = f"{reason} need fixed sizes: the bundle takes these inputs alone: {listed}"
+    return [Diagnostic("L065", message, hint="--shape gives the sizes, as in --shape batch=8")]
+
+
+def _require_constant_states(model: Model, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise InfeasibleError if a call changes the shape of a state."""
+    after = infer_static_shapes(model) if model.states else {}
+    for name, output in model.states.items():
+        before, new = list(shapes.get(name, ())), after.get(model.sources.get(output, output))
+        if name in shapes and new is not None and list(new) != before:
+            message = f"a call changes state {name!r} from {before} to {list(new)}, but sizes are to be fixed"
+            hint = (
+                "leave out what fixes sizes, `fixed` or `microbatch`, or the state's --state, to feed it with each call"
+            )
+            raise InfeasibleError("P065", message, where=f"{model.name}, state {output}={name}", hint=hint)
+
+
+def _is_fixed(value: ValueInfoProto) -> bool:
+    shape = read_shape_entries(value.type)
+    return shape is None or all(isinstance(size, int) for size in shape)
+
+
+def _declare(value: ValueInfoProto, shape: Sequence[int]) -> ValueInfoProto:
+    """Return the declaration of a value of a known shape."""
+    result = ValueInfoProto()
+    result.CopyFrom(value)
+    if not result.type.HasField("tensor_type"):
+        return value
+    kind = result.type.tensor_type
+    kind.shape.Clear()
+    kind.shape.SetInParent()
+    for size in shape:
+        kind.shape.dim.add().dim_value = int(size)
+    return result
+
+
+def _fill(value: ValueInfoProto, known: dict[str, int]) -> ValueInfoProto:
+    """Return the declaration of an output, with the sizes of the symbolic dimensions that are known."""
+    if not value.type.HasField("tensor_type"):
+        return value
+    result = ValueInfoProto()
+    result.CopyFrom(value)
+    for dim in result.type.tensor_type.shape.dim:
+        if dim.WhichOneof("value") == "dim_param" and dim.dim_param in known:
+            dim.dim_value = known[dim.dim_param]
+    return result

@@ -1,0 +1,446 @@
+"""Strategies: the ways to compute a node on the devices of a group, from the rule of its operator.
+
+Reshapes, and splits and concatenations along the cut axis, are here: where a cut is behind them depends on all shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from onnx import NodeProto, TensorProto
+
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape, split_words
+from onnxplace.passes.sharding.rules.axis_rules import AxisRule
+from onnxplace.passes.sharding.rules.rule_table import RULES
+from onnxplace.passes.sharding.windows import ROW_AXIS, WINDOWED, Window, find_window
+
+RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
+
+Layouts = tuple[Layout | None, ...]
+Cuts = frozenset[tuple[int, int]]
+"""(outer, blocks) of the split layouts that an axis may get."""
+
+# Operators that are linear in their first input alone, and in all inputs together.
+_LINEAR_IN_FIRST = frozenset(
+    split_words(
+        """
+    Identity Neg Reshape Transpose Squeeze Unsqueeze Flatten Slice Gather Expand ReduceSum ReduceMean
+    GlobalAveragePool DepthToSpace SpaceToDepth Trilu Split
+"""
+    )
+)
+_LINEAR_TOGETHER = frozenset(("Add", "Sub", "Sum", "Concat"))
+_SUMMABLE_TYPES = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16))
+# These add up integers exactly, modulo their range. ONNX Runtime's other sums of integers, such as ReduceSum and those
+# within Einsum, are computed in floating point, and saturate.
+_EXACT_SUMS = frozenset(("MatMul", "MatMulInteger", "ConvInteger", "ScatterElements", "ScatterND"))
+_EXACT_TYPES = _SUMMABLE_TYPES | {TensorProto.INT32, TensorProto.INT64}
+
+# The first opset in which ONNX Runtime can add summands, and make them of a whole value (Add, Where).
+_MIN_SUM_OPSET = 9
+
+
+def reshape_layout(source: Shape, result: Shape, layout: Layout, division: Division) -> Layout | None:
+    """Return the layout of the reshaped tensor, None if its parts are not cut along one axis.
+
+    >>> division = Division((1.0, 1.0))
+    >>> reshape_layout((8, 12), (8, 3, 4), Layout(1, 3, 2), division)
+    Layout(axis=2, outer=1, blocks=2)
+    >>> reshape_layout((8, 3, 4), (8, 12), Layout(2, 1, 2), division)
+    Layout(axis=1, outer=3, blocks=2)
+    """
+    group = _find_group(source, result, layout.axis)
+    if group is None:
+        return None
+    first_source, first_result, end_result = group
+    # In row-major order, the tensor has this many rows that are cut alike.
+    rows = math.prod(source[first_source : layout.axis]) * layout.outer
+    before = 1
+    for axis in range(first_result, end_result):
+        if result[axis] > 1 and before <= rows < before * result[axis] and rows % before == 0:
+            outer = rows // before
+            if result[axis] % outer or (result[axis] // outer) % layout.blocks:
+                return None
+            return division.split(axis, result[axis], outer, layout.blocks)
+        before *= result[axis]
+    return None
+
+
+def _find_group(source: Shape, result: Shape, axis: int) -> tuple[int, int, int] | None:
+    """Return the smallest group of axes with equal products that holds an axis.
+
+    As (first source axis, first result axis, result axis after the last).
+    """
+    i = j = 0
+    while i < len(source) or j < len(result):
+        first_source, first_result = i, j
+        left = source[i] if i < len(source) else 1
+        right = result[j] if j < len(result) else 1
+        i, j = i + (i < len(source)), j + (j < len(result))
+        while left != right:
+            if left < right:
+                if i >= len(source):
+                    return None
+                left *= source[i]
+                i += 1
+            else:
+                if j >= len(result):
+                    return None
+                right *= result[j]
+                j += 1
+        if first_source <= axis < i:
+            return first_source, first_result, j
+    return None
+
+
+def set_reshape_target(source: Layout) -> Edit:
+    """Return the edit of a Reshape whose input has this layout."""
+
+    def edit(local: LocalNode) -> None:
+        layout = local.layouts[0]
+        assert layout is not None
+        view = local.view
+        if 1 not in view.constants:
+            local.override_entry(1, 0, layout.axis, local.out_shape()[layout.axis])
+            return
+        target = view.constants[1].reshape(-1).tolist()
+        target[layout.axis] = local.out_shape()[layout.axis]
+        copied = source.axis
+        # A zero copies the size of the input, which is now that of the part.
+        if copied != layout.axis and copied < len(target) and target[copied] == 0:
+            target[copied] = view.result()[copied]
+        local.set_input(1, local.make_ints(target))
+
+    return edit
+
+
+def can_reshape_parts(view: NodeView, source: Layout, result: Layout, division: Division) -> bool:
+    """Return whether the node itself reshapes parts correctly.
+
+    A Squeeze without axes would also remove a part's axis of size 1. A computed target may have a zero, which copies
+    the size of the part instead of the whole.
+    """
+    if view.op == "Squeeze":
+        named = view.attribute("axes") is not None or view.has(1)
+        size = view.shape(0)[source.axis]
+        return named or all(division.local_size(source, size, device) > 1 for device in range(division.count))
+    if view.op != "Reshape":
+        return True
+    if view.attribute("allowzero", 0) and 0 in view.shape(0):
+        return False
+    copied, shape = source.axis, view.result()
+    is_computed = view.has(1) and 1 not in view.constants
+    may_copy = is_computed and copied != result.axis and copied < len(shape)
+    return not (may_copy and shape[copied] == view.shape(0)[copied])
+
+
+def equal_parts(view: NodeView) -> tuple[int, int] | None:
+    """Return (axis, parts) of a Split or Concat into or of equal parts, None for others."""
+    one = view.shape(0) if view.op == "Split" else view.result()
+    many: Sequence[Shape | None] = view.outputs if view.op == "Split" else view.inputs
+    axis = view.axis(0, len(one))
+    if any(shape is None for shape in many) or len(many) < 2:
+        return None
+    sizes = {shape[axis] for shape in many if shape is not None}
+    return (axis, len(many)) if len(sizes) == 1 else None
+
+
+def set_split_sizes(local: LocalNode) -> None:
+    """Set the sizes that a Split cuts its part into."""
+    axis = local.view.axis(0)
+    sizes = [shape[axis] for shape in local.outputs if shape is not None]
+    local.set_attribute("num_outputs", None)
+    local.set_attribute("split", sizes if local.view.opset < 13 else None)
+    if local.view.opset >= 13:
+        local.set_input(1, local.make_ints(sizes))
+
+
+@dataclass(frozen=True)
+class NodeStrategy:
+    """One way to compute a node on the devices of a group."""
+
+    inputs: Layouts
+    outputs: Layouts
+    edit: Edit | None = None
+    """Adapts each device's copy of the node."""
+    window: Window | None = None
+    """Rows of an input that are read with halos."""
+    weighs_means: bool = False
+    """Outputs are means of the parts, and are weighted by their sizes."""
+    only_first: int = -1
+    """Position of a replicated summand that only the first device adds; the others pass the other one on."""
+    overrides_shape: bool = False
+    """A Shape of a part, whose split axis is replaced by the size of the whole."""
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether the devices share the work."""
+        return any(layout is not None and layout.is_split for layout in (*self.inputs, *self.outputs))
+
+
+def local_shapes(
+    division: Division, view: NodeView, strategy: NodeStrategy, device: int
+) -> tuple[tuple[Shape | None, ...], tuple[Shape | None, ...]]:
+    """Return the shapes of a device's parts of inputs and outputs."""
+
+    def parts(shapes: Sequence[Shape | None], layouts: Sequence[Layout | None]) -> list[Shape | None]:
+        return [
+            shape if shape is None or layout is None else division.local_shape(layout, shape, device)
+            for shape, layout in zip(shapes, layouts)
+        ]
+
+    inputs = parts(view.inputs, strategy.inputs)
+    if strategy.window is not None:
+        low, high = strategy.window.rows[device]
+        shape = list(inputs[strategy.window.input] or ())
+        shape[ROW_AXIS] = high - low
+        inputs[strategy.window.input] = tuple(shape)
+    return tuple(inputs), tuple(parts(view.outputs, strategy.outputs))
+
+
+def describe_copies(view: NodeView, strategy: NodeStrategy, division: Division) -> tuple[object, ...]:
+    """Return all that a sharded model holds of a strategy: equal for two sizes, it computes the same at both."""
+    copies = []
+    for device in range(division.count if strategy.edit is not None else 0):
+        proto = NodeProto()
+        proto.CopyFrom(view.node)
+        inputs, outputs = local_shapes(division, view, strategy, device)
+        assert strategy.edit is not None
+        strategy.edit(
+            LocalNode(
+                proto=proto,
+                view=view,
+                device=device,
+                inputs=inputs,
+                outputs=outputs,
+                layouts=strategy.outputs,
+                make_ints=str,
+                make_override=lambda *entries: str(entries),
+                make_zeros=lambda name: f"zeros of {name}",
+            )
+        )
+        copies.append(proto.SerializeToString())
+    return replace(strategy, edit=None), *copies
+
+
+def list_axis_rules(view: NodeView) -> list[AxisRule]:
+    """Return the axis rules of a node; none for an operator without rules, or with omitted inputs."""
+    rule = RULES.get((view.node.domain if view.node.domain != "ai.onnx" else "", view.op))
+    if rule is None:
+        return []
+    try:
+        return list(rule(view))
+    except (LookupError, TypeError, ValueError):
+        return []
+
+
+def _is_scale(view: NodeView, position: int) -> bool:
+    """Return whether an input is a known number that keeps summands finite, and infinite ones infinite."""
+    factor = view.constants.get(position)
+    return factor is not None and factor.size == 1 and bool(np.isfinite(factor).all() and factor.all())
+
+
+class StrategyTable:
+    """Computes the strategies of nodes; equal nodes are computed once."""
+
+    def __init__(self, division: Division) -> None:
+        self.division = division
+
+    def whole(self, view: NodeView) -> NodeStrategy:
+        """Return the strategy that computes a node on every device."""
+        return NodeStrategy(
+            tuple(None if shape is None else REPLICATED for shape in view.inputs),
+            tuple(None if shape is None else REPLICATED for shape in view.outputs),
+        )
+
+    def list(
+        self,
+        view: NodeView,
+        cuts: Mapping[tuple[str, int, int], Cuts],
+        free: Mapping[tuple[str, int], tuple[bool, ...]],
+    ) -> list[NodeStrategy]:
+        """Return the strategies of a node: first the whole one, then the split ones without duplicates.
+
+        Args:
+            view: The node.
+            cuts: ("in" or "out", position, axis) -> cuts of that axis that other nodes may ask for.
+            free: ("in" or "out", position) -> per axis, whether it may be split.
+        """
+        candidates = [self.whole(view), *self._split_strategies(view, cuts)]
+        distinct: dict[tuple[Layouts, Layouts], NodeStrategy] = {}
+        for strategy in candidates:
+            if self._is_allowed(strategy, free):
+                distinct.setdefault((strategy.inputs, strategy.outputs), strategy)
+        return [*distinct.values()]
+
+    def _is_allowed(self, strategy: NodeStrategy, free: Mapping[tuple[str, int], tuple[bool, ...]]) -> bool:
+        for side, layouts in (("in", strategy.inputs), ("out", strategy.outputs)):
+            for position, layout in enumerate(layouts):
+                if layout is not None and layout.is_split and not free[side, position][layout.axis]:
+                    return False
+        return True
+
+    def _split_strategies(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
+        if view.node.op_type == "Shape" and view.node.domain == "":
+            yield from self._shapes(view, cuts)
+            return
+        for item in list_axis_rules(view):
+            yield from self._by_rule(view, item, cuts)
+        if view.node.domain not in ("", "ai.onnx"):
+            return
+        if view.op in RESHAPES:
+            yield from self._reshapes(view, cuts)
+        if view.op in ("Split", "Concat"):
+            yield from self._own_axis(view, cuts)
+        if view.op in WINDOWED and view.rank() > ROW_AXIS:
+            yield from self._windows(view, cuts)
+        yield from self._partials(view)
+
+    def _by_rule(
+        self, view: NodeView, rule: AxisRule, cuts: Mapping[tuple[str, int, int], Cuts]
+    ) -> Iterator[NodeStrategy]:
+        """Yield the strategies of an axis rule, one per cut that some of its axes may have."""
+        options: set[tuple[int, int]] = set()
+        sizes = {}
+        for side, axes, shapes in (("in", rule.inputs, view.inputs), ("out", rule.outputs, view.outputs)):
+            for position, axis in axes.items():
+                shape = shapes[position] if position < len(shapes) else None
+                if shape is None:
+                    return
+                fused = rule.fused.get(position, 1) if side == "in" else 1
+                for outer, blocks in cuts.get((side, position, axis), frozenset()):
+                    if outer % fused == 0:
+                        options.add((outer // fused, blocks))
+                sizes[side, position] = axis, shape[axis], fused
+        if rule.units and sizes:
+            options.add((1, rule.units))
+        summed = _EXACT_TYPES if view.op in _EXACT_SUMS else _SUMMABLE_TYPES
+        if rule.effect != "map" and not self._can_sum(view, summed):
+            return
+        for outer, blocks in sorted(options):
+            if rule.units and (outer > 1 or rule.units % blocks):
+                continue
+            layouts = {
+                key: self.division.split(axis, size, outer * fused, blocks)
+                for key, (axis, size, fused) in sizes.items()
+            }
+            if any(layout is None for layout in layouts.values()):
+                continue
+            rest = REPLICATED if rule.effect == "map" else PARTIAL
+            outputs = tuple(
+                None if shape is None else layouts.get(("out", position), rest)
+                for position, shape in enumerate(view.outputs)
+            )
+            if rule.effect == "map" and REPLICATED in outputs:
+                continue
+            yield NodeStrategy(
+                tuple(
+                    None if shape is None else layouts.get(("in", position), REPLICATED)
+                    for position, shape in enumerate(view.inputs)
+                ),
+                outputs,
+                edit=rule.edit,
+                weighs_means=rule.effect == "mean",
+            )
+
+    def _can_sum(self, view: NodeView, types: frozenset[int]) -> bool:
+        return view.opset >= _MIN_SUM_OPSET and all(kind in types for kind in view.element_types)
+
+    def _with_first(self, view: NodeView, source: Layout, result: Layout, edit: Edit | None) -> NodeStrategy:
+        """Return a strategy of a node with one output, whose other inputs are replicated."""
+        others = (None if shape is None else REPLICATED for shape in view.inputs[1:])
+        return NodeStrategy((source, *others), (result,), edit=edit)
+
+    def _reshapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
+        source, result = view.shape(0), view.result()
+        pairs: set[tuple[Layout, Layout]] = set()
+        for layout in self._layouts("in", source, cuts):
+            if (other := reshape_layout(source, result, layout, self.division)) is not None:
+                pairs.add((layout, other))
+        for layout in self._layouts("out", result, cuts):
+            if (other := reshape_layout(result, source, layout, self.division)) is not None:
+                pairs.add((other, layout))
+        for before, after in sorted(pairs):
+            if can_reshape_parts(view, before, after, self.division):
+                edit = set_reshape_target(before) if view.op == "Reshape" else None
+                yield self._with_first(view, before, after, edit)
+
+    def _layouts(
+        self, side: str, shape: tuple[int, ...], cuts: Mapping[tuple[str, int, int], Cuts]
+    ) -> Iterator[Layout]:
+        """Yield the split layouts that the first input or output may have."""
+        for axis, size in enumerate(shape):
+            for outer, blocks in sorted(cuts.get((side, 0, axis), frozenset())):
+                if (layout := self.division.split(axis, size, outer, blocks)) is not None:
+                    yield layout
+
+    def _own_axis(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
+        """Yield strategies that split every part of a Split or Concat along its own axis."""
+        equal = equal_parts(view)
+        if equal is None:
+            return
+        axis, parts = equal
+        is_split = view.op == "Split"
+        one = view.shape(0) if is_split else view.result()
+        options = {
+            cut for position in range(parts) for cut in cuts.get(("out" if is_split else "in", position, axis), ())
+        }
+        for outer, blocks in cuts.get(("in" if is_split else "out", 0, axis), ()):
+            if outer % parts == 0:
+                options.add((outer // parts, blocks))
+        for outer, blocks in sorted(options):
+            if outer > 1:
+                continue  # parts that are fused themselves would interleave
+            part = self.division.split(axis, one[axis] // parts, outer, blocks)
+            whole = self.division.split(axis, one[axis], outer * parts, blocks)
+            if part is None or whole is None:
+                continue
+            if is_split:
+                rest = (None if shape is None else REPLICATED for shape in view.inputs[1:])
+                yield NodeStrategy((whole, *rest), (part,) * parts, edit=set_split_sizes)
+            else:
+                yield NodeStrategy((part,) * parts, (whole,))
+
+    def _shapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
+        for layout in self._layouts("in", view.shape(0), cuts):
+            yield NodeStrategy((layout,), (REPLICATED,), overrides_shape=True)
+
+    def _windows(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
+        """Yield strategies by rows: of a whole input, and of one that is split by rows, with halos."""
+        division, size, result_size = self.division, view.shape(0)[ROW_AXIS], view.result()[ROW_AXIS]
+        result = division.split(ROW_AXIS, result_size)
+        if result is None:
+            return
+        windowed = find_window(view, result, division)
+        if windowed is None:
+            return
+        window, edit = windowed
+        rest = tuple(None if shape is None else REPLICATED for shape in view.inputs[1:])
+        yield NodeStrategy((REPLICATED, *rest), (result,), edit=edit, window=window)
+        source = division.split(ROW_AXIS, size)
+        if source is not None:
+            yield NodeStrategy((source, *rest), (result,), edit=edit, window=window)
+
+    def _partials(self, view: NodeView) -> Iterator[NodeStrategy]:
+        """Yield strategies that pass summands on, for linear operators."""
+        if not self._can_sum(view, _SUMMABLE_TYPES) or not view.outputs:
+            return
+        outputs = tuple(None if shape is None else PARTIAL for shape in view.outputs)
+        whole = tuple(None if shape is None else REPLICATED for shape in view.inputs)
+        count = len(view.inputs)
+        if view.op in _LINEAR_IN_FIRST:
+            yield NodeStrategy((PARTIAL, *whole[1:]), outputs)
+        if view.op in _LINEAR_TOGETHER:
+            yield NodeStrategy((PARTIAL,) * count, outputs)
+        if view.op in ("Mul", "Div") and _is_scale(view, 1):
+            yield NodeStrategy((PARTIAL, REPLICATED), outputs)
+        if view.op == "Mul" and _is_scale(view, 0):
+            yield NodeStrategy((REPLICATED, PARTIAL), outputs)
+        if view.op in ("Add", "Sub") and view.shape(0) == view.result():
+            yield NodeStrategy((PARTIAL, REPLICATED), outputs, only_first=1)
+        if view.op == "Add" and view.shape(1) == view.result():
+            yield NodeStrategy((REPLICATED, PARTIAL), outputs, only_first=0)

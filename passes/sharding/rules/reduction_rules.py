@@ -1,0 +1,193 @@
+"""Rules of operators that work along axes: normalisations, softmax, reductions, and recurrent layers."""
+
+from __future__ import annotations
+
+from onnxplace.passes.sharding.node_views import LocalNode, NodeView
+from onnxplace.passes.sharding.rules.axis_rules import (
+    AxisRule,
+    Effect,
+    Rule,
+    aligned_axes,
+    all_but_axis,
+    by_letters,
+    other_axes,
+    signature_rule,
+    split_same,
+)
+
+
+def batch_normalization(view: NodeView) -> list[AxisRule]:
+    """BatchNormalization in inference: every axis; channels with their statistics."""
+    if len(view.present_outputs()) > 1 or view.attribute("training_mode", 0):
+        return []
+    # Before opset 9, statistics could be per element.
+    if view.rank() < 2 or any(view.rank(position) != 1 for position in range(1, 5)):
+        return []
+    return [*split_same(view, other_axes(view, 1)), *by_letters(view, "-c*,c,c,c,c->-c*", "c")]
+
+
+def group_normalization(view: NodeView) -> list[AxisRule]:
+    """GroupNormalization: by batch and whole groups; scales are per group before opset 21, then per channel."""
+    groups = int(view.attribute("num_groups", 0))
+
+    def scale_groups(local: LocalNode) -> None:
+        local.set_attribute("num_groups", groups * local.out_shape()[1] // view.result()[1])
+
+    channels = by_letters(view, "nc*,c,c->nc*", "c", units=groups, edit=scale_groups)
+    return [*by_letters(view, "n*->n*", "n"), *channels]
+
+
+def trailing_normalization(view: NodeView) -> list[AxisRule]:
+    """LayerNormalization and its relatives: the axes before the normalised ones.
+
+    Scale and bias may be broadcast over those axes, so only vectors of the normalised axes are taken.
+    """
+    first = view.axis(-1)
+    normalised = view.rank() - first
+    if any(view.has(position) and view.rank(position) > normalised for position in (1, 2)):
+        return []
+    outputs = [position for position in view.present_outputs() if len(view.result(position)) == view.rank()]
+    if len(outputs) != len(view.present_outputs()):
+        return []
+    return split_same(view, range(first), outputs=outputs)
+
+
+def skip_normalization(view: NodeView) -> list[AxisRule]:
+    """SkipLayerNormalization and its relatives: all axes but the last, of input and skip, which may be broadcast.
+
+    ONNX Runtime takes any skip whose elements are as many as those of the last axes, and repeats it.
+    """
+    outputs, rank = view.present_outputs(), view.rank()
+    first = next((axis for axis, size in enumerate(view.shape(1)) if size > 1), 0) + rank - view.rank(1)
+    if any(view.result(position) != view.shape(0) for position in outputs):
+        return []
+    if view.shape(1)[first - rank :] != view.shape(0)[first:]:
+        return []
+    return [
+        AxisRule(aligned_axes(view, axis, (0, 1)), dict.fromkeys(outputs, axis))
+        for axis in range(view.rank() - 1)
+        if view.shape(0)[axis] > 1
+    ]
+
+
+def softmax(view: NodeView) -> list[AxisRule]:
+    """Softmax, LogSoftmax and Hardmax: before opset 13, they work on all axes from `axis` on."""
+    if view.opset < 13:
+        return split_same(view, range(view.axis(1)))
+    return split_same(view, other_axes(view, view.axis(-1)))
+
+
+def quantised_softmax(view: NodeView) -> list[AxisRule]:
+    """QLinearSoftmax, which names the opset of its Softmax."""
+    if int(view.attribute("opset", 1)) < 13:
+        return split_same(view, range(view.axis(1)))
+    return split_same(view, other_axes(view, view.axis(-1)))
+
+
+def arg_extreme(view: NodeView) -> list[AxisRule]:
+    """ArgMax and ArgMin: every axis but their own, which may vanish."""
+    axis = view.axis(0)
+    if view.attribute("keepdims", 1):
+        return split_same(view, other_axes(view, axis))
+    return [
+        AxisRule({0: other}, {0: other - (other > axis)})
+        for other in other_axes(view, axis)
+        if view.shape(0)[other] > 1
+    ]
+
+
+def cumulative(view: NodeView) -> list[AxisRule]:
+    """CumSum and CumProd along a constant axis: every other axis."""
+    if 1 not in view.constants:
+        return []
+    return split_same(view, other_axes(view, int(view.constants[1].reshape(-1)[0])))
+
+
+def _reduced_axes(view: NodeView) -> set[int] | None:
+    """Return the axes that a reduction reduces, None if they are computed."""
+    axes = view.attribute("axes")
+    if axes is None and view.has(1):
+        if 1 not in view.constants:
+            return None
+        axes = view.constants[1].reshape(-1).tolist()
+    if axes is None or not len(axes):
+        return set() if view.attribute("noop_with_empty_axes", 0) else set(range(view.rank()))
+    return {int(axis) % view.rank() for axis in axes}
+
+
+def _reduction(effect: Effect | None) -> Rule:
+    """Return the rule of a reduction; `effect` is that of a split reduced axis, None if it stays whole."""
+
+    def rule(view: NodeView) -> list[AxisRule]:
+        reduced = _reduced_axes(view)
+        if reduced is None:
+            return []
+        keeps_axes, rules, position = view.attribute("keepdims", 1), [], 0
+        for axis, size in enumerate(view.shape(0)):
+            if axis in reduced:
+                if effect and size > 1:
+                    rules.append(AxisRule({0: axis}, {}, effect))
+                position += 1 if keeps_axes else 0
+            else:
+                if size > 1:
+                    rules.append(AxisRule({0: axis}, {0: position}))
+                position += 1
+        return rules
+
+    return rule
+
+
+def recurrent(view: NodeView) -> list[AxisRule]:
+    """LSTM, GRU and RNN: by batch, and a bidirectional one by its two directions.
+
+    Time-major values are [time, directions, batch, ...], others [batch, time, directions, ...]; states are without
+    the axis of time.
+    """
+    signature = "-b-,d--,d--,d-,b,db-,db-,d-->-db-,db-,db-"
+    if view.attribute("layout", 0):
+        signature = "b--,d--,d--,d-,b,bd-,bd-,d-->b-d-,bd-,bd-"
+    # Activations with parameters are listed without gaps, so that it is not clear whose they are.
+    has_parameters = any(view.attribute(name) is not None for name in ("activation_alpha", "activation_beta"))
+    is_splittable = view.attribute("direction", "forward") == "bidirectional" and not has_parameters
+    directions = by_letters(view, signature, "d", edit=_take_direction) if is_splittable else []
+    return [*by_letters(view, signature, "b"), *directions]
+
+
+def _take_direction(local: LocalNode) -> None:
+    """Make a device's copy compute one direction: the first device forward, the second one in reverse."""
+    local.set_attribute("direction", "reverse" if local.device else "forward")
+    names = local.view.attribute("activations")
+    if names:
+        half = len(names) // 2
+        local.set_attribute("activations", names[half:] if local.device else names[:half])
+
+
+REDUCTIONS: dict[tuple[str, str], Rule] = {
+    ("", "BatchNormalization"): batch_normalization,
+    ("", "InstanceNormalization"): signature_rule("nc*,c,c->nc*", "nc"),
+    ("", "GroupNormalization"): group_normalization,
+    ("", "LpNormalization"): all_but_axis(-1),
+    ("", "LayerNormalization"): trailing_normalization,
+    ("", "RMSNormalization"): trailing_normalization,
+    ("", "SimplifiedLayerNormalization"): trailing_normalization,
+    ("com.microsoft", "SkipLayerNormalization"): skip_normalization,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): skip_normalization,
+    ("com.microsoft", "EmbedLayerNormalization"): signature_rule("b*,b*,,,,,,b*,b*->b*,b*,b*", "b"),
+    ("com.microsoft", "QEmbedLayerNormalization"): signature_rule("b*,b*,,,,,,b*->b*,b*,b*", "b"),
+    ("com.microsoft", "QLinearSoftmax"): quantised_softmax,
+    ("", "Softmax"): softmax,
+    ("", "LogSoftmax"): softmax,
+    ("", "Hardmax"): softmax,
+    ("", "TopK"): all_but_axis(-1),
+    ("", "ArgMax"): arg_extreme,
+    ("", "ArgMin"): arg_extreme,
+    ("", "CumSum"): cumulative,
+    ("", "CumProd"): cumulative,
+    **{("", op): recurrent for op in ("LSTM", "GRU", "RNN")},
+    ("", "ReduceSum"): _reduction("sum"),
+    ("", "ReduceMean"): _reduction("mean"),
+    ("", "ReduceSumSquare"): _reduction("sum"),
+    ("", "ReduceL1"): _reduction("sum"),
+    **{("", op): _reduction(None) for op in ["ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceLogSum"]},
+    ("", "ReduceLogSumExp"): _reduction(None),
+}

@@ -1,0 +1,19 @@
+"""The table of sharding rules: one entry per operator, by domain and name."""
+
+from onnxplace.passes.sharding.rules.attention_rules import ATTENTION
+from onnxplace.passes.sharding.rules.axis_rules import Rule
+from onnxplace.passes.sharding.rules.convolution_rules import CONVOLUTIONS
+from onnxplace.passes.sharding.rules.elementwise_rules import ELEMENTWISE
+from onnxplace.passes.sharding.rules.moving_rules import MOVES
+from onnxplace.passes.sharding.rules.product_rules import PRODUCTS
+from onnxplace.passes.sharding.rules.reduction_rules import REDUCTIONS
+
+RULES: dict[tuple[str, str], Rule] = {
+    **ELEMENTWISE,
+    **PRODUCTS,
+    **CONVOLUTIONS,
+    **REDUCTIONS,
+    **MOVES,
+    **ATTENTION,
+}
+"""(domain, operator) -> its rule; the domain of the standard operators is empty."""

@@ -1,0 +1,355 @@
+"""Write a sharded model, in plain ONNX: a copy of each node per device, with slices, exchanges and sums between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper
+
+from onnxplace.model import Model, captured_names, iterate_reads, iterate_subgraphs, rename_reads
+from onnxplace.passes.sharding.exchanges import ExchangeWriter, NodeOrigin, shard_weight
+from onnxplace.passes.sharding.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.node_strategies import NodeStrategy, local_shapes
+from onnxplace.passes.sharding.node_views import LocalNode, NodeView
+from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.strategy_space import StrategySpace
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The parts of a carried state."""
+
+    output: str
+    """The output of the original model that becomes the state."""
+    layout: Layout
+    inputs: tuple[str, ...]
+    """Inputs that hold the parts, by device."""
+    outputs: tuple[str, ...]
+    """Outputs that become the parts, by device."""
+
+
+@dataclass(frozen=True)
+class WeightParts:
+    """The parts of a weight, which together hold all its bytes."""
+
+    layout: Layout
+    names: tuple[str, ...]
+    """Names of the parts, by device."""
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model whose nodes are parts of operators, with the device of each."""
+
+    model: Model
+    origins: tuple[NodeOrigin, ...]
+    """Per node."""
+    exchanges: Mapping[str, int]
+    """Number of exchanges by kind: all-gather, all-to-all, reduce-scatter, all-reduce, halo."""
+    split_states: Mapping[str, StateLayout]
+    """Carried state (input name) -> how its parts lie on the devices."""
+    weight_parts: Mapping[str, WeightParts]
+    """Weight -> its parts, for weights that all devices hold parts of."""
+
+
+def write_sharded_model(space: StrategySpace, choice: LayoutChoice, costs: ExchangeCosts) -> ShardedModel:
+    """Return the model that computes the same on the devices of a group."""
+    return ShardedModelWriter(space, choice, costs).write()
+
+
+class ShardedModelWriter(ExchangeWriter):
+    """Writes a copy of each node per device."""
+
+    part_suffix = "shard"
+
+    def __init__(self, space: StrategySpace, choice: LayoutChoice, costs: ExchangeCosts) -> None:
+        super().__init__(space, costs)
+        self.choice = choice
+        # Names that subgraphs capture; most nodes have none.
+        self.captured = {
+            index: sorted({name for graph in iterate_subgraphs(node) for name in captured_names(graph)})
+            for index, node in enumerate(self.model.nodes)
+            if any(True for _ in iterate_subgraphs(node))
+        }
+
+    def write(self) -> ShardedModel:
+        split_inputs = self.add_inputs()
+        for index, strategy in enumerate(self.choice.strategies):
+            self.add_node(index, strategy)
+        return self.finish(split_inputs)
+
+    def weight_parts(self) -> dict[str, WeightParts]:
+        """Return, for weights that are only there in parts, one complete set of parts."""
+        complete: dict[str, WeightParts] = {}
+        for name, layout, _ in self.parts:
+            if name not in self.facts.is_weight or name in self.weights or name in complete:
+                continue
+            names = [self.parts.get((name, layout, device)) for device in self.devices]
+            present = [part for part in names if part is not None]
+            if len(present) == len(names):
+                complete[name] = WeightParts(layout, tuple(present))
+        return complete
+
+    def add_inputs(self) -> dict[str, tuple[str, ...]]:
+        """Make the inputs available on every device; return the parts of carried states."""
+        split: dict[str, tuple[str, ...]] = {}
+        for value in self.model.inputs:
+            name = value.name
+            if name not in self.model.states:
+                for device in self.devices:
+                    self.parts[name, REPLICATED, device] = name
+                continue
+            layout = self.choice.states[name]
+            self.layouts[name] = layout
+            parts = tuple(self.name(f"{name}/state{device}") for device in self.devices)
+            for device, part in enumerate(parts):
+                self.parts[name, layout, device] = part
+            split[name] = parts
+        return split
+
+    def add_node(self, index: int, strategy: NodeStrategy) -> None:
+        node = self.model.nodes[index]
+        for name, layout in zip(node.output, strategy.outputs):
+            if name and layout is not None:
+                self.layouts[name] = layout
+        if index in self.space.single:
+            self.add_single(index)
+            return
+        for device in self.devices:
+            self.add_copy(index, strategy, device)
+
+    def add_single(self, index: int) -> None:
+        """Add a node that runs once, on the first device, which sends its results to the others."""
+        copy = NodeProto()
+        copy.CopyFrom(self.model.nodes[index])
+        copy.input[:] = [self.get(name, REPLICATED, 0) if name else "" for name in copy.input]
+        self.rename_captured(copy, index, 0)
+        self.add(copy, NodeOrigin(0, index))
+        for name in filter(None, copy.output):
+            for device in self.devices:
+                self.parts[name, REPLICATED, device] = name
+
+    def rename_captured(self, copy: NodeProto, index: int, device: int) -> None:
+        if index in self.captured:
+            names = {name: self.get(name, REPLICATED, device) for name in self.captured[index] if self.is_known(name)}
+            _rename_in_subgraphs(copy, names)
+
+    def is_known(self, name: str) -> bool:
+        return name in self.layouts or name in self.facts.is_weight or name in self.model.input_names
+
+    def add_copy(self, index: int, strategy: NodeStrategy, device: int) -> None:
+        """Add a device's copy of a node."""
+        node, view = self.model.nodes[index], self.space.views[index]
+        if strategy.only_first >= 0 and device > 0:
+            other = 1 - strategy.only_first
+            self.parts[node.output[0], PARTIAL, device] = self.get(node.input[other], PARTIAL, device)
+            return
+        copy = NodeProto()
+        copy.CopyFrom(node)
+        copy.name = self.name(f"{node.name}/{self.part_suffix}{device}")
+        copy.input[:] = [self.input(node, strategy, position, device) for position in range(len(node.input))]
+        self.rename_captured(copy, index, device)
+        copy.output[:] = [
+            self.name(self.part_name(name, layout, device)) if name and layout is not None else ""
+            for name, layout in zip(node.output, strategy.outputs)
+        ]
+        if strategy.edit is not None and view is not None:
+            self.edit(copy, view, strategy, device)
+        self.add(copy, NodeOrigin(device, index))
+        results = list(copy.output)
+        if strategy.overrides_shape and view is not None:
+            results = [self.override_shape(view, strategy, copy.output[0], device)]
+        if strategy.weighs_means and view is not None:
+            results = [self.weigh_mean(node, view, strategy, copy.output[0], device)]
+        for name, layout, result in zip(node.output, strategy.outputs, results):
+            if name and layout is not None:
+                self.parts[name, layout, device] = result
+
+    def input(self, node: NodeProto, strategy: NodeStrategy, position: int, device: int) -> str:
+        name, layout = node.input[position], strategy.inputs[position]
+        if not name:
+            return ""
+        if strategy.window is not None and strategy.window.input == position:
+            return self.window(name, layout or REPLICATED, strategy.window.rows[device], device)
+        return self.get(name, layout or REPLICATED, device)
+
+    def edit(self, copy: NodeProto, view: NodeView, strategy: NodeStrategy, device: int) -> None:
+        inputs, outputs = local_shapes(self.division, view, strategy, device)
+
+        def override(name: str, length: int, index: int, entry: int) -> str:
+            return self.override_entry(name, length, index, entry, f"{name}/for{device}", device)
+
+        def zeros(name: str) -> str:
+            position = list(copy.input).index(name)
+            return self.zeros(name, self.facts.types[view.node.input[position]], f"{name}/zeros{device}", device)
+
+        assert strategy.edit is not None
+        strategy.edit(
+            LocalNode(
+                proto=copy,
+                view=view,
+                device=device,
+                inputs=inputs,
+                outputs=outputs,
+                layouts=strategy.outputs,
+                make_ints=self.ints,
+                make_override=override,
+                make_zeros=zeros,
+            )
+        )
+
+    def override_shape(self, view: NodeView, strategy: NodeStrategy, result: str, device: int) -> str:
+        """Return the shape of the whole value, from that of a part."""
+        layout = strategy.inputs[0]
+        assert layout is not None
+        rank = view.rank()
+        start, end = (
+            min(max(int(item) + rank if item < 0 else int(item), 0), rank)
+            for item in (view.attribute("start", 0), view.attribute("end", rank))
+        )
+        if not start <= layout.axis < end:
+            return result
+        index, size = layout.axis - start, view.shape(0)[layout.axis]
+        return self.override_entry(result, end - start, index, size, f"{result}/whole", device)
+
+    def weigh_mean(self, node: NodeProto, view: NodeView, strategy: NodeStrategy, result: str, device: int) -> str:
+        """Return a part's mean times its share of the whole, which is a summand of the mean."""
+        layout = next(layout for layout in strategy.inputs if layout is not None and layout.is_split)
+        dtype = helper.tensor_dtype_to_np_dtype(self.facts.types[node.output[0]])
+        weight = self.constant("mean", np.array(self.division.fraction(layout, device)).astype(dtype))
+        size = self.facts.bytes(node.output[0])
+        return self.exchange_node("Mul", [result, weight], f"{result}/weighted", device, 2 * size)
+
+    # --- outputs ---
+
+    def finish(self, split_inputs: Mapping[str, tuple[str, ...]]) -> ShardedModel:
+        """Return the model of all nodes that its outputs need."""
+        model = self.model
+        outputs: list[ValueInfoProto] = []
+        returned: dict[str, tuple[str, int]] = {}
+        states: dict[str, str] = {}
+        state_layouts: dict[str, StateLayout] = {}
+        input_of = {output: name for name, output in model.states.items()}
+        for output in model.outputs:
+            source = model.sources.get(output.name, output.name)
+            if output.name not in input_of:
+                outputs.append(output)
+                returned[source] = self.get(source, REPLICATED, 0), 0
+                continue
+            name = input_of[output.name]
+            layout = self.choice.states[name]
+            results = [self.name(f"{output.name}/state{device}") for device in self.devices]
+            for device, (part, result) in enumerate(zip(split_inputs[name], results)):
+                returned[result] = self.get(source, layout, device), device
+                states[part] = result
+                outputs.append(self.part_info(output, result, layout, source, device))
+            state_layouts[name] = StateLayout(output.name, layout, split_inputs[name], tuple(results))
+        inputs: list[ValueInfoProto] = []
+        for value in model.inputs:
+            if value.name in model.initializers and value.name not in split_inputs:
+                self.weights.setdefault(value.name, model.initializers[value.name])
+            if value.name not in split_inputs:
+                inputs.append(value)
+                continue
+            layout = self.choice.states[value.name]
+            inputs += [
+                self.part_info(value, part, layout, value.name, device)
+                for device, part in enumerate(split_inputs[value.name])
+            ]
+            self.cut_initial_state(value.name, layout, split_inputs[value.name])
+        self.name_results(returned)
+        nodes, origins, read = self.list_used(set(returned))
+        read.update(value.name for value in inputs)
+        weight_parts = self.weight_parts()
+        sharded = replace(
+            model,
+            nodes=tuple(nodes),
+            initializers=MappingProxyType({name: item for name, item in self.weights.items() if name in read}),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            states=MappingProxyType(states),
+        )
+        exchanges = {kind: len(keys) for kind, keys in sorted(self.exchanges.items())}
+        return ShardedModel(
+            model=sharded,
+            origins=tuple(origins),
+            exchanges=exchanges,
+            split_states=MappingProxyType(state_layouts),
+            weight_parts=MappingProxyType(
+                {name: parts for name, parts in weight_parts.items() if read.issuperset(parts.names)}
+            ),
+        )
+
+    def cut_initial_state(self, name: str, layout: Layout, parts: Iterable[str]) -> None:
+        """Make the parts of a state's default value the default values of its parts."""
+        if (tensor := self.model.initializers.get(name)) is None:
+            return
+        for device, part in enumerate(parts):
+            if layout.is_split:
+                ranges = self.division.ranges(layout, tensor.dims[layout.axis], device)
+                self.weights[part] = shard_weight(tensor, part, layout.axis, ranges, self.model.folder)
+            else:
+                self.weights[part] = TensorProto()
+                self.weights[part].CopyFrom(tensor)
+                self.weights[part].name = part
+
+    def name_results(self, returned: Mapping[str, tuple[str, int]]) -> None:
+        """Give returned values the names that the outputs have; copy those that are returned twice."""
+        produced = {name for node in self.nodes for name in node.output}
+        names: dict[str, str] = {}
+        copies = []
+        for name, (part, device) in returned.items():
+            if part == name:
+                continue
+            if part in produced and part not in names and part not in returned:
+                names[part] = name
+            else:
+                copies.append((name, part, device))
+        for node, origin in zip(self.nodes, self.origins):
+            if not names.keys().isdisjoint(node.output):
+                node.output[:] = [names.get(item, item) for item in node.output]
+            if not names.keys().isdisjoint(self.reads(node, origin)):
+                rename_reads(node, names)
+        for name, part, device in copies:
+            node = helper.make_node("Identity", [names.get(part, part)], [name], name=self.name(f"{name}/copy"))
+            self.add(node, NodeOrigin(device, -1))
+
+    def reads(self, node: NodeProto, origin: NodeOrigin) -> Iterable[str]:
+        """Return what a node reads; only nodes with subgraphs are searched."""
+        return iterate_reads(node) if origin.source in self.captured else node.input
+
+    def list_used(self, needed: set[str]) -> tuple[list[NodeProto], list[NodeOrigin], set[str]]:
+        """Return the nodes that the needed values depend on, with their origins, and all values that are needed."""
+        used = []
+        for node, origin in zip(reversed(self.nodes), reversed(self.origins)):
+            if not needed.isdisjoint(node.output):
+                used.append((node, origin))
+                needed.update(self.reads(node, origin))
+                needed.discard("")
+        return [node for node, _ in reversed(used)], [origin for _, origin in reversed(used)], needed
+
+    def part_info(self, value: ValueInfoProto, name: str, layout: Layout, source: str, device: int) -> ValueInfoProto:
+        """Return the declaration of a part of an input or output."""
+        result = ValueInfoProto()
+        result.CopyFrom(value)
+        result.name = name
+        shape = result.type.tensor_type.shape
+        for axis, entry in enumerate(shape.dim):
+            if value.name in self.model.states and entry.WhichOneof("value") is None:
+                entry.dim_param = f"{value.name}.{axis}"  # one size for all parts, under the name that users know
+        if layout.is_split and len(shape.dim) > layout.axis:
+            size = self.division.local_size(layout, self.facts.shapes[source][layout.axis], device)
+            shape.dim[layout.axis].Clear()
+            shape.dim[layout.axis].dim_value = size
+        return result
+
+
+def _rename_in_subgraphs(node: NodeProto, names: Mapping[str, str]) -> None:
+    """Rename what the subgraphs of a node capture; its own inputs keep their names."""
+    own = list(node.input)
+    rename_reads(node, names)
+    node.input[:] = own

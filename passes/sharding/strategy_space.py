@@ -1,0 +1,306 @@
+"""The space of strategies: spread candidate layouts through a model until no node asks for a new one.
+
+The user's shard map, of patterns of node names to kinds of split, restricts it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from onnx import NodeProto
+
+from onnxplace.errors import UsageError, format_value, suggest_nearest
+from onnxplace.model import RANDOM_OPERATORS, Model, iterate_subgraphs
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.node_strategies import Cuts, NodeStrategy, StrategyTable, describe_copies
+from onnxplace.passes.sharding.node_views import NodeView
+from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.utils import match_names, parse_json, read_json
+
+# More cuts of one axis would only slow the choice down.
+_MAX_CUTS = 6
+_STANDARD_DOMAINS = ("", "ai.onnx", "com.microsoft", "ai.onnx.ml")
+_AxisCuts = tuple[Cuts, ...]
+
+_WHERE = "--shard-map"
+_EXAMPLE = '{"layers.*.mlp.*": "columns", "lm_head": "whole"}'
+KINDS = ("whole", "split", "batch", "rows", "columns", "sum")
+"""`whole`: not split. `split`: in any way. `batch`: the first axis of the result. `rows`: an axis between the first and
+the last one. `columns`: the last axis, or the channels of a convolution. `sum`: the summed axis. Also `axis N`."""
+_AXIS = re.compile(r"axis [0-9]{1,9}")
+
+
+@dataclass(frozen=True)
+class StrategySpace:
+    """All strategies of each node of a model."""
+
+    facts: TensorFacts
+    division: Division
+    views: tuple[NodeView | None, ...]
+    strategies: tuple[Sequence[NodeStrategy], ...]
+    """Per node; the first one computes the node whole on every device. Equal nodes share one sequence."""
+    kinds: tuple[int, ...]
+    """Per node; nodes of one kind have equal views."""
+    single: frozenset[int] = frozenset()
+    """Nodes that run once, on the first device."""
+
+
+def find_single_nodes(model: Model) -> frozenset[int]:
+    """Return the nodes that run once: unrepeatable ones, and those that return an initializer.
+
+    Weights that the model returns must stay whole.
+    """
+    returned = set(model.sources.values())
+    return frozenset(
+        index for index, node in enumerate(model.nodes) if is_unrepeatable(node) or not returned.isdisjoint(node.output)
+    )
+
+
+def is_unrepeatable(node: NodeProto) -> bool:
+    """Return whether a node has to run once: its operator is not a standard one, or its result is random.
+
+    Two devices would draw two values.
+    """
+    if node.domain not in _STANDARD_DOMAINS:
+        return True
+    if node.op_type in RANDOM_OPERATORS or (node.op_type == "Dropout" and len(node.input) > 2):
+        return True
+    return any(is_unrepeatable(inner) for graph in iterate_subgraphs(node) for inner in graph.node)
+
+
+def build_space(facts: TensorFacts, division: Division) -> StrategySpace:
+    """Return the strategies of all nodes.
+
+    Every axis that may be split starts with its evenest cut. The rules carry cuts from one value to the next, so that
+    reshapes find those that keep heads and fused parts together.
+    """
+    return _Spreader(facts, division).run()
+
+
+class _Spreader:
+    def __init__(self, facts: TensorFacts, division: Division) -> None:
+        self._facts, self._division = facts, division
+        self._table = StrategyTable(division)
+        nodes = facts.model.nodes
+        self._single = find_single_nodes(facts.model)
+        self._views = [None if index in self._single else facts.view(index) for index in range(len(nodes))]
+        self._other_shapes = [
+            [] if view is None else facts.list_other_shapes((*node.input, *node.output))
+            for view, node in zip(self._views, nodes)
+        ]
+        self._kinds = self._number_kinds()
+        self._cuts = {name: self._first_cuts(name) for name in facts.shapes}
+        self._users: dict[str, list[int]] = defaultdict(list)
+        for index, node in enumerate(nodes):
+            if self._views[index] is not None:
+                for name in dict.fromkeys((*node.input, *node.output)):
+                    self._users[name].append(index)
+        given = facts.is_weight | facts.model.input_names
+        self._given = [tuple(name in given for name in node.input) for node in nodes]
+        self._cache: dict[object, Sequence[NodeStrategy]] = {}
+
+    def _number_kinds(self) -> list[int]:
+        numbers: dict[object, int] = {}
+        kinds = []
+        for index, view in enumerate(self._views):
+            key: object = index
+            if view is not None:
+                node, fixed = view.node, self._facts.fixed
+                key = (
+                    node.domain,
+                    node.op_type,
+                    tuple(attribute.SerializeToString() for attribute in node.attribute),
+                    view.inputs,
+                    view.outputs,
+                    tuple((position, array.tobytes()) for position, array in view.constants.items()),
+                    view.element_types,
+                    tuple((fixed.get(name), self._facts.can_split(name)) for name in (*node.input, *node.output)),
+                    tuple(name in self._facts.is_weight for name in node.input),
+                    str(self._other_shapes[index]),
+                )
+            kinds.append(numbers.setdefault(key, len(numbers)))
+        return kinds
+
+    def _first_cuts(self, name: str) -> _AxisCuts:
+        cuts = []
+        for axis, size in enumerate(self._facts.shapes[name]):
+            layout = self._division.split(axis, size) if self._is_free(name, axis) else None
+            cuts.append(frozenset() if layout is None else frozenset([(layout.outer, layout.blocks)]))
+        return tuple(cuts)
+
+    def _is_free(self, name: str, axis: int) -> bool:
+        fixed = self._facts.fixed.get(name)
+        return fixed is not None and fixed[axis] and self._facts.can_split(name)
+
+    def run(self) -> StrategySpace:
+        nodes = self._facts.model.nodes
+        strategies: list[Sequence[NodeStrategy]] = [()] * len(nodes)
+        queue = deque(range(len(nodes)))
+        queued = [True] * len(nodes)
+        # A node is listed again when one of its values may get a new layout; cuts only ever grow, so this ends.
+        while queue:
+            index = queue.popleft()
+            queued[index] = False
+            strategies[index] = self._strategies(index)
+            for user in self._spread(index, strategies[index]):
+                if not queued[user]:
+                    queued[user] = True
+                    queue.append(user)
+        return StrategySpace(
+            facts=self._facts,
+            division=self._division,
+            views=tuple(self._views),
+            strategies=tuple(strategies),
+            kinds=tuple(self._kinds),
+            single=self._single,
+        )
+
+    def _strategies(self, index: int) -> Sequence[NodeStrategy]:
+        view, node = self._views[index], self._facts.model.nodes[index]
+        if view is None:
+            whole = NodeStrategy(
+                tuple(REPLICATED if name else None for name in node.input),
+                tuple(REPLICATED if name else None for name in node.output),
+            )
+            return (whole,)
+        cuts = tuple(self._cuts.get(name, ()) if name else () for name in (*node.input, *node.output))
+        key = self._kinds[index], cuts, self._given[index]
+        if key not in self._cache:
+            self._cache[key] = self._compute(index, view, cuts)
+        return self._cache[key]
+
+    def _compute(self, index: int, view: NodeView, cuts: tuple[_AxisCuts, ...]) -> Sequence[NodeStrategy]:
+        node, count = view.node, len(view.inputs)
+        by_axis: dict[tuple[str, int, int], Cuts] = {}
+        free: dict[tuple[str, int], tuple[bool, ...]] = {}
+        for number, (name, axes) in enumerate(zip((*node.input, *node.output), cuts)):
+            side, position = ("in", number) if number < count else ("out", number - count)
+            free[side, position] = tuple(
+                self._is_free(name, axis) for axis in range(len(self._facts.shapes.get(name, ())))
+            )
+            for axis, options in enumerate(axes):
+                if options:
+                    by_axis[side, position, axis] = options
+        given = self._given[index]
+        whole, *rest = (
+            strategy
+            for strategy in self._table.list(view, by_axis, free)
+            if not any(is_given and layout == PARTIAL for is_given, layout in zip(given, strategy.inputs))
+        )
+        others = self._other_shapes[index]
+        if others is None:
+            return (whole,)
+        for shapes in others if rest else ():
+            # What rules list at the bound sizes may be right for these alone: [N, 8] is [8, N] reshaped if N is 1.
+            other = replace(view, inputs=shapes[:count], outputs=shapes[count:])
+            listed = {describe_copies(other, item, self._division) for item in self._table.list(other, by_axis, free)}
+            rest = [item for item in rest if describe_copies(view, item, self._division) in listed]
+        return (whole, *rest)
+
+    def _spread(self, index: int, strategies: Sequence[NodeStrategy]) -> list[int]:
+        """Add the layouts that a node may have to its values; return the nodes whose values got new ones."""
+        node = self._facts.model.nodes[index]
+        touched: list[int] = []
+        names = (*node.input, *node.output)
+        for strategy in strategies:
+            for name, layout in zip(names, (*strategy.inputs, *strategy.outputs)):
+                if layout is not None and layout.is_split and self._add(name, layout):
+                    touched += self._users[name]
+        return touched
+
+    def _add(self, name: str, layout: Layout) -> bool:
+        cuts = self._cuts[name]
+        options, cut = cuts[layout.axis], (layout.outer, layout.blocks)
+        if cut in options or len(options) >= _MAX_CUTS:
+            return False
+        self._cuts[name] = (*cuts[: layout.axis], options | {cut}, *cuts[layout.axis + 1 :])
+        return True
+
+
+def restrict_space(space: StrategySpace, shard_map: str) -> StrategySpace:
+    """Return the space with only those strategies that the user's map allows.
+
+    Raises UsageError for a map that matches no node, or asks for a split that a node does not have. Raises InputError
+    for a file that cannot be read.
+    """
+    rules = _read_map(shard_map)
+    names = [node.name for node in space.facts.model.nodes]
+    strategies = list(space.strategies)
+    unmatched = []
+    decided: set[int] = set()
+    for (pattern, kind), positions in zip(rules.items(), match_names(list(rules), names, _WHERE)):
+        free = [index for index in positions if index not in decided]
+        decided.update(free)
+        if not positions:
+            unmatched.append(pattern)
+            continue
+        matching = {index: _filter(space, index, kind) for index in free}
+        if free and not any(matching.values()):
+            _raise_impossible(space, free, pattern, kind)
+        for index, options in matching.items():
+            if options:
+                strategies[index] = options
+    if unmatched:
+        listed = ", ".join(repr(pattern) for pattern in unmatched[:3])
+        hint = f"names look like {', '.join(repr(name) for name in names[:3])}"
+        raise UsageError("U070", f"no node's name matches {listed}", where=_WHERE, hint=hint)
+    return replace(space, strategies=tuple(strategies))
+
+
+def _filter(space: StrategySpace, index: int, kind: str) -> Sequence[NodeStrategy]:
+    """Return the strategies of a node that are of a kind."""
+    return tuple(strategy for strategy in space.strategies[index] if _is_kind(space, index, strategy, kind))
+
+
+def _is_kind(space: StrategySpace, index: int, strategy: NodeStrategy, kind: str) -> bool:
+    layout = next((layout for layout in strategy.outputs if layout is not None), None)
+    if kind == "whole":
+        return not strategy.is_split and layout != PARTIAL
+    if not strategy.is_split or layout is None:
+        return False
+    if kind == "split":
+        return True
+    if kind == "sum":
+        return layout == PARTIAL
+    if not layout.is_split:
+        return False
+    if kind.startswith("axis "):
+        return layout.axis == int(kind.removeprefix("axis "))
+    view = space.views[index]
+    rank = len(view.result()) if view is not None else 0
+    channels = 1 if view is not None and "Conv" in view.op else rank - 1
+    if kind == "batch":
+        return layout.axis == 0
+    if kind == "columns":
+        return layout.axis == channels
+    return layout.axis not in (0, channels) or (rank == 2 and layout.axis == 0)
+
+
+def _raise_impossible(space: StrategySpace, positions: Sequence[int], pattern: str, kind: str) -> None:
+    index = positions[0]
+    name = space.facts.model.nodes[index].name
+    possible = [item for item in KINDS if _filter(space, index, item)]
+    ways = space.division.count
+    message = f"node {name!r} ({space.facts.model.nodes[index].op_type}) cannot be split by {kind!r} in {ways} ways"
+    hint = f"it can be: {', '.join(possible)}"
+    view = space.views[index]
+    if view is not None and kind != "whole":
+        hint += f"; its result has the shape {list(view.result())}, and each device needs a part of its own"
+    raise UsageError("U071", message, where=f"{_WHERE} {pattern!r}", hint=hint)
+
+
+def _read_map(text: str) -> Mapping[str, str]:
+    """Read a shard map: from a file, or from the JSON text itself."""
+    is_text = text.lstrip().startswith("{")
+    data = parse_json(text, "U072", "a shard map", _WHERE) if is_text else read_json(text, "U072", "a shard map")
+    where = _WHERE if is_text else text
+    if not isinstance(data, dict) or not data or not all(isinstance(kind, str) for kind in data.values()):
+        raise UsageError("U072", "expected a map of patterns to kinds of split", where=where, hint=f"write {_EXAMPLE}")
+    for kind in data.values():
+        if kind not in KINDS and not _AXIS.fullmatch(kind):
+            hint = f"{suggest_nearest(kind, KINDS)}; or an axis of the result, such as 'axis 1'"
+            raise UsageError("U072", f"unknown kind of split {format_value(kind)}", where=where, hint=hint)
+    return data
