@@ -12,7 +12,6 @@ from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
 from onnxplace.driver.choose_pipeline import choose_output, choose_pipeline, redirect_emit
 from onnxplace.driver.choose_target import choose_target
 from onnxplace.driver.finishing import FinishedBundle, finish_bundle
-from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.driver.options import CompileSettings
 from onnxplace.driver.recomputation import place_or_recompute
@@ -153,7 +152,6 @@ def _run_pipeline(
         require_training_step(state[Model])
     state, first = run_slice(steps, state, 0, measures, observer)
     _require_room(state)
-    compile_loops(step.name for step in steps.passes)
     state, second = run_slice(steps, state, measures, measures + 1, observer)
     candidates: Sequence[Candidate] = ()
     if settings.chooses_strategy and len(state.target.devices) > 1:

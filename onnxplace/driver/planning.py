@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnxplace.driver.choose_target import choose_target
-from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.step_strategies import predict_steps
 from onnxplace.driver.strategies import Prediction, Refusal, Strategy, list_strategies, predict_fitting
 from onnxplace.errors import Diagnostic
@@ -87,7 +86,6 @@ def plan_model(
     bound = bind_states(bind(load(model), shape or {}, {}), state)
     options = {"costs": costs, "cache": "" if cache else "false", "estimate": "true" if estimate else ""}
     front = [PassSpec("optimize"), PassSpec("profile", {key: text for key, text in options.items() if text})]
-    compile_loops(["profile", "coplace", "fuse", "auto"])
     if observer:
         observer("profile", 0, 1)
     profiled, _ = Pipeline.parse(format_pipeline(front)).run(State(target).having(bound))
