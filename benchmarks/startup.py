@@ -1,8 +1,7 @@
 """What starting up takes: python benchmarks/startup.py [--first].
 
 Without options: CPU seconds of commands that compute nothing; the goal is under 0.3 s each. With `--first`: the first
-`place` and `compile` on a machine, and the second, in Markdown. CPU seconds hold on a busy machine too; on two idle
-cores the wall time is about the larger of the two columns.
+`place` and `compile` on a machine, and the second, in Markdown. CPU seconds hold on a busy machine too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ COMMANDS = {
     "onnxplace --help": [sys.executable, "-m", "onnxplace", "--help"],
     "onnxplace passes": [sys.executable, "-m", "onnxplace", "passes"],
 }
-# Run a command; print its seconds by the clock, its own CPU seconds and those of the processes it started.
+# Run a command; write its seconds by the clock, and the CPU seconds of it and of the processes that it started.
 WATCHED = """
 import json, os, sys, time
 began = time.perf_counter()
@@ -32,9 +31,9 @@ from onnxplace.cli import main
 assert main(sys.argv[2:]) == 0
 seconds, used = time.perf_counter() - began, os.times()
 with open(sys.argv[1], "w") as file:
-    json.dump([seconds, used.user + used.system, used.children_user + used.children_system], file)
+    json.dump([seconds, sum(used[:4])], file)
 """
-COLUMNS = ("command", "loops compiled", "wall s", "CPU s of the command", "CPU s of its helpers")
+COLUMNS = ("command", "loops compiled", "wall s", "CPU s")
 
 
 def measure_cpu_seconds(command: list[str]) -> float:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from onnxplace.bundle import Bundle, prepare_output, stage_output
 from onnxplace.driver.decision import Candidate, Comparison, Objective, Profiled
 from onnxplace.driver.finishing import finish_bundle
-from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.driver.latency import decide_or_recompute, make_latency_objective
 from onnxplace.driver.options import CompileSettings, choose_output, choose_pipeline, choose_target
@@ -141,7 +140,6 @@ def _profile(steps: Pipeline, state: State, settings: CompileSettings) -> Profil
     for _ in range(measuring):
         profiled = profiled.advance(settings.observer)
     _require_room(profiled.state)
-    compile_loops(step.name for step in passes)
     return profiled.advance(settings.observer)
 
 

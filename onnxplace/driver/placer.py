@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.cost_graph import CostGraph
-from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.errors import Diagnostic, InputError, format_count, suggest_nearest
 from onnxplace.facts import Groups, Placement, Schedule
@@ -110,7 +109,6 @@ def place_cost_graph(graph: CostGraph, settings: PlaceSettings) -> PlacementResu
     steps = _list_passes(spec, settings)
     pipeline = Pipeline.parse(format_pipeline(steps))
     state = replace(graph, target=replace(graph.target, link_model=settings.links)).state()
-    compile_loops(step.name for step in steps)
     start = budget_clock()
     state, timings = pipeline.run(state)
     return _build_result(graph, state, budget_clock() - start, timings, spec.name, settings.strict)

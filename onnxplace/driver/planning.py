@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace.driver.decision import Candidate, Profiled, Result, Strategy, parse_passes, predict_all
-from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.options import choose_target
 from onnxplace.driver.throughput import list_copied_stages, list_sharded, list_simple
 from onnxplace.driver.training_steps import list_step_strategies
@@ -88,7 +87,6 @@ def plan_model(
     bound = bind_states(bind(load(model), shape or {}, {}), state)
     profile: Any = make_pass("profile")
     profile = replace(profile, costs=costs, cache=cache, estimate=estimate)
-    compile_loops(["profile", "coplace", "fuse", "auto"])
     if observer:
         observer("profile", 0, 1)
     front = (make_pass("optimize"), profile)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_loop, compiled_part, in_place
+from onnxplace.utils import compiled_part, linear_in_place, linear_loop
 
 
-@in_place
+@linear_in_place
 def group_items(keys, items, ends, seen_by, starts, grouped):
     """Collect `items` into `grouped`, one list per key, in order and each once; return their number.
 
@@ -74,7 +74,7 @@ def pop_least(heap, size):
     return least
 
 
-@in_place
+@linear_in_place
 def topological_order(waiting, succ_starts, succs, heap, order):
     """Order nodes by Kahn's algorithm, the ready node of lowest index first; return their number.
 
@@ -98,7 +98,7 @@ def topological_order(waiting, succ_starts, succs, heap, order):
     return done
 
 
-@in_place
+@linear_in_place
 def inner_peak(
     order,
     cluster,
@@ -139,7 +139,7 @@ def inner_peak(
                 live[home] -= value_bytes[outs[k]]
 
 
-@compiled_loop
+@linear_loop
 def cluster_edges(cluster, count, producer, in_starts, ins):
     """Return, per cluster, the number of edges into it, and the edges out of it: starts and readers, with repeats."""
     # Count first, then fill.
@@ -164,7 +164,7 @@ def cluster_edges(cluster, count, producer, in_starts, ins):
     return waiting, starts, readers
 
 
-@compiled_loop
+@linear_loop
 def is_acyclic(cluster, count, producer, in_starts, ins):
     """Return whether the graph of clusters has no cycle."""
     # Kahn's algorithm in any order: all clusters are reached only without a cycle.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import in_place
+from onnxplace.utils import linear_in_place
 
 # The state of a device in `run_events`.
 DEVICE = np.dtype(
@@ -25,7 +25,7 @@ DEVICE = np.dtype(
 )
 
 
-@in_place
+@linear_in_place
 def run_events(
     queue_starts,
     queue,
@@ -121,7 +121,7 @@ def run_events(
     return sent
 
 
-@in_place
+@linear_in_place
 def compute_live_spans(
     device,
     start,
@@ -199,7 +199,7 @@ def compute_live_spans(
                 death_rank[buffer] = death_rank[value]
 
 
-@in_place
+@linear_in_place
 def device_peaks(events, event_device, change, live, peak):
     """Find the most bytes alive at one time on each device, taking the changes in the order of `events`."""
     for k in range(len(events)):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.utils import compiled_loop, compiled_part, in_place
+from onnxplace.utils import compiled_part, linear_in_place, linear_loop
 
 Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]
@@ -134,7 +134,7 @@ def _bound_star(count, alone, has_channels, neighbourhood):
     return longest
 
 
-@in_place
+@linear_in_place
 def compute_tails(order, out_starts, outs, read_starts, readers, least, send, has_channels, neighbourhood, tail):
     """Fill `tail`: least seconds from the end of each node to the end of the step."""
     place, node_of, work, beyond, far, alone = (
@@ -169,7 +169,7 @@ def compute_tails(order, out_starts, outs, read_starts, readers, least, send, ha
             place[node_of[i]] = -1
 
 
-@in_place
+@linear_in_place
 def compute_heads(order, producer, in_starts, ins, least, send, has_channels, neighbourhood, head):
     """Fill `head`: least seconds from the start of the step to the start of each node."""
     place, node_of, work, beyond, far = (
@@ -201,7 +201,7 @@ def compute_heads(order, producer, in_starts, ins, least, send, has_channels, ne
             place[node_of[i]] = -1
 
 
-@in_place
+@linear_in_place
 def best_threshold(by_tail, levels, head, tail, work, devices):
     """Return the largest head level + work / devices + tail, over nodes with at least that head and that tail."""
     # Nodes come by falling tail, so that `total` is the work with at least the tail of the current one.
@@ -216,7 +216,7 @@ def best_threshold(by_tail, levels, head, tail, work, devices):
     return best
 
 
-@compiled_loop
+@linear_loop
 def is_connected(producer, in_starts, ins):
     """Return whether the graph is connected by values between nodes."""
     # Disjoint sets; each edge joins two or closes a loop.

@@ -24,9 +24,10 @@ from onnxplace.utils.files import (
 from onnxplace.utils.jit import (
     budget_clock as budget_clock,
     compiled_loop as compiled_loop,
-    compiled_loops as compiled_loops,
     compiled_part as compiled_part,
     in_place as in_place,
+    linear_in_place as linear_in_place,
+    linear_loop as linear_loop,
     on_compiling as on_compiling,
 )
 from onnxplace.utils.leases import (

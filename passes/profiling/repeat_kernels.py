@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_loop, compiled_part
+from onnxplace.utils import compiled_part, linear_loop
 
 
 @compiled_part
@@ -36,7 +36,7 @@ def count_equal_before(names, i, j):
     return same
 
 
-@compiled_loop
+@linear_loop
 def find_runs(names):
     """Return start, end and smallest period of every maximal repetition.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_loop, compiled_part
+from onnxplace.utils import compiled_part, linear_loop
 
 NONE = -1
 MANY = -2
@@ -26,7 +26,7 @@ def _join(one, other):
     return one if one == other else MANY
 
 
-@compiled_loop
+@linear_loop
 def label_ends(order, in_starts, ins, out_starts, outs, value_label, is_scalar):
     """Return, per node and per value, the label of the ends that it leads to; O(E).
 
@@ -50,7 +50,7 @@ def label_ends(order, in_starts, ins, out_starts, outs, value_label, is_scalar):
     return node_label, label
 
 
-@compiled_loop
+@linear_loop
 def label_origins(order, producer, in_starts, ins, own_label, value_label, carries):
     """Return, per node, the label of what it comes from; O(E).
 
@@ -74,7 +74,7 @@ def label_origins(order, producer, in_starts, ins, own_label, value_label, carri
     return label
 
 
-@compiled_loop
+@linear_loop
 def assign_forward_nodes(order, is_forward, is_backward, owner, producer, value_bytes, in_starts, ins):
     """Complete `owner`, the forward node per backward node, by what backward nodes read; O(E).
 
@@ -93,7 +93,7 @@ def assign_forward_nodes(order, is_forward, is_backward, owner, producer, value_
     return owner
 
 
-@compiled_loop
+@linear_loop
 def fill_owners(order, is_taken, owner, producer, out_starts, outs, in_starts, ins, read_starts, readers):
     """Complete `owner`: nodes of `is_taken` without one belong where the nearest such node does; O(E).
 
@@ -125,7 +125,7 @@ def fill_owners(order, is_taken, owner, producer, out_starts, outs, in_starts, i
     return owner
 
 
-@compiled_loop
+@linear_loop
 def label_derived(order, producer, in_starts, ins, value_label, is_carried):
     """Return, per node, the label that all values it reads come from alone, `NONE` for other nodes; O(E).
 

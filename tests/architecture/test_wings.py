@@ -43,13 +43,12 @@ MAY_IMPORT = {
     "passes.placement.grouping": "errors facts graph model passes.training problem state target utils",
     "passes.placement.list_scheduling": "errors graph problem simulation state target utils",
     "passes.placement.search": (
-        "cost_graph errors facts graph passes.placement.grouping passes.placement.list_scheduling passes.profiling "
-        "problem simulation state target utils"
+        "errors facts graph passes.placement.grouping passes.placement.list_scheduling problem simulation state "
+        "target utils"
     ),
     "passes.placement.pipelining": "facts graph state training_roles",
     "passes.placement.exact": "graph passes.placement.search problem simulation utils",
     "passes.placement.stages": "graph problem simulation utils",
-    "passes.learning": "",
     "passes.segments": "bundle errors facts graph machine model problem simulation state target training_roles utils",
     "passes.sharding": (
         "errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state target "

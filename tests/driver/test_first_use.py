@@ -1,21 +1,19 @@
-"""Loops that the first command on a machine compiles, and how processes share them."""
+"""Loops that the first command on a machine compiles, and those that it runs in plain Python."""
 
 import ast
 import gc
 import subprocess
 import sys
 import weakref
-from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from onnxplace.cost_graph.generators import layered
-from onnxplace.driver import first_use, place_cost_graph
-from onnxplace.passes.placement.search.first_use import WARM_UPS, run_warm_ups
+from onnxplace.driver import place_cost_graph
 from onnxplace.simulation.kernels import device_peaks
+from onnxplace.utils import jit
 
 ROOT = Path(__file__).parents[2]
 ALLOCATING_CALLS = {
@@ -39,29 +37,26 @@ tower (float[8, 8] x) => (float[8, 8] y) {
   d = Tanh(x)
   y = Add(c, d)
 }"""
-# Run the warm-ups, then place and compile; print loops that got another signature, and those with several.
-PRINT_COMPILED_SIGNATURES = """
+# Place and compile; print the loops of which there is machine code, and those with several signatures.
+PRINT_COMPILED_LOOPS = """
 import sys
 from numba.core.registry import CPUDispatcher
 from onnx import parser
 from onnxplace import compile
 from onnxplace.cost_graph.generators import layered
 from onnxplace.driver import place_cost_graph
-from onnxplace.passes.placement.search.first_use import WARM_UPS, run_warm_ups
+from onnxplace.utils import jit
 
-def signatures():
-    loops = {(loop.__module__, loop.__name__): loop for name, module in list(sys.modules.items())
-             if name.startswith("onnxplace.") for loop in vars(module).values() if isinstance(loop, CPUDispatcher)}
-    return {name: len(loop.overloads) for name, loop in loops.items() if loop._cache.cache_path}
-
-run_warm_ups(list(WARM_UPS))
-before = signatures()
+jit.MAX_INTERPRETED_ELEMENTS = int(sys.argv[3])
+jit.MAX_ELEMENTS_BEFORE_READING = jit.MAX_INTERPRETED_ELEMENTS
 place_cost_graph(layered(80, 1), budget_seconds=0.1)
 place_cost_graph(layered(80, 1), "m-sct")
 compile(parser.parse_model(sys.argv[1]), sys.argv[2], devices="cpu:0,cpu:1", cache=False, trial=False)
-after = signatures()
-print(sum(before.values()), [name for name, count in after.items() if count != before.get(name, 0)],
-      [name for name, count in before.items() if count > 1])
+values = [value for name, module in list(sys.modules.items()) if name.startswith("onnxplace.")
+          for value in vars(module).values()]
+loops = {loop.__name__: loop for value in values for loop in [getattr(value, "_compiled", value)]
+         if isinstance(loop, CPUDispatcher) and loop._cache.cache_path and loop.overloads}
+print(",".join(sorted(loops)), [name for name, loop in loops.items() if len(loop.overloads) > 1])
 """
 
 
@@ -73,20 +68,46 @@ def list_loops_without_arrays() -> list[tuple[str, ast.FunctionDef]]:
         (name, node)
         for name, node in functions
         if isinstance(node, ast.FunctionDef)
-        and {"in_place", "compiled_part"} & {ast.unparse(d) for d in node.decorator_list}
+        and {"in_place", "linear_in_place", "compiled_part"} & {ast.unparse(d) for d in node.decorator_list}
     ]
 
 
-def test_warm_ups_compile_every_loop_of_place_and_compile_for_one_type(tmp_path):
+def list_compiled_loops(folder: Path, max_elements: int) -> tuple[set[str], str]:
+    """Return the loops that `place` and `compile` compile, and those of them that are compiled for several types."""
     completed = subprocess.run(
-        [sys.executable, "-c", PRINT_COMPILED_SIGNATURES, MODEL, tmp_path / "b"],
+        [sys.executable, "-c", PRINT_COMPILED_LOOPS, MODEL, folder / "b", str(max_elements)],
         capture_output=True,
         text=True,
         check=True,
     )
-    count, more, several = completed.stdout.split(maxsplit=2)
-    assert (more, several.strip()) == ("[]", "[]")
-    assert int(count) <= 25
+    loops, several = completed.stdout.split(maxsplit=1)
+    return set(loops.split(",")), several.strip()
+
+
+def test_only_loops_of_the_search_are_compiled_for_small_graphs(tmp_path):
+    loops, _ = list_compiled_loops(tmp_path, jit.MAX_INTERPRETED_ELEMENTS)
+    assert loops <= {"accept", "anneal", "decode", "propose", "undo"}
+
+
+def test_place_and_compile_compile_each_loop_for_one_type(tmp_path):
+    loops, several = list_compiled_loops(tmp_path, 0)
+    assert several == "[]"
+    assert len(loops) <= 27
+
+
+@pytest.mark.parametrize("placer", ["m-sct", "auto{proposals=200}"])
+@pytest.mark.parametrize("links", ["duplex", "sequential", "parallel"])
+def test_loops_give_equal_results_in_plain_python_and_compiled(placer, links, monkeypatch):
+    results = []
+    for max_elements in (1 << 40, 0):
+        monkeypatch.setattr(jit, "MAX_INTERPRETED_ELEMENTS", max_elements)
+        monkeypatch.setattr(jit, "MAX_ELEMENTS_BEFORE_READING", max_elements)
+        results.append(place_cost_graph(layered(60, 3), placer, links=links))
+    plain, compiled = results
+    assert plain.device.tolist() == compiled.device.tolist()
+    assert plain.start_seconds.tobytes() == compiled.start_seconds.tobytes()
+    assert plain.peak_bytes.tolist() == compiled.peak_bytes.tolist()
+    assert plain.lower_bound_seconds == compiled.lower_bound_seconds
 
 
 def test_loops_that_do_not_count_references_make_no_arrays():
@@ -101,7 +122,9 @@ def test_loops_that_do_not_count_references_make_no_arrays():
         assert not lists, f"{file}: {loop.name}"
 
 
-def test_loops_release_their_arguments():
+@pytest.mark.parametrize("max_elements", [0, 1 << 40])
+def test_loops_release_their_arguments(max_elements, monkeypatch):
+    monkeypatch.setattr(jit, "MAX_INTERPRETED_ELEMENTS", max_elements)
     live, peak = np.zeros((2, 1), dtype=np.int64)
     events, where, change = np.zeros((3, 1), dtype=np.int64)
     before = sys.getrefcount(events)
@@ -111,69 +134,3 @@ def test_loops_release_their_arguments():
     gc.collect()
     assert reference() is None
     assert sys.getrefcount(events) == before
-
-
-def test_each_warm_up_is_run_by_one_process_for_any_number_of_processes():
-    for number, shares in enumerate(first_use.PROCESS_SHARES):
-        assert len(shares) == number + 2
-        assert sorted(chain(*shares)) == sorted(WARM_UPS)
-
-
-def test_a_helper_runs_its_warm_ups_and_fails_for_an_unknown_name():
-    with first_use._start_helpers([["simulation"], ["bounds", "nothing"]]) as helpers:
-        assert [helper.wait(600) for helper in helpers] == [0, 1]
-
-
-def test_helpers_end_with_their_block():
-    with pytest.raises(KeyboardInterrupt), first_use._start_helpers([list(WARM_UPS)]) as helpers:
-        raise KeyboardInterrupt
-    assert helpers[0].returncode is not None
-
-
-@pytest.fixture
-def warm_ups_of_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Simulate four cores without compiled loops; return the warm-ups that this process runs."""
-    executed: list[str] = []
-    monkeypatch.setattr(first_use, "_warmed_up", False)
-    monkeypatch.setattr(first_use, "_has_compiled_first_loop", lambda: True)
-    monkeypatch.setattr(first_use, "available_cores", lambda: (0, 1, 2, 3))
-    monkeypatch.setattr(
-        "onnxplace.passes.placement.search.first_use.run_warm_ups",
-        lambda names: (executed.extend(names), run_warm_ups(names)),
-    )
-    return executed
-
-
-def test_a_process_compiles_alone_where_no_helper_can_start(warm_ups_of_this_process, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert place_cost_graph(layered(40, 1), budget_seconds=0.05).feasible
-    assert warm_ups_of_this_process == ["groups", "simulation"]
-
-
-def test_a_placer_without_search_skips_the_loops_of_the_search(warm_ups_of_this_process, monkeypatch):
-    shares: list[list[str]] = []
-    monkeypatch.setattr(first_use, "_start_helpers", lambda others: nullcontext(shares.extend(others) or []))
-    place_cost_graph(layered(40, 1), "m-etf")
-    assert warm_ups_of_this_process == ["groups", "simulation"]
-    assert shares == [["lists"], ["levels", "bounds", "readers"]]
-
-
-@pytest.mark.parametrize("placer", ["m-topo", "single"])
-def test_simple_placers_compile_nothing_ahead(warm_ups_of_this_process, placer):
-    place_cost_graph(layered(40, 1), placer)
-    assert warm_ups_of_this_process == []
-
-
-def test_loops_are_compiled_ahead_once(warm_ups_of_this_process, monkeypatch):
-    monkeypatch.setattr(first_use, "PROCESS_SHARES", ((("simulation",), ("bounds",)),))
-    for _ in range(2):
-        first_use.compile_loops(["auto"])
-    assert warm_ups_of_this_process == ["simulation"]
-
-
-def test_nothing_is_compiled_ahead_where_the_first_loop_is_read_from_disk(warm_ups_of_this_process, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(first_use, "_warmed_up", False)
-    monkeypatch.setattr(first_use, "compiled_loops", lambda: 0)
-    monkeypatch.setattr(first_use, "_start_helpers", lambda shares: pytest.fail("a process was started"))
-    first_use.compile_loops(["auto"])

@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
-from onnxplace.utils import budget_clock, on_compiling
+from onnxplace.utils import budget_clock, jit, linear_in_place, linear_loop, on_compiling
 
 CALLER = """
 from onnxplace.utils import compiled_loop
@@ -25,6 +26,16 @@ from onnxplace.utils import compiled_part
 def one_more(x):
     return x + {step}
 """
+
+
+@linear_loop
+def count(items):
+    return np.full(len(items), items.sum(), np.int64)
+
+
+@linear_loop
+def count_twice(items):
+    return 2 * count(items)
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +119,65 @@ descend(500)
 """
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(process.stdout) < 100
+
+
+@pytest.fixture(params=[0, 1 << 40], ids=["compiled", "plain"])
+def max_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "MAX_INTERPRETED_ELEMENTS", request.param)
+
+
+@pytest.mark.usefixtures("max_elements")
+def test_a_linear_loop_changes_arrays_and_records_in_place():
+    @linear_in_place
+    def add(items, table, grid):
+        for k in range(len(items)):
+            items[k] += 1
+            table[k].total += items[k]
+            grid[k, 1] = table[k].total
+
+    items, grid = np.arange(3, dtype=np.int32), np.zeros((3, 2))
+    table = np.zeros(3, np.dtype([("total", np.float64), ("unused", np.int64)], align=True))
+    table["unused"] = 7
+    add(items, table, grid)
+    assert items.tolist() == table["total"].tolist() == grid[:, 1].tolist() == [1, 2, 3]
+    assert table["unused"].tolist() == [7, 7, 7]
+
+
+@pytest.mark.usefixtures("max_elements")
+def test_linear_loops_may_call_each_other():
+    assert count_twice(np.arange(3)).tolist() == [6, 6, 6]
+
+
+def test_a_linear_loop_is_compiled_once_it_has_enough_to_do(monkeypatch):
+    @linear_in_place
+    def first(items):
+        return items[0]
+
+    monkeypatch.setattr(jit, "MAX_INTERPRETED_ELEMENTS", 10)
+    for is_compiled in (False, False, True):
+        assert first(np.arange(4)) == 0
+        assert first._is_compiled == is_compiled
+
+
+def test_the_third_process_that_uses_a_linear_loop_much_compiles_it(monkeypatch, folder):
+    (folder / "kept_caller.py").write_text(CALLER.replace("compiled_loop", "linear_loop").replace("(x)\n", "(x[0])\n"))
+    monkeypatch.setattr(jit, "MANY_ELEMENTS", 3)
+    are_compiled = []
+    for _ in range(3):
+        module = fresh(folder)
+        module.run(np.ones(4, dtype=np.int64))
+        are_compiled.append(module.run._is_compiled)
+    assert are_compiled == [False, False, True]
+
+
+def test_a_linear_loop_whose_machine_code_is_on_disk_is_read_sooner(monkeypatch, folder):
+    (folder / "kept_caller.py").write_text(CALLER.replace("compiled_loop", "linear_loop").replace("(x)\n", "(x[0])\n"))
+    items = np.ones(4, dtype=np.int64)
+    monkeypatch.setattr(jit, "MAX_ELEMENTS_BEFORE_READING", 3)
+    assert fresh(folder).run._is_on_disk is False
+    monkeypatch.setattr(jit, "MAX_INTERPRETED_ELEMENTS", 3)
+    fresh(folder).run(items)
+    monkeypatch.setattr(jit, "MAX_INTERPRETED_ELEMENTS", 1 << 40)
+    module = fresh(folder)
+    module.run(items)
+    assert module.run._is_compiled

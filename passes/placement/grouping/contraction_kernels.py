@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxplace.graph import cluster_edges
 from onnxplace.passes.placement.grouping.group_kernels import find_root, number_sets
-from onnxplace.utils import compiled_loop, compiled_part
+from onnxplace.utils import compiled_part, linear_loop
 
 
 @compiled_part
@@ -23,7 +23,7 @@ def _find_only_neighbour(node, parent, ends, head, tail, following, size):
     """
     # Drop edges at the front that have become internal.
     first = head[node]
-    while first >= 0 and find_root(parent, ends[first]) == node:
+    while first >= 0 and find_root(parent, np.int64(ends[first])) == node:
         first = following[first]
         size[node] -= 1
     head[node] = first
@@ -31,11 +31,11 @@ def _find_only_neighbour(node, parent, ends, head, tail, following, size):
         tail[node] = -1
         return -1
     # Drop edges behind the first one until one leads to another cluster.
-    other = find_root(parent, ends[first])
+    other = find_root(parent, np.int64(ends[first]))
     second = following[first]
     while second >= 0:
-        end = find_root(parent, ends[second])
-        if end not in (node, other):
+        end = find_root(parent, np.int64(ends[second]))
+        if end != node and end != other:
             break
         second = following[second]
         size[node] -= 1
@@ -69,7 +69,7 @@ def _push_once(stack, count, is_waiting, node):
     return count + 1
 
 
-@compiled_loop
+@linear_loop
 def contract(group, cluster, producer, in_starts, ins):
     """Merge clusters u and v of one group while v alone follows u, or u alone precedes v; O(E log E).
 
@@ -154,12 +154,12 @@ def contract(group, cluster, producer, in_starts, ins):
         shorter = node if in_size[node] < in_size[other] else other
         edge = in_head[shorter]
         while edge >= 0:
-            out_count = _push_once(out_stack, out_count, out_waits, np.int64(find_root(parent, source[edge])))
+            out_count = _push_once(out_stack, out_count, out_waits, find_root(parent, np.int64(source[edge])))
             edge = before[edge]
         shorter = node if out_size[node] < out_size[other] else other
         edge = out_head[shorter]
         while edge >= 0:
-            in_count = _push_once(in_stack, in_count, in_waits, np.int64(find_root(parent, target[edge])))
+            in_count = _push_once(in_stack, in_count, in_waits, find_root(parent, np.int64(target[edge])))
             edge = after[edge]
         # The cluster with more edges keeps its lists, which bounds the work of all merges.
         kept, absorbed = node, other
@@ -173,7 +173,7 @@ def contract(group, cluster, producer, in_starts, ins):
     return number_sets(parent)[0]
 
 
-@compiled_loop
+@linear_loop
 def merge_runs(group, cluster, producer, in_starts, ins):
     """Merge clusters of one group that are linked and can run one after the other; O(E + N log N).
 
@@ -221,7 +221,7 @@ def merge_runs(group, cluster, producer, in_starts, ins):
     for index in range(count):
         for k in range(starts[index], starts[index + 1]):
             if run[readers[k]] == run[index]:
-                a, b = find_root(parent, index), find_root(parent, readers[k])
+                a, b = find_root(parent, index), find_root(parent, np.int64(readers[k]))
                 parent[max(a, b)] = min(a, b)
     merged = number_sets(parent)[0]
     result = np.empty(len(group), np.int32)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_loop, in_place
+from onnxplace.utils import compiled_loop, linear_in_place, linear_loop
 
 
-@in_place
+@linear_in_place
 def find_root(parent, node):
     """Return the root of the set of `node`; halve the path on the way."""
     while parent[node] != node:
@@ -19,7 +19,7 @@ def find_root(parent, node):
     return node
 
 
-@compiled_loop
+@linear_loop
 def join_sets(parent, pinned, reason, first, second, code):
     """Join `first[i]` and `second[i]`, in that order, unless they are pinned to different devices.
 
@@ -47,7 +47,7 @@ def join_sets(parent, pinned, reason, first, second, code):
     return refused
 
 
-@in_place
+@linear_in_place
 def join_light_groups(parent, pinned, load, first, second, max_load):
     """Join `first[i]` and `second[i]`, in that order, unless they are pinned apart or together heavier than `max_load`.
 
@@ -66,7 +66,7 @@ def join_light_groups(parent, pinned, load, first, second, max_load):
         pinned[low] = max(pinned[low], pinned[high])
 
 
-@compiled_loop
+@linear_loop
 def number_sets(parent):
     """Return a dense number per node for its set, in order of first nodes, and the number of sets."""
     numbers = np.full(len(parent), -1, np.int32)
@@ -82,7 +82,7 @@ def number_sets(parent):
     return numbered, count
 
 
-@compiled_loop
+@linear_loop
 def first_readers(producer, value_bytes, in_starts, ins, is_counted):
     """Return, per node, its lowest and highest counted reader, and the number and bytes of values that are read.
 
@@ -113,7 +113,7 @@ def first_readers(producer, value_bytes, in_starts, ins, is_counted):
     return lowest, highest, sent, sent_bytes
 
 
-@compiled_loop
+@linear_loop
 def assign_owners(order, backward, color, producer, in_starts, ins):
     """Return the forward node of each backward node, -1 where neither color (-1: none) nor inputs tell; O(E).
 

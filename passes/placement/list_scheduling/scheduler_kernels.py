@@ -24,13 +24,13 @@ from onnxplace.passes.placement.list_scheduling.queue_kernels import (
     room_left,
     settle_group,
 )
-from onnxplace.utils import compiled_part, in_place
+from onnxplace.utils import compiled_part, linear_in_place
 
 # After any tick.
 NEVER = 1 << 62
 
 
-@in_place
+@linear_in_place
 def list_schedule(work, queues):
     """Place nodes one by one: of all ready nodes and devices, the pair that can start first.
 

@@ -16,7 +16,7 @@ import numpy as np
 from onnxplace.graph import Csr, Floats, Ints, Longs
 from onnxplace.passes.placement.search.decode_kernels import AHEAD, FROM_THERE, decode
 from onnxplace.problem import PlacementProblem
-from onnxplace.utils import compiled_part, in_place
+from onnxplace.utils import compiled_part, in_place, linear_in_place
 
 
 class Atoms(NamedTuple):
@@ -227,7 +227,7 @@ def propose(devices, atoms, walk):
     walk.counts[REGION_SIZE] = size
 
 
-@in_place
+@linear_in_place
 def undo(atoms, walk):
     """Revert the last proposal."""
     if walk.counts[BIASED_NODE] >= 0:
@@ -238,7 +238,7 @@ def undo(atoms, walk):
             walk.device[atoms.members[m]] = walk.old_device[r]
 
 
-@in_place
+@linear_in_place
 def accept(scratch, walk):
     """Accept the last proposal, whose simulation `scratch` holds; return whether it is the best so far."""
     walk.counts[ACCEPTED] += 1

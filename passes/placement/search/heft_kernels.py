@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnxplace.graph import Bools, Csr, Floats, Ints
 from onnxplace.passes.placement.search.decode_kernels import Wiring
 from onnxplace.problem import PlacementProblem
-from onnxplace.utils import compiled_part, in_place
+from onnxplace.utils import compiled_part, linear_in_place
 
 
 def critical_path_plan(problem: PlacementProblem, wiring: Wiring, weight: float) -> tuple[Ints, Floats]:
@@ -82,7 +82,7 @@ def empty_plan(problem: PlacementProblem) -> PartialPlan:
     )
 
 
-@in_place
+@linear_in_place
 def mean_levels(wiring, seconds, weight, bottom_level):
     """Fill the bottom level of each node: its edges count `weight` times a transfer over the mean link."""
     devices = len(wiring.latency)
@@ -105,7 +105,7 @@ def mean_levels(wiring, seconds, weight, bottom_level):
         bottom_level[node] = below + seconds[node]
 
 
-@in_place
+@linear_in_place
 def earliest_finish(wiring, order, group, pinned, weight_starts, weights, weight_bytes, plan):
     """Place each node, in `order`, where it finishes first; the first node of a group decides for all of it."""
     # Pinned groups take their memory first.
