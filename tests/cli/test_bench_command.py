@@ -212,6 +212,7 @@ def test_an_input_that_is_an_output_takes_no_time(run_cli, tmp_path):
     assert (data["process"]["running_bytes"] is not None) == can_measure_memory()
 
 
+@pytest.mark.slow
 def test_each_traced_step_gets_states(run_cli, tmp_path):
     bundle = compiled_from(sums(), tmp_path, APART, state=STATES, shape={"n": 2, "m": 3})
     np.savez(tmp_path / "in.npz", **feeds(1, **START))
@@ -254,6 +255,7 @@ def chain_bundle(folder):
 
 
 @pytest.mark.parametrize("options", [(), ("--runtime", "mpi", "--hosts", "localhost:2")], ids=["threads", "mpi"])
+@pytest.mark.slow
 def test_recorded_times_become_the_prediction_and_the_planned_ones_stay(run_cli, tmp_path, options):
     if options:
         pytest.importorskip("mpi4py")

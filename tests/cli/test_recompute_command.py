@@ -35,6 +35,7 @@ def reference_losses(proto, count=4):
 
 
 @pytest.mark.parametrize(("devices", "share"), [("cpu:0", 0.7), ("cpu:0,cpu:1", 0.55)])
+@pytest.mark.slow
 def test_a_step_too_large_for_its_devices_is_recomputed_and_trains_as_before(step, tmp_path, devices, share):
     proto, path, peak = step
     limit = int(share * peak)

@@ -150,6 +150,7 @@ def test_a_fingerprint_depends_on_each_edge_operator_and_size():
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.slow
 def test_train_and_test_sets_share_no_graph_whatever_their_seeds(family):
     train = draw_graphs(GraphSet(family, 12, nodes=80))
     test = draw_graphs(GraphSet(family, 4, nodes=80, side="test", first_seed=1))
@@ -158,6 +159,7 @@ def test_train_and_test_sets_share_no_graph_whatever_their_seeds(family):
     assert [choose_side(item) for item in prints] == ["train"] * 12 + ["test"] * 4
 
 
+@pytest.mark.slow
 def test_each_architecture_has_a_hundred_graphs_to_train_on():
     for family in NAMES:
         assert len(draw_graphs(GraphSet(family, 100, nodes=60))) == 100

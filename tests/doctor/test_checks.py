@@ -33,6 +33,7 @@ def test_the_documented_checks_are_those_that_run():
         *((name, ("cpu:0",)) for name in ("copies", "order", "states", "faults", "prediction")),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_check_passes_on_cpu_devices(check, devices, make_context):
     assert CHECKS[check].run(make_context(*devices)).detail
 

@@ -159,6 +159,7 @@ def test_a_placer_without_search_skips_the_loops_of_the_search(warm_ups_of_this_
     assert shares == [["lists"], ["levels", "bounds", "readers"]]
 
 
+@pytest.mark.slow
 def test_a_learned_policy_compiles_the_loops_of_the_placement_it_starts_from(warm_ups_of_this_process, tmp_path):
     shape = Shape(4, 4, 1)
     write_policy(tmp_path / "p.safetensors", Policy(shape, shape.draw_parameters(0)))

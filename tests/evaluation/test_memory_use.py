@@ -134,6 +134,7 @@ def large_bundle(tmp_path_factory):
     return onnxplace.compile(folder / "m.onnx", folder / "bundle", devices="cpu:0,cpu:1", placer="m-topo")
 
 
+@pytest.mark.slow
 def test_the_manifest_predicts_the_memory_of_process_and_devices(large_bundle):
     manifest = large_bundle.manifest
     assert sum(device.nodes for device in manifest.devices) == 6

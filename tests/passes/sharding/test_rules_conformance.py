@@ -30,6 +30,7 @@ def sample() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sampled(8)
 def test_every_strategy_of_every_node_computes_what_the_whole_model_does(part: int):
     outcomes = [shard_case(kind, name) for kind, name in sample()[part::PARTS]]
     assert {item.name: item.failures for item in outcomes if item.failures} == {}
