@@ -88,6 +88,7 @@ def test_every_imported_package_is_declared(folder):
     assert missing == set()
 
 
+@pytest.mark.slow
 def test_every_dependency_is_imported():
     paths = [path for folder in ("onnxplace", "passes", "runtimes") for path in list_python_files(folder)]
     assert required_packages(()) <= {name for path in paths for name in list_packages(path)}

@@ -69,6 +69,7 @@ def test_a_graph_is_connected_and_costs_are_plausible(family):
 
 
 @pytest.mark.parametrize("family", NAMES)
+@pytest.mark.slow
 def test_half_of_the_graphs_of_a_family_are_shorter_on_two_devices(family):
     gains = []
     for graph in draw_graphs(GraphSet(family, 4)):

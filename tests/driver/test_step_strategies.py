@@ -48,6 +48,7 @@ def test_bundles_take_the_same_steps(name: str, devices: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sampled(4)
 def test_random_steps_are_right_in_random_pipelines(seed: int, tmp_path: Path) -> None:
     random = Random(seed)
     optimizer, batch = random.choice(OPTIMIZERS), random.choice((4, 5, 6))

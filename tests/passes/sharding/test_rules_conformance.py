@@ -44,6 +44,7 @@ def test_an_absent_optional_input_has_no_shape():
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.sampled(2)
 def test_a_transformer_split_at_one_size_computes_other_sizes_too(is_fused: bool, tmp_path):
     model = transformer(layers=1, hidden=32, heads=4, vocab=20, positions=16)
     if is_fused:
