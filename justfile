@@ -11,13 +11,13 @@ setup:
     python3 -m venv .venv
     .venv/bin/pip install -q -e '.[cpu,dev]' -e plugins/onnxplace-learned
 
-# Run the tests, or those in the given folders or files.
+# Run the fast tests, or those in the given folders or files.
 test *arguments:
-    .venv/bin/python -m pytest -q -n 2 {{ arguments }}
+    .venv/bin/python -m pytest -q -n auto {{ arguments }}
 
-# Run the tests that take no more than a few seconds each.
-quick *arguments:
-    .venv/bin/python -m pytest -q -n 2 -m 'not slow' {{ arguments }}
+# Run all tests, or those in the given folders or files, with all examples of properties.
+all *arguments:
+    .venv/bin/python -m pytest -q -n auto -m '' --hypothesis-profile=thorough {{ arguments }}
 
 # Check lint, format and types.
 check:

@@ -9,6 +9,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,15 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 from onnx import numpy_helper, parser
 
-settings.register_profile("onnxplace", deadline=None)  # a first call may have to compile a kernel
-settings.load_profile("onnxplace")
+# No deadline: a first call may have to compile a kernel. `--hypothesis-profile=thorough` tries all examples.
+settings.register_profile("fast", deadline=None)
+settings.register_profile("thorough", deadline=None)
+settings.load_profile("fast")
+FAST_SHARE, LEAST_EXAMPLES = 0.2, 10
+"""Of the examples of a property, those that the fast tests try, and at least so many."""
 
 # A shell starts background jobs with interrupts ignored, which tests of interrupts would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -45,6 +50,34 @@ def pytest_configure(config: pytest.Config) -> None:
     cores = sorted(os.sched_getaffinity(0))
     first = CORES * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     os.sched_setaffinity(0, {cores[(first + number) % len(cores)] for number in range(CORES)})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Count the cores that this process may use for `-n auto`; pytest-xdist takes two threads of a core for one."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all cases of a test except one in N that has the mark `sampled(N)`, and try fewer examples."""
+    counts: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("sampled"):
+            key = item.path, item.originalname
+            if counts[key] % mark.args[0]:
+                item.add_marker("slow")
+            counts[key] += 1
+    if settings.get_current_profile_name() != "thorough" and "ONNXPLACE_EXAMPLES" not in os.environ:
+        limit_examples({item.function for item in items if isinstance(item, pytest.Function)})
+
+
+def limit_examples(functions: set[Callable[..., object]]) -> None:
+    """Let those functions that are properties try a share of their examples."""
+    for function in filter(is_hypothesis_test, functions):
+        own = getattr(function, "_hypothesis_internal_use_settings", settings.default)
+        share = max(LEAST_EXAMPLES, round(FAST_SHARE * own.max_examples))
+        function._hypothesis_internal_use_settings = settings(own, max_examples=min(own.max_examples, share))
 
 
 BRANCHES = """

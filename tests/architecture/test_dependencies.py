@@ -101,6 +101,7 @@ def test_a_plugin_declares_what_it_imports(plugin):
     assert imported | {"onnxplace"} == declared
 
 
+@pytest.mark.slow
 def test_every_dependency_is_imported():
     paths = [path for folder in ("onnxplace", "passes", "runtimes") for path in list_python_files(folder)]
     assert required_packages(()) <= {name for path in paths for name in list_packages(path)}

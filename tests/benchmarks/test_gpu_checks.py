@@ -24,6 +24,7 @@ def test_without_a_gpu_the_exit_code_is_2_and_nothing_is_printed_as_a_result(mon
     assert "no CUDA device here" in printed.err
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_large_for_one_device_runs_on_two(fake_devices, capsys):
     assert gpu_checks.run_large_model(fake_devices, 8 << 20)
     printed = capsys.readouterr().out

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from onnxplace.cost_graph.generators import MACHINE
+
+pytestmark = pytest.mark.slow
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "placers.py"
 

@@ -74,6 +74,7 @@ def test_a_recording_bundle_returns_crossing_values_and_stores_no_states(towers)
     assert outputs == {}
 
 
+@pytest.mark.slow
 def test_a_part_has_the_inputs_it_reads_and_the_outputs_it_computes(towers):
     first, second, third = (extract_device_part(towers, device) for device in ("cpu:0", "cpu:1", "cpu:2"))
     assert [item.name for item in first.inputs] == ["x", "b", "d"]

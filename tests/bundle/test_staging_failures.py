@@ -140,6 +140,7 @@ def test_of_several_compiles_to_one_destination_exactly_one_succeeds(place, comp
 
 @FORKS
 @pytest.mark.parametrize("rename_method", ["atomic", "steps"])
+@pytest.mark.slow
 def test_several_compiles_that_replace_one_bundle_all_succeed(place, compiled, rename_method):
     assert run_interrupted_compiles(place, compiled, "race", "force", rename_method) == ["0"] * 4
     assert onnxplace.load(place / "b", "all").manifest.placer == "m-etf"

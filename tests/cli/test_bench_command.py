@@ -163,6 +163,7 @@ def test_a_device_without_work_is_a_row_of_zeros(run_cli, tmp_path):
     assert (busy["peak_bytes"] is not None) == can_measure_memory()
 
 
+@pytest.mark.slow
 def test_a_model_without_inputs_is_benched(run_cli, tmp_path):
     text = """g () => (float[3] y) <float[3] w = {1.0, 2.0, 3.0}> {
         [draw] a = RandomUniformLike(w)
@@ -174,6 +175,7 @@ def test_a_model_without_inputs_is_benched(run_cli, tmp_path):
     assert all(device["busy_seconds"] > 0 for device in data["devices"])
 
 
+@pytest.mark.slow
 def test_sequences_and_optionals_may_cross(run_cli, tmp_path):
     text = """g (float[4] x, float[2] z) => (float[4] y, bool there) {
         [make] items = SequenceConstruct(x, z)
@@ -209,6 +211,7 @@ def test_an_input_that_is_an_output_takes_no_time(run_cli, tmp_path):
     assert (data["process"]["running_bytes"] is not None) == can_measure_memory()
 
 
+@pytest.mark.slow
 def test_each_traced_step_gets_states(run_cli, tmp_path):
     bundle = compiled_from(sums(), tmp_path, APART, state=STATES, shape={"n": 2, "m": 3})
     np.savez(tmp_path / "in.npz", **feeds(1, **START))
@@ -232,6 +235,7 @@ def test_sizes_other_than_the_compiled_ones_are_noted_and_measured(run_cli, comp
 
 
 @only_linux
+@pytest.mark.slow
 def test_weights_outside_the_bundle_are_found_by_each_process(run_cli, tmp_path, branches_bytes):
     model = onnx.load_model_from_string(branches_bytes)
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
@@ -251,6 +255,7 @@ def chain_bundle(folder):
 
 
 @pytest.mark.parametrize("options", [(), ("--runtime", "mpi", "--hosts", "localhost:2")], ids=["threads", "mpi"])
+@pytest.mark.slow
 def test_recorded_times_become_the_prediction_and_the_planned_ones_stay(run_cli, tmp_path, options):
     if options:
         pytest.importorskip("mpi4py")
@@ -268,6 +273,7 @@ def test_recorded_times_become_the_prediction_and_the_planned_ones_stay(run_cli,
     assert run_cli("verify", path).code == 0
 
 
+@pytest.mark.slow
 def test_a_recorded_trial_replaces_notes_about_earlier_ones_and_reports_its_own_doubt(run_cli, tmp_path, monkeypatch):
     path = chain_bundle(tmp_path)
     bundle = onnxplace.load(path)

@@ -61,6 +61,7 @@ def harmless(run_cli: Callable[..., Ran]) -> Callable[..., Ran]:
 
 
 @pytest.mark.parametrize("suffix", [HOSTILE, "x" * 200_000], ids=["control", "long"])
+@pytest.mark.slow
 def test_names_of_a_model_are_harmless_in_every_command(harmless, suffix):
     model, bundle, shape = Path("m.onnx"), Path("b"), ("--shape", "batch=4")
     model.write_bytes(rename(branches(), suffix).SerializeToString())

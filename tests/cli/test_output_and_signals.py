@@ -59,6 +59,7 @@ def other(bundle: Path) -> Path:
     [("verify", "BUNDLE", "--json"), ("verify", "BUNDLE"), ("passes", "--json"), ("verify", "none", "--json")],
     ids=" ".join,
 )
+@pytest.mark.sampled(4)
 def test_output_that_cannot_be_written_is_a_failure(bundle: Path, arguments: tuple[str, ...], unbuffered: str):
     command = [*PYTHON, *(str(bundle) if part == "BUNDLE" else part for part in arguments)]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -84,6 +85,7 @@ def test_an_error_that_cannot_be_written_keeps_its_exit_code(unbuffered: str):
 
 @pytest.mark.parametrize(("differs", "code"), [(False, 0), (True, 1)])
 @pytest.mark.parametrize("options", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.sampled(4)
 def test_the_exit_code_of_verify_does_not_depend_on_who_reads(
     bundle: Path, other: Path, differs: bool, code: int, options: tuple[str, ...]
 ):

@@ -50,6 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_remaining_time_and_clears_it(graph_file):
     shown, code = run_on_terminal("place", "graph.json", "--placer", "multilevel{seconds=4,proposals=1000000000}")
     assert code == 0, shown

@@ -35,6 +35,7 @@ def reference_losses(proto, count=4):
 
 
 @pytest.mark.parametrize(("devices", "share"), [("cpu:0", 0.7), ("cpu:0,cpu:1", 0.55)])
+@pytest.mark.slow
 def test_a_step_too_large_for_its_devices_is_recomputed_and_trains_as_before(step, tmp_path, devices, share):
     proto, path, peak = step
     limit = int(share * peak)
@@ -48,6 +49,7 @@ def test_a_step_too_large_for_its_devices_is_recomputed_and_trains_as_before(ste
     np.testing.assert_allclose(run_steps(tmp_path / "small.bundle", proto), reference_losses(proto), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_device_with_two_thirds_of_the_memory_needs_recomputation(step, tmp_path):
     _, path, peak = step
     options = {"devices": "cpu:0", "max_memory": str(int(0.6 * peak)), "trial": False}

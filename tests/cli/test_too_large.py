@@ -200,6 +200,7 @@ def test_a_networkx_graph_may_hold_numbers_of_numpy():
 @pytest.mark.parametrize(
     "placer", ["auto{proposals=9,", "exact{", "stages{", "stages{contiguous=false,", "fit{", "multilevel{"]
 )
+@pytest.mark.sampled(5)
 def test_a_seed_may_be_of_any_size(run_cli, tmp_path, placer):
     nodes = [{"id": index, "compute_time_us": 5 + index, "memory_bytes": 5} for index in range(9)]
     edges = [{"src": a, "dst": b, "bytes": 10 * a + b} for a in range(9) for b in range(a + 1, 9) if (a * b) % 3 == 1]

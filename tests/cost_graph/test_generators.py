@@ -108,6 +108,7 @@ def test_the_machine_is_four_devices_and_the_link_of_the_published_measurements(
 @pytest.mark.parametrize("placer", PLACERS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("groups", ["none", "given+coplace"])
+@pytest.mark.sampled(4)
 def test_every_placer_places_every_family(family, placer, groups):
     result = place_cost_graph(GENERATORS[family](300, 0), placer, groups=groups)
     assert result.feasible

@@ -33,6 +33,7 @@ def test_the_documented_checks_are_those_that_run():
         *((name, ("cpu:0",)) for name in ("copies", "order", "faults", "prediction")),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_check_passes_on_cpu_devices(check, devices, make_context):
     assert CHECKS[check].run(make_context(*devices)).detail
 
@@ -53,6 +54,7 @@ def test_a_check_passes_on_cpu_devices(check, devices, make_context):
         ("copies", "raises", "the driver lost the device"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_check_fails_on_a_device_with_a_fault(check, fault, words, make_context):
     faulty = f"faulty:0{{fault={fault}}}"
     devices = (faulty,) if check in ("operators", "open") else ("cpu:0", faulty)
@@ -74,6 +76,7 @@ def test_contract_is_skipped_for_devices_with_options(make_context):
 
 @pytest.mark.usefixtures("faulty_kind")
 @pytest.mark.parametrize("check", ["open", "operators", "copies", "order", "faults", "memory"])
+@pytest.mark.sampled(3)
 def test_the_same_device_without_a_fault_passes(check, make_context):
     devices = ("faulty:0",) if check in ("open", "operators") else ("cpu:0", "faulty:0")
     assert CHECKS[check].run(make_context(*devices)).detail

@@ -188,6 +188,7 @@ def test_a_model_with_states_that_does_not_learn_has_no_training_record(tmp_path
 @pytest.mark.parametrize(
     "placer", ["auto{seconds=0.2}", "m-etf", "m-sct", "m-topo", "multilevel{seconds=0.2}", "single"]
 )
+@pytest.mark.sampled(3)
 def test_every_placer_gives_a_step_that_computes_what_the_model_computes(placer, tmp_path):
     proto = make_transformer("adamw", layers=1)
     bundle = compile_model(proto, tmp_path / "out", devices="cpu:0,cpu:1", placer=placer, trial=False).bundle

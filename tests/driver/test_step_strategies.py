@@ -39,6 +39,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize("devices", ["cpu:0,cpu:1", "cpu:0,cpu:1,cpu:2"])
 @pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.sampled(4)
 def test_bundles_take_the_same_steps(name: str, devices: str, tmp_path: Path) -> None:
     proto = make_transformer("momentum")
     text = f"{FRONT},{PIPELINES[name]},split,emit".replace("REPLICAS", str(devices.count(",") + 1))
@@ -47,6 +48,7 @@ def test_bundles_take_the_same_steps(name: str, devices: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sampled(4)
 def test_random_steps_are_right_in_random_pipelines(seed: int, tmp_path: Path) -> None:
     random = Random(seed)
     optimizer, batch = random.choice(OPTIMIZERS), random.choice((4, 5, 6))
@@ -74,6 +76,7 @@ def test_the_objective_step_compares_all_kinds_and_keeps_the_best_by_prediction(
     assert_bundle_takes_the_same_steps(proto, compiled.bundle)
 
 
+@pytest.mark.slow
 def test_a_trial_compares_kinds_of_strategies(tmp_path: Path) -> None:
     proto = make_transformer("sgd", width=32, tokens=16, batch=8)
     compiled = compile_model(proto, tmp_path / "bundle", devices="cpu:0,cpu:1", objective="step", cache=False)

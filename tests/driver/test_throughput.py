@@ -278,6 +278,7 @@ def test_requests_with_states_get_stages_and_a_note(short_trials):
     assert "several conversations" in notes(compiled, "P045")[0]
 
 
+@pytest.mark.slow
 def test_a_compiled_bundle_is_right_with_real_trials(run_cli, short_trials):
     result = run_cli("compile", "m.onnx", "-o", "out", "--devices", "cpu:0,cpu:1", "--objective", "throughput")
     assert result.code == 0, result.err

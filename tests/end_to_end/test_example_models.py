@@ -48,6 +48,7 @@ def assert_valid_onnx(bundle: onnxplace.Bundle) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(models.MODELS))
+@pytest.mark.sampled(6)
 def test_bundles_of_real_architectures_are_valid_and_compute_the_same_as_the_model(name: str, tmp_path: Path):
     path = tmp_path / "model.onnx"
     models.save(narrow_model(name) if name in WIDE else models.build(name), path)

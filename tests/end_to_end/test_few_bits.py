@@ -63,6 +63,7 @@ def test_values_of_few_bits_may_be_fed_and_returned(tmp_path: Path, element: str
 
 
 @pytest.mark.parametrize("element", FLOATS + INTEGERS)
+@pytest.mark.sampled(3)
 def test_models_of_few_bits_are_measured_run_verified_and_timed(tmp_path: Path, run_cli: Callable[..., Ran], element):
     path, bundle = tmp_path / "m.onnx", tmp_path / "bundle"
     path.write_bytes(carried(element).SerializeToString())
@@ -74,6 +75,7 @@ def test_models_of_few_bits_are_measured_run_verified_and_timed(tmp_path: Path, 
         assert result.code == 0, result.err
 
 
+@pytest.mark.slow
 def test_models_of_few_bits_are_tried_with_several_in_flight(tmp_path: Path):
     options = {"objective": "throughput", "devices": "cpu:0,cpu:1", "budget_seconds": 0.1}
     compiled = compile_model(carried("bfloat16"), tmp_path / "bundle", **options)

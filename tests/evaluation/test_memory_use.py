@@ -48,6 +48,7 @@ def test_what_a_trial_needs_is_close_to_the_measurement(large_bundle):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc keeps it")
+@pytest.mark.slow
 def test_memory_for_rewriting_convolutions_is_returned(tmp_path):
     """Four normalised convolutions of 9 MiB each: the C library used to keep three of them."""
     nodes, weights = [], []

@@ -9,6 +9,7 @@ PARTS = 4
 
 
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sampled(4)
 def test_what_is_exported_computes_what_the_suite_expects(part: int):
     outcomes = [export_case(kind, name) for kind, name in sample_cases(hard=12, other=96)[part::PARTS]]
     assert [item for item in outcomes if item.status == "failed"] == []

@@ -63,6 +63,7 @@ def test_a_merged_model_computes_the_same_as_the_model_in_every_split(
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.sampled(5)
 def test_merged_examples_have_the_nodes_and_bits_of_the_uncut_model(name: str, tmp_path: Path):
     models.save(models.build(name), tmp_path / "model.onnx")
     placement, sizes = RandomPlacement((0, 0, 0, 0, 1, 1, 1)), SHAPES.get(name, {})

@@ -25,7 +25,7 @@ from tests.support.ranks import await_gone
 from tests.support.two_hosts import compile_alternating, make_target
 
 pytest.importorskip("mpi4py")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MPICH is not installed here")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="MPICH is not installed here"), pytest.mark.slow]
 
 # Far more than it takes, also on a busy machine: to report the end of a rank, and all else.
 REPORTED_SECONDS, WAIT_SECONDS = 60.0, 300.0

@@ -132,6 +132,7 @@ CUTS = ((0, 1), (0, 0, 1, 1), (0, 1, 2, 3), (1, 0, 0, 0, 1))
     ("kind", "scales", "op"),
     [(kind, scales, "MatMul") for kind in KINDS for scales in SCALES] + [("int4", "block", "Gemm")],
 )
+@pytest.mark.sampled(4)
 def test_products_with_shared_weights_are_as_precise_as_uncut(
     tmp_path: Path, kind: str, scales: str, op: str, cut: tuple[int, ...]
 ):
@@ -173,6 +174,7 @@ def chains(draw: st.DrawFn) -> Chain:
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(chains(), placements(), st.booleans())
+@pytest.mark.slow
 def test_products_fused_in_a_segment_are_fused_in_the_whole_model(
     chain: Chain, placement: RandomPlacement, optimized: bool
 ):

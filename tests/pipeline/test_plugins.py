@@ -201,6 +201,7 @@ def test_a_plugin_of_this_repository_that_is_not_installed_is_named_with_how_to_
     assert "pip install -e plugins/onnxplace-learned" in result.err
 
 
+@pytest.mark.slow
 def test_the_command_itself_finds_a_plugin(site, model_file, tmp_path):
     process = subprocess.run(
         [sys.executable, "-m", "onnxplace", "compile", "model.onnx", "--shape", "batch=4", "--placer", "round-robin"],
@@ -294,6 +295,7 @@ def broken_site(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_broken_plugins_do_not_affect_other_commands(broken_site, commands, model_file):
     session = commands(
         broken_site,
@@ -347,6 +349,7 @@ def test_a_broken_plugin_fails_on_use_and_is_named_with_its_distribution(broken_
     assert {path.name for path in model_file.parent.iterdir()} == {"model.onnx", "broken"}
 
 
+@pytest.mark.slow
 def test_verbose_shows_the_author_of_a_plugin_where_it_fails(site, broken_site, commands, model_file):
     install(site, "bad-pass", {"onnxplace.passes": {"bad": "bad_pass:Bad"}}, {"bad_pass": BAD_PASS})
     compiling = ["compile", "model.onnx", "--shape", "batch=4", "--placer"]
@@ -376,6 +379,7 @@ def test_verbose_shows_the_author_of_a_plugin_where_it_fails(site, broken_site, 
     ],
     ids=" ".join,
 )
+@pytest.mark.sampled(4)
 def test_an_incomplete_plugin_is_refused_with_its_distribution(broken_site, commands, model_file, compiled, line):
     (result,) = commands(broken_site, [str(compiled) if part == "BUNDLE" else part for part in line]).results
     assert result.code == 4
@@ -391,6 +395,7 @@ def test_a_plugin_that_exits_when_it_is_imported_is_named(tmp_path, commands, mo
     assert "acme-plugins" in result.err
 
 
+@pytest.mark.slow
 def test_a_plugin_cannot_replace_a_built_in_name(broken_site, commands, model_file):
     session = commands(
         broken_site,

@@ -321,6 +321,7 @@ def test_states_may_be_strings_and_half_floats_and_booleans(tmp_path):
     assert half.dtype == np.float16
 
 
+@pytest.mark.slow
 def test_states_of_the_previous_run_are_freed(session):
     session.run(None, feeds(1, **START))
     for number in range(3):

@@ -34,6 +34,7 @@ def ping_pong(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.sampled(6)
 def test_a_fault_at_any_instruction_is_survived(ping_pong, devices, kind):
     bundle, model = ping_pong[devices]
     assert inject_at_each_place(bundle, model, kind) >= (2 if kind == "kill_outside" else 5)

@@ -61,6 +61,7 @@ def wait_for_end(process):
         ("bundle = session._bundle; del session; onnxplace.InferenceSession(bundle).submit(feeds(None))", 0.3),
     ],
 )
+@pytest.mark.sampled(4)
 def test_the_interpreter_ends_with_runs_in_flight(bundle, work, seconds):
     patch = f"from onnxplace.runtimes.execution import engine; engine.EXIT_SECONDS = {seconds}"
     code, out, err = wait_for_end(start(bundle, f"{patch}\n{work}\nprint('end')"))
@@ -148,6 +149,7 @@ SUBMIT = r"future = session.submit(feeds(2)); os.write(1, b'ready\n'); future.re
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
 @pytest.mark.parametrize("work", ["session.run(None, feeds(2))", SUBMIT])
+@pytest.mark.sampled(2)
 def test_a_second_interrupt_ends_a_process_whose_node_hangs(bundle, work):
     process = start(bundle, HANGING.format(work=work))
     interrupt_until_end(process)
@@ -221,6 +223,7 @@ app.entry()
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 @pytest.mark.parametrize("command", ["run", "verify", "bench"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.sampled(6)
 def test_one_signal_ends_a_command_while_it_computes(tmp_path, command, number):
     bundle = endless_bundle(tmp_path, spin="cpu:0", last="cpu:0")
     np.savez(tmp_path / "in.npz", **feeds(None))
@@ -236,6 +239,7 @@ def test_one_signal_ends_a_command_while_it_computes(tmp_path, command, number):
     assert "interrupted" in err
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_while_daemon_threads_open_sessions(bundle):
     text = """
         def work():

@@ -118,6 +118,7 @@ def test_a_killed_rank_is_reported_by_its_device_and_host_and_nothing_is_left(bu
     assert [path for path in memory if Path(path).exists()] == []
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_reported_and_all_ranks_end(bundle):
     with open_ranks(bundle) as session:
         ranks = read_rank_ids(session)
@@ -129,6 +130,7 @@ def test_a_stopped_rank_is_reported_and_all_ranks_end(bundle):
     assert await_gone(ranks) == []
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_0_is_reported_and_all_ranks_end(bundle):
     with open_ranks(bundle) as session:
         ranks = read_rank_ids(session)
@@ -173,6 +175,7 @@ session.run(None, feeds(None))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.slow
 def test_no_rank_outlives_a_driver_that_is_killed_or_interrupted(bundle, number):
     command = [sys.executable, "-c", DRIVER, str(bundle.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
@@ -230,6 +233,7 @@ time.sleep(600)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
 def test_a_forked_child_does_not_keep_ranks_alive_after_their_driver(bundle):
     command = [sys.executable, "-c", FORKING_DRIVER, str(bundle.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:

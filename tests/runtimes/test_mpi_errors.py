@@ -133,6 +133,7 @@ def test_ranks_that_end_while_they_open_the_bundle_are_reported_at_once(bundle, 
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_the_commands_run_verify_and_time_a_bundle_on_ranks(two_hosts, run_cli):
     options = ("--runtime", "mpi", "--hosts", "localhost:1,127.0.0.1:1", "--start-timeout", "300", "--json")
     assert only_json(run_cli("run", str(two_hosts.path), *options))["runtime"] == "mpi"

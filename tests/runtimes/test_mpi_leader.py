@@ -66,12 +66,14 @@ def test_rank_0_runs_the_session_and_the_other_ranks_serve_it_and_end(bundle):
     assert job.stdout.split() == ["X007", "led"]
 
 
+@pytest.mark.slow
 def test_events_of_ranks_on_other_machines_are_on_the_clock_of_the_script(bundle):
     job = run_job(2, bundle, OTHER_CLOCK)
     assert job.returncode == 0, job.stderr
     assert job.stdout.split() == ["one", "clock"]
 
 
+@pytest.mark.slow
 def test_a_job_of_another_size_than_the_bundle_is_refused_on_all_ranks(bundle):
     job = run_job(3, bundle)
     assert job.returncode != 0

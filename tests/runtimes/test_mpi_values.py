@@ -90,6 +90,7 @@ def test_values_of_all_types_cross_from_rank_to_rank_as_between_threads(tmp_path
             assert_same(outputs[name], want[name])
 
 
+@pytest.mark.slow
 def test_large_inputs_of_requests_in_flight_stay_apart_whether_ranks_share_memory_or_not(tmp_path, monkeypatch):
     text = '<ir_version: 8, opset_import: ["": 17]> big (float[110000] x) => (float[110000] y) '
     text += "{ a = Neg(x) y = Neg(a) }"
@@ -171,6 +172,7 @@ def test_a_bundle_that_is_there_is_used_there(tmp_path, elsewhere, monkeypatch):
     assert [path for path in elsewhere.iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.slow
 def test_events_of_a_machine_with_another_clock_are_on_the_clock_of_the_first(two_hosts, monkeypatch):
     shift = 1000.0
 

@@ -103,6 +103,7 @@ def test_a_missing_remote_shell_is_named_when_all_ranks_are_elsewhere(bundle):
 
 
 @pytest.mark.filterwarnings("ignore:.* is left out:RuntimeWarning")
+@pytest.mark.slow
 def test_a_rank_killed_under_load_costs_no_answer_and_its_copy_comes_back(bundle):
     options = {"runtime": "mpi", "hosts": "localhost:4", "replicas": 2, "timeout": WAIT_SECONDS, "trace": True}
     with onnxplace.InferenceSession(bundle, **options) as session:

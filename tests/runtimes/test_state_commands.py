@@ -367,6 +367,7 @@ def test_a_decoder_is_verified_step_by_step(decoding, run_cli):
     assert json.loads(result.out)["steps"] == 4
 
 
+@pytest.mark.slow
 def test_the_example_generates_the_same_tokens_on_two_devices(capsys):
     decoder_example.main()
     first, split, whole = capsys.readouterr().out.splitlines()

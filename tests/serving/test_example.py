@@ -13,6 +13,7 @@ from tests.support.batch_models import make
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
+@pytest.mark.slow
 def test_the_example_answers_all_requests_in_three_ways(capsys):
     serving.main()
     lines = capsys.readouterr().out.splitlines()

@@ -144,6 +144,7 @@ def test_every_runtime_has_a_section_with_its_description():
     assert set(re.findall(r"^## `(.+)`$", page, re.MULTILINE)) == set(BUILTIN["runtimes"])
 
 
+@pytest.mark.slow
 def test_generated_parts_hold_commands_passes_and_fields():
     generated = load("docs/site/generated.py")
     commands = generated.render_part("commands")
@@ -157,6 +158,7 @@ def test_generated_parts_hold_commands_passes_and_fields():
         assert all(f"| `{field}` |" in section for field in record.get("properties", {})), name
 
 
+@pytest.mark.slow
 def test_every_mark_on_a_page_is_replaced():
     generated = load("docs/site/generated.py")
     marks = [mark for page in PAGES for mark in generated.MARK.findall(page.read_text(encoding="utf-8"))]

@@ -32,6 +32,7 @@ def programs(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("names", PLACES, ids=",".join)
+@pytest.mark.sampled(22)
 def test_a_fault_at_any_instruction_is_survived(programs, names, kind):
     bundle, model = programs[names]
     assert inject_at_each_place(bundle, model, kind) > 0

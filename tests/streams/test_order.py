@@ -55,6 +55,7 @@ def compute_chain(rows):
 )
 @pytest.mark.parametrize("has_peer_access", [True, False], ids=["peer", "host"])
 @pytest.mark.parametrize("eagerness", [0.0, 0.5])
+@pytest.mark.sampled(5)
 def test_many_requests_of_many_sizes_in_flight_are_all_right(tmp_path, names, has_peer_access, eagerness):
     with use_fake_driver(FakeDriver(5, has_peer_access, eagerness)) as driver:
         bundle = compile_chain(tmp_path, names)

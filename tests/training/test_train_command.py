@@ -320,6 +320,7 @@ main(sys.argv[1:])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals and locks")
+@pytest.mark.slow
 def test_what_a_killed_save_left_is_removed_by_the_next_one(train, bundle, data, tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
@@ -334,6 +335,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_one(train, bundle, data,
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_an_interrupted_run_is_saved_and_continues_bit_for_bit(number, bundle, data, tmp_path, run_cli):
     save, log, whole = tmp_path / "c.safetensors", tmp_path / "log.csv", tmp_path / "whole.csv"
     command = [sys.executable, "-m", "onnxplace", "train", str(bundle.path), "--data", str(data)]

@@ -67,6 +67,7 @@ def losses(trainer: onnxplace.Trainer, data: list[dict]) -> list[float]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(4)
 def test_losses_and_states_equal_those_of_one_session(name, optimizer, tmp_path):
     model = MODELS[name](optimizer)
     reference = ReferenceTrainer(model)
@@ -87,6 +88,7 @@ def test_losses_and_states_equal_those_of_one_session(name, optimizer, tmp_path)
 
 
 @pytest.mark.parametrize("placer", PLACERS)
+@pytest.mark.sampled(4)
 def test_any_placement_trains_equally(placer, model, tmp_path):
     pipeline = f"optimize,profile{{estimate=true}},coplace,fuse,{placer},split,emit"
     reference = ReferenceTrainer(model)

@@ -60,6 +60,7 @@ def test_a_graph_is_connected_and_costs_are_plausible(family):
 
 
 @pytest.mark.parametrize("family", NAMES)
+@pytest.mark.slow
 def test_half_of_the_graphs_of_a_family_are_shorter_on_two_devices(family):
     gains = []
     for graph in draw_graphs(GraphSet(family, 4)):
@@ -141,6 +142,7 @@ def test_a_fingerprint_depends_on_each_edge_operator_and_size():
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.slow
 def test_train_and_test_sets_share_no_graph_whatever_their_seeds(family):
     train = draw_graphs(GraphSet(family, 12, nodes=80))
     test = draw_graphs(GraphSet(family, 4, nodes=80, side="test", first_seed=1))
@@ -149,6 +151,7 @@ def test_train_and_test_sets_share_no_graph_whatever_their_seeds(family):
     assert [choose_side(item) for item in prints] == ["train"] * 12 + ["test"] * 4
 
 
+@pytest.mark.slow
 def test_each_architecture_has_a_hundred_graphs_to_train_on():
     for family in NAMES:
         assert len(draw_graphs(GraphSet(family, 100, nodes=60))) == 100

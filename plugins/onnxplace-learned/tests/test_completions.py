@@ -93,6 +93,7 @@ def test_all_orders_of_alike_devices_are_permutations():
     assert count <= len(list(permutations(range(3))))
 
 
+@pytest.mark.slow
 def test_the_first_choice_is_free_if_devices_are_alike_and_the_second_is_not():
     from onnxplace_learned.graphs.architectures import ARCHITECTURES
 

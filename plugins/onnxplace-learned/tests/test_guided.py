@@ -50,6 +50,7 @@ def policy_file(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_the_pass_keeps_the_contract_of_passes_on_random_states(policy_file):
     check_pass(lambda: Guided(policy=str(policy_file), **QUICK))
 

@@ -44,6 +44,7 @@ def test_requests_of_these_models_can_be_joined(name):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.sampled(5)
 def test_requests_of_these_models_cannot_whatever_the_size_they_are_compiled_for(name, size):
     text, reason, node = COUPLED[name]
     proto = make(text)
@@ -100,6 +101,7 @@ def list_splits(name: str) -> list[tuple[ModelProto, dict[str, np.ndarray], dict
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(5)
 def test_rules_join_only_what_can_be_joined(name):
     for proto, feeds, split in list_splits(name):
         if len({feeds[item].shape[axis] for item, axis in split.items()}) > 1:

@@ -7,6 +7,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 from collections import Counter
 from random import Random
 
+import pytest
 from onnx import ModelProto
 
 from tests.support.batch_models import IDS, ROWS, STEP, draw_inputs, make
@@ -46,6 +47,7 @@ def make_index_model(random: Random) -> ModelProto:
     return make_symbolic(make(text), {})
 
 
+@pytest.mark.slow
 def test_picks_from_rows_are_proven_only_if_they_are_those_of_single_requests():
     counts: Counter[str] = Counter()
     for seed in range(EXAMPLES or 600):

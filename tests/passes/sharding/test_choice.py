@@ -91,6 +91,7 @@ def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
 
 
 @pytest.mark.parametrize("max_entries", [1, 64, 1 << 20])
+@pytest.mark.sampled(3)
 def test_choices_of_random_models_lie_between_their_bound_and_whole_nodes(max_entries: int) -> None:
     for seed in range(40):
         model = make_model(Random(seed))

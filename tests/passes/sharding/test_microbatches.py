@@ -41,6 +41,7 @@ def split(proto: ModelProto, count: int = 2, **more: object):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.sampled(4)
 def test_micro_batches_take_the_same_steps_as_the_undivided_model(name: str, optimizer: Optimizer) -> None:
     proto = STEPS[name](optimizer)
     assert_same_steps(proto, split(proto, 2)[Model], unsure=UNSURE)
@@ -53,6 +54,7 @@ def test_parts_of_unlike_sizes_are_weighted_by_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.sampled(4)
 def test_any_choice_of_what_is_computed_in_parts_is_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = Random(seed)
     proto = STEPS[random.choice(sorted(STEPS))]("momentum")

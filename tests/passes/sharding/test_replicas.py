@@ -39,6 +39,7 @@ def replicate(
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.sampled(4)
 def test_replicas_take_the_same_steps_as_the_undivided_model(name: str, replicas: int) -> None:
     proto = STEPS[name]("adamw", batch=6)
     assert_same_steps(proto, replicate(proto, replicas, replicas)[Model], unsure=("k.bias",))
@@ -107,6 +108,7 @@ def test_parts_are_divided_by_speed(count: int, speeds: list[float], expected: l
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.sampled(6)
 def test_random_steps_on_random_replicas_are_right(seed: int, tmp_path: Path) -> None:
     random = Random(seed)
     replicas, stages = random.choice(((2, 1), (3, 1), (2, 2)))

@@ -81,12 +81,14 @@ def trials(case: RuleCase) -> Iterator[tuple[str, list[Trial]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(5)
 def test_a_rule_gives_these_splits(name: str):
     case = CASES[name]
     assert splits(parse(case), case) == case.splits
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(5)
 def test_every_split_computes_what_the_whole_operator_does(name: str):
     for form, results in trials(CASES[name]):
         assert [(form, item) for item in results if item.problem] == []
@@ -104,6 +106,7 @@ def test_operators_without_a_rule_stay_whole():
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "RoiAlign"])  # it refuses infinite regions
+@pytest.mark.sampled(5)
 def test_no_part_touches_the_numbers_of_another(name: str):
     """An infinite number in the first part of what is cut leaves all other parts as they are: 0 * inf is NaN."""
     case = CASES[name]

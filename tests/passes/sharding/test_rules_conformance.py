@@ -30,6 +30,7 @@ def sample() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sampled(8)
 def test_every_strategy_of_every_node_computes_what_the_whole_model_does(part: int):
     outcomes = [shard_case(kind, name) for kind, name in sample()[part::PARTS]]
     assert {item.name: item.failures for item in outcomes if item.failures} == {}
@@ -43,6 +44,7 @@ def test_an_absent_optional_input_has_no_shape():
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.sampled(2)
 def test_a_transformer_split_at_one_size_computes_other_sizes_too(is_fused: bool, tmp_path):
     model = transformer(layers=1, hidden=32, heads=4, vocab=20, positions=16)
     if is_fused:

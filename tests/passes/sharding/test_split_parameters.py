@@ -11,6 +11,7 @@ SPLIT_UPDATES = {".*/update/.*": "split", ".*new": "split", ".*": "whole"}
 
 
 @pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.slow
 def test_a_state_that_another_device_reads_is_sent_by_its_own(tmp_path, devices):
     """A gathered parameter has readers everywhere, but a state stays on one device."""
     model = make_mlp("adamw", widths=(12, 24, 24, 12))

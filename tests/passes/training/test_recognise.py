@@ -56,6 +56,7 @@ def require(roles: TrainingRoles | None) -> TrainingRoles:
 
 @every_model
 @every_optimizer
+@pytest.mark.sampled(3)
 def test_the_flow_of_data_tells_what_metadata_says(maker: Callable[..., ModelProto], optimizer):
     told = require(recognise(maker(optimizer)))
     model, graph = prepare(remove_metadata(maker(optimizer)), "*.new=*")

@@ -226,6 +226,7 @@ def test_groups_end_up_whole_on_the_device_that_drew_them_most_unless_memory_for
 
 @pytest.mark.parametrize("by", RULES)
 @pytest.mark.parametrize("join", ["worth", "always", "never"])
+@pytest.mark.sampled(3)
 def test_adjust_keeps_the_contract_of_passes(by, join):
     check_pass(lambda: make_pass("adjust", {"by": by, "join": join}))
 
