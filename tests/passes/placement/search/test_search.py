@@ -16,7 +16,7 @@ from onnxplace.passes.placement.search import (
     coarsen,
     evaluate_candidate,
     explore,
-    search as search_module,
+    placement_search as search_module,
 )
 from onnxplace.passes.placement.search.anneal_kernels import (
     BIASED_NODE,
