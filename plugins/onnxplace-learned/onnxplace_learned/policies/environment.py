@@ -164,7 +164,7 @@ class Environment:
     problem: PlacementProblem
     visiting_order: Order = "topological"
     seed: int = 0
-    """Of a random order."""
+    """Seed of a random order."""
     start_from: Start = "m-etf"
 
     @cached_property

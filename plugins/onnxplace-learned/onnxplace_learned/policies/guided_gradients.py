@@ -35,9 +35,9 @@ class Example:
     heard: Longs
     """Pairs whose neighbour had a device."""
     heard_row: Longs
-    """Of each of these pairs, the decision."""
+    """The decision of each of these pairs."""
     heard_device: Longs
-    """Of each of these pairs, the device of the neighbour."""
+    """The device of the neighbour in each of these pairs."""
     weight: float = 1.0
     """Positive to make the choices likelier, negative to make them less likely."""
 

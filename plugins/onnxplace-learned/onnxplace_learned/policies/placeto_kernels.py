@@ -38,7 +38,7 @@ class Network(NamedTuple):
     layers: Longs
     """[layer, 3]: position of the parameters, inputs, outputs."""
     width: int
-    """Of the embeddings of one direction."""
+    """Width of the embeddings of one direction."""
     rounds: int
     devices: int
     """The most devices that the policy knows."""
