@@ -46,7 +46,7 @@ class Network(NamedTuple):
     """Added to the score of the device where the current node is."""
 
 
-class Wires(NamedTuple):
+class GraphTensors(NamedTuple):
     """What the policy reads of a graph."""
 
     costs: Singles
