@@ -48,13 +48,13 @@ class Go(Pass):
     heads: Literal["trained", "placement", "placement+schedule"] = "trained"
     """What it decides; by default as in training, and both without a policy."""
     order: Literal["criticality", "topological"] = "criticality"
-    """Of nodes with equal priority, for a policy without a file."""
+    """Tie-break between equal priorities, when no policy file is given."""
     samples: Annotated[int, Ge(0)] = 16
     """How many placements to sample without learning, next to the likeliest one."""
     max_nodes: Annotated[int, Ge(1)] = 1_000
     """Graphs with more nodes are coarsened before they are placed."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of the samples."""
+    """Seed of the samples."""
 
     def run(self, state: State) -> State:
         variant = "placement+schedule" if self.heads == "trained" else self.heads

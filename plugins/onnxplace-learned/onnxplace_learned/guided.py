@@ -48,7 +48,7 @@ class Guided(Pass):
     max_nodes: Annotated[int, Ge(1)] = 5_000
     """The policy sees coarser versions of graphs with more nodes."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of the sampled devices and random moves."""
+    """Seed of the sampled devices and random moves."""
 
     def run(self, state: State) -> State:
         policy = read_guided_policy(Path(self.policy) if self.policy else default_policy_path())

@@ -52,7 +52,7 @@ class Hierarchical(Pass):
     max_nodes: Annotated[int, Ge(1)] = 1_000
     """Graphs with more nodes are coarsened before they are placed."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of the samples."""
+    """Seed of the samples."""
 
     def run(self, state: State) -> State:
         variant = "learned" if self.groups == "trained" else self.groups

@@ -53,11 +53,11 @@ class Placeto(Pass):
         "trained", "alpha", "topological", "lexicographic", "reversed", "dfs-preorder", "dfs-postorder", "bfs",
         "random", "by-criticality",
     ] = "trained"  # fmt: skip
-    """In which nodes are visited; by default as in training."""
+    """Order in which nodes are visited; by default as in training."""
     max_nodes: Annotated[int, Ge(1)] = 500
     """Graphs with more nodes are coarsened before they are placed."""
     seed: Annotated[int, Ge(0)] = 0
-    """Of the episodes."""
+    """Seed of the episodes."""
 
     def run(self, state: State) -> State:
         policy = self._load_policy(len(state.target.devices))

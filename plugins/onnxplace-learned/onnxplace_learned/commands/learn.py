@@ -58,11 +58,15 @@ def families(json_: bool) -> None:
 @nodes_option
 @backward_option
 @click.option(
-    "--side", type=click.Choice(["train", "test"]), default="train", show_default=True, help="No graph is on both."
+    "--side",
+    type=click.Choice(["train", "test"]),
+    default="train",
+    show_default=True,
+    help="Train and test graphs never overlap.",
 )
-@click.option("--devices", type=click.IntRange(1), metavar="N", help="Of each graph  [default: the family's]")
+@click.option("--devices", type=click.IntRange(1), metavar="N", help="Devices per graph  [default: set by the family]")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FOLDER", help="Made if needed."
+    "-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FOLDER", help="Created if missing."
 )
 @as_json
 def graphs(
@@ -95,13 +99,13 @@ def placements_option(default: int) -> Callable[..., Any]:
         type=click.IntRange(2),
         default=default,
         show_default=True,
-        help="Sampled of one graph, for each update.",
+        help="Placements sampled per graph and update.",
     )
 
 
 @learn.command(short_help="Train the policy of the placer placeto.")
 @learning_options()
-@click.option("--order", default="topological", show_default=True, help="In which nodes are visited.")
+@click.option("--order", default="topological", show_default=True, help="Order in which nodes are visited.")
 @click.option(
     "--start",
     default=None,
@@ -112,21 +116,21 @@ def placements_option(default: int) -> Callable[..., Any]:
     default="completions",
     show_default=True,
     metavar="completions|rewards",
-    help="By the costs of choices that a searched placement completes, or by REINFORCE, as published and as measured "
-    "rewards always are.",
+    help="completions: learn from search results. rewards: REINFORCE, as in the paper; always used with "
+    "--reward measured.",
 )
 @click.option(
     "--episodes",
     type=click.IntRange(2),
     default=None,
-    help="Of one graph, for each update from rewards  [default: 8; 4 with measured rewards]",
+    help="Episodes per graph and update from rewards  [default: 8; 4 with measured rewards]",
 )
 @click.option(
     "--reward",
     default="simulated",
     show_default=True,
     metavar="simulated|measured",
-    help="By simulated steps, or by running the bundle of each episode on this machine.",
+    help="Simulated steps, or those of running the bundle of each episode on this machine.",
 )
 @click.option(
     "--groups",
@@ -226,7 +230,11 @@ def _describe_measured(point: MeasuredPoint) -> str:
 @learn.command(short_help="Train the policy of the placer guided.")
 @learning_options(limit="steps", count=8, devices=4, several=True)
 @click.option(
-    "--proposals", type=click.IntRange(1), default=5_000, show_default=True, help="Of searches for what to imitate."
+    "--proposals",
+    type=click.IntRange(1),
+    default=5_000,
+    show_default=True,
+    help="Search moves per placement to imitate.",
 )
 def guided(request: LearnRequest, *, proposals: int) -> None:
     """Train the policy of the placer `guided` on generated graphs, or on those in a folder.
@@ -263,7 +271,11 @@ def guided(request: LearnRequest, *, proposals: int) -> None:
 @learning_options()
 @click.option("--groups", default="learned", show_default=True, help="learned (HDP), given (ColocRL), each.")
 @click.option(
-    "--max-groups", type=click.IntRange(1, 4096), default=64, show_default=True, help="Learned, or given, per graph."
+    "--max-groups",
+    type=click.IntRange(1, 4096),
+    default=64,
+    show_default=True,
+    help="Groups per graph, learned or given.",
 )
 @placements_option(16)
 def hierarchical(request: LearnRequest, *, groups: Any, max_groups: int, placements: int) -> None:
@@ -286,7 +298,10 @@ def hierarchical(request: LearnRequest, *, groups: Any, max_groups: int, placeme
     "--heads", default="placement+schedule", show_default=True, help="placement+schedule (GO), placement (GDP)."
 )
 @click.option(
-    "--order", default="criticality", show_default=True, help="Of nodes with equal priority: criticality, topological."
+    "--order",
+    default="criticality",
+    show_default=True,
+    help="Tie-break between equal priorities: criticality, topological.",
 )
 @placements_option(8)
 def go(request: LearnRequest, *, heads: Any, order: Any, placements: int) -> None:

@@ -33,7 +33,7 @@ MAX_DEVICES = 256
 FAMILY_HELP = "`onnxplace learn families` lists them."
 
 nodes_option = click.option(
-    "--nodes", type=click.IntRange(1), default=200, show_default=True, help="Of each graph, approximately."
+    "--nodes", type=click.IntRange(1), default=200, show_default=True, help="Approximate number of nodes per graph."
 )
 backward_option = click.option("--backward", is_flag=True, help="Add backward passes; half of the nodes are theirs.")
 
@@ -84,9 +84,11 @@ def learning_options(
         *_graph_options(count, devices, several),
         click.option("--seconds", type=click.FloatRange(0), default=0.0, help="Time limit of the training."),
         click.option(
-            f"--{limit}", "updates", type=click.IntRange(0), default=0, help="Of the policy, for a repeatable result."
+            f"--{limit}", "updates", type=click.IntRange(0), default=0,
+            help="Number of updates of the policy, for a repeatable result.",
         ),
-        click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Of torch."),
+        click.option("--threads", type=click.IntRange(1), default=1, show_default=True,
+                     help="Number of torch threads."),
         seed_option,
         click.option("--resume", is_flag=True, help="Continue from the checkpoint next to the policy."),
         click.option(
@@ -133,7 +135,7 @@ SHARED_OPTIONS = (
 
 def _graph_options(count: int, devices: int, several: bool) -> list[Callable[..., Any]]:
     """Return the options that say what to learn from, and for which devices."""
-    all_of_them = "Again for more; all architectures without. " if several else ""
+    all_of_them = "May be repeated. Default: all architectures. " if several else ""
     of_count = "Graphs of each family, size and number of devices." if several else "How many graphs of the family."
     return [
         click.option("--family", multiple=several, metavar="NAME", help=f"{all_of_them}{FAMILY_HELP}"),

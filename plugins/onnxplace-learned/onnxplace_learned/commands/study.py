@@ -24,15 +24,15 @@ def study() -> None:
 
 @study.command(short_help="Compare the orders in which a policy visits nodes.")
 @click.option(
-    "--family", multiple=True, metavar="NAME", help=f"Again for more; all architectures without. {FAMILY_HELP}"
+    "--family", multiple=True, metavar="NAME", help=f"May be repeated. Default: all architectures. {FAMILY_HELP}"
 )
-@click.option("--order", multiple=True, metavar="NAME", help="Again for more; all orders without.")
-@click.option("--seeds", type=click.IntRange(1), default=10, show_default=True, help="Of policies, for each graph.")
+@click.option("--order", multiple=True, metavar="NAME", help="May be repeated. Default: all orders.")
+@click.option("--seeds", type=click.IntRange(1), default=10, show_default=True, help="Number of seeds for each graph.")
 @click.option("--count", type=click.IntRange(1), default=6, show_default=True, help="Graphs of each family.")
-@click.option("--nodes", type=click.IntRange(1), default=60, show_default=True, help="Of each graph, approximately.")
-@click.option("--devices", type=click.IntRange(1, MAX_DEVICES), default=3, show_default=True, help="Of each graph.")
-@click.option("--episodes", type=click.IntRange(1), default=50, show_default=True, help="Of training, for each graph.")
-@click.option("--workers", type=click.IntRange(1), help="Processes  [default: one for each core]")
+@click.option("--nodes", type=click.IntRange(1), default=60, show_default=True, help="Nodes per graph, approximately.")
+@click.option("--devices", type=click.IntRange(1, MAX_DEVICES), default=3, show_default=True, help="Devices per graph.")
+@click.option("--episodes", type=click.IntRange(1), default=50, show_default=True, help="Training episodes per graph.")
+@click.option("--workers", type=click.IntRange(1), help="Number of processes  [default: one for each core]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.csv", help="A row for each training.")
 @click.option("--resume", is_flag=True, help="Keep the rows that are in F.csv already.")
 @as_json

@@ -46,7 +46,7 @@ class _Layer:
     inputs: tuple[int, ...]
     """Layers whose outputs it reads, each once."""
     elements: int
-    """Of its output."""
+    """Elements of its output."""
     operations: float
     weight: Hashable
     """The weight that it reads; None for none. Layers that read the same weight share it."""

@@ -22,13 +22,13 @@ from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import BatchSimulator, device_weights, heads_and_tails, new_batch_scratch, new_memory_scratch
 from onnxplace_learned.policies.placeto_kernels import (
     FIXED_FEATURES,
+    GraphTensors,
     Network,
     Rules,
     Simulators,
     Singles,
     Trajectory,
     Visits,
-    Wires,
     fill_relations,
     fill_step_features,
     new_policy_scratch,
@@ -164,7 +164,7 @@ class Environment:
     problem: PlacementProblem
     visiting_order: Order = "topological"
     seed: int = 0
-    """Of a random order."""
+    """Seed of a random order."""
     start_from: Start = "m-etf"
 
     @cached_property
@@ -176,14 +176,14 @@ class Environment:
         return BatchSimulator(self.problem.graph, self.problem.seconds, self.problem.target)
 
     @cached_property
-    def wires(self) -> Wires:
+    def wires(self) -> GraphTensors:
         """Return what the policy reads of the graph."""
         problem, graph = self.problem, self.problem.graph
         edges = graph.predecessors
         relation = np.zeros((len(graph), len(graph)), dtype=np.uint8)
         fill_relations(graph.order, edges.items, edges.starts, relation)
         mean = float(problem.seconds.mean()) if problem.seconds.size else 0.0
-        return Wires(
+        return GraphTensors(
             costs=_squash(problem.seconds, mean),
             transfer=_squash(self.transfer_seconds, mean),
             sources=edges.items,

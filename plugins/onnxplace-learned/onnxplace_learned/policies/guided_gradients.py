@@ -32,12 +32,12 @@ class Example:
     """[decision, device]."""
     right: Bools
     """[decision, device]: the devices to choose; several where they are interchangeable and empty."""
-    heard: Longs
+    decided_neighbours: Longs
     """Pairs whose neighbour had a device."""
-    heard_row: Longs
-    """Of each of these pairs, the decision."""
-    heard_device: Longs
-    """Of each of these pairs, the device of the neighbour."""
+    neighbour_row: Longs
+    """The decision of each of these pairs."""
+    neighbour_device: Longs
+    """The device of the neighbour in each of these pairs."""
     weight: float = 1.0
     """Positive to make the choices likelier, negative to make them less likely."""
 
@@ -51,16 +51,18 @@ def make_example(graph: GuidedGraph, device: Ints, trace: Trace, weight: float =
     row_of[decided] = np.arange(len(decided))
     pairs = graph.pairs
     # Pinned groups have a device from the start: their rank is -1.
-    heard = np.flatnonzero((trace.rank[pairs.groups] >= 0) & (trace.rank[pairs.neighbours] < trace.rank[pairs.groups]))
+    decided_neighbours = np.flatnonzero(
+        (trace.rank[pairs.groups] >= 0) & (trace.rank[pairs.neighbours] < trace.rank[pairs.groups])
+    )
     return Example(
         graph=graph,
         decided=decided,
         features=trace.features[decided],
         allowed=trace.allowed[decided],
         right=_mark_right_devices(graph, group_device[decided], trace.rank[decided]) & trace.allowed[decided],
-        heard=heard,
-        heard_row=row_of[pairs.groups[heard]],
-        heard_device=group_device[pairs.neighbours[heard]],
+        decided_neighbours=decided_neighbours,
+        neighbour_row=row_of[pairs.groups[decided_neighbours]],
+        neighbour_device=group_device[pairs.neighbours[decided_neighbours]],
         weight=weight,
     )
 
@@ -119,10 +121,10 @@ def score_examples(tensors: dict[str, Tensor], rounds: int, examples: Sequence[E
     decisions = np.concatenate([[0], np.cumsum([len(example.decided) for example in examples])])
     devices = max(example.allowed.shape[1] for example in examples)
     decided = _join([example.decided + group_start[id(example.graph)] for example in examples])
-    heard = _join([example.heard + pair_start[id(example.graph)] for example in examples])
+    heard = _join([example.decided_neighbours + pair_start[id(example.graph)] for example in examples])
     slot = _join(
         [
-            (example.heard_row + start) * devices + example.heard_device
+            (example.neighbour_row + start) * devices + example.neighbour_device
             for example, start in zip(examples, decisions.tolist())
         ]
     )

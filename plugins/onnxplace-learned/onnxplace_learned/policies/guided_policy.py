@@ -316,7 +316,7 @@ class GuidedPolicy:
     devices: int = 0
     """The most devices that they had; any number can be placed on."""
     steps: int = 0
-    """Steps of its training."""
+    """Number of steps of its training."""
     seed: int = 0
 
     def with_tensors(self, tensors: Tensors, steps: int) -> GuidedPolicy:

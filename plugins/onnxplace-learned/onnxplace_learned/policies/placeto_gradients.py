@@ -17,9 +17,9 @@ from onnxplace_learned.policies.placeto_kernels import (
     ENCODE,
     FIXED_FEATURES,
     FORWARD,
+    GraphTensors,
     Network,
     Singles,
-    Wires,
 )
 from onnxplace_learned.pytorch import require_torch
 
@@ -41,7 +41,7 @@ class Decisions:
     """[step, device]: how much likelier the choice is to become."""
 
 
-def policy_gradient(network: Network, wires: Wires, decisions: Decisions, entropy_bonus: float) -> Singles:
+def policy_gradient(network: Network, wires: GraphTensors, decisions: Decisions, entropy_bonus: float) -> Singles:
     """Return the gradient of the loss, summed over the decisions.
 
     The loss of a decision is the sum of the negative log-probabilities of the devices times their weights, minus the
@@ -61,7 +61,7 @@ def policy_gradient(network: Network, wires: Wires, decisions: Decisions, entrop
     return gradient
 
 
-def score_with_torch(network: Network, theta: Tensor, wires: Wires, features: Singles, speaker: Ints) -> Tensor:
+def score_with_torch(network: Network, theta: Tensor, wires: GraphTensors, features: Singles, speaker: Ints) -> Tensor:
     """Return the scores of devices [step, device], as `score_devices` of the compiled policy computes them.
 
     The parameters are `theta`, not those of the network.

@@ -38,7 +38,7 @@ class Network(NamedTuple):
     layers: Longs
     """[layer, 3]: position of the parameters, inputs, outputs."""
     width: int
-    """Of the embeddings of one direction."""
+    """Width of the embeddings of one direction."""
     rounds: int
     devices: int
     """The most devices that the policy knows."""
@@ -46,7 +46,7 @@ class Network(NamedTuple):
     """Added to the score of the device where the current node is."""
 
 
-class Wires(NamedTuple):
+class GraphTensors(NamedTuple):
     """What the policy reads of a graph."""
 
     costs: Singles

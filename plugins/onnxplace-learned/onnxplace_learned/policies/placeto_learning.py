@@ -40,28 +40,28 @@ class Settings:
     """How to train; as published where the paper or its code says."""
 
     episodes: int = 8
-    """Of one graph, for each update."""
+    """Episodes of one graph, for each update."""
     steps: int = 16
-    """Of each episode, drawn at random, that the gradient is computed from."""
+    """Steps of each episode, drawn at random, that the gradient is computed from."""
     learning_rate: float = 1e-3
-    """At the start."""
+    """Learning rate at the start."""
     last_learning_rate: float = 1e-4
     warm_up: int = 0
     """Updates in which the learning rate rises to that of the start."""
     entropy_bonus: float = 0.1
-    """At the start; it falls to zero."""
+    """Weight of the entropy at the start; it falls to zero."""
     discount: float = 0.8
-    """Of rewards for each later step. The paper has 1, with which the rewards of all later steps drown those of the
-    step itself: with few episodes, the policy then learns to leave everything on one device."""
+    """Factor of rewards for each later step. The paper has 1, with which the rewards of all later steps drown those of
+    the step itself: with few episodes, the policy then learns to leave everything on one device."""
     max_gradient: float = 1.25
     """Norm at which gradients are clipped."""
     averaging: float = 1.0
     """Share of new parameters in their running mean, which is the policy that is kept."""
     learn_from: LearnFrom = "rewards"
     proposals: int = 5_000
-    """Of each search for placements that complete the choices."""
+    """Moves of each search for placements that complete the choices."""
     searches: int = 4
-    """Of each graph, since there are many placements that are about as good."""
+    """Searches for each graph, since there are many placements that are about as good."""
     temperature: float = 0.002
     """Difference of costs, as a share of one device, that makes a choice e times as likely a target."""
     small_difference: float = 0.003
@@ -115,7 +115,7 @@ class Update:
     best_cost: float
     """Mean of the best placements that the episodes visited."""
     entropy: float
-    """Mean, of the choices."""
+    """Mean entropy of the choices."""
     episodes: Sequence[Episode] = field(repr=False)
 
 

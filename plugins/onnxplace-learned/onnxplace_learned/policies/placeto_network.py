@@ -100,7 +100,7 @@ class Policy:
     shape: Shape
     theta: Singles
     order: Order = "topological"
-    """In which it visits nodes."""
+    """Order in which it visits nodes."""
     start: Start = "m-etf"
     """What its episodes start from."""
     family: str = ""
@@ -108,11 +108,11 @@ class Policy:
     graphs: int = 0
     """How many they were."""
     updates: int = 0
-    """Steps of its training."""
+    """Number of updates of its training."""
     seed: int = 0
     learned_from: LearnFrom = "rewards"
     reward: Reward = "simulated"
-    """In its training."""
+    """Kind of rewards in its training."""
     max_nodes: int = 0
     """Graphs with more nodes were coarsened in its training; 0 if none were."""
     kept: Mapping[str, Ints] = field(default_factory=dict, repr=False, compare=False)

@@ -46,7 +46,7 @@ class PolicyResult:
     """The best ones that fit, best first."""
     episodes: int
     start_cost: float
-    """Of the placement that the episodes started from, or of one device."""
+    """Cost of the placement that the episodes started from, or of one device."""
     seconds_per_cost: float
     start_name: str = "started from"
     """How a note calls `start_cost`."""

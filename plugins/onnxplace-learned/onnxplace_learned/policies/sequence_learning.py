@@ -38,9 +38,9 @@ class SequenceSettings:
     """How to train; as published where the papers or their code say."""
 
     placements: int
-    """Sampled of one graph, for each update."""
+    """Placements sampled of one graph, for each update."""
     learning_rate: float
-    """At the start; it falls to a tenth."""
+    """Learning rate at the start; it falls to a tenth."""
     entropy_bonus: float
     max_gradient: float = 1.0
     """Norm at which gradients are clipped."""
@@ -99,7 +99,7 @@ class SequenceUpdate:
     """Mean of the sampled placements; 1 is all work on one device."""
     best_cost: float
     entropy: float
-    """Mean, of the choices of devices."""
+    """Mean entropy of the choices of devices."""
     sampled: Sampled = field(repr=False)
 
 

@@ -15,9 +15,9 @@ from onnxplace_learned.policies.sequence_graph import FIXED_FEATURES, NEIGHBOURS
 Kind = Literal["hierarchical", "go"]
 Variant = Literal["learned", "given", "each", "placement", "placement+schedule"]
 GroupsFrom = Literal["learned", "given", "each"]
-"""Of `hierarchical`: whether groups are learned (HDP), given by coarsening (ColocRL), or single (no hierarchy)."""
+"""For `hierarchical`, whether groups are learned (HDP), given by coarsening (ColocRL), or single (no hierarchy)."""
 Heads = Literal["placement", "placement+schedule"]
-"""Of `go`: whether devices are learned (GDP), or also priorities (GO)."""
+"""For `go`, whether devices are learned (GDP), or also priorities (GO)."""
 VARIANTS: Mapping[str, tuple[str, ...]] = {"hierarchical": get_args(GroupsFrom), "go": get_args(Heads)}
 
 # Embeddings of types of operators, as HDP has them; of devices; the grouper's hidden units, as HDP has them.
@@ -40,7 +40,7 @@ class SequenceShape:
     devices: int
     """The most devices that it knows."""
     groups: int = 32
-    """Of `hierarchical`: the most groups of a graph that it learns or is given."""
+    """For `hierarchical`, the most groups of a graph that it learns or is given."""
     width: int = 64
     order: ListOrder = "criticality"
 

@@ -39,7 +39,7 @@ from onnxplace_learned.training.loop import (
 )
 from onnxplace_learned.training.problems import LearningGraph, vary_problem
 
-# One graph of so many is not trained on: it tells which policy is best. With fewer graphs, all are for both. No divisor
+# Every seventh graph is held out to choose the best policy; with fewer graphs, all are for both. No divisor
 # of the counts in use, and not of 3 either, or all of them would be variants of one kind.
 VALIDATION_PERIOD = 7
 # Steps between two points of the curve.
@@ -61,7 +61,7 @@ class GuidedOptions:
     steps: int = 0
     """Number of steps, for a result that does not depend on the clock; 0 for no limit."""
     proposals: int = 5_000
-    """Of each search for a placement to imitate."""
+    """Moves of each search for a placement to imitate."""
     seed: int = 0
     threads: int = 1
 
@@ -82,9 +82,9 @@ class GuidedPoint(Plotted):
     right: float
     """Share of decisions as in the imitated placements."""
     validation_cost: float
-    """Of the policy's best devices, relative to the best of one device, m-TOPO, m-ETF and m-SCT."""
+    """Cost of the policy's best devices, relative to the best of one device, m-TOPO, m-ETF and m-SCT."""
     teacher_cost: float
-    """Of the imitated placements, relative to the same."""
+    """Cost of the imitated placements, relative to the same."""
 
 
 def learn_guided(

@@ -45,7 +45,7 @@ class Plotted:
 
     updates: int
     seconds: float
-    """Of training, evaluations included."""
+    """Seconds of training, evaluations included."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class CurvePoint(Plotted):
     train_best_cost: float
     """Mean cost of the best placements that they visited."""
     entropy: float
-    """Mean, of the choices."""
+    """Mean entropy of the choices."""
     validation_cost: float
     """Geometric mean cost of the best visited placement of graphs that are not trained on, without further episodes."""
     start_cost: float
@@ -123,7 +123,7 @@ def plot_curve(path: Path, points: Sequence[Plotted], title: str) -> bool:
 # Seconds between two checkpoints.
 CHECKPOINT_SECONDS = 30.0
 
-# One graph of so many is not trained on, where there are as many: it tells which policy is best.
+# Every sixth graph is held out to choose the best policy; with fewer graphs, all are for both.
 VALIDATION_PERIOD = 6
 Item = TypeVar("Item")
 

@@ -61,7 +61,7 @@ class BundleTimer:
             raise UsageError("H013", message, where="--reward", hint=hint)
         self.name, self.problem = graph.name, graph.problem
         self.bundles = 0
-        """How many were run."""
+        """Number of bundles that were run."""
         self.disturbed = 0
         """How many of them waited so much for a core that their times are doubtful."""
         self._state, self._folder = graph.state, folder
@@ -168,11 +168,11 @@ class MeasuredPoint(Plotted):
     train_cost: float
     """Mean of the episodes since the last point."""
     best_cost: float
-    """Of the best placement so far."""
+    """Cost of the best placement so far."""
     validation_cost: float
-    """Of the placement that the policy holds best."""
+    """Cost of the placement that the policy holds best."""
     entropy: float
-    """Mean, of the choices."""
+    """Mean entropy of the choices."""
 
 
 @dataclass
@@ -184,7 +184,7 @@ class MeasuredModel:
     """Per node of the problem, its node in the environment."""
     timer: BundleTimer
     names: tuple[str, ...]
-    """Of the nodes of the model."""
+    """Names of the nodes of the model."""
     start_seconds: float = 1.0
     searched: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """The placement that a search finds in simulated time."""

@@ -41,7 +41,7 @@ class LearningGraph:
     fingerprint: str
     problem: PlacementProblem
     state: State | None = None
-    """Of a model: the facts from which its bundles are made."""
+    """For a model, the facts from which its bundles are made."""
 
 
 def draw_problems(graphs: GraphSet, devices: int, target: Target | None = None) -> list[LearningGraph]:

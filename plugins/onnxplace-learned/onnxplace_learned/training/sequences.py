@@ -73,13 +73,13 @@ class SequencePoint(Plotted):
     )
 
     placements: int
-    """That were sampled and simulated."""
+    """Placements that were sampled and simulated."""
     train_cost: float
     """Mean cost of those since the last point; 1 is all work on one device, 10 what does not fit."""
     train_best_cost: float
     """Mean cost of the best of each update."""
     entropy: float
-    """Mean, of the choices of devices."""
+    """Mean entropy of the choices of devices."""
     validation_cost: float
     """Geometric mean cost of graphs that are not trained on: of the best of the likeliest and 16 sampled placements."""
     fallback_cost: float

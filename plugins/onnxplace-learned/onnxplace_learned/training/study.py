@@ -41,16 +41,16 @@ class StudyOptions:
     families: tuple[str, ...]
     orders: tuple[Order, ...] = tuple(ORDERS)
     seeds: int = 10
-    """Of policies and episodes, for each graph."""
+    """Seeds of policies and episodes, for each graph."""
     graphs: int = 6
-    """Of each family."""
+    """Number of graphs of each family."""
     nodes: int = 60
-    """Of each graph, approximately."""
+    """Approximate number of nodes of each graph."""
     devices: int = 3
     episodes: int = 50
-    """Of training, for each graph, order and seed."""
+    """Episodes of training, for each graph, order and seed."""
     workers: int = 1
-    """Processes."""
+    """Number of processes."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class OrderDifference:
     better: str
     worse: str
     ratio: float
-    """Of the better to the worse, geometric mean over graphs and seeds."""
+    """Ratio of the better to the worse, geometric mean over graphs and seeds."""
     p: float
     """Two-sided, corrected for all pairs of the family after Holm."""
 
