@@ -129,7 +129,7 @@ class Candidate:
 
     @cached_property
     def interval_seconds(self) -> float:
-        """Return the predicted time between two results with requests in flight."""
+        """Return the time between two results with requests in flight; raises InfeasibleError without room for them."""
         state = self.state if Routes in self.state else Pipeline.parse("replicate").run(self.state)[0]
         return state[Routes].interval_seconds
 
@@ -228,7 +228,9 @@ def predict_all(
             if observer and is_exploring:
                 observer(strategy.name, position, len(strategies))
             try:
-                results.append(predict(strategy, profiled, None if is_exploring else observer))
+                candidate = predict(strategy, profiled, None if is_exploring else observer)
+                _ = is_exploring and candidate.interval_seconds  # memory may not suffice with requests in flight
+                results.append(candidate)
             except InfeasibleError as problem:
                 results.append(InfeasibleStrategy(strategy, problem))
     return results
