@@ -4,6 +4,11 @@ A `Strategy` is a way to use the devices: a list of passes that turn a profiled 
 which strategies there are, which of those that fit are worth a trial, and how the choice is described. `decide` is the
 loop over them. Nothing is written and nothing runs before `onnxplace.driver.finishing` has the candidates: a prediction
 takes milliseconds to seconds, a trial takes seconds of all devices.
+
+    objective    proposes                                            keeps                       runs in a trial
+    latency      whole operators, in groupings; split operators      the shortest step           one device too
+    throughput   copies, stages, copies of stages, split operators   up to 4, close ones         all, requests in flight
+    step         placed, split, replicas, micro-batches              up to 3 kinds, one device   all, step by step
 """
 
 from __future__ import annotations
@@ -204,12 +209,14 @@ def decide(objective: Objective, profiled: Profiled, observer: Observer | None =
         InfeasibleError: nothing fits.
     """
     began = budget_clock()
+    # List and predict. Some strategies are only proposed where earlier ones do not fit, so that is one loop.
     results = predict_all(objective.propose, profiled, observer, is_exploring=objective.is_exploring)
     fitting = [item for item in results if isinstance(item, Candidate)]
     infeasible = [item for item in results if isinstance(item, InfeasibleStrategy)]
     if not fitting:
         usual = (item for item in infeasible if item.strategy.kind == objective.usual_kind)
         raise next(usual, infeasible[0]).problem
+    # Keep those between which predictions cannot decide: they are off by more than some strategies differ.
     chosen = objective.choose(fitting)
     notes = objective.describe(fitting, infeasible, chosen[0])
     if objective.is_exploring:
