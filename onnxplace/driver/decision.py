@@ -4,6 +4,11 @@ A `Strategy` is a way to use the devices: a list of passes that turn a profiled 
 which strategies there are, which of those that fit are worth a trial, and how the choice is described. `decide` is the
 loop over them. Nothing is written and nothing runs before `onnxplace.driver.finishing` has the candidates: a prediction
 takes milliseconds to seconds, a trial takes seconds of all devices.
+
+    objective    proposes                                            keeps                       runs in a trial
+    latency      whole operators, in groupings; split operators      the shortest step           one device too
+    throughput   copies, stages, copies of stages, split operators   up to 4, close ones         all, requests in flight
+    step         placed, split, replicas, micro-batches              up to 3 kinds, one device   all, step by step
 """
 
 from __future__ import annotations
@@ -129,7 +134,7 @@ class Candidate:
 
     @cached_property
     def interval_seconds(self) -> float:
-        """Return the predicted time between two results with requests in flight."""
+        """Return the time between two results with requests in flight; raises InfeasibleError without room for them."""
         state = self.state if Routes in self.state else Pipeline.parse("replicate").run(self.state)[0]
         return state[Routes].interval_seconds
 
@@ -204,12 +209,14 @@ def decide(objective: Objective, profiled: Profiled, observer: Observer | None =
         InfeasibleError: nothing fits.
     """
     began = budget_clock()
+    # List and predict. Some strategies are only proposed where earlier ones do not fit, so that is one loop.
     results = predict_all(objective.propose, profiled, observer, is_exploring=objective.is_exploring)
     fitting = [item for item in results if isinstance(item, Candidate)]
     infeasible = [item for item in results if isinstance(item, InfeasibleStrategy)]
     if not fitting:
         usual = (item for item in infeasible if item.strategy.kind == objective.usual_kind)
         raise next(usual, infeasible[0]).problem
+    # Keep those between which predictions cannot decide: they are off by more than some strategies differ.
     chosen = objective.choose(fitting)
     notes = objective.describe(fitting, infeasible, chosen[0])
     if objective.is_exploring:
@@ -228,7 +235,9 @@ def predict_all(
             if observer and is_exploring:
                 observer(strategy.name, position, len(strategies))
             try:
-                results.append(predict(strategy, profiled, None if is_exploring else observer))
+                candidate = predict(strategy, profiled, None if is_exploring else observer)
+                _ = is_exploring and candidate.interval_seconds  # memory may not suffice with requests in flight
+                results.append(candidate)
             except InfeasibleError as problem:
                 results.append(InfeasibleStrategy(strategy, problem))
     return results

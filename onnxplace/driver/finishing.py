@@ -83,6 +83,7 @@ def finish_bundle(
         cache = settings.cache and all(getattr(item, "cache", True) for item in passes)
         kept, step, rate = _Trials(kept, staging, cache).run(candidates, comparison)
         timings = (Timing("trial", time.perf_counter() - start),)
+    # From here on, predictions are those of measured segments, and the measured rate.
     bundle = kept.bundle
     manifest = bundle.manifest if step is None else apply_trial(bundle.manifest, step)
     if comparison in ("steps", "requests in flight"):
@@ -112,12 +113,14 @@ class _Trials:
         self, candidates: Sequence[Candidate], comparison: Comparison
     ) -> tuple[Candidate, Trial | None, RateTrial | None]:
         """Return the fastest candidate with the trial of its steps, and that with requests in flight."""
+        # Requests that pass states on follow one another: there is nothing to gain with several in flight.
         kept, rate = candidates[0], None
         has_states = bool(kept.unsharded[Model].states)
         compares = comparison == "steps" or (comparison == "requests in flight" and not has_states)
         if compares:
             with progress_part(0, 2):
                 kept, rate = self._keep_fastest(candidates, comparison)
+        # The kept bundle runs alone, too: its segments' times are those of one request at a time.
         with progress_part(int(compares), 1 + (compares or comparison == "one device")):
             kept, step = self._try_steps(kept)
         if step and comparison == "one device" and _find_faster_device(kept, step.step_seconds):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
         ({"shape": {"batch": 10**20}}, ("M022", "2147483647")),
         ({"device_map": {"nobody.*": "cpu:0"}}, ("U020", "nobody")),
         ({"device_map": {".*": 3}}, ("U023", "device map")),
-        ({"max_memory": 10}, ("lack", "cpu:0")),
+        ({"max_memory": 10}, ("more than all devices have", "cpu:0")),
         ({"devices": 5}, ("U054", "5", "cuda:0,cuda:1")),
         ({"shape": "batch=8"}, ("U054", "'batch=8'", '{"batch": 8}')),
         ({"inputs": "f.npz"}, ("U054", "'f.npz'", "read_npz")),

@@ -19,7 +19,8 @@ def test_limits_below_the_weights_are_refused_before_measuring(refused, model_fi
         3, ("--max-memory",), "compile", model_file, *SHAPE, "--max-memory", "cpu:0=1000,cpu:1=2000"
     )
     assert (
-        "cpu:0 (1000 bytes), cpu:1 (2000 bytes); all together lack 29768 bytes for the weights alone" in expected_words
+        "the weights need 29768 bytes more than all devices have together: cpu:0 (1000 bytes), cpu:1 (2000 bytes)"
+        in expected_words
     )
     assert "a number without GiB or MiB is in bytes" in expected_words
 
