@@ -9,8 +9,7 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.problem import PlacementProblem, commit_placement, placement_problem, require_memory
-from onnxplace.simulation import Simulation
+from onnxplace.problem import commit_placement, placement_problem, require_memory
 from onnxplace.state import Pass, State
 
 
@@ -34,16 +33,11 @@ class Single(Pass):
                 hint="choose another --placer, or change the device map",
             )
         candidates = pins or list(range(len(state.target.devices)))
-        simulations = {index: _simulate_alone(problem, index) for index in candidates}
+        devices = {index: np.full(len(problem.graph), index, dtype=np.int32) for index in candidates}
+        simulations = {index: problem.simulate(devices[index], problem.graph.order) for index in candidates}
         fitting_devices = [index for index in candidates if not problem.excess_bytes(simulations[index]).any()]
         if not fitting_devices:
             needed_bytes = np.max([simulations[index].peak_bytes for index in candidates], axis=0)
             require_memory(state.target, needed_bytes, self.name)
         best = min(fitting_devices, key=lambda index: (simulations[index].makespan_seconds, index))
-        device = np.full(len(problem.graph), best, dtype=np.int32)
-        return commit_placement(state, problem, device, simulations[best].start_seconds, self.name)
-
-
-def _simulate_alone(problem: PlacementProblem, index: int) -> Simulation:
-    """Return the simulated step of the whole graph on one device."""
-    return problem.simulate(np.full(len(problem.graph), index, dtype=np.int32), problem.graph.order)
+        return commit_placement(state, problem, devices[best], simulations[best].start_seconds, self.name)

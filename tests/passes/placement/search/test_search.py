@@ -16,7 +16,7 @@ from onnxplace.passes.placement.search import (
     coarsen,
     evaluate_candidate,
     explore,
-    placement_search as search_module,
+    placement_search,
 )
 from onnxplace.passes.placement.search.anneal_kernels import (
     BIASED_NODE,
@@ -411,7 +411,7 @@ def record_starts(monkeypatch):
             starts.append((len(space.problem.graph), start.name))
         return improve(space, start, budget, *arguments, **options)
 
-    monkeypatch.setattr(search_module, "improve", note)
+    monkeypatch.setattr(placement_search, "improve", note)
     return starts
 
 
