@@ -9,10 +9,12 @@ import os
 import signal
 import sys
 import traceback
+from _thread import interrupt_main
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Timer
 from typing import Any, TextIO
 
 import click
@@ -43,17 +45,17 @@ class CommandGroup(click.Group):
     """The commands, and those of plugins, which are listed without being imported."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return all names; a plugin cannot take that of a built-in command."""
+        """Return all names, built-in ones first; a plugin cannot take that of a built-in command."""
         from onnxplace.pipeline import list_entries
 
-        return sorted({*self.commands, *list_entries("commands")})
+        return [*dict.fromkeys((*sorted(self.commands), *sorted(list_entries("commands"))))]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; of a plugin, one that only says where it comes from."""
         from onnxplace.pipeline import list_entries
 
         if cmd_name not in self.commands and (entry := list_entries("commands").get(cmd_name)):
-            return click.Command(cmd_name, short_help=entry.summary)
+            return click.Command(cmd_name, short_help=f"Of the {entry.summary}.")
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(
@@ -69,7 +71,7 @@ class CommandGroup(click.Group):
         name = args[0]
         if name in self.commands:
             return super().resolve_command(ctx, args)
-        known = self.list_commands(ctx)
+        known = [*dict.fromkeys((*self.commands, *self.list_commands(ctx)))]
         if name in known or (name in OFFERED["commands"] and not ctx.resilient_parsing):
             return name, load_plugin_command(name), args[1:]
         if ctx.resilient_parsing:
@@ -322,6 +324,14 @@ def _handle_signal(number: int, _: object) -> None:
     sys.exit(SIGTERM_EXIT_CODE)
 
 
+def _repeat_interrupt(problem: sys.UnraisableHookArgs) -> None:
+    """Interrupt once more if Python dropped an interrupt, as it does with any exception of a destructor."""
+    if issubclass(problem.exc_type, KeyboardInterrupt):
+        Timer(0.02, interrupt_main).start()
+    else:
+        sys.__unraisablehook__(problem)
+
+
 def entry() -> None:
     """Run the console script; SIGTERM unwinds like Ctrl-C, and leaves no files."""
     for name in ("stdout", "stderr"):  # closed by the user (`>&-`); some versions of click fail then
@@ -329,6 +339,7 @@ def entry() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
     register_ending_handler(_handle_signal)
     signal.signal(signal.SIGTERM, _handle_signal)
+    sys.unraisablehook = _repeat_interrupt
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise it is ignored, for example by `nohup`
         signal.signal(signal.SIGINT, _handle_signal)
     try:

@@ -171,7 +171,7 @@ def test_a_kind_of_devices_from_a_plugin_is_found_compiled_for_and_run(site, com
 def test_a_command_of_a_plugin_is_listed_without_its_module_and_runs_like_built_in_ones(site, commands, compiled):
     help_, misspelt = ["--help"], ["share", str(compiled)]
     listed = commands(site, help_, misspelt)
-    assert re.search(rf"^  shares +plugin from {DISTRIBUTION}$", listed.results[0].out, re.MULTILINE)
+    assert re.search(rf"^  shares +Of the plugin from {DISTRIBUTION}\.$", listed.results[0].out, re.MULTILINE)
     assert listed.results[1].code == 2
     assert "did you mean 'shares'?" in listed.results[1].err
     assert MODULE not in listed.modules

@@ -57,7 +57,7 @@ ADD_COMMAND = """
 mkdir gain-1.0.dist-info
 printf 'Metadata-Version: 2.1\\nName: gain\\nVersion: 1.0\\n' > gain-1.0.dist-info/METADATA
 printf '[onnxplace.commands]\\ngain = gain:gain\\n' > gain-1.0.dist-info/entry_points.txt
-onnxplace --help | grep 'gain  *plugin from gain'
+onnxplace --help | grep 'gain  *Of the plugin from gain'
 onnxplace gain graph.json
 onnxplace gain graph.json --json --quiet
 """

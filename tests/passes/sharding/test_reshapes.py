@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnx import TensorProto, helper, parser
 
 from onnxplace.passes.sharding.layouts import Division, Layout
@@ -57,7 +57,7 @@ def layouts(draw, shape: tuple[int, ...], division: Division) -> Layout:
 
 
 @given(st.data(), reshapes(), SHARES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 def test_a_reshaped_part_is_the_part_of_the_reshaped_tensor(data, shapes, shares):
     source, result = shapes
     division = Division(shares)
@@ -72,7 +72,7 @@ def test_a_reshaped_part_is_the_part_of_the_reshaped_tensor(data, shapes, shares
 
 
 @given(st.data(), reshapes(), SHARES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 def test_reshaping_there_and_back_keeps_the_cut(data, shapes, shares):
     source, result = shapes
     division = Division(shares)
