@@ -222,7 +222,7 @@ class Soak:
         try:
             pickle.dumps(self.choose_session())
         except onnxplace.UsageError as problem:
-            require(problem.code == "U055", str(problem))
+            require(problem.code == "X006", str(problem))
 
     def fail(self) -> None:
         """Run with wrong inputs; the next run must be right."""

@@ -77,7 +77,7 @@ def compile_all(model: Path, batch: int, folder: Path) -> tuple[dict[str, onnxpl
         except OnnxplaceError as problem:
             print(f"{model.stem}, {what}: {problem.message}", file=sys.stderr)
     chosen = compile_model(model, folder / f"{model.stem}-chosen", objective="step", **{**options, "trial": True})
-    notes = [item.message for item in chosen.diagnostics if item.code in ("L069", "C004")]
+    notes = [item.message for item in chosen.diagnostics if item.code in ("P044", "C004")]
     kept = next(
         (note.rpartition("kept ")[2].partition(":")[0] for note in notes if "kept " in note),
         chosen.bundle.manifest.placer,

@@ -161,7 +161,7 @@ class InferenceSession(SessionMethods):
         runtime_class = cast("type[Runtime]", find_plugin("runtimes", runtime))
         if opened.manifest.states and not runtime_class.keeps_state:
             hint = "use --runtime onnxruntime, or compile without --state"
-            raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
+            raise UsageError("U045", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
         created = create_runtime(
             runtime_class,
             runtime,
@@ -264,7 +264,7 @@ class InferenceSession(SessionMethods):
         Raises the errors of `run` for unknown outputs and missing inputs, and for feeds without `user_data`.
         """
         if not callable(callback):
-            raise UsageError("U085", f"expected a callback that can be called, got {callback!r}")
+            raise UsageError("U054", f"expected a callback that can be called, got {callback!r}")
         has_user_data = user_data is not _NO_USER_DATA
 
         def report(outputs: list[Any] | None, error: BaseException | None) -> None:
@@ -333,7 +333,7 @@ class InferenceSession(SessionMethods):
         """
         if isinstance(feeds, Mapping) or not isinstance(feeds, Iterable):
             message = f"expected an iterable of feeds, one after the other, got {type(feeds).__name__}"
-            raise FeedError("F007", message, hint="write [feeds], or use run")
+            raise FeedError("U054", message, hint="write [feeds], or use run")
         names, split_states = self._checks.resolve_names(output_names), self._split_states
         return stream_results(
             feeds,

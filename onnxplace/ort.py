@@ -35,10 +35,10 @@ def import_onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as problem:
-        raise ExecutionError("R002", f"ONNX Runtime cannot be imported: {problem}", hint=INSTALL_HINT) from None
+        raise ExecutionError("R001", f"ONNX Runtime cannot be imported: {problem}", hint=INSTALL_HINT) from None
     if not hasattr(onnxruntime, "InferenceSession"):
         raise ExecutionError(
-            "R002",
+            "R001",
             "the installed onnxruntime is empty: another wheel that shares its files was removed",
             hint=f"pip uninstall -y {' '.join(WHEELS)}, then {INSTALL_HINT}",
         )

@@ -120,7 +120,7 @@ class SessionStates:
         raise self._make_error("does not count changes of its states")
 
     def _make_error(self, reason: str) -> UsageError:
-        return UsageError("S011", f"{self._owner} {reason}", hint="use --runtime onnxruntime")
+        return UsageError("U045", f"{self._owner} {reason}", hint="use --runtime onnxruntime")
 
 
 class RuntimeSession(ABC):
@@ -168,7 +168,7 @@ class RuntimeSession(ABC):
         """
         message = f"{type(self).__name__} has one set of states, and no conversations"
         hint = "use --runtime onnxruntime, or open a session for each conversation"
-        raise UsageError("S009", message, hint=hint)
+        raise UsageError("U045", message, hint=hint)
 
     @abstractmethod
     def close(self, timeout: float | None = None) -> None:
@@ -238,7 +238,7 @@ def unpicklable_error(what: str) -> UsageError:
     'a session cannot be copied or pickled'
     """
     hint = "pickle the bundle, and open a session in each process"
-    return UsageError("U055", f"{what} cannot be copied or pickled", hint=hint)
+    return UsageError("X006", f"{what} cannot be copied or pickled", hint=hint)
 
 
 class Runtime(ABC):
@@ -273,7 +273,7 @@ def create_runtime(runtime_class: Callable[..., Runtime], name: str, **options: 
     for key in chosen:
         if key not in parameters:
             message = f"runtime {name!r} has no option {key!r}"
-            raise UsageError("U086", message, where=key, hint=f"leave it out, or use the runtime mpi, which has {key}")
+            raise UsageError("U045", message, where=key, hint=f"leave it out, or use the runtime mpi, which has {key}")
     return runtime_class(**chosen)
 
 
@@ -287,6 +287,6 @@ def open_session(runtime: Runtime, bundle: Bundle, *, trace: bool, max_in_flight
     parameters = inspect.signature(runtime.open).parameters
     if "max_in_flight" not in parameters and all(item.kind is not item.VAR_KEYWORD for item in parameters.values()):
         message = f"runtime {runtime.name!r} has no bound on requests in flight: its `open` takes no max_in_flight"
-        raise UsageError("U080", message, where=str(bundle.path), hint="leave max_in_flight out")
+        raise UsageError("U045", message, where=str(bundle.path), hint="leave max_in_flight out")
     session: RuntimeSession = cast("Any", runtime).open(bundle, trace=trace, max_in_flight=max_in_flight)
     return session

@@ -147,7 +147,7 @@ def read_training_step(metadata: Mapping[str, str], where: str) -> TrainingStep 
         field = ".".join(str(part) for part in first["loc"])
         position = f" at {field!r}" if field else ""
         message = f"expected a description of a training step, it is malformed{position}: {first['msg']}"
-        raise ModelError("L022", message, where=place, hint=hint) from None
+        raise ModelError("L040", message, where=place, hint=hint) from None
     _require_known_version(text, place)
     return step
 
@@ -160,4 +160,4 @@ def _require_known_version(text: str, where: str) -> None:
         return
     if isinstance(version, int) and version > VERSION:
         message = f"expected version {VERSION} or older of the description of a training step, got {version}"
-        raise ModelError("L023", message, where=where, hint="update onnxplace, or remove this metadata")
+        raise ModelError("L040", message, where=where, hint="update onnxplace, or remove this metadata")

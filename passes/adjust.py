@@ -109,7 +109,7 @@ class Adjust(Pass):
         candidates = devices if pin < 0 else [devices[pin]]
         room = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in candidates)
         return InfeasibleError(
-            "P004",
+            "P001",
             f"the group of {name!r} fits on none of {room} next to the groups before it: it has {weights_bytes} bytes "
             f"of weights and needs {step_bytes} more in one step",
             where=self.name,

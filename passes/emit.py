@@ -55,7 +55,7 @@ class Emit(Pass):
             message = (
                 f"{count} of weights were copied, such as {written.copied[0]!r}: they are not contiguous in the file"
             )
-            state = state.with_notes(Diagnostic("N013", message, where=state[Model].name))
+            state = state.with_notes(Diagnostic("N011", message, where=state[Model].name))
         if self.link_weights and not written.is_linked:
             message = "there is nothing to link to: the model has no weights file of its own"
             state = state.with_notes(Diagnostic("N011", message, where=state[Model].name))

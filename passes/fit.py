@@ -168,7 +168,7 @@ class Fit(Pass):
         crossing = (
             f"{values} with {size} {'crosses' if len(value) == 1 else 'cross'}" if len(value) else "nothing crosses"
         )
-        return Diagnostic("P031", f"fits on {used or 'nothing, being empty'}; {crossing}", where=self.name)
+        return Diagnostic("P021", f"fits on {used or 'nothing, being empty'}; {crossing}", where=self.name)
 
 
 def _speed_tiers(problem: PlacementProblem) -> list[list[int]]:

@@ -99,7 +99,7 @@ class Pipelined(Pass):
         listed = ", ".join(f"{item.id} {load * 1e3:.3g} ms" for item, load in zip(state.target.devices, loads))
         replicas = f"{batches.replicas} replicas of " if batches.replicas > 1 else ""
         message = f"{replicas}{stages} stages, {batches.count} micro-batches, {self.schedule}: {listed}"
-        return Diagnostic("L066", message, where=self.name)
+        return Diagnostic("P021", message, where=self.name)
 
 
 def _read_parts(state: State) -> MicroBatches:

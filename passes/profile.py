@@ -164,7 +164,7 @@ def _report_hosts(target: Target, cost_class: str) -> list[Diagnostic]:
         return []
     message = f"measured on this machine, and used for devices of {format_names(hosts, quoted=False)}"
     return [
-        Diagnostic("C009", message, where=cost_class, hint="for other hardware: --costs of a bundle compiled there")
+        Diagnostic("C001", message, where=cost_class, hint="for other hardware: --costs of a bundle compiled there")
     ]
 
 

@@ -51,4 +51,4 @@ class Recompute(Pass):
             return parse_bytes(self.limit)
         except UsageError:
             message = f"expected bytes or fit, got {self.limit!r}"
-            raise UsageError("L073", message, where="recompute{limit=}", hint="recompute{limit=512MiB}") from None
+            raise UsageError("U005", message, where="recompute{limit=}", hint="recompute{limit=512MiB}") from None

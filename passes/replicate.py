@@ -68,4 +68,4 @@ class Replicate(Pass):
 
     def _make_error(self, text: str, problem: str) -> UsageError:
         hint = "write replicate{routes=cpu:2+cpu:3;cpu:4+cpu:5}: a device for each one with segments"
-        return UsageError("U078", f"route {text!r} cannot be taken: {problem}", where=f"pass {self.name!r}", hint=hint)
+        return UsageError("U075", f"route {text!r} cannot be taken: {problem}", where=f"pass {self.name!r}", hint=hint)

@@ -171,7 +171,7 @@ class Stages(Pass):
         else:
             proof = "not proven optimal"
         return Diagnostic(
-            "P030",
+            "P021",
             f"one result every {best.interval_seconds * 1e3:.4g} ms in steady state (largest load: "
             f"{problem.target.devices[index].id} {what} {best.interval_seconds * 1e3:.4g} ms); {kind}, {proof}",
             where=self.name,

@@ -43,6 +43,6 @@ def test_a_package_that_lost_its_files_to_another_wheel_is_an_error(tmp_path):
     (tmp_path / "onnxruntime" / "__init__.py").touch()
     result = run_devices(tmp_path)
     assert result.returncode != 0
-    assert result.stderr.startswith("error[R002]")
+    assert result.stderr.startswith("error[R001]")
     assert f"pip uninstall -y {' '.join(WHEELS)}" in result.stderr
     assert "Traceback" not in result.stderr

@@ -72,13 +72,13 @@ def test_a_model_without_metadata_is_no_training_step():
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
-        ("{", "L022", "it is malformed: Invalid JSON"),
-        ('{"loss": "loss"}', "L022", "at 'parameters': Field required"),
-        ('{"loss": "loss", "parameters": []}', "L022", "at 'parameters'"),
-        ('{"loss": 3, "parameters": [{"name": "w", "input": "w", "output": "n"}]}', "L022", "at 'loss'"),
-        (json.dumps({"version": 2, "loss": "l", "parameters": [{"name": "w", "input": "w", "output": "n"}]}), "L023",
+        ("{", "L040", "it is malformed: Invalid JSON"),
+        ('{"loss": "loss"}', "L040", "at 'parameters': Field required"),
+        ('{"loss": "loss", "parameters": []}', "L040", "at 'parameters'"),
+        ('{"loss": 3, "parameters": [{"name": "w", "input": "w", "output": "n"}]}', "L040", "at 'loss'"),
+        (json.dumps({"version": 2, "loss": "l", "parameters": [{"name": "w", "input": "w", "output": "n"}]}), "L040",
          "expected version 1 or older of the description of a training step, got 2"),
-        (json.dumps({"version": 2, "losses": ["l"]}), "L023", "got 2"),
+        (json.dumps({"version": 2, "losses": ["l"]}), "L040", "got 2"),
     ],
 )  # fmt: skip
 def test_malformed_metadata_is_refused(text, code, message):

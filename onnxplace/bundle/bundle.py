@@ -75,7 +75,7 @@ class Bundle:
         """
         if check not in get_args(Check):
             message = f"expected the check 'small' or 'all', got {check!r}"
-            raise UsageError("U051", message, where="load", hint="'small' hashes small files only, 'all' every file")
+            raise UsageError("U001", message, where="load", hint="'small' hashes small files only, 'all' every file")
         path = Path(path)
         manifest = _read_manifest(path)
         bundle = Bundle(path, manifest)
@@ -90,7 +90,7 @@ class Bundle:
         for name in (WHOLE_MODEL_FILE, weights, *(segment.file for segment in manifest.segments)):
             if name not in manifest.files:
                 raise BundleError(
-                    "N006", f"expected {name!r} among the files of the manifest", where=str(path / MANIFEST_FILE)
+                    "N002", f"expected {name!r} among the files of the manifest", where=str(path / MANIFEST_FILE)
                 )
         check_manifest(manifest, path / MANIFEST_FILE)
         return bundle
@@ -112,7 +112,7 @@ class Bundle:
         unsafe = "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts
         if unsafe or not (folder / name).resolve().is_relative_to(folder):
             raise BundleError(
-                "N005",
+                "N002",
                 f"it names a file outside {folder_text}: {name!r}",
                 where=str(self.path / MANIFEST_FILE),
                 hint=UNTRUSTED_HINT,
@@ -252,7 +252,7 @@ def _parse_manifest(path: Path, file: Path) -> Any:
     """Return a manifest's JSON; raises BundleError if the file is not JSON or lies outside the bundle."""
     try:
         if not file.resolve().is_relative_to(path.resolve()):
-            raise BundleError("N005", "it is a link out of the bundle", where=str(file), hint=UNTRUSTED_HINT)
+            raise BundleError("N002", "it is a link out of the bundle", where=str(file), hint=UNTRUSTED_HINT)
         with open_input(file, "N002") as stream:
             if (size := os.fstat(stream.fileno()).st_size) > MAX_MANIFEST_BYTES:
                 message = f"expected at most {MAX_MANIFEST_BYTES} bytes, got {size}"
@@ -272,20 +272,20 @@ def _parse_manifest(path: Path, file: Path) -> Any:
 def _check_file(file: Path, record: FileRecord, check: Check) -> None:
     """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash."""
     if file.exists() and not file.is_file():
-        raise BundleError("N004", "expected a regular file of the bundle", where=str(file), hint=DAMAGED_HINT)
+        raise BundleError("N002", "expected a regular file of the bundle", where=str(file), hint=DAMAGED_HINT)
     if not file.is_file():
-        raise BundleError("N004", "this file of the bundle is missing", where=str(file), hint=DAMAGED_HINT)
+        raise BundleError("N002", "this file of the bundle is missing", where=str(file), hint=DAMAGED_HINT)
     size = file.stat().st_size
     if size != record.bytes:
         raise BundleError(
-            "N007",
+            "N002",
             f"expected {record.bytes} bytes, as the manifest says, got {size}",
             where=str(file),
             hint="it was altered or truncated; compile the model again",
         )
     if (check == "all" or size <= MAX_SMALL_FILE_BYTES) and compute_sha256(file) != record.sha256:
         raise BundleError(
-            "N007",
+            "N002",
             "this file changed since the compile: its SHA-256 differs",
             where=str(file),
             hint="it was altered; compile the model again",
@@ -298,7 +298,7 @@ def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
     if not file.is_file():
         hint = "keep the bundle and the model's weights in the folder where it was compiled, or compile again"
         raise BundleError(
-            "N010", "this weights file, to which the bundle refers, is missing", where=str(file), hint=hint
+            "N009", "this weights file, to which the bundle refers, is missing", where=str(file), hint=hint
         )
     status = file.stat()
     if status.st_size != link.bytes:

@@ -25,7 +25,7 @@ SHARE_TOLERANCE = 1e-6
 
 
 def check_manifest(manifest: Manifest, where: Path) -> None:
-    """Raise BundleError for the first fault: N008 if nothing could run, N002 if a part does not fit another."""
+    """Raise BundleError for the first fault: N002 if nothing could run, N002 if a part does not fit another."""
     check_programs(manifest, where)
     check_routes(manifest, where)
     for fault in (*list_split_faults(manifest), *_list_initial_faults(manifest), *_list_batching_faults(manifest)):
@@ -41,13 +41,13 @@ def check_programs(manifest: Manifest, where: Path) -> None:
         _DryRun(manifest).run()
     except ValueError as problem:
         message = f"its programs cannot run: {problem}"
-        raise BundleError("N008", message, where=str(where), hint=DAMAGED_HINT) from None
+        raise BundleError("N002", message, where=str(where), hint=DAMAGED_HINT) from None
 
 
 def check_routes(manifest: Manifest, where: Path) -> None:
     """Raise BundleError unless each route gives the program of each device to another device of the target."""
     for fault in _list_route_faults(manifest):
-        raise BundleError("N008", f"its routes cannot be taken: {fault}", where=str(where), hint=DAMAGED_HINT)
+        raise BundleError("N002", f"its routes cannot be taken: {fault}", where=str(where), hint=DAMAGED_HINT)
 
 
 # ------------------------------------------------------------------------------------------------------------- programs

@@ -87,7 +87,7 @@ def _cut(state: SplitStateRecord, array: Array) -> list[Array]:
     size = sum(state.sizes)
     if array.ndim <= state.axis or array.shape[state.axis] != size:
         message = f"expected {size} elements along axis {state.axis}, got the shape {list(array.shape)}"
-        raise FeedError("F005", message, where=f"state {state.input!r}", hint="its axis is split over devices")
+        raise FeedError("F003", message, where=f"state {state.input!r}", hint="its axis is split over devices")
     return np.split(array, np.cumsum(state.sizes)[:-1], axis=state.axis)
 
 

@@ -101,7 +101,7 @@ def calibrate(
     sizes = _choose_sizes(sizes)
     if not seconds > 0:
         message = f"expected a positive number of seconds, got {seconds:g}"
-        raise UsageError("U015", message, where="--seconds", hint="30 seconds suffice for most machines")
+        raise UsageError("U005", message, where="--seconds", hint="30 seconds suffice for most machines")
     for device in target.devices:
         require_device(device)
     began = time.perf_counter()
@@ -161,7 +161,7 @@ def _choose_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     distinct = tuple(sorted(set(sizes)))
     if not distinct or distinct[0] < 1:
         message = f"expected positive sizes in bytes, got {distinct[0] if distinct else 'none'}"
-        raise UsageError("U015", message, where="--sizes", hint="write them as 1,4KiB,1MiB,64MiB")
+        raise UsageError("U005", message, where="--sizes", hint="write them as 1,4KiB,1MiB,64MiB")
     max_bytes = available_memory_bytes() // COPIES_PER_VALUE
     return tuple(size for size in distinct if size <= max_bytes) or distinct[:1]
 

@@ -95,7 +95,7 @@ def load_plugin_command(name: str) -> click.Command:
     command, entry = load_plugin("commands", name)
     if not isinstance(command, click.Command):
         where, hint = f"command {name!r} from {entry.distribution}", "decorate a function with click.command"
-        raise PluginError("G002", f"{entry.path} is not a click.Command", where=where, hint=hint)
+        raise PluginError("G001", f"{entry.path} is not a click.Command", where=where, hint=hint)
     add_verbosity_options(command)
     return command
 

@@ -110,7 +110,7 @@ def bench(
     note_core_shortage(opened, session_options["runtime"])
     if in_flight > 1 and opened.manifest.states:
         raise UsageError(
-            "U013",
+            "U042",
             "requests with states follow one another, so only one is in flight",
             where="--in-flight",
             hint="omit it",
@@ -150,7 +150,7 @@ def _require_recordable(path: Path, other_sizes: Sequence[Diagnostic]) -> None:
     from onnxplace.utils import require_writable
 
     for note in other_sizes:
-        raise UsageError("U113", note.message, where="--record", hint=note.hint)
+        raise UsageError("U042", note.message, where="--record", hint=note.hint)
     require_writable(path / MANIFEST_FILE)
 
 

@@ -44,7 +44,7 @@ def devices(
     from onnxplace.utils import require_writable, write_file
 
     if (sizes or seconds is not None) and not calibrate:
-        raise UsageError("U014", "--sizes and --seconds are options of --calibrate", hint="add --calibrate")
+        raise UsageError("U042", "--sizes and --seconds are options of --calibrate", hint="add --calibrate")
     if output:
         require_writable(output)
     default = local_target(devices)

@@ -161,7 +161,7 @@ def _require_scoring_only(options: Iterable[str]) -> None:
     conflicting = [_name_option(name) for name in options if _is_given(name)]
     if conflicting:
         names = ", ".join(conflicting)
-        raise UsageError("U052", f"--placement is scored as it is: it excludes {names}", hint="leave one of them out")
+        raise UsageError("U042", f"--placement is scored as it is: it excludes {names}", hint="leave one of them out")
 
 
 def _is_given(option: str) -> bool:

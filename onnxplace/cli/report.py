@@ -45,10 +45,10 @@ def report(bundles: tuple[Path, ...], *, output: Path | None, trace: Path | None
 
     if len(bundles) > MAX_BUNDLES:
         message = f"expected one or two bundles, got {len(bundles)}"
-        raise UsageError("U111", message, where="report", hint="write several reports")
+        raise UsageError("U042", message, where="report", hint="write several reports")
     if trace and len(bundles) > 1:
         message = f"expected one bundle with a trace, got {len(bundles)}"
-        raise UsageError("U112", message, where="--trace", hint="name one bundle, or leave --trace out")
+        raise UsageError("U042", message, where="--trace", hint="name one bundle, or leave --trace out")
     path = output or (None if json_ else Path("report.html"))
     if path:
         require_report(path, *bundles, trace)

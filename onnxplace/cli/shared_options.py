@@ -134,7 +134,7 @@ def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]
 def _check_seed(value: int) -> int:
     if value < 0:
         raise UsageError(
-            "U012", f"expected a seed of 0 or more, got {value}", where="--seed", hint="omit it for seed 0"
+            "U005", f"expected a seed of 0 or more, got {value}", where="--seed", hint="omit it for seed 0"
         )
     return value
 
@@ -151,9 +151,9 @@ def parse_shape(text: str) -> dict[str, int]:
         key, size = key.strip(), size.strip()
         if not key or not _SIZE.fullmatch(size):
             hint = "write dimensions as batch=8,seq=128"
-            raise UsageError("U011", f"not a dimension: {format_value(item)}", where="--shape", hint=hint)
+            raise UsageError("M022", f"not a dimension: {format_value(item)}", where="--shape", hint=hint)
         if key in sizes:
-            raise UsageError("U011", f"dimension {key!r} is given twice", where="--shape", hint="give it once")
+            raise UsageError("M022", f"dimension {key!r} is given twice", where="--shape", hint="give it once")
         sizes[key] = int(size)
     return sizes
 
@@ -208,7 +208,7 @@ def note_left_out_copies(copies: Sequence[CopyStatus]) -> None:
             times = "once" if copy.failures == 1 else f"{copy.failures} times"
             message = f"copy {index} on {copy.name} was left out {times}, last: {copy.last_failure}"
             hint = "it is open again" if copy.is_open else "the others took its requests; look at its hosts"
-            notes.append(Diagnostic("K015", message, hint=hint))
+            notes.append(Diagnostic("K014", message, hint=hint))
     print_notes(notes)
 
 

@@ -91,7 +91,7 @@ def train(bundle: Path, json_: bool, **options: Any) -> None:
         notes = trainer.load(plan.resume) if plan.resume else {}
         if plan.seed is not None and plan.seed != trainer.seed:
             message = f"the checkpoint was trained with seed {trainer.seed}, got {plan.seed}"
-            raise UsageError("L057", message, where="--seed", hint="leave --seed out")
+            raise UsageError("U042", message, where="--seed", hint="leave --seed out")
         sampler = BatchSampler(opened, plan.data, plan.batch, trainer.seed)
         _note_other_data(notes, sampler)
         _Run(trainer, sampler, plan, json_).run(bundle)
@@ -111,7 +111,7 @@ def _check_files(plan: TrainOptions, bundle: Path) -> None:
     if plan.plot:
         require_plot_format(plan.plot)
     if plan.save_every and not plan.save:
-        raise UsageError("L057", "--save-every needs a file for checkpoints", where="--save", hint="add --save F")
+        raise UsageError("U042", "--save-every needs a file for checkpoints", where="--save", hint="add --save F")
 
 
 def _note_other_data(notes: Any, sampler: BatchSampler) -> None:
@@ -182,10 +182,10 @@ class _Run:
             known = training.optimizer.get("lr") if training else None
             if isinstance(known, bool) or not isinstance(known, (int, float)):
                 message = "a schedule needs a learning rate, which the model does not name"
-                raise UsageError("L057", message, where="--lr", hint="add --lr 1e-3")
+                raise UsageError("U042", message, where="--lr", hint="add --lr 1e-3")
             rate = known
         if not (math.isfinite(rate) and rate >= 0):
-            raise UsageError("L043", f"expected a learning rate of 0 or more, got {rate}", where="--lr")
+            raise UsageError("U005", f"expected a learning rate of 0 or more, got {rate}", where="--lr")
         return make_schedule(plan.schedule, rate, plan.steps, plan.warmup)
 
     def _save(self) -> None:

@@ -141,7 +141,7 @@ def parse_cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
     try:
         _ = graph.order
     except ValueError as error:
-        raise InputError("D005", str(error), where=where) from None
+        raise InputError("D002", str(error), where=where) from None
     return replace(
         assemble_cost_graph(where, ids, graph, seconds, data, given_group, backward),
         notes=_note_missing_times(nodes, where),
@@ -157,7 +157,7 @@ def _note_missing_times(nodes: Sequence[Mapping[str, Any]], where: str) -> tuple
     similar = difflib.get_close_matches("compute_time_us", [str(key) for key in incomplete[0]], n=1)
     hint = f"it has {similar[0]!r}; write" if similar else "give every node"
     message = f"{len(incomplete)} of {len(nodes)} nodes have no compute_time_us, such as {name!r}: that counts as zero"
-    return (Diagnostic("D010", message, where=where, hint=f"{hint} compute_time_us, 0 where it takes no time"),)
+    return (Diagnostic("C002", message, where=where, hint=f"{hint} compute_time_us, 0 where it takes no time"),)
 
 
 def assemble_cost_graph(
@@ -218,7 +218,7 @@ def _collect_values(edges: Sequence[Mapping[str, Any]], position: Mapping[Hashab
         source, destination = edge.get("src"), edge.get("dst")
         for end in (source, destination):
             if not isinstance(end, Hashable) or end not in position:
-                raise InputError("D003", f"an edge names node {end!r}, expected the id of a node", where=where)
+                raise InputError("D002", f"an edge names node {end!r}, expected the id of a node", where=where)
         for tensor in _list_tensors(edge, where):
             label = tensor["name"] if tensor.get("name") is not None else ("edge", destination)
             key = (position[source], label)
@@ -243,7 +243,7 @@ def _list_tensors(edge: Mapping[str, Any], where: str) -> Sequence[Mapping[str, 
     ):
         hint = '"tensor" is a text, "tensors" a list like [{"name": "a:0", "bytes": 64}]'
         message = f"edge {edge.get('src')!r} -> {edge.get('dst')!r} does not say what it carries"
-        raise InputError("D003", message, where=where, hint=hint)
+        raise InputError("D002", message, where=where, hint=hint)
     return tensors
 
 
@@ -297,7 +297,7 @@ def _build_target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Ha
     entries = require_list(data, "devices", where)
     if not entries:
         raise InputError(
-            "D006", "the list of devices is empty", where=where, hint="name at least one, or give --devices N"
+            "D002", "the list of devices is empty", where=where, hint="name at least one, or give --devices N"
         )
     require_device_limit(len(entries), where)
     memory = [read_cost(entry, "memory_bytes", where) for entry in entries]

@@ -45,7 +45,7 @@ def read_costs(entries: Sequence[Mapping[str, Any]], key: str, where: str) -> Fl
             f"{key} add up to {numbers.sum():.3g}, expected at most {MAX_COST:.0e}",
             "correct the unit of the numbers",
         )
-        raise InputError("D004", message, where=where, hint=hint)
+        raise InputError("D002", message, where=where, hint=hint)
     return numbers
 
 
@@ -56,7 +56,7 @@ def read_cost(entry: Mapping[str, Any], key: str, where: str, missing: float = 0
         name = entry.get("name", entry.get("id", "?"))
         hint = "correct the number, or leave it out for zero"
         message = f"{key} of {format_value(name)} is {format_value(value)}, expected a number from 0 to {MAX_COST:.0e}"
-        raise InputError("D004", message, where=where, hint=hint)
+        raise InputError("D002", message, where=where, hint=hint)
     return value
 
 

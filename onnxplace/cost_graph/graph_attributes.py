@@ -53,10 +53,10 @@ def read_attributes(graph: networkx.DiGraph[Any]) -> AttributedGraph:
     """Return the nodes, edges and attributes of a networkx digraph; raise InputError for any other object."""
     if not hasattr(graph, "is_directed"):
         message = f"expected a networkx.DiGraph or MultiDiGraph, got {type(graph).__name__}"
-        raise InputError("D008", message, where="from_networkx")
+        raise InputError("D002", message, where="from_networkx")
     if not graph.is_directed():
         hint = "make a DiGraph whose edges lead from the node that makes a value to the one that reads it"
-        raise InputError("D008", "expected directed edges, found an undirected graph", where="from_networkx", hint=hint)
+        raise InputError("D002", "expected directed edges, found an undirected graph", where="from_networkx", hint=hint)
     return AttributedGraph(list(graph.nodes(data=True)), list(graph.edges(data=True)), graph.graph)
 
 
@@ -73,7 +73,7 @@ def describe(graph: AttributedGraph, where: str, device_count: int | None = None
     seconds = np.array([_number(data, "seconds", where, node) for node, data in nodes], dtype=float)
     if float(seconds.sum()) > MAX_SECONDS:
         message = f"seconds add up to {seconds.sum():.3g}, expected at most {MAX_SECONDS:.0e}"
-        raise InputError("D004", message, where=where)
+        raise InputError("D002", message, where=where)
     weights = [_weight_table(data, where, node) for node, data in nodes]
     _require_same_sizes(weights, where)
     document = {
@@ -141,12 +141,12 @@ def _json_node(
         if persistent != total and "weights_bytes" in data:
             found = f"weights_bytes of {_label(node)} is {format_value(persistent)}"
             message = f"{found}, expected {total}, as its weights add up to"
-            raise InputError("D004", message, where=where, hint="correct one of them, or leave weights_bytes out")
+            raise InputError("D002", message, where=where, hint="correct one of them, or leave weights_bytes out")
         persistent = total
     backward = data.get("backward", False)
     if not isinstance(backward, (bool, np.bool_)) and (isinstance(backward, str) or backward not in (0, 1)):
         message = f"backward of {_label(node)} is {format_value(backward)}, expected true or false"
-        raise InputError("D008", message, where=where)
+        raise InputError("D002", message, where=where)
     name = next((data[key] for key in ("name", "label") if data.get(key) is not None), node)
     return {
         "id": node,
@@ -188,7 +188,7 @@ def _number(data: Mapping[str, Any], key: str, where: str, *item: Hashable) -> f
     if not is_number or not 0 <= value <= max_value:
         message = f"{key} of {_label(*item)} is {format_value(value)}, expected a number from 0 to {max_value:.0e}"
         hint = f"declare {key} as a number (double or long), not as a text" if isinstance(value, str) else ""
-        raise InputError("D004", message, where=where, hint=hint)
+        raise InputError("D002", message, where=where, hint=hint)
     return value  # type: ignore[no-any-return]
 
 
@@ -198,7 +198,7 @@ def _bandwidth(attributes: Mapping[str, Any], where: str) -> float:
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not (value == math.inf or MIN_BYTES_PER_SECOND <= value <= sys.float_info.max):
         message = f"bytes_per_second of the graph is {format_value(value)}, expected a number above 0"
-        raise InputError("D004", message, where=where, hint="leave it out if transfers take no time per byte")
+        raise InputError("D002", message, where=where, hint="leave it out if transfers take no time per byte")
     return float(value)
 
 
@@ -207,15 +207,15 @@ def _devices(attributes: Mapping[str, Any], where: str, device_count: int | None
     example = '[{"id": 0, "memory_bytes": 8000000000}]'
     devices = attributes.get("devices")
     if isinstance(devices, str):
-        devices = parse_json(devices, "D006", f"a list of devices such as {example}", where)
+        devices = parse_json(devices, "D002", f"a list of devices such as {example}", where)
     if devices is None and device_count is not None:
         return [{"id": index, "memory_bytes": 0} for index in range(device_count)]
     if not devices:
         hint = f"give --devices N and --max-memory SIZE, or the graph an attribute devices such as {example}"
-        raise InputError("D006", "expected a graph that names devices, found none", where=where, hint=hint)
+        raise InputError("D002", "expected a graph that names devices, found none", where=where, hint=hint)
     if not isinstance(devices, (list, tuple)) or not all(isinstance(device, Mapping) for device in devices):
         message = f"the graph's devices are {format_value(devices)}, expected a list such as {example}"
-        raise InputError("D006", message, where=where)
+        raise InputError("D002", message, where=where)
     return [{key: device[key] for key in ("id", "memory_bytes") if key in device} for device in devices]
 
 
@@ -225,10 +225,10 @@ def _weight_table(data: Mapping[str, Any], where: str, node: Hashable) -> dict[s
     if _is_empty(table):
         return None
     if isinstance(table, str):
-        table = parse_json(table, "D004", f"the weights of {_label(node)}, by name", where)
+        table = parse_json(table, "D002", f"the weights of {_label(node)}, by name", where)
     if not isinstance(table, Mapping) or not all(_is_valid_size(key, size) for key, size in table.items()):
         message = f"weights of {_label(node)} are {format_value(table)}, expected bytes by name"
-        raise InputError("D004", message, where=where, hint='write them like {"kernel": 4096}')
+        raise InputError("D002", message, where=where, hint='write them like {"kernel": 4096}')
     return {name: int(size) for name, size in table.items()}
 
 
@@ -244,7 +244,7 @@ def _require_same_sizes(tables: Sequence[Mapping[str, int] | None], where: str) 
         for name, size in (table or {}).items():
             if sizes.setdefault(name, size) != size:
                 message = f"weight {format_value(name)} has {size} bytes at one node and {sizes[name]} at another"
-                raise InputError("D004", message, where=where, hint="give it one size, or two names")
+                raise InputError("D002", message, where=where, hint="give it one size, or two names")
 
 
 def _class_seconds(
@@ -268,4 +268,4 @@ def _note_missing_costs(items: Sequence[tuple[Any, ...]], key: str, kind: str, w
     hint = f"it has {similar[0]!r}; call it {key}" if similar else f"give every {kind} {key}, 0 where there are none"
     label = _label(*incomplete[0][:-1])
     message = f"{len(incomplete)} of {len(items)} {kind}s have no {key}, such as {label}: that counts as zero"
-    return (Diagnostic("D010", message, where=where, hint=hint),)
+    return (Diagnostic("C002", message, where=where, hint=hint),)

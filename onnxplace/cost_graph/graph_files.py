@@ -64,7 +64,7 @@ def require_graph_format(path: Path) -> None:
     if format_of(path) == "json":
         hint = "end it in .graphml (networkx, yEd, Gephi); .gz after it compresses"
         message = f"expected a file of GraphML, got {format_value(path.name)}"
-        raise UsageError("D009", message, where=format_path(path), hint=hint)
+        raise UsageError("U032", message, where=format_path(path), hint=hint)
 
 
 def write_graph(path: Path, graph: networkx.MultiDiGraph[Any]) -> None:
@@ -90,7 +90,7 @@ def _convert_to_texts(graph: networkx.MultiDiGraph[Any], where: str) -> networkx
         text = _convert_id(node, where)
         if text in texts:
             message = f"expected ids that differ as texts, found {format_value(texts[text])} and {format_value(node)}"
-            raise InputError("D009", message, where=where, hint="rename one of the two nodes")
+            raise InputError("U032", message, where=where, hint="rename one of the two nodes")
         texts[text] = node
         own = {"label": attributes["name"]} | {key: value for key, value in attributes.items() if key != "name"}
         if not isinstance(node, str):
@@ -109,7 +109,7 @@ def _convert_graph_attributes(attributes: Mapping[str, Any], where: str) -> dict
         devices = json.dumps(attributes["devices"])
     except TypeError:
         message = f"expected ids of devices that are texts or numbers, found {format_value(attributes['devices'])}"
-        raise InputError("D009", message, where=where) from None
+        raise InputError("U032", message, where=where) from None
     return _convert_attributes({**attributes, "devices": devices}, "the graph", where)
 
 
@@ -118,7 +118,7 @@ def _convert_id(node: Hashable, where: str) -> str:
     if type(node).__name__ not in ("str", *_ID_TYPES):
         hint = "networkx.convert_node_labels_to_integers gives every node a number"
         message = f"expected ids that are texts or numbers, found {format_value(node)}"
-        raise InputError("D009", message, where=where, hint=hint)
+        raise InputError("U032", message, where=where, hint=hint)
     return _require_xml(str(node), f"the id of node {format_value(node)}", where)
 
 
@@ -140,5 +140,5 @@ def _require_xml(text: str, label: str, where: str) -> str:
     """Return a text; raise InputError for characters that XML cannot hold."""
     if match := _NOT_IN_XML.search(text):
         message = f"{label} has the character U+{ord(match.group()):04X}, which XML cannot hold: {format_value(text)}"
-        raise InputError("D009", message, where=where, hint="rename it, or keep the graph in JSON")
+        raise InputError("U032", message, where=where, hint="rename it, or keep the graph in JSON")
     return text

@@ -123,7 +123,7 @@ class _GraphmlReader:
         for end, line in self.unresolved:
             if end not in self.nodes:
                 message = f"an edge names node {format_value(end)}, expected the id of a node"
-                raise self.error("D003", message, "declare the node, or correct the edge", line=line)
+                raise self.error("D002", message, "declare the node, or correct the edge", line=line)
         return AttributedGraph(list(self.nodes.items()), self.edges, self.graph.data)
 
     def error(self, code: str, message: str, hint: str = "", line: int | None = None) -> InputError:
@@ -192,12 +192,12 @@ class _GraphmlReader:
         """Begin an edge; its ends may come later."""
         source, destination = attributes.get("source"), attributes.get("target")
         if source is None or destination is None:
-            raise self.error("D003", "expected an edge with source and target, found one without")
+            raise self.error("D002", "expected an edge with source and target, found one without")
         label = f"edge {format_value(source)} -> {format_value(destination)}"
         own = attributes.get("directed")
         if not (self.directed if own is None else own in ("true", "1")):
             hint = 'say edgedefault="directed" if each edge leads from its source to its target'
-            raise self.error("D008", f"expected directed edges, found {label} without a direction", hint)
+            raise self.error("D002", f"expected directed edges, found {label} without a direction", hint)
         self._count()
         line = self.parser.CurrentLineNumber
         self.unresolved += [(end, line) for end in (source, destination) if end not in self.nodes]
@@ -239,7 +239,7 @@ class _GraphmlReader:
         """Store an attribute of the current node, edge or graph."""
         if column.name in self.item.data:
             message = f"{column.name} of {self.item.label} is given twice"
-            raise self.error("D008", message, "give it once")
+            raise self.error("D002", message, "give it once")
         self.item.data[column.name] = self.cast(column, text)
 
     def cast(self, column: Column, text: str) -> Any:
@@ -260,7 +260,7 @@ class _GraphmlReader:
         except (ValueError, KeyError):
             found = f"{column.name} of {self.item.label} is {format_value(text)}"
             message = f"{found}, expected a value of type {format_value(kind)}"
-            raise self.error("D004", message, "correct the value, or the type that the file declares") from None
+            raise self.error("D002", message, "correct the value, or the type that the file declares") from None
         return text
 
     def _count(self) -> None:

@@ -184,9 +184,9 @@ def find_kind(name: str) -> DeviceKind:
         raise PluginError("G001", message, where=where, hint=hint) from problem
     if not isinstance(plugin, type) or not issubclass(plugin, DeviceKind):
         hint = "it must subclass onnxplace.devices.DeviceKind"
-        raise PluginError("G002", f"{point.value} is not a DeviceKind", where=where, hint=hint)
+        raise PluginError("G001", f"{point.value} is not a DeviceKind", where=where, hint=hint)
     if missing := getattr(plugin, "__abstractmethods__", None):
-        raise PluginError("G003", f"{point.value} does not define {', '.join(sorted(missing))}", where=where)
+        raise PluginError("G001", f"{point.value} does not define {', '.join(sorted(missing))}", where=where)
     return plugin()
 
 

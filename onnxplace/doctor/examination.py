@@ -172,7 +172,7 @@ def examine(
     """
     if not 0 < seconds <= MAX_SECONDS:
         message = f"expected a positive number of seconds, at most {MAX_SECONDS:.0f}, got {seconds:g}"
-        raise UsageError("U015", message, where="--seconds", hint="120 seconds suffice for most machines")
+        raise UsageError("U005", message, where="--seconds", hint="120 seconds suffice for most machines")
     names = _name_devices(devices) if devices is not None else None
     examination = _Examination(seconds, limit_seconds, observer or (lambda *_: None))
     try:

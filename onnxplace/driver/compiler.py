@@ -96,7 +96,7 @@ def _require_model(model: object) -> None:
 
     if not isinstance(model, (str, Path, ModelProto)):
         message = f"expected a path or onnx.ModelProto, got {type(model).__name__}"
-        raise UsageError("U049", message, hint="onnx.load reads a file, onnxplace.compile takes its path too")
+        raise UsageError("U054", message, hint="onnx.load reads a file, onnxplace.compile takes its path too")
 
 
 def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) -> list[Diagnostic]:
@@ -183,7 +183,7 @@ def _report_spare_ways(ways: int | None, target: Target) -> list[Diagnostic]:
     if ways is None or ways <= count:
         return []
     message = f"operators can be split over {count} devices at most, {ways} were asked for"
-    return [Diagnostic("P063", message, where="--shard", hint="name more devices with --devices")]
+    return [Diagnostic("U075", message, where="--shard", hint="name more devices with --devices")]
 
 
 def _require_room(state: State) -> None:
@@ -226,7 +226,7 @@ def _report_unused_gpus(target: Target, devices: object) -> list[Diagnostic]:
         return []
     return [
         Diagnostic(
-            "T012",
+            "T011",
             f"this GPU ({gpu.name}) is not used: {problem}",
             where=device,
             hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]'",

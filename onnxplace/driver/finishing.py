@@ -190,7 +190,7 @@ class _Trials:
         seconds = {item.name: trial.step_seconds for item, trial in zip(candidates, trials)}
         best = min(candidates, key=lambda item: seconds[item.name] * (CLEAR_RATIO if item is first else 1.0))
         message = f"a training step, measured: {_list_times(seconds, format_milliseconds)}; kept {best.name}"
-        return best.with_notes(Diagnostic("L069", message, where="step"))
+        return best.with_notes(Diagnostic("P044", message, where="step"))
 
     def _compare_rates(self, candidates: Sequence[Candidate]) -> tuple[Candidate, RateTrial]:
         """Return the candidate with the most results per second, with requests in flight.

@@ -87,7 +87,7 @@ class CompileSettings:
             return int(text)
         hint = "--shard 2 splits operators over two devices; auto splits them where that is faster"
         message = f"expected auto, off or a number of devices, got {format_value(text)}"
-        raise UsageError("U073", message, where="--shard", hint=hint)
+        raise UsageError("U005", message, where="--shard", hint=hint)
 
     @property
     def is_placement_open(self) -> bool:
@@ -117,7 +117,7 @@ class CompileSettings:
             self.placer or self.objective != "latency" or self.budget_seconds is not None
         ):
             message = "--pipeline excludes --placer, --objective and --budget"
-            raise UsageError("U044", message, hint="name the placer in the pipeline, as in auto{seconds=10}")
+            raise UsageError("U042", message, hint="name the placer in the pipeline, as in auto{seconds=10}")
         self._check_sharding()
         self._check_recomputation()
 
@@ -130,26 +130,26 @@ class CompileSettings:
         except (UsageError, TypeError):
             hint = "auto: where nothing fits otherwise; always; or the memory that one device would have, such as 4GiB"
             message = f"expected auto, off, always or a size, got {format_value(self.recompute)}"
-            raise UsageError("L073", message, where="--recompute", hint=hint) from None
+            raise UsageError("U005", message, where="--recompute", hint=hint) from None
         if self.pipeline is not None:
             hint = "name the pass after profile: optimize,profile,recompute{limit=4GiB},coplace,..."
-            raise UsageError("L074", "--pipeline excludes --recompute", where="--recompute", hint=hint)
+            raise UsageError("U042", "--pipeline excludes --recompute", where="--recompute", hint=hint)
 
     def _check_sharding(self) -> None:
         ways = self.shard_ways
         if self.shard_map_text and ways == 1:
             message = "--shard-map says how to split operators, and --shard off not to"
-            raise UsageError("U074", message, where="--shard-map", hint="omit one of the two")
+            raise UsageError("U042", message, where="--shard-map", hint="omit one of the two")
         if ways in (None, 1):
             return
         if self.pipeline is not None:
             hint = "name the pass after profile: optimize,profile,shard{ways=2},coplace,..."
-            raise UsageError("U074", "--pipeline excludes --shard and --shard-map", hint=hint)
+            raise UsageError("U042", "--pipeline excludes --shard and --shard-map", hint=hint)
         if self.device_map_text or self.colocate:
             message = (
                 "--shard and --shard-map exclude --device-map and --colocate: parts of operators have their devices"
             )
-            raise UsageError("U074", message, hint="omit one of the two")
+            raise UsageError("U042", message, hint="omit one of the two")
 
 
 def _format_map(value: str | Path | Mapping[str, Any] | None) -> str:
@@ -235,7 +235,7 @@ def _require_one_emit(steps: Pipeline) -> None:
     if "emit" in names and names.index("emit") == len(names) - 1:
         return
     message = "the pipeline continues after it wrote its bundle" if "emit" in names else "the pipeline writes no bundle"
-    raise UsageError("U041", message, where=f"pipeline {steps}", hint="end it with split,emit")
+    raise UsageError("U002", message, where=f"pipeline {steps}", hint="end it with split,emit")
 
 
 def choose_output(model: object, output: str | Path | None, steps: Pipeline) -> Path:
@@ -265,7 +265,7 @@ def require_one_target(devices: object, target: object) -> None:
     """Raise UsageError if devices are named in two ways."""
     if target is not None and devices is not None:
         hint = "name the devices in the target file"
-        raise UsageError("U040", "--devices and --target exclude each other", hint=hint)
+        raise UsageError("U042", "--devices and --target exclude each other", hint=hint)
 
 
 def choose_target(

@@ -156,7 +156,7 @@ def require_training_step(model: Model, profile: Profile | None = None) -> None:
         return
     message = "--objective step is for training steps: this model carries no parameters from one call to the next"
     hint = "export it with onnxplace.torch.export_training_step, or name its parameters: --state 'new_*=*'"
-    raise UsageError("L067", message, where=model.name, hint=hint)
+    raise UsageError("L040", message, where=model.name, hint=hint)
 
 
 def suggest_objective(state: State) -> list[Diagnostic]:

@@ -14,9 +14,9 @@ _BUILT_IN: dict[str, type[Exception]] = {"F002": ValueError}
 # Code -> name of the exception of ONNX Runtime's own.
 _NAMES = {
     "N001": "InvalidProtobuf",
-    **dict.fromkeys(("F001", "F003", "F004", "F005", "U050"), "InvalidArgument"),
+    **dict.fromkeys(("F001", "F003"), "InvalidArgument"),
     **dict.fromkeys(("X001", "X014"), "Fail"),
-    **dict.fromkeys(("N002", "N004", "N005", "N006", "N007", "N008", "N012"), "InvalidProtobuf"),
+    "N002": "InvalidProtobuf",
     "N003": "Fail",
 }
 
@@ -61,7 +61,7 @@ def also_raise_as(error: E, kind: type[Exception]) -> E:
 
 def argument_error(kind: type[Exception], message: str, where: str = "", hint: str = "") -> UsageError:
     """Return the error for an argument that is not as ONNX Runtime has it, which raises an exception of this type."""
-    return also_raise_as(UsageError("U089", message, where=where, hint=hint), kind)
+    return also_raise_as(UsageError("U054", message, where=where, hint=hint), kind)
 
 
 def _combine(own: type[OnnxplaceError], other: type[Exception]) -> type[OnnxplaceError]:

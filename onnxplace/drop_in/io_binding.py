@@ -132,7 +132,7 @@ class IOBinding:
     def run(self, run: Callable[[list[str], dict[str, Any]], list[Any]]) -> None:
         """Let a session run with the bound inputs; write and keep its outputs."""
         if not self._outputs:
-            raise UsageError("U050", "no output is bound", where="IOBinding", hint="binding.bind_output(name)")
+            raise UsageError("F001", "no output is bound", where="IOBinding", hint="binding.bind_output(name)")
         for output in self._outputs.values():
             output.ready = False
         for (name, output), value in zip(self._outputs.items(), run(list(self._outputs), dict(self._inputs))):
@@ -161,7 +161,7 @@ class _Output:
             place = self._view if self._view is not None else to_python(self._bound)
             if not isinstance(value, np.ndarray) or (place.dtype, place.shape) != (value.dtype, value.shape):
                 message = f"the bound value is {_describe(place)}, the result is {_describe(value)}"
-                raise UsageError("U089", message, where=f"output {name!r}", hint="bind a value of that type and shape")
+                raise UsageError("U054", message, where=f"output {name!r}", hint="bind a value of that type and shape")
             if self._view is not None:
                 np.copyto(self._view, value)
             else:

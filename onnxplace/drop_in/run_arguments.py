@@ -123,14 +123,14 @@ class RequestChecks:
         for name in names:
             if name not in self._output_names and not self.split_states.expand_names([name])[1:]:
                 raise UsageError(
-                    "U050", f"the model has no output {name!r}", hint=suggest_nearest(name, self._output_names)
+                    "F001", f"the model has no output {name!r}", hint=suggest_nearest(name, self._output_names)
                 )
         return names or list(self._returned_names)
 
 
 def _make_kind_error(message: str, hint: str) -> UsageError:
     """Return the error for names of outputs of a wrong kind, for which ONNX Runtime raises TypeError."""
-    return also_raise_as(UsageError("U050", message, hint=hint), TypeError)
+    return also_raise_as(UsageError("F001", message, hint=hint), TypeError)
 
 
 _ARRAYS = frozenset({np.ndarray})

@@ -144,7 +144,7 @@ class SessionMethods(ABC):
         count = check_in_flight(last, "last", MAX_TRACED_REQUESTS)
         if self._recorder is None:
             hint = "InferenceSession(bundle, trace=True)"
-            raise UsageError("U084", "this session records no trace: it was opened without trace=True", hint=hint)
+            raise UsageError("U042", "this session records no trace: it was opened without trace=True", hint=hint)
         timelines = self.list_timelines()[-count:]
         predicted = predict_timelines(self._bundle.manifest, timelines)
         return chrome_trace(timelines, predicted, self._bundle.manifest, read_segment_nodes(self._bundle))

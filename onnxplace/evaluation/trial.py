@@ -116,7 +116,7 @@ def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
     if needed <= available:
         return None
     message = f"its CPU devices have {needed} cores, this machine {available}: they compete for cores"
-    return Diagnostic("T014", message, where=manifest.model)
+    return Diagnostic("F008", message, where=manifest.model)
 
 
 def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:

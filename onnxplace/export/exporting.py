@@ -115,14 +115,14 @@ def _find_writer(to: str, options: ExportOptions) -> Writer:
     """Return the writer of a format; raises UsageError for unknown formats and for options of other formats."""
     if to not in FORMATS:
         hint = f"{suggest_nearest(to, FORMATS)}; formats are {format_names(FORMATS, quoted=False)}"
-        raise UsageError("I010", f"there is no format {to!r}", where="--to", hint=hint)
+        raise UsageError("U001", f"there is no format {to!r}", where="--to", hint=hint)
     name, accepted = FORMATS[to]
     for option in options.list_given():
         if option not in accepted:
             owners = [other for other, (_, names) in FORMATS.items() if option in names]
             hint = f"omit it, or export --to {' or '.join(owners)}" if owners else "omit it"
             flag = f"--{option.replace('_', '-')}"
-            raise UsageError("I011", f"the format {to} has no option {flag}", where=flag, hint=hint)
+            raise UsageError("U004", f"the format {to} has no option {flag}", where=flag, hint=hint)
     module, _, function = name.partition(":")
     return cast(Writer, getattr(import_module(module), function))
 
@@ -132,7 +132,7 @@ def note_routes(manifest: Manifest, to: str) -> tuple[Diagnostic, ...]:
     if not manifest.routes:
         return ()
     message = f"the export has the first route only: {format_count(len(manifest.routes), 'further route')} left out"
-    return (Diagnostic("I012", message, where=to, hint="start the exported program once for each copy"),)
+    return (Diagnostic("I001", message, where=to, hint="start the exported program once for each copy"),)
 
 
 def require_one_host(manifest: Manifest, to: str) -> None:
@@ -141,4 +141,4 @@ def require_one_host(manifest: Manifest, to: str) -> None:
     if hosts:
         message = f"the bundle is for several hosts ({format_names(dict.fromkeys(hosts))}), expected devices of one"
         hint = "compile for the devices of one host, or run it with --runtime mpi"
-        raise InputError("I013", message, where=f"--to {to}", hint=hint)
+        raise InputError("I015", message, where=f"--to {to}", hint=hint)

@@ -64,10 +64,10 @@ def choose_name(text: str) -> str:
     name = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII).strip("_.-")
     if not name:
         hint = "use letters, digits, '_', '-' and '.'"
-        raise UsageError("I014", f"{text!r} cannot be the name of a model", where="--name", hint=hint)
+        raise UsageError("U005", f"{text!r} cannot be the name of a model", where="--name", hint=hint)
     if len(name) > MAX_NAME:
         message = f"expected a name of at most {MAX_NAME} characters, got {len(name)}: each model is a folder"
-        raise UsageError("I014", message, where="--name", hint="choose a shorter --name")
+        raise UsageError("U005", message, where="--name", hint="choose a shorter --name")
     return name
 
 
@@ -75,7 +75,7 @@ def choose_layout(manifest: Manifest, options: ExportOptions) -> str:
     """Return "ensemble" or "python"; raises UsageError or InputError where the wish cannot be met."""
     if options.layout not in LAYOUTS:
         hint = suggest_nearest(options.layout, LAYOUTS)
-        raise UsageError("I014", f"there is no layout {options.layout!r}", where="--layout", hint=hint)
+        raise UsageError("U005", f"there is no layout {options.layout!r}", where="--layout", hint=hint)
     if options.max_batch:
         require_batches(manifest, options)
         return "python"
@@ -93,10 +93,10 @@ def require_batches(manifest: Manifest, options: ExportOptions) -> None:
     """Raise an error unless Triton can join requests along the first axis of all inputs and outputs."""
     if not 2 <= options.max_batch <= MAX_BATCH:
         message = f"expected at least 2 rows, and at most {MAX_BATCH}, got {options.max_batch}"
-        raise UsageError("I014", message, where="--max-batch", hint="omit it: each request runs by itself")
+        raise UsageError("U005", message, where="--max-batch", hint="omit it: each request runs by itself")
     if options.layout == "ensemble":
         hint = "omit --layout, or use --layout python"
-        raise UsageError("I014", "only the layout python joins requests", where="--max-batch", hint=hint)
+        raise UsageError("U005", "only the layout python joins requests", where="--max-batch", hint=hint)
     record = manifest.batching
     reason = "this bundle was not examined for it" if record is None else record.reason
     if record is not None and record.dimension:
@@ -177,7 +177,7 @@ def note_custom_operators(manifest: Manifest) -> tuple[Diagnostic, ...]:
         return ()
     message = f"the server needs the library of the operators {format_names(manifest.custom_operators)}"
     hint = "in config.pbtxt: model_operations of each segment, or the parameter custom_op_libraries of the Python model"
-    return (Diagnostic("I016", message, where="--to triton", hint=hint),)
+    return (Diagnostic("I001", message, where="--to triton", hint=hint),)
 
 
 def note_defaults(manifest: Manifest) -> tuple[Diagnostic, ...]:
@@ -186,7 +186,7 @@ def note_defaults(manifest: Manifest) -> tuple[Diagnostic, ...]:
     if not optional:
         return ()
     message = f"the ensemble leaves out the inputs {format_names(optional)}, which keep their defaults"
-    return (Diagnostic("I017", message, where="--to triton", hint="to feed them, export --layout python"),)
+    return (Diagnostic("I001", message, where="--to triton", hint="to feed them, export --layout python"),)
 
 
 # ------------------------------------------------------------------------------------------------------------- ensemble

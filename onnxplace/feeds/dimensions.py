@@ -341,7 +341,7 @@ def dimensions_of_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) ->
     try:
         return {**sizes, **complete_sizes(sizes, certain)}
     except NoSizeError as problem:
-        raise FeedError("F005", f"the inputs contradict each other: {problem}") from None
+        raise FeedError("F003", f"the inputs contradict each other: {problem}") from None
 
 
 def dimension_keys(item: Declared) -> list[tuple[str, int | None]]:

@@ -92,7 +92,7 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
     {'x': array([ True, False])}
     """
     if not isinstance(feeds, Mapping):
-        raise FeedError("F007", f"expected a mapping from input names to arrays, got {format_value(feeds)}")
+        raise FeedError("U054", f"expected a mapping from input names to arrays, got {format_value(feeds)}")
     known = {item.name: item for item in inputs}
     for name in feeds:
         if name not in known:
@@ -206,12 +206,12 @@ def check_shape(shape: tuple[int, ...], item: Declared, symbols: dict[str, tuple
         return
     message = f"its shape is {list(shape)}, the model takes {describe_input(item)}"
     if len(shape) != len(item.shape):
-        raise FeedError("F004", message, where=where)
+        raise FeedError("F003", message, where=where)
     for axis, (size, entry) in enumerate(zip(shape, item.shape)):
         if isinstance(entry, int) and size != entry:
-            raise FeedError("F004", f"{message}: axis {axis} must be {entry}", where=where)
+            raise FeedError("F003", f"{message}: axis {axis} must be {entry}", where=where)
         if isinstance(entry, str):
             first, place = symbols.setdefault(entry, (size, f"{item.name}[{axis}]"))
             # Ones may be broadcast, and empty arrays are for branches that are not taken.
             if first != size and not {0, 1} & {first, size}:
-                raise FeedError("F005", f"dimension {entry!r} is {size} here and {first} in {place}", where=where)
+                raise FeedError("F003", f"dimension {entry!r} is {size} here and {first} in {place}", where=where)

@@ -35,11 +35,11 @@ def require_storable(outputs: Sequence[Declared]) -> None:
     for item in outputs:
         where = f"output {item.name[:80]!r}"
         if "\0" in item.name:
-            raise FeedError("F010", "a zip file cannot hold a name with NUL in it", where=where, hint=_HINT)
+            raise FeedError("U032", "a zip file cannot hold a name with NUL in it", where=where, hint=_HINT)
         max_bytes = MAX_NAME_BYTES - len(SUFFIX) - (_NUMBER_BYTES if _is_list(item) else 0)
         if (size := len(item.name.encode())) > max_bytes:
             message = f"expected a name of at most {max_bytes} bytes, got {size} bytes"
-            raise FeedError("F010", message, where=where, hint=_HINT)
+            raise FeedError("U032", message, where=where, hint=_HINT)
         for name in _archive_names(item):
             if (first := owner.setdefault(name, item.name)) != item.name:
                 raise _name_conflict_error(item.name, first)
@@ -74,7 +74,7 @@ def _is_element_name(name: str, list_name: str) -> bool:
 def _name_conflict_error(name: str, other: str) -> FeedError:
     """Return the error for two outputs whose names conflict in the file."""
     message = f"in an .npz file, it or its elements would have the same name as output {other[:80]!r}"
-    return FeedError("F010", message, where=f"output {name[:80]!r}", hint=_HINT)
+    return FeedError("U032", message, where=f"output {name[:80]!r}", hint=_HINT)
 
 
 def write_npz(path: Path, outputs: Mapping[str, Any]) -> None:

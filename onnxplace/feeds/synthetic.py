@@ -60,7 +60,7 @@ def _require_room(shapes: Mapping[str, tuple[int, ...]]) -> None:
         name = max(sizes, key=sizes.__getitem__)
         message = f"expected inputs of at most {memory_bytes // 2} bytes, half of the memory, got {sum(sizes.values())}"
         hint = "give smaller sizes with --shape, or real inputs with --inputs F.npz"
-        raise FeedError("F009", message, where=f"input {name!r} {list(shapes[name])}", hint=hint)
+        raise FeedError("M022", message, where=f"input {name!r} {list(shapes[name])}", hint=hint)
 
 
 def _random_array(random: np.random.Generator, item: Declared, shape: tuple[int, ...]) -> Array:
@@ -87,5 +87,5 @@ def _generated_type(item: Declared) -> np.dtype[Any]:
     if (dtype := numpy_type(item.dtype)) is None:
         message = f"expected a tensor type that numpy has, got {item.dtype}: no value can be generated"
         hint = "give real inputs with --inputs F.npz"
-        raise FeedError("M021", message, where=f"input {item.name!r}", hint=hint)
+        raise FeedError("M020", message, where=f"input {item.name!r}", hint=hint)
     return dtype

@@ -85,7 +85,7 @@ def find_launcher() -> MpiLauncher:
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     path = shutil.which("mpiexec", path=folders)
     if path is None:
-        raise UsageError("K003", "there is no mpiexec, which starts processes on several hosts", hint=INSTALL_HINT)
+        raise UsageError("K005", "there is no mpiexec, which starts processes on several hosts", hint=INSTALL_HINT)
     path = str(Path(path).absolute())
     version = _read_version(path)
     if "HYDRA" in version:
@@ -95,7 +95,7 @@ def find_launcher() -> MpiLauncher:
         return OpenMpi(path)
     first = next(iter(version.splitlines()), "nothing")
     expected = f"MPICH's mpiexec (HYDRA), or that of Open MPI {MIN_OPEN_MPI} or later"
-    raise UsageError("K003", f"expected {expected}, got {path}, which says {format_value(first)}", hint=INSTALL_HINT)
+    raise UsageError("K005", f"expected {expected}, got {path}, which says {format_value(first)}", hint=INSTALL_HINT)
 
 
 def _read_version(path: str) -> str:
@@ -225,7 +225,7 @@ class Connection:
             return str(Path(path).absolute())
         hint = "install an ssh client, or name another program with --remote-shell"
         message = f"expected a program, got {format_value(self.remote_shell)}"
-        raise UsageError("K002", message, where="--remote-shell", hint=hint)
+        raise UsageError("K005", message, where="--remote-shell", hint=hint)
 
     def run_on_hosts(self, hosts: Sequence[str], module: str, *arguments: str) -> list[str]:
         """Return what a module of onnxplace prints on each host; it runs on all of them at once.

@@ -110,7 +110,7 @@ def _expand_ranges(text: str, item: str) -> Iterator[str]:
 
 def _read_hostfile(path: str) -> Iterator[str]:
     """Yield the hosts of a file with one a line, and comments after `#`; those with slots as `name:slots`."""
-    lines = read_text(Path(path), "K008", "a hostfile").splitlines()
+    lines = read_text(Path(path), "K001", "a hostfile").splitlines()
     for number, line in enumerate(lines, 1):
         content = line.partition("#")[0].strip()
         if not content:
@@ -118,6 +118,6 @@ def _read_hostfile(path: str) -> Iterator[str]:
         match = _LINE.fullmatch(content)
         if match is None:
             message = f"expected a host name on a line, as in `node1` or `node1 slots=2`, got {format_value(content)}"
-            raise TargetError("K008", message, where=f"{path}, line {number}", hint="name one host on each line")
+            raise TargetError("K001", message, where=f"{path}, line {number}", hint="name one host on each line")
         slots = match["count"] or match["slots"]
         yield f"{match['name']}:{slots}" if slots else match["name"]

@@ -152,7 +152,7 @@ def _require_equal_versions(hosts: Sequence[HostDescription]) -> None:
                     f"expected {name} {first.versions[name] or 'none'}, as on {first.name}, got {version or 'none'}"
                 )
                 hint = "install the same versions on all hosts"
-                raise TargetError("K006", message, where=f"host {host.name}", hint=hint)
+                raise TargetError("K005", message, where=f"host {host.name}", hint=hint)
 
 
 def _fit_links(

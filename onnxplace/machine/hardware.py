@@ -86,7 +86,7 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
     if host := split_host(specs[0].id)[0]:
         message = f"{specs[0].id} is a device of host {host}; expected devices of this machine"
         hint = "leave the host out, or describe several hosts in a file for --target (docs/target.md)"
-        raise TargetError("T017", message, where="--devices", hint=hint)
+        raise TargetError("T005", message, where="--devices", hint=hint)
     hosts = [spec.id for spec in specs if _kind_of(spec.id).is_host]
     core_counts = dict(zip(hosts, divide_cores(len(hosts)) if hosts else ()))
     usable_bytes = max(available_memory_bytes() - RUNTIME_BYTES, 0)
@@ -125,7 +125,7 @@ def _describe_accelerator(spec: DeviceSpec, sharers: int) -> Device:
     hardware = find_hardware(device)
     if hardware is None:
         raise TargetError(
-            "T010",
+            "T011",
             "its memory cannot be read: the driver does not list it",
             where=device.id,
             hint="pip install nvidia-ml-py, or describe the machine with --target",

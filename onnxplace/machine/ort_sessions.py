@@ -124,12 +124,12 @@ def use_custom_operators(libraries: Sequence[str | Path]) -> Iterator[None]:
     """
     if isinstance(libraries, str | Path):
         message = f"expected a list of paths of libraries, got {format_value(str(libraries))}"
-        raise ModelError("M023", message, where="custom_op_libraries", hint=f"write [{str(libraries)!r}]")
+        raise ModelError("M010", message, where="custom_op_libraries", hint=f"write [{str(libraries)!r}]")
     paths = tuple(str(Path(library).resolve()) for library in libraries)
     for path in paths:
         if not os.path.isfile(path):
             hint = "give the path of a shared library with --custom-op-library"
-            raise ModelError("M023", "this library of operators does not exist", where=path, hint=hint)
+            raise ModelError("M010", "this library of operators does not exist", where=path, hint=hint)
         _register_library(import_onnxruntime().SessionOptions(), path)
     token = _custom_libraries.set(tuple(dict.fromkeys((*_custom_libraries.get(), *paths))))
     try:
@@ -170,7 +170,7 @@ def _register_library(options: Any, path: str) -> None:
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
         message = f"ONNX Runtime cannot load operators from it: {format_one_line(problem)}"
         hint = "it must be a shared library that exports RegisterCustomOps"
-        raise ModelError("M023", message, where=path, hint=hint) from None
+        raise ModelError("M010", message, where=path, hint=hint) from None
 
 
 def make_session_options(
@@ -230,7 +230,7 @@ def require_interpreter() -> None:
     """Raise ExecutionError once the interpreter ends."""
     if _is_ending:
         hint = "open and use sessions before the program ends"
-        raise ExecutionError("X013", "the interpreter is ending, so no session can be opened", hint=hint)
+        raise ExecutionError("X006", "the interpreter is ending, so no session can be opened", hint=hint)
 
 
 @contextmanager
@@ -321,7 +321,7 @@ def open_session(
         raise explain_refusal(problem, path_or_bytes, find_written_folder(options), device.id, place) from None
     if session.get_providers()[0] != kind.provider(device.options):
         hint = "`onnxplace devices` says why a GPU cannot be used"
-        raise ExecutionError("R003", f"ONNX Runtime fell back to the CPU, expected {device.id}", where=where, hint=hint)
+        raise ExecutionError("R001", f"ONNX Runtime fell back to the CPU, expected {device.id}", where=where, hint=hint)
     return session
 
 

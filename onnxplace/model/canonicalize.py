@@ -75,7 +75,7 @@ def take_apart(proto: ModelProto, where: str, folder: Path | None) -> ModelParts
         proto = inline_functions(proto, where)
     graph = proto.graph
     if not graph.output:
-        raise ModelError("M018", "the model has no outputs, expected at least one", where=where)
+        raise ModelError("M008", "the model has no outputs, expected at least one", where=where)
     for tensor in (*graph.initializer, *(tensor for node in graph.node for tensor in iterate_tensors(node))):
         check_tensor(tensor)
     opsets = merge_opsets(proto)
@@ -110,10 +110,10 @@ def _require_text(proto: ModelProto, where: str) -> None:
         for text in (*names, *(text for node in nodes for text in iterate_node_texts(node))):
             if not isinstance(text, str):
                 hint = "the file is damaged; copy or export it again"
-                raise ModelError("M003", f"a name in it is not text: {text[:40]!r}", where=where, hint=hint)
+                raise ModelError("M002", f"a name in it is not text: {text[:40]!r}", where=where, hint=hint)
     for entry in proto.opset_import:
         if not isinstance(entry.domain, str):
-            raise ModelError("M003", f"the name of an opset is not text: {entry.domain[:40]!r}", where=where)
+            raise ModelError("M002", f"the name of an opset is not text: {entry.domain[:40]!r}", where=where)
 
 
 def _clear_unknown_sizes(value: ValueInfoProto, where: str) -> ValueInfoProto:
@@ -127,14 +127,14 @@ def _clear_unknown_sizes(value: ValueInfoProto, where: str) -> ValueInfoProto:
     place, hint = f"{where}, input or output {value.name!r}", "the model is damaged; export it again"
     if (number := find_unknown_element(value.type)) is not None:
         message = f"it is declared with element type {number}, which ONNX does not have"
-        raise ModelError("M024", message, where=place, hint=hint)
+        raise ModelError("M008", message, where=place, hint=hint)
     if len(dims) > MAX_RANK:
         message = f"it is declared with {len(dims)} dimensions, expected at most {MAX_RANK}"
-        raise ModelError("M024", message, where=place, hint=hint)
+        raise ModelError("M008", message, where=place, hint=hint)
     for axis, dim in enumerate(dims):
         if not -1 <= dim.dim_value <= MAX_DIMENSION:
             message = f"it is declared with size {dim.dim_value} on axis {axis}, expected 0 to {MAX_DIMENSION}"
-            raise ModelError("M024", message, where=place, hint=hint)
+            raise ModelError("M008", message, where=place, hint=hint)
     if all(dim.dim_value >= 0 for dim in dims):
         return value
     result = ValueInfoProto()
@@ -183,7 +183,7 @@ def _return_initializers(
             continue
         if output.name not in initializers:
             hint = "the model is incomplete; export it again"
-            raise ModelError("M014", f"output {output.name!r} has no producer", where=where, hint=hint)
+            raise ModelError("M008", f"output {output.name!r} has no producer", where=where, hint=hint)
         value = claim_name(f"{output.name}/returned", taken_values)
         sources[output.name] = value
         nodes.append(helper.make_node("Identity", [output.name], [value], name=claim_name(value, taken_nodes)))
@@ -205,10 +205,10 @@ def require_no_recursion(proto: ModelProto, where: str) -> None:
     def visit(key: tuple[str, str], path: tuple[tuple[str, str], ...]) -> None:
         if len(path) > MAX_NESTED_CALLS and key in functions:
             message = f"its local functions call each other more than {MAX_NESTED_CALLS} deep"
-            raise ModelError("M009", message, where=where, hint="export the model without functions")
+            raise ModelError("M008", message, where=where, hint="export the model without functions")
         if key in path:
             calls = " -> ".join(f"{domain}.{name}" for domain, name in (*path[path.index(key) :], key))
-            raise ModelError("M009", f"a local function calls itself: {calls}", where=where, hint="unroll it")
+            raise ModelError("M008", f"a local function calls itself: {calls}", where=where, hint="unroll it")
         if key in functions and key not in checked:
             for node in walk_nodes(functions[key].node):
                 visit((node.domain, node.op_type), (*path, key))
@@ -229,11 +229,11 @@ def inline_functions(proto: ModelProto, where: str) -> ModelProto:
         if inlined.functions:  # those of another opset stay unless they may be converted
             inlined = inline_local_functions(infer_shapes(proto), convert_version=True)
     except Exception as problem:  # noqa: BLE001 - the inliner raises plain C++ errors
-        raise ModelError("M009", f"its local functions cannot be inlined: {problem}", where=where) from None
+        raise ModelError("M008", f"its local functions cannot be inlined: {problem}", where=where) from None
     if inlined.functions:
         name = inlined.functions[0].name
         hint = "export the model with one opset for all functions"
-        raise ModelError("M009", f"its local function {name!r} cannot be inlined", where=where, hint=hint)
+        raise ModelError("M008", f"its local function {name!r} cannot be inlined", where=where, hint=hint)
     return inlined
 
 
@@ -371,7 +371,7 @@ def index_producers(nodes: Sequence[NodeProto], initializers: Collection[str], w
             if name in producers or name in initializers:
                 place = f"{where}, node {node.name or node.op_type!r}"
                 hint = "the model is damaged; export it again"
-                raise ModelError("M013", f"value {name!r} has two producers, expected one", where=place, hint=hint)
+                raise ModelError("M008", f"value {name!r} has two producers, expected one", where=place, hint=hint)
             producers[name] = index
     return producers
 
@@ -401,7 +401,7 @@ def sort_topologically(
                 missing_counts[index] += 1
             elif name not in known:
                 place, hint = f"{where}, node {node.name!r}", "the model is incomplete; export it again"
-                raise ModelError("M014", f"it reads {name!r}, which has no producer", where=place, hint=hint)
+                raise ModelError("M008", f"it reads {name!r}, which has no producer", where=place, hint=hint)
     ready = [index for index, count in enumerate(missing_counts) if count == 0]
     order: list[int] = []
     while ready:
@@ -413,7 +413,7 @@ def sort_topologically(
                 heapq.heappush(ready, reader)
     if len(order) < len(nodes):
         cycle = _describe_cycle(nodes, producers, missing_counts)
-        raise ModelError("M015", f"the graph has a cycle: {cycle}", where=where)
+        raise ModelError("M008", f"the graph has a cycle: {cycle}", where=where)
     return [nodes[index] for index in order]
 
 

@@ -116,7 +116,7 @@ def parse_model(data: bytes, path: Path) -> ModelProto:
     except DecodeError:
         if data[:1] == b"\x08" and not hint:  # field 1, ir_version, which every writer of ONNX puts first
             raise ModelError(
-                "M003",
+                "M002",
                 f"the ONNX file is truncated or damaged ({len(data)} bytes)",
                 where=str(path),
                 hint="copy or export it again",
@@ -136,7 +136,7 @@ def require_unchanged(model: Model) -> None:
             changed = True
         if changed:
             hint = "compile again while no other program writes to it"
-            raise ModelError("M025", "this weights file changed while it was compiled", where=str(file), hint=hint)
+            raise ModelError("M005", "this weights file changed while it was compiled", where=str(file), hint=hint)
 
 
 def require_linkable(model: Model, bundle: Path) -> None:

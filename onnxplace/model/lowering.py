@@ -52,7 +52,7 @@ def bind(model: Model, dimensions: Mapping[str, int], samples: Mapping[str, Arra
         if "map(" in item.dtype:
             message = f"the model takes a map ({item.dtype}), which bundles do not"
             hint = "leave the nodes that read it, such as DictVectorizer, out of the model, and give it their results"
-            raise ModelError("M021", message, where=f"input {item.name!r}", hint=hint)
+            raise ModelError("M020", message, where=f"input {item.name!r}", hint=hint)
     keys = dict.fromkeys(key for item in inputs for key, size in dimension_keys(item) if size is None)
     _require_dimensions(keys, dimensions)
     if samples:
@@ -134,12 +134,12 @@ def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
             continue
         if (number := find_unknown_element(kind)) is not None:
             message = f"its element type would be {number}, which ONNX does not have"
-            raise ModelError("M024", message, where=f"value {name!r}", hint="the model is damaged; export it again")
+            raise ModelError("M008", message, where=f"value {name!r}", hint="the model is damaged; export it again")
         has_no_size = kind.tensor_type.elem_type in (TensorProto.STRING, TensorProto.UNDEFINED)
         size = math.prod(shape) if has_no_size else packed_size(kind.tensor_type.elem_type, shape)
         if size > MAX_VALUE_BYTES:
             message = f"its shape {list(shape)} would take at least {size} bytes, expected at most {MAX_VALUE_BYTES}"
-            raise ModelError("M024", message, where=f"value {name!r}", hint="give smaller sizes with --shape")
+            raise ModelError("M008", message, where=f"value {name!r}", hint="give smaller sizes with --shape")
         if not has_no_size:
             sizes[name] = size
     return sizes

@@ -107,7 +107,7 @@ def require_form(nodes: Iterable[NodeProto], versions: Mapping[str, int], where:
         if form is not None and (problem := _describe_problem(node, form)):
             place = f"{where}, node {node.name!r}"
             hint = "the model is damaged, or it declares another opset than it is written for; export it again"
-            raise ModelError("M026", f"{node.op_type} of opset {version} {problem}", where=place, hint=hint)
+            raise ModelError("M008", f"{node.op_type} of opset {version} {problem}", where=place, hint=hint)
 
 
 def _describe_problem(node: NodeProto, form: OperatorForm) -> str:
@@ -230,7 +230,7 @@ def _require_opsets(model: Model) -> None:
         open_session(proto.SerializeToString(), make_session_options([0], "none"))
     except ModelError:
         raise ModelError(
-            "M011",
+            "M010",
             f"opset {opsets[0].version} is newer than onnxruntime {import_onnxruntime().__version__} supports",
             where=model.name,
             hint="export the model with an older opset, or update onnxruntime",

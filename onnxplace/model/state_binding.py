@@ -41,7 +41,7 @@ def bind_states(model: Model, request: StateRequest) -> Model:
         for output, name in _expand_pair(left, right, model):
             if states.setdefault(name, output) != output:
                 message = f"input {name!r} is bound twice: to output {states[name]!r} and to {output!r}"
-                raise UsageError("S004", message, where=OPTION, hint="leave one of them out")
+                raise UsageError("S001", message, where=OPTION, hint="leave one of them out")
             _require_fit(model, output, name, f"{OPTION} {output}={name}")
     return replace(model, states=MappingProxyType(states))
 
@@ -74,7 +74,7 @@ def _expand_pair(left: str, right: str, model: Model) -> Iterator[tuple[str, str
     matching = [name for name in outputs if match_stars(left, left, name, name) is not None]
     if not matching:
         message = f"no output matches {left!r}" if "*" in left else f"the model has no output {left!r}"
-        raise UsageError("S002", message, where=OPTION, hint=suggest_nearest(left, outputs))
+        raise UsageError("S001", message, where=OPTION, hint=suggest_nearest(left, outputs))
     parts = right.split("*")
     candidates = [name for name in inputs if name.startswith(parts[0]) and name.endswith(parts[-1])]
     for output in matching:
@@ -83,7 +83,7 @@ def _expand_pair(left: str, right: str, model: Model) -> Iterator[tuple[str, str
         if not matching_inputs:
             name = _fill_stars(right, match_stars(left, left, output, output) or ())
             message = f"the model has no input {name!r} for output {output!r}"
-            raise UsageError("S002", message, where=OPTION, hint=suggest_nearest(name, inputs))
+            raise UsageError("S001", message, where=OPTION, hint=suggest_nearest(name, inputs))
         yield from ((output, name) for name in matching_inputs)
 
 
@@ -96,12 +96,12 @@ def _require_fit(model: Model, output: str, name: str, where: str) -> None:
     source = model.sources.get(output, output)
     if source in model.input_names:
         message = f"output {output!r} returns an input, expected a computed value"
-        raise ModelError("S003", message, where=where, hint="feed it again with each call")
+        raise ModelError("S001", message, where=where, hint="feed it again with each call")
     expected = declaration_of(next(value for value in model.inputs if value.name == name), model)
     if not expected.dtype.startswith("tensor("):
         message = f"input {name!r} has type {expected.dtype}, expected a tensor"
         hint = "only tensors can be states; feed it with each call"
-        raise ModelError("S003", message, where=where, hint=hint)
+        raise ModelError("S001", message, where=where, hint=hint)
     kind = next(value.type for value in model.outputs if value.name == output)
     if not kind.WhichOneof("value"):  # outputs need not declare a type
         kind = model.types.get(source, kind)
@@ -110,7 +110,7 @@ def _require_fit(model: Model, output: str, name: str, where: str) -> None:
     returned = Declared(output, format_type(kind), read_shape_entries(kind))
     if returned.dtype != expected.dtype or not _are_compatible(returned.shape, expected.shape):
         message = f"the output is {describe_input(returned)}, the input takes {describe_input(expected)}"
-        raise ModelError("S003", message, where=where, hint="bind values of one type and shape")
+        raise ModelError("S001", message, where=where, hint="bind values of one type and shape")
 
 
 def _are_compatible(one: Shape, other: Shape) -> bool:
@@ -146,7 +146,7 @@ def list_training_states(model: Model) -> Iterator[tuple[str, str]]:
     for state in model.training.list_states():
         if bound.setdefault(state.input, state.output) != state.output:
             message = f"input {state.input!r} is bound twice: to output {bound[state.input]!r} and to {state.output!r}"
-            raise ModelError("S004", message, where=name_metadata(model), hint="export the step again: remove one")
+            raise ModelError("S001", message, where=name_metadata(model), hint="export the step again: remove one")
         yield state.output, state.input
 
 
@@ -177,7 +177,7 @@ def require_scalar_loss(model: Model, name: str) -> None:
     described = describe_input(Declared(name, format_type(kind), read_shape_entries(kind)))
     message = f"expected the loss to be a scalar of floating-point type, got {described}"
     hint = "reduce it to one number, such as its mean over the batch, and export the step again"
-    raise ModelError("L020", message, where=f"{model.name}, output {name!r}", hint=hint)
+    raise ModelError("L005", message, where=f"{model.name}, output {name!r}", hint=hint)
 
 
 def _require_names(model: Model, step: TrainingStep) -> None:
@@ -196,4 +196,4 @@ def _require_names(model: Model, step: TrainingStep) -> None:
         for name in names:
             if name not in known_names:
                 message = f"it names {role} {name!r}, which the model does not have"
-                raise ModelError("L021", message, where=name_metadata(model), hint=suggest_nearest(name, known))
+                raise ModelError("L040", message, where=name_metadata(model), hint=suggest_nearest(name, known))

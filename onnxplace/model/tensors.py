@@ -131,7 +131,7 @@ def _choose_data_field(tensor: TensorProto, raw: bool) -> tuple[str, int]:
 
 
 def _build_damage_error(tensor: TensorProto, message: str) -> ModelError:
-    return ModelError("M019", message, where=f"weight {tensor.name!r}", hint=_DAMAGED_HINT)
+    return ModelError("M008", message, where=f"weight {tensor.name!r}", hint=_DAMAGED_HINT)
 
 
 def find_repository(folder: Path) -> Path | None:
@@ -182,7 +182,7 @@ def find_external_file(tensor: TensorProto, folder: Path | None) -> Path:
         kind = "a link that leads outside" if is_link else "outside"
         message = f"its external data is {kind} the model's folder: {location[:_MAX_SHOWN_CHARACTERS]!r}"
         hint = "replace the link by the file itself: cp -L" if is_link else "keep the weights file next to the model"
-        raise ModelError("M006", message, where=where, hint=hint)
+        raise ModelError("M005", message, where=where, hint=hint)
     if not exists:
         raise ModelError(
             "M005",
@@ -209,12 +209,12 @@ def find_external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path,
         offset, length = -1, size
     if offset < 0 or length < 0:
         raise ModelError(
-            "M007", f"its external data has an impossible range: {entries}", where=where, hint=_DAMAGED_HINT
+            "M005", f"its external data has an impossible range: {entries}", where=where, hint=_DAMAGED_HINT
         )
     file_size = file.stat().st_size
     if length != size or offset + length > file_size:
         raise ModelError(
-            "M007",
+            "M005",
             f"its external data is too short: expected {size} bytes at {offset} of {file}, which has {file_size}",
             where=where,
             hint="the file was cut, or it belongs to another model; copy it again",

@@ -220,7 +220,7 @@ def build_link_error(file: Path, folder: Path) -> UsageError:
     A bundle in `folder` can link to files in and below it only.
     """
     return UsageError(
-        "U033",
+        "U042",
         f"the bundle must be next to the weights: {file} is not in {folder} or below it",
         where="--link-weights",
         hint=f"choose an -o in {file.parent}, or copy the weights by leaving the option out",

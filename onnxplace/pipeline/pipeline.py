@@ -122,7 +122,7 @@ def run_pass(step: Pass, state: State) -> State:
             hint="this is a defect of the pass, please report it; --verbose shows where",
         ) from problem
     if not isinstance(after, State):
-        raise BrokenPassError("B006", f"expected it to return a State, got {after!r}", where=f"pass {step.name!r}")
+        raise BrokenPassError("B002", f"expected it to return a State, got {after!r}", where=f"pass {step.name!r}")
     _check_declaration(step, state, before, after)
     return after.without(*find_stale_facts(step, after.facts))
 
@@ -154,21 +154,21 @@ def _check_declaration(step: Pass, state: State, before: dict[type, Fact], after
         raise BrokenPassError("B002", "it altered its input", where=f"pass {step.name!r}")
     if after.target != state.target or after.diagnostics[: len(state.diagnostics)] != state.diagnostics:
         changed = "the target" if after.target != state.target else "earlier diagnostics"
-        raise BrokenPassError("B007", f"it changed {changed}", where=f"pass {step.name!r}")
+        raise BrokenPassError("B002", f"it changed {changed}", where=f"pass {step.name!r}")
     for kind in step.provides:
         if kind not in after:
-            raise BrokenPassError("B003", f"it did not provide {kind.__name__}", where=f"pass {step.name!r}")
+            raise BrokenPassError("B002", f"it did not provide {kind.__name__}", where=f"pass {step.name!r}")
     changed_kinds = [kind for kind in {**before, **after.facts} if before.get(kind) is not after.facts.get(kind)]
     for kind in changed_kinds:
         if kind not in step.provides:
             raise BrokenPassError(
-                "B004", f"it changed {kind.__name__}, which it does not list in `provides`", where=f"pass {step.name!r}"
+                "B002", f"it changed {kind.__name__}, which it does not list in `provides`", where=f"pass {step.name!r}"
             )
         try:
             after.facts[kind].check(after)
         except Exception as problem:
             raise BrokenPassError(
-                "B005", f"its {kind.__name__} is wrong: {problem}", where=f"pass {step.name!r}"
+                "B002", f"its {kind.__name__} is wrong: {problem}", where=f"pass {step.name!r}"
             ) from problem
 
 

@@ -114,10 +114,10 @@ def find_plugin(kind: Literal["passes", "runtimes"], name: str) -> type:
     if not isinstance(plugin, type) or not issubclass(plugin, base):
         expected = f"a {base.__name__}" if isinstance(plugin, type) else "a class"
         hint = f"it must subclass onnxplace.{base.__name__}"
-        raise PluginError("G002", f"{entry.path} is not {expected}", where=where, hint=hint)
+        raise PluginError("G001", f"{entry.path} is not {expected}", where=where, hint=hint)
     if inspect.isabstract(plugin):
         missing = ", ".join(sorted(plugin.__abstractmethods__))
-        raise PluginError("G003", f"{entry.path} does not define {missing}", where=where)
+        raise PluginError("G001", f"{entry.path} does not define {missing}", where=where)
     return plugin
 
 

@@ -42,17 +42,17 @@ def choose_placer(
     """
     if seconds is not None and not seconds > 0:
         hint = "auto{seconds=0,proposals=N} limits the search by number of moves"
-        raise UsageError("U053", f"expected more than 0 seconds, got {seconds:g} seconds", where="--budget", hint=hint)
+        raise UsageError("U005", f"expected more than 0 seconds, got {seconds:g} seconds", where="--budget", hint=hint)
     if objective not in OBJECTIVES:
-        raise UsageError("U048", f"unknown objective {objective!r}", hint=suggest_nearest(str(objective), OBJECTIVES))
+        raise UsageError("U001", f"unknown objective {objective!r}", hint=suggest_nearest(str(objective), OBJECTIVES))
     if placer and objective != "latency":
         hint = f"omit --placer to use {OBJECTIVES[objective]!r}, or omit --objective"
-        raise UsageError("U046", "--placer and --objective exclude each other", hint=hint)
+        raise UsageError("U042", "--placer and --objective exclude each other", hint=hint)
     specs = parse_pipeline(placer or OBJECTIVES[objective])
     spec = specs[0]
     if len(specs) > 1:
         hint = "name one pass; --pipeline of `onnxplace compile` takes several"
-        raise UsageError("U043", f"{placer!r} is not a placer but a pipeline", where="--placer", hint=hint)
+        raise UsageError("U001", f"{placer!r} is not a placer but a pipeline", where="--placer", hint=hint)
     options = dict(spec.options)
     known = {item.name for item in fields(_make_placer(spec))}
     for option, flag, value in (("seconds", "--budget", seconds), ("seed", "--seed", seed)):
@@ -61,7 +61,7 @@ def choose_placer(
         if option not in known:
             if option == "seconds":
                 message = f"placer {spec.name!r} does not search, so it has no time limit"
-                raise UsageError("U047", message, where=flag, hint="omit it, or choose --placer auto")
+                raise UsageError("U042", message, where=flag, hint="omit it, or choose --placer auto")
             continue
         options[option] = f"{value:g}" if option == "seconds" else str(value)
     chosen = PassSpec(spec.name, options)
@@ -79,11 +79,11 @@ def _make_placer(spec: PassSpec) -> Pass:
         raise UsageError("U001", f"unknown placer {spec.name!r}", where="--placer", hint=hint)
     placer = make_pass(spec.name, spec.options)
     if Placement not in placer.provides:
-        raise UsageError("U043", f"pass {spec.name!r} is not a placer", where="--placer", hint=hint)
+        raise UsageError("U001", f"pass {spec.name!r} is not a placer", where="--placer", hint=hint)
     if Placement in placer.requires:
         message = f"pass {spec.name!r} is not a placer: it starts from a placement"
         hint = f"put it after a placer in a --pipeline, as in m-etf,{spec.name}; --placer auto searches by itself"
-        raise UsageError("U043", message, where="--placer", hint=hint)
+        raise UsageError("U001", message, where="--placer", hint=hint)
     return placer
 
 

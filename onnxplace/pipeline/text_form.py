@@ -118,7 +118,7 @@ class _Reader:
 
     def make_error(self, message: str) -> UsageError:
         return UsageError(
-            "U003",
+            "U002",
             message,
             where=f"pipeline {self.text!r}",
             hint="write it like profile{repeat=5},coplace,fuse,m-etf,split,emit",
@@ -156,7 +156,7 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
         return kind(**values)
     except (TypeError, ValueError) as problem:
         raise UsageError(
-            "U006",
+            "U005",
             f"cannot build it with these options: {problem}",
             where=f"pass {kind.name!r}",
             hint=f"`onnxplace passes {kind.name}` lists them",

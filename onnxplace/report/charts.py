@@ -206,7 +206,7 @@ def _require_segments(spans: Sequence[_TraceEvent], known: frozenset[str], path:
         if span.category == "run" and span.name not in known:
             message = f"expected a trace of this bundle, found the segment {span.name!r} in it"
             hint = "trace the bundle again: `onnxplace run BUNDLE --trace F.json`"
-            raise InputError("D021", message, where=format_path(path), hint=hint)
+            raise InputError("D020", message, where=format_path(path), hint=hint)
 
 
 def _draw_events(

@@ -44,7 +44,7 @@ class BatchedSession(RuntimeSession):
         if threading.current_thread() is self.batcher.thread:
             hint = "start it from another thread, or use run_async, whose callbacks may run the session"
             message = "run was called by a callback on the thread that joins requests, which would wait for itself"
-            raise ExecutionError("X009", message, where=threading.current_thread().name, hint=hint)
+            raise ExecutionError("X006", message, where=threading.current_thread().name, hint=hint)
         token = object()
         try:
             if self.batcher.enter_directly(token):
@@ -78,7 +78,7 @@ class BatchedSession(RuntimeSession):
     def open_conversation(self) -> NoReturn:
         """Raise UsageError: requests are joined only where no states follow from them."""
         message = "requests that are joined have no states, and no conversations"
-        raise UsageError("S009", message, where=self._where, hint="open the session without batching")
+        raise UsageError("U045", message, where=self._where, hint="open the session without batching")
 
     def list_copies(self) -> tuple[CopyStatus, ...]:
         """Return the copies of the bundle, if the requests are joined for several."""
@@ -108,7 +108,7 @@ def open_serving_session(
         return open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
     if not isinstance(batching, Batching):
         hint = "such as batching=onnxplace.Batching(max_batch=8)"
-        raise UsageError("U082", f"expected a Batching, got {batching!r}", where="batching", hint=hint)
+        raise UsageError("U005", f"expected a Batching, got {batching!r}", where="batching", hint=hint)
     record = require_batching(bundle)
     session = open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
     try:

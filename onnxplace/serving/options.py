@@ -37,18 +37,18 @@ class Batching:
         is_whole = isinstance(self.max_batch, Integral) and not isinstance(self.max_batch, bool)
         if not is_whole or not 1 <= self.max_batch <= MAX_DIMENSION:
             message = f"expected max_batch to be an integer from 1 to {MAX_DIMENSION}, got {self.max_batch!r}"
-            raise UsageError("U082", message, where="Batching", hint="such as Batching(max_batch=8)")
+            raise UsageError("U005", message, where="Batching", hint="such as Batching(max_batch=8)")
         is_number = isinstance(self.max_delay_ms, Real) and not isinstance(self.max_delay_ms, bool)
         if not is_number or math.isnan(self.max_delay_ms) or not 0 <= self.max_delay_ms <= MAX_DELAY_MS:
             message = f"expected max_delay_ms to be a number from 0 to {MAX_DELAY_MS:.0f}, got {self.max_delay_ms!r}"
-            raise UsageError("U082", message, where="Batching", hint="such as Batching(max_delay_ms=2.0)")
+            raise UsageError("U005", message, where="Batching", hint="such as Batching(max_delay_ms=2.0)")
 
 
 def check_in_flight(count: int, name: str, maximum: int = MAX_REQUESTS) -> int:
     """Return a number of requests, such as those in flight; raises UsageError unless it is from 1 to `maximum`."""
     if not isinstance(count, Integral) or isinstance(count, bool) or not 1 <= count <= maximum:
         message = f"expected {name} to be an integer from 1 to {maximum}, got {count!r}"
-        raise UsageError("U081", message, hint=f"such as {name}=8")
+        raise UsageError("U005", message, hint=f"such as {name}=8")
     return int(count)
 
 
@@ -78,5 +78,5 @@ def check_timeout(timeout: float | None, minimum: float = 1e-9) -> float | None:
     if isinstance(timeout, bool) or not isinstance(timeout, Real) or not minimum <= timeout < MAX_TIMEOUT_SECONDS:
         least = "more than 0" if minimum else "0 or more"
         message = f"expected a timeout in seconds, {least} and less than {MAX_TIMEOUT_SECONDS:.0f}, got {timeout!r}"
-        raise UsageError("U056", message, hint="omit it to wait without a limit")
+        raise UsageError("U005", message, hint="omit it to wait without a limit")
     return float(timeout)

@@ -35,7 +35,7 @@ def require_host_name(name: str, where: str) -> None:
     if len(name) > MAX_HOST_NAME or not _HOST_NAME.fullmatch(name):
         message = f"expected a host name of at most {MAX_HOST_NAME} characters, got {format_value(name)}"
         hint = "write it in lower-case letters, digits, hyphens and dots, as in node1 or 10.0.0.1"
-        raise TargetError("T017", message, where=where, hint=hint)
+        raise TargetError("T005", message, where=where, hint=hint)
 
 
 def list_hosts(device_ids: Iterable[str]) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def require_hosts_on_all(device_ids: Sequence[str], where: str) -> None:
     if local is not None and remote is not None:
         message = f"{local} names no host, {remote} does"
         hint = f"name the host of every device, as in {split_host(remote)[0]}/{local}, or of none"
-        raise TargetError("T017", message, where=where, hint=hint)
+        raise TargetError("T005", message, where=where, hint=hint)
 
 
 def require_hosts_together(device_ids: Sequence[str], where: str) -> None:
@@ -68,7 +68,7 @@ def require_hosts_together(device_ids: Sequence[str], where: str) -> None:
         if host in left:
             message = f"expected the devices of host {host} one after another, got {device_id} after one of {previous}"
             hint = "list the devices of each host together: groups of devices that work closely are consecutive"
-            raise TargetError("T017", message, where=where, hint=hint)
+            raise TargetError("T005", message, where=where, hint=hint)
         if host != previous:
             left.add(previous)
         previous = host
@@ -90,14 +90,14 @@ def require_links(device_ids: Sequence[str], links: Collection[tuple[str, str]],
             if source in hosts:
                 hint = f'name two devices of the host, as in source = "{source}/cpu:0"'
             what = "host" if source in hosts else "device"
-            raise TargetError("T008", f"a link cannot lead from a {what} to itself", where=link, hint=hint)
+            raise TargetError("T007", f"a link cannot lead from a {what} to itself", where=link, hint=hint)
         for name in (source, destination):
             if name not in devices and name not in hosts:
                 hint = suggest_nearest(name, [*device_ids, *hosts])
-                raise TargetError("T003", f"the link names an unknown device: {name!r}", where=where, hint=hint)
+                raise TargetError("T007", f"the link names an unknown device: {name!r}", where=where, hint=hint)
         if (source in hosts) != (destination in hosts):
             message = "expected two devices or two hosts as the ends of a link, got one of each"
-            raise TargetError("T008", message, where=link, hint=f"hosts: {format_names(hosts, quoted=False)}")
+            raise TargetError("T007", message, where=link, hint=f"hosts: {format_names(hosts, quoted=False)}")
     if hosts:
         _require_links_between(device_ids, set(links), where)
 
@@ -115,4 +115,4 @@ def _require_links_between(device_ids: Sequence[str], links: Set[tuple[str, str]
                     f'add [[links]] with source = "{source_host}", destination = "{destination_host}", '
                     "latency_seconds and bytes_per_second: networks differ too much for a default"
                 )
-                raise TargetError("T018", message, where=where, hint=hint)
+                raise TargetError("T007", message, where=where, hint=hint)

@@ -27,11 +27,11 @@ def require_number(
     if not is_number or isinstance(value, bool) or not minimum <= value <= maximum:
         kind = "whole number" if whole else "number"
         message = f"expected a {kind} from {minimum} to {maximum} for {name}, got {format_value(value)}"
-        raise TargetError("T008", message, where=where)
+        raise TargetError("T007", message, where=where)
 
 
 def require_device_limit(count: int, where: str) -> None:
     """Raise TargetError for more devices than onnxplace supports."""
     if count > MAX_DEVICES:
         message = f"expected at most {MAX_DEVICES} devices, got {count}"
-        raise TargetError("T015", message, where=where, hint="name fewer devices: each pair of them has its links")
+        raise TargetError("T005", message, where=where, hint="name fewer devices: each pair of them has its links")

@@ -88,7 +88,7 @@ def parse_device_spec(text: str, where: str = "--devices") -> DeviceSpec:
         key, equals, value = item.partition("=")
         if not equals or key.strip() in options:
             message = f"expected options as name=value, each once, got {format_value(item)}"
-            raise TargetError("T016", message, where=f"{where} {text}")
+            raise TargetError("T005", message, where=f"{where} {text}")
         options[key.strip()] = value.strip()
     require_device_options(device_id, options, f"{where} {text}")
     return DeviceSpec(device_id, options)
@@ -101,10 +101,10 @@ def require_device_options(device_id: str, options: Mapping[str, str], where: st
         if name not in allowed:
             message = f"{device_id} has no option {format_value(name)}"
             hint = suggest_nearest(name, allowed) if allowed else "write it without options"
-            raise TargetError("T016", message, where=where, hint=hint)
+            raise TargetError("T005", message, where=where, hint=hint)
         if value not in allowed[name]:
             message = f"expected one of {', '.join(allowed[name])} for {name}, got {format_value(value)}"
-            raise TargetError("T016", message, where=where, hint=suggest_nearest(str(value), allowed[name]))
+            raise TargetError("T005", message, where=where, hint=suggest_nearest(str(value), allowed[name]))
 
 
 def parse_devices(text: str | Sequence[str], where: str = "--devices") -> tuple[DeviceSpec, ...]:
@@ -120,10 +120,10 @@ def parse_devices(text: str | Sequence[str], where: str = "--devices") -> tuple[
     devices = tuple(parse_device_spec(item, where) for item in items)
     ids = [device.id for device in devices]
     if not ids:
-        raise TargetError("T001", "the list of devices is empty", where=where, hint="try --devices cpu:0,cpu:1")
+        raise TargetError("T005", "the list of devices is empty", where=where, hint="try --devices cpu:0,cpu:1")
     if len(set(ids)) < len(ids):
         raise TargetError(
-            "T002", "a device is named twice", where=f"{where} {','.join(ids)}", hint="name each device once"
+            "T005", "a device is named twice", where=f"{where} {','.join(ids)}", hint="name each device once"
         )
     require_hosts_on_all(ids, where)
     _require_whole_or_parts(ids, where)
@@ -138,7 +138,7 @@ def _require_whole_or_parts(ids: Sequence[str], where: str) -> None:
         if whole != device_id and whole in ids:
             message = f"{whole} is named as a whole and in parts"
             hint = f"name either {whole}, or its parts {whole}/0,{whole}/1"
-            raise TargetError("T002", message, where=f"{where} {','.join(ids)}", hint=hint)
+            raise TargetError("T005", message, where=f"{where} {','.join(ids)}", hint=hint)
 
 
 def parse_device_ids(text: str | Sequence[str], where: str = "--devices") -> tuple[str, ...]:
@@ -179,10 +179,10 @@ def parse_bytes(text: str) -> int:
     # Texts that are too long to be shown are no amounts; matching them could take long.
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text if len(text) <= MAX_SHOWN else "")
     if not match or match[2].lower() not in _UNIT_BYTES:
-        raise UsageError("U010", f"expected an amount of memory, got {format_value(text)}", hint=hint)
+        raise UsageError("U005", f"expected an amount of memory, got {format_value(text)}", hint=hint)
     amount = float(match[1]) * _UNIT_BYTES[match[2].lower()]
     if amount > MAX_MEMORY_BYTES:
-        raise UsageError("U010", f"expected at most 2**60 bytes of memory, got {text!r}", hint=hint)
+        raise UsageError("U005", f"expected at most 2**60 bytes of memory, got {text!r}", hint=hint)
     return int(amount)
 
 
@@ -200,10 +200,10 @@ def parse_memory(text: str, device_ids: Iterable[str]) -> dict[str, int]:
         device_id, _, amount = item.strip().partition("=")
         if device_id not in ids:
             message = f"no device {device_id!r} to limit"
-            raise TargetError("T004", message, where="--max-memory", hint=suggest_nearest(device_id, ids))
+            raise TargetError("T005", message, where="--max-memory", hint=suggest_nearest(device_id, ids))
         if device_id in limits:
             raise TargetError(
-                "T002", f"{device_id} is limited twice", where="--max-memory", hint="name each device once"
+                "T005", f"{device_id} is limited twice", where="--max-memory", hint="name each device once"
             )
         limits[device_id] = parse_bytes(amount)
     return limits

@@ -161,10 +161,10 @@ class Shared:
             require_number(self, name, where, 1, MAX_SLOWDOWN)
         require_number(self, "memory_bytes_per_second", where, 0, MAX_BYTES_PER_SECOND)
         if len(set(self.devices)) < max(len(self.devices), 2):
-            raise TargetError("T008", "expected two or more devices, each named once", where=where)
+            raise TargetError("T007", "expected two or more devices, each named once", where=where)
         if len({split_host(name)[0] for name in self.devices}) > 1:
             message = f"expected devices of one host, got devices of {format_names(list_hosts(self.devices))}"
-            raise TargetError("T008", message, where=where, hint="write an entry for each host")
+            raise TargetError("T007", message, where=where, hint="write an entry for each host")
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,12 @@ class Target:
 
     def __post_init__(self) -> None:
         if not self.devices:
-            raise TargetError("T001", "the list of devices is empty", hint="name at least one, such as cpu:0")
+            raise TargetError("T005", "the list of devices is empty", hint="name at least one, such as cpu:0")
         require_device_limit(len(self.devices), "target")
         position = {device.id: index for index, device in enumerate(self.devices)}
         if len(position) < len(self.devices):
             where = ", ".join(device.id for device in self.devices)
-            raise TargetError("T002", "a device is named twice", where=where, hint="name each device once")
+            raise TargetError("T005", "a device is named twice", where=where, hint="name each device once")
         require_hosts_on_all(list(position), "target")
         require_hosts_together(list(position), "target")
         require_links(list(position), [(link.source, link.destination) for link in self.links])
@@ -194,7 +194,7 @@ class Target:
             for device_id in entry.devices:
                 if device_id not in position:
                     message = f"the shared entry names an unknown device: {device_id!r}"
-                    raise TargetError("T003", message, where="target", hint=suggest_nearest(device_id, position))
+                    raise TargetError("T007", message, where="target", hint=suggest_nearest(device_id, position))
         object.__setattr__(self, "_position", position)
 
     @property
@@ -206,7 +206,7 @@ class Target:
         """Return the index of a device; raises TargetError with the nearest name if there is none."""
         if device_id not in self._position:
             message = f"no device {device_id!r} in this target"
-            raise TargetError("T004", message, hint=suggest_nearest(device_id, self._position))
+            raise TargetError("T005", message, hint=suggest_nearest(device_id, self._position))
         return self._position[device_id]
 
     def with_all_links(self) -> Target:

@@ -26,13 +26,13 @@ def read_target(path: str | Path) -> Target:
     'cpu:0'
     """
     try:
-        data = tomllib.loads(read_text(path, "T006", "TOML"))
+        data = tomllib.loads(read_text(path, "T007", "TOML"))
     except InputError as problem:
-        raise TargetError("T006", problem.message, where=problem.where, hint=problem.hint) from None
+        raise TargetError("T007", problem.message, where=problem.where, hint=problem.hint) from None
     except RecursionError:
-        raise TargetError("T006", "not TOML: it is nested too deeply", where=str(path)) from None
+        raise TargetError("T007", "not TOML: it is nested too deeply", where=str(path)) from None
     except ValueError as problem:  # a syntax error, or a number of thousands of digits
-        raise TargetError("T006", f"not TOML: {format_one_line(problem)}", where=str(path)) from None
+        raise TargetError("T007", f"not TOML: {format_one_line(problem)}", where=str(path)) from None
     try:
         return _parse_target(data)
     except TargetError as problem:

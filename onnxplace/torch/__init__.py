@@ -22,4 +22,4 @@ def __getattr__(name: str) -> object:
 
         message = "PyTorch is not installed"
         hint = "install onnxplace with its extra: pip install 'onnxplace[torch]'"
-        raise UsageError("L001", message, where=f"onnxplace.torch.{name}", hint=hint) from None
+        raise UsageError("U110", message, where=f"onnxplace.torch.{name}", hint=hint) from None

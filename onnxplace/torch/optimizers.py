@@ -68,7 +68,7 @@ def plan_optimizer(optimizer: Any, names: Mapping[int, str]) -> OptimizerPlan:
     kinds = {torch.optim.SGD: "sgd", torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}
     if type(optimizer) not in kinds:
         message = f"expected an optimiser among SGD, Adam and AdamW of torch.optim, got {type(optimizer).__name__}"
-        raise UsageError("L008", message, where="export_training_step", hint="AdamW is a good choice for most models")
+        raise UsageError("L002", message, where="export_training_step", hint="AdamW is a good choice for most models")
     kind = kinds[type(optimizer)]
     plans, steps = [], set()
     for group in optimizer.param_groups:
@@ -77,7 +77,7 @@ def plan_optimizer(optimizer: Any, names: Mapping[int, str]) -> OptimizerPlan:
             if id(tensor) not in names:
                 message = f"the optimiser has a parameter {list(tensor.shape)} that neither the module nor the loss has"
                 hint = "make the optimiser from module.parameters()"
-                raise UsageError("L009", message, where="export_training_step", hint=hint)
+                raise UsageError("L010", message, where="export_training_step", hint=hint)
             state = optimizer.state.get(tensor, {})
             steps.add(int(to_number(state.get("step", 0)) or 0))
             moments = list_moments(kind, options, state, tensor)
@@ -85,10 +85,10 @@ def plan_optimizer(optimizer: Any, names: Mapping[int, str]) -> OptimizerPlan:
             plans.append(ParameterPlan(names[id(tensor)], options, moments, has_moments))
     if len(steps) > 1:
         message = f"parameters of the optimiser have done different numbers of steps: {format_names(map(str, steps))}"
-        raise UsageError("L009", message, where="export_training_step", hint="export before the first step")
+        raise UsageError("L010", message, where="export_training_step", hint="export before the first step")
     if not plans:
         message = "the optimiser has no parameters"
-        raise UsageError("L009", message, where="export_training_step", hint="make it from module.parameters()")
+        raise UsageError("L010", message, where="export_training_step", hint="make it from module.parameters()")
     rates = [plan.options["lr"] for plan in plans]
     return OptimizerPlan(kind, next((rate for rate in rates if rate), 0.0), steps.pop(), tuple(plans))
 

@@ -76,11 +76,11 @@ def check_options(gradient_accumulation: Any, loss_scale: Any, clip: Any) -> Non
     """Raise UsageError for options that mean nothing."""
     if not isinstance(gradient_accumulation, int) or gradient_accumulation < 1:
         message = f"expected a whole number of at least 1, got {format_value(gradient_accumulation)}"
-        raise UsageError("L011", message, where=f"{WHERE}: gradient_accumulation", hint="it splits the batch")
+        raise UsageError("U005", message, where=f"{WHERE}: gradient_accumulation", hint="it splits the batch")
     for name, value in (("loss_scale", loss_scale), ("clip", clip)):
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
             message = f"expected a positive number or None, got {format_value(value)}"
-            raise UsageError("L011", message, where=f"{WHERE}: {name}")
+            raise UsageError("U005", message, where=f"{WHERE}: {name}")
 
 
 def check_batch(batch: Mapping[str, torch.Tensor], parts: int) -> None:
@@ -89,7 +89,7 @@ def check_batch(batch: Mapping[str, torch.Tensor], parts: int) -> None:
     if parts > 1 and (not sizes or sizes[0] % parts or sizes[0] < parts):
         size = f"a batch of {sizes[0]}" if sizes else "no batch axis"
         message = f"the example has {size}, which cannot be split into {parts} equal micro-batches"
-        raise UsageError("L011", message, where=f"{WHERE}: gradient_accumulation", hint="use a multiple as batch size")
+        raise UsageError("U005", message, where=f"{WHERE}: gradient_accumulation", hint="use a multiple as batch size")
 
 
 def check_parameters(trained: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -99,13 +99,13 @@ def check_parameters(trained: Mapping[str, torch.Tensor], tensors: Mapping[str, 
         dtype = trained[wrong[0]].dtype
         message = f"expected trained parameters in float32, got {dtype} for {format_names(wrong)}"
         hint = "module.float() makes them float32; torch.autocast inside the loss computes in half precision"
-        raise UsageError("L012", message, where=WHERE, hint=hint)
+        raise UsageError("L002", message, where=WHERE, hint=hint)
     unknown = [name for name, tensor in tensors.items() if tensor.dtype not in ONNX_TYPES]
     if unknown:
         message = (
             f"{format_names(unknown)} have types that ONNX Runtime does not have, such as {tensors[unknown[0]].dtype}"
         )
-        raise UsageError("L012", message, where=WHERE, hint="use float32 or int64; complex numbers as two tensors")
+        raise UsageError("L002", message, where=WHERE, hint="use float32 or int64; complex numbers as two tensors")
 
 
 def check_callables(module: Any, loss: Callable[..., Any]) -> None:
@@ -232,7 +232,7 @@ def note_unused(problem: Problem, gradients: Mapping[str, Any]) -> None:
     unused = [user_name(name) for name in problem.trained if gradients[name] is None]
     if len(unused) == len(problem.trained):
         message = "the loss does not depend on any trained parameter"
-        raise UsageError("L006", message, where=WHERE, hint="do not detach() what the loss needs")
+        raise UsageError("L005", message, where=WHERE, hint="do not detach() what the loss needs")
     if unused:
         text = f"the loss does not depend on these parameters, which stay as they are: {format_names(unused)}"
         warnings.warn(text, stacklevel=3)

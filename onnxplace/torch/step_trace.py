@@ -170,7 +170,7 @@ def read_loss(returned: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         raise UsageError("L005", message, where="export_training_step", hint=hint)
     if returned.grad_fn is None:
         message = "the loss does not depend on any trained parameter: there are no gradients"
-        raise UsageError("L006", message, where="export_training_step", hint="do not detach() what the loss needs")
+        raise UsageError("L005", message, where="export_training_step", hint="do not detach() what the loss needs")
     wrong = [name for name, item in metrics.items() if not isinstance(item, torch.Tensor)]
     if wrong:
         message = f"expected metrics to be tensors, got others for {format_names(wrong)}"
@@ -244,7 +244,7 @@ def run_trace(
             hint = "replace item(), if tensor: and masks as indices by torch.where and fixed shapes"
             raise ModelError("L003", message, where=where, hint=hint) from error
         raise ModelError(
-            "L004",
+            "L003",
             f"its code fails while it is traced: {kind}: {str(error).splitlines()[0] if str(error) else ''}",
             where=where,
             hint="check that it trains in torch with this example; with dynamic_batch=False, sizes are numbers",
@@ -280,4 +280,4 @@ def check_symbols(environment: Any, batch: Mapping[str, torch.Tensor]) -> None:
     if reasons:
         message = f"the code works for some batch sizes only: {reasons[0]}"
         hint = "export with dynamic_batch=False, for the batch size of the example"
-        raise UsageError("L007", message, where="export_training_step", hint=hint)
+        raise UsageError("L003", message, where="export_training_step", hint=hint)

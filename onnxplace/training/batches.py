@@ -44,7 +44,7 @@ class BatchSampler:
         self._seed = seed
         if self.batch > self.rows:
             message = f"expected at least the {self.batch} rows of a batch, its arrays have {self.rows}"
-            raise FeedError("L051", message, where=format_path(path), hint="use a smaller --batch, or more data")
+            raise FeedError("F011", message, where=format_path(path), hint="use a smaller --batch, or more data")
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     @property
@@ -80,7 +80,7 @@ def _read_rows(bundle: Bundle, path: Path) -> dict[str, Array]:
         if item.name not in arrays and not item.optional:
             hint = f"{suggest_nearest(item.name, arrays)}; write it with numpy.savez(path, {item.name}=array)"
             message = f"it has no array {item.name!r}, which the step takes: {describe_input(item)}"
-            raise FeedError("L050", message, where=format_path(path), hint=hint)
+            raise FeedError("F002", message, where=format_path(path), hint=hint)
     rows = {item.name: np.asarray(arrays[item.name]) for item in inputs if item.name in arrays}
     for labels in bundle.manifest.training.labels if bundle.manifest.training else ():
         labels.check(rows, format_path(path))
@@ -91,12 +91,12 @@ def _count_rows(arrays: Mapping[str, Array], path: Path) -> int:
     """Return the number of rows, which all arrays share."""
     rows = {name: len(array) for name, array in arrays.items() if array.ndim}
     if not rows:
-        raise FeedError("L050", "it has no array with rows", where=format_path(path), hint="give a row per example")
+        raise FeedError("F002", "it has no array with rows", where=format_path(path), hint="give a row per example")
     first = next(iter(rows))
     for name, count in rows.items():
         if count != rows[first]:
             message = f"{name!r} has {count} rows, {first!r} has {rows[first]}"
-            raise FeedError("L052", message, where=format_path(path), hint="the first axis of each array is its rows")
+            raise FeedError("F011", message, where=format_path(path), hint="the first axis of each array is its rows")
     return rows[first]
 
 
@@ -107,12 +107,12 @@ def _choose_batch(bundle: Bundle, inputs: list[Declared], batch: int) -> int:
         if isinstance(size, int) and batch and size != batch:
             message = f"expected {size} rows, as the model takes of {item.name!r}, got {batch}"
             raise UsageError(
-                "L053", message, where="--batch", hint="leave it out, or export the step with dynamic rows"
+                "F011", message, where="--batch", hint="leave it out, or export the step with dynamic rows"
             )
         compiled = size if isinstance(size, int) else bundle.manifest.dimensions.get(str(size), 0)
         batch = batch or compiled
     if batch < 1:
-        raise UsageError("L053", "the model does not say the rows of a batch", where="--batch", hint="give --batch")
+        raise UsageError("F011", "the model does not say the rows of a batch", where="--batch", hint="give --batch")
     return batch
 
 
@@ -178,7 +178,7 @@ def iterate_batches(loader: Iterable[Any], repeats: bool) -> Iterator[Any]:
     """
     if not isinstance(loader, Iterable) or isinstance(loader, (dict, str, bytes)):
         message = f"expected an iterable of batches, got {type(loader).__name__}"
-        raise FeedError("L046", message, where="train", hint="give a list or a generator of mappings, name -> array")
+        raise FeedError("U054", message, where="train", hint="give a list or a generator of mappings, name -> array")
     while True:
         count = 0
         for batch in loader:
@@ -188,4 +188,4 @@ def iterate_batches(loader: Iterable[Any], repeats: bool) -> Iterator[Any]:
         if not repeats or isinstance(loader, Iterator):
             return
         if not count:
-            raise FeedError("L046", "the loader has no batches", where="train", hint="check its data and batch size")
+            raise FeedError("U054", "the loader has no batches", where="train", hint="check its data and batch size")

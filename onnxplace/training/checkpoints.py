@@ -85,26 +85,26 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint, model: str) -> None:
 def read_checkpoint(path: Path, specs: Mapping[str, StateSpec]) -> Checkpoint:
     """Map a checkpoint into memory.
 
-    Raises InputError L041 for one of another model, and L042 for a file that is damaged, too new, or no checkpoint.
+    Raises InputError for one of another model, and for a file that is damaged, too new, or no checkpoint.
     """
     where = format_path(path)
-    file = map_arrays(path, "L042", _DAMAGED_HINT)
+    file = map_arrays(path, "L041", _DAMAGED_HINT)
     metadata = file.metadata
     if metadata.get("format") != FORMAT:
         message = "a safetensors file, but not a checkpoint of onnxplace: its metadata does not say so"
         hint = "trainer.save writes checkpoints; for weights: trainer.load_state_dict(arrays, strict=False)"
-        raise InputError("L042", message, where=where, hint=hint)
+        raise InputError("L041", message, where=where, hint=hint)
     try:
         if (version := int(metadata["version"])) > VERSION:
             message = f"expected version {VERSION} of checkpoints or older, got {version}"
-            raise InputError("L042", message, where=where, hint="update onnxplace")
+            raise InputError("L041", message, where=where, hint="update onnxplace")
         step, seed = int(metadata["step"]), int(metadata["seed"])
         notes = json.loads(metadata.get("notes", "{}"))
         # Without a hash, the name of the hash was altered.
         if not (0 <= step < MAX_NUMBER and 0 <= seed < MAX_NUMBER and isinstance(notes, dict) and file.has_hash):
             raise ValueError
     except (KeyError, ValueError, RecursionError):
-        raise InputError("L042", "its metadata is malformed", where=where, hint=_DAMAGED_HINT) from None
+        raise InputError("L041", "its metadata is malformed", where=where, hint=_DAMAGED_HINT) from None
     check_states(file.arrays, specs, where)
     return Checkpoint(file.arrays, step, seed, {str(key): str(value) for key, value in notes.items()})
 

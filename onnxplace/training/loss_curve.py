@@ -30,7 +30,7 @@ class LossCurve:
         """
         if not path.exists():
             return
-        text = read_text(path, "L054", "a loss curve (CSV)")
+        text = read_text(path, "U031", "a loss curve (CSV)")
         try:
             rows = list(csv.DictReader(io.StringIO(text)))
             if any(None in row or None in row.values() for row in rows):
@@ -38,7 +38,7 @@ class LossCurve:
             self.rows = [dict(row) for row in rows if int(row["step"]) <= step and float(row["loss"]) is not None]
         except (KeyError, TypeError, ValueError, csv.Error):
             message = f"expected a loss curve, a CSV file with the columns {', '.join(COLUMNS)}"
-            raise InputError("L054", message, where=format_path(path), hint="choose another --log") from None
+            raise InputError("U031", message, where=format_path(path), hint="choose another --log") from None
 
     @property
     def last_step(self) -> int:
@@ -80,9 +80,9 @@ def require_plot_format(path: Path) -> None:
     """Raise UsageError unless a picture can be written: its format is known, and matplotlib is there."""
     if path.suffix.lower() not in PLOT_FORMATS:
         message = f"expected a file that ends with {', '.join(PLOT_FORMATS)}, got {format_path(path)}"
-        raise UsageError("L055", message, where="--plot")
+        raise UsageError("U032", message, where="--plot")
     try:
         import matplotlib as matplotlib
     except ImportError:
         message = "pictures need matplotlib, which is not installed"
-        raise UsageError("L056", message, where="--plot", hint="pip install 'onnxplace[train]'") from None
+        raise UsageError("U110", message, where="--plot", hint="pip install 'onnxplace[train]'") from None

@@ -29,16 +29,16 @@ def copy_into_module(states: Mapping[str, Array], module: Any) -> None:
     torch = sys.modules.get("torch")  # whoever has a module of torch has imported it
     if torch is None or not isinstance(module, torch.nn.Module):
         message = f"expected a torch.nn.Module, got {type(module).__name__}"
-        raise UsageError("L048", message, where="load_into")
+        raise UsageError("L041", message, where="load_into")
     targets = module.state_dict(keep_vars=True)
     where, hint = f"load_into {type(module).__name__}", "give the module from which the step was exported"
     if missing := [name for name in states if name not in targets]:
-        raise UsageError("L048", f"the module has no {format_names(missing)}", where=where, hint=hint)
+        raise UsageError("L041", f"the module has no {format_names(missing)}", where=where, hint=hint)
     for name, array in states.items():
         shape = tuple(targets[name].shape)
         if shape != array.shape:
             message = f"{name!r} has the shape {list(shape)} in the module, expected {list(array.shape)}"
-            raise UsageError("L048", message, where=where, hint=hint)
+            raise UsageError("L041", message, where=where, hint=hint)
     with torch.no_grad():
         for name, array in states.items():
             # Arrays of a checkpoint are read-only, of which torch warns.
@@ -55,7 +55,7 @@ _MODULE_HINT = "copy the parameters into the module, trainer.load_into(module.ev
 def write_inference_model(path: Path, bundle: Bundle, training: TrainingRecord, states: Mapping[str, Array]) -> None:
     """Write the forward part of a training step; `states` are by the names of users.
 
-    Raises UsageError L049 if the step does not say what its module returns, or if inference would compute otherwise.
+    Raises UsageError L040 if the step does not say what its module returns, or if inference would compute otherwise.
     """
     import onnx
 
@@ -63,7 +63,7 @@ def write_inference_model(path: Path, bundle: Bundle, training: TrainingRecord, 
     outputs = training.inference.outputs
     if not outputs:
         message = "the step does not say which values its module returns"
-        raise UsageError("L049", message, where=where, hint=_MODULE_HINT)
+        raise UsageError("L040", message, where=where, hint=_MODULE_HINT)
     model = onnx.load(bundle.file(WHOLE_MODEL_FILE), load_external_data=False)
     values = {name: states[key] for name, key in name_states(training).items() if key in states}
     nodes, read = _select_nodes(model.graph, outputs, values)
@@ -72,7 +72,7 @@ def write_inference_model(path: Path, bundle: Bundle, training: TrainingRecord, 
     result = _build_model(model, nodes, read, values, outputs)
     if (size := result.ByteSize()) > MAX_MODEL_BYTES:
         message = f"the model would have {size} bytes in one file, expected at most {MAX_MODEL_BYTES}"
-        raise UsageError("L049", message, where=where, hint=_MODULE_HINT)
+        raise UsageError("L040", message, where=where, hint=_MODULE_HINT)
     text = result.SerializeToString()
     write_file(path, lambda stream: stream.write(text))
 
@@ -100,16 +100,16 @@ def _require_inference(
     computed = {name for node in nodes for name in node.output}
     if missing := [name for name in training.inference.outputs if name not in computed]:
         message = f"the model of the bundle no longer has {format_names(missing)}, which the module returns"
-        raise UsageError("L049", message, where=where, hint=_MODULE_HINT)
+        raise UsageError("L040", message, where=where, hint=_MODULE_HINT)
     for name in (training.seed, training.step, training.learning_rate):
         if name and name in read:
             message = f"the forward part reads {name!r}, so it is not that of inference: it has a dropout, for example"
-            raise UsageError("L049", message, where=where, hint=_MODULE_HINT)
+            raise UsageError("L040", message, where=where, hint=_MODULE_HINT)
     for buffer in training.buffers:
         array = states.get(buffer.input)
         if array is not None and array.dtype.kind == "f" and buffer.input not in read:
             message = f"the forward part does not read {buffer.name!r}: it normalises by statistics of its batch"
-            raise UsageError("L049", message, where=where, hint=_MODULE_HINT)
+            raise UsageError("L040", message, where=where, hint=_MODULE_HINT)
 
 
 def _load_weights(model: ModelProto, bundle: Bundle, names: set[str]) -> None:

@@ -86,7 +86,7 @@ class Trainer:
         self.bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
         self._training = require_training_step(self.bundle)
         if on_nan not in ("stop", "continue"):
-            raise UsageError("L043", f"expected on_nan 'stop' or 'continue', got {on_nan!r}", where="Trainer")
+            raise UsageError("U005", f"expected on_nan 'stop' or 'continue', got {on_nan!r}", where="Trainer")
         self.on_nan = on_nan
         self.seed = check_seed(seed)
         self._specs = list_state_specs(self.bundle.manifest)
@@ -336,7 +336,7 @@ class Trainer:
             rate = check_rate(learning_rate)
             if "learning_rate" not in self._own_inputs:
                 hint = "leave it out, or export the step with an input for it"
-                raise UsageError("L043", "this step has no input for a learning rate", where="step", hint=hint)
+                raise UsageError("U005", "this step has no input for a learning rate", where="step", hint=hint)
             feeds |= _fill(self._own_inputs["learning_rate"], rate)
         for role, value in (("step", number), ("seed", self.seed)):
             if role in self._own_inputs:
@@ -347,15 +347,15 @@ class Trainer:
         """Return the feeds of a user; raises FeedError if they have what the trainer feeds."""
         if not isinstance(feeds, Mapping):
             message = f"expected a mapping from input names to arrays, got {type(feeds).__name__}"
-            raise FeedError("F007", message, where="step")
+            raise FeedError("U054", message, where="step")
         states = {spec.input for spec in self._specs.values()}
         for name in feeds:
             if name in states:
                 hint = "set states by load_state_dict"
-                raise FeedError("L044", f"{name!r} is a state, which the step keeps", where="step", hint=hint)
+                raise FeedError("F001", f"{name!r} is a state, which the step keeps", where="step", hint=hint)
             if any(item.name == name for item in self._own_inputs.values()):
                 hint = "leave it out; the learning rate is an argument of step and train"
-                raise FeedError("L044", f"the trainer feeds {name!r} by itself", where="step", hint=hint)
+                raise FeedError("F001", f"the trainer feeds {name!r} by itself", where="step", hint=hint)
         return feeds
 
     # --- states ---
@@ -405,7 +405,7 @@ def require_training_step(bundle: Bundle) -> TrainingRecord:
 def check_seed(seed: int) -> int:
     """Return a seed; raises UsageError unless it is a whole number that int64 has, of 0 or more."""
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 63:
-        raise UsageError("L043", f"expected a seed of 0 or more, below 2**63, got {seed!r}", where="Trainer")
+        raise UsageError("U005", f"expected a seed of 0 or more, below 2**63, got {seed!r}", where="Trainer")
     return int(seed)
 
 
@@ -413,7 +413,7 @@ def check_count(number: Any, what: str, where: str) -> int:
     """Return a number of steps or batches; raises UsageError unless it is a whole number of 0 or more."""
     array = np.asarray(number)
     if array.dtype.kind not in "iu" or array.size != 1 or not 0 <= int(array.item()) < 1 << 63:
-        raise UsageError("L043", f"expected {what} of 0 or more, got {number!r}", where=where)
+        raise UsageError("U005", f"expected {what} of 0 or more, got {number!r}", where=where)
     return int(array.item())
 
 
@@ -425,7 +425,7 @@ def check_rate(rate: Any) -> float:
         number = math.nan
     if not (math.isfinite(number) and number >= 0):
         message = f"expected a learning rate of 0 or more, got {rate!r}"
-        raise UsageError("L043", message, where="learning_rate", hint="give a number such as 1e-3")
+        raise UsageError("U005", message, where="learning_rate", hint="give a number such as 1e-3")
     return number
 
 

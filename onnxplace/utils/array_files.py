@@ -112,14 +112,13 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mappi
     write_file(path, fill)
 
 
-def map_arrays(path: Path, code: str, hint: str, foreign_code: str = "") -> ArrayFile:
+def map_arrays(path: Path, code: str, hint: str) -> ArrayFile:
     """Map a file into memory.
 
     Args:
         path: The file.
-        code: Of the error for a file that is damaged or cannot be read.
-        hint: Of errors for a damaged file, and for one of another kind.
-        foreign_code: Of the error for a file of another kind; by default, `code`.
+        code: Code of the error for a file that is of another kind, is damaged or cannot be read.
+        hint: Hint of that error.
 
     Raises:
         InputError: there is no such file, or it is not as the format has it.
@@ -130,7 +129,7 @@ def map_arrays(path: Path, code: str, hint: str, foreign_code: str = "") -> Arra
         try:
             header, start = _read_header(stream, size)
         except _MalformedError as problem:
-            raise InputError(foreign_code or code, str(problem), where=where, hint=hint) from None
+            raise InputError(code, str(problem), where=where, hint=hint) from None
         try:
             metadata = _read_metadata(header)
             entries = {name: _read_entry(name, entry, size - start) for name, entry in header.items()}

@@ -54,7 +54,7 @@ def disk_error(problem: OSError, where: str) -> OnnxplaceError:
         hint = "free some space, or choose another -o (for temporary files, another TMPDIR)"
         return ExecutionError("E001", "no space left", where=where, hint=hint)
     message = f"cannot be written: {problem.strerror or problem}"
-    return ExecutionError("E002", message, where=where, hint="check the folder and its permissions")
+    return ExecutionError("U032", message, where=where, hint="check the folder and its permissions")
 
 
 def cannot_write_error(problem: OSError | ValueError | str, path: Path) -> UsageError:

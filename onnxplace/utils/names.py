@@ -24,7 +24,7 @@ _NESTED = re.compile(r"\)[*+{]|\(\?[a-zA-Z]*x")
 def match_names(patterns: Sequence[str], names: Sequence[str], where: str) -> list[list[int]]:
     """Return, per regular expression, the positions of the names that it matches completely.
 
-    Raises UsageError at `where` for an invalid pattern (U022), and for one that may take too long (U024).
+    Raises UsageError at `where` for an invalid pattern (U023), and for one that may take too long (U023).
 
     >>> match_names(["enc.*", "dec"], ["enc0", "enc1", "dec"], "--colocate")
     [[0, 1], [2]]
@@ -63,7 +63,7 @@ def _compile(pattern: str, where: str) -> re.Pattern[str]:
     except RecursionError:
         reason = "it is nested too deeply"
     text = repr(pattern) if len(pattern) <= 200 else f"{pattern[:200]!r}..."
-    raise UsageError("U022", f"not a regular expression: {text}: {reason}", where=where)
+    raise UsageError("U023", f"not a regular expression: {text}: {reason}", where=where)
 
 
 def _is_quick(pattern: str, length: int) -> bool:
@@ -75,7 +75,7 @@ def _is_quick(pattern: str, length: int) -> bool:
 
 def _too_slow_error(pattern: str, where: str, hint: str) -> UsageError:
     text = repr(pattern) if len(pattern) <= 200 else f"{pattern[:200]!r}..."
-    return UsageError("U024", f"{text} can match in too many ways", where=where, hint=hint)
+    return UsageError("U023", f"{text} can match in too many ways", where=where, hint=hint)
 
 
 def match_stars(left: str, right: str, first: str, second: str) -> list[str] | None:

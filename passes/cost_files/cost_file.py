@@ -143,7 +143,7 @@ def _require_entry(entry: Any, path: str | Path, name: str) -> Entry:
 
 
 def _entry_error(message: str, path: str | Path, hint: str) -> InputError:
-    return InputError("C014", message, where=str(path), hint=hint)
+    return InputError("C011", message, where=str(path), hint=hint)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class _NodeCosts:
             else:
                 hint = _ENTRY_HINT
             message = f"no seconds on {cost_class!r} for node {self.name!r}"
-            raise InputError("C013", message, where=str(self.path), hint=hint)
+            raise InputError("C010", message, where=str(self.path), hint=hint)
         return _require_seconds(value, f"the cost of node {self.name!r} on {cost_class!r}", self.path)
 
     def source(self, cost_class: str) -> Source:
@@ -312,7 +312,7 @@ def require_version(version: object, path: str | Path) -> None:
     """Raise InputError unless a cost file has the supported version."""
     if version != VERSION:
         message = f"its version is {format_value(version)}, this onnxplace reads {VERSION}"
-        raise InputError("C012", message, where=str(path))
+        raise InputError("C010", message, where=str(path))
 
 
 def read_lines(path: str | Path) -> list[str]:
@@ -346,7 +346,7 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
             continue  # spreadsheets write empty rows below the last one
         name = row["node"]
         if name in nodes:
-            raise InputError("C014", f"node {name!r} has two rows", where=str(path), hint="keep one row per node")
+            raise InputError("C011", f"node {name!r} has two rows", where=str(path), hint="keep one row per node")
         nodes[name] = _parse_row(row)
         output_bytes = (row.get("output_bytes") or "").split()
         sizes.update(

@@ -131,7 +131,7 @@ class ModelProfiler:
         )
         if unmeasured := int((~measurement.measured).sum()):
             message += f"; {unmeasured} of {len(graph)} nodes could not be run alone, and are estimated"
-        return measurement, [Diagnostic("C003", message, where=self.device.cost_class)]
+        return measurement, [Diagnostic("C001", message, where=self.device.cost_class)]
 
 
 def report_doubts(measurement: Measurement, device: Device, tolerance: float) -> list[Diagnostic]:

@@ -38,7 +38,7 @@ def require_states_together(state: State) -> None:
         if remote:
             ids = [state.target.devices[int(device[node])].id for node in (producer, remote[0])]
             raise UsageError(
-                "S006",
+                "U002",
                 f"state {output!r} = {name!r} is made on {ids[0]} and read on {ids[1]} by {graph.names[remote[0]]!r}",
                 where="split",
                 hint="put coplace before the placer: it keeps both ends of a state together",

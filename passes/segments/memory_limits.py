@@ -258,7 +258,7 @@ def _shortage_error(target: Target, plan: SegmentPlan, device: int) -> Infeasibl
     largest = int(memory.nodes[memory.bytes_by_position().argmax()]) if len(memory.nodes) else -1
     name = plan.graph.names[largest] if largest >= 0 else ""
     return InfeasibleError(
-        "P005",
+        "P001",
         f"{describe_shortage(target, plan.simulation.peak_bytes)}; {target.devices[device].id} needs most while it "
         f"runs node {name!r}, with each node in a segment of its own",
         where="split",

@@ -61,7 +61,7 @@ def _infer_with_onnxruntime(model: Model, names: list[str]) -> dict[str, TypePro
     for name in names:
         if types.get(name) is None:
             raise ModelError(
-                "M016",
+                "M008",
                 "its type is unknown, so the model cannot be cut there",
                 where=f"value {name!r}",
                 hint="export the model with value_info, or keep its producer and readers together with --colocate",

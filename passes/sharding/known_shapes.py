@@ -285,7 +285,7 @@ def _require_constant_states(model: Model, shapes: Mapping[str, Sequence[int]]) 
             hint = (
                 "leave out what fixes sizes, `fixed` or `microbatch`, or the state's --state, to feed it with each call"
             )
-            raise InfeasibleError("P065", message, where=f"{model.name}, state {output}={name}", hint=hint)
+            raise InfeasibleError("L060", message, where=f"{model.name}, state {output}={name}", hint=hint)
 
 
 def _is_fixed(value: ValueInfoProto) -> bool:

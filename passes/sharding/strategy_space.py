@@ -246,7 +246,7 @@ def restrict_space(space: StrategySpace, shard_map: str) -> StrategySpace:
     if unmatched:
         listed = ", ".join(repr(pattern) for pattern in unmatched[:3])
         hint = f"names look like {', '.join(repr(name) for name in names[:3])}"
-        raise UsageError("U070", f"no node's name matches {listed}", where=_WHERE, hint=hint)
+        raise UsageError("U020", f"no node's name matches {listed}", where=_WHERE, hint=hint)
     return replace(space, strategies=tuple(strategies))
 
 
@@ -289,18 +289,18 @@ def _raise_impossible(space: StrategySpace, positions: Sequence[int], pattern: s
     view = space.views[index]
     if view is not None and kind != "whole":
         hint += f"; its result has the shape {list(view.result())}, and each device needs a part of its own"
-    raise UsageError("U071", message, where=f"{_WHERE} {pattern!r}", hint=hint)
+    raise UsageError("U023", message, where=f"{_WHERE} {pattern!r}", hint=hint)
 
 
 def _read_map(text: str) -> Mapping[str, str]:
     """Read a shard map: from a file, or from the JSON text itself."""
     is_text = text.lstrip().startswith("{")
-    data = parse_json(text, "U072", "a shard map", _WHERE) if is_text else read_json(text, "U072", "a shard map")
+    data = parse_json(text, "U023", "a shard map", _WHERE) if is_text else read_json(text, "U023", "a shard map")
     where = _WHERE if is_text else text
     if not isinstance(data, dict) or not data or not all(isinstance(kind, str) for kind in data.values()):
-        raise UsageError("U072", "expected a map of patterns to kinds of split", where=where, hint=f"write {_EXAMPLE}")
+        raise UsageError("U023", "expected a map of patterns to kinds of split", where=where, hint=f"write {_EXAMPLE}")
     for kind in data.values():
         if kind not in KINDS and not _AXIS.fullmatch(kind):
             hint = f"{suggest_nearest(kind, KINDS)}; or an axis of the result, such as 'axis 1'"
-            raise UsageError("U072", f"unknown kind of split {format_value(kind)}", where=where, hint=hint)
+            raise UsageError("U023", f"unknown kind of split {format_value(kind)}", where=where, hint=hint)
     return data

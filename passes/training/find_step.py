@@ -168,7 +168,7 @@ def report_unusable_loss(model: Model) -> list[Diagnostic]:
         text = ", ".join("?" if size is None else str(size) for size in shape)
         message = f"the model is not taken for a training step: expected the output {output.name!r} to be a scalar, "
         hint = "reduce the loss to one number, such as its mean over the batch"
-        return [Diagnostic("L024", f"{message}it has the shape [{text}]", where=model.name, hint=hint)]
+        return [Diagnostic("L005", f"{message}it has the shape [{text}]", where=model.name, hint=hint)]
     return []
 
 

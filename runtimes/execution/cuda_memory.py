@@ -151,7 +151,7 @@ class CudaDriver(Driver):
             if not self.call("cudaDeviceGetAttribute", supported, device):
                 message = f"GPU {device} has no memory pools, which copies between devices need"
                 hint = "use another GPU, or a driver that offers them: some virtual GPUs do not"
-                raise ExecutionError("R003", message, where=f"cuda:{device}", hint=hint)
+                raise ExecutionError("R001", message, where=f"cuda:{device}", hint=hint)
             pool = self.call("cudaDeviceGetDefaultMemPool", device)
             threshold = self.runtime.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold
             self.call("cudaMemPoolSetAttribute", pool, threshold, self._uint64(KEPT_POOL_BYTES))
@@ -169,7 +169,7 @@ def open_cuda_driver() -> CudaDriver:
         return CudaDriver()
     except ImportError as problem:
         message = f"expected NVIDIA's Python package cuda-bindings, which copies values of GPUs: {problem}"
-        raise ExecutionError("R003", message, hint="pip install cuda-bindings, or 'onnxplace[gpu]'") from None
+        raise ExecutionError("R001", message, hint="pip install cuda-bindings, or 'onnxplace[gpu]'") from None
 
 
 class CudaMemory(StreamMemory):

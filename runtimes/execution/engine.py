@@ -170,7 +170,7 @@ class Engine(WorkLoop):
         if isinstance(threading.current_thread(), Worker):
             hint = "start it from another thread, or use run_async, whose callbacks may run the session"
             message = "run was called by a callback on a device's worker thread, which would wait for itself"
-            raise ExecutionError("X009", message, where=threading.current_thread().name, hint=hint)
+            raise ExecutionError("X006", message, where=threading.current_thread().name, hint=hint)
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             self._admit(request, self._first_device if timeout is None else None, deadline)

@@ -175,7 +175,7 @@ def _format_names(names: Any) -> str:
 
 def _wrong_segment_error(record: SegmentRecord, message: str) -> BundleError:
     hint = "the file belongs to another segment or was altered; compile the model again"
-    return BundleError("N012", message, where=f"segment {record.id} ({record.file})", hint=hint)
+    return BundleError("N002", message, where=f"segment {record.id} ({record.file})", hint=hint)
 
 
 # Open routes: the devices and sessions that a request may take.

@@ -356,7 +356,7 @@ def plan_job(manifest: Manifest, size: int) -> RankPlan:
     devices = list_route_devices(manifest)
     if len(devices) != size:
         message = f"expected {format_count(len(devices), 'rank')}, one for each device of the bundle, got {size}"
-        raise TargetError("K009", message, hint=f"start the script with mpiexec -n {len(devices)}")
+        raise TargetError("K001", message, hint=f"start the script with mpiexec -n {len(devices)}")
     return RankPlan(devices, tuple(split_host(device)[0] or "localhost" for device in devices))
 
 

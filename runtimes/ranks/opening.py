@@ -134,7 +134,7 @@ def obtain_bundle(bundle: Bundle, segments: Sequence[SegmentRecord], states: Ite
     if bundle.manifest.linked:
         message = f"{bundle.path} is not on this host as it was compiled, and its weights are in the model's own files"
         hint = "copy bundle and model to the same path on all hosts, or compile without --link-weights"
-        raise TargetError("K013", message, hint=hint)
+        raise TargetError("N009", message, hint=hint)
     digest = _digest(bundle, [segment.id for segment in segments])
     folder = _find_folder()
     place = folder / digest
@@ -151,7 +151,7 @@ def obtain_bundle(bundle: Bundle, segments: Sequence[SegmentRecord], states: Ite
 def read_piece(bundle: Bundle, name: str, offset: int, length: int) -> bytes:
     """Return bytes of a file of a bundle, for a rank that fetches them; raises BundleError for other files."""
     if name not in bundle.manifest.files or not 0 <= length <= PIECE_BYTES:
-        raise BundleError("N006", f"a rank asked for {length} bytes of {name!r}", where=str(bundle.path))
+        raise BundleError("N002", f"a rank asked for {length} bytes of {name!r}", where=str(bundle.path))
     with bundle.file(name).open("rb") as stream:
         stream.seek(offset)
         return stream.read(length)

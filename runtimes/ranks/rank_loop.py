@@ -302,7 +302,7 @@ def _require_versions(expected: Mapping[str, str]) -> None:
             message = (
                 f"expected {name} {expected[name] or 'none'}, as where the session is opened, got {version or 'none'}"
             )
-            raise TargetError("K006", message, hint="install the same versions on all hosts")
+            raise TargetError("K005", message, hint="install the same versions on all hosts")
 
 
 def _require_local(device: Device) -> None:

@@ -88,7 +88,7 @@ def _choose_only_host(given: Sequence[HostSlots]) -> str:
         names = format_names([item.name for item in given], quoted=False)
         message = f"its devices name no host, expected one host, got {names}"
         hint = "compile for devices of these hosts: `onnxplace hosts --hosts A,B -o F.toml`, `compile --target F.toml`"
-        raise TargetError("K009", message, where=_WHERE, hint=hint)
+        raise TargetError("K001", message, where=_WHERE, hint=hint)
     return given[0].name if given else "localhost"
 
 
@@ -99,13 +99,13 @@ def _require_places(places: Sequence[str], devices: Sequence[str], given: Sequen
         if given and host not in slots:
             message = f"the bundle has devices on host {host}, which is not among the hosts given"
             missing = ",".join(f"{name}:{number}" for name, number in Counter(places).items())
-            raise TargetError("K009", message, where=_WHERE, hint=f"as in --hosts {missing}")
+            raise TargetError("K001", message, where=_WHERE, hint=f"as in --hosts {missing}")
         available = slots.get(host)
         if available is not None and count > available:
             mine = format_names([device for device, place in zip(devices, places) if place == host], quoted=False)
             found = f"got {format_count(available, 'slot')}"
             message = f"{format_count(count, 'device')} of the bundle on host {host} ({mine}), {found}"
-            raise TargetError("K009", message, where=_WHERE, hint=f"write {host}:{count}, or compile for fewer devices")
+            raise TargetError("K001", message, where=_WHERE, hint=f"write {host}:{count}, or compile for fewer devices")
 
 
 # Which copy of a bundle runs on which hosts.
@@ -179,4 +179,4 @@ def _make_shortage(count: int, fitting: int, sizes: Mapping[str, int], hosts: st
     offer = f"{hosts}, where {fitting} of them fit" if hosts else "no list of hosts"
     message = f"{count} copies of the bundle need {needs} each, got {offer}"
     names = [f"node{number}:{size}" for number, size in enumerate(list(sizes.values()) * count, 1)]
-    return TargetError("K009", message, where=_WHERE, hint=f"as in --hosts {','.join(names)}")
+    return TargetError("K001", message, where=_WHERE, hint=f"as in --hosts {','.join(names)}")

@@ -49,7 +49,7 @@ def step(text: str) -> Step:
 
 
 def refusal(checked: Any) -> str:
-    with pytest.raises(BundleError, match="N008") as raised:
+    with pytest.raises(BundleError, match="N002") as raised:
         check_programs(checked, Path("manifest.json"))
     return raised.value.message
 
@@ -231,4 +231,4 @@ def test_a_bundle_whose_program_sends_twice_is_refused_by_the_command(run_cli, b
     file.write_text(json.dumps(data))
     result = run_cli("run", bundle_copy)
     assert result.code == 2
-    assert "N008" in result.err
+    assert "N002" in result.err

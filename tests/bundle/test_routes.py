@@ -112,7 +112,7 @@ def test_damaged_routes_are_refused_with_the_reason(bundle, changes, words):
     first, second = bundle.manifest.routes
     routes = (RouteRecord(**{**first.model_dump(), **changes}), second.model_copy(update={"share": 0.5}))
     damaged = bundle.manifest.model_copy(update={"routes": routes})
-    with pytest.raises(BundleError, match="N008") as raised:
+    with pytest.raises(BundleError, match="N002") as raised:
         check_routes(damaged, Path("manifest.json"))
     assert words in raised.value.message
 

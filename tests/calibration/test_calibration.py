@@ -247,7 +247,7 @@ def test_sizes_that_do_not_fit_into_memory_are_left_out(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [[], [0], [-1, 5]])
 def test_invalid_sizes_are_refused(sizes):
-    with pytest.raises(UsageError, match=r"U015"):
+    with pytest.raises(UsageError, match=r"U005"):
         calibrate(TWO, sizes=sizes)
 
 

@@ -222,7 +222,7 @@ def test_each_traced_step_gets_states(run_cli, tmp_path):
     assert "note[F008]" in result.err
     assert "predictions are for m=3, and the inputs have m=0" in result.err
     refused = run_cli("bench", bundle, "--in-flight", "2")
-    assert (refused.code, "U013" in refused.err) == (2, True)
+    assert (refused.code, "U042" in refused.err) == (2, True)
 
 
 def test_sizes_other_than_the_compiled_ones_are_noted_and_measured(run_cli, compiled):
@@ -304,5 +304,5 @@ def test_times_of_other_sizes_are_not_recorded(run_cli, tmp_path):
     before = (path / "manifest.json").read_bytes()
     result = run_cli("bench", path, *QUICK, "--record", "--shape", "n=65")
     assert result.code == 2
-    assert "error[U113] --record: predictions are for n=64, and the inputs have n=65" in result.err
+    assert "error[U042] --record: predictions are for n=64, and the inputs have n=65" in result.err
     assert (path / "manifest.json").read_bytes() == before

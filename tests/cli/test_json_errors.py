@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
     ("arguments", "code", "exit_code"),
     [
         (("compile", "none.onnx"), "M001", 2),
-        (("compile", "none.onnx", "--shape", "n=1,n=2"), "U011", 2),
-        (("compile", "none.onnx", "--seed", "-1"), "U012", 2),
+        (("compile", "none.onnx", "--shape", "n=1,n=2"), "M022", 2),
+        (("compile", "none.onnx", "--seed", "-1"), "U005", 2),
         (("run", "none"), "N001", 2),
         (("verify", "none"), "N001", 2),
         (("bench", "none"), "N001", 2),

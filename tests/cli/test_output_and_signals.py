@@ -200,7 +200,7 @@ def tensors(*names: str, lists: tuple[str, ...] = ()) -> list[Declared]:
     ids=["NUL", "long", "long in UTF-8", "suffix", "slashes", "element", "element first", "element with suffix"],
 )
 def test_names_that_a_file_of_outputs_cannot_hold_are_refused(outputs: list[Declared], about: str):
-    with pytest.raises(FeedError, match="F010") as raised:
+    with pytest.raises(FeedError, match="U032") as raised:
         require_storable(outputs)
     assert about in str(raised.value)
     assert len(str(raised.value)) < 500
@@ -244,7 +244,7 @@ def test_names_are_refused_before_anything_is_run(tmp_path: Path, run_cli: Cli, 
     monkeypatch.setattr("onnxplace.api.InferenceSession", None)  # a session would fail
     result = run_cli("run", bundle.path, "--outputs", tmp_path / "out.npz")
     assert result.code == 2
-    assert result.err.startswith("error[F010] output 'y.npy'")
+    assert result.err.startswith("error[U032] output 'y.npy'")
     assert not (tmp_path / "out.npz").exists()
 
 

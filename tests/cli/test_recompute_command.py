@@ -85,11 +85,11 @@ def test_a_wrong_word_is_refused_before_any_work(step, tmp_path, text):
     _, path, _ = step
     with pytest.raises(UsageError, match="expected auto, off, always or a size") as caught:
         compile_model(path, tmp_path / "no.bundle", recompute=text)
-    assert caught.value.code == "L073"
+    assert caught.value.code == "U005"
 
 
 def test_a_pipeline_excludes_the_option(step, tmp_path):
     _, path, _ = step
     with pytest.raises(UsageError) as caught:
         compile_model(path, tmp_path / "no.bundle", recompute="always", pipeline="optimize,profile,single,split,emit")
-    assert caught.value.code == "L074"
+    assert caught.value.code == "U042"

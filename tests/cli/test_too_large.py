@@ -48,7 +48,7 @@ def test_absurd_numbers_in_a_target_file_are_refused_by_name(tmp_path):
         with pytest.raises(TargetError) as caught:
             read_target(path)
         problem = caught.value
-        assert problem.code in ("T006", "T007", "T008"), text[:300]
+        assert problem.code == "T007", text[:300]
         assert problem.where.startswith(str(path))
         assert name in problem.message or "5000" in text or "digits" in problem.message, text[:300]
         assert len(str(problem)) < 600
@@ -66,7 +66,7 @@ def test_a_target_of_the_largest_numbers_is_read(tmp_path):
 
 @pytest.mark.parametrize("value", [True, None, "16", 1.5, 2**63, -1, math.nan, [], np.float64(1)])
 def test_a_device_from_python_has_the_same_limits(value):
-    with pytest.raises(TargetError, match="T008"):
+    with pytest.raises(TargetError, match="T007"):
         Device("cpu:0", value)
     assert Device("cpu:0", np.int64(5)).memory_bytes == 5
 
@@ -81,7 +81,7 @@ def test_a_device_from_python_has_the_same_limits(value):
     ],
 )
 def test_links_and_sharing_from_python_have_the_same_limits(make):
-    with pytest.raises(TargetError, match="T008"):
+    with pytest.raises(TargetError, match="T007"):
         make()
 
 
@@ -91,14 +91,14 @@ def test_too_much_memory_is_refused(run_cli, model_file, text):
         result = run_cli(
             "compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--max-memory", amount
         )
-        assert (result.code, result.err.partition("]")[0]) == (2, "error[U010")
+        assert (result.code, result.err.partition("]")[0]) == (2, "error[U005")
         assert len(result.err) < 400
 
 
 def test_sizes_and_devices_of_thousands_of_digits_are_refused(run_cli, model_file):
     digits = "9" * 5000
     result = run_cli("compile", model_file, "--shape", f"batch={digits}", "--devices", "cpu:0,cpu:1")
-    assert (result.code, result.err.partition("]")[0]) == (2, "error[U011")
+    assert (result.code, result.err.partition("]")[0]) == (2, "error[M022")
     result = run_cli("compile", model_file, "--shape", "batch=4", "--devices", f"cpu:0,cpu:{digits}")
     assert (result.code, result.err.partition("]")[0]) == (2, "error[T005")
     assert parse_device_ids(f"cpu:{'0' * 5000}7") == ("cpu:7",)
@@ -108,7 +108,7 @@ def test_sizes_and_devices_of_thousands_of_digits_are_refused(run_cli, model_fil
 def test_only_short_numbers_in_plain_digits_are_numbers(run_cli, model_file, digits):
     """Python takes Arabic digits for numbers, and superscripts for digits."""
     for code, *command in (
-        ("U011", "compile", model_file, "--shape", f"batch={digits}"),
+        ("M022", "compile", model_file, "--shape", f"batch={digits}"),
         ("U005", "explain", f"P{digits}"),
     ):
         result = run_cli(*command)
@@ -131,7 +131,7 @@ def test_too_many_devices_are_refused_everywhere(run_cli, model_file, tmp_path):
         ("place", tmp_path / "small.json", "--devices", "3000"),
     ):
         result = run_cli(*command)
-        assert (result.code, result.out, result.err.partition("]")[0]) == (2, "", "error[T015")
+        assert (result.code, result.out, result.err.partition("]")[0]) == (2, "", "error[T005")
         assert f"expected at most {MAX_DEVICES} devices, got 3000" in result.err
 
 
@@ -139,7 +139,7 @@ def test_the_maximum_number_of_devices_is_accepted():
     devices = [{"id": index, "memory_bytes": 9} for index in range(MAX_DEVICES)]
     graph = parse_cost_graph({"nodes": [{"id": 0, "compute_time_us": 1}], "devices": devices})
     assert len(replace_devices(graph, MAX_DEVICES, 5).target.devices) == MAX_DEVICES
-    with pytest.raises(TargetError, match="T015"):
+    with pytest.raises(TargetError, match="T005"):
         Target(tuple(Device(f"cpu:{index}", 1) for index in range(MAX_DEVICES + 1)))
 
 
@@ -151,7 +151,7 @@ def test_costs_of_a_graph_that_add_up_to_too_much_are_refused(key):
     nodes = [{"id": index, "compute_time_us": 1, key: MAX_COST // 2} for index in range(3)]
     with pytest.raises(InputError, match=f"{key} add up to 1.5e") as caught:
         parse_cost_graph({"nodes": nodes, "devices": [{"id": 0}]})
-    assert caught.value.code == "D004"
+    assert caught.value.code == "D002"
     nodes = [{"id": index, "compute_time_us": 1} for index in range(21)]
     edges = [{"src": index, "dst": index + 1, "bytes": MAX_COST // 2} for index in range(20)]
     with pytest.raises(InputError, match=r"bytes add up to 1e\+19"):
@@ -257,5 +257,5 @@ def test_absurd_numbers_in_a_cost_file_are_refused_by_name(run_cli, model_file, 
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"format": "onnxplace-costs", "version": 1, "nodes": nodes, **changes}))
     result = run_cli("compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--costs", path)
-    assert (result.code, result.err.partition("]")[0]) == (2, "error[C014")
+    assert (result.code, result.err.partition("]")[0]) == (2, "error[C011")
     assert words in result.err

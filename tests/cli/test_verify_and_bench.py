@@ -77,7 +77,7 @@ def test_bench_shows_one_session_on_all_cores(run_cli, compiled):
 def test_bench_in_flight_has_a_range(run_cli, compiled, count):
     result = run_cli("bench", compiled, "--in-flight", count)
     assert result.code == 2
-    assert f"error[U081] expected --in-flight to be an integer from 1 to 1024, got {count}" in result.err
+    assert f"error[U005] expected --in-flight to be an integer from 1 to 1024, got {count}" in result.err
 
 
 def test_bench_in_flight_compares_each_result_with_the_largest_load(run_cli, compiled):

@@ -161,7 +161,7 @@ def test_nodes_without_a_compute_time_are_counted_and_one_is_named():
     data["nodes"][2]["compute_us"] = data["nodes"][2].pop("compute_time_us")
     del data["nodes"][3]["compute_time_us"]
     (note,) = parse_cost_graph(data).notes
-    assert (note.code, note.where) == ("D010", "fork")
+    assert (note.code, note.where) == ("C002", "fork")
     assert "2 of 4 nodes" in note.message
     assert "'n2'" in note.message
     assert "'compute_us'" in note.hint
@@ -257,7 +257,7 @@ def test_options_that_say_how_to_place_do_not_go_with_a_placement(run_cli, tmp_p
     (tmp_path / "mine.json").write_text(json.dumps(dict.fromkeys("0123", "a")))
     ran = run_cli("place", tmp_path / "graph.json", "--placement", tmp_path / "mine.json", "--seed", 0, "--fuse")
     assert ran.code == 2
-    assert "error[U052]" in ran.err
+    assert "error[U042]" in ran.err
     assert all(option in ran.err for option in ("--seed", "--fuse"))
 
 

@@ -82,7 +82,7 @@ def test_bad_usage_exits_with_2(run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for arguments, code in (
         (("--devices", "gpu:0"), "T005"),
-        (("--seconds", "0"), "error[U015] --seconds: expected a positive number of seconds, at most 86400, got 0"),
+        (("--seconds", "0"), "error[U005] --seconds: expected a positive number of seconds, at most 86400, got 0"),
         (("--output", tmp_path / "none" / "report.json"), "U032"),
         (("model.onnx",), "Error"),
     ):

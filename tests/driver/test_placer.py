@@ -28,13 +28,13 @@ def test_options_come_from_the_text_the_budget_and_the_seed():
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("m-etf", "fit"), "U046", ["--placer and --objective", "'fit'"]),
-        (("m-etf", "latency", 3.0), "U047", ["'m-etf' does not search", "--budget", "auto"]),
-        ((None, "latency", 0.0), "U053", ["--budget", "0 seconds", "more than 0", "auto{seconds=0,proposals=N}"]),
-        ((None, "throughput", -1.0), "U053", ["-1 seconds"]),
-        ((None, "fit", float("nan")), "U053", ["nan seconds"]),
-        (("split",), "U043", ["'split' is not a placer"]),
-        (("refine",), "U043", ["'refine' is not a placer"]),
+        (("m-etf", "fit"), "U042", ["--placer and --objective", "'fit'"]),
+        (("m-etf", "latency", 3.0), "U042", ["'m-etf' does not search", "--budget", "auto"]),
+        ((None, "latency", 0.0), "U005", ["--budget", "0 seconds", "more than 0", "auto{seconds=0,proposals=N}"]),
+        ((None, "throughput", -1.0), "U005", ["-1 seconds"]),
+        ((None, "fit", float("nan")), "U005", ["nan seconds"]),
+        (("split",), "U001", ["'split' is not a placer"]),
+        (("refine",), "U001", ["'refine' is not a placer"]),
         (("atuo",), "U001", ["atuo", "auto"]),
         (("auto{sconds=1}",), "U004", ["sconds", "seconds"]),
     ],
@@ -131,10 +131,10 @@ def test_the_command_searches_within_its_budget_and_reports_its_trials(run_cli, 
     for command in ("place", "compile"):
         result = run_cli(command, tmp_path / "g.json", "--budget", "0")
         assert result.code == 2
-        assert result.err.startswith("error[U053] --budget: expected more than 0 seconds, got 0")
+        assert result.err.startswith("error[U005] --budget: expected more than 0 seconds, got 0")
     result = run_cli("place", tmp_path / "g.json", "--objective", "throughput", "--placer", "m-etf")
     assert result.code == 2
-    assert "U046" in result.err
+    assert "U042" in result.err
 
 
 def test_the_objective_fit_uses_as_few_devices_as_needed():

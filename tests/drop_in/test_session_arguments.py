@@ -129,7 +129,7 @@ for use in (
     ],
 )
 def test_arguments_of_a_wrong_kind_are_refused(compiled, arguments, kind, words):
-    with pytest.raises(onnxplace.UsageError, match="U089") as refused:
+    with pytest.raises(onnxplace.UsageError, match="U054") as refused:
         onnxplace.InferenceSession(compiled, **arguments)
     assert isinstance(refused.value, kind)
     assert words in str(refused.value)

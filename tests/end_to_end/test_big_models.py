@@ -149,7 +149,7 @@ def test_weights_outside_the_folder_are_refused_before_any_work(tmp_path):
     path, out = saved(tmp_path / "here", chain(2)), tmp_path / "there" / "bundle"
     with pytest.raises(UsageError) as refused:
         compiled(path, tmp_path, link_weights=True, output=out)
-    assert refused.value.code == "U033"
+    assert refused.value.code == "U042"
     assert "model.weights" in refused.value.message
     assert not out.parent.exists()
 
@@ -217,7 +217,7 @@ def test_a_missing_weight_file_is_named(linked, run_cli):
     weights.unlink()
     result = run_cli("run", bundle.path)
     assert result.code == 2
-    assert "N010" in result.err
+    assert "N009" in result.err
     assert str(weights) in result.err
 
 
@@ -231,4 +231,4 @@ def test_a_manifest_that_links_to_a_file_outside_the_folder_is_refused(linked, n
     file.write_text(json.dumps(data))
     with pytest.raises(BundleError) as refused:
         Bundle.open(bundle.path)
-    assert refused.value.code == "N005"
+    assert refused.value.code == "N002"

@@ -64,7 +64,7 @@ def test_another_model_is_distinguished(tmp_path):
 def test_a_failed_compile_is_reported_with_its_error(tmp_path):
     path = chain(tmp_path / "chain.onnx")
     result = check(path, "chain", "by hand", 2, "m-etf", RUNS, ("y=nothing",), tmp_path / "bundle")
-    assert result.problem.startswith("UsageError: error[S002]")
+    assert result.problem.startswith("UsageError: error[S001]")
 
 
 def test_a_model_with_trivial_outputs_is_no_reference(tmp_path):

@@ -289,8 +289,8 @@ def test_running_on_fewer_cores_than_compiled_for_is_noted(bundle_copy, run_cli)
         device["cores"] = cores
     manifest.write_text(json.dumps(data))
     for command in (["run", bundle_copy], ["bench", bundle_copy, "--repeat", "1", "--no-memory"]):
-        assert "note[T014] branches: its CPU devices have 4097 cores, this machine " in run_cli(*command).err
-    assert "T014" not in run_cli("run", bundle_copy, "--runtime", "simulated").err
+        assert "note[F008] branches: its CPU devices have 4097 cores, this machine " in run_cli(*command).err
+    assert "F008" not in run_cli("run", bundle_copy, "--runtime", "simulated").err
 
 
 def test_a_failed_trial_leaves_the_bundle_with_a_note(model_file, tmp_path, run_cli, monkeypatch):

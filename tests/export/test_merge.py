@@ -244,7 +244,7 @@ def test_a_damaged_bundle_is_refused(run_cli, bundle_copy, tmp_path):
     data[7] ^= 1
     weights.write_bytes(data)
     result = run_cli("merge", bundle_copy, "-o", tmp_path / "merged.onnx")
-    assert "error[N007]" in result.err
+    assert "error[N002]" in result.err
     assert not (tmp_path / "merged.onnx").exists()
 
 

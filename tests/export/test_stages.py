@@ -181,7 +181,7 @@ def test_a_failure_leaves_nothing_behind(failure, compiled, tmp_path, monkeypatc
 
 
 def test_unknown_formats_and_options_of_other_formats_are_refused(compiled, tmp_path, run_cli):
-    with pytest.raises(onnxplace.UsageError, match=r"I010.*there is no format 'stagse'\n  hint: .*'stages'"):
+    with pytest.raises(onnxplace.UsageError, match=r"U001.*there is no format 'stagse'\n  hint: .*'stages'"):
         export_bundle(compiled, "stagse", tmp_path / "out")
     assert run_cli("export", compiled, "--to", "tensorrt", "-o", tmp_path / "out").code == 2
     assert not os.path.lexists(tmp_path / "out")

@@ -181,13 +181,13 @@ def test_weights_that_a_bundle_links_to_come_along(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--layout", "ensembel"), ("I014", "'ensembel'", "did you mean 'ensemble'?")),
-        (("--name", "///"), ("I014", "'///' cannot be the name of a model")),
-        (("--name", "x" * 201), ("I014", "at most 200 characters, got 201", "a shorter --name")),
-        (("--max-batch", "1"), ("I014", "at least 2")),
-        (("--max-batch", "2147483648"), ("I014", "at most 2147483647, got 2147483648")),
-        (("--max-batch", "4", "--layout", "ensemble"), ("I014", "only the layout python joins requests")),
-        (("--to", "stages", "--name", "x"), ("I011", "the format stages has no option --name", "export --to triton")),
+        (("--layout", "ensembel"), ("U005", "'ensembel'", "did you mean 'ensemble'?")),
+        (("--name", "///"), ("U005", "'///' cannot be the name of a model")),
+        (("--name", "x" * 201), ("U005", "at most 200 characters, got 201", "a shorter --name")),
+        (("--max-batch", "1"), ("U005", "at least 2")),
+        (("--max-batch", "2147483648"), ("U005", "at most 2147483647, got 2147483648")),
+        (("--max-batch", "4", "--layout", "ensemble"), ("U005", "only the layout python joins requests")),
+        (("--to", "stages", "--name", "x"), ("U004", "the format stages has no option --name", "export --to triton")),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -252,5 +252,5 @@ def test_inputs_with_defaults_need_the_python_model(tmp_path, monkeypatch):
     model.model.finalize()
     options = ExportOptions(name="m", layout="ensemble")
     exported = export_bundle(bundle, "triton", tmp_path / "ensemble", options=options)
-    assert [note.code for note in exported.diagnostics] == ["I017"]
+    assert [note.code for note in exported.diagnostics] == ["I001"]
     assert Ensemble(tmp_path / "ensemble", "m").run({"x": x})["y"].tolist() == [0, 1, 2]

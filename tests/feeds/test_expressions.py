@@ -224,7 +224,7 @@ def test_sizes_of_real_inputs_are_completed_and_checked():
     assert dimensions_of_feeds({**feeds, "mask": np.zeros((2, 1))}, INPUTS)["past + seq"] == 8  # ones may be broadcast
     del feeds["past"]
     assert dimensions_of_feeds(feeds, INPUTS)["past"] == 5
-    with pytest.raises(FeedError, match=r"F005.*'past \+ seq' is 9, and 8 by past=5, seq=3"):
+    with pytest.raises(FeedError, match=r"F003.*'past \+ seq' is 9, and 8 by past=5, seq=3"):
         dimensions_of_feeds({**feeds, "past": np.zeros((2, 5, 4)), "mask": np.zeros((2, 9))}, INPUTS)
 
 
@@ -320,7 +320,7 @@ def test_a_bundle_refuses_contradictions(run_cli, arguments, tmp_path, command):
         tmp_path / "f.npz", x=np.ones((2, 3, 4), "f4"), past_x=np.ones((2, 5, 4), "f4"), mask=np.ones((2, 9), "f4")
     )
     result = run_cli(command, tmp_path / "m.bundle", "--inputs", tmp_path / "f.npz")
-    assert (result.code, "F005" in result.err, "'past + seq' is 9" in result.err) == (2, True, True), result.err
+    assert (result.code, "F003" in result.err, "'past + seq' is 9" in result.err) == (2, True, True), result.err
 
 
 def test_real_inputs_determine_all_sizes(run_cli, arguments, tmp_path):
@@ -333,7 +333,7 @@ def test_real_inputs_determine_all_sizes(run_cli, arguments, tmp_path):
     assert (result.code, "'past' is 6 here and 5 in the inputs" in result.err) == (2, True), result.err
     np.savez(tmp_path / "f.npz", **{**feeds, "mask": np.ones((2, 9), "f4")})
     result = run_cli(*arguments, "--inputs", tmp_path / "f.npz", "--force")
-    assert (result.code, "F005" in result.err) == (2, True), result.err
+    assert (result.code, "F003" in result.err) == (2, True), result.err
 
 
 def test_carried_states_grow_and_so_does_the_mask(run_cli, arguments, tmp_path):

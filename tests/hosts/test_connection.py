@@ -55,7 +55,7 @@ def test_a_host_without_onnxplace_is_named(write_shell):
 
 
 def test_a_missing_remote_shell_is_named():
-    with pytest.raises(UsageError, match=r"K002.*'no-such-ssh'"):
+    with pytest.raises(UsageError, match=r"K005.*'no-such-ssh'"):
         Connection("no-such-ssh").run_on_hosts(["node2"], MODULE, "")
 
 
@@ -118,7 +118,7 @@ def test_another_mpiexec_than_that_of_mpich_or_a_recent_open_mpi_is_refused(monk
         (folder / "mpiexec").chmod(0o755)
     monkeypatch.setattr(connection_module.sys, "executable", str(folder / "python"))
     monkeypatch.setenv("PATH", str(folder))
-    with pytest.raises(UsageError, match="K003") as caught:
+    with pytest.raises(UsageError, match="K005") as caught:
         find_launcher()
     assert shown in caught.value.message
     assert "pip install 'onnxplace[mpi]'" in caught.value.hint
@@ -128,7 +128,7 @@ def test_an_mpiexec_that_cannot_be_run_is_refused(monkeypatch, tmp_path):
     find_launcher.cache_clear()
     (tmp_path / "mpiexec").touch(0o755)
     monkeypatch.setattr(connection_module.sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(UsageError, match=r"K003.*which says 'Exec format error'"):
+    with pytest.raises(UsageError, match=r"K005.*which says 'Exec format error'"):
         find_launcher()
 
 

@@ -30,8 +30,8 @@ def test_lists_of_hosts_are_expanded_in_order(text, names):
         ("localhost:2", ("K001", "got 'localhost:2'", "`onnxplace devices --calibrate`")),
         ("node1,node1", ("K001", "'node1' is named twice")),
         ("node[1-2],node1", ("K001", "'node1' is named twice")),
-        ("node1,Node2", ("T017", "'Node2'", "lower-case")),
-        ("node1,-oProxyCommand=x", ("T017",)),
+        ("node1,Node2", ("T005", "'Node2'", "lower-case")),
+        ("node1,-oProxyCommand=x", ("T005",)),
         ("node[1-65]", ("K001", "at most 64 hosts")),
         ("node[1-999999999]", ("K001", "at most 64 hosts")),
         ("node[3-1]", ("K001", "ascending ranges", "'node[3-1]'")),
@@ -58,11 +58,11 @@ def test_hostfiles_of_both_mpis_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"node1 node2\n", ("K008", "hostfile, line 1", "got 'node1 node2'")),
-        (b"node1\nnode2 slots=many\n", ("K008", "hostfile, line 2")),
-        (b"\xff\xfe", ("K008", "not a hostfile: it is a binary file")),
+        (b"node1 node2\n", ("K001", "hostfile, line 1", "got 'node1 node2'")),
+        (b"node1\nnode2 slots=many\n", ("K001", "hostfile, line 2")),
+        (b"\xff\xfe", ("K001", "not a hostfile: it is a binary file")),
         (b"node1\n", ("K001", "expected two or more hosts")),
-        (None, ("K008", "hostfile")),
+        (None, ("K001", "hostfile")),
     ],
 )
 def test_bad_hostfiles_are_refused(tmp_path, content, words):

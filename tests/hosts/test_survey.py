@@ -61,8 +61,8 @@ def test_links_are_fitted_to_the_lower_quartile_of_each_size():
 @pytest.mark.parametrize(
     ("versions", "code", "words"),
     [
-        ({"onnxplace": "2"}, "K006", "expected onnxplace 1, as on a, got 2"),
-        ({"mpich": ""}, "K006", "expected mpich 5, as on a, got none"),
+        ({"onnxplace": "2"}, "K005", "expected onnxplace 1, as on a, got 2"),
+        ({"mpich": ""}, "K005", "expected mpich 5, as on a, got none"),
         ({"mpi4py": ""}, "K005", "mpi4py is not installed there"),
     ],
 )

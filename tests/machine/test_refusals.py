@@ -123,4 +123,4 @@ def test_without_a_written_folder_a_refusal_is_not_for_lack_of_space(tmp_path):
     problem = RuntimeError("[ONNXRuntimeError] : 1 : FAIL : odd")
     assert explain_refusal(problem, b"", "", "cpu:0", "here").code == "M012"
     assert explain_refusal(problem, b"", str(tmp_path), "cpu:0", "here").code == "M012"
-    assert explain_refusal(problem, b"", str(tmp_path / "nowhere"), "cpu:0", "here").code == "E002"
+    assert explain_refusal(problem, b"", str(tmp_path / "nowhere"), "cpu:0", "here").code == "U032"

@@ -51,7 +51,7 @@ ODD_WEIGHTS = pytest.mark.parametrize(
 def test_a_weight_whose_data_does_not_fit_is_named(require_refusal, tensor):
     model = parse_graph("(float[4] x) => (float[4] y) { z = Relu(x) y = Add(z, odd_weight) }")
     model.graph.initializer.append(tensor)
-    require_refusal(model, "M019", "'odd_weight'", "export it again")
+    require_refusal(model, "M008", "'odd_weight'", "export it again")
 
 
 @ODD_WEIGHTS
@@ -65,7 +65,7 @@ def test_a_constant_whose_data_does_not_fit_is_named(require_refusal, tensor, in
     node = helper.make_node("Constant", [], ["k"])
     node.attribute.append(helper.make_attribute("value", tensor))
     (find_then_branch(model) if inside else model.graph).node.insert(0, node)
-    require_refusal(model, "M019", "'odd_weight'")
+    require_refusal(model, "M008", "'odd_weight'")
 
 
 @pytest.mark.parametrize("kind", [TensorProto.COMPLEX64, TensorProto.INT4, TensorProto.FLOAT16, TensorProto.BOOL])
@@ -87,7 +87,7 @@ def build_with_input(*dims: int | str) -> ModelProto:
 @pytest.mark.parametrize("dims", [(-5,), (4, -2), (1 << 62,), (1,) * 65, (1,) * 100_000], ids=lambda d: str(d[:3]))
 @pytest.mark.parametrize("pipeline", ["", "optimize,profile{repeat=1},m-etf,split,emit"])
 def test_an_input_of_an_impossible_shape_is_refused(require_refusal, fast_pipeline, dims, pipeline):
-    require_refusal(build_with_input(*dims), "M024", "'x'", "export it again", pipeline=pipeline or fast_pipeline)
+    require_refusal(build_with_input(*dims), "M008", "'x'", "export it again", pipeline=pipeline or fast_pipeline)
 
 
 def test_a_size_of_minus_one_is_unknown(require_refusal, run_cli, tmp_path, fast_pipeline):
@@ -101,12 +101,12 @@ def test_a_size_of_minus_one_is_unknown(require_refusal, run_cli, tmp_path, fast
 @pytest.mark.parametrize("pipeline", ["", "optimize,profile{repeat=1},m-etf,split,emit"])
 def test_sizes_beyond_all_memory_are_refused(require_refusal, fast_pipeline, pipeline):
     size = (1 << 31) - 1
-    require_refusal(build_with_input(size, size), "M024", "--shape", pipeline=pipeline or fast_pipeline)
+    require_refusal(build_with_input(size, size), "M008", "--shape", pipeline=pipeline or fast_pipeline)
 
 
 def test_inputs_beyond_the_memory_of_this_machine_are_refused(require_refusal):
     pipeline = "optimize,profile{repeat=1},m-etf,split,emit"
-    require_refusal(build_with_input(1 << 24, 1 << 24), "F009", "'x'", "--shape", pipeline=pipeline)
+    require_refusal(build_with_input(1 << 24, 1 << 24), "M022", "'x'", "--shape", pipeline=pipeline)
 
 
 def test_a_long_list_of_dimensions_is_shortened(require_refusal):
@@ -136,12 +136,12 @@ NODES = {
 
 @pytest.mark.parametrize(("text", "expected_words"), NODES.items(), ids=NODES.values())
 def test_a_node_that_does_not_fit_its_operator_is_named(require_refusal, text, expected_words):
-    require_refusal(parse_graph(text), "M026", "'odd'", "of opset 17", expected_words)
+    require_refusal(parse_graph(text), "M008", "'odd'", "of opset 17", expected_words)
 
 
 def test_a_node_of_a_subgraph_that_does_not_fit_its_operator_is_named(require_refusal):
     require_refusal(
-        parse_graph(IF.replace("u = Add(x, thin)", "[odd] u = Add(x)")), "M026", "'odd'", "has 1 inputs, expected 2"
+        parse_graph(IF.replace("u = Add(x, thin)", "[odd] u = Add(x)")), "M008", "'odd'", "has 1 inputs, expected 2"
     )
 
 
@@ -183,7 +183,7 @@ def test_names_that_are_not_text_are_refused(require_refusal, tmp_path, old):
     model = parse_graph("(float[number_n] x) => (float[number_n] y) { [left_one] z = Relu(x) y = Add(z, w_1) }")
     model.graph.initializer.append(numpy_helper.from_array(X[:1], "w_1"))
     (tmp_path / "m.onnx").write_bytes(model.SerializeToString().replace(old, old[:-1] + b"\xff"))
-    require_refusal(tmp_path / "m.onnx", "M003", "not text")
+    require_refusal(tmp_path / "m.onnx", "M002", "not text")
 
 
 @pytest.mark.parametrize("kind", [64, -1])
@@ -193,7 +193,7 @@ def test_element_types_that_onnx_does_not_have_are_refused(require_refusal, kind
     require_refusal(model, "'x'")
     model = parse_graph("(float[4] x) => (seq(float[4]) y) { y = SequenceConstruct(x) }")
     model.graph.output[0].type.sequence_type.elem_type.tensor_type.elem_type = kind
-    require_refusal(model, "M024", "'y'", f"element type {kind}")
+    require_refusal(model, "M008", "'y'", f"element type {kind}")
 
 
 @pytest.mark.parametrize("kind", [64, -1, 1 << 40])
@@ -238,7 +238,7 @@ def test_the_description_of_a_long_cycle_is_shortened(require_refusal):
     nodes = [helper.make_node("Neg", [f"v{i}"], [f"v{(i + 1) % count}"], f"n{i}") for i in range(count)]
     model = parse_graph("(float[4] x) => (float[4] v0) { y = Relu(x) }")
     model.graph.node.extend(nodes)
-    require_refusal(model, "M015", "a cycle: n", "... (19990 more)")
+    require_refusal(model, "M008", "a cycle: n", "... (19990 more)")
 
 
 def test_functions_with_too_many_nested_calls_are_refused(require_refusal):
@@ -252,7 +252,7 @@ def test_functions_with_too_many_nested_calls_are_refused(require_refusal):
             node = helper.make_node("Neg", ["a"], ["b"])
         opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
         model.functions.append(helper.make_function("own", f"f{index}", ["a"], ["b"], [node], opsets))
-    require_refusal(model, "M009", "100 deep")
+    require_refusal(model, "M008", "100 deep")
 
 
 def test_a_long_list_of_missing_inputs_is_shortened():
@@ -280,5 +280,5 @@ def test_a_map_as_input_is_refused_with_or_without_a_value():
     g (map(int64, float) x) => (float[N, M] y) { y = ai.onnx.ml.DictVectorizer<int64_vocabulary=[1, 2]>(x) }"""
     model = load(parser.parse_model(text))
     for samples in ({}, {"x": {1: 2.0}}):
-        with pytest.raises(ModelError, match=r"M021.*input 'x'.*map\(int64,tensor\(float\)\).*\n.*DictVectorizer"):
+        with pytest.raises(ModelError, match=r"M020.*input 'x'.*map\(int64,tensor\(float\)\).*\n.*DictVectorizer"):
             bind(model, {}, samples)

@@ -54,23 +54,23 @@ def swap_outputs(record: dict[str, Any]) -> None:
 
 
 CASES: dict[str, tuple[Edit, str, str]] = {
-    "an input": (lambda record: record["parameters"][0].update(input="w"), "L021", "it names input 'w', which"),
-    "an output": (lambda record: record["parameters"][0].update(output="w"), "L021", "it names output 'w', which"),
+    "an input": (lambda record: record["parameters"][0].update(input="w"), "L040", "it names input 'w', which"),
+    "an output": (lambda record: record["parameters"][0].update(output="w"), "L040", "it names output 'w', which"),
     "a loss": (
         lambda record: record.update(loss="los"),
-        "L021",
+        "L040",
         "it names output 'los', which the model does not have",
     ),
-    "a metric": (lambda record: record.update(metrics=["hits"]), "L021", "it names output 'hits'"),
-    "a rate": (lambda record: record.update(learning_rate="lr"), "L021", "it names input 'lr'"),
-    "a gradient": (lambda record: record["parameters"][0].update(gradient="dw"), "L021", "it names value 'dw'"),
-    "a result": (lambda record: record["inference"].update(outputs=["y"]), "L021", "it names value 'y'"),
+    "a metric": (lambda record: record.update(metrics=["hits"]), "L040", "it names output 'hits'"),
+    "a rate": (lambda record: record.update(learning_rate="lr"), "L040", "it names input 'lr'"),
+    "a gradient": (lambda record: record["parameters"][0].update(gradient="dw"), "L040", "it names value 'dw'"),
+    "a result": (lambda record: record["inference"].update(outputs=["y"]), "L040", "it names value 'y'"),
     "an input bound twice": (
         lambda record: record["parameters"][1].update(input="layers.0.weight"),
-        "S004",
+        "S001",
         "input 'layers.0.weight' is bound twice: to output 'layers.0.weight.new' and to 'layers.0.bias.new'",
     ),
-    "other shapes": (swap_outputs, "S003", "the output is layers.0.bias.new tensor(float) [16], the input takes"),
+    "other shapes": (swap_outputs, "S001", "the output is layers.0.bias.new tensor(float) [16], the input takes"),
 }
 
 
@@ -89,7 +89,7 @@ def test_a_loss_that_is_not_a_scalar_is_refused_with_its_shape():
     with pytest.raises(ModelError) as caught:
         bind_states(load(write_loss_per_row(make_mlp("sgd"))), ())
     assert str(caught.value).splitlines() == [
-        "error[L020] mlp, output 'losses': expected the loss to be a scalar of floating-point type, got losses "
+        "error[L005] mlp, output 'losses': expected the loss to be a scalar of floating-point type, got losses "
         "tensor(float) [4]",
         "  hint: reduce it to one number, such as its mean over the batch, and export the step again",
     ]
@@ -137,7 +137,7 @@ def test_the_command_refuses_a_loss_per_row_and_metadata_of_a_newer_version(run_
     onnx.save(write_loss_per_row(make_mlp("sgd")), tmp_path / "rows.onnx")
     result = run_cli("compile", tmp_path / "rows.onnx", "-o", tmp_path / "out")
     assert result.code == 2
-    assert "error[L020] mlp, output 'losses': expected the loss to be a scalar" in result.err
+    assert "error[L005] mlp, output 'losses': expected the loss to be a scalar" in result.err
     onnx.save(edit_metadata(make_mlp("sgd"), lambda record: record.update(version=2)), tmp_path / "newer.onnx")
     result = run_cli("compile", tmp_path / "newer.onnx", "-o", tmp_path / "out")
     assert result.code == 2

@@ -153,4 +153,4 @@ def test_random_nodes_run_once():
 def test_a_limit_that_is_no_size_is_refused(limit):
     with pytest.raises(UsageError, match="expected bytes or fit") as caught:
         Recompute(limit=limit).run(make_state(make_mlp("sgd")))
-    assert caught.value.code == "L073"
+    assert caught.value.code == "U005"

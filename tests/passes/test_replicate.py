@@ -77,7 +77,7 @@ def test_wrong_routes_are_refused_with_the_reason(routes, words):
 def test_a_device_cannot_follow_two_programs_of_one_request(tmp_path):
     onnx.save(branches(), tmp_path / "m.onnx")
     steps = f"{FRONT},m-etf,split,replicate{{routes=cpu:2+cpu:2}},emit"
-    with pytest.raises(UsageError, match="U078") as raised:
+    with pytest.raises(UsageError, match="U075") as raised:
         onnxplace.compile(
             tmp_path / "m.onnx", tmp_path / "b", target=target(1, 1, 1), shape={"batch": 64}, pipeline=steps
         )

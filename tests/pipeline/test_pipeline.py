@@ -179,7 +179,7 @@ def test_a_pass_that_removes_facts_from_its_input_is_caught():
 
 def test_a_pass_that_omits_a_declared_fact_is_caught():
     error = run_broken(dummy(lambda s: s.with_facts(Soil()), provides=(Soil, Plant)))
-    assert (error.code, error.message) == ("B003", "it did not provide Plant")
+    assert (error.code, error.message) == ("B002", "it did not provide Plant")
 
 
 @pytest.mark.parametrize(
@@ -190,13 +190,13 @@ def test_a_pass_that_omits_a_declared_fact_is_caught():
 def test_a_pass_that_changes_an_undeclared_fact_is_caught(change):
     step = dummy(lambda s: change(s.with_facts(Soil())), provides=(Soil,))
     error = run_broken(step, EMPTY.with_facts(Stone(1)))
-    assert error.code == "B004"
+    assert error.code == "B002"
     assert "which it does not list in `provides`" in error.message
 
 
 def test_an_invalid_fact_is_caught_with_its_error():
     error = run_broken(provide(Soil(-3)))
-    assert (error.code, error.message) == ("B005", "its Soil is wrong: -3 is below zero")
+    assert (error.code, error.message) == ("B002", "its Soil is wrong: -3 is below zero")
 
 
 def test_an_exception_of_a_pass_is_caught_with_its_text():
@@ -238,7 +238,7 @@ def test_a_pass_that_does_not_return_a_state_is_caught(result):
 
 
 def test_an_exception_of_a_check_is_caught():
-    assert run_broken(provide(Soil(101))).code == "B005"
+    assert run_broken(provide(Soil(101))).code == "B002"
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_pass_with_empty_braces_has_no_options():
 def test_an_error_names_the_character_and_the_expected_token(text, character, expected, token):
     with pytest.raises(UsageError) as caught:
         parse_pipeline(text)
-    assert caught.value.code == "U003"
+    assert caught.value.code == "U002"
     assert caught.value.message == f"expected {expected} at character {character}, got {token}"
     assert caught.value.where == f"pipeline {text!r}"
     assert parse_pipeline(re.search(r"profile.*", caught.value.hint)[0])

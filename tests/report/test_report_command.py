@@ -116,12 +116,12 @@ def assert_refused(result, code, *texts):
 
 
 def test_three_bundles_are_refused(run_cli, compiled):
-    assert_refused(run_cli("report", compiled, compiled, compiled), "U111", "expected one or two bundles, got 3")
+    assert_refused(run_cli("report", compiled, compiled, compiled), "U042", "expected one or two bundles, got 3")
 
 
 def test_a_trace_with_two_bundles_is_refused(run_cli, compiled, tmp_path):
     result = run_cli("report", compiled, compiled, "--trace", tmp_path / "t.json")
-    assert_refused(result, "U112", "expected one bundle with a trace, got 2")
+    assert_refused(result, "U042", "expected one bundle with a trace, got 2")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_trace_of_another_bundle_is_refused(run_cli, compiled, tmp_path):
     trace = tmp_path / "trace.json"
     run_cli("run", compiled, "--trace", trace)
     trace.write_text(trace.read_text().replace('"name": "cpu0-000"', '"name": "gpu7-000"'))
-    assert_refused(run_cli("report", compiled, "--trace", trace, "--json"), "D021", "gpu7-000")
+    assert_refused(run_cli("report", compiled, "--trace", trace, "--json"), "D020", "gpu7-000")
 
 
 def test_a_model_and_a_page_that_cannot_be_written_are_refused(run_cli, compiled, model_file, tmp_path):

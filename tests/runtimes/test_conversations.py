@@ -356,7 +356,7 @@ def test_closing_the_session_closes_its_conversations(bundle):
 def test_a_conversation_cannot_be_copied(session, duplicate):
     conversation = session.conversation()
     for original in (conversation, conversation._session):
-        with pytest.raises(onnxplace.UsageError, match=r"U055.*cannot be copied or pickled"):
+        with pytest.raises(onnxplace.UsageError, match=r"X006.*cannot be copied or pickled"):
             duplicate(original)
     with pytest.raises(onnxplace.UsageError, match="a Conversation cannot"):
         pickle.dumps(conversation)
@@ -397,7 +397,7 @@ def test_a_runtime_without_conversations_runs_and_refuses_them(bundle, monkeypat
     with onnxplace.InferenceSession(bundle, runtime="plain") as session:
         session.run(None, make_feeds(0, **make_start()))
         session.run(None, make_feeds(1))
-        with pytest.raises(onnxplace.UsageError, match=r"S009.*PlainSession has one set of states") as raised:
+        with pytest.raises(onnxplace.UsageError, match=r"U045.*PlainSession has one set of states") as raised:
             session.conversation()
         assert "onnxruntime" in raised.value.hint
 

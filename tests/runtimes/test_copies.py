@@ -222,7 +222,7 @@ def test_a_copy_that_cannot_be_opened_is_left_out_and_the_others_work():
 @pytest.mark.parametrize(
     ("problems", "expected"),
     [
-        ([[onnxplace.TargetError("K006", "other versions")], []], "K006"),
+        ([[onnxplace.TargetError("K005", "other versions")], []], "K005"),
         ([[onnxplace.ExecutionError("K011", "one")], [onnxplace.ExecutionError("K012", "two")]], "K011"),
     ],
 )

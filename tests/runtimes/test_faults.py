@@ -52,7 +52,7 @@ def test_the_timeout_includes_the_wait_for_a_slot(session):
 
 @pytest.mark.parametrize("callback", [None, "print", 3])
 def test_a_callback_that_cannot_be_called_is_refused_at_once(session, callback):
-    with pytest.raises(onnxplace.UsageError, match=r"U085.*expected a callback that can be called, got"):
+    with pytest.raises(onnxplace.UsageError, match=r"U054.*expected a callback that can be called, got"):
         session.run_async(None, feeds(1), callback)
 
 
@@ -160,7 +160,7 @@ def test_a_callback_on_a_worker_may_submit_and_close_but_not_run(bundle):
 
     session.submit(feeds(20_000)).add_done_callback(call)
     assert finished.wait(HUNG_SECONDS)
-    assert raised[0].code == "X009"
+    assert raised[0].code == "X006"
     assert_expected([futures[0].result(HUNG_SECONDS).outputs[name] for name in "yz"], 2)
     session.close()
     assert not list_worker_threads()
@@ -218,7 +218,7 @@ def test_a_failure_without_message_is_reported_by_its_type(session, monkeypatch)
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_session_cannot_be_copied_and_the_error_names_an_alternative(session, duplicate):
     for original in (session, session._session):
-        with pytest.raises(onnxplace.UsageError, match=r"U055.*cannot be copied or pickled(.|\n)*pickle the bundle"):
+        with pytest.raises(onnxplace.UsageError, match=r"X006.*cannot be copied or pickled(.|\n)*pickle the bundle"):
             duplicate(original)
 
 

@@ -272,7 +272,7 @@ def test_a_runtime_that_cannot_read_states_says_so():
     states = session.states
     methods = states.read, states.protect, states.restore, states.count_changes
     for act in methods:
-        with pytest.raises(UsageError, match=r"S011.*Plain (cannot|does not)"):
+        with pytest.raises(UsageError, match=r"U045.*Plain (cannot|does not)"):
             act()
 
 

@@ -39,13 +39,13 @@ def two_hosts(tmp_path_factory):
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
-        ("localhost:1", "error[K009] --hosts: 2 devices of the bundle on host localhost (cpu:0, cpu:1), got 1 slot"),
-        ("a:1,b:1", "error[K009] --hosts: its devices name no host, expected one host, got a, b"),
+        ("localhost:1", "error[K001] --hosts: 2 devices of the bundle on host localhost (cpu:0, cpu:1), got 1 slot"),
+        ("a:1,b:1", "error[K001] --hosts: its devices name no host, expected one host, got a, b"),
         ("localhost:0", "error[K001] --hosts: expected a number of devices from 1 to 1024 after the colon"),
         ("localhost:x", "error[K001] --hosts: expected a number of devices from 1 to 1024 after the colon"),
         ("localhost:1,localhost:1", "error[K001] --hosts: host 'localhost' is named twice"),
         (",", "error[K001] --hosts: expected 1 to 64 hosts"),
-        ("No Host", "error[T017] --hosts: expected a host name"),
+        ("No Host", "error[T005] --hosts: expected a host name"),
     ],
 )
 def test_hosts_that_do_not_fit_a_bundle_are_refused(bundle, hosts, message):
@@ -71,7 +71,7 @@ def test_an_impossible_timeout_is_refused(bundle, timeout):
 @pytest.mark.parametrize("option", [{"hosts": "localhost:2"}, {"timeout": 3.0}])
 def test_a_runtime_without_hosts_refuses_them(bundle, option):
     (name,) = option
-    with pytest.raises(onnxplace.UsageError, match=rf"U086.*runtime 'onnxruntime' has no option '{name}'"):
+    with pytest.raises(onnxplace.UsageError, match=rf"U045.*runtime 'onnxruntime' has no option '{name}'"):
         onnxplace.InferenceSession(bundle, **option)
 
 
@@ -86,7 +86,7 @@ def test_a_missing_mpi4py_is_reported_with_its_installation(bundle, monkeypatch)
 def test_ranks_with_other_versions_refuse(bundle, monkeypatch):
     versions = opening.list_versions()
     monkeypatch.setattr(opening, "list_versions", lambda: {**versions, "onnxplace": "99"})
-    with pytest.raises(onnxplace.TargetError, match=r"K006.*cpu:. \(rank . on localhost\): expected onnxplace 99"):
+    with pytest.raises(onnxplace.TargetError, match=r"K005.*cpu:. \(rank . on localhost\): expected onnxplace 99"):
         Mpi("localhost:2", timeout=WAIT_SECONDS).open(bundle)
 
 

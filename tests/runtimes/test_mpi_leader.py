@@ -77,5 +77,5 @@ def test_events_of_ranks_on_other_machines_are_on_the_clock_of_the_script(bundle
 def test_a_job_of_another_size_than_the_bundle_is_refused_on_all_ranks(bundle):
     job = run_job(3, bundle)
     assert job.returncode != 0
-    assert "error[K009] expected 2 ranks, one for each device of the bundle, got 3" in job.stderr
+    assert "error[K001] expected 2 ranks, one for each device of the bundle, got 3" in job.stderr
     assert "mpiexec -n 2" in job.stderr

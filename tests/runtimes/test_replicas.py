@@ -64,12 +64,12 @@ def test_the_first_copy_of_a_bundle_with_hosts_takes_those_and_the_others_take_f
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
-        ("", "error[K009] --hosts: 2 copies of the bundle need a host with 2 slots each, got no list of hosts"),
+        ("", "error[K001] --hosts: 2 copies of the bundle need a host with 2 slots each, got no list of hosts"),
         (
             "localhost:3",
-            "error[K009] --hosts: 2 copies of the bundle need a host with 2 slots each, got localhost:3, w",
+            "error[K001] --hosts: 2 copies of the bundle need a host with 2 slots each, got localhost:3, w",
         ),
-        ("a,b:1", "error[K009] --hosts: 2 copies of the bundle need a host with 2 slots each, got a,b:1, where 1 of"),
+        ("a,b:1", "error[K001] --hosts: 2 copies of the bundle need a host with 2 slots each, got a,b:1, where 1 of"),
     ],
 )
 def test_too_few_hosts_are_refused_before_any_process_starts(bundle, hosts, message):
@@ -93,12 +93,12 @@ def test_an_impossible_number_of_copies_is_refused(bundle, count):
 @pytest.mark.parametrize("option", [{"replicas": 2}, {"remote_shell": "ssh"}, {"interface": "lo"}])
 def test_a_runtime_without_processes_refuses_their_options(bundle, option):
     (name,) = option
-    with pytest.raises(onnxplace.UsageError, match=rf"U086.*runtime 'onnxruntime' has no option '{name}'"):
+    with pytest.raises(onnxplace.UsageError, match=rf"U045.*runtime 'onnxruntime' has no option '{name}'"):
         onnxplace.InferenceSession(bundle, **option)
 
 
 def test_a_missing_remote_shell_is_named_when_all_ranks_are_elsewhere(bundle):
-    with pytest.raises(onnxplace.UsageError, match="K002"):
+    with pytest.raises(onnxplace.UsageError, match="K005"):
         Mpi("node9:2", remote_shell="/nowhere/ssh").open(bundle)
 
 
@@ -175,7 +175,7 @@ def test_a_command_notes_a_copy_that_was_left_out_once(bundle, tmp_path, run_cli
     )
     assert run.code == 0, run.err
     assert run.err.count("node9") == 2  # the copy, and its place in the reason
-    assert "note[K015] copy 1 on node9 was left out once, last: error[K011] node9: the ranks ended: no route" in run.err
+    assert "note[K014] copy 1 on node9 was left out once, last: error[K011] node9: the ranks ended: no route" in run.err
 
 
 @pytest.mark.slow

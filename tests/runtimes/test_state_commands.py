@@ -66,12 +66,12 @@ def test_inputs_that_contradict_the_stored_state_are_refused_and_it_stays(sessio
         (["total"], "S001", "expected OUTPUT=INPUT, got 'total'", "OUTPUT=INPUT"),
         (["=total"], "S001", "expected OUTPUT=INPUT, got '=total'", "OUTPUT=INPUT"),
         (["total_*=total"], "S001", "one side of 'total_*=total' has more *", "same text"),
-        (["totel_next=total"], "S002", "no output 'totel_next'", "'total_next'"),
-        (["total_next=totl"], "S002", "no input 'totl' for output 'total_next'", "'total'"),
-        (["present.*=past.*"], "S002", "no output matches 'present.*'", "known: y, picked"),
-        (["*_next=past_*"], "S002", "no input 'past_total' for output 'total_next'", "'total'"),
-        (["total_next=total", "y=total"], "S004", "'total' is bound twice: to output 'total_next' and to 'y'", "out"),
-        (["total_next=pick"], "S003", "total_next tensor(float) [n], the input takes pick tensor(int64) [1]", "type"),
+        (["totel_next=total"], "S001", "no output 'totel_next'", "'total_next'"),
+        (["total_next=totl"], "S001", "no input 'totl' for output 'total_next'", "'total'"),
+        (["present.*=past.*"], "S001", "no output matches 'present.*'", "known: y, picked"),
+        (["*_next=past_*"], "S001", "no input 'past_total' for output 'total_next'", "'total'"),
+        (["total_next=total", "y=total"], "S001", "'total' is bound twice: to output 'total_next' and to 'y'", "out"),
+        (["total_next=pick"], "S001", "total_next tensor(float) [n], the input takes pick tensor(int64) [1]", "type"),
     ],
 )
 def test_invalid_states_are_refused_with_similar_names(states, code, message, hint):
@@ -133,7 +133,7 @@ def test_a_device_map_that_splits_a_state_is_refused_by_name(run_cli, tmp_path):
         *("--state", "log_next=log", "--device-map", tmp_path / "map.json"),
     )
     assert result.code == 2
-    assert "error[S005] --state: state 'log_next' = 'log' stays on one device" in result.err
+    assert "error[U021] --state: state 'log_next' = 'log' stays on one device" in result.err
     assert "node 'append' to cpu:1 and node 'double' to cpu:0" in result.err
     assert not (tmp_path / "out").exists()
 
@@ -142,7 +142,7 @@ def test_an_unknown_state_in_a_command_is_refused_with_similar_names(run_cli, tm
     onnx.save(sums(), tmp_path / "sums.onnx")
     result = run_cli("compile", tmp_path / "sums.onnx", "--shape", "n=2,m=2", "--state", "log_nxt=log")
     assert (result.code, result.out) == (2, "")
-    assert result.err == "error[S002] --state: the model has no output 'log_nxt'\n  hint: did you mean 'log_next'?\n"
+    assert result.err == "error[S001] --state: the model has no output 'log_nxt'\n  hint: did you mean 'log_next'?\n"
     assert [path.name for path in tmp_path.iterdir()] == ["sums.onnx"]
 
 

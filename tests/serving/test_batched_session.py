@@ -254,7 +254,7 @@ def test_a_callback_that_runs_the_session_is_refused_instead_of_waiting_for_itse
     fake.wait_for_starts(2)
     fake.release()
     check_answers([check], [2])
-    assert [failure.code for failure in failures] == ["X009"]
+    assert [failure.code for failure in failures] == ["X006"]
 
 
 def test_no_caller_waits_for_a_thread_that_died(session, fake, monkeypatch):

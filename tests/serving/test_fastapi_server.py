@@ -76,11 +76,11 @@ def test_inputs_of_all_types_are_answered_and_numbers_that_are_not_finite_are_nu
         ({"inputs": {**INPUTS, "z": [1]}}, ["inputs", "z", "not permitted"]),
         ({"inputs": {"x": [[1, 2]]}}, ["inputs", "i", "required"]),
         ({"inputs": {**INPUTS, "x": {"a": 1}}}, ["inputs", "x"]),
-        ({"inputs": {**INPUTS, "x": [[1, 2, 3]]}}, ["F004", "input 'x'"]),
+        ({"inputs": {**INPUTS, "x": [[1, 2, 3]]}}, ["F003", "input 'x'"]),
         ({"inputs": {**INPUTS, "x": [[1, 2], [3]]}}, ["F003", "input 'x'"]),
         ({"inputs": {**INPUTS, "x": [["a", "b"]]}}, ["F003", "input 'x'", "not all elements are numbers"]),
         ({"inputs": {**INPUTS, "i": [1.5, 2]}}, ["F003", "input 'i'", "not all elements are int64 numbers"]),
-        ({"inputs": INPUTS, "outputs": ["w"]}, ["U050", "no output 'w'"]),
+        ({"inputs": INPUTS, "outputs": ["w"]}, ["F001", "no output 'w'"]),
         ({"inputs": INPUTS, "output": ["y"]}, ["output", "not permitted"]),
     ],
 )

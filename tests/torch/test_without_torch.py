@@ -28,7 +28,7 @@ def test_without_torch_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     import onnxplace.torch
 
-    with pytest.raises(UsageError, match=r"L001.*not installed") as caught:
+    with pytest.raises(UsageError, match=r"U110.*not installed") as caught:
         _ = onnxplace.torch.export_training_step
     assert "pip install 'onnxplace[torch]'" in caught.value.hint
 

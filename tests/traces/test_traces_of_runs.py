@@ -87,7 +87,7 @@ def test_a_session_without_a_trace_records_nothing(ping_pong):
         session.run(None, feeds(0))
         assert result.events == ()
         assert session.list_timelines() == ()
-        with pytest.raises(UsageError, match=r"U084.*without trace=True"):
+        with pytest.raises(UsageError, match=r"U042.*without trace=True"):
             session.trace()
 
 

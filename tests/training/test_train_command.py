@@ -137,19 +137,19 @@ X, TARGET = np.zeros((8, 8), "f4"), np.zeros((8, 4), "f4")
 @pytest.mark.parametrize(
     ("arrays", "options", "code", "message"),
     [
-        ({"x": X}, (), "L050", "it has no array 'target', which the step takes"),
-        ({"x": X, "targets": TARGET}, (), "L050", "did you mean 'targets'"),
-        ({"x": X, "target": TARGET[:5]}, (), "L052", "'target' has 5 rows, 'x' has 8"),
-        ({"x": X[:3], "target": TARGET[:3]}, (), "L051", "expected at least the 4 rows of a batch, its arrays have 3"),
-        ({"x": X, "target": TARGET}, ("--batch", 5), "L053", "expected 4 rows, as the model takes of 'x', got 5"),
-        ({"x": np.zeros((8, 9), "f4"), "target": TARGET}, (), "F004", "its shape is [4, 9]"),
+        ({"x": X}, (), "F002", "it has no array 'target', which the step takes"),
+        ({"x": X, "targets": TARGET}, (), "F002", "did you mean 'targets'"),
+        ({"x": X, "target": TARGET[:5]}, (), "F011", "'target' has 5 rows, 'x' has 8"),
+        ({"x": X[:3], "target": TARGET[:3]}, (), "F011", "expected at least the 4 rows of a batch, its arrays have 3"),
+        ({"x": X, "target": TARGET}, ("--batch", 5), "F011", "expected 4 rows, as the model takes of 'x', got 5"),
+        ({"x": np.zeros((8, 9), "f4"), "target": TARGET}, (), "F003", "its shape is [4, 9]"),
         ({"x": X.astype("f8"), "target": TARGET}, (), "F003", "its type is float64"),
-        ({"x": X, "target": TARGET}, ("--lr", -1), "L043", "expected a learning rate of 0 or more, got -1"),
-        ({"x": X, "target": TARGET}, ("--lr", "nan"), "L043", "expected a learning rate of 0 or more, got nan"),
+        ({"x": X, "target": TARGET}, ("--lr", -1), "U005", "expected a learning rate of 0 or more, got -1"),
+        ({"x": X, "target": TARGET}, ("--lr", "nan"), "U005", "expected a learning rate of 0 or more, got nan"),
         ({"x": X, "target": TARGET}, ("--lr", "fast"), "U000", "'fast' is not a valid float"),
-        ({"x": X, "target": TARGET}, ("--schedule", "cosine"), "L057", "a schedule needs a learning rate"),
-        ({"x": X, "target": TARGET}, ("--save-every", 2), "L057", "--save-every needs a file"),
-        ({"x": X, "target": TARGET}, ("--plot", "loss.txt"), "L055", "expected a file that ends with .png, .svg, .pdf"),
+        ({"x": X, "target": TARGET}, ("--schedule", "cosine"), "U042", "a schedule needs a learning rate"),
+        ({"x": X, "target": TARGET}, ("--save-every", 2), "U042", "--save-every needs a file"),
+        ({"x": X, "target": TARGET}, ("--plot", "loss.txt"), "U032", "expected a file that ends with .png, .svg, .pdf"),
         ({"x": X, "target": TARGET}, ("--save", "/nowhere/c.safetensors"), "U032", "there is no folder /nowhere"),
         ({"x": X, "target": TARGET}, ("--log", "a.csv", "--plot", "a.csv"), "U032", "name the same file"),
     ],
@@ -197,10 +197,10 @@ def test_damaged_checkpoints_are_refused(train, tmp_path):
         save.write_bytes(content)
         result = train("--steps", 2, "--resume", save)
         assert result.code == 2, content[:20]
-        assert "error[L042]" in result.err
+        assert "error[L041]" in result.err
     result = train("--steps", 2, "--resume", tmp_path / "missing.safetensors")
     assert result.code == 2
-    assert "error[L042]" in result.err
+    assert "error[L041]" in result.err
 
 
 def test_another_seed_than_the_checkpoints_is_refused(train, tmp_path):
@@ -221,7 +221,7 @@ def test_a_file_that_is_no_loss_curve_is_not_continued(text, train, tmp_path):
     log.write_text(text)
     result = train("--steps", 2, "--resume", save, "--log", log)
     assert result.code == 2
-    assert "error[L054]" in result.err
+    assert "error[U031]" in result.err
     assert log.read_text() == text
 
 
@@ -229,7 +229,7 @@ def test_without_matplotlib_the_extra_is_named(train, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = train("--steps", 1, "--plot", tmp_path / "loss.png")
     assert result.code == 2
-    assert "error[L056]" in result.err
+    assert "error[U110]" in result.err
     assert "pip install 'onnxplace[train]'" in result.err
 
 
@@ -267,7 +267,7 @@ def full_disk(tmp_path):
 
 
 def read_step(file: Path) -> int:
-    return int(map_arrays(file, "L042", "").metadata["step"])
+    return int(map_arrays(file, "L041", "").metadata["step"])
 
 
 @pytest.mark.parametrize("json_", [(), ("--json",)])

@@ -212,7 +212,7 @@ def test_states_that_were_loaded_are_given_as_copies(trainer, tmp_path):
 def test_a_wrong_step_or_seed_changes_nothing(entry, model, trainer):
     losses(trainer, batches(model, 1))
     states = {name: np.zeros_like(array) for name, array in trainer.state_dict().items()}
-    with pytest.raises(UsageError, match=rf"L043 *.*{next(iter(entry))}"):
+    with pytest.raises(UsageError, match=rf"U005 *.*{next(iter(entry))}"):
         trainer.load_state_dict({**states, **entry})
     assert trainer.step_count == 1
     assert trainer.state_dict()["layers.0.weight"].any()
@@ -245,7 +245,7 @@ def test_loss_rate_and_step_may_be_vectors_of_one_element(tmp_path):
 
 
 def change_checkpoint(path: Path, **entries: str | None) -> None:
-    file = map_arrays(path, "L042", "")
+    file = map_arrays(path, "L041", "")
     arrays = {name: np.array(array) for name, array in file.arrays.items()}
     metadata = {key: value for key, value in {**file.metadata, **entries}.items() if value is not None}
     write_arrays(path, arrays, metadata)
@@ -265,7 +265,7 @@ def change_checkpoint(path: Path, **entries: str | None) -> None:
 def test_checkpoints_that_cannot_be_continued_are_refused(entries, message, trainer, tmp_path):
     trainer.save(tmp_path / "c.safetensors")
     change_checkpoint(tmp_path / "c.safetensors", **entries)
-    with pytest.raises(InputError, match=rf"L042.*{message}"):
+    with pytest.raises(InputError, match=rf"L041.*{message}"):
         trainer.load(tmp_path / "c.safetensors")
 
 
@@ -278,7 +278,7 @@ def test_no_byte_of_a_checkpoint_can_change_unnoticed(tmp_path):
         changed = bytearray(whole)
         changed[position] ^= 1
         file.write_bytes(changed)
-        with pytest.raises(InputError, match="L042"):
+        with pytest.raises(InputError, match="L041"):
             read_checkpoint(file, specs)
 
 
@@ -408,14 +408,14 @@ def test_a_step_that_takes_too_long_is_abandoned(model, bundle):
     [
         ({"x": None}, None, FeedError, "F002.*no value for 'x'"),
         ({"y": np.ones(1)}, None, FeedError, "F001.*no input 'y'"),
-        ({"x": np.ones((1, 1), "f4")}, None, FeedError, "F004"),
-        ({"step": np.array(3)}, None, FeedError, "L044.*the trainer feeds 'step' by itself"),
-        ({"learning_rate": np.float32(1)}, None, FeedError, "L044.*the trainer feeds 'learning_rate'"),
-        ({"layers.0.bias": np.ones(16, "f4")}, None, FeedError, "L044.*'layers.0.bias' is a state"),
-        ({}, -1, UsageError, "L043.*expected a learning rate of 0 or more, got -1"),
-        ({}, float("nan"), UsageError, "L043.*got nan"),
-        ({}, "0.1", UsageError, "L043.*got '0.1'"),
-        ({}, [1, 2], UsageError, "L043"),
+        ({"x": np.ones((1, 1), "f4")}, None, FeedError, "F003"),
+        ({"step": np.array(3)}, None, FeedError, "F001.*the trainer feeds 'step' by itself"),
+        ({"learning_rate": np.float32(1)}, None, FeedError, "F001.*the trainer feeds 'learning_rate'"),
+        ({"layers.0.bias": np.ones(16, "f4")}, None, FeedError, "F001.*'layers.0.bias' is a state"),
+        ({}, -1, UsageError, "U005.*expected a learning rate of 0 or more, got -1"),
+        ({}, float("nan"), UsageError, "U005.*got nan"),
+        ({}, "0.1", UsageError, "U005.*got '0.1'"),
+        ({}, [1, 2], UsageError, "U005"),
     ],
 )
 def test_bad_feeds_and_rates_change_nothing(change, rate, kind, message, model, trainer):
@@ -427,7 +427,7 @@ def test_bad_feeds_and_rates_change_nothing(change, rate, kind, message, model, 
 
 
 def test_feeds_that_are_no_mapping_are_refused(trainer):
-    with pytest.raises(FeedError, match=r"F007.*expected a mapping"):
+    with pytest.raises(FeedError, match=r"U054.*expected a mapping"):
         trainer.step([1])
 
 
@@ -438,22 +438,22 @@ def test_a_bundle_of_another_model_is_refused(compiled):
 
 @pytest.mark.parametrize("options", [{"seed": -1}, {"seed": 1.5}, {"seed": True}, {"on_nan": "ignore"}])
 def test_bad_options_are_refused(bundle, options):
-    with pytest.raises(UsageError, match=r"L043"):
+    with pytest.raises(UsageError, match=r"U005"):
         onnxplace.Trainer(bundle, **options)
 
 
 def test_a_runtime_without_states_is_refused(bundle):
-    with pytest.raises(UsageError, match="S011"):
+    with pytest.raises(UsageError, match="U045"):
         onnxplace.Trainer(bundle, runtime="simulated")
 
 
 def test_a_session_whose_states_cannot_be_protected_is_closed(bundle, monkeypatch):
     def refuse(session):
-        raise UsageError("S011", "no room")
+        raise UsageError("U045", "no room")
 
     before = set(threading.enumerate())
     monkeypatch.setattr(onnxplace.InferenceSession, "protect_states", refuse)
-    with pytest.raises(UsageError, match="S011"):
+    with pytest.raises(UsageError, match="U045"):
         onnxplace.Trainer(bundle, protect=True)
     assert not {thread for thread in threading.enumerate() if thread.name != "onnxplace reaper"} - before
 
@@ -526,13 +526,13 @@ def test_errors_of_a_loader_are_raised_in_their_turn(model, trainer, prefetch):
     with pytest.raises(OSError, match="the disk is gone"):
         steps.extend(result.step for result in trainer.train(load(), prefetch=prefetch))
     assert trainer.step_count == 2
-    for loader, message in (([], "L046.*no batches"), (5, "L046.*expected an iterable"), ({"x": 1}, "L046")):
+    for loader, message in (([], "U054.*no batches"), (5, "U054.*expected an iterable"), ({"x": 1}, "U054")):
         with pytest.raises(FeedError, match=message):
             list(trainer.train(loader, 1, prefetch=prefetch))
-    with pytest.raises(UsageError, match=r"L043.*number of steps"):
+    with pytest.raises(UsageError, match=r"U005.*number of steps"):
         list(trainer.train([], -1))
     for wrong in (-1, 1.5):  # a negative number of batches would wait forever
-        with pytest.raises(UsageError, match=r"L043.*batches to prefetch"):
+        with pytest.raises(UsageError, match=r"U005.*batches to prefetch"):
             list(trainer.train([], 1, prefetch=wrong))
     assert not list(trainer.train([], np.int64(0)))
 
@@ -593,7 +593,7 @@ def test_a_step_without_an_inference_part_is_not_exported(bundle, tmp_path):
     for message, changes in cases.items():
         with onnxplace.Trainer(bundle) as trainer:
             trainer._training = edit_record(bundle, **changes).manifest.training
-            with pytest.raises(UsageError, match=f"L049.*{message}"):
+            with pytest.raises(UsageError, match=f"L040.*{message}"):
                 trainer.export(tmp_path / "model.onnx")
         assert not (tmp_path / "model.onnx").exists()
 

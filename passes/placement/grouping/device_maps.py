@@ -130,7 +130,7 @@ def pin_modules(
     message = f"modules of this map pin {format_count(pinned_count, 'node')} of {len(graph)}; the others are free"
     if idle:
         message += f"; no node is in {format_list(map(repr, idle))}"
-    return pinned, [Diagnostic("U026", message, where=where)]
+    return pinned, [Diagnostic("U025", message, where=where)]
 
 
 def _may_be_empty(module: str, modules: Mapping[str, object], rules: Mapping[str, object]) -> bool:
@@ -163,7 +163,7 @@ def _find_module_device(module: str, device: str | int, target: Target, where: s
         return ids.index(candidates[0])
     description = "several devices" if candidates else "no device"
     hint = f"devices are {', '.join(ids)}; {_explain(device, by_position, ids)}"
-    raise TargetError("T004", f"{description} {device!r} in this target, for {module!r}", where=where, hint=hint)
+    raise TargetError("T005", f"{description} {device!r} in this target, for {module!r}", where=where, hint=hint)
 
 
 def _explain(device: str | int, by_position: bool, ids: Sequence[str]) -> str:
@@ -204,7 +204,7 @@ def pin_named_nodes(
     known = {*graph.names, *removed}
     if unknown := [name for name in devices if name not in known]:
         message += f"; this model lacks {format_list(map(repr, unknown))}"
-    return pinned, [Diagnostic("U026", message, where=where)]
+    return pinned, [Diagnostic("U025", message, where=where)]
 
 
 def _find_devices(metadata: DeviceMetadata, target: Target, where: str) -> dict[str, int]:
@@ -220,10 +220,10 @@ def _find_devices(metadata: DeviceMetadata, target: Target, where: str) -> dict[
             devices[node] = position
     hint = f"devices are {', '.join(ids)}; devices of nodes are in {where}"
     if unknown := [name for name in dict.fromkeys(names.values()) if name not in ids]:
-        raise TargetError("T004", f"no device {format_list(map(repr, unknown))} in this target", where=where, hint=hint)
+        raise TargetError("T005", f"no device {format_list(map(repr, unknown))} in this target", where=where, hint=hint)
     if beyond := sorted({number for number in devices.values() if not 0 <= number < len(ids)}):
         listed = format_list(map(str, beyond))
-        raise TargetError("T004", f"no device at position {listed} of this target", where=where, hint=hint)
+        raise TargetError("T005", f"no device at position {listed} of this target", where=where, hint=hint)
     return devices | {node: ids.index(name) for node, name in names.items()}
 
 

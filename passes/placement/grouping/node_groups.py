@@ -214,7 +214,7 @@ def _join_carried_states(union: Union, graph: OpGraph, model: Model, target: Tar
             )
     if conflicts:
         hint = "pin both to one device, or leave one of them free"
-        raise UsageError("S005", format_list(conflicts, "; "), where="--state", hint=hint)
+        raise UsageError("U021", format_list(conflicts, "; "), where="--state", hint=hint)
 
 
 def _pin_to_host(union: Union, graph: OpGraph, model: Model, target: Target) -> list[Diagnostic]:

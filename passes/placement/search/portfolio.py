@@ -203,7 +203,7 @@ def improve_and_commit(state: State, problem: PlacementProblem, plan: Plan, budg
     if any(option.seconds < seconds_before for option in _simulate_if_fitting(state, problem, improved, None)):
         state = commit_placement(state, problem, improved.device, improved.rank, improved.name)
         message = f"{seconds_before * 1e3:.4g} ms -> {state[Schedule].simulation.makespan_seconds * 1e3:.4g} ms"
-    return state.with_notes(Diagnostic("P041", f"{message}; {exploration.proposals} moves{budget}", where="refine"))
+    return state.with_notes(Diagnostic("P021", f"{message}; {exploration.proposals} moves{budget}", where="refine"))
 
 
 def _goal_seconds(problem: PlacementProblem) -> float:

@@ -105,7 +105,7 @@ def _require_samples(model: Model, fixed: Model, count: int) -> dict[str, int]:
     if size < count:
         message = f"expected at least {count} samples for {count} micro-batches, got {size} in input {name!r}"
         hint = "--shape gives the size of the batch, as in --shape batch=8; or ask for fewer micro-batches"
-        raise InfeasibleError("L061", message, where=_WHERE, hint=hint)
+        raise InfeasibleError("L060", message, where=_WHERE, hint=hint)
     return axes
 
 
@@ -189,7 +189,7 @@ def _require_overlap(
         heaviest = nodes[int(seconds.argmax())]
         message = f"no operator can be computed in parts of the batch, such as {heaviest.op_type} {heaviest.name!r}"
         hint = "no rule splits these operators; onnxplace compile without micro-batches"
-        raise InfeasibleError("L062", message, where=_WHERE, hint=hint)
+        raise InfeasibleError("L060", message, where=_WHERE, hint=hint)
     total = float(seconds[np.array(varying) | barriers].sum())
     if float(seconds[barriers].sum()) > MAX_WHOLE_SHARE * total:
         mixes = barriers & _find_mixing(space, axes)
@@ -197,7 +197,7 @@ def _require_overlap(
         share = float(seconds[barriers].sum()) / total
         message = f"{worst.op_type} {worst.name!r} mixes the samples of a batch: {share:.0%} of the step waits for all"
         raise InfeasibleError(
-            "L062", message, where=_WHERE, hint="split it otherwise: --shard, or place whole operators"
+            "L060", message, where=_WHERE, hint="split it otherwise: --shard, or place whole operators"
         )
     times: dict[str, float] = {}
     for index in np.flatnonzero(barriers).tolist():
@@ -213,10 +213,10 @@ def _replica_speeds(state: State, count: int, replicas: int) -> list[float]:
     devices = len(state.target.devices)
     if count < replicas:
         message = f"expected at least one micro-batch for each of {replicas} replicas, got {count}"
-        raise UsageError("L076", message, where=_WHERE, hint=f"microbatch{{count={replicas},replicas={replicas}}}")
+        raise UsageError("U075", message, where=_WHERE, hint=f"microbatch{{count={replicas},replicas={replicas}}}")
     if devices % replicas:
         message = f"expected a number of devices that {replicas} replicas can share evenly, got {devices}"
-        raise UsageError("L076", message, where=_WHERE, hint="use another number of devices or of replicas")
+        raise UsageError("U075", message, where=_WHERE, hint="use another number of devices or of replicas")
     totals = np.maximum(device_seconds(state[Profile], state.target).sum(axis=1), 1e-30)
     speeds: Floats = (1.0 / totals).reshape(replicas, -1).sum(axis=1)
     return [float(speed) for speed in speeds]
@@ -259,4 +259,4 @@ def _report_whole(whole_seconds: Mapping[str, float], seconds: Floats) -> list[D
         return []
     listed = ", ".join(f"{op} ({time * 1e3:.3g} ms)" for op, time in sorted(noted.items(), key=lambda item: -item[1]))
     message = f"these operators wait for all micro-batches, since they mix samples or have no rule: {listed}"
-    return [Diagnostic("L064", message, where=_WHERE)]
+    return [Diagnostic("L063", message, where=_WHERE)]

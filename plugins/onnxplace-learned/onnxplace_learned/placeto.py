@@ -82,7 +82,7 @@ class Placeto(Pass):
         if not self.episodes:
             hint = "placeto{policy=F.safetensors} applies one, placeto{episodes=N} trains one on this graph"
             raise UsageError(
-                "H007", "expected a policy or episodes to train one, got neither", where="placeto", hint=hint
+                "U042", "expected a policy or episodes to train one, got neither", where="placeto", hint=hint
             )
         shape = Shape(devices)
         return Policy(shape, shape.draw_parameters(self.seed), seed=self.seed)

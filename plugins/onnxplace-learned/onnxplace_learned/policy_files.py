@@ -26,18 +26,18 @@ MAX_SIZES = {"devices": 256, "groups": 4096, "hidden": 256, "message_width": 256
 
 
 class PolicyFile:
-    """The file of a policy of one kind; raises InputError where it is not one (H003, H004, H005)."""
+    """The file of a policy of one kind; raises InputError where it is not one (H003)."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path, self.kind = path, kind
         retrain = f"train it again with `onnxplace learn {kind}`"
         self._hint = f"copy it again, or {retrain}"
-        file = map_arrays(path, "H003", self._hint, foreign_code="H004")
+        file = map_arrays(path, "H003", self._hint)
         self.metadata, self.arrays = file.metadata, file.arrays
         where = format_path(path)
         if self.metadata.get("format") != FORMAT:
             message = "expected a policy of onnxplace, found safetensors of another program"
-            raise InputError("H004", message, where=where, hint=self._hint)
+            raise InputError("H003", message, where=where, hint=self._hint)
         try:
             found, version = self.metadata["kind"], int(self.metadata["version"])
         except (KeyError, ValueError) as problem:
@@ -45,7 +45,7 @@ class PolicyFile:
         if found != kind or version > VERSION:
             shown = f"{format_value(found)} of version {format_value(self.metadata['version'])}"
             message = f"expected a policy {kind!r} of version {VERSION} or earlier, found {shown}"
-            raise InputError("H005", message, where=where, hint=f"update onnxplace, or {retrain}")
+            raise InputError("H003", message, where=where, hint=f"update onnxplace, or {retrain}")
 
     def damage(self, reason: str) -> InputError:
         """Return the error for a damaged file."""

@@ -14,7 +14,7 @@ def require_torch() -> Any:
     except ImportError:
         hint = "pip install 'onnxplace-learned[learn]'"
         raise UsageError(
-            "H010",
+            "U110",
             "training policies, and placing with hierarchical or go, needs torch: it is not installed",
             hint=hint,
         ) from None

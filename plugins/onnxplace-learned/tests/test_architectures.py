@@ -160,13 +160,13 @@ def test_each_architecture_has_a_hundred_graphs_to_train_on():
 def test_a_family_that_is_exhausted_says_so(monkeypatch):
     monkeypatch.setattr("onnxplace_learned.graphs.graph_sets.graph_fingerprint", lambda graph: f"{len(graph) % 3:x}")
     monkeypatch.setattr("onnxplace_learned.graphs.graph_sets.MAX_REPEATED_SEEDS", 5)
-    with pytest.raises(UsageError, match=r"H002.*only 2 different graphs"):
+    with pytest.raises(UsageError, match=r"H011.*only 2 different graphs"):
         draw_graphs(GraphSet("two_towers", 10, nodes=40))
 
 
 @pytest.mark.parametrize(("family", "backward"), [("transfomer", False), ("chains", True)])
 def test_unknown_families_and_backward_passes_that_do_not_exist_are_refused(family, backward):
-    with pytest.raises(UsageError, match="H001"):
+    with pytest.raises(UsageError, match="U001"):
         GraphSet(family, 1, backward=backward)
 
 

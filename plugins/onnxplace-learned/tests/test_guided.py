@@ -194,19 +194,19 @@ def test_a_policy_is_read_as_it_was_written(tmp_path):
 def test_policies_of_another_kind_are_refused_by_name(tmp_path, policy_file):
     shape = Shape(2, width=2, rounds=1)
     write_policy(tmp_path / "placeto.safetensors", Policy(shape, shape.draw_parameters(0)))
-    with pytest.raises(InputError, match=r"H005.*expected a policy 'guided'(.|\n)*learn guided"):
+    with pytest.raises(InputError, match=r"H003.*expected a policy 'guided'(.|\n)*learn guided"):
         read_guided_policy(tmp_path / "placeto.safetensors")
-    with pytest.raises(InputError, match=r"H005.*expected a policy 'placeto'"):
+    with pytest.raises(InputError, match=r"H003.*expected a policy 'placeto'"):
         read_policy(policy_file)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "code"),
     [
-        (b'"version":"1"', b'"version":"2"', "H005"),
+        (b'"version":"1"', b'"version":"2"', "H003"),
         (b'"hidden":"5"', b'"hidden":"6"', "H003"),
         (b'"rounds":"2"', b'"rounds":"x"', "H003"),
-        (b'"format":"onnxplace.policy"', b'"format":"something.police"', "H004"),
+        (b'"format":"onnxplace.policy"', b'"format":"something.police"', "H003"),
         (b'"group.bias"', b'"grope.bias"', "H003"),
     ],
 )

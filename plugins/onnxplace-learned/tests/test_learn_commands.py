@@ -59,8 +59,8 @@ def test_backward_passes_are_written(run_cli, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (("graphs", "--family", "convolutional", "-o", "out"), "H001"),
-        (("graphs", "--family", "chains", "--backward", "-o", "out"), "H001"),
+        (("graphs", "--family", "convolutional", "-o", "out"), "U001"),
+        (("graphs", "--family", "chains", "--backward", "-o", "out"), "U001"),
     ],
 )
 def test_wrong_families_are_refused(run_cli, arguments, code, tmp_path, monkeypatch):
@@ -75,7 +75,7 @@ def test_without_torch_one_line_says_what_to_install(run_cli, monkeypatch, tmp_p
     monkeypatch.setitem(sys.modules, "torch", None)
     result = run_cli("learn", policy, "--family", "chains", "--seconds", 1, "-o", tmp_path / "p.safetensors")
     assert result.code == 2
-    assert result.err.startswith("error[H010]")
+    assert result.err.startswith("error[U110]")
     assert "pip install 'onnxplace-learned[learn]'" in result.err
     assert list(tmp_path.iterdir()) == []
 
@@ -168,7 +168,7 @@ def test_models_have_the_devices_of_a_target(tmp_path, target_file):
     ("arguments", "message"),
     [
         (("--devices", "2", "--target", "target.toml"), "--devices and --target exclude each other"),
-        (("--target", "absent.toml"), "error[T006] absent.toml"),
+        (("--target", "absent.toml"), "error[T007] absent.toml"),
         (("--devices", "cpu:0,gpx:1"), "unknown device 'gpx:1'"),
         (("--devices", "٢"), "unknown device"),
         (("--devices", "0"), "0 is not in the range 1<=x<=256"),
@@ -198,7 +198,7 @@ def test_without_torch_the_placers_that_need_it_say_so(run_cli, monkeypatch, tmp
     (graph,) = tmp_path.iterdir()
     result = run_cli("place", graph, "--placer", placer)
     assert result.code == 2
-    assert result.err.startswith("error[H010]")
+    assert result.err.startswith("error[U110]")
     assert "pip install 'onnxplace-learned[learn]'" in result.err
 
 

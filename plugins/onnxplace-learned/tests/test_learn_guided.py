@@ -190,16 +190,16 @@ def test_graphs_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_a_training_without_a_limit_is_refused():
-    with pytest.raises(UsageError, match=r"H008.*--steps|H008(.|\n)*--steps"):
+    with pytest.raises(UsageError, match=r"U042.*--steps|U042(.|\n)*--steps"):
         GuidedOptions()
 
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (("--steps", 1, "--family", "chains", "--graphs", "."), "H009"),
-        (("--family", "chains"), "H008"),
-        (("--family", "chain", "--steps", 1), "H001"),
+        (("--steps", 1, "--family", "chains", "--graphs", "."), "U042"),
+        (("--family", "chains"), "U042"),
+        (("--family", "chain", "--steps", 1), "U001"),
     ],
 )
 def test_wrong_options_are_refused(run_cli, tmp_path, arguments, code):

@@ -318,7 +318,7 @@ def test_the_command_runs_bundles_and_leaves_what_compile_takes(run_cli, model_f
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--family", "chains"), "error[H013] --reward: a measured reward needs ONNX models"),
+        (("--family", "chains"), "error[H011] --reward: a measured reward needs ONNX models"),
         (("--graphs", "graphs"), "is a cost graph\n  hint: --graphs model.onnx"),
         (("--graphs", "model.onnx", "--reward", "guessed"), "expected one of simulated, measured, got 'guessed'"),
         (("--family", "chains", "--shape", "batch=2"), "--shape is for ONNX models"),
@@ -337,11 +337,11 @@ def test_wrong_options_are_refused(run_cli, model_path, tmp_path, monkeypatch, a
 def test_models_that_cannot_be_run_here_are_refused(graphs, fake_trials, tmp_path, monkeypatch):
     obstacle = Diagnostic("C020", "no trial was run: its CPU devices have 64 cores, this machine 2")
     monkeypatch.setattr(bundle_timer, "find_trial_obstacle", lambda *bundles: obstacle)
-    with pytest.raises(UsageError, match=r"H013.*measured reward is not possible.*64 cores, this machine 2"):
+    with pytest.raises(UsageError, match=r"H011.*measured reward is not possible.*64 cores, this machine 2"):
         learn(graphs, tmp_path / "p.safetensors", 1)
     assert list(tmp_path.glob("p.*")) == []
 
 
 def test_generated_graphs_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="H013"):
+    with pytest.raises(UsageError, match="H011"):
         BundleTimer(draw_problems(GraphSet("chains", 1, nodes=10), 2)[0], tmp_path)

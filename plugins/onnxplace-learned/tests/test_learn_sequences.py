@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_training_is_refused(graphs, tmp_path, other):
 
 
 def test_a_training_without_a_limit_or_without_graphs_is_refused(graphs, tmp_path):
-    with pytest.raises(UsageError, match="H008"):
+    with pytest.raises(UsageError, match="U042"):
         SequenceLearnOptions(GO, SequenceSettings.of("go"))
     with pytest.raises(InputError, match="H011"):
         learn([], tmp_path / "p.safetensors", GO, 1)
@@ -102,8 +102,8 @@ def test_a_training_without_a_limit_or_without_graphs_is_refused(graphs, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (("hierarchical", "--updates", 1), "H009"),
-        (("go", "--family", "chains"), "H008"),
+        (("hierarchical", "--updates", 1), "U042"),
+        (("go", "--family", "chains"), "U042"),
         (("hierarchical", "--family", "chains", "--updates", 1, "--groups", "some"), "U005"),
         (("go", "--family", "chains", "--updates", 1, "--heads", "fusion"), "U005"),
         (("go", "--family", "chains", "--updates", 1, "--order", "sideways"), "U005"),

@@ -61,7 +61,7 @@ def test_one_graph_that_differs_is_not_a_family_that_does():
 
 def test_an_incomplete_study_is_refused():
     rows = make_rows((1.0, 1.0, 1.0), 0.1)
-    with pytest.raises(InputError, match=r"H014.*no row of graph 3, order random, seed 7"):
+    with pytest.raises(InputError, match=r"U031.*no row of graph 3, order random, seed 7"):
         summarise_study(rows[:-1])
 
 

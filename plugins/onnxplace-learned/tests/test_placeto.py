@@ -50,7 +50,7 @@ def test_a_policy_that_starts_from_m_etf_is_not_worse_than_its_devices(family, t
     start = decode_candidate(environment.space, "", environment.start, np.zeros(len(graph.ids)), 1.0)
     assert result.feasible
     assert result.makespan_seconds <= start.seconds * (1 + 1e-9)
-    assert [note.code for note in result.diagnostics if note.code == "P047"] == ["P047"]
+    assert [note.code for note in result.diagnostics if note.code == "P021"] == ["P021"]
 
 
 @pytest.mark.parametrize("start", ["several", "m-etf"])
@@ -107,12 +107,12 @@ def test_a_large_graph_is_coarsened(policy_file):
 
 def test_a_policy_for_fewer_devices_is_refused(policy_file):
     graph = replace_devices(ARCHITECTURES["two_towers"](60, 0), 5, None)
-    with pytest.raises(UsageError, match=r"H006.*knows at most 4 devices, expected 5"):
+    with pytest.raises(UsageError, match=r"H003.*knows at most 4 devices, expected 5"):
         place_cost_graph(graph, f"placeto{{policy={policy_file}}}")
 
 
 def test_neither_policy_nor_episodes_is_refused():
-    with pytest.raises(UsageError, match=r"error\[H007\] placeto"):
+    with pytest.raises(UsageError, match=r"error\[U042\] placeto"):
         place_cost_graph(ARCHITECTURES["two_towers"](60, 0), "placeto")
 
 
@@ -123,7 +123,7 @@ def test_a_missing_policy_is_named():
 
 def test_training_without_torch_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    with pytest.raises(UsageError, match=r"H010.*torch(.|\n)*pip install 'onnxplace-learned\[learn\]'"):
+    with pytest.raises(UsageError, match=r"U110.*torch(.|\n)*pip install 'onnxplace-learned\[learn\]'"):
         place_cost_graph(ARCHITECTURES["two_towers"](60, 0), "placeto{episodes=8}")
 
 

@@ -65,12 +65,12 @@ def test_an_interrupted_study_keeps_its_rows_and_continues(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--family", "tower"), "error[H001]"),
+        (("--family", "tower"), "error[U001]"),
         (("--order", "sideways"), "error[U005] --order: expected one of alpha, topological"),
-        (("--resume",), "error[U012] --resume: --resume needs the file of the rows"),
-        (("--resume", "-o", "other.csv"), "error[H014] other.csv: not the rows of a study (it has other columns)"),
-        (("--resume", "-o", "cut.csv"), "error[H014] cut.csv: not the rows of a study (zip() argument"),
-        (("--resume", "-o", "absent.csv"), "error[H014] absent.csv"),
+        (("--resume",), "error[U005] --resume: --resume needs the file of the rows"),
+        (("--resume", "-o", "other.csv"), "error[U031] other.csv: not the rows of a study (it has other columns)"),
+        (("--resume", "-o", "cut.csv"), "error[U031] cut.csv: not the rows of a study (zip() argument"),
+        (("--resume", "-o", "absent.csv"), "error[U031] absent.csv"),
         (("-o", "absent/rows.csv"), "error[U032]"),
     ],
 )

@@ -169,30 +169,30 @@ ROWS = "# onnxplace-costs 1\nnode,unit,output_bytes,seconds cpu/1\nmul,{unit},{s
     [
         ("", "C011", "not a cost file"),
         ("node,seconds cpu/1\nmul,1\n", "C011", "not a cost file"),
-        ("# onnxplace-costs 2\nnode,seconds cpu/1\nmul,1\n", "C012", "version is 2, this onnxplace reads 1"),
-        ("# onnxplace-costs\nnode,seconds cpu/1\nmul,1\n", "C012", "version is None"),
+        ("# onnxplace-costs 2\nnode,seconds cpu/1\nmul,1\n", "C010", "version is 2, this onnxplace reads 1"),
+        ("# onnxplace-costs\nnode,seconds cpu/1\nmul,1\n", "C010", "version is None"),
         ("# onnxplace-costs 1\nname,seconds cpu/1\nmul,1\n", "C011", "no column 'node'"),
         ("# onnxplace-costs 1\nnode,seconds cpu/1\n", "C010", "1 of 1 nodes, such as mul"),
-        (ROWS.format(unit=0, size=128, seconds=""), "C013", "no seconds on 'cpu/1' for node 'mul'"),
-        (ROWS.format(unit=0, size=128, seconds=""), "C013", "its row is empty, or too short, in the column 'seconds"),
-        (ROWS.format(unit=0, size=128, seconds="-1"), "C014", "'mul' on 'cpu/1' is -1, expected a time"),
-        (ROWS.format(unit=0, size=128, seconds="nan"), "C014", "'mul' on 'cpu/1' is nan, expected a time"),
-        (ROWS.format(unit=0, size=128, seconds="inf"), "C014", "'mul' on 'cpu/1' is inf, expected a time"),
-        (ROWS.format(unit=0, size=128, seconds="fast"), "C014", "'mul' on 'cpu/1' is 'fast', expected a time"),
-        (ROWS.format(unit=0, size=128, seconds="1e300"), "C014", "'mul' on 'cpu/1' is 1e+300, expected a time"),
-        (ROWS.format(unit=0, size=128, seconds="1000001"), "C014", "is 1000001, expected a time"),
-        (ROWS.format(unit="x", size=128, seconds="1"), "C014", "the unit of node 'mul' is 'x'"),
-        (ROWS.format(unit="0.5", size=128, seconds="1"), "C014", "the unit of node 'mul' is 0.5"),
-        (ROWS.format(unit=0, size="1.5", seconds="1"), "C014", "value_bytes of 'y' is 1.5"),
-        (ROWS.format(unit=0, size="1e16", seconds="1"), "C014", "value_bytes of 'y' is 1e+16"),
-        (HEAD + "\nmul,1\nother,2\nmul,3\n", "C014", "node 'mul' has two rows"),
-        (HEAD + "\nmul\n", "C013", "its row is empty, or too short, in the column 'seconds cpu/1'"),
-        (ROWS.format(unit=0, size="-128", seconds="1"), "C014", "value_bytes of 'y' is -128"),
-        (HEAD + ",source cpu/1\nmul,1,guessed\n", "C014", "the source of node 'mul' on 'cpu/1' is 'guessed'"),
-        (HEAD + ",spread cpu/1\nmul,1,nan\n", "C014", "the spread of node 'mul' on 'cpu/1' is nan"),
-        (HEAD + ",workspace_bytes\nmul,1,-8\n", "C014", "workspace_bytes of 'mul' is -8"),
-        ("# onnxplace-costs 1\n# measured.runs cpu/1=3\nnode,seconds cpu/1\nmul,1\n", "C014", "waiting of 'cpu/1' are"),
-        ("# onnxplace-costs 1\n# whole_seconds cpu/1=x\n" + ROWS.format(unit=0, size=1, seconds="1"), "C014", "'x'"),
+        (ROWS.format(unit=0, size=128, seconds=""), "C010", "no seconds on 'cpu/1' for node 'mul'"),
+        (ROWS.format(unit=0, size=128, seconds=""), "C010", "its row is empty, or too short, in the column 'seconds"),
+        (ROWS.format(unit=0, size=128, seconds="-1"), "C011", "'mul' on 'cpu/1' is -1, expected a time"),
+        (ROWS.format(unit=0, size=128, seconds="nan"), "C011", "'mul' on 'cpu/1' is nan, expected a time"),
+        (ROWS.format(unit=0, size=128, seconds="inf"), "C011", "'mul' on 'cpu/1' is inf, expected a time"),
+        (ROWS.format(unit=0, size=128, seconds="fast"), "C011", "'mul' on 'cpu/1' is 'fast', expected a time"),
+        (ROWS.format(unit=0, size=128, seconds="1e300"), "C011", "'mul' on 'cpu/1' is 1e+300, expected a time"),
+        (ROWS.format(unit=0, size=128, seconds="1000001"), "C011", "is 1000001, expected a time"),
+        (ROWS.format(unit="x", size=128, seconds="1"), "C011", "the unit of node 'mul' is 'x'"),
+        (ROWS.format(unit="0.5", size=128, seconds="1"), "C011", "the unit of node 'mul' is 0.5"),
+        (ROWS.format(unit=0, size="1.5", seconds="1"), "C011", "value_bytes of 'y' is 1.5"),
+        (ROWS.format(unit=0, size="1e16", seconds="1"), "C011", "value_bytes of 'y' is 1e+16"),
+        (HEAD + "\nmul,1\nother,2\nmul,3\n", "C011", "node 'mul' has two rows"),
+        (HEAD + "\nmul\n", "C010", "its row is empty, or too short, in the column 'seconds cpu/1'"),
+        (ROWS.format(unit=0, size="-128", seconds="1"), "C011", "value_bytes of 'y' is -128"),
+        (HEAD + ",source cpu/1\nmul,1,guessed\n", "C011", "the source of node 'mul' on 'cpu/1' is 'guessed'"),
+        (HEAD + ",spread cpu/1\nmul,1,nan\n", "C011", "the spread of node 'mul' on 'cpu/1' is nan"),
+        (HEAD + ",workspace_bytes\nmul,1,-8\n", "C011", "workspace_bytes of 'mul' is -8"),
+        ("# onnxplace-costs 1\n# measured.runs cpu/1=3\nnode,seconds cpu/1\nmul,1\n", "C011", "waiting of 'cpu/1' are"),
+        ("# onnxplace-costs 1\n# whole_seconds cpu/1=x\n" + ROWS.format(unit=0, size=1, seconds="1"), "C011", "'x'"),
     ],
 )  # fmt: skip
 def test_an_invalid_table_is_refused(tmp_path, text, code, message):
@@ -300,7 +300,7 @@ def test_an_invalid_time_is_refused_with_its_node(run_cli, model_file, value):
     expected: list[str] = []
     code, message = compile_with_edited_costs(run_cli, model_file, damage)
     assert code == 2
-    assert f"error[C014] {model_file.parent / 'carried.json'}: {expected[0]}" in " ".join(message.split("\n"))
+    assert f"error[C011] {model_file.parent / 'carried.json'}: {expected[0]}" in " ".join(message.split("\n"))
     assert "hint: write a number of seconds, from 0 to 1e+06" in message
 
 

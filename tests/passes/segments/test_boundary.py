@@ -153,5 +153,5 @@ def test_a_value_whose_type_is_unknown_at_a_cut_is_named(monkeypatch):
     model = load(classifier(linear_classifier("int64"), "int64"))
     monkeypatch.setattr("onnxplace.passes.segments.write_segments._is_complete", lambda _: False)
     monkeypatch.setattr("onnxplace.passes.segments.write_segments.parse_type", lambda *_: None)
-    with pytest.raises(OnnxplaceError, match=r"M016.*'scores'"):
+    with pytest.raises(OnnxplaceError, match=r"M008.*'scores'"):
         infer_boundary_types(model, ["scores"])

@@ -81,7 +81,7 @@ def test_single_nodes_that_do_not_fit_are_refused_with_device_shortage_and_node(
     state = with_limits(cache_state(4), [45])
     with pytest.raises(InfeasibleError, match=r"cpu:0 lacks 5 bytes \(needs 50, may use 45\).* node 'new0'") as caught:
         Split().run(state)
-    assert (caught.value.code, caught.value.exit_code) == ("P005", 3)
+    assert (caught.value.code, caught.value.exit_code) == ("P001", 3)
 
 
 def test_segments_that_hold_too_much_fail_their_check():

@@ -128,7 +128,7 @@ def test_random_steps_on_random_replicas_are_right(seed: int, tmp_path: Path) ->
     ],
 )
 def test_replicas_that_cannot_be_filled_are_refused(count: int, replicas: int, devices: int, message: str) -> None:
-    with pytest.raises(UsageError, match=f"L076.*{message}"):
+    with pytest.raises(UsageError, match=f"U075.*{message}"):
         replicate(make_mlp("sgd", batch=8), count, replicas, devices)
 
 
@@ -138,4 +138,4 @@ def test_the_command_refuses_them_too(run_cli, tmp_path: Path, monkeypatch: pyte
     pipeline = f"{FRONT},microbatch{{count=4,replicas=2}},{REST},split,emit"
     ran = run_cli("compile", "step.onnx", "--devices", "cpu:0,cpu:1,cpu:2", "--pipeline", pipeline)
     assert ran.code == 2
-    assert "error[L076]" in ran.err
+    assert "error[U075]" in ran.err

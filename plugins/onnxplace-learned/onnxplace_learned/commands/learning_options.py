@@ -180,7 +180,7 @@ def _choose_devices(devices: str, target: Path | None) -> tuple[int, Target | No
         source = click.get_current_context().get_parameter_source("devices")
         if source is not None and source.name != "DEFAULT":
             hint = "name the devices in the target file"
-            raise UsageError("U040", "--devices and --target exclude each other", hint=hint)
+            raise UsageError("U042", "--devices and --target exclude each other", hint=hint)
         chosen = read_target(target)
         return len(chosen.devices), chosen
     if devices.isascii() and devices.strip().isdecimal():
@@ -209,9 +209,9 @@ def collect_graphs(request: LearnRequest, *, mixture: bool = False) -> list[Lear
 
     if (request.source is None) == (not request.families):
         message = "expected either --family or --graphs, got " + ("both" if request.families else "neither")
-        raise UsageError("H009", message, hint=f"--family NAME: {FAMILY_HELP}")
+        raise UsageError("U042", message, hint=f"--family NAME: {FAMILY_HELP}")
     if request.shape and request.source is None:
-        raise UsageError("H009", "--shape is for ONNX models, and families have none", hint="--graphs model.onnx")
+        raise UsageError("U042", "--shape is for ONNX models, and families have none", hint="--graphs model.onnx")
     if request.source is not None:
         return read_problems(request.source, request.devices, request.target, request.shape)
     if mixture:

@@ -54,7 +54,7 @@ def traversal(
     for name in order:
         require_choice(name, get_args(Order), "--order")
     if resume and output is None:
-        raise UsageError("U012", "--resume needs the file of the rows", where="--resume", hint="-o F.csv")
+        raise UsageError("U005", "--resume needs the file of the rows", where="--resume", hint="-o F.csv")
     options = StudyOptions(
         families=tuple(dict.fromkeys(family)) or tuple(ARCHITECTURES),
         orders=tuple(dict.fromkeys(order)) or tuple(ORDERS),

@@ -45,10 +45,10 @@ class GraphSet:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             hint = f"{suggest_nearest(self.family, FAMILIES)} (`onnxplace learn families` lists them)"
-            raise UsageError("H001", f"unknown family of graphs {self.family!r}", where="--family", hint=hint)
+            raise UsageError("U001", f"unknown family of graphs {self.family!r}", where="--family", hint=hint)
         if self.backward and self.family not in ARCHITECTURES:
             hint = f"choose one of {', '.join(ARCHITECTURES)}"
-            raise UsageError("H001", f"family {self.family!r} has no backward pass", where="--family", hint=hint)
+            raise UsageError("U001", f"family {self.family!r} has no backward pass", where="--family", hint=hint)
 
 
 def draw_graphs(graphs: GraphSet) -> list[CostGraph]:
@@ -73,7 +73,7 @@ def draw_graphs(graphs: GraphSet) -> list[CostGraph]:
             drawn[fingerprint], last_new = graph, seed
     if len(drawn) < graphs.count:
         message = f"family {graphs.family!r} has only {len(drawn)} different graphs of about {graphs.nodes} nodes"
-        raise UsageError("H002", message, where="--count", hint="ask for fewer graphs, or for larger ones")
+        raise UsageError("H011", message, where="--count", hint="ask for fewer graphs, or for larger ones")
     return list(drawn.values())
 
 

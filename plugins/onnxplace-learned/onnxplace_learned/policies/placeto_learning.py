@@ -474,4 +474,4 @@ def require_devices(policy: Policy, devices: int, where: str) -> None:
     if devices > policy.shape.devices:
         message = f"the policy knows at most {policy.shape.devices} devices, expected {devices}"
         hint = f"use fewer devices, or `onnxplace learn placeto --devices {devices}`"
-        raise UsageError("H006", message, where=where, hint=hint)
+        raise UsageError("H003", message, where=where, hint=hint)

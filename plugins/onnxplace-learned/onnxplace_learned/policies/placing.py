@@ -150,12 +150,12 @@ def commit_result(state: State, problem: PlacementProblem, result: PolicyResult,
             start = result.start_cost * result.seconds_per_cost
             shown = f"{seconds * 1e3:.4g} ms, {result.start_name} {start * 1e3:.4g} ms"
             message = f"{shown}; {result.episodes} episodes to learn"
-            return after.with_notes(Diagnostic("P047", message, where=placer))
+            return after.with_notes(Diagnostic("P021", message, where=placer))
     for plan in published_plans(problem):
         if _fits(state, problem, plan):
             message = f"no placement of the policy fits: kept that of {plan.name}"
             after = commit_placement(state, problem, plan.device, plan.rank, placer)
-            return after.with_notes(Diagnostic("P047", message, where=placer))
+            return after.with_notes(Diagnostic("P021", message, where=placer))
     raise out_of_memory_error(problem, placer)
 
 

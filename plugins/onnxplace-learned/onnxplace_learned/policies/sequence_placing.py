@@ -55,11 +55,11 @@ def load_policy(file: str, shape: SequenceShape, episodes: int, seed: int, *, is
             option = "groups" if shape.kind == "hierarchical" else "heads"
             message = f"the policy was trained with {option}={policy.shape.variant}, expected {shape.variant}"
             hint = f"omit {option}, or `onnxplace learn {shape.kind} --{option} {shape.variant}`"
-            raise InputError("H017", message, where=file, hint=hint)
+            raise InputError("H003", message, where=file, hint=hint)
         return policy
     if not episodes:
         hint = f"{shape.kind}{{policy=F.safetensors}} applies one, {shape.kind}{{episodes=N}} trains one on this graph"
-        raise UsageError("H007", "expected a policy or episodes to train one, got neither", where=shape.kind, hint=hint)
+        raise UsageError("U042", "expected a policy or episodes to train one, got neither", where=shape.kind, hint=hint)
     return SequencePolicy(shape, shape.draw_parameters(seed), seed=seed)
 
 

@@ -140,7 +140,7 @@ def require_known_devices(policy: SequencePolicy, devices: int, where: str) -> N
     if devices > policy.shape.devices:
         message = f"the policy knows at most {policy.shape.devices} devices, expected {devices}"
         hint = f"use fewer devices, or `onnxplace learn {policy.shape.kind} --devices {devices}`"
-        raise UsageError("H006", message, where=where, hint=hint)
+        raise UsageError("H003", message, where=where, hint=hint)
 
 
 def _linear(name: str, inputs: int, outputs: int) -> Sizes:

@@ -154,7 +154,7 @@ def require_limit(seconds: float, count: int, noun: str = "updates") -> None:
     """Raise UsageError unless a training has a time limit or a number of updates."""
     if seconds <= 0 and count <= 0:
         message = f"expected a time limit or a number of {noun}, got neither"
-        raise UsageError("H008", message, hint=f"give --seconds or --{noun}")
+        raise UsageError("U042", message, hint=f"give --seconds or --{noun}")
 
 
 def prepare_training(graphs: Sequence[LearningGraph], output: Path, threads: int) -> None:

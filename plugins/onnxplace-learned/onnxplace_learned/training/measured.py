@@ -58,7 +58,7 @@ class BundleTimer:
         if graph.state is None:
             message = f"a measured reward needs ONNX models, and {graph.name} is a cost graph"
             hint = "--graphs model.onnx, or a folder of models; cost graphs and families have simulated rewards"
-            raise UsageError("H013", message, where="--reward", hint=hint)
+            raise UsageError("H011", message, where="--reward", hint=hint)
         self.name, self.problem = graph.name, graph.problem
         self.bundles = 0
         """Number of bundles that were run."""
@@ -81,7 +81,7 @@ class BundleTimer:
             if bundle is None:
                 raise InfeasibleError("P001", "no placement to start from fits the devices", where=self.name)
             if obstacle := find_trial_obstacle(bundle):
-                raise UsageError("H013", f"a measured reward is not possible: {obstacle.message}", where="--reward")
+                raise UsageError("H011", f"a measured reward is not possible: {obstacle.message}", where="--reward")
             self._seconds[device.tobytes()] = seconds = self._run([bundle])[0]
         finally:
             self._remove(bundle)

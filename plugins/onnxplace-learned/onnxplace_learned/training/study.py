@@ -201,7 +201,7 @@ def write_rows(path: Path, rows: Sequence[StudyRow]) -> None:
 
 def read_rows(path: Path) -> list[StudyRow]:
     """Read rows from CSV; raises InputError if they are not those of a study."""
-    lines = list(csv.reader(read_text(path, "H014", "the rows of a study").splitlines()))
+    lines = list(csv.reader(read_text(path, "U031", "the rows of a study").splitlines()))
     try:
         if not lines or lines[0] != [item.name for item in fields(StudyRow)]:
             raise ValueError("it has other columns")
@@ -210,7 +210,7 @@ def read_rows(path: Path) -> list[StudyRow]:
         return [StudyRow(*(kind(text) for kind, text in zip(convert, line, strict=True))) for line in lines[1:]]
     except (ValueError, TypeError) as problem:
         hint = "omit --resume to start anew"
-        raise InputError("H014", f"not the rows of a study ({problem})", where=format_path(path), hint=hint) from None
+        raise InputError("U031", f"not the rows of a study ({problem})", where=format_path(path), hint=hint) from None
 
 
 RESAMPLES, LEVEL = 10_000, 0.05
@@ -286,7 +286,7 @@ def _arrange_costs(rows: Sequence[StudyRow], orders: Sequence[str]) -> Floats:
     if np.isnan(costs).any():
         order, graph, seed = np.argwhere(np.isnan(costs))[0].tolist()
         message = f"{rows[0].family}: no row of graph {graphs[graph]}, order {orders[order]}, seed {seeds[seed]}"
-        raise InputError("H014", message, hint="finish the study with --resume")
+        raise InputError("U031", message, hint="finish the study with --resume")
     return costs
 
 

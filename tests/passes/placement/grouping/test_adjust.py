@@ -138,7 +138,7 @@ def test_a_group_that_fits_nowhere_is_named():
     state = torn(graph, "01", "00", [1, 1], memory_bytes=[20, 20])
     with pytest.raises(InfeasibleError) as refusal:
         adjusted(state)
-    assert (refusal.value.code, refusal.value.where) == ("P004", "adjust")
+    assert (refusal.value.code, refusal.value.where) == ("P001", "adjust")
     for note in ("'a'", "25 bytes of weights", "cpu:0 (20 bytes)", "cpu:1 (20 bytes)"):
         assert note in refusal.value.message
 

@@ -31,24 +31,24 @@ def pins(device_map: object, target: Target = CPUS, removed: tuple[str, ...] = (
 
 def test_the_innermost_module_of_accelerates_map_decides():
     rules = {"model.layers": 0, "model.layers.1": 1, "model.norm": "cpu"}
-    assert pins(rules) == ["", "cpu:0", "cpu:1", "cpu:0", "", "U026"]
-    assert pins({"": 1}) == ["cpu:1"] * 5 + ["U026"]
-    assert pins({"": 1, "lm_head": 0}, scopes="['', 'lm_head']") == ["cpu:1"] * 4 + ["cpu:0", "U026"]
+    assert pins(rules) == ["", "cpu:0", "cpu:1", "cpu:0", "", "U025"]
+    assert pins({"": 1}) == ["cpu:1"] * 5 + ["U025"]
+    assert pins({"": 1, "lm_head": 0}, scopes="['', 'lm_head']") == ["cpu:1"] * 4 + ["cpu:0", "U025"]
 
 
 def test_numbers_of_accelerate_are_those_of_gpus_where_there_are_some():
     rules = {"model.layers.0": 0, "model.layers.1": 1, "model.norm": "cpu", "model.embed": "cuda:1"}
-    assert pins(rules, GPUS) == ["cuda:1", "cuda:0", "cuda:1", "cpu:0", "", "U026"]
+    assert pins(rules, GPUS) == ["cuda:1", "cuda:0", "cuda:1", "cpu:0", "", "U025"]
 
 
 def test_modules_may_have_ids_of_devices():
-    assert pins({"model": "cpu:1", "model.layers.0": "cpu:0"}) == ["cpu:1", "cpu:0", "cpu:1", "cpu:1", "", "U026"]
+    assert pins({"model": "cpu:1", "model.layers.0": "cpu:0"}) == ["cpu:1", "cpu:0", "cpu:1", "cpu:1", "", "U025"]
     assert pins({"/model/layers.0/mlp/MatMul": "cpu:1"}) == ["", "cpu:1", "", "", ""], "a name of a node is a pattern"
 
 
 def test_pieces_of_olive_are_positions_of_devices(tmp_path):
     rules = {"model.layers.0": 0, "model.layers.1": 2}
-    expected = ["", "cuda:1", "cpu:0", "", "", "U026"]
+    expected = ["", "cuda:1", "cpu:0", "", "", "U025"]
     assert pins({"split_assignments": rules}, GPUS) == expected
     model = parser.parse_model('<ir_version: 9, opset_import: ["": 18]> g (float[3] x) => (float[3] y) { y = Neg(x) }')
     onnx.helper.set_model_props(model, {"split_assignments": ";".join(f"{k}={v}" for k, v in rules.items())})
@@ -61,8 +61,8 @@ def test_pieces_of_olive_are_positions_of_devices(tmp_path):
 
 
 def test_modules_without_nodes_are_reported_and_unknown_ones_refused():
-    assert pins({"model.dropout": 0, "model.norm": 1}) == ["", "", "", "cpu:1", "", "U026"]
-    assert pins({"gone": 0, "model.norm": 1}, removed=("/gone/Identity",))[-1] == "U026"
+    assert pins({"model.dropout": 0, "model.norm": 1}) == ["", "", "", "cpu:1", "", "U025"]
+    assert pins({"gone": 0, "model.norm": 1}, removed=("/gone/Identity",))[-1] == "U025"
     with pytest.raises(
         onnxplace.UsageError, match=r"U020.*no module 'modle.layers.0', 'lm_head'.*\n.*'model.layers.0'"
     ):
@@ -80,7 +80,7 @@ def test_modules_without_nodes_are_reported_and_unknown_ones_refused():
     ],
 )
 def test_devices_that_a_foreign_map_lacks_are_named_with_their_module(device, words):
-    with pytest.raises(onnxplace.TargetError, match="T004") as refused:
+    with pytest.raises(onnxplace.TargetError, match="T005") as refused:
         pins({"model": device, "logits": 0})
     assert words in str(refused.value)
 
@@ -125,7 +125,7 @@ def annotated(folder: Path, configuration: str = "", **entry: object) -> Path:
     [("cpu:0,cpu:1", {"device": [1]}), ("2", {"device": [1]}), ("2", {"stage": 1}), ("cpu:1,cpu:0", {"device": [0]})],
 )
 def test_devices_in_onnx_metadata_are_names_positions_or_stages(configuration, entry, tmp_path):
-    assert pins(annotated(tmp_path, configuration, **entry)) == ["cpu:1", "", "", "", "", "U026"]
+    assert pins(annotated(tmp_path, configuration, **entry)) == ["cpu:1", "", "", "", "", "U025"]
 
 
 def test_a_configuration_of_a_thousand_million_devices_costs_no_memory(tmp_path):
@@ -133,7 +133,7 @@ def test_a_configuration_of_a_thousand_million_devices_costs_no_memory(tmp_path)
     model = onnx.load(path)
     model.configuration[0].num_devices = 2**31 - 1
     onnx.save(model, path)
-    assert pins(path) == ["cpu:1", "", "", "", "", "U026"]
+    assert pins(path) == ["cpu:1", "", "", "", "", "U025"]
     assert read_device_metadata(path).devices == ()
 
 
@@ -141,8 +141,8 @@ def test_a_configuration_of_a_thousand_million_devices_costs_no_memory(tmp_path)
     ("configuration", "entry", "words"),
     [
         ("", {}, ("U023", "no node of this model names a device")),
-        ("npu:0,npu:1", {"device": [1]}, ("T004", "no device 'npu:1'", "cpu:0, cpu:1")),
-        ("2", {"stage": 7}, ("T004", "position 7")),
+        ("npu:0,npu:1", {"device": [1]}, ("T005", "no device 'npu:1'", "cpu:0, cpu:1")),
+        ("2", {"stage": 7}, ("T005", "position 7")),
         ("cpu:0,cpu:1", {"device": [0, 1]}, ("U020", "/model/embed/Gather")),
     ],
 )

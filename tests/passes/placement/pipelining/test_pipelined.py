@@ -91,7 +91,7 @@ def test_1f1b_keeps_fewer_activations_than_gpipe() -> None:
 
 def test_more_stages_than_devices_are_interleaved() -> None:
     state = place(count=8, options="stages=4")
-    (note,) = (item for item in state.diagnostics if item.code == "L066")
+    (note,) = (item for item in state.diagnostics if item.code == "P021")
     assert "4 stages, 8 micro-batches, 1f1b" in note.message
     assert set(state[Placement].device.tolist()) == {0, 1}
 

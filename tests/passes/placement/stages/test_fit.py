@@ -49,7 +49,7 @@ def crossing(expected):
 def answered(state):
     after = run_pass(Fit(), state)
     (note,) = after.diagnostics
-    assert note.code == "P031"
+    assert note.code == "P021"
     return after[Placement].device.tolist(), note.message
 
 

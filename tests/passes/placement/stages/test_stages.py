@@ -71,7 +71,7 @@ def by_brute_force(state, count, *, split=True):
 def answered(state, **options):
     after = run_pass(Stages(**options), state)
     (note,) = after.diagnostics
-    assert note.code == "P030"
+    assert note.code == "P021"
     return after[Placement].device.tolist(), note.message
 
 
