@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from onnxplace.cli import app
 from tests.support.bad_input import SHAPE, contents, run_script
 from tests.support.fault_checks import HUNG_SECONDS, wait_until
 
@@ -36,3 +37,14 @@ def test_ctrl_c_while_writing_leaves_nothing(run_cli, model_file, scratch, fast_
     result = run_cli("compile", model_file, *SHAPE, "--pipeline", fast_pipeline)
     assert (result.code, result.out) == (130, "")
     assert set(contents(model_file.parent)) == {"model.onnx"}
+
+
+def test_an_interrupt_that_a_destructor_drops_is_repeated():
+    class Dropping:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sys, "unraisablehook", app._repeat_interrupt)
+        Dropping()
+        time.sleep(HUNG_SECONDS)

@@ -114,7 +114,7 @@ def test_a_file_of_another_kind_is_named_as_such(data, tmp_path):
 def test_metadata_are_texts(metadata, tmp_path):
     write_file_of({"__metadata__": metadata}, b"", tmp_path / "a")
     with pytest.raises(InputError, match=r"H003.*its metadata is not a mapping of texts"):
-        map_arrays(tmp_path / "a", "H003", "H003")
+        map_arrays(tmp_path / "a", "H003")
 
 
 def test_numbers_of_the_other_byte_order_keep_their_value(tmp_path):
