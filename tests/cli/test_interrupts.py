@@ -39,12 +39,15 @@ def test_ctrl_c_while_writing_leaves_nothing(run_cli, model_file, scratch, fast_
     assert set(contents(model_file.parent)) == {"model.onnx"}
 
 
-def test_an_interrupt_that_a_destructor_drops_is_repeated():
+def test_an_interrupt_that_a_destructor_drops_is_repeated(monkeypatch):
     class Dropping:
         def __del__(self):
             raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(sys, "unraisablehook", app._repeat_interrupt)
+    def drop() -> None:
         Dropping()
         time.sleep(HUNG_SECONDS)
+
+    monkeypatch.setattr(sys, "unraisablehook", app._repeat_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        drop()
