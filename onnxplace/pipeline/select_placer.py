@@ -10,7 +10,7 @@ from typing import Literal
 from onnxplace.errors import Diagnostic, InfeasibleError, UsageError, suggest_nearest
 from onnxplace.facts import Placement, Routes
 from onnxplace.pipeline.pipeline import make_pass
-from onnxplace.pipeline.registry import list_entries
+from onnxplace.pipeline.registry import OFFERED, list_entries
 from onnxplace.pipeline.text_form import PassSpec, parse_pipeline
 from onnxplace.state import Pass, State
 
@@ -75,7 +75,7 @@ def _make_placer(spec: PassSpec) -> Pass:
     # Whether a plugin is a placer is not known before it is loaded.
     placers = [name for name, entry in known.items() if entry.distribution or entry.summary.startswith("placer:")]
     hint = f"{suggest_nearest(spec.name, placers)} (`onnxplace passes` lists them)"
-    if spec.name not in known:
+    if spec.name not in known and spec.name not in OFFERED["passes"]:  # of those, make_pass says where they are
         raise UsageError("U001", f"unknown placer {spec.name!r}", where="--placer", hint=hint)
     placer = make_pass(spec.name, spec.options)
     if Placement not in placer.provides:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -185,12 +185,19 @@ def test_a_command_of_a_plugin_is_listed_without_its_module_and_runs_like_built_
     assert "error[" in wrong.err
 
 
+@pytest.fixture
+def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("onnxplace.pipeline.registry.metadata.entry_points", lambda group: ())
+    list_entries.cache_clear()
+    yield
+    list_entries.cache_clear()
+
+
+@pytest.mark.usefixtures("no_plugins")
 @pytest.mark.parametrize("arguments", [["learn", "placeto"], ["study"], ["place", "g.graphml", "--placer", "guided"]])
 def test_a_plugin_of_this_repository_that_is_not_installed_is_named_with_how_to_install_it(
     run_cli, tmp_path, monkeypatch, arguments
 ):
-    monkeypatch.setattr("onnxplace.pipeline.registry.metadata.entry_points", lambda group: ())
-    monkeypatch.setattr("onnxplace.pipeline.registry.list_entries", list_entries.__wrapped__)
     monkeypatch.chdir(tmp_path)
     write_cost_graph(Path("g.graphml"), GENERATORS["layered"](8, 0))
     result = run_cli(*arguments)
