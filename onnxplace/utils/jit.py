@@ -67,14 +67,11 @@ _WITHOUT_REFERENCE_COUNTS: dict[str, Any] = {"_nrt": False} if hasattr(DefaultOp
 # their own, they compile in half the time. They allocate no arrays either.
 compiled_part = _njit(**_OPTIONS, **_WITHOUT_REFERENCE_COUNTS, no_cpython_wrapper=True)
 
-# Elements of arrays that a loop goes through in plain Python, in one process, before it is compiled. They take from 0.1
-# to 0.6 s, as long as it takes to compile some ten lines.
-MAX_INTERPRETED_ELEMENTS = 500_000
+# Elements of arrays that a loop goes through in plain Python, in one process, before it is compiled. They take from 0.03
+# to 0.6 s, no longer than compiling does.
+MAX_INTERPRETED_ELEMENTS = 300_000
 # The same before machine code is read that is on disk, which takes about 10 ms.
 MAX_ELEMENTS_BEFORE_READING = 20_000
-# The third process that takes a loop through as many elements compiles it, for those that follow.
-MANY_ELEMENTS = 100_000
-MAX_PROCESSES = 3
 
 
 class _LinearLoop:
@@ -92,10 +89,8 @@ class _LinearLoop:
     def __call__(self, *arguments: Any) -> Any:
         if not self._is_compiled:
             self._elements += sum(map(_count_elements, arguments))
-            self._is_compiled = (
-                self._elements > MAX_INTERPRETED_ELEMENTS
-                or (self._elements > MAX_ELEMENTS_BEFORE_READING and self._is_on_disk)
-                or (self._elements > MANY_ELEMENTS and self._is_used_often)
+            self._is_compiled = self._elements > MAX_INTERPRETED_ELEMENTS or (
+                self._elements > MAX_ELEMENTS_BEFORE_READING and self._is_on_disk
             )
         if self._is_compiled:
             return self._compiled(*arguments)
@@ -110,11 +105,6 @@ class _LinearLoop:
     def _is_on_disk(self) -> bool:
         kept = self._compiled._cache
         return isinstance(kept, _Cache) and kept.is_filled()
-
-    @cached_property
-    def _is_used_often(self) -> bool:
-        kept = self._compiled._cache
-        return isinstance(kept, _Cache) and kept.count_process() >= MAX_PROCESSES
 
     def _interpret(self, arguments: tuple[Any, ...]) -> Any:
         """Run the loop in plain Python, on objects whose items are read faster than those of arrays."""
@@ -185,15 +175,6 @@ class _Cache(FunctionCache):
         with suppress(Exception):
             return bool(self._cache_file._load_index())  # type: ignore[no-untyped-call]
         return False
-
-    def count_process(self) -> int:
-        """Return the number of calls of this method, in all processes; 0 if the disk is full."""
-        with suppress(OSError):
-            self._impl.locator.ensure_cache_path()
-            with open(f"{self._cache_file._index_path}.uses", "ab") as file:
-                file.write(b".")
-                return file.tell()
-        return 0
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write a compiled loop to disk; do without if the disk is full."""

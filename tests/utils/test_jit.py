@@ -159,17 +159,6 @@ def test_a_linear_loop_is_compiled_once_it_has_enough_to_do(monkeypatch):
         assert first._is_compiled == is_compiled
 
 
-def test_the_third_process_that_uses_a_linear_loop_much_compiles_it(monkeypatch, folder):
-    (folder / "kept_caller.py").write_text(CALLER.replace("compiled_loop", "linear_loop").replace("(x)\n", "(x[0])\n"))
-    monkeypatch.setattr(jit, "MANY_ELEMENTS", 3)
-    are_compiled = []
-    for _ in range(3):
-        module = fresh(folder)
-        module.run(np.ones(4, dtype=np.int64))
-        are_compiled.append(module.run._is_compiled)
-    assert are_compiled == [False, False, True]
-
-
 def test_a_linear_loop_whose_machine_code_is_on_disk_is_read_sooner(monkeypatch, folder):
     (folder / "kept_caller.py").write_text(CALLER.replace("compiled_loop", "linear_loop").replace("(x)\n", "(x[0])\n"))
     items = np.ones(4, dtype=np.int64)
