@@ -297,8 +297,8 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
                 destination = device[reader]
                 arrival = now
                 if destination != home:
-                    # A value is sent once to each device, however many nodes read it there. Readers of one value come in
-                    # one row, so the last value sent to a device is all that has to be remembered.
+                    # A value is sent once to each device, however many nodes read it there. Its readers come one after
+                    # the other, so the last value sent to a device is all that has to be remembered.
                     if scratch.devices[destination].stamp != value:
                         scratch.devices[destination].stamp = value
                         begin = now
