@@ -30,6 +30,13 @@ from onnxplace.utils import compiled_part, linear_in_place
 NEVER = 1 << 62
 
 
+# Heaps by number, for D devices:
+#   d              nodes whose inputs arrive on device d after it is free, by that time
+#   D + d          nodes that device d can start as soon as it is free, by topological position
+#   2 D + d        nodes that do not fit into the memory of device d, by the bytes that they need
+#   3 D + g        nodes by the time from which they are urgent: g is their device if they are bound to one, else D
+#   4 D + 1 + g    of these, nodes that are urgent by now, by topological position
+# The last two exist only with favourite children.
 @linear_in_place
 def list_schedule(work, queues):
     """Place nodes one by one: of all ready nodes and devices, the pair that can start first.
@@ -137,6 +144,7 @@ def choose_node(clock, work, queues):
     """Return the node to place next, its device and its start; node -1 if none fits anywhere."""
     best_node, best_device, best_start = -1, -1, NEVER
     for d in range(len(work.devices)):
+        # A device that is free later cannot start anything sooner than what was found.
         if work.devices[d].free > best_start:
             continue
         node, time = find_earliest(d, clock, work, queues)
@@ -171,6 +179,7 @@ def find_earliest(d, clock, work, queues):
             pop(q, queues)
             continue
         ready = inputs_arrival(node, d, work)
+        # Channels have become busier since it was queued: queue it again by its new time.
         if ready > (free if q == now else queues.key[q, rank]):
             pop(q, queues)
             push(later, rank, ready, queues)
@@ -200,6 +209,7 @@ def choose_for_favourite(d, child, node, time, clock, work, queues):
             if elsewhere < start:
                 return node, time
     # Urgent nodes go before the child: those bound to this device, then those that are not bound.
+    # Two rounds, `d` and `devices`: the second number stands for nodes that are bound to no device.
     for bound_to in range(d, devices + 1, devices - d):
         busy = max(clock, work.devices[d].free)
         if bound_to == devices:
@@ -234,6 +244,7 @@ def find_most_urgent(bound_to, busy, work, queues):
         rank = np.int64(queues.heap[q, 0])
         node = work.nodes[rank].in_order
         home = work.groups[work.nodes[node].group].home
+        # Placed meanwhile, or bound to a device since it was queued: it is in another heap, or needs none.
         if work.nodes[node].device >= 0 or (home < 0) != (bound_to == devices):
             pop(q, queues)
             continue
