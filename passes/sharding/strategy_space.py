@@ -1,6 +1,9 @@
 """The space of strategies: spread candidate layouts through a model until no node asks for a new one.
 
 The user's shard map, of patterns of node names to kinds of split, restricts it.
+
+The spread is a fixed point: each axis of each value has a set of cuts, a node lists its strategies for the cuts of its
+values, and each layout that a strategy gives a value may add a cut there, upon which its other nodes are listed again.
 """
 
 from __future__ import annotations
@@ -103,6 +106,8 @@ class _Spreader:
         self._cache: dict[object, Sequence[NodeStrategy]] = {}
 
     def _number_kinds(self) -> list[int]:
+        # Nodes of one kind look alike to every rule: in operator, attributes, shapes, constants, and in which inputs are
+        # weights. Layers that repeat then share their lists of strategies.
         numbers: dict[object, int] = {}
         kinds = []
         for index, view in enumerate(self._views):
@@ -127,6 +132,7 @@ class _Spreader:
     def _first_cuts(self, name: str) -> _AxisCuts:
         cuts = []
         for axis, size in enumerate(self._facts.shapes[name]):
+            # The evenest cut, or none where the axis is too short or fixed.
             layout = self._division.split(axis, size) if self._is_free(name, axis) else None
             cuts.append(frozenset() if layout is None else frozenset([(layout.outer, layout.blocks)]))
         return tuple(cuts)
@@ -232,6 +238,7 @@ def restrict_space(space: StrategySpace, shard_map: str) -> StrategySpace:
     unmatched = []
     decided: set[int] = set()
     for (pattern, kind), positions in zip(rules.items(), match_names(list(rules), names, _WHERE)):
+        # The first pattern that matches a node decides about it.
         free = [index for index in positions if index not in decided]
         decided.update(free)
         if not positions:
