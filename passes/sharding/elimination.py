@@ -190,9 +190,10 @@ def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int =
     return Solution(tuple(values), cost, math.inf if bound > max_cost else min(bound, cost))
 
 
-# The pool holds all tables that are left, by number. A variable knows the numbers of its tables, and its neighbours: the
-# variables that share a table with it. When it is eliminated, its tables leave the pool, and the new one makes all its
-# neighbours neighbours of each other. Its tables are kept, in the order of elimination, which `assign` follows backwards.
+# The pool holds all tables that are left, by number. A variable knows the numbers of its tables, and its neighbours:
+# the variables that share a table with it. When it is eliminated, its tables leave the pool, and the new one makes all
+# its neighbours neighbours of each other. Buckets keep the tables in the order of elimination, which `assign` follows
+# backwards.
 class Elimination:
     """Eliminates variables, the one with the smallest table first."""
 

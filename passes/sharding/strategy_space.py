@@ -106,8 +106,8 @@ class _Spreader:
         self._cache: dict[object, Sequence[NodeStrategy]] = {}
 
     def _number_kinds(self) -> list[int]:
-        # Nodes of one kind look alike to every rule: in operator, attributes, shapes, constants, and in which inputs are
-        # weights. Layers that repeat then share their lists of strategies.
+        # Nodes of one kind look alike to every rule: in operator, attributes, shapes, constants, and in which inputs
+        # are weights. Layers that repeat then share their lists of strategies.
         numbers: dict[object, int] = {}
         kinds = []
         for index, view in enumerate(self._views):
