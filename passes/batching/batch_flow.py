@@ -109,8 +109,8 @@ class BatchFlow:
 
         Raises Refusal, naming the node, if requests cannot be joined.
         """
-        # One pass in topological order. Each value is the same for all requests, is computed from the size of the batch,
-        # or holds the requests along an axis, or numbers of their rows. Whatever fits none of these ends the proof.
+        # One pass in topological order. Each value is the same for all requests, is computed from the size of the
+        # batch, or holds the requests along an axis, or numbers of their rows. What fits none of these ends the proof.
         self._flows = dict(inputs)
         for index, node in enumerate(self._model.nodes):
             flows = self._follow(index, node)
