@@ -98,6 +98,7 @@ class Joiner:
                 continue
             if axis >= value.ndim or value.shape[axis] % total or not value.shape[axis]:
                 raise ValueError(f"output {name!r} of shape {list(value.shape)} holds no batch of {total}")
+            # An axis may hold several entries per request, always the same number.
             ends = np.cumsum(sizes) * (value.shape[axis] // total)
             for part, piece in zip(parts, np.split(value, ends[:-1], axis=axis), strict=True):
                 part[name] = piece.copy()
@@ -275,6 +276,7 @@ class Batcher:
         """Return whether the caller may run its request itself, since there is no other; then it has to leave."""
         with self._lock:
             self._require_open()
+            # Nothing to join with: the caller's own thread saves waking this one, and being woken by it.
             if self._open or self._direct:
                 return False
             self._direct[token] = None

@@ -136,6 +136,7 @@ def simulate_one(graph, device, order, scratch, start, finish):
         if finish[node] < 0.0:
             return sent, -1.0
         end = max(end, finish[node])
+    # A step ends with its last transfer, if that is later than the last node.
     for transfer in range(sent):
         end = max(end, scratch.sent_times[2, transfer])
     return sent, end
@@ -178,6 +179,7 @@ def peak_bytes_of_one(graph, device, order, sent, end, number, scratch, memory, 
     # Buffers and workspaces are allocated and freed; views own nothing.
     events = 0
     for buffer in range(buffers):
+        # Views share the buffer of their root; infinite birth: no buffer, as for inputs, which only have copies.
         if memory.root[buffer] != buffer or memory.birth[buffer] == np.inf:
             continue
         value = buffer if buffer < values else memory.copy_value[buffer - values]
@@ -241,6 +243,7 @@ def _collect_copies(graph, device, sent, scratch, memory):
             while memory.copy_device[copy] >= 0 and memory.copy_device[copy] != destination:
                 copy += 1
             memory.copy_value[copy], memory.copy_device[copy] = value, destination
+            # An input is there from the start.
             memory.copy_begin[copy], memory.copy_end[copy] = 0.0, 0.0
     # Close the gaps behind inputs.
     kept, first = 0, 0

@@ -138,6 +138,7 @@ def _must_wait(graph: OpGraph, timeline: _Timeline, node: int, first: int) -> bo
         producer = int(graph.producer[value])
         if producer < 0 or timeline.device[producer] == home:
             continue
+        # Scheduled after the segment begins: to wait for it at the begin could take forever.
         if timeline.rank[producer] > timeline.rank[first]:
             return True
         if timeline.arrival_seconds[value, home] > timeline.start_seconds[first]:
@@ -312,6 +313,7 @@ def _list_sends(plan: SegmentPlan, target: Target) -> _Sends:
 def _list_attempts(by_device: Csr, seconds: Floats) -> Ints:
     """Return the segments with one before them on their device, first those next to a short one."""
     pairs = [pair for device in range(len(by_device)) for pair in zip(by_device[device][:-1], by_device[device][1:])]
+    # Short segments gain most from a merge: their call is the largest part of them.
     shorter = np.array([min(seconds[one], seconds[other]) for one, other in pairs])
     behind = np.array([other for _, other in pairs], dtype=np.int32)
     return behind[np.argsort(shorter, kind="stable")]

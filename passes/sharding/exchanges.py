@@ -292,6 +292,7 @@ class ExchangeWriter:
     def zeros(self, value: str, kind: int, result: str, device: int, size_bytes: int = 0) -> str:
         """Return zeros of the shape and element type of a value."""
         zero = self.constant("zero", np.zeros((), helper.tensor_dtype_to_np_dtype(kind)))
+        # Where(false, value, 0) has the value's shape, which need not be known.
         condition = self.constant("false", np.array(False))
         return self.exchange_node("Where", [condition, value, zero], result, device, size_bytes)
 
@@ -327,6 +328,7 @@ class ExchangeWriter:
                 pieces = [self.get(name, layout, other) for other in self.devices]
                 return self.merge(name, layout, pieces, self.facts.shapes[name], device, size)
         pieces = [self.get(name, PARTIAL, other) for other in self.devices]
+        # An Add reads two tensors and writes one.
         return self.add_up(pieces, self.part_name(name, REPLICATED, device), device, 3 * size)
 
     def scatter_layout(self, name: str) -> Layout | None:
@@ -394,6 +396,7 @@ class ExchangeWriter:
             part = self.get_from(name, layout, other, device) if is_whole else self.get(name, layout, other)
             if not is_whole:
                 moved = 2 * row_bytes * (high - low)
+                # The device that has the rows cuts them off, so that only these cross.
                 part = self.slice(part, ROW_AXIS, low - own[0], high - own[0], other, moved)
             if other != device:
                 self.count("halo", name, rows)

@@ -145,6 +145,7 @@ class ChoiceNetwork:
         options, node = self._space.strategies[index], self._model.nodes[index]
         positions = tuple([position for position, item in enumerate(node.input) if item == name])
         is_captured = name in self._captured[index]
+        # Equal nodes share one list of strategies, so its identity stands for them.
         key = id(options), positions, is_captured
         if key in self._wants_cache:
             return self._wants_cache[key]
@@ -235,6 +236,7 @@ class ChoiceNetwork:
         return np.array(costs)
 
     def _producer_table(self, produced: Sequence[Layout], options: Sequence[Option]) -> CostTable:
+        # Infinity forbids: the option has to begin with the layout in which this strategy makes the value.
         return np.array([[0.0 if layout == source else math.inf for source, _ in options] for layout in produced])
 
     def _reader_table(self, wants: Sequence[tuple[Layout, ...]], options: Sequence[Option], size: int) -> CostTable:
@@ -269,7 +271,7 @@ class LayoutChoice:
     seconds: float
     """Predicted step: compute of the slowest device and exchanges, one after the other."""
     lower_bound_seconds: float
-    """No choice of these strategies has a shorter predicted step."""
+    """No choice of these strategies that reads as few bytes of weights has a shorter predicted step."""
     weight_bytes: int
     """Weights on the device that has the most."""
 
@@ -348,6 +350,8 @@ class ChoiceProblem:
             strategies=strategies,
             states=network.states(values),
             seconds=cost - price * read_bytes,
+            # For each choice, seconds + price * bytes is at least the bound. So the seconds of each choice that reads
+            # no more bytes than this one are at least the bound less the price of these.
             lower_bound_seconds=max(min(solution.lower_bound, cost) - price * read_bytes, 0.0),
             weight_bytes=count_weight_bytes(self.space, strategies),
         )
@@ -367,6 +371,7 @@ class _PricedChoice(NamedTuple):
 def count_weight_bytes(space: StrategySpace, strategies: Sequence[NodeStrategy]) -> int:
     """Return the bytes of weights on the device that has the most."""
     facts, division = space.facts, space.division
+    # A weight that nodes read in two layouts is stored in both.
     held: set[tuple[str, Layout]] = set()
     for node, reads, strategy in zip(facts.model.nodes, facts.model.reads, strategies):
         layouts = dict(zip(node.input, strategy.inputs))

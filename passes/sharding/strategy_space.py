@@ -190,6 +190,7 @@ class _Spreader:
             for axis, options in enumerate(axes):
                 if options:
                     by_axis[side, position, axis] = options
+        # Inputs of the model and weights are there whole, never as summands of several devices.
         given = self._given[index]
         whole, *rest = (
             strategy
@@ -197,6 +198,7 @@ class _Spreader:
             if not any(is_given and layout == PARTIAL for is_given, layout in zip(given, strategy.inputs))
         )
         others = self._other_shapes[index]
+        # Too little is known about shapes at other sizes to trust any split.
         if others is None:
             return (whole,)
         for shapes in others if rest else ():
@@ -283,6 +285,7 @@ def _is_kind(space: StrategySpace, index: int, strategy: NodeStrategy, kind: str
         return layout.axis == 0
     if kind == "columns":
         return layout.axis == channels
+    # A matrix has no axis between its first and its last: its rows are those of its first.
     return layout.axis not in (0, channels) or (rank == 2 and layout.axis == 0)
 
 

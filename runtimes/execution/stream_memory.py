@@ -143,6 +143,7 @@ class StreamMemory(DeviceMemory):
             # Inputs may still be on their way on other queues: the run waits for their marks on the device, not here.
             for tensor in tensors:
                 self.computing.wait(tensor.ready)
+            # Only memory of this queue is safe without a reference: what is freed is reused by later work of its home.
             kept = [item for item in bound.values() if getattr(item, "home", None) is not self.computing]
             self.computing.hold(*kept)
             try:
@@ -250,6 +251,7 @@ class StreamMemory(DeviceMemory):
         for offset, length in cut_into_pieces(size):
             buffer = self.pool.take(length)
             self.incoming.hold(buffer, allocation)
+            # Only page-locked memory is copied in the background. With its bytes there, the feed itself may change.
             self.driver.write_host(buffer.address, source + offset, length)
             self.driver.copy_to_device(allocation.address + offset, buffer.address, length, self.incoming.stream)
             ready = self.incoming.mark("a copy from the host", buffer, allocation)
@@ -280,6 +282,7 @@ class StreamMemory(DeviceMemory):
     def _copy_from(self, tensor: DeviceTensor, source: StreamMemory) -> DeviceTensor:
         """Enqueue the copy of a tensor of another device to this one."""
         allocation = self._allocate(tensor.size)
+        # Directly where the hardware can, else through the host, in pieces that overlap.
         if self._can_read(tensor.device):
             self.incoming.wait(tensor.ready)
             self.incoming.hold(tensor, allocation)

@@ -126,6 +126,7 @@ class RankEngine(Engine):
             home: {name for item in manifest.segments if item.device == home for name in item.inputs} & self._inputs
             for home in self._routes_of_devices[0].devices
         }
+        # To the engine, all states are on its one device; requests to ranks need to know which rank has which.
         self._states_of_home = self._state_table.value_names
         self._state_table.value_names = {
             ALL_RANKS: {name: value for names in self._states_of_home.values() for name, value in names.items()}

@@ -169,6 +169,7 @@ class RankLoop(ProgramLoop):
             request.fail(failure)
         except Exception as failure:  # noqa: BLE001 - the driver reports it
             request.fail(describe_step_failure(failure, request.current_steps.get(device.id), device.id))
+        # After a failure, wait for nothing; only what is over is dropped.
         for memory, _, _ in request.checkpoints:
             with suppress(Exception):
                 memory.settle(None)
@@ -183,6 +184,7 @@ class RankLoop(ProgramLoop):
             fields["error"] = describe_error(failure)
         if failure is None:
             fields["outputs"] = encode_values(outputs, buffers)
+            # States stay here; the driver learns their shapes, and names them by this request from now on.
             self._stored.update({(serial, name): value for name, value in request.next_states.items()})
             fields["states"] = {name: list(_read_shape(value)) for name, value in request.next_states.items()}
         fields["events"] = [

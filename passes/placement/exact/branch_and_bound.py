@@ -162,6 +162,7 @@ def _own_weight_bytes(problem: PlacementProblem) -> Floats:
     """Return, per group, the bytes of weights that no other group reads."""
     weights, count = problem.graph.weights, len(problem.graph.weight_names)
     readers = Csr.grouped(weights.items, problem.group[weights.rows].astype(np.int32), count)
+    # A weight that several groups read may be stored anyway, so it is not counted: the account stays a lower bound.
     own = np.flatnonzero(np.diff(readers.starts) == 1)
     first = readers.items[readers.starts[own]]
     return np.bincount(first, problem.graph.weight_bytes[own], len(problem.pinned)).astype(np.float64)

@@ -17,8 +17,8 @@ from onnxplace.utils import compiled_part
 @compiled_part
 def push(q, rank, key, queues):
     """Push the node at position `rank` into heap `q`, or change its key there."""
-    # A new node starts at the end of the heap; either way it moves up first, then down. `slot` says where each node is
-    # in each heap, plus one, and 0 for nowhere: so a key is changed in O(log N), without a search.
+    # A new node starts at the end of the heap; either way it moves up first, then down. `slot` tells where each node
+    # is, so that its key is changed in O(log N), without a search.
     slot = np.int64(queues.slot[q, rank]) - 1
     if slot < 0:
         slot = queues.size[q]

@@ -30,13 +30,9 @@ from onnxplace.utils import compiled_part, linear_in_place
 NEVER = 1 << 62
 
 
-# Heaps by number, for D devices:
-#   d              nodes whose inputs arrive on device d after it is free, by that time
-#   D + d          nodes that device d can start as soon as it is free, by topological position
-#   2 D + d        nodes that do not fit into the memory of device d, by the bytes that they need
-#   3 D + g        nodes by the time from which they are urgent: g is their device if they are bound to one, else D
-#   4 D + 1 + g    of these, nodes that are urgent by now, by topological position
-# The last two exist only with favourite children.
+# The heaps of `Queues` by number, for device d of D: d has the nodes whose inputs arrive later, D + d those that can
+# start now, and 2 D + d those that do not fit. With favourite children, 3 D + g has the nodes that become urgent later,
+# and 4 D + 1 + g those that are; g is the device that the group of a node is bound to, or D.
 @linear_in_place
 def list_schedule(work, queues):
     """Place nodes one by one: of all ready nodes and devices, the pair that can start first.

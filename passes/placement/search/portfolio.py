@@ -235,6 +235,7 @@ def _simulate_if_fitting(
     seconds = simulation.makespan_seconds
     if candidate and any(device.segment_seconds for device in problem.target.devices):
         # The schedule leaves out the cost of cuts; the candidate includes it.
+        # What calls add is the difference between the two simulations of the same placement.
         seconds += max(0.0, candidate.seconds - problem.simulate(plan.device, plan.order).makespan_seconds)
     return [SimulatedPlan(plan, seconds)]
 

@@ -210,6 +210,7 @@ def least_held_bytes(problem: PlacementProblem, unit: Ints) -> Longs:
     """
     graph = problem.graph
     owned = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
+    # In a contracted graph, outputs of one node need not exist at the same time.
     output_bytes = np.zeros(len(graph), dtype=np.int64)
     if len(problem.members) == len(graph):
         np.add.at(output_bytes, graph.producer[owned], graph.value_bytes[owned])
