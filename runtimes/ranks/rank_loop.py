@@ -202,8 +202,8 @@ class RankLoop(ProgramLoop):
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Send a value to the rank of another device; the send is only begun."""
         rank = self._find_rank(step, request)
-        # Tensors of types that numpy has come by channels; other values are packed into frames.
         array = self._plane.export(value)
+        # Tensors of types that numpy has go by channels; other values are packed into frames.
         if step.value in self._channels:
             self._channels.send(rank, self._serial, step.value, array)
             return

@@ -3,8 +3,8 @@
 A region grows around a node that delays the step: over readers, over producers or both. It moves to a device where it
 would wait less. Most proposals are dropped unsimulated, since a path through the new placement is already too long.
 
-A walk keeps one placement, which proposals change in place, and what `undo` needs to take the last one back. Each
-proposal is scored by a whole simulation: a single move can shift the start of every later node. The critical chain of
+A walk keeps one placement, which proposals change in place, and what `undo` needs to take the last one back. The
+others are scored by a whole simulation: a single move can shift the start of every later node. The critical chain of
 the last accepted placement says which nodes to move.
 """
 

@@ -46,7 +46,7 @@ START_TEMPERATURE = 4e-4
 MAX_PROPOSALS, MAX_PROPOSALS_PER_ATOM = 20_000, 1_000
 # Shares of the budget: for the first searches, and for those that continue from the best of them.
 ROUND_SHARES = (0.65, 0.35)
-# Name of placements that no single placer made.
+# Name of the placements that the search constructs itself.
 MULTILEVEL = "multilevel"
 # One call of the compiled loop should take this long: it cannot be interrupted.
 SLICE_SECONDS = 0.02
