@@ -58,14 +58,14 @@ class Cutting:
 
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """Return the graph as `stages_below` takes it."""
+        """Return the graph as `list_stages` takes it."""
         graph = self.graph
         return (graph.producer, graph.outputs.starts, graph.outputs.items, graph.inputs.starts, graph.inputs.items,
                 graph.weights.starts, graph.weights.items, graph.weight_bytes)  # fmt: skip
 
     @cached_property
     def costs(self) -> tuple[Any, ...]:
-        """Return the costs as `stages_below` takes them."""
+        """Return the costs as `list_stages` takes them."""
         return self.seconds, self.send, self.receive, self.limit_bytes, self.need_bytes
 
     @cached_property

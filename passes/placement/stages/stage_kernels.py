@@ -21,6 +21,8 @@ DUPLEX, SEQUENTIAL, PARALLEL, SUM, TRAFFIC = range(5)
 @in_place
 def combine_loads(rule, compute, sent, received):
     """Return the load of a stage under one of the rules at the top of this file."""
+    # What overlaps counts by its maximum, what takes turns by its sum. Duplex links have a channel for each direction,
+    # sequential ones one for both, and parallel ones never queue. The last rule counts each transfer at its receiver.
     if rule == DUPLEX:
         return max(compute, max(sent, received))
     if rule == SEQUENTIAL:
