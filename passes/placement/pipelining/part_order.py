@@ -70,8 +70,8 @@ class _Queue:
 
 
 # A list scheduler for cells: a device stays in its cell while that has a node to run, then enters the best cell that
-# may begin. The state is a queue per device, with nodes by arrival until they can run, then by cell. A node is taken from
-# the device that can start one first, so that simulated time mostly moves forward.
+# may begin. The state is a queue per device, with nodes by arrival until they can run, then by cell. A node is taken
+# from the device that can start one first, so that simulated time mostly moves forward.
 class _Ordering:
     def __init__(
         self,
