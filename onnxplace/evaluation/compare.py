@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 # Relative to the largest magnitude of the reference output: splitting a model changes which nodes ONNX Runtime fuses,
 # and with it the order of floating-point sums (docs/correctness.md).
 TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-6}
-# Types of few bits may differ by one step at their largest magnitude.
+# Types of few bits may differ by one step at their largest magnitude: 2^-3 for three bits of mantissa, 2^-2 for two,
+# and from 4 to 6, the two largest numbers, for E2M1.
 TOLERANCE |= {"float8_e4m3fn": 0.125, "float8_e4m3fnuz": 0.125, "float8_e5m2": 0.25, "float8_e5m2fnuz": 0.25}
 TOLERANCE |= {"float4_e2m1fn": 0.34}
 
@@ -55,6 +56,7 @@ def compare_output(name: str, actual: Any, reference: Any, lineage: Lineage | No
     True
     """
     lineage = lineage or Lineage()
+    # Equal values are equal, however they came about; only others are excused by random numbers.
     result = _compare_values(name, actual, reference, lineage)
     if result.equal or not lineage.random_nodes:
         return result
@@ -120,8 +122,10 @@ def _compare_floats(name: str, actual: Array, reference: Array, tolerance: float
         (np.isfinite(actual) == finite).all()
     )
     precise = np.complex128 if np.iscomplexobj(reference) else np.float64
+    # In double precision, so that the difference itself is not rounded.
     error = np.abs(actual[finite].astype(precise) - reference[finite]).max(initial=0.0)
     scale = float(np.abs(reference[finite]).max(initial=0.0))
+    # Relative to the largest element, not to each one: small ones are often differences of large numbers.
     relative = float(error) / scale if scale > 0 else float(error)
     return OutputDifference(name, same_special and relative <= tolerance, float(error), relative)
 
@@ -280,6 +284,7 @@ def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_u
 
     for _ in range(warm_ups):
         take_turn(1)
+    # The last warm-up tells how long a call takes.
     slowest = max((times[-1] for times in seconds.values() if times), default=TURN_SECONDS)
     calls_per_turn = max(min(repeat // MIN_TURNS, round(TURN_SECONDS / max(slowest, 1e-9))), 1)
     for finished in range(0, repeat, calls_per_turn):

@@ -90,6 +90,7 @@ def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
     for manifest in (bundle.manifest for bundle in bundles):
         if problem := _find_missing_gpu(manifest) or find_core_shortage(manifest):
             return replace(problem, code="C020", message=f"no trial was run: {problem.message}")
+    # All bundles are open at the same time, since they run in turns.
     needs, free = sum(count_process_bytes(bundle.manifest) for bundle in bundles), available_memory_bytes()
     if needs <= free:
         return None
@@ -147,6 +148,7 @@ def run_trials(
             sessions = list(map(_TrialSession, opened, steps))
             for session in sessions:
                 session.warm_up()
+            # In turns, so that changes of the machine's speed affect all bundles. The last to settle ends the loop.
             while not all(session.has_enough for session in sessions):
                 for session in sessions:
                     session.run_burst()
@@ -195,6 +197,7 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     )
     measured = manifest.predicted.model_copy(update={"request_seconds": trial.request_seconds})
     routes = _scale_routes(manifest, trial)
+    # Simulate the bundle again, with what was measured in the place of what was planned.
     changed = manifest.model_copy(update={"segments": segments, "routes": routes, "predicted": measured})
     simulation, busy = simulate_manifest(changed), sum_device_seconds(changed)
     step_seconds = simulation.makespan_seconds + trial.request_seconds
@@ -309,6 +312,7 @@ def measure_segment_seconds(events: Sequence[Event]) -> dict[str, float]:
     gaps: dict[str, float] = {}
     seconds = {}
     for event in sorted(events, key=lambda event: event.start_seconds):
+        # Time between two events on a device is overhead of the segment that follows.
         gap = event.start_seconds - finish.get(event.device, event.start_seconds)
         gaps[event.device] = gaps.get(event.device, 0.0) + gap
         finish[event.device] = event.finish_seconds

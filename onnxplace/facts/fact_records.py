@@ -427,7 +427,7 @@ class Shards:
     seconds: float = 0.0
     """The step as the choice of layouts counts it: parts and exchanges one after the other, without contention."""
     lower_bound_seconds: float = 0.0
-    """No choice of layouts has a shorter such step."""
+    """No choice of layouts that reads as few bytes of weights has a shorter such step."""
     split_states: tuple[SplitState, ...] = ()
     """Carried states, each of which lies in parts on the devices."""
     whole_profile: Profile | None = None

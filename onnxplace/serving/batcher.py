@@ -2,6 +2,11 @@
 
 Callers put messages into its inbox, and so do runtimes when a request ends. Only this thread alters the queue and the
 batches in flight, so that neither needs a lock.
+
+Requests can be joined if they agree in all but the size of their batch; they wait in one queue per group of such
+requests. A batch starts when it is full, when its first request has waited `max_delay_ms`, or at once while nothing
+else runs, so that an idle session adds no delay. If a batch fails, its requests run one by one, so that only those fail
+that have to.
 """
 
 from __future__ import annotations
@@ -59,9 +64,11 @@ class Joiner:
             if axis is None:
                 if value.dtype.hasobject or value.nbytes > MAX_COMPARED_BYTES:
                     return 0, None
+                # An input without the batch is shared by all requests of a batch, so it has to be equal.
                 entries.append((name, value.dtype, value.shape, value.tobytes()))
             else:
                 sizes.add(value.shape[axis])
+                # Apart from the axis of the batch, shapes and types have to agree, as for a concatenation.
                 entries.append((name, value.dtype, value.shape[:axis], value.shape[axis + 1 :]))
         if len(sizes) != 1 or 0 in sizes or not self._inputs.keys() <= feeds.keys():
             return 0, None
@@ -91,6 +98,7 @@ class Joiner:
                 continue
             if axis >= value.ndim or value.shape[axis] % total or not value.shape[axis]:
                 raise ValueError(f"output {name!r} of shape {list(value.shape)} holds no batch of {total}")
+            # An axis may hold several entries per request, always the same number.
             ends = np.cumsum(sizes) * (value.shape[axis] // total)
             for part, piece in zip(parts, np.split(value, ends[:-1], axis=axis), strict=True):
                 part[name] = piece.copy()
@@ -175,6 +183,7 @@ class BatchQueue:
         """Return how many requests of a group fit into one batch, without skipping one; at least one."""
         total = 0
         for count, request in enumerate(waiting):
+            # Order of arrival: a small request does not overtake a large one, which could wait forever.
             total += request.size
             if total > self._max_batch:
                 return max(count, 1)
@@ -267,6 +276,7 @@ class Batcher:
         """Return whether the caller may run its request itself, since there is no other; then it has to leave."""
         with self._lock:
             self._require_open()
+            # Nothing to join with: the caller's own thread saves waking this one, and being woken by it.
             if self._open or self._direct:
                 return False
             self._direct[token] = None
@@ -349,6 +359,7 @@ class Batcher:
 
     def _await_message(self) -> Callable[[], None] | None:
         """Return the next message; None if there is none before a batch is due."""
+        # Without room for a batch, no deadline counts: the end of a running one is a message.
         deadline = self._queue.find_deadline() if self._has_room() else None
         seconds = OWNER_CHECK_SECONDS
         if deadline is not None:
@@ -369,6 +380,7 @@ class Batcher:
             if self._alone:
                 batch = [self._alone.popleft()]
             else:
+                # An idle session does not wait: what arrives meanwhile makes the next batch.
                 at_once = self._closed or not (self._running or self._direct)
                 batch = self._queue.take(self._clock(), at_once=at_once)
             if not batch:

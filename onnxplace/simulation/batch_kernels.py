@@ -1,4 +1,8 @@
-"""Compiled loops that simulate many placements of one graph with the loops of the simulator."""
+"""Compiled loops that simulate many placements of one graph with the loops of the simulator.
+
+One call simulates a whole batch: nothing is allocated for a placement, and the interpreter's lock is free meanwhile.
+Times and peaks come from the same loops as those of a single simulation, so both agree.
+"""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -90,6 +94,7 @@ def simulate_one(graph, device, order, scratch, start, finish):
     for d in range(devices):
         scratch.queue_starts[d + 1] += scratch.queue_starts[d]
         record = scratch.devices[d]
+        # Counting sort by device: `head` is where the next node goes, until the queues are full.
         record.head, record.running, record.stamp, record.touched = scratch.queue_starts[d], -1, -1, 1
         record.free, record.sending, record.receiving, record.arrival = 0.0, 0.0, 0.0, 0.0
     for position in range(count):
@@ -131,6 +136,7 @@ def simulate_one(graph, device, order, scratch, start, finish):
         if finish[node] < 0.0:
             return sent, -1.0
         end = max(end, finish[node])
+    # A step ends with its last transfer, if that is later than the last node.
     for transfer in range(sent):
         end = max(end, scratch.sent_times[2, transfer])
     return sent, end
@@ -142,6 +148,7 @@ def peak_bytes_of_one(graph, device, order, sent, end, number, scratch, memory, 
     count, values, devices = len(device), len(graph.producer), len(peaks)
     for position in range(count):
         memory.rank[order[position]] = position
+    # Buffers: the value on its producer's device has its own index, copies on other devices come behind all values.
     copies = _collect_copies(graph, device, sent, scratch, memory)
     buffers = values + copies
     for buffer in range(buffers):
@@ -172,6 +179,7 @@ def peak_bytes_of_one(graph, device, order, sent, end, number, scratch, memory, 
     # Buffers and workspaces are allocated and freed; views own nothing.
     events = 0
     for buffer in range(buffers):
+        # Views share the buffer of their root; infinite birth: no buffer, as for inputs, which only have copies.
         if memory.root[buffer] != buffer or memory.birth[buffer] == np.inf:
             continue
         value = buffer if buffer < values else memory.copy_value[buffer - values]
@@ -184,6 +192,7 @@ def peak_bytes_of_one(graph, device, order, sent, end, number, scratch, memory, 
         if size > 0:
             events = _add_event(memory, events, start[node], 2 * memory.rank[node], device[node], size)
             events = _add_event(memory, events, finish[node], 2 * memory.rank[node] + 1, device[node], -size)
+    # At one instant, ranks put an allocation behind what is freed before it in the schedule.
     _sort_events(memory, events)
     for d in range(devices):
         memory.live[d], peaks[d] = 0, 0
@@ -193,6 +202,7 @@ def peak_bytes_of_one(graph, device, order, sent, end, number, scratch, memory, 
         d = device[node]
         for k in range(graph.weight_starts[node], graph.weight_starts[node + 1]):
             weight = graph.weights[k]
+            # The number of the placement marks what was counted, so that nothing has to be cleared.
             if memory.stored[d, weight] != number:
                 memory.stored[d, weight] = number
                 peaks[d] += graph.weight_bytes[weight]
@@ -233,6 +243,7 @@ def _collect_copies(graph, device, sent, scratch, memory):
             while memory.copy_device[copy] >= 0 and memory.copy_device[copy] != destination:
                 copy += 1
             memory.copy_value[copy], memory.copy_device[copy] = value, destination
+            # An input is there from the start.
             memory.copy_begin[copy], memory.copy_end[copy] = 0.0, 0.0
     # Close the gaps behind inputs.
     kept, first = 0, 0

@@ -85,6 +85,7 @@ def run_events(
         now, home = finish[node], device[node]
         devices[home].running = -1
         devices[home].free = now
+        # Only devices that are touched are looked at again: this one, and those that receive something.
         devices[home].touched = 1
         # Send each output once to each device that reads it.
         for k in range(out_starts[node], out_starts[node + 1]):

@@ -129,6 +129,7 @@ def _bound_star(count, alone, has_channels, neighbourhood):
             share = 0.25 * quarter
             total = nearest
             for i in range(count):
+                # max(device, channel) >= share * device + (1 - share) * channel; each neighbour is on one of them.
                 total += min(share * work[i], (1.0 - share) * alone[i])
             longest = max(longest, total)
     return longest

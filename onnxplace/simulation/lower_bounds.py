@@ -59,9 +59,11 @@ def heads_and_tails(graph: OpGraph, seconds: Floats, target: Target | None = Non
     if target is not None and len(target.devices) > 1:
         latency, per_byte = target.link_arrays()
         off_diagonal = ~np.eye(len(latency), dtype=bool)
+        # Few distinct links, so the fastest one for each value is found by trying all of them.
         pairs = sorted(set(zip(latency[off_diagonal].tolist(), per_byte[off_diagonal].tolist())))
         send = np.min([fixed + graph.value_bytes * rate for fixed, rate in pairs], axis=0)
     elif target is not None:
+        # On a single device nothing can be sent, and all nodes run one after the other.
         send = np.full(len(graph.value_names), np.inf)
     outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
     scratch, (head, tail) = new_neighbourhood(len(graph)), np.zeros((2, len(graph)))
@@ -102,12 +104,14 @@ def lower_bound_seconds(
         return 0.0
     reach = heads_and_tails(graph, seconds, target)
     bound = max(reach.longest_seconds, _threshold_bound(reach.least, reach, len(seconds)))
+    # Devices of one speed need no dual: the mean load is the bound.
     if (seconds != seconds[0]).any():
         bound = max(bound, _fractional_bound(seconds))
     pinned_device = (
         pinned[group] if group is not None and pinned is not None else np.full(len(graph), -1, dtype=np.int32)
     )
     devices = np.unique(pinned_device[pinned_device >= 0])
+    # Nodes that must share a device run one after the other: their work is not divided by the number of devices.
     for device in devices.tolist():
         bound = max(bound, _threshold_bound(np.where(pinned_device == device, seconds[device], 0.0), reach, 1))
     for is_member in _heaviest_groups(reach.least, group):
@@ -122,6 +126,7 @@ def _threshold_bound(work: Floats, reach: Reach, devices: int) -> float:
     busy = np.flatnonzero(work > 0).astype(np.int64)
     if not len(busy):
         return 0.0
+    # All tails, but only some heads: the loop takes their product.
     levels = np.unique(np.quantile(reach.head[busy], np.linspace(0, 1, MAX_HEAD_LEVELS), method="lower"))
     by_tail = busy[np.argsort(-reach.tail[busy], kind="stable")]
     return float(best_threshold(by_tail, levels, reach.head, reach.tail, work, devices))
@@ -152,6 +157,8 @@ def _fractional_bound(seconds: Floats) -> float:
         load = sum_by(cheapest.astype(np.int32), seconds[cheapest, np.arange(len(cheapest))], len(seconds))
         if not load.sum():
             break
+        # Multiplicative weights: busier devices become dearer. Steps shrink, and any weights give a valid bound, so the
+        # best one of all steps counts.
         weight = weight * np.exp((load / load.sum() - 1 / len(load)) * 2 / (1 + step))
         weight /= weight.sum()
     return best
@@ -176,6 +183,7 @@ def _fits_on_one_device(graph: OpGraph, target: Target) -> bool:
 
 def _cheapest_cut_bound(graph: OpGraph, reach: Reach) -> float:
     """Return the least length of a path over a cut edge; 0 if no edge has to be cut."""
+    # Pieces without common values can go to different devices without a cut.
     if not is_connected(graph.producer, graph.inputs.starts, graph.inputs.items):
         return 0.0
     reader, value = graph.inputs.rows, graph.inputs.items

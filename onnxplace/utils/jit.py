@@ -186,6 +186,7 @@ def _source_stamps(function: Any, stamps: dict[str, tuple[float, int]]) -> Mappi
     """Return time and size of the source files of `function` and of all compiled loops that its module imports."""
     path = function.__code__.co_filename
     if path not in stamps:
+        # numba's own stamp covers the file of the loop alone, though code of other files is compiled into it.
         status = os.stat(path)
         stamps[path] = (status.st_mtime, status.st_size)
         for callee in list(function.__globals__.values()):

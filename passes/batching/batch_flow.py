@@ -109,6 +109,8 @@ class BatchFlow:
 
         Raises Refusal, naming the node, if requests cannot be joined.
         """
+        # One pass in topological order. Each value is the same for all requests, is computed from the size of the
+        # batch, or holds the requests along an axis, or numbers of their rows. What fits none of these ends the proof.
         self._flows = dict(inputs)
         for index, node in enumerate(self._model.nodes):
             flows = self._follow(index, node)
@@ -158,6 +160,7 @@ class BatchFlow:
         first, second = (
             apply_rules(view, self._list_cuts(view), sample.batch) for view, sample in zip(views, self._samples)
         )
+        # The same answer at two sizes: a cut that only fits one of them by chance is no proof.
         if first is None or first != second:
             cut = next(flow for flow in map(self._flow, node.input) if isinstance(flow, Cut))
             reason = f"{node.op_type} combines the entries along axis {cut.axis}, or has no rule for them"
@@ -315,6 +318,7 @@ class BatchFlow:
             arrays = [pair[index] for pair in pairs if pair is not None]
             if len(arrays) != len(pairs) or any(array.shape != arrays[0].shape for array in arrays):
                 return False
+            # Broadcasting: each size is the largest one or 1.
             largest = np.maximum.reduce(arrays)
             if not all(((array == largest) | (array == 1)).all() for array in arrays):
                 return False
@@ -324,6 +328,7 @@ class BatchFlow:
         """Return the flow of a tensor that is filled with the same values for all requests."""
         views = [self._view(index, sample) for sample in self._samples]
         first, second = (view.result() for view in views)
+        # Exactly one axis grows, by the same factor of the batch at both sizes: it holds the requests.
         grown = [axis for axis, pair in enumerate(zip(first, second)) if pair[0] != pair[1]]
         if len(first) == len(second) and len(grown) == 1:
             (axis,) = grown
@@ -468,6 +473,7 @@ def _draw_other_sizes(bound: Mapping[str, int]) -> Iterator[dict[str, int]]:
 def _infer_sample(model: Model, sizes: Mapping[str, int], batch: int) -> Sample:
     """Return the shapes, and the values that follow from them, at some sizes of the symbolic dimensions."""
     dimensions = complete_dimensions(model.dimensions, sizes)
+    # Samples of values would be of the wrong size, so they are left out.
     other = replace(model, dimensions=MappingProxyType(dict(dimensions)), samples=MappingProxyType({}))
     shapes, tensors = infer_shapes_and_values(other)
     for name, tensor in model.initializers.items():

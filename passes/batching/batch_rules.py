@@ -120,6 +120,7 @@ def _find_range_bounds(arguments: Sequence[NDArray[Any] | None]) -> tuple[int, i
     known = [int(array.reshape(-1)[0]) for array in arguments if array is not None and array.dtype.kind in "iu"]
     if len(known) != 3 or known[2] < 1 or known[1] <= known[0]:
         return None
+    # The last entry is the start plus as many whole steps as fit before the limit.
     start, limit, step = known
     return start, start + (limit - 1 - start) // step * step
 
@@ -144,6 +145,7 @@ def shift_rows(op: str, rows: Rows | Spans | None, bounds: tuple[int, int] | Non
     least, most = bounds
     if op == "Add":
         return replace(spans, low=spans.low + least, high=spans.high + most)
+    # Only a factor that is the same everywhere keeps rows apart.
     if least != most or most < 1:
         return None
     return Spans(spans.axis, spans.stride * most, spans.low * most, spans.high * most)
@@ -273,6 +275,7 @@ def _match(view: NodeView, rule: AxisRule, cuts: Mapping[int, Cut], batch: int) 
     axes = {position: axis for position, axis in rule.inputs.items() if view.has(position)}
     if {position: cut.axis for position, cut in cuts.items()} != axes:
         return None
+    # Fused inputs, such as query, key and value in one, have their requests in several rows: all inputs must agree.
     outers = {cut.outer / rule.fused.get(position, 1) for position, cut in cuts.items()}
     if len(outers) != 1 or not (outer := outers.pop()).is_integer():
         return None

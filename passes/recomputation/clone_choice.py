@@ -15,7 +15,7 @@ import numpy as np
 from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph
 from onnxplace.passes.recomputation.kernels import buffer_spans, place_clones
 
-# Nodes that one step of the search adds together.
+# Nodes that one step of the search adds together. Each step is rated by a pass over the whole graph.
 MAX_STEP_NODES = 256
 # Passes over all candidates; each starts from what the last one left.
 MAX_PASSES = 24
@@ -176,6 +176,7 @@ class _Search:
 
     def _excess(self, schedule: ClonedSchedule) -> float:
         """Return the bytes above the limit, summed over the nodes of the original schedule."""
+        # The sum, unlike the peak, also rewards steps that lower one of several equal peaks.
         above = np.maximum(schedule.held_bytes - self.limit_bytes, 0)
         # Clones lengthen the sequence: each counts with the node before which it runs, by the most of them.
         return float(np.maximum.reduceat(above, self._slots(schedule)).sum())
@@ -200,6 +201,7 @@ class _Search:
             rating, added = self._rate(node)
             if rating <= 0:
                 continue
+            # Another one has a better rating from earlier: put this one back, and rate that one next.
             if heap and -heap[0][0] > rating:
                 heapq.heappush(heap, (-rating, node))
                 continue
@@ -257,6 +259,7 @@ class _Search:
                 root = int(self.roots[value])
                 is_view = root != value
                 stays = self.schedule.last_number[root] > turn_number
+                # Values that stay anyway, or take no memory, need no clone.
                 if graph.value_bytes[root] == 0 or (stays and not is_view):
                     continue
                 if is_view or self.seconds[source] <= limit:
@@ -271,6 +274,7 @@ class _Search:
         for node in nodes.tolist():
             fewer = self.is_cloned.copy()
             fewer[node] = False
+            # Later clones may have made an earlier one superfluous.
             if self._excess(self.problem.apply(fewer)) <= self.excess:
                 self.accept(fewer)
         self.accept(self.is_cloned & (self.schedule.clone_number >= 0))

@@ -1,4 +1,8 @@
-"""Orders of a graph that free values early."""
+"""Orders of a graph that free values early.
+
+To order a graph for the least memory is NP-hard (register sufficiency; Sethi, 1975). Two cheap rules are tried
+instead, and each result is judged by its exact memory, so that no rule can make it worse.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,7 @@ def _rate(graph: OpGraph, order: Ints) -> tuple[int, int]:
 def find_branches(graph: OpGraph) -> Bools:
     """Return the nodes on which few outputs depend: gradients and updates of single parameters."""
     outputs = np.flatnonzero(graph.is_output & (graph.producer >= 0))
+    # One integer per node has a bit for each output that depends on it.
     reached = [0] * len(graph)
     for bit, value in enumerate(outputs.tolist()):
         reached[int(graph.producer[value])] |= 1 << bit
@@ -68,8 +73,10 @@ def hasten_branches(graph: OpGraph, order: Ints, is_branch: Bools) -> Ints:
         if is_branch[node]:
             others = [position[p] for p in graph.predecessors[node].tolist() if not is_branch[p]]
             ready[component[node]] = max([ready.get(component[node], -1), *others])
+    # Half a position behind its last input, and before the node that follows that.
     key = [ready[component[node]] + 0.5 if is_branch[node] else float(position[node]) for node in range(len(order))]
     hastened = np.lexsort((position, np.array(key, dtype=np.float64))).astype(np.int32)
+    # A branch may feed others: then this order need not be valid, and is dropped.
     return hastened if is_topological(graph, hastened) else order
 
 
@@ -112,6 +119,7 @@ class _LateOrder:
         sized = graph.value_bytes[roots] > 0
         self._buffers = Csr.grouped(graph.inputs.rows[sized], roots[sized], len(graph))
         self._readers = Csr.grouped(self._buffers.items, self._buffers.rows, len(graph.value_names))
+        # Per node, the buffers that it reads and no node behind it reads yet.
         self._missing = np.diff(self._buffers.starts).tolist()
         self._is_kept = [False] * len(graph.value_names)
         self._free: list[tuple[int, int]] = []

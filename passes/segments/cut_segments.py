@@ -22,7 +22,7 @@ from onnxplace.target import LINK_MODELS, Target
 
 Program = tuple[Instruction, ...]
 
-# Steps of the search; beyond, the segments stay as they are cut.
+# Steps of the loop that merges, at most; beyond, the segments stay as they are cut.
 MAX_WORK = 2_000_000_000
 
 
@@ -89,6 +89,8 @@ def cut_into_segments(graph: OpGraph, device: Ints, schedule: Schedule, unit: In
     """
     timeline = _timeline(device, schedule)
     units = _consecutive_units(schedule.order, unit, device)
+    # One pass over the schedule, with at most one open segment per device. A node joins the open one if all that its
+    # kernel reads is there when that begins. A node whose value leaves closes it, so that the value leaves at once.
     open_segments: dict[int, list[int]] = {}
     segments: list[list[int]] = []
     for node in schedule.order.tolist():
@@ -136,6 +138,7 @@ def _must_wait(graph: OpGraph, timeline: _Timeline, node: int, first: int) -> bo
         producer = int(graph.producer[value])
         if producer < 0 or timeline.device[producer] == home:
             continue
+        # Scheduled after the segment begins: to wait for it at the begin could take forever.
         if timeline.rank[producer] > timeline.rank[first]:
             return True
         if timeline.arrival_seconds[value, home] > timeline.start_seconds[first]:
@@ -194,6 +197,7 @@ def write_programs(segments: Sequence[Segment], graph: OpGraph, devices: int) ->
     for index, segment in enumerate(segments):
         program, home = programs[segment.device], segment.device
         for name in segment.inputs:
+            # Receive right before the first reader, so that the device does not wait for a value any earlier.
             if (name, home) not in received and _is_remote(name, home, segments, uses):
                 program.append(Instruction("receive", value=name, peer=segments[uses.producer[name]].device))
                 received.add((name, home))
@@ -213,6 +217,7 @@ def _collect_uses(segments: Sequence[Segment]) -> _ValueUses:
     uses = _ValueUses(producer, {}, {})
     for index, segment in enumerate(segments):
         for name in segment.inputs:
+            # A value is sent once to a device; the values of one segment leave in the order of their first readers.
             first_reader = (name, segment.device) not in uses.last_reader
             if first_reader and _is_remote(name, segment.device, segments, uses):
                 uses.sends.setdefault(producer[name], []).append((name, segment.device))
@@ -238,6 +243,7 @@ def merge_segments(state: State, nodes: Sequence[Ints]) -> list[Ints]:
     count = len(plan.nodes)
     by_device = Csr.grouped(plan.device, np.arange(count, dtype=np.int32), len(state.target.devices))
     sends = _list_sends(plan, state.target)
+    # Nothing to merge with one segment per device.
     if count == len(np.unique(plan.device)) or count * (count + len(sends.needs.items)) > MAX_WORK:
         return list(nodes)
 
@@ -307,6 +313,7 @@ def _list_sends(plan: SegmentPlan, target: Target) -> _Sends:
 def _list_attempts(by_device: Csr, seconds: Floats) -> Ints:
     """Return the segments with one before them on their device, first those next to a short one."""
     pairs = [pair for device in range(len(by_device)) for pair in zip(by_device[device][:-1], by_device[device][1:])]
+    # Short segments gain most from a merge: their call is the largest part of them.
     shorter = np.array([min(seconds[one], seconds[other]) for one, other in pairs])
     behind = np.array([other for _, other in pairs], dtype=np.int32)
     return behind[np.argsort(shorter, kind="stable")]

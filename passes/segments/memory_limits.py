@@ -107,6 +107,8 @@ class BufferLifetimes:
         allocated, freed = self._cumulated_bytes()
 
         def fits(start: int, stop: int) -> bool:
+            # Local buffers that live inside the segment alone come and go as in the schedule: their peak counts. All
+            # others are held from its begin to its end.
             near = slice(*np.searchsorted(self.first, (start, stop + 1)))
             inside = self.is_local[near] & (self.last[near] <= stop)
             size, count = self.size[near][inside], stop - start + 2
@@ -115,6 +117,7 @@ class BufferLifetimes:
             peak = (np.cumsum(change)[:-1] + self.workspace[start : stop + 1]).max()
             return bool(allocated[stop] - freed[start] - size.sum() + peak <= room)
 
+        # Cuts between kernels first; inside one only where it does not fit as a whole.
         unit_ends = np.append(begin + np.flatnonzero(unit[begin + 1 : end + 1] != unit[begin:end]), end)
         ends: list[int] = []
         while begin <= end:
@@ -227,6 +230,7 @@ def _refill_segments(state: State, plan: SegmentPlan, device: int, limit: int) -
     room = limit - int(plan.simulation.weights_bytes[device])
     needs = coarse.bytes_by_position()
     over = np.flatnonzero(needs > room)
+    # The device exceeds its limit by the simulation alone: take the segment that holds most.
     over = over if len(over) else np.array([needs.argmax()])
     fine = BufferLifetimes.simulated(
         state[Profile].graph, schedule.simulation, schedule.order, state[Placement].device, device
@@ -237,6 +241,7 @@ def _refill_segments(state: State, plan: SegmentPlan, device: int, limit: int) -
         first, last = int(starts[position]), int(starts[position + 1]) - 1
         if first < last:
             ends = fine.fill_segments(first, last, room, unit[fine.nodes])
+            # It fits by this account, but not by the simulation: halve it.
             ends = ends if len(ends) > 1 else [(first + last) // 2, last]
             borders = np.array(ends[:-1]) + 1 - first
             parts[int(coarse.nodes[position])] = np.split(fine.nodes[first : last + 1], borders)

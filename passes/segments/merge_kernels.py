@@ -1,4 +1,9 @@
-"""Compiled loops of merging segments: which neighbours on a device become one, by the length of the step."""
+"""Compiled loops of merging segments: which neighbours on a device become one, by the length of the step.
+
+A merge saves a call, but makes values leave later: a block sends nothing before its end. So each merge is judged by the
+whole step. The greedy loop keeps a merge if the simulated step is not longer. A merge that makes devices wait for each
+other forever has an infinite step, so it is never kept.
+"""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -49,17 +54,20 @@ def _run(
             first = queue_starts[d] + np.int64(free[3, d])
             if first == queue_starts[d + 1]:
                 continue
+            # A block pays for one call, its segments for the rest of their time.
             start, total, end = free[0, d], saved[d], first
             while end < queue_starts[d + 1] and (end == first or joined[queue[end]]) and start < np.inf:
                 segment = queue[end]
                 total += seconds[segment] - saved[d]
                 for k in range(need_starts[segment], need_starts[segment + 1]):
+                    # A value that nobody has sent yet keeps the block from running.
                     start = max(start, arrival[needs[k]] if arrival[needs[k]] >= 0.0 else np.inf)
                 end += 1
             if start + total < chosen_finish:
                 chosen, chosen_finish, chosen_end = d, start + total, end
         if chosen < 0:
             break
+        # Send the block's values at its end, segment by segment, as links become free.
         first = queue_starts[chosen] + np.int64(free[3, chosen])
         for position in range(first, chosen_end):
             segment = queue[position]
@@ -121,6 +129,7 @@ def merge_neighbours(
         queue_starts, queue, device, seconds, saved, send_starts, destination, send_seconds, need_starts, needs,
         link_model, joined, free, arrival, sequence,
     )  # fmt: skip
+    # Ties are merged as well: fewer segments, with the same step.
     for segment in attempts:
         joined[segment] = True
         makespan = _run(

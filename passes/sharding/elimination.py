@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 CostTable = NDArray[np.float64]
 
-# Sums of costs have this many bits; those of 64-bit floats have 53.
+# Sums of costs have this many bits; those of 64-bit floats have 53. The rest leaves room for the large entries that
+# stand for infinity.
 _SUM_BITS = 48
 
 # Limits of tables that are tried in turn, where larger ones take too much work or prove little.
@@ -91,6 +92,7 @@ def round_costs(factors: Sequence[Factor]) -> tuple[list[Factor], float]:
     lowest = sum(spans[id(factor.table)][0] for factor in factors)
     highest = sum(spans[id(factor.table)][1] for factor in factors)
     largest = max(sum(max(map(abs, spans[id(factor.table)])) for factor in factors), 1e-300)
+    # The unit is a power of two, so dividing by it and multiplying again is exact.
     unit = math.ldexp(1.0, math.frexp(largest)[1] - _SUM_BITS)
     large = 2 * (highest - lowest) + 2 * largest
     rounded: dict[int, CostTable] = {}
@@ -188,6 +190,10 @@ def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int =
     return Solution(tuple(values), cost, math.inf if bound > max_cost else min(bound, cost))
 
 
+# The pool holds all tables that are left, by number. A variable knows the numbers of its tables, and its neighbours:
+# the variables that share a table with it. When it is eliminated, its tables leave the pool, and the new one makes all
+# its neighbours neighbours of each other. Buckets keep the tables in the order of elimination, which `assign` follows
+# backwards.
 class Elimination:
     """Eliminates variables, the one with the smallest table first."""
 
@@ -238,6 +244,7 @@ class Elimination:
             if entries >= _MANY_ENTRIES:
                 entries = _MANY_ENTRIES
                 break
+        # The heap keeps outdated entries; `run` skips those whose number of entries has changed.
         if self._entries.get(variable) != entries:
             self._entries[variable] = entries
             heapq.heappush(self._heap, (entries, self._turns[variable], variable))
@@ -298,6 +305,7 @@ def _partition(bucket: Sequence[Factor], sizes: Sequence[int], max_entries: int)
     """Return the factors of a bucket in parts whose joined tables keep within the limit."""
     parts: list[tuple[set[int], list[Factor]]] = []
     for factor in sorted(bucket, key=lambda item: -item.table.size):
+        # First fit, the largest tables first; any partition gives a bound, few parts give a good one.
         for scope, members in parts:
             joined = scope.union(factor.scope)
             if math.prod(sizes[variable] for variable in joined) <= max_entries:
@@ -325,6 +333,7 @@ def improve_windows(
         is_better = False
         for window in windows:
             touching = sorted({index for variable in window for index in factors_of[variable]})
+            # Conditioned tables are new objects in each window, so results of earlier windows would not be found.
             joins = Joins(sizes)
             is_better |= _improve_window(window, [factors[index] for index in touching], joins, values, max_entries)
             swept, work = swept + len(window), work + joins.work
@@ -351,6 +360,7 @@ def _improve_window(
     if not elimination.run():
         return False
     best = elimination.assign(values)
+    # Mini-buckets may return a worse assignment than the one that is there.
     if evaluate(conditioned, best) >= evaluate(conditioned, values):
         return False
     values[:] = best

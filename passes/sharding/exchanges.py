@@ -1,7 +1,13 @@
 """Parts of values in a sharded model: names, constants, parts of weights, and the nodes that change layouts.
 
 Exchanges need no operators of their own: a device that reads another device's value receives it, as any other value
-that crosses.
+that crosses. So each is written as Slice, Concat and Add on the device that needs the result:
+
+- all-gather: Concat of the parts of all devices;
+- all-reduce: Add of all summands, or, where that moves less, reduce-scatter and then Concat;
+- reduce-scatter: each device sends a slice of its summand to each other one, which adds them up;
+- all-to-all: each device sends a slice of its part along the new axis, and receivers concatenate along the old one;
+- halo: rows of the neighbours, next to the own ones.
 """
 
 from __future__ import annotations
@@ -49,10 +55,12 @@ def shard_weight(
     inner = tuple(tensor.dims[axis + 1 :])
     is_external = tensor.data_location == TensorProto.EXTERNAL
     is_packed = TensorProto.DataType.Name(tensor.data_type) in _PACKED_TYPES
+    # Along the first axis, one range is contiguous in the file: nothing is read.
     if is_external and not is_packed and rows == 1 and len(ranges) == 1:
         return _refer_to_range(tensor, name, dims, packed_size(tensor.data_type, (ranges[0][0], *inner)), folder)
     if is_external and not is_packed:
         return make_tensor_part(tensor, name, axis, ranges)
+    # Elements of less than a byte, and strings, have no offsets in bytes.
     if is_packed or tensor.data_type == TensorProto.STRING:
         array = numpy_helper.to_array(_embedded(tensor, folder))
         pieces = [array.take(range(low, high), axis) for low, high in ranges]
@@ -107,6 +115,7 @@ class ExchangeWriter:
         self.nodes: list[NodeProto] = []
         self.origins: list[NodeOrigin] = []
         self.weights: dict[str, TensorProto] = {}
+        # What was made before is used again: a value is exchanged once for each layout and device.
         self.parts: dict[Part, str] = {}
         self.layouts: dict[str, Layout] = {}
         self.vectors: dict[tuple[int, ...], str] = {}
@@ -208,6 +217,7 @@ class ExchangeWriter:
 
     def convert(self, name: str, layout: Layout, device: int) -> str:
         """Add the nodes that make a device's part from the layouts that there are."""
+        # A copy on this device saves an exchange, whatever the layout in which the value was produced.
         source = self.layouts.get(name, REPLICATED)
         has_copy = (name, REPLICATED, device) in self.parts
         if layout.is_split and (source == REPLICATED or has_copy):
@@ -273,6 +283,7 @@ class ExchangeWriter:
     def as_summand(self, name: str, device: int) -> str:
         """Return the value itself on the first device, zeros on the others."""
         copy = self.get(name, REPLICATED, device)
+        # The sum over devices must be the value itself, so only one of them contributes it.
         if device == 0:
             return copy
         result = self.part_name(name, PARTIAL, device)
@@ -281,6 +292,7 @@ class ExchangeWriter:
     def zeros(self, value: str, kind: int, result: str, device: int, size_bytes: int = 0) -> str:
         """Return zeros of the shape and element type of a value."""
         zero = self.constant("zero", np.zeros((), helper.tensor_dtype_to_np_dtype(kind)))
+        # Where(false, value, 0) has the value's shape, which need not be known.
         condition = self.constant("false", np.array(False))
         return self.exchange_node("Where", [condition, value, zero], result, device, size_bytes)
 
@@ -295,6 +307,7 @@ class ExchangeWriter:
         """Return the parts of a value, one per device, put together along their split axis."""
         axis, ordered = source.axis, []
         result = self.part_name(name, REPLICATED, device)
+        # Fused values, such as query, key and value in one, have parts per row: sort the rows of all devices by row.
         if source.outer == 1:
             return self.concat(pieces, axis, result, device, 2 * size_bytes)
         for row in range(source.outer):
@@ -307,12 +320,15 @@ class ExchangeWriter:
     def all_reduce(self, name: str, device: int) -> str:
         self.count("all-reduce", name)
         size = self.facts.bytes(name)
+        # Each device adds up its share, and all gather the shares: less traffic than all summands to all devices, but
+        # one more round.
         if self.costs.two_step_sum_seconds(size) < self.costs.direct_sum_seconds(size):
             layout = self.scatter_layout(name)
             if layout is not None:
                 pieces = [self.get(name, layout, other) for other in self.devices]
                 return self.merge(name, layout, pieces, self.facts.shapes[name], device, size)
         pieces = [self.get(name, PARTIAL, other) for other in self.devices]
+        # An Add reads two tensors and writes one.
         return self.add_up(pieces, self.part_name(name, REPLICATED, device), device, 3 * size)
 
     def scatter_layout(self, name: str) -> Layout | None:
@@ -380,6 +396,7 @@ class ExchangeWriter:
             part = self.get_from(name, layout, other, device) if is_whole else self.get(name, layout, other)
             if not is_whole:
                 moved = 2 * row_bytes * (high - low)
+                # The device that has the rows cuts them off, so that only these cross.
                 part = self.slice(part, ROW_AXIS, low - own[0], high - own[0], other, moved)
             if other != device:
                 self.count("halo", name, rows)

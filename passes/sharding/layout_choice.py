@@ -4,6 +4,9 @@ The choice is a sum of cost tables over variables: a strategy per node, and per 
 available. A value has a table with its producer, which says in which layout it is made, and one with each reader, which
 says what it costs to read it in the layout that the reader wants. `elimination` minimises the sum. This is the intra-
 operator part of Alpa (Zheng et al., OSDI 2022), solved by elimination instead of an integer program.
+
+A limit on memory couples all nodes, which elimination cannot express. So weights get a price per byte (Lagrangian
+relaxation): the choice at one price is again a sum of tables, and the price is searched at which it fits.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from onnxplace.passes.sharding.strategy_space import StrategySpace
 Option = tuple[Layout, Layout]
 """How a value is available: as its producer makes it, and in one more layout (the same one if none is needed)."""
 
-# Steps of the search for the price of a byte of weights, and the largest price in seconds per byte.
+# Steps of the search for the price of a byte of weights, and the largest price in seconds per byte: 0.1 s for a
+# kilobyte outweighs any exchange.
 _PRICE_STEPS, _MAX_PRICE = 12, 1e-4
 
 
@@ -113,11 +117,14 @@ class ChoiceNetwork:
             for name in reads:
                 readers[name].append(index)
         returned = {model.sources.get(output.name, output.name) for output in model.outputs}
+        # The layout of a carried state is a variable of its own, which its producer and its readers share: the state
+        # stays where it is between two calls.
         state_of_output = {model.sources.get(out, out): name for name, out in model.states.items()}
         for name in model.states:
             wants = {layout for index in readers[name] for want in self._wants(index, name) for layout in want}
             layouts = [REPLICATED, *sorted(layout for layout in wants if layout.is_split and layout.outer == 1)]
             self._state_layouts[name] = self._new_variable(len(layouts)), layouts
+        # Inputs arrive whole.
         for value in model.inputs:
             if value.name in weights:
                 continue
@@ -138,6 +145,7 @@ class ChoiceNetwork:
         options, node = self._space.strategies[index], self._model.nodes[index]
         positions = tuple([position for position, item in enumerate(node.input) if item == name])
         is_captured = name in self._captured[index]
+        # Equal nodes share one list of strategies, so its identity stands for them.
         key = id(options), positions, is_captured
         if key in self._wants_cache:
             return self._wants_cache[key]
@@ -168,11 +176,14 @@ class ChoiceNetwork:
             variable, layouts = self._state_layouts[state]
             users.append((variable, [(layout,) for layout in layouts]))
         size = self._facts.bytes(name)
+        # A value is available as it is produced and, after one exchange, in one more layout, which its readers share.
+        # From a whole copy, any part can be cut off without an exchange.
         sources = list(dict.fromkeys(produced))
         wanted = {layout for _, wants in users for want in wants for layout in want}
         if not users and not is_output:
             return
         options = self._options(sources, wanted, size)
+        # A value that is always whole needs no variable: readers cut their parts off locally.
         if len(options) == 1 and options[0] == (REPLICATED, REPLICATED):
             for index, wants in users:
                 self._add_table(("local", tuple(wants), size), (index,), partial(self._local_table, wants, size))
@@ -219,11 +230,13 @@ class ChoiceNetwork:
         costs = [seconds(source, other, size) for source, other in options]
         if is_output:
             for index, option in enumerate(options):
+                # An output of the model is returned whole, from one of its two layouts.
                 if REPLICATED not in option:
                     costs[index] += seconds(option[0], REPLICATED, size)
         return np.array(costs)
 
     def _producer_table(self, produced: Sequence[Layout], options: Sequence[Option]) -> CostTable:
+        # Infinity forbids: the option has to begin with the layout in which this strategy makes the value.
         return np.array([[0.0 if layout == source else math.inf for source, _ in options] for layout in produced])
 
     def _reader_table(self, wants: Sequence[tuple[Layout, ...]], options: Sequence[Option], size: int) -> CostTable:
@@ -258,7 +271,7 @@ class LayoutChoice:
     seconds: float
     """Predicted step: compute of the slowest device and exchanges, one after the other."""
     lower_bound_seconds: float
-    """No choice of these strategies has a shorter predicted step."""
+    """No choice of these strategies that reads as few bytes of weights has a shorter predicted step."""
     weight_bytes: int
     """Weights on the device that has the most."""
 
@@ -326,6 +339,7 @@ class ChoiceProblem:
         network = self._network
         solution = network.solve(price, self.max_entries)
         values, cost = solution.values, solution.cost
+        # Without a proof, the solution may be worse than no sharding at all: that one is always at hand.
         whole = network.whole_values()
         if whole is not None:
             whole_cost = network.seconds(whole) + price * network.read_bytes(whole)
@@ -336,6 +350,8 @@ class ChoiceProblem:
             strategies=strategies,
             states=network.states(values),
             seconds=cost - price * read_bytes,
+            # For each choice, seconds + price * bytes is at least the bound. So the seconds of each choice that reads
+            # no more bytes than this one are at least the bound less the price of these.
             lower_bound_seconds=max(min(solution.lower_bound, cost) - price * read_bytes, 0.0),
             weight_bytes=count_weight_bytes(self.space, strategies),
         )
@@ -355,6 +371,7 @@ class _PricedChoice(NamedTuple):
 def count_weight_bytes(space: StrategySpace, strategies: Sequence[NodeStrategy]) -> int:
     """Return the bytes of weights on the device that has the most."""
     facts, division = space.facts, space.division
+    # A weight that nodes read in two layouts is stored in both.
     held: set[tuple[str, Layout]] = set()
     for node, reads, strategy in zip(facts.model.nodes, facts.model.reads, strategies):
         layouts = dict(zip(node.input, strategy.inputs))

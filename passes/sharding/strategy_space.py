@@ -1,6 +1,9 @@
 """The space of strategies: spread candidate layouts through a model until no node asks for a new one.
 
 The user's shard map, of patterns of node names to kinds of split, restricts it.
+
+The spread is a fixed point: each axis of each value has a set of cuts, a node lists its strategies for the cuts of its
+values, and each layout that a strategy gives a value may add a cut there, upon which its other nodes are listed again.
 """
 
 from __future__ import annotations
@@ -103,6 +106,8 @@ class _Spreader:
         self._cache: dict[object, Sequence[NodeStrategy]] = {}
 
     def _number_kinds(self) -> list[int]:
+        # Nodes of one kind look alike to every rule: in operator, attributes, shapes, constants, and in which inputs
+        # are weights. Layers that repeat then share their lists of strategies.
         numbers: dict[object, int] = {}
         kinds = []
         for index, view in enumerate(self._views):
@@ -127,6 +132,7 @@ class _Spreader:
     def _first_cuts(self, name: str) -> _AxisCuts:
         cuts = []
         for axis, size in enumerate(self._facts.shapes[name]):
+            # The evenest cut, or none where the axis is too short or fixed.
             layout = self._division.split(axis, size) if self._is_free(name, axis) else None
             cuts.append(frozenset() if layout is None else frozenset([(layout.outer, layout.blocks)]))
         return tuple(cuts)
@@ -184,6 +190,7 @@ class _Spreader:
             for axis, options in enumerate(axes):
                 if options:
                     by_axis[side, position, axis] = options
+        # Inputs of the model and weights are there whole, never as summands of several devices.
         given = self._given[index]
         whole, *rest = (
             strategy
@@ -191,6 +198,7 @@ class _Spreader:
             if not any(is_given and layout == PARTIAL for is_given, layout in zip(given, strategy.inputs))
         )
         others = self._other_shapes[index]
+        # Too little is known about shapes at other sizes to trust any split.
         if others is None:
             return (whole,)
         for shapes in others if rest else ():
@@ -232,6 +240,7 @@ def restrict_space(space: StrategySpace, shard_map: str) -> StrategySpace:
     unmatched = []
     decided: set[int] = set()
     for (pattern, kind), positions in zip(rules.items(), match_names(list(rules), names, _WHERE)):
+        # The first pattern that matches a node decides about it.
         free = [index for index in positions if index not in decided]
         decided.update(free)
         if not positions:
@@ -276,6 +285,7 @@ def _is_kind(space: StrategySpace, index: int, strategy: NodeStrategy, kind: str
         return layout.axis == 0
     if kind == "columns":
         return layout.axis == channels
+    # A matrix has no axis between its first and its last: its rows are those of its first.
     return layout.axis not in (0, channels) or (rank == 2 and layout.axis == 0)
 
 

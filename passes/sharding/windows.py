@@ -58,6 +58,7 @@ def find_window(view: NodeView, result: Layout, division: Division) -> tuple[Win
     rows, pads = [], []
     for device in range(division.count):
         low, high = division.ranges(result, result_size, device)[0]
+        # Row r of the result reads the rows from r * stride - padding on, as many as a window covers.
         first = low * stride - geometry.before[0]
         last = (high - 1) * stride - geometry.before[0] + geometry.row_reach
         # Windows that lie in the padding alone have no rows: such a device would get nothing.

@@ -11,6 +11,8 @@ from numba.extending import intrinsic
 
 from onnxplace.utils import in_place
 
+# Other threads change the counters while a loop reads them. The compiler could move plain loads out of the loop, so
+# loads and additions are atomic instructions of LLVM, which numba does not offer by itself.
 _intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
 _find_function: Any = cgutils.get_or_insert_function
 ir: Any = cgutils.ir  # type: ignore[attr-defined]  # llvmlite's, of which each numba takes one version
@@ -84,6 +86,7 @@ def ring_and_wait(address: int, rung: int, bell: int, seen: int, pauses: int) ->
             _add_atomically(address + index * STRIDE * 8)
         rung >>= 1
         index += 1
+    # Spin: each turn reads the counter and pauses, without the interpreter's lock.
     for _ in range(pauses):
         if _load_atomically(address + bell * STRIDE * 8) != seen:
             return True

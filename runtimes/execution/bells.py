@@ -81,6 +81,7 @@ class Bell:
             began = time.perf_counter()
             rung = self._kernel(self._address, planned, index, seen, self._pauses)
             if not rung or time.perf_counter() - began > 2 * WATCH_SECONDS:  # others use this core
+                # Exponential backoff: after n failures in a row, 2^n - 1 watches are left out.
                 self._failures = min(2 * self._failures + 1, MAX_SKIPPED)
                 return
             self._failures = 0

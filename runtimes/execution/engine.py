@@ -102,6 +102,7 @@ class Engine(WorkLoop):
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
         self._conversations = weakref.WeakSet((self._states,))
         """Sets of states that are freed with the session; an own set belongs to the handle of its conversation."""
+        # One thread per device follows programs; devices that run ahead have one more, which waits for their results.
         self._workers = [Worker(device, self.work) for device in devices.values()]
         self._workers += [Worker(devices[device], self.deliver, " deliveries") for device in self._deliveries]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
@@ -234,6 +235,7 @@ class Engine(WorkLoop):
         """Return the route of a new request, or of a new conversation, whose states stay there."""
         if len(self._routes) == 1:
             return self._routes[0]
+        # With states, conversations take routes, on which they stay; without, requests do while they are in flight.
         taken = [item.route.index for item in list(self._conversations) if item.route is not None]
         return choose_route(self._routes, taken or [request.route.index for request in self._in_flight.values()])
 
@@ -388,6 +390,7 @@ class Engine(WorkLoop):
                 alive = any(request.failure is None for request in requests)
                 wakeup = self._request_changes.enter()
             late = limit is not None and time.monotonic() >= limit
+            # Ended requests had their time: do not wait for a device that hangs.
             if ended and late:
                 return
             if not ended and (late or not alive):

@@ -140,8 +140,10 @@ class StreamMemory(DeviceMemory):
                 for name, value in inputs.items()
             }
             tensors = [item for item in bound.values() if isinstance(item, DeviceTensor)]
+            # Inputs may still be on their way on other queues: the run waits for their marks on the device, not here.
             for tensor in tensors:
                 self.computing.wait(tensor.ready)
+            # Only memory of this queue is safe without a reference: what is freed is reused by later work of its home.
             kept = [item for item in bound.values() if getattr(item, "home", None) is not self.computing]
             self.computing.hold(*kept)
             try:
@@ -151,6 +153,7 @@ class StreamMemory(DeviceMemory):
                 raise
             finally:  # a run that failed may have enqueued a part
                 mark = self.computing.mark(places.name, kept)
+        # Any thread may read these in the host's memory, at any time: they have to be complete.
         if places.host_outputs:
             mark.synchronize()
         return [self._adopt_output(result, mark) for result in results]
@@ -169,6 +172,7 @@ class StreamMemory(DeviceMemory):
 
     def send(self, value: Any, destination: DeviceMemory | None) -> Any:
         """Return a value as it is to a device of the same driver; enqueue its copy to the host for all others."""
+        # The receiver copies from device to device, or shares the tensor on the same one.
         near = isinstance(destination, StreamMemory) and destination.driver is self.driver
         if value.tensor is None or near:
             return value
@@ -247,6 +251,7 @@ class StreamMemory(DeviceMemory):
         for offset, length in cut_into_pieces(size):
             buffer = self.pool.take(length)
             self.incoming.hold(buffer, allocation)
+            # Only page-locked memory is copied in the background. With its bytes there, the feed itself may change.
             self.driver.write_host(buffer.address, source + offset, length)
             self.driver.copy_to_device(allocation.address + offset, buffer.address, length, self.incoming.stream)
             ready = self.incoming.mark("a copy from the host", buffer, allocation)
@@ -277,6 +282,7 @@ class StreamMemory(DeviceMemory):
     def _copy_from(self, tensor: DeviceTensor, source: StreamMemory) -> DeviceTensor:
         """Enqueue the copy of a tensor of another device to this one."""
         allocation = self._allocate(tensor.size)
+        # Directly where the hardware can, else through the host, in pieces that overlap.
         if self._can_read(tensor.device):
             self.incoming.wait(tensor.ready)
             self.incoming.hold(tensor, allocation)
@@ -299,6 +305,7 @@ class StreamMemory(DeviceMemory):
         source.outgoing.wait(tensor.ready)
         for index, (offset, length) in enumerate(pieces):
             buffer = buffers[index % STAGING_BUFFERS]
+            # The buffer is free again when the copy out of it, two pieces ago, is over.
             if index >= STAGING_BUFFERS:
                 source.outgoing.wait(emptied[index - STAGING_BUFFERS])
             source.outgoing.hold(buffer, tensor)
@@ -321,6 +328,7 @@ class StreamMemory(DeviceMemory):
         Raises ExecutionError if the device has no more.
         """
         try:
+            # At least a byte: an empty tensor needs an address too.
             address = self.driver.allocate(self.device, max(size, 1), self.incoming.stream)
         except DriverError as problem:
             if not is_out_of_memory(problem):

@@ -114,6 +114,8 @@ class WorkLoop(ProgramLoop):
 
     def _list_ready(self) -> list[Request]:
         """Return the requests whose turn it is, in the order in which they became ready; only workers call it."""
+        # Of each conversation, only the oldest request in flight is ready: it takes the states that the one before has
+        # stored. Ready requests stay in the list until they end, so that all workers see the same order.
         talking = {id(request.conversation) for request in self._ready}
         for request in self._in_flight.values():
             if id(request.conversation) not in talking:

@@ -36,7 +36,8 @@ from onnxplace.runtimes.ranks.opening import Opening, rebuild_error
 
 # Requests of a session whose devices are ranks, and the carried states that stay there.
 
-# All ranks together are one device for the engine, which has the order of requests and the states.
+# All ranks together are one device for the engine, which has the order of requests and the states. The worker of this
+# device sends, and a second thread reads; both talk to callers as the threads of any engine do.
 ALL_RANKS = "ranks"
 
 
@@ -125,6 +126,7 @@ class RankEngine(Engine):
             home: {name for item in manifest.segments if item.device == home for name in item.inputs} & self._inputs
             for home in self._routes_of_devices[0].devices
         }
+        # To the engine, all states are on its one device; requests to ranks need to know which rank has which.
         self._states_of_home = self._state_table.value_names
         self._state_table.value_names = {
             ALL_RANKS: {name: value for names in self._states_of_home.values() for name, value in names.items()}
@@ -159,6 +161,7 @@ class RankEngine(Engine):
         """Send what there is to send."""
         with self._lock:
             failed = [item for item in self._in_flight.values() if item.failure is not None]
+        # Ends come first: ranks leave off what nobody waits for. A request that was not sent ends here.
         for request in failed:
             assert isinstance(request, RemoteRequest)
             if request.serial < 0:
@@ -168,6 +171,7 @@ class RankEngine(Engine):
                 request.is_cancelled = True
                 for rank in list(request.waiting):
                     self._cluster.send(rank, Frame("cancel", {"serial": request.serial}))
+        # Then questions and answers, then new requests, then states that ranks need not keep.
         while self._outbox:
             self._cluster.send(*self._outbox.popleft())
         while (next_request := self._next_request(device.id)) is not None:
@@ -196,6 +200,7 @@ class RankEngine(Engine):
         ranks = {self._rank_of[name]: home for home, name in devices.items()}
         request.rank_names = self._cluster.plan.devices
         with self._lock:
+            # It may have failed meanwhile. Numbers are given under the lock, and only to requests that are sent.
             if request.failure is not None or not ranks:
                 request.waiting = set()
             else:
@@ -222,6 +227,7 @@ class RankEngine(Engine):
             if (state := stored.get(name)) is not None:
                 keeps = request.conversation.keeps_previous
                 handles[name] = [state.serial, state.name, keeps]
+                # A taken state leaves its rank with this request, so nothing is left to free.
                 state.is_taken = not keeps
             elif name in request.feeds:
                 feeds[name] = request.feeds[name]
@@ -299,6 +305,7 @@ class RankEngine(Engine):
         """Take the outputs and states of a rank, or its failure; the last report ends the request."""
         fields, rank = frame.fields, frame.rank
         request = self._sent.get(fields["serial"])
+        # It has ended: its ranks were given up.
         if request is None:
             return
         states = {

@@ -46,7 +46,7 @@ from onnxplace.runtimes.ranks.rank_messages import Channel, MessageBus, ValueCha
 from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
 from onnxplace.target import Device
 
-# A look for later values delays the value that is awaited by some us.
+# A look for later values delays the value that is awaited by some us, so most looks are for that one alone.
 LOOKS_PER_LOOK_AHEAD = 10
 
 Waiter = Callable[..., None]
@@ -142,12 +142,15 @@ class RankLoop(ProgramLoop):
         for key, value in self._entries.items():
             request.options.add_run_config_entry(key, value)
         request.states = {name: self._take_state(*handle) for name, handle in fields["stored"].items()}
+        # From here on, looks of other threads receive its values, and a cancellation reaches it.
         self._serial, self._current = serial, request
+        # Its cancellation may have come before the request itself.
         if serial in self._cancelled:
             request.fail(CancelledError())
         try:
             return self._report(serial, self._run_part(request), request)
         finally:
+            # What still comes for this request, or an earlier one, is late: values and cancellations are dropped.
             self._ended, self._current = serial, None
             self._arrived.pop(serial, None)
             self._cancelled = {item for item in self._cancelled if item > serial}
@@ -166,6 +169,7 @@ class RankLoop(ProgramLoop):
             request.fail(failure)
         except Exception as failure:  # noqa: BLE001 - the driver reports it
             request.fail(describe_step_failure(failure, request.current_steps.get(device.id), device.id))
+        # After a failure, wait for nothing; only what is over is dropped.
         for memory, _, _ in request.checkpoints:
             with suppress(Exception):
                 memory.settle(None)
@@ -180,6 +184,7 @@ class RankLoop(ProgramLoop):
             fields["error"] = describe_error(failure)
         if failure is None:
             fields["outputs"] = encode_values(outputs, buffers)
+            # States stay here; the driver learns their shapes, and names them by this request from now on.
             self._stored.update({(serial, name): value for name, value in request.next_states.items()})
             fields["states"] = {name: list(_read_shape(value)) for name, value in request.next_states.items()}
         fields["events"] = [
@@ -198,6 +203,7 @@ class RankLoop(ProgramLoop):
         """Send a value to the rank of another device; the send is only begun."""
         rank = self._find_rank(step, request)
         array = self._plane.export(value)
+        # Tensors of types that numpy has go by channels; other values are packed into frames.
         if step.value in self._channels:
             self._channels.send(rank, self._serial, step.value, array)
             return
@@ -283,8 +289,10 @@ def open_rank(opening: Opening, bus: MessageBus, wait: Waiter, fetch: Fetch) -> 
     _require_local(device)
     cores = find_cores(item for item in target.devices if item.host == device.host)
     placed = PlacedDevice(device, cores.get(name, ()))
+    # A device may take the place of others on further routes: it opens the segments of all these.
     homes = {home for route in list_routes(bundle.manifest) for home, item in route.devices.items() if item == name}
     segments = [item for item in bundle.manifest.segments if item.device in homes]
+    # A remote machine may lack files of the bundle: it fetches those that this rank needs.
     if bus.rank in opening.remote:
         states = [item.input for item in bundle.manifest.states if item.device in homes]
         bundle = obtain_bundle(bundle, segments, states, fetch)

@@ -123,6 +123,7 @@ class MessageBus:
         if not self.lock.acquire(blocking=False):
             return False
         try:
+            # Drop what is sent, in order; a send that is through behind a slow one is dropped later.
             while self._sending and self._sending[0][0].Test():
                 self._long_sends -= self._sending.popleft()[2]
             arrived = False
@@ -317,6 +318,7 @@ class Channel:
     def look(self, serial: int) -> bool:
         """Return whether the value of a request is here; what was sent for earlier requests is dropped."""
         while self._has_arrived():
+            # Of a later request: this one was cancelled by its sender, whose value will not come.
             if self._serial >= serial:
                 return self._serial == serial
             self._reset()

@@ -1,4 +1,8 @@
-"""Lower bounds on completions of a state of the branch and bound: heads, loads and joins."""
+"""Lower bounds on completions of a state of the branch and bound: heads, loads and joins.
+
+Each bound relaxes something else: heads let devices run several nodes at once, loads let values move at no cost, and
+joins keep both in part, for the nodes before one node. The largest of them counts.
+"""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -98,6 +102,8 @@ def compute_distances(order, succ_starts, successors, send, work):
                 if distance[successor, last] >= 0.0:
                     via = work[successor] + distance[successor, last]
                     distance[node, last] = max(distance[node, last], via)
+                    # Either this edge crosses, or a later one does: the cheaper counts. Of several paths the longest
+                    # counts, since all of them have to be waited for.
                     away = min(send[k] + via, work[successor] + remote[successor, last])
                     remote[node, last] = max(remote[node, last], away)
     return distance, remote
@@ -192,6 +198,8 @@ def bound_state(reals, ints, mask, tables, early, arrival):
                     begin = max(now, reals[1 + d])
                     for k in range(tables.in_starts[node], tables.in_starts[node + 1]):
                         begin = max(begin, arrival[tables.ins[k], d])
+                        # Each device that a value was sent to will read it. If it was sent to as many devices as it
+                        # has unstarted readers, none of them can run elsewhere.
                         destinations = ints[promised + tables.ins[k]]
                         promised_elsewhere = destinations != 0 and not (destinations >> d) & 1
                         if promised_elsewhere and count_bits(destinations) == count_bits(
@@ -210,6 +218,7 @@ def bound_state(reals, ints, mask, tables, early, arrival):
             for d in range(devices):
                 time = NEVER
                 if started:
+                    # When it arrived or will; else it may be sent from now on. One that was passed over stays away.
                     time = reals[base + value * devices + d]
                     if time >= NEVER:
                         for h in range(devices):
@@ -226,6 +235,7 @@ def bound_state(reals, ints, mask, tables, early, arrival):
     # When devices can start their next node.
     opening = np.sort(opening_of)
     if opening[0] >= NEVER:
+        # No node is left. The guide is a sum of three estimates, each of which is the bound then.
         return best, 3.0 * best
     best = max(best, _bound_by_joins(mask, opening, opening_of, early, tables))
     total = 0.0

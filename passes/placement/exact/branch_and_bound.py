@@ -29,8 +29,9 @@ MAX_NODES, MAX_DEVICES = 62, 4
 # States expanded between two looks at the clock.
 STATES_PER_CALL = 500
 # Weight of the guide next to the bound when states are ranked.
+# The guide only ranks states, so the proof does not depend on it.
 GUIDE_WEIGHT = 1.0
-# Joins that bound every state.
+# Joins that bound every state: those with the largest bounds at the start; each costs a pass over the nodes before it.
 MAX_JOINS = 6
 # Complete steps per layer that are simulated; more of them until one fits.
 MAX_SIMULATED, MAX_SIMULATED_FIRST = 16, 500
@@ -82,6 +83,7 @@ class SearchResult:
 def build_tables(problem: PlacementProblem) -> ProblemTables:
     """Return the tables of a problem of at most MAX_NODES nodes and MAX_DEVICES devices."""
     graph, devices = problem.graph, len(problem.target.devices)
+    # Only values with a producer and a reader are sent; others are left out of the tables.
     inner = np.flatnonzero((graph.producer >= 0) & (np.diff(graph.readers.starts) > 0))
     number = np.full(len(graph.value_names), -1, dtype=np.int32)
     number[inner] = np.arange(len(inner), dtype=np.int32)
@@ -160,6 +162,7 @@ def _own_weight_bytes(problem: PlacementProblem) -> Floats:
     """Return, per group, the bytes of weights that no other group reads."""
     weights, count = problem.graph.weights, len(problem.graph.weight_names)
     readers = Csr.grouped(weights.items, problem.group[weights.rows].astype(np.int32), count)
+    # A weight that several groups read may be stored anyway, so it is not counted: the account stays a lower bound.
     own = np.flatnonzero(np.diff(readers.starts) == 1)
     first = readers.items[readers.starts[own]]
     return np.bincount(first, problem.graph.weight_bytes[own], len(problem.pinned)).astype(np.float64)
@@ -197,6 +200,7 @@ def _choose_joins(problem: PlacementProblem, crossing: Floats, least: Floats, ta
     """Return the joins that bound the step best, with the nodes before each and their distances."""
     graph, after = problem.graph, problem.graph.successors
     distance, remote = compute_distances(graph.order, after.starts, after.items, crossing, least)
+    # Rank joins by the bound that they give at the start, where every device is open at time 0.
     opening, bounds = np.zeros(len(problem.target.devices)), np.zeros(len(graph))
     nodes_before = [np.flatnonzero(distance[:, join] >= 0).astype(np.int32) for join in range(len(graph))]
     nodes_before = [nodes[np.argsort(-remote[nodes, join], kind="stable")] for join, nodes in enumerate(nodes_before)]
@@ -224,6 +228,8 @@ def branch_and_bound_search(
 
     Layer k holds the best `width` states after k actions. `deadline` is a time of `time.perf_counter`.
     """
+    # A layer keeps whole states. Earlier layers keep only parents and actions, from which `_replay_actions` derives the
+    # placement of a complete state.
     layer = _root_layer(tables)
     history: list[tuple[Ints, Ints]] = []
     empty = np.zeros(0, dtype=np.int32)
@@ -235,6 +241,8 @@ def branch_and_bound_search(
         cut = NEVER
         for first in range(0, len(layer.masks), STATES_PER_CALL):
             cut = min(cut, children.add(layer, first, threshold, tables))
+            # Out of time. Children are never bounded lower than their parents, so the bounds of this layer hold for
+            # all that was not expanded.
             if time.perf_counter() > deadline:
                 open_bound = min(cut, float(layer.bounds.min()))
                 return replace(result, bound_seconds=min(result.bound_seconds, open_bound), complete=False)
@@ -242,7 +250,8 @@ def branch_and_bound_search(
         history.append((parents, actions))
         is_complete = layer.masks == np.int64((1 << len(tables.group)) - 1)
         bound = min(result.bound_seconds, cut, dropped)
-        # Complete states leave the layer; the best by their own account are simulated.
+        # Complete states leave the layer: sends are actions too, so not all steps complete in one layer. The best by
+        # their own account are simulated, which also checks memory.
         if is_complete.any():
             ends = layer.reals[:, 1 : 1 + tables.devices].max(axis=1)
             bound = min(bound, float(ends[is_complete].min()))
@@ -269,6 +278,7 @@ class _StateLayer:
 def _root_layer(tables: ProblemTables) -> _StateLayer:
     devices, groups, values = tables.devices, len(tables.group_mask), len(tables.read_mask)
     reals = np.zeros((1, 1 + 4 * devices + values * devices))
+    # No value is anywhere yet; no group has a device, and no device waits to send.
     reals[:, 1 + 4 * devices :] = NEVER
     ints = np.zeros((1, groups + 2 * devices + 1 + values), dtype=np.int32)
     ints[:, : groups + devices] = -1
@@ -294,6 +304,7 @@ class _Children:
                 self.actions, self.bounds, self.guides, self.filled,
             )  # fmt: skip
             cut = min(cut, least)
+            # The output was full before the last state: double it and go on from there.
             if begin < end:
                 self.parents, self.actions, self.bounds, self.guides = (
                     np.concatenate([part, np.empty_like(part)])
@@ -315,6 +326,7 @@ def _next_layer(
         ranked, children.parents, children.actions, layer.reals, layer.ints, layer.masks, tables, reals, ints, masks,
         chosen,
     )  # fmt: skip
+    # Dominated children need no bound: another state of the layer is at least as good. Dropped ones do.
     dropped = float(bounds[ranked[looked_at:]].min(initial=NEVER))
     chosen = chosen[:kept]
     next_layer = _StateLayer(reals[:kept], ints[:kept], masks[:kept], bounds[chosen])

@@ -115,6 +115,8 @@ def expand_states(
                 first_sender = d
         for code in range(count * devices + devices * len(tables.tuples)):
             if code < count * devices:
+                # Start a node: its predecessors have started, its device has nothing to send, its group may be there,
+                # and of interchangeable unused devices only the first one is tried.
                 node, home = code // devices, code % devices
                 if (mask >> node) & 1 or (tables.before_mask[node] & ~mask) != 0 or ints[state, groups + home] >= 0:
                     continue
@@ -134,6 +136,7 @@ def expand_states(
             if child_mask < 0:
                 continue
             child_bound, guide = bound_state(child_reals, child_ints, child_mask, tables, early, there_at)
+            # A parent's bound holds for its children, even where their own is weaker.
             child_bound = max(child_bound, least_so_far[state])
             if child_bound >= threshold:
                 cut = min(cut, child_bound)
@@ -151,6 +154,7 @@ def expand_states(
 def _dominates(reals, ints, state, other, shuffle, devices, groups):
     """Return whether a state, its devices renamed by `shuffle`, can do all that `other` can, no later."""
     # Devices: free no later, with no more weights, and the same values to send.
+    # Nothing can happen before the last action, so earlier times count as the time of that action.
     now, then = reals[state, 0], reals[other, 0]
     for d in range(devices):
         e = shuffle[d]
@@ -214,6 +218,7 @@ def select_states(ranked, parents, actions, reals, ints, masks, tables, new_real
     # A hash table with a chain per slot.
     devices, groups, capacity = tables.devices, len(tables.group_mask), len(new_masks)
     size = 1
+    # At least two slots for each state, which keeps chains short.
     while size < 2 * capacity:
         size *= 2
     heads, chain = np.full(size, -1, np.int64), np.empty(capacity, np.int64)

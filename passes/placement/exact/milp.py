@@ -79,6 +79,7 @@ class _Program:
         self.problem, self.graph, self.devices = problem, problem.graph, len(problem.target.devices)
         self.reach = heads_and_tails(problem.graph, problem.seconds, problem.target)
         self.is_before = reachable(self.graph.order, self.graph.predecessors)
+        # All times are shares of `upper_seconds`: columns lie between 0 and 1, and big M stays small.
         self.scale = upper_seconds
         self.rows = _ProgramRows()
         self.makespan = self.rows.add_column(self.reach.longest_seconds / self.scale, 1.0)
@@ -107,6 +108,7 @@ class _Program:
 
     def _constrain_ends(self) -> None:
         for node in range(len(self.graph)):
+            # makespan >= start + own time + tail
             tail = float(self.reach.tail[node]) / self.scale
             self.rows.add_row([(self.makespan, 1.0), (self.start[node], -1.0), *self._own_time(node, -1.0)], tail)
 
@@ -124,6 +126,8 @@ class _Program:
                 if group[source] == group[reader] or self.devices == 1:
                     rows.add_row(order_terms, 0.0)
                     continue
+                # start[reader] >= end[source] + send * cut, with cut >= home[reader, d] - home[source, d] for each
+                # device d. Cuts need not be integers: homes are, and each cut takes the least value that they allow.
                 cut = rows.add_column(0.0, 1.0)
                 rows.add_row([*order_terms, (cut, -send)], 0.0)
                 for device in range(self.devices):
@@ -132,6 +136,7 @@ class _Program:
                         int(self.home[group[reader], device]),
                     )
                     rows.add_row([(cut, 1.0), (source_home, 1.0), (reader_home, -1.0)], 0.0)
+                    # One column per value and device: a value is sent there once, however many nodes read it.
                     if (value, device) not in received:
                         received[value, device] = rows.add_column(0.0, 1.0)
                     rows.add_row([(received[value, device], 1.0), (source_home, 1.0), (reader_home, -1.0)], 0.0)
@@ -154,6 +159,8 @@ class _Program:
 
     def _constrain_work(self) -> None:
         head, tail = self.reach.head, self.reach.tail
+        # What starts after `a` and has `b` to come is computed in between: a + work of the device + b <= makespan.
+        # Of all pairs of heads and tails, some quantiles are enough.
         levels = np.linspace(0, 1, MAX_THRESHOLDS)
         for a in np.unique(np.quantile(head, levels, method="lower")):
             for b in np.unique(np.quantile(tail, levels, method="lower")):
@@ -170,6 +177,8 @@ class _Program:
         """Constrain weights, needs of the running node and values held by groups to fit into each device."""
         graph, group = self.graph, self.problem.group
         needed, held = node_bytes(graph).astype(np.float64), held_bytes(graph, group, self.is_before)
+        # One row per distinct demand: what a node needs on its device, and what each group holds meanwhile on its own.
+        # Bytes are shares of `everything`, so that the factors of all rows are of one size.
         held[np.arange(len(graph)), group] += needed
         demands = np.unique(held, axis=0)
         everything = graph.total_weight_bytes + held.sum(axis=1).max(initial=0.0)
@@ -194,6 +203,7 @@ class _Program:
             if len(reading_groups[weight]) == 1:
                 per_group[reading_groups[weight][0]] += size
             elif len(reading_groups[weight]) and size:
+                # A weight that several groups read is stored if any of them is here: stored >= home[group, device].
                 stored = self.rows.add_column(0.0, 1.0)
                 terms.append((stored, size / everything))
                 for user in reading_groups[weight].tolist():
@@ -208,12 +218,14 @@ class _Program:
             for j in range(i):
                 if is_before[i, j] or is_before[j, i]:
                     continue
+                # An order that would exceed the upper bound is ruled out beforehand.
                 may_precede = [earliest[a] + least[a] + least[b] + tail[b] <= 1 + 1e-9 for a, b in ((i, j), (j, i))]
                 i_first, j_first = (
                     self.rows.add_column(0.0, float(possible), is_integer=True) for possible in may_precede
                 )
                 gi, gj = self.problem.group[i], self.problem.group[j]
                 for device in range(self.devices):
+                    # i_first + j_first >= home[i, d] + home[j, d] - 1: on one device, one of them comes first
                     sharing = [(int(self.home[gi, device]), -1.0), (int(self.home[gj, device]), -1.0)]
                     if gi == gj:
                         sharing = []

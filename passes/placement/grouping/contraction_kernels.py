@@ -1,4 +1,9 @@
-"""Compiled loops of `fuse`: merge linked clusters within groups, and keep the graph acyclic."""
+"""Compiled loops of `fuse`: merge linked clusters within groups, and keep the graph acyclic.
+
+A merge of two linked clusters makes a cycle if and only if a second path leads from one to the other. There is none if
+the edge is the only one out of its source or the only one into its destination, which is easy to see. `contract` merges
+by this rule; `merge_runs` then finds what is consecutive in one order, which covers more.
+"""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"

@@ -115,6 +115,7 @@ def pin_modules(
     modules = dict.fromkeys(path for name in removed for path in list_enclosing_modules(name))
     used = set[str]()
     for index, name in enumerate(graph.names):
+        # Innermost module first: the first one in the map decides.
         paths = list(list_module_paths(protos.get(name, NodeProto(name=name))))
         modules.update(dict.fromkeys(paths))
         if (module := next((path for path in paths if path in devices), None)) is not None:
@@ -152,6 +153,7 @@ def _find_module_device(module: str, device: str | int, target: Target, where: s
     if isinstance(device, int) and by_position:
         candidates = ids[device : device + 1] if device >= 0 else []
     elif isinstance(device, int):
+        # A bare number means a GPU, as in PyTorch; without any GPU it counts CPU devices.
         has_accelerator = any(item.kind != "cpu" for item in target.devices)
         numbered = [item.id for item in target.devices if item.kind != "cpu" or not has_accelerator]
         candidates = [name for name in numbered if name.endswith(f":{device}")]
@@ -254,6 +256,7 @@ def read_pins(
         return pin_modules(devices, graph, target, removed, nodes, where)
     patterns = {pattern: str(device) for pattern, device in devices.items()}
     matches = match_names(list(patterns), graph.names, where)
+    # Keys that look like modules may be patterns too: they are modules only if none of them matches a node.
     has_nodes = any(matches) or bool(match_removed(list(patterns), removed, where))
     if patterns and not has_nodes and are_module_names(patterns):
         return pin_modules(patterns, graph, target, removed, nodes, where)

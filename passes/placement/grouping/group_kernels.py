@@ -133,6 +133,7 @@ def assign_owners(order, backward, color, producer, in_starts, ins):
         node = order[index]
         if not backward[node]:
             continue
+        # The latest forward node that it reads, of its own color if it has one; else the last one of its color.
         colored = color[node] >= 0 and latest[color[node]] >= 0
         best = -1
         for k in range(in_starts[node], in_starts[node + 1]):
@@ -168,6 +169,7 @@ def choose_devices(sequence, choices, pinned, weight_starts, weights, weight_byt
             for k in range(weight_starts[group], weight_starts[group + 1]):
                 if not stored[choice, weights[k]]:
                     added_bytes += weight_bytes[weights[k]]
+            # Nodes run one at a time, so only the largest need of a step counts.
             needed_step = max(largest_step[choice], step_bytes[group])
             if used_bytes[choice] + added_bytes + needed_step <= limit[choice]:
                 device[group] = choice

@@ -60,6 +60,8 @@ def group_nodes(
     Parts of sharded operators are pinned to their devices. With `keep`, groups of `state` stay together with their
     pins, unless the device map says otherwise.
     """
+    # The order of joins decides: a set keeps its first reason, and a pair that is pinned apart by then is refused. So
+    # what must share a device, such as carried states, comes before what should, such as parameters and readers.
     profile, target = state[Profile], state.target
     graph, notes = profile.graph, list[Diagnostic]()
     removed = state[Model].removed if Model in state else ()
@@ -155,9 +157,11 @@ class Union:
 
 def first_equal(keys: Ints) -> NDArray[np.int64]:
     """Return, for each position, the first one with the same key (0 or more)."""
+    # Sparse keys are numbered first: the table below has an entry for every number.
     if len(keys) and int(keys.max()) > 4 * len(keys):
         keys = np.unique(keys, return_inverse=True)[1].astype(np.int32)
     first = np.zeros(int(keys.max(initial=-1)) + 1, dtype=np.int64)
+    # Backwards, so that the first position is written last.
     first[keys[::-1]] = np.arange(len(keys))[::-1]
     return first[keys]
 
@@ -182,6 +186,7 @@ def only_readers(
     lowest, highest, sent_values, sent_bytes = first_readers(
         graph.producer, graph.value_bytes, graph.inputs.starts, graph.inputs.items, is_counted
     )
+    # Which devices it will be is not known yet: compare the least compute with the least transfer.
     least_seconds = seconds.min(axis=0)
     transfer = sent_values * latency[off_diagonal].min() + sent_bytes * per_byte[off_diagonal].min()
     single = (lowest == highest) & (np.True_ if always else least_seconds <= transfer)
@@ -227,6 +232,7 @@ def _pin_to_host(union: Union, graph: OpGraph, model: Model, target: Target) -> 
     host_values = list(find_host_values(model))
     for value in host_values:
         union.join(np.full_like(value.nodes, value.nodes[0]), value.nodes, "values that only a host can hold")
+    # The first CPU device is the host; groups that are pinned elsewhere stay there.
     host = next((index for index, device in enumerate(target.devices) if device.kind == "cpu"), -1)
     values_by_device: dict[int, list[HostValue]] = {}
     for value in host_values:

@@ -21,7 +21,7 @@ from onnxplace.problem import PlacementProblem, commit_placement, out_of_memory_
 from onnxplace.simulation import device_weights
 from onnxplace.state import State
 
-# Plans with ever tighter limits, while the simulated peak exceeds what the plan had counted.
+# Plans with ever tighter limits, while the simulated peak exceeds what the plan had counted. Each is simulated.
 MAX_ATTEMPTS = 8
 # Share of its memory that a device fills before it accepts no further group. Values of a group's first nodes stay on
 # the device until its last nodes run, which may find the device full.
@@ -55,6 +55,7 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
     """
     graph, need_bytes, reserved = problem.graph, group_bytes(problem), _reserved_bytes(problem)
     devices = len(problem.target.devices)
+    # An even share of all bytes, and room for one more group: so the last device is not left with the rest.
     fill_bytes = int(need_bytes.sum()) // devices + int(need_bytes.max(initial=0))
     weights = Csr.grouped(problem.group[graph.weights.rows], graph.weights.items, len(problem.pinned))
     used = np.zeros(devices, dtype=np.int64)
@@ -65,6 +66,7 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
         used[group_device[group]] += need_bytes[group]
         stored[group_device[group], weights[group]] = True
     stored_bytes += stored @ graph.weight_bytes
+    # Devices are filled one after the other, so `current` never goes back.
     current = 0
     for group in problem.group[graph.order].tolist():
         if group_device[group] < 0:
@@ -149,6 +151,8 @@ def _generate_tightened_plans(
             return
         yield device, start
         excess = _simulate_excess(problem, device, start)
+        # Later attempts subtract more than the excess. Other devices lose a 64th, so that the next plan differs even if
+        # what exceeds only moves.
         limit = np.maximum(limit - np.maximum(attempt * excess, problem.limit_bytes // 64), 0)
 
 

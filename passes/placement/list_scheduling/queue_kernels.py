@@ -17,7 +17,8 @@ from onnxplace.utils import compiled_part
 @compiled_part
 def push(q, rank, key, queues):
     """Push the node at position `rank` into heap `q`, or change its key there."""
-    # A new node starts at the end of the heap; either way it moves up first, then down.
+    # A new node starts at the end of the heap; either way it moves up first, then down. `slot` tells where each node
+    # is, so that its key is changed in O(log N), without a search.
     slot = np.int64(queues.slot[q, rank]) - 1
     if slot < 0:
         slot = queues.size[q]
@@ -142,6 +143,7 @@ def room_left(node, d, nodes, groups, devices):
     """Return the bytes that `node` may still take on device `d`; less if it brings a group of several nodes."""
     g = nodes[node].group
     opens = groups[g].home < 0 and groups[g + 1].members - groups[g].members > 1
+    # A group of several nodes must leave room for what its first nodes produce for its later ones.
     return (devices[d].admit if opens else devices[d].limit) - devices[d].used
 
 
@@ -172,6 +174,7 @@ def book_transfers(node, d, work, queues):
         end = begin + transfer_ticks(value, source, d, work)
         work.devices[source].sending = end
         work.devices[d].receiving = end
+        # Sequential links: a device sends or receives, never both at a time.
         if work.link_model == 2:
             work.devices[source].receiving = end
             work.devices[d].sending = end

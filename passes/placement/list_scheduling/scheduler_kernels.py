@@ -30,6 +30,9 @@ from onnxplace.utils import compiled_part, linear_in_place
 NEVER = 1 << 62
 
 
+# The heaps of `Queues` by number, for device d of D: d has the nodes whose inputs arrive later, D + d those that can
+# start now, and 2 D + d those that do not fit. With favourite children, 3 D + g has the nodes that become urgent later,
+# and 4 D + 1 + g those that are; g is the device that the group of a node is bound to, or D.
 @linear_in_place
 def list_schedule(work, queues):
     """Place nodes one by one: of all ready nodes and devices, the pair that can start first.
@@ -137,6 +140,7 @@ def choose_node(clock, work, queues):
     """Return the node to place next, its device and its start; node -1 if none fits anywhere."""
     best_node, best_device, best_start = -1, -1, NEVER
     for d in range(len(work.devices)):
+        # A device that is free later cannot start anything sooner than what was found.
         if work.devices[d].free > best_start:
             continue
         node, time = find_earliest(d, clock, work, queues)
@@ -171,6 +175,7 @@ def find_earliest(d, clock, work, queues):
             pop(q, queues)
             continue
         ready = inputs_arrival(node, d, work)
+        # Channels have become busier since it was queued: queue it again by its new time.
         if ready > (free if q == now else queues.key[q, rank]):
             pop(q, queues)
             push(later, rank, ready, queues)
@@ -200,6 +205,7 @@ def choose_for_favourite(d, child, node, time, clock, work, queues):
             if elsewhere < start:
                 return node, time
     # Urgent nodes go before the child: those bound to this device, then those that are not bound.
+    # Two rounds, `d` and `devices`: the second number stands for nodes that are bound to no device.
     for bound_to in range(d, devices + 1, devices - d):
         busy = max(clock, work.devices[d].free)
         if bound_to == devices:
@@ -234,6 +240,7 @@ def find_most_urgent(bound_to, busy, work, queues):
         rank = np.int64(queues.heap[q, 0])
         node = work.nodes[rank].in_order
         home = work.groups[work.nodes[node].group].home
+        # Placed meanwhile, or bound to a device since it was queued: it is in another heap, or needs none.
         if work.nodes[node].device >= 0 or (home < 0) != (bound_to == devices):
             pop(q, queues)
             continue

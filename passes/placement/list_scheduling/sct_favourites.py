@@ -61,6 +61,7 @@ def favourite_children(node_seconds: Floats, edges: Edges, threshold: float) -> 
         return favourite
     remote_share = solve_relaxation(node_seconds, edges)
     nodes, source, destination = len(node_seconds), edges.source, edges.destination
+    # Nodes whose edges out of them, or into them, are all transfers in the program's optimum.
     may_stay_source = sum_by(source, 1.0 - remote_share, nodes) < TOLERANCE
     idle_destination = sum_by(destination, 1.0 - remote_share, nodes) < TOLERANCE
     chosen = np.flatnonzero(remote_share <= threshold + TOLERANCE)
@@ -81,6 +82,7 @@ def solve_relaxation(node_seconds: Floats, edges: Edges) -> Floats:
     import highspy
 
     nodes, count = len(node_seconds), len(edges.source)
+    # Times near 1 suit the solver's tolerances, which are absolute.
     scale = max(float(node_seconds.max()), float(edges.seconds.max()), 1e-12)
     weight, cost = node_seconds / scale, edges.seconds / scale
     lower, rows = _build_rows(weight, cost, edges)

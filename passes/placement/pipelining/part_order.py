@@ -69,6 +69,9 @@ class _Queue:
     """Stage -> parts whose forward cell began and whose backward cell did not."""
 
 
+# A list scheduler for cells: a device stays in its cell while that has a node to run, then enters the best cell that
+# may begin. The state is a queue per device, with nodes by arrival until they can run, then by cell. A node is taken
+# from the device that can start one first, so that simulated time mostly moves forward.
 class _Ordering:
     def __init__(
         self,
@@ -91,6 +94,8 @@ class _Ordering:
         # Nodes of forward cells that a device has to run before its first backward cell.
         self._forward_left = [0] * len(self._queues)
         self._limits = [cells.parts] * cells.stages
+        # Stage s of S stages has at most S - s parts on their way: its own, and one in each of the S - s - 1 stages
+        # behind it, which a part passes before its backward cell comes back.
         if schedule == "1f1b":
             self._limits = [min(cells.stages - stage, cells.parts) for stage in range(cells.stages)]
         else:
@@ -155,6 +160,7 @@ class _Ordering:
                     return device, start, node
                 if not queue.arriving:
                     break
+                # Nothing that is ready may begin: wait for what arrives next.
                 start = max(start, queue.arriving[0][0])
         return None
 

@@ -192,6 +192,7 @@ def list_stage_cuts(graph: OpGraph, layers: StepLayers, shares: Sequence[float])
     goals = np.cumsum(shares)[:-1] / sum(shares)
     shifts = _SHIFTS if len(goals) <= _MAX_SHIFTED_CUTS else (0.0,)
     seen: set[tuple[int, ...]] = set()
+    # Balanced cuts first, then those that are shifted a little, where fewer bytes may cross.
     for offsets in sorted(product(shifts, repeat=len(goals)), key=lambda item: sum(map(abs, item))):
         places = tuple(_place_cut(elapsed / total, crossing, goal + shift) for goal, shift in zip(goals, offsets))
         if places in seen or list(places) != sorted(places):
@@ -215,6 +216,7 @@ def _crossing_bytes(graph: OpGraph, layers: StepLayers, order: Ints) -> Floats:
         if len(readers):
             ends = position[readers]
             own = position[producer[value]]
+            # A value crosses all cuts between its producer and its farthest reader, in whichever direction.
             change[min(own, int(ends.min())) + 1] += graph.value_bytes[value]
             change[max(own, int(ends.max())) + 1] -= graph.value_bytes[value]
     return np.cumsum(change)[:-1]

@@ -2,6 +2,10 @@
 
 A region grows around a node that delays the step: over readers, over producers or both. It moves to a device where it
 would wait less. Most proposals are dropped unsimulated, since a path through the new placement is already too long.
+
+A walk keeps one placement, which proposals change in place, and what `undo` needs to take the last one back. The
+others are scored by a whole simulation: a single move can shift the start of every later node. The critical chain of
+the last accepted placement says which nodes to move.
 """
 
 # Compiled loops get their types from numba.
@@ -121,6 +125,7 @@ def _random_uniform(rng):
     x ^= x >> np.uint64(7)
     x ^= x << np.uint64(17)
     rng[0] = np.int64(x)
+    # The upper 53 bits fill the mantissa of a float; the factor is 2^-53.
     return np.float64(x >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
@@ -145,6 +150,7 @@ def _grow_region(atoms, walk, seed, largest):
     max_size = np.int64(np.exp(_random_uniform(walk.rng) * np.log(largest)))
     direction = _random_below(walk.rng, 3)
     loyal = _random_uniform(walk.rng) < LOYAL_SHARE
+    # Marks are numbers of proposals, so that nothing has to be cleared between them.
     mark = walk.counts[PROPOSALS]
     walk.stamp[seed] = mark
     walk.old_device[0] = seed  # the frontier shares this array with the old devices
@@ -200,6 +206,8 @@ def propose(devices, atoms, walk):
             if _random_uniform(walk.rng) < 0.3:
                 walk.counts[BIASED_NODE] = seed
                 walk.saved_bias[0] = walk.bias[seed]
+                # By -7 % to +13 % of the step: more often up than down, since the node came too late. A fifth of these
+                # proposals return to the plain bottom level instead.
                 walk.bias[seed] += (2 * _random_uniform(walk.rng) - 0.7) * 0.1 * walk.times[MAKESPAN]
                 if _random_uniform(walk.rng) < 0.2:
                     walk.bias[seed] = 0.0
@@ -249,6 +257,7 @@ def accept(scratch, walk):
     for node in range(len(walk.device)):
         if scratch.finish[node] > scratch.finish[last]:
             last = node
+    # Each node names what delayed it, up to one that nothing delayed.
     size, node = 0, last
     while node >= 0:
         walk.chain[size] = node
@@ -282,6 +291,7 @@ def anneal(
     The temperature, in seconds, is `start_temperature * (1 - progress)^2`; each proposal adds `step` to the progress.
     With `ask_before`, it returns True early at each proposal that passes, for the caller to `accept` or to `undo`.
     """
+    # The mean over devices, since transfers between different pairs of them overlap.
     weight = TRAFFIC_WEIGHT / len(wiring.latency)
     end = walk.counts[PROPOSALS] + proposals
     while walk.counts[PROPOSALS] < end:
@@ -290,6 +300,7 @@ def anneal(
         if walk.counts[REGION_SIZE] == 0 and walk.counts[BIASED_NODE] < 0:
             continue
         # The acceptable energy is drawn first (Metropolis): the simulation stops as soon as it exceeds that.
+        # Quadratic cooling: the second half of the proposals runs below a quarter of the first temperature.
         temperature = start_temperature * max(0.0, 1.0 - progress) ** 2
         limit = walk.times[ENERGY] - temperature * np.log(max(_random_uniform(walk.rng), 1e-300))
         walk.times[NEW_MAKESPAN], traffic = decode(wiring, walk.device, walk.bias, level_weight, limit, scratch)

@@ -170,6 +170,8 @@ def bottom_levels(wiring, device, bottom):
                         wiring.latency[home, destination]
                         + wiring.value_bytes[value] * wiring.per_byte[home, destination]
                     )
+                    # One cut behind the node serves all values that cross it. Cuts before readers are left out: the
+                    # level stays a lower bound.
                     call_seconds = wiring.call_seconds[home]
                 below = max(below, path)
         bottom[node] = below + call_seconds + wiring.seconds[home, node]
@@ -177,6 +179,10 @@ def bottom_levels(wiring, device, bottom):
     return longest
 
 
+# The simulation goes from event to event. The state is one record per device, and two heaps of nodes per device: those
+# that may start now, by urgency, and those whose last input is still on its way, by its arrival. A node enters each
+# heap at most once, and every event starts, wakes or ends one, so a simulation takes O(N (D + log N) + E). Devices are
+# few: to look at all of them is cheaper than a heap of events.
 @in_place
 def decode(wiring, device, bias, level_weight, limit, scratch):
     """Simulate a placement; return its makespan and the seconds of all transfers, and fill `scratch`.
@@ -291,7 +297,8 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
                 destination = device[reader]
                 arrival = now
                 if destination != home:
-                    # A value is sent once to each device, however many nodes read it there.
+                    # A value is sent once to each device, however many nodes read it there. Its readers come one after
+                    # the other, so the last value sent to a device is all that has to be remembered.
                     if scratch.devices[destination].stamp != value:
                         scratch.devices[destination].stamp = value
                         begin = now
@@ -315,6 +322,7 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
                         scratch.devices[destination].receiving = begin + transfer_seconds
                         scratch.devices[destination].arrival = begin + transfer_seconds
                     arrival = scratch.devices[destination].arrival
+                # Remember the input that arrives last: the reader waits for it.
                 if arrival >= scratch.available[reader]:
                     scratch.available[reader] = arrival
                     scratch.last_input[reader] = node

@@ -1,6 +1,9 @@
 """List scheduling by bottom level: the most urgent node goes first, to the device where it finishes first.
 
-HEFT (Topcuoglu, Hariri and Wu, 2002) without insertion, on links that serve one transfer at a time.
+HEFT (Topcuoglu, Hariri and Wu, 2002) without insertion, on links that serve one transfer at a time. Nodes are placed in
+the order of their bottom levels. No level is below that of a reader, and ties go by topological position, so producers
+come first. The plan keeps when devices and channels are next free. Gaps before that stay empty: the plan is only the
+start of a search, whose simulation fills them. O(D (N + E) + N log N).
 """
 
 # Compiled loops get their types from numba.
@@ -127,6 +130,7 @@ def earliest_finish(wiring, order, group, pinned, weight_starts, weights, weight
                         needed_bytes += weight_bytes[weights[k]]
                 if needed_bytes > plan.devices[d].room:
                     continue
+            # Only a trial: nothing is booked until the device is chosen.
             begin = max(arrival_time(wiring, node, d, plan, np.bool_(False)), plan.devices[d].free)
             if begin + wiring.seconds[d, node] < best_finish:
                 best, best_start, best_finish = d, begin, begin + wiring.seconds[d, node]
@@ -156,6 +160,7 @@ def settle_group(d, g, weight_starts, weights, weight_bytes, plan):
 def arrival_time(wiring, node, d, plan, book):
     """Return when all inputs of `node` can be on device `d`; with `book`, reserve channels for their transfers."""
     latest = 0.0
+    # The inputs of one node queue behind each other, also where nothing is booked.
     channel = plan.devices[d].receiving
     for k in range(wiring.in_starts[node], wiring.in_starts[node + 1]):
         value = wiring.ins[k]

@@ -39,12 +39,14 @@ WORK_SHARES = (0.01, 0.03, 0.1, 0.3)
 # A level is kept only if it has at most this share of the groups of the one below.
 MAX_SIZE_RATIO = 0.9
 
-# The temperature at the start of a search, as a share of the step.
+# The temperature at the start of a search, as a share of the step: a step that is longer by this share is then accepted
+# with probability 1/e.
 START_TEMPERATURE = 4e-4
-# Beyond this number of proposals, with so many more for each atom, a search finds nothing better.
+# Beyond this number of proposals, with so many more for each group that can move, a search finds nothing better.
 MAX_PROPOSALS, MAX_PROPOSALS_PER_ATOM = 20_000, 1_000
 # Shares of the budget: for the first searches, and for those that continue from the best of them.
 ROUND_SHARES = (0.65, 0.35)
+# Name of the placements that the search constructs itself.
 MULTILEVEL = "multilevel"
 # One call of the compiled loop should take this long: it cannot be interrupted.
 SLICE_SECONDS = 0.02
@@ -72,6 +74,7 @@ def coarsen(problem: PlacementProblem) -> list[Level]:
     work = float(problem.seconds.min(axis=0).sum()) / len(problem.target.devices)
     for share in WORK_SHARES:
         coarse = _coarsen_once(levels[-1].problem, share * work)
+        # A level that is hardly smaller than the one below costs a search and shows nothing new.
         if len(coarse.problem.pinned) <= MAX_SIZE_RATIO * len(levels[-1].problem.pinned):
             levels.append(coarse)
     return levels
@@ -94,6 +97,7 @@ def _coarsen_once(fine: PlacementProblem, max_seconds: float) -> Level:
     latency, per_byte = fine.target.link_arrays()
     remote = ~np.eye(len(latency), dtype=bool)
     transfer = latency[remote].mean() + graph.value_bytes[value] * per_byte[remote].mean()
+    # The saving per reader, largest first; ties by value and reader, so that the result is deterministic.
     heaviest = np.lexsort((reader, value, -transfer / np.bincount(value)[value]))
     join_light_groups(parent, pin, load, graph.producer[value[heaviest]], reader[heaviest], max_seconds)
     group, groups = number_sets(parent)
@@ -193,6 +197,7 @@ def decode_candidate(space: SearchSpace, name: str, device: Ints, bias: Floats, 
 
 def project(space: SearchSpace, candidate: Candidate, coarse: SearchSpace, cluster: Ints) -> Candidate | None:
     """Carry a candidate of a coarser problem over to a finer one; return None if it does not fit there."""
+    # Two ways to inherit: the urgencies of the coarse nodes, or the order in which these started.
     rank = np.empty(len(coarse.problem.graph))
     rank[candidate.order] = np.arange(len(rank))
     inherited = decode_candidate(
@@ -228,8 +233,10 @@ def improve(
     walk = start_walk(start.device, start.bias, len(problem.pinned), seed)
     best_device, best_bias = start.device.copy(), start.bias.copy()
     seconds, _ = decode(wiring, walk.device, walk.bias, start.level_weight, np.inf, scratch)
+    # The start counts as a first accepted proposal: it gives the walk its critical chain.
     walk.times[3:] = seconds, 0.0
     accept(scratch, walk)
+    # The first slice is short, since it is not known yet how long a proposal takes.
     start_time, size = time.perf_counter(), 8
     while (proposals := int(walk.counts[PROPOSALS])) < max_proposals and walk.times[BEST_MAKESPAN] > goal:
         now = time.perf_counter()
@@ -243,7 +250,7 @@ def improve(
             wiring, scratch, atoms, walk, start.level_weight, min(size, max_proposals - proposals),
             temperature * start.seconds, progress, step, space.memory_binds, best_device, best_bias,
         )  # fmt: skip
-        # The loop stops at each placement that is better than all before: only these are checked for memory.
+        # Where memory binds, the loop stops at each proposal that passes at this temperature: it may not fit.
         if passes and not space.fits(walk.device, run_order(problem.graph, scratch)):
             undo(atoms, walk)
         elif passes and accept(scratch, walk):
@@ -303,6 +310,7 @@ def explore(
     coarser = [(level, candidate) for level, candidate in enumerate(constructed) if level and candidate]
 
     def descend_from(level: int, candidate: Candidate) -> Callable[[], tuple[Candidate, int]]:
+        # Every search has a seed of its own, so that results do not depend on the thread that ends first.
         return lambda: _search_levels(ladder, spaces, level, candidate, first, seed + 100 * level, goal)
 
     # The finest of the coarser levels keeps most of the choice, the coarsest most of the overview.
@@ -345,6 +353,7 @@ def _improve_twice(
 
 def _construct_candidate(space: SearchSpace) -> Candidate | None:
     """Return the best placement without a search: of list schedules and of single devices."""
+    # Placements that need no search: they are valid, and give the search a step to beat.
     problem = space.problem
     plans = [critical_path_plan(problem, space.wiring, weight) for weight in (0.0, 0.5, 1.0)]
     plans += [next(list_plans(problem, np.full(len(problem.graph), -1, dtype=np.int32), False), plans[0])]
@@ -368,6 +377,7 @@ def list_distinct_devices(problem: PlacementProblem) -> list[int]:
     if (problem.pinned >= 0).any():
         return list(range(len(problem.target.devices)))
     first: dict[tuple[str, int], int] = {}
+    # Pins tell devices apart; without them, one of each class and memory size is enough.
     for index, device in enumerate(problem.target.devices):
         first.setdefault((device.cost_class, device.memory_bytes), index)
     return list(first.values())
@@ -402,6 +412,7 @@ def _search_levels(
     proposals = [0]
 
     def search(level: int, candidate: Candidate) -> Candidate:
+        # 1/2, 1/4, ... of the budget; the finest level gets as much as the one before it, so that all add up to 1.
         share = 0.5 ** (top - level + (level > 0))
         improved, count = improve(spaces[level], candidate, budget.part(share), seed + 10 * level, goal=goal)
         proposals[0] += count

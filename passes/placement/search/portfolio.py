@@ -1,4 +1,8 @@
-"""Try the placements of all placers, search from them, and keep the best by simulation."""
+"""Try the placements of all placers, search from them, and keep the best by simulation.
+
+No placer wins on every graph, and most take far less time than a search. So the portfolio runs all of them, gives their
+placements to the search as starts, and lets one judge decide: the simulation of the final schedule, with its memory.
+"""
 
 from __future__ import annotations
 
@@ -109,6 +113,7 @@ def plan_blocks(problem: PlacementProblem, budget: Budget, seed: int) -> list[Pl
     chain, least = decompose_series(problem, MAX_BLOCK_NODES), problem.seconds.min(axis=0)
     if not chain.fork_indices or not _blocks_suffice(chain, least):
         return []
+    # Each block gets an equal share of the time, and few proposals: it is small, and there are many.
     proposals = min(MAX_BLOCK_PROPOSALS, budget.proposals or MAX_BLOCK_PROPOSALS)
     share = Budget(budget.seconds / len(chain.fork_indices), proposals)
     deadline = time.perf_counter() + budget.seconds if budget.seconds else np.inf
@@ -156,12 +161,15 @@ def search_and_commit(
         InfeasibleError: No placement fits.
     """
     space, effort = SearchSpace(problem), ""
+    # 1. Score the plans as the search does; those that do not fit drop out.
     candidates = {plan.name: evaluate_candidate(space, plan.name, plan.device, plan.order) for plan in plans}
     start_time = time.perf_counter()
+    # 2. Blocks in series. They leave memory out, so they are tried only where one device can hold everything.
     if any(candidates.get(device.id) for device in problem.target.devices):
         for plan in plan_blocks(problem, replace(budget, seconds=BLOCK_TIME_SHARE * budget.seconds), seed):
             plans = [*plans, plan]
             candidates[plan.name] = evaluate_candidate(space, plan.name, plan.device, plan.order)
+    # 3. Search from all of them, with at least half of the time, even if blocks took more than their share.
     remaining = replace(budget, seconds=max(budget.seconds - (time.perf_counter() - start_time), budget.seconds / 2))
     simulated = list[SimulatedPlan]()
     try:
@@ -184,6 +192,7 @@ def search_and_commit(
         )
     for plan in plans:
         simulated += _simulate_if_fitting(state, problem, plan, candidates[plan.name])
+    # 4. The schedule decides, not the search's own account: of the plans that fit, the shortest step is kept.
     if not simulated:
         raise out_of_memory_error(problem, placer)
     best = min(simulated, key=lambda option: option.seconds)
@@ -226,6 +235,7 @@ def _simulate_if_fitting(
     seconds = simulation.makespan_seconds
     if candidate and any(device.segment_seconds for device in problem.target.devices):
         # The schedule leaves out the cost of cuts; the candidate includes it.
+        # What calls add is the difference between the two simulations of the same placement.
         seconds += max(0.0, candidate.seconds - problem.simulate(plan.device, plan.order).makespan_seconds)
     return [SimulatedPlan(plan, seconds)]
 

@@ -1,4 +1,9 @@
-"""Decompose a graph into blocks in series: sections of its longest path with the nodes parallel to them."""
+"""Decompose a graph into blocks in series: sections of its longest path with the nodes parallel to them.
+
+Deep networks are chains of layers. Any step runs the longest path from its first node to its last, so what lies between
+two nodes of the path is a small problem of its own. The least times of such blocks add up to a lower bound, and good
+plans for them compose to a good plan. Layers that repeat give equal problems, each of which is solved once.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +64,7 @@ def decompose_series(problem: PlacementProblem, max_nodes: int) -> BlockChain:
     others are in no block. Memory is left out, and so are groups and pins across blocks. O(N log N + E).
     """
     blocks = _find_blocks(problem, max_nodes)
+    # Blocks are equal if their arrays are, byte by byte; names do not count.
     index_by_content = dict[tuple[bytes, ...], int]()
     problems, indices = list[PlacementProblem](), list[int]()
     for block in blocks:
@@ -76,9 +82,13 @@ def _find_blocks(problem: PlacementProblem, max_nodes: int) -> list[Block]:
     if not len(graph):
         return []
     path = _longest_path(graph, least)
+    # A section is a range of positions; position k stands for the time from the end of path[k - 1] to that of path[k].
+    # A parallel node runs after the end of path[first] and before the start of path[last], so it joins the positions
+    # from `first` + 1 to `last`. Short spans come first: they leave the most sections apart.
     first, last = _find_spans(graph, path)
     parallel = np.flatnonzero((first < last) & (first >= 0) & (last < len(path)))
     parallel = parallel[np.argsort(last[parallel] - first[parallel], kind="stable")]
+    # One node less than the limit: a block also has the node at whose end it begins.
     sections = _PathSections(len(path), max_nodes - 1)
     joined = np.array([n for n in parallel.tolist() if sections.join(int(first[n]) + 1, int(last[n]))], dtype=np.int32)
     section_starts = np.array([sections.first_position(position) for position in range(len(path))])
@@ -138,10 +148,12 @@ def compose_blocks(
     for block, index in zip(chain.blocks, chain.problem_indices):
         (device, order), groups = plans[index], problem.group[block.nodes]
         path_device, block_device = int(group_device[groups[0]]), int(device[0])
+        # Where devices are interchangeable, rename them so that the block begins where the path arrives: no transfer.
         if block.enters and path_device >= 0 and interchangeable[path_device] == interchangeable[block_device]:
             swapped = np.arange(len(interchangeable), dtype=np.int32)
             swapped[[path_device, block_device]] = block_device, path_device
             device = swapped[device]
+        # An earlier block may have placed a group that this block wants elsewhere.
         if ((group_device[groups] >= 0) & (group_device[groups] != device)).any():
             device, order = solve_again(isolate_block(replace(problem, pinned=group_device), block))
         group_device[groups] = device
@@ -168,6 +180,7 @@ def interchangeable_devices(problem: PlacementProblem) -> Ints:
     latency, per_byte = problem.target.link_arrays()
     count = len(latency)
     first = np.arange(count, dtype=np.int32)
+    # Two devices are interchangeable if swapping them changes no cost, no limit, no pin and no link.
     for b in range(count):
         for a in range(b):
             swapped = np.arange(count)

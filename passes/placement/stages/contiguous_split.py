@@ -41,7 +41,7 @@ Stage = tuple[int, int, int]
 MAX_IDEALS = 50_000
 # Limit of the dynamic program over one order: positions of cuts times nodes.
 MAX_STEPS = 20_000_000
-# Topological orders that are tried.
+# Topological orders that are tried, and moves of the local search after each, at most 200 per node.
 ORDER_COUNT = 6
 MAX_MOVES = 200_000
 # Shares of all outputs that are counted as staying on their device. The next one is tried when the simulated peak
@@ -61,6 +61,7 @@ def exact_split(
     and through how often it reads each value: a state that failed once is not tried again. All links must be alike.
     """
     search = _BoundedSearch(cutting, lattice, table, bound, deadline)
+    # Behind the last stage nothing is read, so no value is sent yet.
     send_counts = np.zeros(len(cutting.graph.value_names), dtype=np.int64)
     stages = search.complete(len(lattice) - 1, len(cutting.used) - 1, send_counts)
     return (assign_devices(cutting, lattice, stages[::-1]) if stages is not None else None), not search.timed_out
@@ -114,6 +115,7 @@ class _BoundedSearch:
         )
         candidates = []
         for kind in np.flatnonzero(cutting.has[remaining]):
+            # The cost of a choice: this stage, exactly, and the rest, as bounded by the table.
             table_values = self.table.best[begins[:count], remaining - cutting.step[kind]]
             values = np.maximum(load[:count, kind], table_values)
             candidates += [(float(values[k]), int(begins[k]), int(kind)) for k in np.flatnonzero(values < self.bound)]
@@ -180,7 +182,9 @@ def _split_orders(cutting: Cutting, problem: PlacementProblem, deadline: float, 
         table = tabulate(
             shuffled,
             lattice,
+            # A split that is up to a fifth longer than the best may become better by local search.
             LARGE_SECONDS if best is None else 1.2 * best.value,
+            # The first order is cut whatever the time: there has to be some split.
             max(deadline, LARGE_SECONDS * (not attempt)),
         )
         split_device = None if table is None else trace_devices(shuffled, lattice, table)
@@ -253,6 +257,7 @@ def _search_all_splits(
     excess, proven_bound = 0.01, lower_bound
     while True:
         bound = lower_bound * (1 + excess)
+        # Close to the incumbent, or far from the lower bound, one run up to the incumbent settles it.
         bound = upper_bound if bound <= 0 or bound > 0.9 * upper_bound or excess > 8 else bound
         table = tabulate(cutting, lattice, bound, deadline)
         if table is None or not table.complete:

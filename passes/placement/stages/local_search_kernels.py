@@ -1,4 +1,8 @@
-"""Local search over placements for steady-state loads or traffic, by moving a node or swapping two."""
+"""Local search over placements for steady-state loads or traffic, by moving a node or swapping two.
+
+Unlike the length of a step, a load is a sum over nodes and transfers. So a move updates the loads by its own neighbours
+alone, in time of its degree, and is taken back by the opposite move.
+"""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -187,11 +191,13 @@ def anneal(
             if holds[weights[k], d] == 1:
                 bytes_held[d] += weight_bytes[weights[k]]
     best = device.copy()
+    # Loads are measured in units of the first largest one, so that temperatures have no unit.
     scale = evaluate_loads(state, rule, 1.0)[0]
     best_load = scale
     if scale <= 0.0 or devices < 2:
         return best, best_load
     energy = evaluate_loads(state, rule, scale)[1]
+    # Traffic enters the energy as it is, other loads by their eighth power, which reacts more strongly.
     start_temperature, end_temperature = (0.02, 1e-6) if rule == TRAFFIC else (0.1, 1e-4)
     # The temperature falls geometrically.
     for move in range(moves):
@@ -211,6 +217,7 @@ def anneal(
         # Some moves swap the node with one of that device, which helps where memory is tight.
         partner = -1
         if np.random.random() < 0.15:
+            # The partner leaves first, so that the node finds its memory free.
             partner = np.random.randint(nodes)
             if device[partner] != b or not np.isfinite(seconds[a, partner]):
                 continue

@@ -25,7 +25,7 @@ from onnxplace.utils import budget_clock
 
 # Added to the bytes of each crossing value: of splits with equal traffic, the one with fewer values wins.
 CROSSING_BYTES = 2.0**-16
-# Limit on entries of the table of the dynamic program, 13 bytes each.
+# Limit on entries of the table of the dynamic program, 13 bytes each: half a gigabyte.
 MAX_TABLE_ENTRIES = 40_000_000
 # With more sets of devices, that is with over eight different devices, the order of devices is fixed.
 MAX_DEVICE_SETS = 256
@@ -58,14 +58,14 @@ class Cutting:
 
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """Return the graph as `stages_below` takes it."""
+        """Return the graph as `list_stages` takes it."""
         graph = self.graph
         return (graph.producer, graph.outputs.starts, graph.outputs.items, graph.inputs.starts, graph.inputs.items,
                 graph.weights.starts, graph.weights.items, graph.weight_bytes)  # fmt: skip
 
     @cached_property
     def costs(self) -> tuple[Any, ...]:
-        """Return the costs as `stages_below` takes them."""
+        """Return the costs as `list_stages` takes them."""
         return self.seconds, self.send, self.receive, self.limit_bytes, self.need_bytes
 
     @cached_property
@@ -77,6 +77,8 @@ class Cutting:
     @cached_property
     def step(self) -> Longs:
         """Return, per kind, how much one more device of it adds to the number of a set."""
+        # The number of a set has one digit per kind: how many devices of it are used. Interchangeable devices share a
+        # kind, which leaves few sets.
         sizes = [len(kind) + 1 if self.exhaustive else 1 for kind in self.kinds]
         return np.cumprod([1, *sizes[:-1]]).astype(np.int64)
 
@@ -85,6 +87,7 @@ class Cutting:
         """Return [set, kind]: whether the last stage may go to a device of this kind."""
         if self.exhaustive:
             return self._digits > 0
+        # In a fixed order, set k holds the first k devices, and its last stage goes to the last of them.
         sequence = np.repeat(np.arange(len(self.kinds)), [len(kind) for kind in self.kinds])
         last: Bools = np.concatenate([[-1], sequence])[:, None] == np.arange(len(self.kinds))
         return last
@@ -138,15 +141,18 @@ def prepare_cuts(
         devices: Indices into the target.
         resident: Share of all outputs that is counted as staying, as weights do; 0 counts too little.
     """
+    # Groups that values pass to and fro cannot be in different stages: contract them, so that the graph is acyclic.
     unit = find_inseparable(problem.graph, problem.group)
     graph = _add_resident_weights(problem.graph.contract(unit), problem.graph, unit, resident)
     seconds = unit_seconds(problem, unit)[list(devices)]
     latency, per_byte = (matrix[np.ix_(devices, devices)] for matrix in problem.target.link_arrays())
     limit = limit_bytes[list(devices)]
     kinds = _group_interchangeable(seconds, limit, latency, per_byte)
+    # From here on, one device stands for all of its kind.
     first = [kind[0] for kind in kinds]
     send = np.stack([_least_transfer_seconds(graph, latency[d], per_byte[d], d) for d in first])
     receive = np.stack([_least_transfer_seconds(graph, latency[:, d], per_byte[:, d], d) for d in first])
+    # Traffic counts bytes instead of seconds; the compute of a node is only allowed or forbidden.
     if rule == TRAFFIC:
         seconds = np.where(np.isfinite(seconds), 0.0, np.inf)
         send, receive = np.zeros_like(send), np.broadcast_to(graph.value_bytes + CROSSING_BYTES, send.shape).copy()
@@ -170,6 +176,7 @@ def _add_resident_weights(graph: OpGraph, fine: OpGraph, unit: Ints, share: floa
     """Return the contracted graph with one more weight per node: a share of the outputs in it."""
     if share <= 0:
         return graph
+    # Weights are what stays on a device, so outputs that stay are counted as weights of their own nodes.
     owned = np.flatnonzero((fine.producer >= 0) & (fine.alias < 0))
     output = sum_by(unit[fine.producer[owned]], fine.value_bytes[owned], len(graph)) * share
     nodes, weights = np.arange(len(graph), dtype=np.int32), len(graph.weight_bytes)
@@ -203,6 +210,7 @@ def least_held_bytes(problem: PlacementProblem, unit: Ints) -> Longs:
     """
     graph = problem.graph
     owned = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
+    # In a contracted graph, outputs of one node need not exist at the same time.
     output_bytes = np.zeros(len(graph), dtype=np.int64)
     if len(problem.members) == len(graph):
         np.add.at(output_bytes, graph.producer[owned], graph.value_bytes[owned])
@@ -295,6 +303,7 @@ def enumerate_lattice(graph: OpGraph, limit: int) -> Lattice | None:
 
 def build_chain_lattice(nodes: int, cuts: int) -> Lattice:
     """Return the ideals of the order 0, 1, 2, ..., with about `cuts` evenly spread positions to cut."""
+    # Ideal k holds the first k nodes. Only node k - 1 can be removed, which leaves ideal k - 1.
     position = np.arange(nodes + 1, dtype=np.int32)
     starts = np.maximum(np.arange(-1, nodes + 1, dtype=np.int64), 0)
     is_cut = np.zeros(nodes + 1, dtype=bool)

@@ -1,4 +1,9 @@
-"""Dynamic programming over ideals: the loads of stages, and the best split for each set of devices."""
+"""Dynamic programming over ideals: the loads of stages, and the best split for each set of devices.
+
+A stage is what one ideal has more than another. So the last stages of an ideal are found by a walk down through smaller
+ideals, which removes one node at a time and updates the load of the stage. The table keeps, for each ideal and each set
+of devices, the best split that ends there.
+"""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -16,6 +21,8 @@ DUPLEX, SEQUENTIAL, PARALLEL, SUM, TRAFFIC = range(5)
 @in_place
 def combine_loads(rule, compute, sent, received):
     """Return the load of a stage under one of the rules at the top of this file."""
+    # What overlaps counts by its maximum, what takes turns by its sum. Duplex links have a channel for each direction,
+    # sequential ones one for both, and parallel ones never queue. The last rule counts each transfer at its receiver.
     if rule == DUPLEX:
         return max(compute, max(sent, received))
     if rule == SEQUENTIAL:
@@ -70,6 +77,7 @@ def list_stages(
             depth -= 1
             continue
         pointer[depth] -= 1
+        # Remove only nodes before the one removed last: each smaller ideal is then reached in one way.
         x = down_node[e]
         if depth > 0 and x > down_node[pointer[depth - 1] + 1]:
             continue
@@ -202,7 +210,8 @@ def mark_possible(parent, last, cut, graph_lists, rule, bound, fastest, send, re
             work[ideal] = work[parent[ideal]] + fastest[last[ideal]]
         if not cut[ideal]:
             continue
-        # Values that cross the border of the ideal are sent by one side and received by the other.
+        # Values that cross the border of the ideal are sent by one side and received by the other. Ideals come in
+        # preorder of their tree, so `walk_to` passes each edge of the tree twice at most.
         depth = walk_to(ideal, depth, path, parent, last, unread, graph_lists)
         outward = 0.0
         inward = 0.0
@@ -276,6 +285,7 @@ def fill_table(
             for s in range(possible.shape[1]):
                 if not has[s, c] or not possible[ideal, s]:
                     continue
+                # The last stage takes one device of its class; the others do what lies before it.
                 remaining = s - step[c]
                 least = best[ideal, s]
                 for k in range(count):
