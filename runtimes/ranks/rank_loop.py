@@ -153,7 +153,10 @@ class RankLoop(ProgramLoop):
             # What still comes for this request, or an earlier one, is late: values and cancellations are dropped.
             self._ended, self._current = serial, None
             self._arrived.pop(serial, None)
-            self._cancelled = {item for item in self._cancelled if item > serial}
+            # One by one, since another thread may add some meanwhile.
+            for item in tuple(self._cancelled):
+                if item <= serial:
+                    self._cancelled.discard(item)
 
     def _run_part(self, request: Request) -> dict[str, Any]:
         """Follow the program; return the outputs, empty after a failure, which the request then has."""
