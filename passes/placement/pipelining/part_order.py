@@ -157,7 +157,8 @@ class _Ordering:
                     if not queue.ready[cell]:
                         del queue.ready[cell]
                     self._enter(queue, cell)
-                    return device, start, node
+                    # It may have been seen while the device waited for what may begin: its inputs can come later.
+                    return device, max(start, self._arrival[node]), node
                 if not queue.arriving:
                     break
                 # Nothing that is ready may begin: wait for what arrives next.

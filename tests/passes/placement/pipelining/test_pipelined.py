@@ -12,15 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import MicroBatches, Placement, Profile, Schedule
 from onnxplace.model import Model
-from onnxplace.passes.placement.pipelining import find_backward_nodes
+from onnxplace.passes.placement.pipelining import Cells, find_backward_nodes, order_parts
 from onnxplace.pipeline import make_pass
 from onnxplace.state import State
 from onnxplace.testing import check_pass, random_state
 from onnxplace.training_step import PHASE_KEY
+from tests.support.reference_simulator import graph_of
 from tests.support.step_checks import compile_state
 from tests.support.training_models import make_mlp, make_transformer
 
@@ -166,3 +168,27 @@ def test_it_may_follow_a_pass_that_fuses_nodes() -> None:
     proto = make_transformer("adamw", **WIDE)  # type: ignore[arg-type]
     pipeline = "optimize,profile{estimate=true},coplace{join=never},fuse,pipelined,split"
     assert len(set(compile_state(proto, pipeline)[Placement].device.tolist())) == 2
+
+
+@given(st.integers(0, 2**32), st.integers(1, 30), st.sampled_from(["1f1b", "gpipe"]))
+@settings(max_examples=300, deadline=None)
+def test_no_node_starts_before_its_inputs_are_there(seed: int, nodes: int, schedule: str) -> None:
+    random = np.random.default_rng(seed)
+    reads = {f"n{node}": [f"n{item}" for item in range(node) if random.random() < 0.15] for node in range(nodes)}
+    graph, stages, parts = graph_of(reads), int(random.integers(1, 4)), int(random.integers(1, 5))
+    device = random.integers(0, 2, nodes).astype(np.int32)
+    cells = Cells(
+        stage=random.integers(0, stages, nodes).astype(np.int32),
+        part=random.integers(-1, parts, nodes).astype(np.int32),
+        is_backward=random.random(nodes) < 0.5,
+        device=device,
+        stages=stages,
+        parts=parts,
+    )
+    seconds = random.integers(0, 4, (2, nodes)).astype(np.float64)
+    latency = np.array([[0.0, 0.5], [0.5, 0.0]])
+    start = order_parts(graph, cells, seconds, latency, np.zeros((2, 2)), schedule)  # type: ignore[arg-type]
+    for node in range(nodes):
+        for before in graph.predecessors[node].tolist():
+            arrival = start[before] + seconds[device[before], before] + latency[device[before], device[node]]
+            assert start[node] >= arrival
