@@ -22,7 +22,7 @@ version = release = re.findall(r'"(\d.+)"', (ROOT / "onnxplace/_version.py").rea
 
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "examples/**.md", "*.md"]
+include_patterns = ["docs/**.md", "examples/**.md", "plugins/*/*.md", "*.md"]
 exclude_patterns = [".git", ".venv*", "build", "dist", "onnxplace", "passes", "runtimes", "tests", "benchmarks"]
 myst_heading_anchors = 4  # the anchors that code hosting sites give to headings
 nitpicky = True
