@@ -67,8 +67,8 @@ _WITHOUT_REFERENCE_COUNTS: dict[str, Any] = {"_nrt": False} if hasattr(DefaultOp
 # their own, they compile in half the time. They allocate no arrays either.
 compiled_part = _njit(**_OPTIONS, **_WITHOUT_REFERENCE_COUNTS, no_cpython_wrapper=True)
 
-# Elements of arrays that a loop goes through in plain Python, in one process, before it is compiled. They take from 0.03
-# to 0.6 s, no longer than compiling does.
+# Elements of arrays that a loop goes through in plain Python, in one process, before it is compiled. They take 0.03 to
+# 0.6 s, no longer than compiling does.
 MAX_INTERPRETED_ELEMENTS = 300_000
 # The same before machine code is read that is on disk, which takes about 10 ms.
 MAX_ELEMENTS_BEFORE_READING = 20_000
