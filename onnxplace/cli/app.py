@@ -106,7 +106,7 @@ def cli() -> None:
     """Split an ONNX model over several devices, and run it there.
 
     \b
-    Get started:  onnxplace compile model.onnx --devices cpu:0,cpu:1 --shape batch=8
+    Get started: onnxplace compile model.onnx --devices cpu:0,cpu:1 --shape batch=8
                  onnxplace verify model.bundle
                  onnxplace run model.bundle --inputs feeds.npz --outputs out.npz
 
