@@ -71,7 +71,7 @@ compiled_part = _njit(**_OPTIONS, **_WITHOUT_REFERENCE_COUNTS, no_cpython_wrappe
 # 0.6 s, no longer than compiling does.
 MAX_INTERPRETED_ELEMENTS = 300_000
 # The same before machine code is read that is on disk, which takes about 10 ms.
-MAX_ELEMENTS_BEFORE_READING = 20_000
+MAX_ELEMENTS_BEFORE_READING = 4_000
 
 
 class _LinearLoop:
