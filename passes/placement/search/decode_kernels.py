@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.passes.placement.search.heap_kernels import pop_largest, pop_soonest, push_largest, push_soonest
+from onnxplace.passes.placement.search.heap_kernels import pop, push
 from onnxplace.target import LINK_MODELS, Target
 from onnxplace.utils import compiled_part, in_place
 
@@ -72,7 +72,7 @@ class Scratch(NamedTuple):
     bottom: Floats
     """Seconds of the longest path from the start of a node to the end, transfers of cut edges included."""
     key: Floats
-    """Urgency."""
+    """Urgency, negated: heaps have the smallest key on top."""
     start: Floats
     finish: Floats
     available: Floats
@@ -206,7 +206,7 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
     traffic = 0.0
     makespan = 0.0
     for node in range(count):
-        scratch.key[node] = level_weight * scratch.bottom[node] + bias[node]
+        scratch.key[node] = -(level_weight * scratch.bottom[node] + bias[node])
         scratch.waiting[node] = 0
         scratch.available[node] = 0.0
         scratch.last_input[node] = -1
@@ -217,26 +217,27 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
     for position in range(count):
         node = wiring.order[position]
         if scratch.waiting[node] == 0:
-            d = device[node]
-            push_largest(scratch.ready_heap[d], scratch.devices[d].ready, node, scratch.key)
-            scratch.devices[d].ready += 1
+            record = scratch.devices[device[node]]
+            push(scratch.ready_heap[device[node]], record.ready, node, scratch.key)
+            record.ready += 1
     now = 0.0
     started = 0
     while True:
         # Start a node on each idle device, if one is ready.
         for d in range(devices):
-            if scratch.devices[d].running >= 0:
+            record = scratch.devices[d]
+            if record.running >= 0:
                 continue
             # Nodes whose last input has arrived by now become ready.
-            while scratch.devices[d].future > 0 and scratch.available[scratch.future_heap[d, 0]] <= now:
-                node = pop_soonest(scratch.future_heap[d], scratch.devices[d].future, scratch.available)
-                scratch.devices[d].future -= 1
-                push_largest(scratch.ready_heap[d], scratch.devices[d].ready, node, scratch.key)
-                scratch.devices[d].ready += 1
-            if scratch.devices[d].ready > 0:
-                node = pop_largest(scratch.ready_heap[d], scratch.devices[d].ready, scratch.key)
-                scratch.devices[d].ready -= 1
-                begin = max(scratch.devices[d].free, scratch.available[node])
+            while record.future > 0 and scratch.available[scratch.future_heap[d, 0]] <= now:
+                node = pop(scratch.future_heap[d], record.future, scratch.available)
+                record.future -= 1
+                push(scratch.ready_heap[d], record.ready, node, scratch.key)
+                record.ready += 1
+            if record.ready > 0:
+                node = pop(scratch.ready_heap[d], record.ready, scratch.key)
+                record.ready -= 1
+                begin = max(record.free, scratch.available[node])
                 # A path from here that ends too late ends the simulation.
                 if begin + scratch.bottom[node] > limit:
                     return np.inf, 0.0
@@ -248,33 +249,35 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
                 scratch.sequence[node] = started
                 started += 1
                 # Note what delayed the start: the search moves nodes along this chain.
-                if scratch.devices[d].free > scratch.available[node] or (
-                    scratch.devices[d].free == scratch.available[node] and scratch.last_input[node] < 0
+                if record.free > scratch.available[node] or (
+                    record.free == scratch.available[node] and scratch.last_input[node] < 0
                 ):
-                    scratch.blame[node] = scratch.devices[d].last
-                    scratch.blame_kind[node] = AHEAD if scratch.devices[d].last >= 0 else NOTHING
+                    scratch.blame[node] = record.last
+                    scratch.blame_kind[node] = AHEAD if record.last >= 0 else NOTHING
                 else:
                     scratch.blame[node] = scratch.last_input[node]
                     scratch.blame_kind[node] = NOTHING
                     if scratch.blame[node] >= 0:
                         scratch.blame_kind[node] = FROM_HERE if device[scratch.blame[node]] == d else FROM_THERE
-                scratch.devices[d].running = node
-                scratch.devices[d].ends = scratch.finish[node]
-                scratch.devices[d].wake = np.inf
-                scratch.devices[d].last = node
-            elif scratch.devices[d].future > 0:
-                scratch.devices[d].wake = scratch.available[scratch.future_heap[d, 0]]
+                record.running = node
+                record.ends = scratch.finish[node]
+                record.wake = np.inf
+                record.last = node
+            elif record.future > 0:
+                record.wake = scratch.available[scratch.future_heap[d, 0]]
         # Advance to the next event: a node finishes, or an input arrives at an idle device.
         now = np.inf
         for d in range(devices):
-            now = min(now, min(scratch.devices[d].ends, scratch.devices[d].wake))
+            record = scratch.devices[d]
+            now = min(now, min(record.ends, record.wake))
         if now == np.inf:
             break
         # Idle devices first start the nodes whose input arrives now: those that take no time may be next to finish.
         woken = False
         for d in range(devices):
-            if scratch.devices[d].wake <= now:
-                scratch.devices[d].wake = np.inf
+            record = scratch.devices[d]
+            if record.wake <= now:
+                record.wake = np.inf
                 woken = True
         if woken:
             continue
@@ -285,43 +288,40 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
                 home < 0 or scratch.devices[d].running < scratch.devices[home].running
             ):
                 home = d
-        node = scratch.devices[home].running
-        scratch.devices[home].running = -1
-        scratch.devices[home].ends = np.inf
-        scratch.devices[home].free = now
+        sender = scratch.devices[home]
+        node = sender.running
+        sender.running = -1
+        sender.ends = np.inf
+        sender.free = now
         makespan = now
         for k in range(wiring.out_starts[node], wiring.out_starts[node + 1]):
             value = wiring.outs[k]
             for j in range(wiring.read_starts[value], wiring.read_starts[value + 1]):
                 reader = wiring.readers[j]
                 destination = device[reader]
+                receiver = scratch.devices[destination]
                 arrival = now
                 if destination != home:
                     # A value is sent once to each device, however many nodes read it there. Its readers come one after
                     # the other, so the last value sent to a device is all that has to be remembered.
-                    if scratch.devices[destination].stamp != value:
-                        scratch.devices[destination].stamp = value
+                    if receiver.stamp != value:
+                        receiver.stamp = value
                         begin = now
                         # Duplex links have a channel for each direction, sequential ones one for both.
                         if wiring.link_model == 0:
-                            begin = max(now, max(scratch.devices[home].sending, scratch.devices[destination].receiving))
+                            begin = max(now, max(sender.sending, receiver.receiving))
                         elif wiring.link_model == 2:
-                            begin = max(
-                                now,
-                                max(
-                                    max(scratch.devices[home].sending, scratch.devices[home].receiving),
-                                    max(scratch.devices[destination].sending, scratch.devices[destination].receiving),
-                                ),
-                            )
+                            busy = max(max(sender.sending, sender.receiving), max(receiver.sending, receiver.receiving))
+                            begin = max(now, busy)
                         transfer_seconds = (
                             wiring.latency[home, destination]
                             + wiring.value_bytes[value] * wiring.per_byte[home, destination]
                         )
                         traffic += transfer_seconds
-                        scratch.devices[home].sending = begin + transfer_seconds
-                        scratch.devices[destination].receiving = begin + transfer_seconds
-                        scratch.devices[destination].arrival = begin + transfer_seconds
-                    arrival = scratch.devices[destination].arrival
+                        sender.sending = begin + transfer_seconds
+                        receiver.receiving = begin + transfer_seconds
+                        receiver.arrival = begin + transfer_seconds
+                    arrival = receiver.arrival
                 # Remember the input that arrives last: the reader waits for it.
                 if arrival >= scratch.available[reader]:
                     scratch.available[reader] = arrival
@@ -330,22 +330,13 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
                 # The last input makes the reader ready, now or when it arrives.
                 if scratch.waiting[reader] == 0:
                     if scratch.available[reader] <= now:
-                        push_largest(
-                            scratch.ready_heap[destination], scratch.devices[destination].ready, reader, scratch.key
-                        )
-                        scratch.devices[destination].ready += 1
+                        push(scratch.ready_heap[destination], receiver.ready, reader, scratch.key)
+                        receiver.ready += 1
                     else:
-                        push_soonest(
-                            scratch.future_heap[destination],
-                            scratch.devices[destination].future,
-                            reader,
-                            scratch.available,
-                        )
-                        scratch.devices[destination].future += 1
-                        if scratch.devices[destination].running < 0:
-                            scratch.devices[destination].wake = min(
-                                scratch.devices[destination].wake, scratch.available[reader]
-                            )
+                        push(scratch.future_heap[destination], receiver.future, reader, scratch.available)
+                        receiver.future += 1
+                        if receiver.running < 0:
+                            receiver.wake = min(receiver.wake, scratch.available[reader])
     return makespan, traffic
 
 
