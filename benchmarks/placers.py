@@ -36,6 +36,7 @@ from onnxplace.model import bind, load
 from onnxplace.pipeline import Pipeline, format_pipeline, parse_pipeline
 from onnxplace.state import State
 from onnxplace.target import LINK_MODELS, LinkModel
+from onnxplace.utils import jit
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import models
@@ -298,6 +299,7 @@ def main() -> None:
     try:
         placers = [format_pipeline([spec]) for spec in parse_pipeline(text)]
         setting = Setting(placers, options.groups.split(","), options.links)
+        jit.MAX_INTERPRETED_ELEMENTS = -1  # all loops are compiled by the calls that warm up
         for placer in ("single", *placers):
             report_progress(f"warming up {placer}")
             for groups in setting.groups:
