@@ -53,7 +53,6 @@ from onnxplace.bundle.manifest import (
     TrainingRecord as TrainingRecord,
     TrialRecord as TrialRecord,
     ValueRecord as ValueRecord,
-    json_schema as json_schema,
 )
 from onnxplace.bundle.split_states import SplitStates as SplitStates
 from onnxplace.bundle.staging import (
