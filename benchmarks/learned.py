@@ -31,9 +31,9 @@ from onnxplace.passes.placement.search import (
 )
 from onnxplace.pipeline import Pipeline
 from onnxplace.problem import placement_problem
-from onnxplace.simulation import BatchSimulator
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.graphs.graph_sets import GraphSet, draw_graphs
+from onnxplace_learned.policies.batch_simulator import BatchSimulator
 from onnxplace_learned.policies.guided_policy import default_policy_path, plan_with_policy, read_guided_policy
 
 Row = Mapping[str, Any]

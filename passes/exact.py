@@ -19,14 +19,12 @@ from onnxplace.state import Pass, State
 class Exact(Pass):
     """Find the shortest step of a small graph and prove it.
 
-    Two methods are used: branch and bound, and a mixed-integer program. Up to 62 nodes (after `fuse`) on 4 devices are
-    searched state by state as the simulator runs them. Groups, pins, weights and the order of transfers are exact.
-    Contention between transfers from different devices is added when the search without it is done and its bound is not
-    met. The other placers and a search as that of `multilevel` give a step to begin with; the solver skips longer ones.
-    HiGHS has a share of the time if a first search proves too little, and at last for graphs of up to 400 nodes that
-    are too large to search. Most values that wait in memory, and weights that several groups read, are left out of the
-    bounds; every step is simulated, and only steps that fit are taken. The gap between bound and step is part of the
-    result; when time is up, the best step so far is.
+    It is a branch and bound: up to 62 nodes (after `fuse`) on 4 devices are searched state by state as the simulator
+    runs them. Groups, pins, weights and the order of transfers are exact. Contention between transfers from different
+    devices is added when the search without it is done and its bound is not met. The other placers and a search as that
+    of `multilevel` give a step to begin with; longer ones are cut off. Most values that wait in memory, and weights
+    that several groups read, are left out of the bounds; every step is simulated, and only steps that fit are taken.
+    The gap between bound and step is part of the result; when time is up, the best step so far is.
 
     Of a larger graph, blocks that any step goes through one after the other (parts of the longest path with the nodes
     that run in parallel to them) are searched by themselves. Their lower bounds add up to a bound, and their steps to
@@ -46,7 +44,7 @@ class Exact(Pass):
     gap: Annotated[float, Ge(0)] = 0.01
     """Stop once bound and step differ by less than this part of the step; 0: find the very best."""
     seed: Annotated[int, Ge(0)] = 0
-    """Seed of the heuristic search, and of the solver."""
+    """Seed of the heuristic search."""
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)

@@ -5,16 +5,20 @@ A page has a line `<!-- generated: NAME -->` where such a part goes. It also say
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import click
 
-from onnxplace.bundle import json_schema
+from onnxplace.bundle.manifest import Manifest, Record, TrainingRecord
 from onnxplace.cli.app import cli
 from onnxplace.cli.pass_help import format_pass_help
 from onnxplace.pipeline import find_plugin
+from onnxplace.target import Device, Link, Shared
+from onnxplace.training_step import CarriedTensor, InferencePart, Labels, Parameter
+from onnxplace.utils import read_field_docs
 
 MARK = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)
 HELP_COLUMNS = 100
@@ -83,9 +87,31 @@ def render_commands() -> str:
 
 def render_manifest() -> str:
     """Return a section for the manifest and for each kind of record in it."""
-    schema = json_schema()
+    schema = build_manifest_schema()
     records = {"Manifest": schema, **dict(sorted(schema["$defs"].items()))}
     return "\n\n".join(render_record(name, record) for name, record in records.items())
+
+
+def build_manifest_schema() -> dict[str, Any]:
+    """Return the JSON Schema of manifest.json, with a description of each field: docs/manifest.schema.json."""
+    schema = Manifest.model_json_schema()
+    parts = {Manifest.__name__: schema, **schema["$defs"]}
+    for dataclass_type in (Device, Link, Shared):  # pydantic before 2.13 leaves out docstrings of dataclasses
+        parts[dataclass_type.__name__]["description"] = inspect.getdoc(dataclass_type)
+    training = (CarriedTensor, Parameter, InferencePart, Labels, TrainingRecord)
+    for record_type in (Device, Link, Shared, *training, *list_records(Record)):
+        # pydantic could do this as well, but as soon as the classes are defined, which takes 30 ms of each start.
+        for name, description in read_field_docs(record_type).items():
+            if name in parts.get(record_type.__name__, {}).get("properties", {}):
+                parts[record_type.__name__]["properties"][name]["description"] = description
+    return schema
+
+
+def list_records(record_type: type[Record]) -> Iterator[type[Record]]:
+    """Yield all classes that derive from a record, directly or not."""
+    for derived in record_type.__subclasses__():
+        yield derived
+        yield from list_records(derived)
 
 
 def render_record(name: str, record: Mapping[str, Any]) -> str:

@@ -12,7 +12,6 @@ from onnxplace.bundle.bundle import (
     record_crossing_values as record_crossing_values,
 )
 from onnxplace.bundle.bundle_routes import (
-    find_route_of_device as find_route_of_device,
     list_route_devices as list_route_devices,
     list_routes as list_routes,
     list_working_devices as list_working_devices,
@@ -53,7 +52,6 @@ from onnxplace.bundle.manifest import (
     TrainingRecord as TrainingRecord,
     TrialRecord as TrialRecord,
     ValueRecord as ValueRecord,
-    json_schema as json_schema,
 )
 from onnxplace.bundle.split_states import SplitStates as SplitStates
 from onnxplace.bundle.staging import (

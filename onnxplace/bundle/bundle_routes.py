@@ -64,10 +64,8 @@ def find_route_of_device(manifest: Manifest, device: str) -> RouteRecord | None:
 def sum_device_seconds(manifest: Manifest) -> dict[str, float]:
     """Return, per device of the target, the time of its segments on the first route that uses it."""
     seconds = {device.id: 0.0 for device in manifest.target.devices}
-    for device in list_route_devices(manifest):
-        route = find_route_of_device(manifest, device)
-        assert route is not None
-        seconds[device] = sum(
-            route.seconds[segment.id] for segment in manifest.segments if route.devices[segment.device] == device
-        )
+    for route in reversed(list_routes(manifest)):  # the first one that uses a device comes last, and counts
+        seconds |= dict.fromkeys(route.devices.values(), 0.0)
+        for segment in manifest.segments:
+            seconds[route.devices[segment.device]] += route.seconds[segment.id]
     return seconds

@@ -1,10 +1,8 @@
-"""The manifest of a bundle: its records as pydantic models, and their JSON Schema."""
+"""The manifest of a bundle: its records as pydantic models."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,8 +10,7 @@ from onnxplace.errors import Figure
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
-from onnxplace.training_step import CarriedTensor, InferencePart, Labels, Parameter, TrainingStep
-from onnxplace.utils import read_field_docs
+from onnxplace.training_step import TrainingStep
 
 SCHEMA_VERSION = "1.0"
 
@@ -347,29 +344,3 @@ class Manifest(Record):
     """What the ONNX file said of the model."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of manifest.json, with a description of each field.
-
-    >>> json_schema()["title"]
-    'Manifest'
-    """
-    schema = Manifest.model_json_schema()
-    parts = {Manifest.__name__: schema, **schema["$defs"]}
-    for dataclass_type in (Device, Link, Shared):  # pydantic before 2.13 leaves out docstrings of dataclasses
-        parts[dataclass_type.__name__]["description"] = inspect.getdoc(dataclass_type)
-    training = (CarriedTensor, Parameter, InferencePart, Labels, TrainingRecord)
-    for record_type in (Device, Link, Shared, *training, *_iterate_records(Record)):
-        # pydantic could do this as well, but as soon as the classes are defined, which takes 30 ms of each start.
-        for name, description in read_field_docs(record_type).items():
-            if name in parts.get(record_type.__name__, {}).get("properties", {}):
-                parts[record_type.__name__]["properties"][name]["description"] = description
-    return schema
-
-
-def _iterate_records(record_type: type[Record]) -> Iterator[type[Record]]:
-    """Yield all classes that derive from a record, directly or not."""
-    for derived in record_type.__subclasses__():
-        yield derived
-        yield from _iterate_records(derived)

@@ -8,7 +8,6 @@ from onnxplace.driver.options import CompileSettings as CompileSettings
 from onnxplace.driver.placer import (
     Grouping as Grouping,
     PlacementResult as PlacementResult,
-    apply_target as apply_target,
     evaluate_placement as evaluate_placement,
     place_cost_graph as place_cost_graph,
     read_placement as read_placement,

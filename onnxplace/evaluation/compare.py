@@ -259,10 +259,6 @@ class Timings:
     p90_seconds: float
     runs: int
 
-    def per(self, count: int) -> Timings:
-        """Return the time of one of `count` things that were timed together."""
-        return Timings(self.median_seconds / count, self.p90_seconds / count, self.runs)
-
 
 def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_ups: int = 2) -> dict[str, Timings]:
     """Time several calls `repeat` times each, in turn, so that changes of the machine's speed affect all.

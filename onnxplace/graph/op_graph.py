@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    import networkx
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -262,24 +258,3 @@ class OpGraph:
                 root = int(self.alias[root])
             roots[value] = root
         return roots
-
-    def to_networkx(self) -> networkx.DiGraph[int]:
-        """Return a networkx digraph: node data `name`, `op`, `weights_bytes`; edge data `values`, `bytes`."""
-        import networkx
-
-        result: networkx.DiGraph[int] = networkx.DiGraph()
-        for node, (name, op) in enumerate(zip(self.names, self.ops)):
-            weights = self.weights[node]
-            result.add_node(node, name=name, op=op, weights_bytes=int(self.weight_bytes[weights].sum()))
-        for node in range(len(self)):
-            for value in self.inputs[node]:
-                source = int(self.producer[value])
-                if source >= 0:
-                    edge = result.get_edge_data(source, node, {"values": [], "bytes": 0})
-                    result.add_edge(
-                        source,
-                        node,
-                        values=[*edge["values"], self.value_names[value]],
-                        bytes=edge["bytes"] + int(self.value_bytes[value]),
-                    )
-        return result

@@ -1,15 +1,8 @@
-from onnxplace.simulation.batch_kernels import (
-    BatchGraph as BatchGraph,
-    BatchScratch as BatchScratch,
-    MemoryScratch as MemoryScratch,
-    peak_bytes_of_one as peak_bytes_of_one,
-    simulate_one as simulate_one,
-)
-from onnxplace.simulation.batch_simulator import (
-    BatchSimulator as BatchSimulator,
-    BatchSteps as BatchSteps,
-    new_batch_scratch as new_batch_scratch,
-    new_memory_scratch as new_memory_scratch,
+from onnxplace.simulation.kernels import (
+    DEVICE as DEVICE,
+    compute_live_spans as compute_live_spans,
+    device_peaks as device_peaks,
+    run_events as run_events,
 )
 from onnxplace.simulation.lower_bounds import (
     heads_and_tails as heads_and_tails,

@@ -151,21 +151,10 @@ def parse_device_ids(text: str | Sequence[str], where: str = "--devices") -> tup
 
 
 # Lower-case unit -> bytes: decimal ones, and binary ones with an i.
-_UNIT_BYTES = {
-    "": 1,
-    "b": 1,
-    "k": 10**3,
-    "kb": 10**3,
-    "m": 10**6,
-    "mb": 10**6,
-    "g": 10**9,
-    "gb": 10**9,
-    "t": 10**12,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
+_UNIT_BYTES = {"": 1, "b": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for ending, base in (("", 1000), ("b", 1000), ("ib", 1024))
 }
 
 

@@ -1,4 +1,4 @@
-"""Linear and mixed-integer programs, solved by HiGHS on one thread."""
+"""Linear programs, solved by HiGHS on one thread."""
 
 from __future__ import annotations
 

@@ -7,14 +7,15 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
-from onnxplace.bundle import json_schema
 from onnxplace.cost_graph import read_cost_graph
 from onnxplace.cost_graph.graph_attributes import KNOWN
 
 ROOT = Path(__file__).parents[2]
+build_manifest_schema = run_path(str(ROOT / "docs/site/generated.py"))["build_manifest_schema"]
 SOURCES = [path for folder in ("onnxplace", "passes", "runtimes") for path in (ROOT / folder).rglob("*.py")]
 
 
@@ -56,11 +57,11 @@ def test_examples_in_docstrings_show_what_they_do(name):
 
 def test_the_published_schema_matches_the_manifest():
     published = json.loads((ROOT / "docs/manifest.schema.json").read_text(encoding="utf-8"))
-    assert published == json.loads(json.dumps(json_schema()))
+    assert published == json.loads(json.dumps(build_manifest_schema()))
 
 
 def test_the_schema_describes_the_fields_of_predictions_and_trial():
-    parts = json_schema()["$defs"]
+    parts = build_manifest_schema()["$defs"]
     for name in ("Predicted", "TrialRecord"):
         descriptions = [field.get("description") for field in parts[name]["properties"].values()]
         assert sum(map(bool, descriptions)) > len(descriptions) // 2

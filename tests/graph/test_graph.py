@@ -1,4 +1,4 @@
-"""The operator graph: packed lists, order, contraction and what it does to memory, views, networkx."""
+"""The operator graph: packed lists, order, contraction and what it does to memory, views."""
 
 from dataclasses import fields, replace
 
@@ -305,24 +305,3 @@ def test_a_contracted_node_is_named_after_its_first_node_and_how_many_more_there
 def test_a_graph_of_inputs_only_contracts_to_itself():
     coarse = graph_of({}, fed=["x"]).contract(np.zeros(0, dtype=np.int32))
     assert (len(coarse), coarse.value_names) == (0, ("x",))
-
-
-# networkx
-
-
-@thorough
-@given(graphs())
-def test_the_networkx_graph_has_the_nodes_edges_and_bytes(graph):
-    digraph = graph.to_networkx()
-    assert list(digraph) == list(range(len(graph)))
-    assert [digraph.nodes[n]["name"] for n in digraph] == list(graph.names)
-    assert sorted(digraph.edges) == sorted((int(p), n) for n in range(len(graph)) for p in graph.predecessors[n])
-    for source, destination, data in digraph.edges(data=True):
-        values = [v for v in graph.inputs[destination].tolist() if graph.producer[v] == source]
-        assert data["values"] == [graph.value_names[v] for v in values]
-        assert data["bytes"] == sum(graph.value_bytes[v] for v in values)
-
-
-def test_networkx_nodes_carry_operator_and_weights():
-    graph = graph_of({"a": []}, weights={"a": ["w", "v"]}, sizes={"w": 3, "v": 4})
-    assert graph.to_networkx().nodes[0] == {"name": "a", "op": "Op", "weights_bytes": 7}

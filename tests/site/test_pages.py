@@ -11,7 +11,6 @@ from types import ModuleType
 import click
 import pytest
 
-from onnxplace.bundle import json_schema
 from onnxplace.cli.app import cli
 from onnxplace.pipeline import OFFERED, Pipeline, list_entries
 from onnxplace.pipeline.registry import BUILTIN
@@ -153,7 +152,8 @@ def test_generated_parts_hold_commands_passes_and_fields():
     assert "| `seconds` | `2.0` | float, at least 0 | How long to search" in generated.render_part("pass auto")
     assert "- `InfeasibleError`: no cut fits the memory." in generated.render_part("pass pipelined")
     manifest = generated.render_part("manifest")
-    for name, record in {"Manifest": json_schema(), **json_schema()["$defs"]}.items():
+    schema = generated.build_manifest_schema()
+    for name, record in {"Manifest": schema, **schema["$defs"]}.items():
         section = manifest.partition(f"## {name}\n")[2].partition("\n## ")[0]
         assert all(f"| `{field}` |" in section for field in record.get("properties", {})), name
 

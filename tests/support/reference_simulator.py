@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import networkx
 import numpy as np
 
 from onnxplace.graph import Csr, OpGraph
@@ -210,6 +211,14 @@ def _owner(plain: _Plain, place: Place, born: Mapping[Place, Moment]) -> Place:
     made_here = plain.producer[value] >= 0 and plain.device[plain.producer[value]] == home
     looked_at = (plain.alias[value], home)
     return _owner(plain, looked_at, born) if made_here and looked_at in born else place
+
+
+def connect_nodes(graph: OpGraph) -> networkx.Graph:
+    """Return the nodes of a graph, and which of them one edge or more connect, in either direction."""
+    connected = networkx.Graph()
+    connected.add_nodes_from(range(len(graph)))
+    connected.add_edges_from((int(p), node) for node in range(len(graph)) for p in graph.predecessors[node])
+    return connected
 
 
 def graph_of(

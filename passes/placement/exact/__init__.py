@@ -1,4 +1,4 @@
-"""Placements with a proof: branch and bound, and a MILP."""
+"""Placements with a proof, by branch and bound."""
 
 from onnxplace._lazy import attach
 

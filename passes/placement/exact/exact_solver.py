@@ -1,8 +1,8 @@
-"""Solve a placement problem with a proof: searches, blocks in series and a mixed-integer program share the time.
+"""Solve a placement problem with a proof: searches of the whole graph or of its blocks in series share the time.
 
-All of them improve one incumbent from both ends: shorter steps, and higher lower bounds. The search comes first, narrow
-and then wider; where it proves too little, HiGHS has a share of the time. A graph with too many nodes for the search is
-cut into blocks in series, which are searched by themselves: their bounds add up to a bound, their steps to a step.
+All of them improve one incumbent from both ends: shorter steps, and higher lower bounds. The search is narrow first and
+then wider. A graph with too many nodes for it is cut into blocks in series, which are searched by themselves: their
+bounds add up to a bound, their steps to a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from onnxplace.passes.placement.exact.branch_and_bound import (
     build_tables,
 )
 from onnxplace.passes.placement.exact.branch_kernels import ProblemTables
-from onnxplace.passes.placement.exact.milp import solve_milp
 from onnxplace.passes.placement.search import (
     BlockPlan,
     Budget,
@@ -35,22 +34,20 @@ from onnxplace.passes.placement.search import (
     explore,
     published_plans,
 )
-from onnxplace.problem import PlacementProblem, sort_by_start
+from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import lower_bound_seconds
 
 # Relative difference of times that are equal except for rounding.
 ROUNDING = 1e-9
 
-# States kept per layer in the first search, in the last one, and by how much a search widens each time.
-FIRST_WIDTH, LAST_WIDTH, WIDENING = 300, 7500, 5
+# States kept per layer in the first search, and by how much a search widens each time.
+FIRST_WIDTH, WIDENING = 300, 5
 # A layer of so many states takes about 250 MB.
 MAX_WIDTH = 187_500
-# The part of the time for heuristic searches, and the parts after which the solver begins and ends.
-HEURISTIC_SHARE, SOLVER_BEGIN_SHARE, SOLVER_END_SHARE = 0.1, 0.3, 0.6
+# The part of the time for heuristic searches.
+HEURISTIC_SHARE = 0.1
 # For another search of a block after another block has placed one of its groups elsewhere.
 REPEATED_BLOCK_SECONDS = 0.1
-# Beyond this, a program takes longer to build than it is worth.
-MAX_SOLVER_NODES = 400
 
 
 class Incumbent:
@@ -109,27 +106,20 @@ def solve_exactly(problem: PlacementProblem, seconds: float, gap: float, seed: i
     """
     nodes, few_devices = len(problem.graph), len(problem.target.devices) <= MAX_DEVICES
     is_searchable = 0 < nodes <= MAX_NODES and few_devices
-    is_solvable = 0 < nodes <= MAX_SOLVER_NODES
     best, plans = _begin_from_placers(problem, gap)
     blocks = BlockSearch(best, seed) if few_devices and nodes > MAX_NODES and not best.is_proven else None
     _warm_up([best] if is_searchable else blocks.distinct[:1] if blocks else [])
-    start = time.perf_counter()
-    deadline = start + seconds
+    deadline = time.perf_counter() + seconds
     # A narrow search proves most small graphs at once.
     if is_searchable and not best.is_proven:
         _search_widening(best, FIRST_WIDTH, deadline, FIRST_WIDTH)
     if blocks:
         blocks.search(deadline - HEURISTIC_SHARE * seconds)
     if not best.is_proven:
-        remaining = (deadline - time.perf_counter()) * (0.5 if nodes <= MAX_SOLVER_NODES else 1.0)
+        remaining = deadline - time.perf_counter()
         _search_heuristically(best, plans, HEURISTIC_SHARE * seconds if is_searchable else max(remaining, 0.05), seed)
     if is_searchable and not best.is_proven:
-        _search_widening(best, WIDENING * FIRST_WIDTH, start + SOLVER_BEGIN_SHARE * seconds)
-    # The solver bounds what the search cannot: its relaxation sees all work at once.
-    if is_solvable and not best.is_proven:
-        _close_gap_with_solver(best, start + SOLVER_END_SHARE * seconds if is_searchable else deadline, seed)
-    if is_searchable and not best.is_proven:
-        _search_widening(best, LAST_WIDTH, deadline)
+        _search_widening(best, WIDENING * FIRST_WIDTH, deadline)
     return best
 
 
@@ -246,28 +236,3 @@ def _memory_may_be_short(problem: PlacementProblem) -> bool:
     graph = problem.graph
     all_bytes = graph.total_weight_bytes + int(graph.value_bytes.sum() + graph.workspace_bytes.sum())
     return all_bytes > int(problem.limit_bytes.min(initial=all_bytes))
-
-
-def _close_gap_with_solver(best: Incumbent, deadline: float, seed: int) -> None:
-    """Let HiGHS close the gap, from both its ends."""
-    problem = best.problem
-    upper = best.makespan_seconds
-    if not np.isfinite(upper):
-        upper = _any_step_seconds(problem)
-    if upper <= 0:
-        return
-    solution = solve_milp(problem, upper, best.max_gap, deadline, seed)
-    if solution.device is not None and solution.start_seconds is not None:
-        order = sort_by_start(problem.graph, solution.start_seconds)
-        try:
-            best.offer_step(solution.device, order)
-        except ValueError:  # starts that differ by rounding only may give an order that cannot run
-            best.offer_step(solution.device, problem.graph.order)
-    best.raise_bound(solution.bound_seconds)
-
-
-def _any_step_seconds(problem: PlacementProblem) -> float:
-    """Return an upper bound of any step: each node on its slowest device, each value sent on every slowest link."""
-    latency, per_byte = problem.target.link_arrays()
-    transfers = len(problem.graph.value_names) * latency.max() + problem.graph.value_bytes.sum() * per_byte.max()
-    return float(problem.seconds.max(axis=0).sum() + transfers * len(latency))

@@ -19,7 +19,8 @@ from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
 from onnxplace.passes.placement.list_scheduling import find_best_plan
 from onnxplace.passes.placement.search import Candidate, SearchSpace, evaluate_candidate, new_scratch, published_plans
 from onnxplace.problem import PlacementProblem
-from onnxplace.simulation import BatchSimulator, device_weights, heads_and_tails, new_batch_scratch, new_memory_scratch
+from onnxplace.simulation import device_weights, heads_and_tails
+from onnxplace_learned.policies.batch_simulator import BatchSimulator, new_batch_scratch, new_memory_scratch
 from onnxplace_learned.policies.placeto_kernels import (
     FIXED_FEATURES,
     GraphTensors,

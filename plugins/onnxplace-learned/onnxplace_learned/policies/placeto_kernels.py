@@ -17,8 +17,14 @@ from numpy.typing import NDArray
 
 from onnxplace.graph import Bools, Floats, Ints, Longs
 from onnxplace.passes.placement.search import Scratch, Wiring, decode
-from onnxplace.simulation import BatchGraph, BatchScratch, MemoryScratch, peak_bytes_of_one, simulate_one
 from onnxplace.utils import compiled_part, in_place
+from onnxplace_learned.policies.batch_kernels import (
+    BatchGraph,
+    BatchScratch,
+    MemoryScratch,
+    peak_bytes_of_one,
+    simulate_one,
+)
 
 Singles = NDArray[np.float32]
 

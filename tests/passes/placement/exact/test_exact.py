@@ -16,7 +16,6 @@ from onnxplace.passes.placement.exact.branch_and_bound import (
     held_bytes,
     reachable,
 )
-from onnxplace.passes.placement.exact.milp import solve_milp
 from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem
 from onnxplace.simulation import lower_bound_seconds
@@ -114,17 +113,6 @@ def test_bounds_of_the_search_hold_at_any_width(state):
             result = branch_and_bound_search(asked, variant, np.inf, 1e-9, width, np.inf)
             assert result.bound_seconds <= best * (1 + 1e-9)
             assert result.makespan_seconds >= best * (1 - 1e-9)
-
-
-@settings(deadline=None, derandomize=True, max_examples=15)
-@given(tiny_states())
-def test_bounds_of_the_program_hold(state):
-    asked = placement_problem(state)
-    best = brute_force(asked)
-    solved = solve_milp(asked, best * 1.5 + 1e-9, 0.0, np.inf, 0)
-    assert not solved.infeasible
-    assert solved.bound_seconds <= best * (1 + 1e-9)
-    assert (asked.pinned[asked.group] < 0)[solved.device != asked.pinned[asked.group]].all()
 
 
 def fork(devices=2, memory_bytes=1 << 40, weights=None):

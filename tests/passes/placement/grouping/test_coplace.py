@@ -16,7 +16,7 @@ from onnxplace.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.problem import device_seconds, placement_problem
 from onnxplace.state import State
 from onnxplace.testing import check_pass, random_state
-from tests.support.reference_simulator import even_target, graph_of
+from tests.support.reference_simulator import connect_nodes, even_target, graph_of
 
 thorough = settings(deadline=None, derandomize=True, max_examples=150)
 seeds = st.integers(0, 2**32 - 1)
@@ -273,7 +273,7 @@ def test_backward_nodes_share_a_group_with_a_forward_node_wherever_one_can_be_re
     graph, backward = state[Profile].graph, state[Profile].backward
     text = f"coplace{{join={join},backward=follow}},fuse"
     after, _ = Pipeline.parse(text).run(state)  # which checks that the clusters form no cycle
-    near = graph.to_networkx().to_undirected().subgraph(np.flatnonzero(backward).tolist())
+    near = connect_nodes(graph).subgraph(np.flatnonzero(backward).tolist())
     reads = {int(node): set(graph.predecessors[node].tolist()) for node in range(len(graph))}
     colors = state[Profile].user_groups
     forward_colors = set() if colors is None else set(colors[~backward & (colors >= 0)].tolist())

@@ -11,7 +11,7 @@ from onnxplace.passes.fuse import contract_groups
 from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem
 from onnxplace.testing import check_pass, random_state
-from tests.support.reference_simulator import graph_of
+from tests.support.reference_simulator import connect_nodes, graph_of
 
 thorough = settings(deadline=None, derandomize=True, max_examples=200)
 
@@ -168,7 +168,7 @@ def test_runs_merge_what_edges_do_and_more_and_make_no_cycle(seed, nodes, shuffl
     assert len(joint) == len(set(finer.tolist())), "what edges make one is one"
     assert len(graph.contract(coarser).order) == len(set(coarser.tolist()))
     assert len(set(zip(coarser.tolist(), group.tolist()))) == len(set(coarser.tolist()))
-    linked = graph.to_networkx().to_undirected()
+    linked = connect_nodes(graph)
     assert all(is_connected(linked.subgraph(np.flatnonzero(coarser == c).tolist())) for c in set(coarser.tolist()))
 
 
@@ -176,7 +176,7 @@ def test_runs_merge_what_edges_do_and_more_and_make_no_cycle(seed, nodes, shuffl
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40))
 def test_runs_leave_of_a_single_group_its_connected_parts(seed, nodes):
     graph = random_state(seed, nodes)[Profile].graph
-    parts = number_connected_components(graph.to_networkx().to_undirected())
+    parts = number_connected_components(connect_nodes(graph))
     assert max(fused(graph, [0] * nodes, runs=True)) + 1 == parts
 
 

@@ -9,15 +9,15 @@ from functools import cached_property
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.simulation.batch_kernels import (
+from onnxplace.simulation import DEVICE
+from onnxplace.target import LINK_MODELS, Target
+from onnxplace_learned.policies.batch_kernels import (
     BatchGraph,
     BatchScratch,
     MemoryScratch,
     simulate_many,
     simulate_many_with_peaks,
 )
-from onnxplace.simulation.kernels import DEVICE
-from onnxplace.target import LINK_MODELS, Target
 
 
 @dataclass(frozen=True)
