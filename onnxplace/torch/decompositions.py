@@ -253,19 +253,16 @@ def _convolution_backward(
     return x_gradient, weight_gradient, bias_gradient
 
 
-# ------------------------------------------------------------------------------- pooling and interpolation along axes
+# -------------------------------------------------------------------------------------------------------------- pooling
 
 
 def multiply_axes(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """Multiply the last axes of a tensor, one after the other, with matrices [size, outputs]."""
     for axis, matrix in zip(range(-len(matrices), 0), matrices):
-        x = (x.movedim(axis, -1) @ matrix.to(x.dtype)).movedim(-1, axis)
+        moved = x.movedim(axis, -1)
+        product = moved.reshape(-1, matrix.shape[0]) @ matrix.to(x.dtype)
+        x = product.view(*moved.shape[:-1], matrix.shape[1]).movedim(-1, axis)
     return x
-
-
-def apply_to_unit(function: Callable[..., Tensor], size: int, *arguments: Any, **options: Any) -> Tensor:
-    """Return the matrix [size, outputs] of a linear function along one axis: what it makes of unit vectors."""
-    return function(torch.eye(size).unsqueeze(1), *arguments, **options).squeeze(1)
 
 
 @rule(aten.avg_pool2d_backward, aten.avg_pool3d_backward)
@@ -283,7 +280,8 @@ def _avg_pool_backward(
         return blocks.expand(*x.shape[:-count], *wide).reshape(x.shape)
     # `options` are whether a part of a window is one, and whether padding counts.
     windows = zip(sizes, kernel, steps, pads)
-    matrices = [apply_to_unit(functional.avg_pool1d, size, *window, *options[:2]) for size, *window in windows]
+    units = ((torch.eye(size).unsqueeze(1), window) for size, *window in windows)
+    matrices = [functional.avg_pool1d(unit, *window, *options[:2]).squeeze(1) for unit, window in units]
     return multiply_axes(gradient, [matrix.t() for matrix in matrices])
 
 
@@ -305,26 +303,6 @@ def _adaptive_avg_pool(x: Tensor, outputs: Sequence[int]) -> Tensor:
 @rule(aten._adaptive_avg_pool2d_backward)
 def _adaptive_avg_pool_backward(gradient: Tensor, x: Tensor) -> Tensor:
     return multiply_axes(gradient, [average_adaptively(*pair).t() for pair in zip(x.shape[-2:], gradient.shape[-2:])])
-
-
-def interpolate(size: int, output: int | None, align_corners: bool, scale: float | None) -> Tensor:
-    """Return the matrix [size, outputs] of linear interpolation along one axis."""
-    options: dict[str, Any] = {"size": output} if scale is None else {"scale_factor": scale}
-    return apply_to_unit(functional.interpolate, size, mode="linear", align_corners=align_corners, **options)
-
-
-@rule(aten.upsample_bilinear2d.vec)
-def _upsample(x: Tensor, outputs: Sequence[int] | None, align_corners: bool, scales: Sequence[float] | None) -> Tensor:
-    triples = zip(x.shape[-2:], outputs or (None, None), scales or (None, None))
-    return multiply_axes(x, [interpolate(size, output, align_corners, scale) for size, output, scale in triples])
-
-
-@rule(aten.upsample_bilinear2d_backward.default)
-def _upsample_backward(
-    gradient: Tensor, outputs: Sequence[int], sizes: Sequence[int], align_corners: bool, *scales: float | None
-) -> Tensor:
-    triples = zip(sizes[-2:], outputs, scales or (None, None))
-    return multiply_axes(gradient, [interpolate(s, output, align_corners, scale).t() for s, output, scale in triples])
 
 
 # ------------------------------------------------------------------------------------------------- parts and diagonals

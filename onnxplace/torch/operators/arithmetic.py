@@ -159,7 +159,7 @@ def _where(context: Context, condition: Operand, left: Argument, right: Argument
     return context.emit("Where", chosen, context.as_type(left, dtype), context.as_type(right, dtype))
 
 
-@translates("_to_copy.default", "prims.convert_element_type.default")
+@translates("_to_copy.default")
 def _to_copy(context: Context, value: Operand, **_: object) -> Operand | str:
     return value if value.dtype == context.result.dtype else context.cast(value, context.result.dtype)
 

@@ -1,4 +1,4 @@
-"""ATen operators of layers: matrix products, convolutions, pooling, softmax and normalisation, with their gradients."""
+"""ATen operators of layers: matrix products, convolutions, pooling, softmax and layer normalisation."""
 
 from __future__ import annotations
 
