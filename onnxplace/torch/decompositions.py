@@ -94,6 +94,10 @@ def _atan2(y: Tensor, x: Tensor) -> Tensor:
 
 RULES |= {
     aten.erfc.default: lambda x: 1 - x.erf(),
+    aten.max.dim: lambda x, axis, keepdim=False: (x.amax(axis, keepdim), x.argmax(axis, keepdim)),
+    aten.min.dim: lambda x, axis, keepdim=False: (x.amin(axis, keepdim), x.argmin(axis, keepdim)),
+    aten.ne.Tensor: lambda x, y: (x == y).logical_not(),
+    aten.ne.Scalar: lambda x, y: (x == y).logical_not(),
     aten.log2.default: lambda x: x.log() * (1 / math.log(2)),
     aten.log10.default: lambda x: x.log() * (1 / math.log(10)),
     aten.rsqrt.default: lambda x: x.sqrt().reciprocal(),
@@ -133,6 +137,11 @@ def _divide(x: Tensor, y: Any, *, rounding_mode: str | None) -> Tensor:
 def _remainder(x: Any, y: Any) -> Tensor:
     # Whole numbers have an operator.
     return x - y * (x / y).floor() if is_fraction(x, y) else NotImplemented
+
+
+@rule(aten.sort.default, aten.sort.stable)
+def _sort(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> tuple[Tensor, Tensor]:
+    return tuple(torch.topk(x, x.shape[dim], dim, descending))
 
 
 # -------------------------------------------------------------------------------------------- statistics, normalisation

@@ -29,6 +29,7 @@ def average(x, *window):
 
 
 IMAGES = draw(2, 4, 9, 8)
+CUBES = [2, 2, 2], [1, 1, 1], [0, 0, 0]
 NORM = (draw(4), draw(4), draw(4), draw(4).abs())
 CASES = {
     "log1p": (aten.log1p.default, FRACTIONS.abs()),
@@ -47,6 +48,10 @@ CASES = {
     "quotients to zero": (aten.div.Scalar_mode, draw(9), 0.3, {"rounding_mode": "trunc"}),
     "quotients of whole numbers": (aten.div.Tensor_mode, WHOLE, DIVISORS, {"rounding_mode": "floor"}),
     "remainder": (aten.remainder.Tensor, draw(9, 1), draw(9)),
+    "unequal": (aten.ne.Tensor, WHOLE, DIVISORS),
+    "sorted": (aten.sort.stable, draw(3, 9), {"stable": True, "dim": 0, "descending": True}),
+    "largest": (aten.max.dim, draw(3, 9), 1),
+    "smallest": (aten.min.dim, draw(3, 9), 0, True),
     "any": (aten.any.dim, WHOLE.view(3, 5) > 5, 1, True),
     "any of all": (aten.any.default, WHOLE == 9),
     "any of axes": (aten.any.dims, (IMAGES > 3).int(), [0, 2]),
@@ -61,7 +66,7 @@ CASES = {
     "tiles": (aten.avg_pool2d_backward.default, *average(IMAGES, [3, 2], [], [0, 0], False, True)),
     "windows": (aten.avg_pool2d_backward.default, *average(IMAGES, [3, 3], [2, 2], [1, 1], False, False)),
     "cut windows": (aten.avg_pool2d_backward.default, *average(IMAGES, [3, 2], [2, 3], [1, 0], True, True)),
-    "in space": (aten.avg_pool3d_backward.default, *average(draw(2, 3, 5, 6, 7), [2] * 3, [1] * 3, [0] * 3, True, 1)),
+    "in space": (aten.avg_pool3d_backward.default, *average(draw(2, 3, 5, 6, 7), *CUBES, True, True)),
     "adaptive": (aten._adaptive_avg_pool2d.default, IMAGES, [4, 3]),
     "adaptive, equal windows": (aten._adaptive_avg_pool2d.default, IMAGES, [3, 4]),
     "adaptive, backward": (aten._adaptive_avg_pool2d_backward.default, draw(2, 4, 4, 3), IMAGES),

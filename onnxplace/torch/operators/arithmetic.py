@@ -127,11 +127,6 @@ def _fmod(context: Context, left: Argument, right: Argument) -> str:
     return context.emit("Mod", context.as_type(left, dtype), context.as_type(right, dtype), fmod=1)
 
 
-@translates("ne.Tensor", "ne.Scalar")
-def _ne(context: Context, left: Argument, right: Argument) -> str:
-    return context.emit("Not", compare(context, "Equal", left, right))
-
-
 @translates("logical_not.default")
 def _logical_not(context: Context, value: Operand) -> str:
     return context.emit("Not", context.cast(value, torch.bool))
@@ -249,12 +244,6 @@ def find_extreme(context: Context, operator: str, value: Operand, axis: int | No
     return context.emit(operator, value, axis=normalize_axis(axis, value.rank), keepdims=int(keep))
 
 
-@translates_each({"max.dim": "Max", "min.dim": "Min"})
-def _extreme_with_position(context: Context, which: str, value: Operand, axis: int, keep: bool = False) -> list[str]:
-    extreme = reduce_axes(context, f"Reduce{which}", value, value.rank, axis, keep)
-    return [extreme, find_extreme(context, f"Arg{which}", value, axis, keep)]
-
-
 @translates("cumsum.default")
 def _cumsum(context: Context, value: Operand, axis: int, **_: object) -> str:
     axis_name = context.number(normalize_axis(axis, value.rank), torch.int64)
@@ -268,18 +257,3 @@ def _topk(
     inputs = [value, context.shape([count])]
     axis = normalize_axis(axis, value.rank)
     return context.add("TopK", inputs, 2, axis=axis, largest=int(largest), sorted=int(is_sorted))
-
-
-@translates("sort.default", "sort.stable")
-def _sort(
-    context: Context,
-    value: Operand,
-    axis: int = -1,
-    descending: bool = False,
-    *,
-    stable: bool | None = None,
-    dim: int | None = None,
-) -> list[str]:
-    axis = normalize_axis(axis if dim is None else dim, value.rank)
-    inputs = [value, context.shape([value.shape[axis]])]
-    return context.add("TopK", inputs, 2, axis=axis, largest=int(descending), sorted=1)
