@@ -15,6 +15,7 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from onnxplace.torch.builder import BACKWARD, FORWARD
+from onnxplace.torch.decompositions import decompositions
 
 MARK = "onnxplace"
 
@@ -169,44 +170,6 @@ def list_module_names(module: nn.Module, loss: object) -> dict[nn.Module, str]:
     if isinstance(loss, nn.Module):
         names |= {part: f"loss.{name}".rstrip(".") for name, part in loss.named_modules() if part not in names}
     return names
-
-
-def decompositions() -> dict[Any, Any]:
-    """Return how operators are taken apart that ONNX does not have."""
-    aten = torch.ops.aten
-    table = dict(torch._decomp.core_aten_decompositions())
-    more = [
-        aten.native_group_norm_backward,
-        aten.native_batch_norm_backward,
-        aten._native_batch_norm_legit,
-        aten.addcdiv,
-        aten.addcmul,
-        aten.addmv,
-        aten.mv,
-        aten.dot,
-        aten.elu,
-        aten.elu_backward,
-        aten.leaky_relu,
-        aten.leaky_relu_backward,
-        aten.hardtanh,
-        aten.hardtanh_backward,
-        aten.glu_backward,
-        aten.reflection_pad1d_backward,
-        aten.reflection_pad1d,
-        aten.reflection_pad2d,
-        aten.replication_pad1d,
-        aten.replication_pad2d,
-        aten.linalg_vector_norm,
-        aten.upsample_nearest2d,
-        aten.upsample_nearest2d_backward,
-        aten.pixel_shuffle,
-        aten._prelu_kernel,
-        aten._prelu_kernel_backward,
-    ]
-    table |= torch._decomp.get_decompositions(more)
-    native = (aten.embedding_dense_backward, aten.native_dropout_backward, aten.native_layer_norm)
-    keep = {overload for packet in native for overload in (packet.default,)}
-    return {operator: function for operator, function in table.items() if operator not in keep}
 
 
 def record(

@@ -256,6 +256,11 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
+def spread(numbers: Sequence[int], count: int) -> list[int]:
+    """Return one number for each spatial axis; torch allows one for all."""
+    return [int(number) for number in (numbers if len(numbers) == count else list(numbers) * count)]
+
+
 def count_elements(shape: Sequence[Dimension]) -> int:
     """Return the number of elements of a static shape."""
     return int(np.prod([int(dimension) for dimension in shape], dtype=np.int64))

@@ -28,6 +28,17 @@ OPERATOR_MODULES = ("arithmetic", "layers", "layout", "random_numbers")
 # Constants that are computed from others: at most this many elements, or the model grows.
 MAX_COMPUTED_ELEMENTS = 1 << 20
 UNIFORM = {"full", "zeros", "ones", "empty", "full_like", "zeros_like", "ones_like", "empty_like", "new_zeros"}
+# Why operators have no translation, where more can be said than that.
+DISTRIBUTION = "this distribution; dropout, rand, randn and bernoulli with a number are translated"
+BAG = "use nn.Embedding and sum() or mean() in its place"
+REASONS = {
+    "convolution_backward": "a convolution over an axis of unknown size; try fixed shapes",
+    "slice_scatter": "a slice of the batch whose bounds depend on it; try dynamic_batch=False",
+    "index_put": "indexing with a mask, whose result has a size that depends on data; use where()",
+    "embedding_dense_backward": "embeddings with scale_grad_by_freq",
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), BAG),
+    **dict.fromkeys(("bernoulli", "multinomial", "randint", "randperm", "exponential"), DISTRIBUTION),
+}
 HINT = "use other operators in this module, or say on onnxplace's issue tracker that you need this one"
 
 
@@ -81,7 +92,8 @@ class Translator:
     def apply(self, target: str, arguments: list[Any], options: dict[str, Any], result: Any) -> Any:
         """Call the translation of an operator and describe what it returns."""
         if target not in TRANSLATIONS:
-            raise UntranslatableError("there is no translation of this operator")
+            name = target.removeprefix("aten.").partition(".")[0]
+            raise UntranslatableError(REASONS.get(name, "there is no translation of this operator"))
         self.context.result = result
         tensors = result if isinstance(result, (list, tuple)) else [result]
         if any(isinstance(tensor, torch.Tensor) and tensor.dtype not in ONNX_TYPES for tensor in tensors):

@@ -33,9 +33,17 @@ def use_value(value):
     return value * 2 if value.sum() > 0 else value
 
 
+def write_at_mask(value):
+    changed = value.clone()
+    changed[value > 0] = value.mean()
+    return changed
+
+
 MODULES = {
     "L002 operator": (lambda x: torch.fft.rfft(x).abs(), "L002", r"module '1'.*_fft_r2c"),
     "L002 gradient": (lambda x: x.prod(-1), "L002", r"module '1'.*cumprod.default in its gradient"),
+    "L002 mask": (write_at_mask, "L002", r"module '1'.*index_put.default cannot be.*with a mask.*where\(\)"),
+    "L002 distribution": (lambda x: x[:, torch.randperm(6)], "L002", r"module '1'.*randperm.*this distribution"),
     "L003 item": (lambda x: x * x.sum().item(), "L003", r"module '1'"),
     "L003 condition": (use_value, "L003", r"module '1'.*depends on the values"),
     "L003 own mistake": (lambda x: x @ torch.ones(5, 5), "L003", r"module '1'.*code fails"),

@@ -20,7 +20,6 @@ from onnxplace.torch.translation import (
     Argument,
     Context,
     Operand,
-    UntranslatableError,
     as_dimension,
     count_elements,
     is_static,
@@ -159,8 +158,3 @@ def _normal(context: Context, value: Operand, mean: float = 0.0, deviation: floa
 def finish(context: Context, name: str) -> str:
     """Return random floats in the type of the result."""
     return name if context.result.dtype == torch.float32 else context.cast(name, context.result.dtype)
-
-
-@translates("bernoulli.default", "multinomial.default", "randint.low", "randperm.default", "exponential.default")
-def _unknown_distribution(context: Context, *_: object, **__: object) -> str:
-    raise UntranslatableError("this distribution; dropout, rand, randn and bernoulli with a number are translated")
