@@ -126,7 +126,9 @@ def load_plugin(kind: Kind, name: str) -> tuple[Any, Entry]:
     noun, known = NOUNS[kind], list_entries(kind)
     if name not in known:
         if plugin := OFFERED[kind].get(name):
-            message = f"{noun} {name!r} is part of the plugin {plugin}, which is not installed"
+            # All passes that these plugins add are placers, the word of the option that names them.
+            offered = "placer" if kind == "passes" else noun
+            message = f"{offered} {name!r} is part of the plugin {plugin}, which is not installed"
             raise UsageError("U001", message, hint=f"in a checkout of onnxplace: pip install -e plugins/{plugin}")
         hint = f"{suggest_nearest(name, known)} (`onnxplace {kind}` lists them)"
         raise UsageError("U001", f"unknown {noun} {name!r}", hint=hint)
