@@ -11,9 +11,9 @@ from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.policies.sequence_learning import SequenceSettings, read_sequence_learner, read_sequence_policy
 from onnxplace_learned.policies.sequence_policy import SequenceShape
 from onnxplace_learned.training import sequences
-from onnxplace_learned.training.loop import checkpoint_path
+from onnxplace_learned.training.loop import checkpoint_path, learn_policy
 from onnxplace_learned.training.problems import draw_problems
-from onnxplace_learned.training.sequences import SequenceLearnOptions, learn_sequence
+from onnxplace_learned.training.sequences import SequenceLearnOptions, SequenceTraining
 
 QUICK = ("--family", "two_towers", "--count", "7", "--nodes", "30", "--placements", "2")
 HIERARCHICAL = SequenceShape("hierarchical", "learned", devices=2, groups=4, width=8)
@@ -27,8 +27,8 @@ def graphs():
 
 
 def learn(graphs, output, shape, updates, seed=0, **options):
-    chosen = SequenceLearnOptions(shape, SequenceSettings.of(shape.kind, seed, 2), updates=updates)
-    return learn_sequence(graphs, chosen, output, **options)
+    chosen = SequenceLearnOptions(shape=shape, settings=SequenceSettings.of(shape.kind, seed, 2), updates=updates)
+    return learn_policy(SequenceTraining, graphs, chosen, output, **options)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_another_training_is_refused(graphs, tmp_path, other):
 
 def test_a_training_without_a_limit_or_without_graphs_is_refused(graphs, tmp_path):
     with pytest.raises(UsageError, match="U042"):
-        SequenceLearnOptions(GO, SequenceSettings.of("go"))
+        SequenceLearnOptions(shape=GO, settings=SequenceSettings.of("go"))
     with pytest.raises(InputError, match="H011"):
         learn([], tmp_path / "p.safetensors", GO, 1)
 
