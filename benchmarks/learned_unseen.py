@@ -27,9 +27,9 @@ from onnxplace_learned.policies.placeto_learning import Settings
 from onnxplace_learned.policies.placeto_network import COMPLETION_ROUNDS, Policy, Shape
 from onnxplace_learned.policies.placing import place_with_policy
 from onnxplace_learned.policies.teacher import search_lesson
-from onnxplace_learned.training.loop import learn_policy
-from onnxplace_learned.training.placeto import PlacetoOptions, PlacetoTraining
-from onnxplace_learned.training.problems import LearningGraph, draw_problems
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph, draw_problems
+from onnxplace_learned.policy_training.placeto_training import PlacetoOptions, PlacetoTraining
+from onnxplace_learned.policy_training.training_loop import learn_policy
 
 # Share of the graphs that is not trained on.
 UNSEEN_SHARE = 0.2

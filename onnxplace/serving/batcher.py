@@ -33,7 +33,7 @@ from onnxplace.errors import ExecutionError
 from onnxplace.feeds import Array
 from onnxplace.runtime import Result, RuntimeSession
 from onnxplace.runtimes.execution import ResultFuture, WaitList
-from onnxplace.serving.options import Batching
+from onnxplace.serving.batching_options import Batching
 from onnxplace.utils import start_thread
 
 # Join the feeds of requests along the axes of their batch, and cut the outputs.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Bools, Floats, Ints, Longs
-from onnxplace.simulation.kernels import compute_live_spans, device_peaks, run_events
+from onnxplace.simulation.step_kernels import compute_live_spans, device_peaks, run_events
 from onnxplace.utils import compiled_part, in_place
 
 

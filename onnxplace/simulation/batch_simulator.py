@@ -16,7 +16,7 @@ from onnxplace.simulation.batch_kernels import (
     simulate_many,
     simulate_many_with_peaks,
 )
-from onnxplace.simulation.kernels import DEVICE
+from onnxplace.simulation.step_kernels import DEVICE
 from onnxplace.target import LINK_MODELS, Target
 
 

@@ -22,7 +22,7 @@ from onnx import NodeProto, numpy_helper
 from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import complete_dimensions, dimension_keys, symbols_of_dimension
 from onnxplace.model import Model, declaration_of, iterate_subgraphs
-from onnxplace.passes.batching.batch_rules import (
+from onnxplace.passes.batching.batch_propagation_rules import (
     MOVES_ROWS,
     SHIFTS_ROWS,
     Cut,

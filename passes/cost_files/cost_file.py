@@ -25,7 +25,7 @@ from onnxplace.passes.profiling import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX
 from onnxplace.target import MAX_SECONDS, Target
 from onnxplace.utils import read_json, read_text
 
-Entry = Mapping[str, Any]
+CostEntry = Mapping[str, Any]
 
 # The source of a time that a file holds. It was not measured by this process.
 _SOURCES = {"measured": Source.GIVEN, "given": Source.GIVEN, "estimated": Source.ESTIMATED, "known": Source.KNOWN}
@@ -95,7 +95,7 @@ def _read_json_costs(path: str | Path) -> dict[str, Any]:
 
 def _match_entries(
     entries: Mapping[str, Any], prints: Sequence[str], path: str | Path, model: Model
-) -> tuple[list[Entry], list[Diagnostic]]:
+) -> tuple[list[CostEntry], list[Diagnostic]]:
     """Return the entry of each node; raises ModelError without one."""
     by_print = {
         e["fingerprint"]: e for e in entries.values() if isinstance(e, dict) and _is_print(e.get("fingerprint"))
@@ -109,7 +109,7 @@ def _match_entries(
             where=str(path),
             hint="it was made for another model; profile this one",
         )
-    matches: list[Entry] = []
+    matches: list[CostEntry] = []
     changed = []
     for name, own_print in zip(names, prints):
         if name in entries:
@@ -133,7 +133,7 @@ def _is_print(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _require_entry(entry: Any, path: str | Path, name: str) -> Entry:
+def _require_entry(entry: Any, path: str | Path, name: str) -> CostEntry:
     """Return a node's entry; raises InputError if it is malformed."""
     is_valid = isinstance(entry, dict) and isinstance(entry.get("seconds"), dict)
     if not is_valid or not all(isinstance(entry.get(key, {}), dict) for key in ("source", "spread")):
@@ -151,7 +151,7 @@ class _NodeCosts:
     """The entry of a node; methods raise InputError where invalid."""
 
     name: str
-    entry: Entry
+    entry: CostEntry
     path: str | Path
 
     def unit(self, default: int) -> int:

@@ -39,8 +39,8 @@ MAY_IMPORT = {
     # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
     "passes.profiling": "devices errors facts graph machine model ort target utils",
     "passes.cost_files": "errors facts model passes.profiling target utils",
-    "passes.training": "errors graph model training_roles training_step utils",
-    "passes.placement.grouping": "errors facts graph model passes.training problem state target utils",
+    "passes.step_recognition": "errors graph model training_roles training_step utils",
+    "passes.placement.grouping": "errors facts graph model passes.step_recognition problem state target utils",
     "passes.placement.list_scheduling": "errors graph problem simulation state target utils",
     "passes.placement.search": (
         "errors facts graph passes.placement.grouping passes.placement.list_scheduling problem simulation state "
@@ -60,7 +60,7 @@ MAY_IMPORT = {
         "bundle errors facts graph machine model passes.batching passes.cost_files passes.placement.exact "
         "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining "
         "passes.placement.search passes.placement.stages passes.profiling passes.recomputation passes.segments "
-        "passes.sharding passes.training problem simulation state target training_roles utils"
+        "passes.sharding passes.step_recognition problem simulation state target training_roles utils"
     ),
     # training steps of PyTorch modules
     "torch": "errors training_step",

@@ -21,11 +21,16 @@ from onnxplace_learned.policies.placeto_learning import Learner, Settings, read_
 from onnxplace_learned.policies.placeto_network import Policy, Shape
 from onnxplace_learned.policies.placing import coarsen_to, place_with_policy
 from onnxplace_learned.policies.teacher import search_lesson
-from onnxplace_learned.training import measured as bundle_timer
-from onnxplace_learned.training.loop import checkpoint_path, learn_policy
-from onnxplace_learned.training.measured import FAILED_COST, BundleTimer, MeasuredModel, MeasuredTraining
-from onnxplace_learned.training.placeto import PlacetoOptions
-from onnxplace_learned.training.problems import draw_problems, read_problems
+from onnxplace_learned.policy_training import measured_training as bundle_timer
+from onnxplace_learned.policy_training.learning_graphs import draw_problems, read_problems
+from onnxplace_learned.policy_training.measured_training import (
+    FAILED_COST,
+    BundleTimer,
+    MeasuredModel,
+    MeasuredTraining,
+)
+from onnxplace_learned.policy_training.placeto_training import PlacetoOptions
+from onnxplace_learned.policy_training.training_loop import checkpoint_path, learn_policy
 from tests.conftest import branches
 
 DEVICES = "cpu:0,cpu:1"

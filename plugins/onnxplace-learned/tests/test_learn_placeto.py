@@ -19,9 +19,9 @@ from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.placeto import Placeto
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.placeto_learning import Settings, read_learner, read_policy
-from onnxplace_learned.training.loop import checkpoint_path, learn_policy
-from onnxplace_learned.training.placeto import PlacetoOptions, PlacetoTraining
-from onnxplace_learned.training.problems import LearningGraph, draw_problems
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph, draw_problems
+from onnxplace_learned.policy_training.placeto_training import PlacetoOptions, PlacetoTraining
+from onnxplace_learned.policy_training.training_loop import checkpoint_path, learn_policy
 
 GRAPHS = GraphSet("two_towers", 7, nodes=30)
 QUICK = ("--family", "two_towers", "--count", "7", "--nodes", "30", "--episodes", "2")
@@ -100,7 +100,7 @@ def test_an_interrupted_training_continues_as_if_it_had_not_been(graphs, tmp_pat
             raise KeyboardInterrupt
         return update(*arguments)
 
-    from onnxplace_learned.training import placeto as learning
+    from onnxplace_learned.policy_training import placeto_training as learning
 
     update = getattr(learning, name)
     monkeypatch.setattr(learning, name, interrupt)

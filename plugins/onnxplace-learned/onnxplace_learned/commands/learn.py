@@ -25,10 +25,10 @@ from onnxplace_learned.commands.learning_options import (
 
 if TYPE_CHECKING:
     from onnxplace_learned.policies.sequence_policy import SequenceShape
-    from onnxplace_learned.training.loop import LearnOptions, LearnResult, TurnTraining
-    from onnxplace_learned.training.measured import MeasuredPoint
-    from onnxplace_learned.training.placeto import PlacetoOptions
-    from onnxplace_learned.training.problems import LearningGraph
+    from onnxplace_learned.policy_training.learning_graphs import LearningGraph
+    from onnxplace_learned.policy_training.measured_training import MeasuredPoint
+    from onnxplace_learned.policy_training.placeto_training import PlacetoOptions
+    from onnxplace_learned.policy_training.training_loop import LearnOptions, LearnResult, TurnTraining
 
 
 @click.group(short_help="Train placers that learn.")
@@ -175,8 +175,8 @@ def placeto(
     from onnxplace_learned.policies.environment import Order, Reward, Start
     from onnxplace_learned.policies.placeto_learning import Settings
     from onnxplace_learned.policies.placeto_network import LearnFrom
+    from onnxplace_learned.policy_training.placeto_training import PlacetoOptions, PlacetoTraining
     from onnxplace_learned.pytorch import require_torch
-    from onnxplace_learned.training.placeto import PlacetoOptions, PlacetoTraining
 
     require_torch()
     is_measured = reward == "measured"
@@ -217,7 +217,7 @@ def _train(
     describe: Callable[[Any], str] | None = None,
 ) -> tuple[list[LearningGraph], LearnResult]:
     """Train a policy, showing progress in the words of `describe`; return what was learned from, and the result."""
-    from onnxplace_learned.training.loop import learn_policy
+    from onnxplace_learned.policy_training.training_loop import learn_policy
 
     graphs = collect_graphs(request)
     with show_training(request, describe) as observer:
@@ -230,7 +230,7 @@ def _train(
 def _learn_measured(request: LearnRequest, options: PlacetoOptions) -> None:
     """Train with measured rewards, and print what was learned."""
     from onnxplace.machine import local_target
-    from onnxplace_learned.training.measured import MeasuredTraining
+    from onnxplace_learned.policy_training.measured_training import MeasuredTraining
 
     if request.target is None:  # the devices have to exist
         request = replace(request, target=local_target([f"cpu:{index}" for index in range(request.devices)]))
@@ -265,8 +265,8 @@ def guided(request: LearnRequest, *, proposals: int) -> None:
     unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is installed, as PNG. Ctrl-C
     leaves a checkpoint for --resume. The time limit does not include the searches.
     """
+    from onnxplace_learned.policy_training.guided_training import GuidedOptions, learn_guided
     from onnxplace_learned.pytorch import require_torch
-    from onnxplace_learned.training.guided import GuidedOptions, learn_guided
 
     require_torch()
     options = GuidedOptions(
@@ -335,7 +335,7 @@ def go(request: LearnRequest, *, heads: Any, order: Any, placements: int) -> Non
 def _learn_sequence(request: LearnRequest, shape: SequenceShape, placements: int) -> None:
     """Train a policy of a shape, and report it."""
     from onnxplace_learned.policies.sequence_learning import SequenceSettings
-    from onnxplace_learned.training.sequences import SequenceLearnOptions, SequenceTraining
+    from onnxplace_learned.policy_training.sequence_training import SequenceLearnOptions, SequenceTraining
 
     settings = SequenceSettings.of(shape.kind, request.seed, placements)
     options = SequenceLearnOptions(

@@ -28,12 +28,12 @@ from onnxplace_learned.policies.placeto_learning import Learner, Update, update_
 from onnxplace_learned.policies.placeto_network import Policy, Shape, hash_names
 from onnxplace_learned.policies.placing import coarsen_to, commit_devices
 from onnxplace_learned.policies.teacher import search_lesson
-from onnxplace_learned.training.loop import (
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph
+from onnxplace_learned.policy_training.placeto_training import PlacetoOptions, PlacetoTraining
+from onnxplace_learned.policy_training.training_loop import (
     Plotted,
     geometric_mean,
 )
-from onnxplace_learned.training.placeto import PlacetoOptions, PlacetoTraining
-from onnxplace_learned.training.problems import LearningGraph
 
 PLACER = "placeto"
 

@@ -22,7 +22,8 @@ from onnxplace_learned.policies.sequence_learning import (
 )
 from onnxplace_learned.policies.sequence_networks import SequenceInputs
 from onnxplace_learned.policies.sequence_policy import SequencePolicy, SequenceShape
-from onnxplace_learned.training.loop import (
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph
+from onnxplace_learned.policy_training.training_loop import (
     LearnOptions,
     Plotted,
     TurnTraining,
@@ -30,7 +31,6 @@ from onnxplace_learned.training.loop import (
     hold_out,
     require_graphs,
 )
-from onnxplace_learned.training.problems import LearningGraph
 
 # Placements of each unseen graph next to the likeliest one, as many as the placers sample.
 VALIDATION_SAMPLES = 16

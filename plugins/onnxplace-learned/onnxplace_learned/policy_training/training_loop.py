@@ -32,8 +32,8 @@ from onnxplace.utils import (
     write_each,
     write_file,
 )
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph
 from onnxplace_learned.pytorch import require_torch
-from onnxplace_learned.training.problems import LearningGraph
 
 
 @dataclass(frozen=True)

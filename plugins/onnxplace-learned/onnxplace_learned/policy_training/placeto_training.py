@@ -22,7 +22,8 @@ from onnxplace_learned.policies.placeto_learning import (
     write_policy,
 )
 from onnxplace_learned.policies.placeto_network import COMPLETION_ROUNDS, ROUNDS, Policy, Shape
-from onnxplace_learned.training.loop import (
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph
+from onnxplace_learned.policy_training.training_loop import (
     CurvePoint,
     LearnOptions,
     Plotted,
@@ -30,7 +31,6 @@ from onnxplace_learned.training.loop import (
     geometric_mean,
     hold_out,
 )
-from onnxplace_learned.training.problems import LearningGraph
 
 # Updates between two points of the curve.
 POINT_UPDATES = 32
