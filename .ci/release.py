@@ -43,8 +43,9 @@ assert y.tolist() == [0, 1], y
 """
 # The first use of the plugin: a placer with the policy that its wheel holds.
 FIRST_PLACEMENT = """
+from pathlib import Path
 from onnxplace.cost_graph import GENERATORS, write_cost_graph
-write_cost_graph("graph.json", GENERATORS["layered"](8, 0))
+write_cost_graph(Path("graph.graphml"), GENERATORS["layered"](8, 0))
 """
 
 
@@ -150,7 +151,7 @@ def install_plugin(python: Path, wheel: Path, folder: Path) -> None:
     run(python, "-m", "pip", "check")
     run(python, "-c", FIRST_PLACEMENT, folder=folder)
     command = python.with_name("onnxplace")
-    run(command, "place", "graph.json", "--placer", "guided", "--json", folder=folder)
+    run(command, "place", "graph.graphml", "--placer", "guided", "--json", folder=folder)
     run(command, "learn", "families", folder=folder)
 
 
