@@ -16,6 +16,7 @@ from onnxplace.model import (
     RANDOM_OPERATORS,
     Model,
     captured_names,
+    has_subgraphs,
     is_quantization_node,
     iterate_subgraphs,
     tensor_size,
@@ -137,8 +138,8 @@ def _find_foldable(model: Model, limit_bytes: int) -> list[int]:
 
 def _is_pure(node: NodeProto) -> bool:
     """Return whether a node gives the same results in each inference, and may be folded."""
-    has_subgraphs = any(True for _ in iterate_subgraphs(node))
-    return node.domain in ("", "ai.onnx") and node.op_type not in RANDOM_OPERATORS | _QUANTISERS and not has_subgraphs
+    is_fixed = node.op_type not in RANDOM_OPERATORS | _QUANTISERS
+    return is_fixed and node.domain in ("", "ai.onnx") and not has_subgraphs(node)
 
 
 def _fold(model: Model, positions: Sequence[int], limit_bytes: int) -> Model:

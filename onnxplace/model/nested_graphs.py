@@ -26,6 +26,11 @@ def iterate_subgraphs(node: NodeProto) -> Iterator[GraphProto]:
             yield from attribute.graphs
 
 
+def has_subgraphs(node: NodeProto) -> bool:
+    """Return whether a node holds graphs as attributes."""
+    return next(iterate_subgraphs(node), None) is not None
+
+
 def walk_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     """Yield nodes, and after each one the nodes of its subgraphs."""
     for node in nodes:
@@ -97,8 +102,7 @@ def make_self_contained(
     """
     result = []
     for node in nodes:
-        has_subgraphs = any(True for _ in iterate_subgraphs(node))
-        if has_subgraphs or any(True for _ in _iterate_external_tensors(node)):
+        if has_subgraphs(node) or any(True for _ in _iterate_external_tensors(node)):
             copy = NodeProto()
             copy.CopyFrom(node)
             for graph in iterate_subgraphs(copy):

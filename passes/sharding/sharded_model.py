@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
-from onnxplace.model import Model, captured_names, iterate_reads, iterate_subgraphs, rename_reads
+from onnxplace.model import Model, captured_names, has_subgraphs, iterate_reads, iterate_subgraphs, rename_reads
 from onnxplace.passes.sharding.exchanges import ExchangeWriter, NodeOrigin, shard_weight
 from onnxplace.passes.sharding.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
@@ -73,7 +73,7 @@ class ShardedModelWriter(ExchangeWriter):
         self.captured = {
             index: sorted({name for graph in iterate_subgraphs(node) for name in captured_names(graph)})
             for index, node in enumerate(self.model.nodes)
-            if any(True for _ in iterate_subgraphs(node))
+            if has_subgraphs(node)
         }
 
     def write(self) -> ShardedModel:
