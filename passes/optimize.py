@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -104,8 +105,7 @@ def _duplicate_dequantisers(model: Model) -> Model:
 
 def _copy_with_new_names(node: NodeProto, taken: set[str]) -> NodeProto:
     """Copy a one-output node, and add the new names to `taken`."""
-    copy = NodeProto()
-    copy.CopyFrom(node)
+    copy = deepcopy(node)
     number = 1
     while f"{node.name}/{number}" in taken or f"{node.output[0]}/{number}" in taken:
         number += 1
@@ -116,8 +116,7 @@ def _copy_with_new_names(node: NodeProto, taken: set[str]) -> NodeProto:
 
 def _replace_inputs(node: NodeProto, own: Mapping[str, str]) -> NodeProto:
     """Return a node with other inputs; its subgraphs stay as they are."""
-    result = NodeProto()
-    result.CopyFrom(node)
+    result = deepcopy(node)
     result.input[:] = [own.get(name, name) for name in node.input]
     return result
 

@@ -6,6 +6,7 @@ Nodes are in topological order, with unique names. Weights may stay in their fil
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -163,8 +164,7 @@ class Model:
 
     def _describe_source(self, output: ValueInfoProto) -> ValueInfoProto:
         """Return the value that an output returns, without a shape."""
-        renamed = ValueInfoProto()
-        renamed.CopyFrom(output)
+        renamed = deepcopy(output)
         renamed.name = self.sources.get(output.name, output.name)
         if renamed.type.HasField("tensor_type"):
             renamed.type.tensor_type.ClearField("shape")  # the declared shape may be wrong

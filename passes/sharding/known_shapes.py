@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
@@ -323,8 +324,7 @@ def _is_fixed(value: ValueInfoProto) -> bool:
 
 def _declare(value: ValueInfoProto, shape: Sequence[int]) -> ValueInfoProto:
     """Return the declaration of a value of a known shape."""
-    result = ValueInfoProto()
-    result.CopyFrom(value)
+    result = deepcopy(value)
     if not result.type.HasField("tensor_type"):
         return value
     kind = result.type.tensor_type
@@ -339,8 +339,7 @@ def _fill(value: ValueInfoProto, known: dict[str, int]) -> ValueInfoProto:
     """Return the declaration of an output, with the sizes of the symbolic dimensions that are known."""
     if not value.type.HasField("tensor_type"):
         return value
-    result = ValueInfoProto()
-    result.CopyFrom(value)
+    result = deepcopy(value)
     for dim in result.type.tensor_type.shape.dim:
         if dim.WhichOneof("value") == "dim_param" and dim.dim_param in known:
             dim.dim_value = known[dim.dim_param]

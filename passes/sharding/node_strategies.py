@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import numpy as np
-from onnx import NodeProto, TensorProto
+from onnx import TensorProto
 
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape, split_words
@@ -208,8 +209,7 @@ def describe_copies(view: NodeView, strategy: NodeStrategy, division: Division) 
     """Return all that a sharded model holds of a strategy: equal for two sizes, it computes the same at both."""
     copies = []
     for device in range(division.count if strategy.edit is not None else 0):
-        proto = NodeProto()
-        proto.CopyFrom(view.node)
+        proto = deepcopy(view.node)
         inputs, outputs = local_shapes(division, view, strategy, device)
         assert strategy.edit is not None
         strategy.edit(

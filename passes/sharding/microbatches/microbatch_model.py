@@ -9,6 +9,7 @@ tensors: nothing is cut or joined (optimiser states without redundancy: ZeRO, SC
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -238,8 +239,7 @@ def _repeat_kept(before: ReplicatedModel, units: Sequence[int], samples: Collect
     nodes, new_origins, replica = list[NodeProto](), list[NodeOrigin](), list[int]()
     for node, origin, reads, homes in zip(model.nodes, origins, model.reads, homes_of_nodes):
         for number, home in enumerate(sorted(homes)):
-            copy = NodeProto()
-            copy.CopyFrom(node)
+            copy = deepcopy(node)
             rename_reads(copy, {name: versions[name, home] for name in reads if (name, home) in versions})
             if number:
                 versions |= _rename_results(copy, home, taken)
