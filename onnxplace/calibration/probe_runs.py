@@ -123,22 +123,12 @@ def _build_programs(probes: Sequence[Probe], producers: Mapping[str, int]) -> di
                 program.append(Step(op="receive", value=name, peer=source))
                 received.add((name, device))
         program.append(Step(op="run", segment=str(index)))
-        program += _list_sends(probe, programs, last_readers)
-        program += _list_frees(probe, index, last_readers)
+        readers = [(name, reader) for name in probe.outputs for reader in programs if (name, reader) in last_readers]
+        program += [Step(op="send", value=name, peer=reader) for name, reader in readers if reader != device]
+        unused = [name for name in probe.inputs if last_readers[name, device] == index]
+        unused += [name for name in probe.outputs if (name, device) not in last_readers]
+        program += [Step(op="free", value=name) for name in unused]
     return {device: tuple(program) for device, program in programs.items()}
-
-
-def _list_sends(probe: Probe, devices: Iterable[str], last_readers: Mapping[tuple[str, str], int]) -> list[Step]:
-    """Return the steps that send the outputs of a probe to the other devices that read them."""
-    readers = [(name, reader) for name in probe.outputs for reader in devices if (name, reader) in last_readers]
-    return [Step(op="send", value=name, peer=reader) for name, reader in readers if reader != probe.device]
-
-
-def _list_frees(probe: Probe, index: int, last_readers: Mapping[tuple[str, str], int]) -> list[Step]:
-    """Return the steps that free what no later probe of a device reads."""
-    unused = [name for name in probe.inputs if last_readers[name, probe.device] == index]
-    unused += [name for name in probe.outputs if (name, probe.device) not in last_readers]
-    return [Step(op="free", value=name) for name in unused]
 
 
 # -------------------------------------------------------------------------------------------------------------- samples

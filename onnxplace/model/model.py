@@ -343,9 +343,10 @@ def _is_misjudged(node: NodeProto, shapes: Mapping[str, Entries]) -> bool:
         return _joins_empty_inputs(inputs, attributes.get("axis", 1))
     if node.op_type == "PRelu":
         return _is_broadcast_by_slope(inputs[0], inputs[1])
+    is_padded = attributes.get("auto_pad", b"NOTSET").startswith(b"SAME")
     if node.op_type == "ConvTranspose":
-        return _is_padded(attributes) and any(attributes.get("output_padding", ()))
-    return _is_misjudged_pool(attributes, inputs[0], shapes.get(node.output[0]))
+        return is_padded and any(attributes.get("output_padding", ()))
+    return _is_misjudged_pool(attributes, is_padded, inputs[0], shapes.get(node.output[0]))
 
 
 def _joins_empty_inputs(inputs: Sequence[Entries | None], axis: int) -> bool:
@@ -362,13 +363,11 @@ def _is_broadcast_by_slope(source: Entries | None, slope: Entries | None) -> boo
     return len(slope) > len(source) or any(entry not in (1, size) for size, entry in pairs)
 
 
-def _is_padded(attributes: Mapping[str, Any]) -> bool:
-    return bool(attributes.get("auto_pad", b"NOTSET").startswith(b"SAME"))
-
-
-def _is_misjudged_pool(attributes: Mapping[str, Any], source: Entries | None, result: Entries | None) -> bool:
+def _is_misjudged_pool(
+    attributes: Mapping[str, Any], is_padded: bool, source: Entries | None, result: Entries | None
+) -> bool:
     is_rounded_up = bool(attributes.get("ceil_mode", 0))
-    if _is_padded(attributes):
+    if is_padded:
         return is_rounded_up or max(attributes.get("dilations", (1,))) > 1
     if not is_rounded_up or source is None or result is None:
         return False

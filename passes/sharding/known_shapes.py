@@ -72,10 +72,8 @@ def infer_with_runtime(model: Model, shapes: Mapping[str, Shape]) -> RuntimeShap
     if all(_can_onnx_infer(node.op_type, node.domain, versions.get(node.domain, 1)) for node in model.nodes):
         return RuntimeShapes({}, {})
     weights = [tensor for tensor in model.initializers.values() if _is_small_weight(tensor)]
-    inputs = _declare_inputs(model, shapes)
-    proto = model.proto(model.nodes, weights, inputs, _declare_results(model.nodes))
     try:
-        session = open_session(proto.SerializeToString(), make_session_options([0], "none"), where=model.name)
+        session = _open(model, model.nodes, weights, _declare_inputs(model, shapes))
     except OnnxplaceError:  # without a kernel for an operator, values behind it stay unknown
         return RuntimeShapes({}, {})
     return _read_outputs(session)
@@ -244,11 +242,9 @@ def _evaluate(
 
 def _run_nodes(model: Model, nodes: Sequence[NodeProto], weights: Sequence[TensorProto]) -> dict[str, TensorProto]:
     """Return the small values that nodes compute from weights; none if ONNX Runtime refuses them."""
-    results = _declare_results(nodes)
-    names = [value.name for value in results]
-    proto = model.proto(nodes, weights, [], results)
     try:
-        session = open_session(proto.SerializeToString(), make_session_options([0], "none"), where=model.name)
+        session = _open(model, nodes, weights, [])
+        names = [value.name for value in session.get_outputs()]
         arrays = session.run(names, {})
     except (OnnxplaceError, Exception):  # noqa: BLE001 - a value without numpy form, or sizes that do not fit
         return {}
@@ -256,9 +252,13 @@ def _run_nodes(model: Model, nodes: Sequence[NodeProto], weights: Sequence[Tenso
     return {name: numpy_helper.from_array(array, name) for name, array in small.items()}
 
 
-def _declare_results(nodes: Sequence[NodeProto]) -> list[ValueInfoProto]:
-    """Return all results of nodes as outputs without types."""
-    return [ValueInfoProto(name=name) for node in nodes for name in node.output if name]
+def _open(
+    model: Model, nodes: Sequence[NodeProto], weights: Sequence[TensorProto], inputs: Sequence[ValueInfoProto]
+) -> Any:
+    """Return a session that returns all results of nodes; raises OnnxplaceError."""
+    results = [ValueInfoProto(name=name) for node in nodes for name in node.output if name]
+    proto = model.proto(nodes, weights, inputs, results)
+    return open_session(proto.SerializeToString(), make_session_options([0], "none"), where=model.name)
 
 
 def _is_small_array(value: Any) -> bool:

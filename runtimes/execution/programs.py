@@ -94,22 +94,18 @@ class ProgramLoop(ABC):
                 self._send(device, step, values[step.value], request)
             else:
                 values[step.value] = self._receive(device, step, request)
-        self._return_values(device, home, values, request)
-        next_states = {name: values[value] for name, value in states.items()}
-        request.next_states.update(
-            {name: self._detach(device, states[name], value) for name, value in next_states.items()}
-        )
-        if device.memory.runs_ahead:
-            request.checkpoints.append((device.memory, device.id, device.memory.checkpoint()))
-
-    def _return_values(self, device: PlacedDevice, home: str, values: Mapping[str, Any], request: Request) -> None:
-        """Begin to send the outputs that a device computes to the caller."""
         for name in self._returned_values[home]:
             request.outputs[name] = device.memory.send(values[name], None)
         if request.output_names is not self._returned_names:  # it also returns states, which else stay on their device
             for name, value in self._outputs:
                 if name in request.output_names and value in values and self._producers.get(value) == home:
                     request.outputs[value] = device.memory.send(values[value], None)
+        next_states = {name: values[value] for name, value in states.items()}
+        request.next_states.update(
+            {name: self._detach(device, states[name], value) for name, value in next_states.items()}
+        )
+        if device.memory.runs_ahead:
+            request.checkpoints.append((device.memory, device.id, device.memory.checkpoint()))
 
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Deliver a value to another device."""
