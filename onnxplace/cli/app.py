@@ -224,7 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_stdout()
         return 0
     except OSError as problem:
-        return _print_disk_error(problem, json_)
+        from onnxplace.utils import disk_error
+
+        if any(frame.f_code is click.echo.__code__ for frame, _ in traceback.walk_tb(problem.__traceback__)):
+            return _print_error(_make_output_error(problem), json_=False)
+        return _print_error(disk_error(problem, str(problem.filename or "a file")), json_)
 
 
 def _print_misuse(problem: click.ClickException, json_: bool) -> int:
@@ -238,15 +242,6 @@ def _print_misuse(problem: click.ClickException, json_: bool) -> int:
         print_text(f"{usage}Error: {message}", err=True)
     error = UsageError("U000", message, where=command, hint=f"{command} --help")
     return _print_error(error, json_, shown=True)
-
-
-def _print_disk_error(problem: OSError, json_: bool) -> int:
-    """Print an error of a file, or of stdout, which then cannot hold JSON; return the exit code."""
-    from onnxplace.utils import disk_error
-
-    if any(frame.f_code is click.echo.__code__ for frame, _ in traceback.walk_tb(problem.__traceback__)):
-        return _print_error(_make_output_error(problem), json_=False)
-    return _print_error(disk_error(problem, str(problem.filename or "a file")), json_)
 
 
 def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> int:

@@ -151,9 +151,8 @@ def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:
 
 def _is_as_finite(actual: Array, reference: Array) -> bool:
     """Return whether `actual` is finite if `reference` is; types of which none is infinite are."""
-    if str(reference.real.dtype) not in TOLERANCE:
-        return True
-    return bool(np.isfinite(actual).all() or not np.isfinite(reference).all())
+    is_exact = str(reference.real.dtype) not in TOLERANCE
+    return is_exact or bool(np.isfinite(actual).all() or not np.isfinite(reference).all())
 
 
 def open_reference(
@@ -218,15 +217,13 @@ def _require_same_interface(bundle: Bundle, session: Any, where: str, split_stat
             raise ModelError("M030", message, where=where, hint=hint)
 
 
-def _join_split_inputs(
-    bundle: Bundle, model_inputs: Mapping[str, Any], split_states: SplitStates | None
-) -> dict[str, Declared]:
+def _join_split_inputs(bundle: Bundle, whole: Mapping[str, Any], states: SplitStates | None) -> dict[str, Declared]:
     """Return the inputs that a bundle needs by name, with whole states in place of their parts."""
     inputs = {item.name: item for item in bundle.inputs if not item.optional}
-    for name, parts in (split_states.whole_names if split_states else {}).items():
+    for name, parts in (states.whole_names if states else {}).items():
         part, *_ = [inputs.pop(item) for item in parts]
         # The split axis is longer than that of the part: it is taken from the model.
-        sizes = model_inputs[name].shape if name in model_inputs else []
+        sizes = whole[name].shape if name in whole else []
         shape = [size if isinstance(size, int) else str(size) for size in sizes]
         inputs[name] = replace(part, name=name, shape=tuple(shape))
     return inputs

@@ -100,12 +100,10 @@ def require_decoder(manifest: Manifest, decoder: Mapping[str, Any], where: str) 
     _require_computed_outputs(manifest)
 
 
-def _list_read_outputs(
-    given_inputs: Mapping[str, str], given_outputs: Mapping[str, str], inputs: Collection[str]
-) -> list[str]:
+def _list_read_outputs(fed: Mapping[str, str], returned: Mapping[str, str], inputs: Collection[str]) -> list[str]:
     """Return the outputs that GenAI reads: the logits, and those of the caches among the inputs."""
-    caches = {key for key, name in given_inputs.items() if name in inputs}
-    return [name for key, name in given_outputs.items() if key == "logits" or pair_of(key) in caches]
+    caches = {key for key, name in fed.items() if name in inputs}
+    return [name for key, name in returned.items() if key == "logits" or pair_of(key) in caches]
 
 
 def _require_computed_outputs(manifest: Manifest) -> None:

@@ -79,10 +79,9 @@ BIAS_RANGE, BIAS_DOWN = 0.1, 0.7
 BIAS_RESET_SHARE = 0.2
 # Share of regions that go to a device that they border on, which saves a transfer; the others may go to any.
 BORDER_SHARE = 0.6
-# Regions hold at most the atoms divided by this: to move more than half is to move the others the other way.
-MAX_REGION_DIVISOR = 3.0
-# That limit is at least this, as sizes are drawn by its logarithm.
-MIN_REGION_LIMIT = 2.0
+# Regions hold at most the atoms divided by this: to move more than half is to move the others the other way. The limit
+# is at least 2, as sizes are drawn by its logarithm.
+MAX_REGION_DIVISOR, MIN_REGION_LIMIT = 3.0, 2.0
 # Share of the transfer time that counts as time of the step: of equal steps, the one with least traffic wins.
 TRAFFIC_WEIGHT = 0.01
 

@@ -188,10 +188,8 @@ def _find_units(sharded: ShardedModel, states: Mapping[str, str], profile: Profi
 
 def _find_parameters(origins: Sequence[NodeOrigin], parameter: Ints) -> list[int]:
     """Return, per node of the model before that is computed once, its parameter; `NO_UNIT` for others."""
-    return [
-        int(parameter[origin.source]) if origin.device == SHARED and origin.source >= 0 else NO_UNIT
-        for origin in origins
-    ]
+    shared = [origin.source if origin.device == SHARED else -1 for origin in origins]
+    return [int(parameter[source]) if source >= 0 else NO_UNIT for source in shared]
 
 
 def _add_gradient_sums(sharded: ShardedModel, units: list[int]) -> None:

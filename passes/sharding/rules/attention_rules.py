@@ -167,8 +167,7 @@ def _by_batch(view: NodeView, positions: Sequence[int]) -> list[AxisRule]:
     masked = _mask_of_batch(view, 4)
     if masked is None or masked[1]:
         return []
-    inputs = {**_batch_inputs(view, positions), **masked[0]}
-    return [AxisRule(inputs, dict.fromkeys(view.present_outputs(), 0))]
+    return [AxisRule({**_batch_inputs(view, positions), **masked[0]}, dict.fromkeys(view.present_outputs(), 0))]
 
 
 def _can_cut_bias(view: NodeView) -> bool:
