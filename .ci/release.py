@@ -25,6 +25,10 @@ from packaging.version import InvalidVersion, Version
 ROOT = Path(__file__).resolve().parents[1]
 VERSION_FILE = "onnxplace/_version.py"
 CHANGELOG = "CHANGELOG.md"
+# The plugin of this repository is released with the same version.
+PLUGIN = "plugins/onnxplace-learned"
+PLUGIN_FILE = f"{PLUGIN}/pyproject.toml"
+PLUGIN_VERSION = re.compile(r'^version = "[^"]+"$', re.MULTILINE)
 # The section of the first release has its number from the start.
 UNRELEASED = re.compile(r"^## (?:Unreleased|\S+ \(unreleased\))\n", re.MULTILINE)
 # What a user of the wheel does first, without measuring.
@@ -36,6 +40,12 @@ bundle = onnxplace.compile(onnx.parser.parse_model(text), "first.bundle", device
 with onnxplace.InferenceSession(bundle) as session:
     (y,) = session.run(None, {"x": numpy.array([-1, 1], numpy.float32)})
 assert y.tolist() == [0, 1], y
+"""
+# The first use of the plugin: a placer with the policy that its wheel holds.
+FIRST_PLACEMENT = """
+from pathlib import Path
+from onnxplace.cost_graph import GENERATORS, write_cost_graph
+write_cost_graph(Path("graph.graphml"), GENERATORS["layered"](8, 0))
 """
 
 
@@ -89,11 +99,13 @@ def date_changelog(changelog: str, version: Version, day: datetime.date) -> str:
 
 def apply_release(folder: Path, version: Version, day: datetime.date) -> None:
     """Write the version and the changelog of a release into a checkout; raises ReleaseError."""
-    changelog, version_file = folder / CHANGELOG, folder / VERSION_FILE
+    changelog, version_file, plugin_file = folder / CHANGELOG, folder / VERSION_FILE, folder / PLUGIN_FILE
     dated = date_changelog(changelog.read_text(encoding="utf-8"), version, day)
     text = version_file.read_text(encoding="utf-8")
     changelog.write_text(dated, encoding="utf-8")
     version_file.write_text(text.replace(f'"{read_version(text)}"', f'"{version}"'), encoding="utf-8")
+    plugin = PLUGIN_VERSION.sub(f'version = "{version}"', plugin_file.read_text(encoding="utf-8"), count=1)
+    plugin_file.write_text(plugin, encoding="utf-8")
 
 
 def run(*command: str | Path, folder: Path = ROOT) -> str:
@@ -111,12 +123,12 @@ def require_clean(folder: Path) -> None:
         raise ReleaseError(f"commit or remove these changes first:\n{changes}")
 
 
-def build_packages(clone: Path, target: Path) -> tuple[Path, Path]:
-    """Build the sdist, and the wheel from it, and check both; returns their paths."""
-    run(sys.executable, "-m", "build", "--outdir", target, clone, folder=clone)
-    (sdist,), (wheel,) = target.glob("*.tar.gz"), target.glob("*.whl")
+def build_packages(source: Path, target: Path, package: str, version: Version) -> tuple[Path, Path]:
+    """Build the sdist of a package, and the wheel from it, and check both; returns their paths."""
+    run(sys.executable, "-m", "build", "--outdir", target, source, folder=source)
+    (sdist,), (wheel,) = target.glob(f"{package}-{version}.tar.gz"), target.glob(f"{package}-{version}-*.whl")
     run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
-    run(Path(sys.executable).with_name("check-wheel-contents"), "--toplevel", "onnxplace", wheel)
+    run(Path(sys.executable).with_name("check-wheel-contents"), "--toplevel", package, wheel)
     return sdist, wheel
 
 
@@ -131,6 +143,16 @@ def install_wheel(wheel: Path, folder: Path, version: Version) -> Path:
         raise ReleaseError(f"the installed command says {printed.strip()!r}, expected version {version}")
     run(python, "-c", FIRST_USE, folder=folder)
     return python
+
+
+def install_plugin(python: Path, wheel: Path, folder: Path) -> None:
+    """Install the plugin's wheel into an environment that has onnxplace, and place with one of its placers."""
+    run(python, "-m", "pip", "install", "-q", wheel)
+    run(python, "-m", "pip", "check")
+    run(python, "-c", FIRST_PLACEMENT, folder=folder)
+    command = python.with_name("onnxplace")
+    run(command, "place", "graph.graphml", "--placer", "guided", "--json", folder=folder)
+    run(command, "learn", "families", folder=folder)
 
 
 def write_bill_of_materials(python: Path, version: Version, target: Path) -> int:
@@ -169,17 +191,22 @@ def make_release(version: Version, day: datetime.date, dry_run: bool) -> None:
         apply_release(clone, version, day)
         notes = release_notes((ROOT / CHANGELOG).read_text(encoding="utf-8"))
         (target / "NOTES.md").write_text(f"# onnxplace {version}\n\n{notes}\n", encoding="utf-8")
-        sdist, wheel = build_packages(clone, target)
+        sdist, wheel = build_packages(clone, target, "onnxplace", version)
         print(f"built and checked {sdist.name}, {wheel.name}")
+        plugin_sdist, plugin_wheel = build_packages(clone / PLUGIN, target, "onnxplace_learned", version)
+        print(f"built and checked {plugin_sdist.name}, {plugin_wheel.name}")
         python = install_wheel(wheel, Path(folder) / "environment", version)
         print("the wheel installs, and its command works")
         print(f"bill of materials: {write_bill_of_materials(python, version, target)} components")
+        # After the bill of materials, which is of the core alone.
+        install_plugin(python, plugin_wheel, Path(folder))
+        print("the wheel of the plugin installs, and its placer works")
     write_checksums(target)
     if dry_run:
         print(f"dry run: no commit, no tag; see {target.relative_to(ROOT)}")
         return
     apply_release(ROOT, version, day)
-    run("git", "commit", "-q", "-m", f"Release {version}", CHANGELOG, VERSION_FILE)
+    run("git", "commit", "-q", "-m", f"Release {version}", CHANGELOG, VERSION_FILE, PLUGIN_FILE)
     run("git", "tag", "-a", f"v{version}", "-m", f"onnxplace {version}")
     print(
         f"committed and tagged v{version}; next: git push --follow-tags, and twine upload build/release/*.whl *.tar.gz"

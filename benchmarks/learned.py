@@ -22,7 +22,7 @@ from onnxplace.driver import place_cost_graph, replace_devices
 from onnxplace.passes.placement.search import (
     Budget,
     Candidate,
-    Plan,
+    PlacerPlan,
     SearchSpace,
     evaluate_candidate,
     explore,
@@ -88,7 +88,7 @@ def compare_placers(graphs: GraphSet, devices: int, placers: Mapping[str, str]) 
         }
 
 
-def score_plans(space: SearchSpace, plans: Sequence[Plan]) -> list[Candidate]:
+def score_plans(space: SearchSpace, plans: Sequence[PlacerPlan]) -> list[Candidate]:
     """Return the plans that fit, the shortest step first."""
     candidates = [evaluate_candidate(space, plan.name, plan.device, plan.order) for plan in plans]
     return sorted((item for item in candidates if item), key=lambda item: item.seconds)

@@ -27,8 +27,9 @@ from onnxplace_learned.policies.placeto_learning import Settings
 from onnxplace_learned.policies.placeto_network import COMPLETION_ROUNDS, Policy, Shape
 from onnxplace_learned.policies.placing import place_with_policy
 from onnxplace_learned.policies.teacher import search_lesson
-from onnxplace_learned.training.placeto import LearnOptions, learn_placeto
-from onnxplace_learned.training.problems import LearningGraph, draw_problems
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph, draw_problems
+from onnxplace_learned.policy_training.placeto_training import PlacetoOptions, PlacetoTraining
+from onnxplace_learned.policy_training.training_loop import learn_policy
 
 # Share of the graphs that is not trained on.
 UNSEEN_SHARE = 0.2
@@ -40,14 +41,14 @@ SEARCH_PROPOSALS = 20_000
 
 def train(graphs: list[LearningGraph], updates: int, seed: int) -> Policy:
     """Return a policy that learned from completions."""
-    options = LearnOptions(
+    options = PlacetoOptions(
         devices=len(graphs[0].problem.target.devices),
         updates=updates,
         start="several",
         settings=Settings.for_completions(seed),
     )
     with tempfile.TemporaryDirectory() as folder:
-        policy: Policy = learn_placeto(graphs, options, Path(folder) / "policy.safetensors").policy
+        policy: Policy = learn_policy(PlacetoTraining, graphs, options, Path(folder) / "policy.safetensors").policy
     return policy
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -16,6 +17,7 @@ from onnxplace.model import (
     RANDOM_OPERATORS,
     Model,
     captured_names,
+    has_subgraphs,
     is_quantization_node,
     iterate_subgraphs,
     tensor_size,
@@ -103,8 +105,7 @@ def _duplicate_dequantisers(model: Model) -> Model:
 
 def _copy_with_new_names(node: NodeProto, taken: set[str]) -> NodeProto:
     """Copy a one-output node, and add the new names to `taken`."""
-    copy = NodeProto()
-    copy.CopyFrom(node)
+    copy = deepcopy(node)
     number = 1
     while f"{node.name}/{number}" in taken or f"{node.output[0]}/{number}" in taken:
         number += 1
@@ -115,8 +116,7 @@ def _copy_with_new_names(node: NodeProto, taken: set[str]) -> NodeProto:
 
 def _replace_inputs(node: NodeProto, own: Mapping[str, str]) -> NodeProto:
     """Return a node with other inputs; its subgraphs stay as they are."""
-    result = NodeProto()
-    result.CopyFrom(node)
+    result = deepcopy(node)
     result.input[:] = [own.get(name, name) for name in node.input]
     return result
 
@@ -137,8 +137,8 @@ def _find_foldable(model: Model, limit_bytes: int) -> list[int]:
 
 def _is_pure(node: NodeProto) -> bool:
     """Return whether a node gives the same results in each inference, and may be folded."""
-    has_subgraphs = any(True for _ in iterate_subgraphs(node))
-    return node.domain in ("", "ai.onnx") and node.op_type not in RANDOM_OPERATORS | _QUANTISERS and not has_subgraphs
+    is_fixed = node.op_type not in RANDOM_OPERATORS | _QUANTISERS
+    return is_fixed and node.domain in ("", "ai.onnx") and not has_subgraphs(node)
 
 
 def _fold(model: Model, positions: Sequence[int], limit_bytes: int) -> Model:

@@ -27,7 +27,7 @@ from onnxplace.passes.profiling import (
     measure_peaks,
     report_unknown_sizes,
 )
-from onnxplace.passes.training import recognise_training_step, report_unusable_loss
+from onnxplace.passes.step_recognition import recognise_training_step, report_unusable_loss
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
 from onnxplace.training_roles import Phase

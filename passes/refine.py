@@ -9,7 +9,7 @@ import numpy as np
 from annotated_types import Ge
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.search import Budget, Plan, improve_and_commit
+from onnxplace.passes.placement.search import Budget, PlacerPlan, improve_and_commit
 from onnxplace.problem import PlacementProblem, placement_problem, sort_by_start
 from onnxplace.state import Pass, State
 
@@ -39,7 +39,7 @@ class Refine(Pass):
         return improve_and_commit(state, problem, current_plan(state, problem), budget, self.seed)
 
 
-def current_plan(state: State, problem: PlacementProblem) -> Plan:
+def current_plan(state: State, problem: PlacementProblem) -> PlacerPlan:
     """Return the placement of a state as a plan for its problem."""
     placement, schedule = state[Placement], state[Schedule]
     count = len(problem.graph)
@@ -49,4 +49,4 @@ def current_plan(state: State, problem: PlacementProblem) -> Plan:
     rank[schedule.order] = np.arange(len(rank))
     first = np.full(count, np.inf)
     np.minimum.at(first, problem.members, rank)
-    return Plan(placement.placer, device, sort_by_start(problem.graph, first))
+    return PlacerPlan(placement.placer, device, sort_by_start(problem.graph, first))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,9 @@ from onnxplace.bundle.manifest import (
     LinkRecord,
     Manifest,
     OutputRecord,
+    SegmentRecord,
     StateRecord,
+    ValueRecord,
 )
 from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError
@@ -375,11 +377,11 @@ def extract_device_part(bundle: Bundle, device: str) -> Bundle:
         manifest = move_to_route(manifest, route)
     program = manifest.programs.get(device, ())
     segments = tuple(segment for segment in manifest.segments if segment.device == device)
-    segment_ids = {segment.id for segment in segments}
     read = {name for segment in segments for name in segment.inputs}
     computed = {name for segment in segments for name in segment.outputs}
     received = [step.value for step in program if step.op == "receive"]
-    records = {name: manifest.values[name] for name in manifest.values if name in read | computed | set(received)}
+    present = read | computed | set(received)
+    records = {name: record for name, record in manifest.values.items() if name in present}
     inputs = [item for item in manifest.inputs if item.name in read]
     inputs += [InputRecord(name=name, dtype=records[name].dtype, shape=records[name].shape) for name in received]
     updates = {
@@ -388,15 +390,15 @@ def extract_device_part(bundle: Bundle, device: str) -> Bundle:
         "states": (),
         "routes": (),
         "segments": segments,
-        "values": {
-            name: record.model_copy(
-                update={
-                    "producer": record.producer if name in computed else None,
-                    "readers": tuple(reader for reader in record.readers if reader in segment_ids),
-                }
-            )
-            for name, record in records.items()
-        },
+        "values": {name: _keep_segments(record, segments) for name, record in records.items()},
         "programs": {device: tuple(step for step in program if step.op in ("run", "free"))},
     }
     return replace(bundle, manifest=manifest.model_copy(update=updates))
+
+
+def _keep_segments(record: ValueRecord, segments: Sequence[SegmentRecord]) -> ValueRecord:
+    """Return the record of a value where there are only some segments: its producer and readers among them."""
+    kept = {segment.id for segment in segments}
+    readers = tuple(reader for reader in record.readers if reader in kept)
+    producer = record.producer if record.producer in kept else None
+    return record.model_copy(update={"producer": producer, "readers": readers})

@@ -206,15 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print_interruption(_signals[0], json_)
         return _print_error(_add_path_hint(problem), json_)
     except click.ClickException as problem:
-        context = getattr(problem, "ctx", None)
-        command = context.command_path if context else "onnxplace"
-        # click's own `show` prints the line breaks of what the user typed.
-        message = " ".join(problem.format_message().split())
-        usage = f"{context.get_usage()}\nTry '{command} -h' for help.\n\n" if context else ""
-        with suppress(OSError):
-            print_text(f"{usage}Error: {message}", err=True)
-        error = UsageError("U000", message, where=command, hint=f"{command} --help")
-        return _print_error(error, json_, shown=True)
+        return _print_misuse(problem, json_)
     except (KeyboardInterrupt, click.Abort):
         return _print_interruption(_signals[0] if _signals else signal.SIGINT, json_)
     except SystemExit as request:
@@ -237,6 +229,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if any(frame.f_code is click.echo.__code__ for frame, _ in traceback.walk_tb(problem.__traceback__)):
             return _print_error(_make_output_error(problem), json_=False)
         return _print_error(disk_error(problem, str(problem.filename or "a file")), json_)
+
+
+def _print_misuse(problem: click.ClickException, json_: bool) -> int:
+    """Print what click says of wrong arguments, with how to use the command; return the exit code."""
+    context = getattr(problem, "ctx", None)
+    command = context.command_path if context else "onnxplace"
+    # click's own `show` prints the line breaks of what the user typed.
+    message = " ".join(problem.format_message().split())
+    usage = f"{context.get_usage()}\nTry '{command} -h' for help.\n\n" if context else ""
+    with suppress(OSError):
+        print_text(f"{usage}Error: {message}", err=True)
+    error = UsageError("U000", message, where=command, hint=f"{command} --help")
+    return _print_error(error, json_, shown=True)
 
 
 def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> int:

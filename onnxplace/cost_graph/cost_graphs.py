@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import networkx
 
     from onnxplace.cost_graph.graphml import AttributedGraph
-    from onnxplace.cost_graph.networkx_graphs import PlacedGraph
+    from onnxplace.cost_graph.networkx_graphs import TimedPlacement
 
 DEVICE_MODEL = "cost-graph"
 GZIP = b"\x1f\x8b"
@@ -81,7 +81,7 @@ def read_cost_graph(
     return parse_cost_graph(parsed, name)
 
 
-def write_cost_graph(path: str | Path, graph: CostGraph | State, placement: PlacedGraph | None = None) -> None:
+def write_cost_graph(path: str | Path, graph: CostGraph | State, placement: TimedPlacement | None = None) -> None:
     """Write a cost graph, or a state with a Profile, as GraphML; `.gz` after `.graphml` compresses it.
 
     `placement` is what `onnxplace.driver.place_cost_graph` returned: nodes get device, colour, start and finish.

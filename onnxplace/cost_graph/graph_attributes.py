@@ -34,7 +34,7 @@ MIN_BYTES_PER_SECOND = 1e-12
 
 
 @dataclass(frozen=True)
-class Description:
+class GraphDescription:
     """A graph with attributes as a JSON cost graph, with the data that JSON cannot hold."""
 
     document: dict[str, Any]
@@ -60,7 +60,7 @@ def read_attributes(graph: networkx.DiGraph[Any]) -> AttributedGraph:
     return AttributedGraph(list(graph.nodes(data=True)), list(graph.edges(data=True)), graph.graph)
 
 
-def describe(graph: AttributedGraph, where: str, device_count: int | None = None) -> Description:
+def describe(graph: AttributedGraph, where: str, device_count: int | None = None) -> GraphDescription:
     """Describe the cost graph that a graph with attributes stands for.
 
     `device_count` is the number of devices without memory, for a graph that names none.
@@ -85,7 +85,7 @@ def describe(graph: AttributedGraph, where: str, device_count: int | None = None
     latency = _number(graph.attributes, "latency_seconds", where)
     notes = (*_note_missing_costs(nodes, "seconds", "node", where), *_note_missing_costs(edges, "bytes", "edge", where))
     classes = _class_seconds(nodes, seconds, where)
-    return Description(
+    return GraphDescription(
         document=document,
         seconds=seconds,
         class_seconds=classes,
@@ -96,7 +96,7 @@ def describe(graph: AttributedGraph, where: str, device_count: int | None = None
     )
 
 
-def exact_profile(profile: Profile, description: Description, target: Target) -> Profile:
+def exact_profile(profile: Profile, description: GraphDescription, target: Target) -> Profile:
     """Return the profile of a description's document with the times, and the shared weights, that it left out."""
     classes = dict.fromkeys(device.cost_class for device in target.devices)
     seconds = {kind: description.class_seconds.get(kind, description.seconds) for kind in classes}

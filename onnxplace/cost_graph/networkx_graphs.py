@@ -35,7 +35,7 @@ class _PlacedNodes:
     finish_seconds: Floats
 
 
-class PlacedGraph(Protocol):
+class TimedPlacement(Protocol):
     """A placement of a cost graph with its times, as `onnxplace.driver.place_cost_graph` returns it."""
 
     @property
@@ -58,7 +58,7 @@ class PlacedGraph(Protocol):
     def finish_seconds(self) -> Floats: ...
 
 
-def to_networkx(graph: CostGraph | State, placed: PlacedGraph | None = None) -> networkx.MultiDiGraph[Any]:
+def to_networkx(graph: CostGraph | State, placed: TimedPlacement | None = None) -> networkx.MultiDiGraph[Any]:
     """Return a cost graph, or the profile of a model, as a networkx digraph; with its placement, where there is one.
 
     A node of a cost graph keeps its id, a node of a model has its name. Edges are parallel where several values go from
@@ -101,7 +101,7 @@ def to_networkx(graph: CostGraph | State, placed: PlacedGraph | None = None) -> 
     return result
 
 
-def _graph_attributes(graph: CostGraph, placed: PlacedGraph | None) -> dict[str, Any]:
+def _graph_attributes(graph: CostGraph, placed: TimedPlacement | None) -> dict[str, Any]:
     """Return the name of a cost graph, its machine, and how good its placement is."""
     attributes = {"name": graph.name, **_describe_machine(graph.device_ids, graph.target.devices)}
     attributes["latency_seconds"] = float(graph.link.latency_seconds)
@@ -119,7 +119,7 @@ def _describe_machine(device_ids: Sequence[Hashable], devices: Sequence[Device])
     return {"devices": entries}
 
 
-def _index_placement(graph: CostGraph, placed: PlacedGraph) -> _PlacedNodes:
+def _index_placement(graph: CostGraph, placed: TimedPlacement) -> _PlacedNodes:
     """Return the placement of a cost graph by device index; raise InputError for that of another graph."""
     index = {device: position for position, device in enumerate(graph.device_ids)}
     try:

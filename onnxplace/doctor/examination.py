@@ -68,7 +68,7 @@ NO_TIME_LEFT = "no time was left: give more --seconds, or fewer --devices"
 
 
 @dataclass(frozen=True)
-class Job:
+class CheckJob:
     """Checks to run in one process."""
 
     checks: tuple[str, ...]
@@ -80,7 +80,7 @@ class Job:
     journal: Path
 
 
-def run_checks(job: Job) -> None:
+def run_checks(job: CheckJob) -> None:
     """Run the checks of a job, one after the other."""
     with job.journal.open("a", encoding="utf-8") as journal, temporary_folder() as folder:
 
@@ -261,7 +261,7 @@ class _Examination:
         checks, deadline = list(group.checks), time.time() + left
         while checks:
             with temporary_folder() as folder:
-                job = Job(
+                job = CheckJob(
                     checks=tuple(check.name for check in checks),
                     devices=group.devices,
                     seconds=min(
@@ -288,7 +288,7 @@ class _Examination:
         self._results.append(CheckResult(check.name, self._group.devices, "failed", problem, seconds))
         self._running = _Running("")
 
-    def _run_job(self, job: Job, checks: Mapping[str, Check]) -> str:
+    def _run_job(self, job: CheckJob, checks: Mapping[str, Check]) -> str:
         """Run a job, and add its results; return how its process crashed or hung, or an empty text."""
         self._running, self._is_complete = _Running(""), False
         job.journal.touch()

@@ -1,10 +1,10 @@
+from onnxplace.driver.compile_options import CompileSettings as CompileSettings
 from onnxplace.driver.compiler import (
     Compiled as Compiled,
     compile_model as compile_model,
     compile_with as compile_with,
 )
 from onnxplace.driver.keywords import takes_fields_of as takes_fields_of
-from onnxplace.driver.options import CompileSettings as CompileSettings
 from onnxplace.driver.placer import (
     Grouping as Grouping,
     PlacementResult as PlacementResult,

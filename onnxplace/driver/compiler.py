@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxplace.bundle import Bundle, prepare_output, stage_output
-from onnxplace.driver.decision import Candidate, Comparison, Objective, Profiled
-from onnxplace.driver.finishing import finish_bundle
+from onnxplace.driver.bundle_trials import finish_bundle
+from onnxplace.driver.compile_options import CompileSettings, choose_output, choose_pipeline, choose_target
+from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled
 from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.driver.latency import decide_or_recompute, make_latency_objective
-from onnxplace.driver.options import CompileSettings, choose_output, choose_pipeline, choose_target
 from onnxplace.driver.throughput import make_throughput_objective
 from onnxplace.driver.training_steps import TRAINING_STEP, require_training_step, suggest_objective
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
@@ -111,7 +111,7 @@ def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) ->
     return prepare_output(output, force, *(file.parent for file in saved), measurement_cache.folder())
 
 
-def _run_pipeline(steps: Pipeline, state: State, settings: CompileSettings) -> tuple[list[Candidate], Comparison]:
+def _run_pipeline(steps: Pipeline, state: State, settings: CompileSettings) -> tuple[list[BuiltStrategy], Comparison]:
     """Return what may be written, the best by prediction first, and how a trial compares it.
 
     The memory is checked before measuring, and idle devices before emitting.
@@ -158,7 +158,7 @@ def _choose_objective(settings: CompileSettings, profiled: Profiled) -> Objectiv
     )
 
 
-def _choose_comparison(settings: CompileSettings, objective: Objective, kept: Candidate) -> Comparison:
+def _choose_comparison(settings: CompileSettings, objective: Objective, kept: BuiltStrategy) -> Comparison:
     """Return what a trial compares with the bundle.
 
     That is one device only where the default placer for latency was used, and sharding was not asked for. Copies or

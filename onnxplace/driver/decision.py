@@ -2,8 +2,8 @@
 
 A `Strategy` is a way to use the devices: a list of passes that turn a profiled model into segments. An `Objective` says
 which strategies there are, which of those that fit are worth a trial, and how the choice is described. `decide` is the
-loop over them. Nothing is written and nothing runs before `onnxplace.driver.finishing` has the candidates: a prediction
-takes milliseconds to seconds, a trial takes seconds of all devices.
+loop over them. Nothing is written and nothing runs before `onnxplace.driver.bundle_trials` has the candidates: a
+prediction takes milliseconds to seconds, a trial takes seconds of all devices.
 
     objective    proposes                                            keeps                       runs in a trial
     latency      whole operators, in groupings; split operators      the shortest step           one device too
@@ -98,7 +98,7 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BuiltStrategy:
     """A strategy that fits: the model placed and split, with predictions."""
 
     strategy: Strategy
@@ -156,11 +156,11 @@ class Candidate:
         """Return the bundle that it was written to."""
         return Bundle.open(self.state[Emitted].path)
 
-    def with_notes(self, *notes: Diagnostic) -> Candidate:
+    def with_notes(self, *notes: Diagnostic) -> BuiltStrategy:
         """Return it with notes for the user."""
         return replace(self, state=self.state.with_notes(*notes))
 
-    def write(self, path: Path, observer: Observer | None = None) -> Candidate:
+    def write(self, path: Path, observer: Observer | None = None) -> BuiltStrategy:
         """Write its bundle to a path."""
         emit: Any = self.profiled.emit
         options = {"link_weights": True} if self.profiled.links_weights else {}
@@ -179,7 +179,7 @@ class InfeasibleStrategy:
     problem: InfeasibleError
 
 
-Result = Candidate | InfeasibleStrategy
+Result = BuiltStrategy | InfeasibleStrategy
 ProposeStrategies = Callable[[Profiled, Sequence[Result]], Iterator[Sequence[Strategy]]]
 """Yields strategies in rounds, and gets the results of all rounds before: some strategies are only worth a prediction
 if others do not fit."""
@@ -190,9 +190,9 @@ class Objective:
     """What is compared, and which strategies are kept."""
 
     propose: ProposeStrategies
-    choose: Callable[[Sequence[Candidate]], list[Candidate]]
+    choose: Callable[[Sequence[BuiltStrategy]], list[BuiltStrategy]]
     """Returns those that are worth a trial, the best by prediction first, of those that fit, in their order."""
-    describe: Callable[[Sequence[Candidate], Sequence[InfeasibleStrategy], Candidate], Sequence[Diagnostic]]
+    describe: Callable[[Sequence[BuiltStrategy], Sequence[InfeasibleStrategy], BuiltStrategy], Sequence[Diagnostic]]
     """Returns the notes about a choice: what fits, what does not, and the best one."""
     comparison: Comparison = "none"
     """Trial that compares the candidates."""
@@ -202,7 +202,7 @@ class Objective:
     """Whether users see one step for each strategy rather than the passes of one strategy after the other."""
 
 
-def decide(objective: Objective, profiled: Profiled, observer: Observer | None = None) -> list[Candidate]:
+def decide(objective: Objective, profiled: Profiled, observer: Observer | None = None) -> list[BuiltStrategy]:
     """Return the candidates that are worth a trial, the best by prediction first, with notes.
 
     Raises:
@@ -211,7 +211,7 @@ def decide(objective: Objective, profiled: Profiled, observer: Observer | None =
     began = budget_clock()
     # List and predict. Some strategies are only proposed where earlier ones do not fit, so that is one loop.
     results = predict_all(objective.propose, profiled, observer, is_exploring=objective.is_exploring)
-    fitting = [item for item in results if isinstance(item, Candidate)]
+    fitting = [item for item in results if isinstance(item, BuiltStrategy)]
     infeasible = [item for item in results if isinstance(item, InfeasibleStrategy)]
     if not fitting:
         usual = (item for item in infeasible if item.strategy.kind == objective.usual_kind)
@@ -243,7 +243,7 @@ def predict_all(
     return results
 
 
-def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = None) -> Candidate:
+def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = None) -> BuiltStrategy:
     """Run the passes of a strategy on a profiled model.
 
     Raises InfeasibleError if it does not fit, or if there is nothing to split or to copy.
@@ -260,7 +260,7 @@ def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = 
         state = replace(state, diagnostics=notes)
     if strategy.everywhere or strategy.groups:
         strategy, state = _add_routes(strategy, state)
-    return Candidate(strategy, profiled, state, placed.timings)
+    return BuiltStrategy(strategy, profiled, state, placed.timings)
 
 
 def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from onnxplace.driver.decision import (
-    Candidate,
+    BuiltStrategy,
     InfeasibleStrategy,
     Objective,
     Profiled,
@@ -73,7 +73,9 @@ def _name_passes(passes: tuple[Pass, ...]) -> Strategy:
     return Strategy("whole operators", "placed", passes)
 
 
-def _split_by_kind(fitting: Sequence[Candidate]) -> tuple[Candidate | None, Candidate | None, list[Candidate]]:
+def _split_by_kind(
+    fitting: Sequence[BuiltStrategy],
+) -> tuple[BuiltStrategy | None, BuiltStrategy | None, list[BuiltStrategy]]:
     """Return the best of whole operators, the sharded candidate, and all groupings."""
     placed = [item for item in fitting if item.strategy.kind not in ("one device", "sharded")]
     alone = next((item for item in fitting if item.strategy.kind == "one device"), None)
@@ -82,7 +84,7 @@ def _split_by_kind(fitting: Sequence[Candidate]) -> tuple[Candidate | None, Cand
     return alone or several, sharded, placed
 
 
-def _choose(fitting: Sequence[Candidate]) -> Candidate:
+def _choose(fitting: Sequence[BuiltStrategy]) -> BuiltStrategy:
     """Return split operators if their step is clearly shorter; a placement that only has to fit is kept if it does."""
     whole, sharded, _ = _split_by_kind(fitting)
     if whole is None or sharded is None:
@@ -95,7 +97,7 @@ def _choose(fitting: Sequence[Candidate]) -> Candidate:
 
 
 def _describe(
-    fitting: Sequence[Candidate], infeasible: Sequence[InfeasibleStrategy], kept: Candidate
+    fitting: Sequence[BuiltStrategy], infeasible: Sequence[InfeasibleStrategy], kept: BuiltStrategy
 ) -> list[Diagnostic]:
     """Return the notes about groupings, unless operators are split, and about splitting, where that was possible."""
     whole, sharded, placed = _split_by_kind(fitting)
@@ -117,7 +119,7 @@ def _describe(
 
 def decide_or_recompute(
     objective: Objective, profiled: Profiled, mode: str, observer: Observer | None
-) -> list[Candidate]:
+) -> list[BuiltStrategy]:
     """Return what `decide` does; where nothing fits, after computing more and more values again.
 
     `mode` is `auto`, `off`, `always`, or the limit of the pass `recompute`.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from onnxplace.driver.decision import Candidate, Profiled, Result, Strategy, parse_passes, predict_all
-from onnxplace.driver.options import choose_target
+from onnxplace.driver.compile_options import choose_target
+from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all
 from onnxplace.driver.throughput import list_copied_stages, list_sharded, list_simple
 from onnxplace.driver.training_steps import list_step_strategies
 from onnxplace.errors import Diagnostic
@@ -113,14 +113,14 @@ def _list_strategies(profiled: Profiled, results: Sequence[Result]) -> Iterator[
 def _omit_copied_stages(results: Sequence[Result]) -> list[Result]:
     """Return the results with the best of copied stages only, or the first if none fits."""
     copied = [item for item in results if item.strategy.kind == "copied stages"]
-    fitting = [item for item in copied if isinstance(item, Candidate)]
+    fitting = [item for item in copied if isinstance(item, BuiltStrategy)]
     shown: Result | None = min(fitting, key=lambda item: item.interval_seconds) if fitting else next(iter(copied), None)
     return [item for item in results if item.strategy.kind != "copied stages" or item is shown]
 
 
 def _describe(result: Result) -> PlannedStrategy:
     """Return the figures of a strategy, or why it is impossible."""
-    if not isinstance(result, Candidate):
+    if not isinstance(result, BuiltStrategy):
         return PlannedStrategy(result.strategy.name, problem=result.problem.message)
     state = result.state
     return PlannedStrategy(

@@ -71,15 +71,22 @@ def compare_output(name: str, actual: Any, reference: Any, lineage: Lineage | No
 
 def _compare_values(name: str, actual: Any, reference: Any, lineage: Lineage) -> OutputDifference:
     """Compare two values of any ONNX type: sequences, maps, optionals and tensors."""
-    if isinstance(reference, (list, tuple)) and isinstance(actual, (list, tuple)):
+    if _are_both((list, tuple), actual, reference):
         parts = [_compare_values(name, a, b, lineage) for a, b in zip(actual, reference)]
         return _summarise_parts(name, parts, len(actual) == len(reference))
-    if isinstance(reference, Mapping) and isinstance(actual, Mapping):
+    if _are_both(Mapping, actual, reference):
         parts = [_compare_values(name, actual[key], reference[key], lineage) for key in reference if key in actual]
         return _summarise_parts(name, parts, actual.keys() == reference.keys())
     if _is_array(reference) != _is_array(actual) or reference is None or actual is None:
         return OutputDifference(name, reference is None and actual is None, 0.0, 0.0)
-    actual, reference = np.asarray(actual), np.asarray(reference)
+    return _compare_arrays(name, np.asarray(actual), np.asarray(reference), lineage)
+
+
+def _are_both(kinds: Any, first: Any, second: Any) -> bool:
+    return isinstance(first, kinds) and isinstance(second, kinds)
+
+
+def _compare_arrays(name: str, actual: Array, reference: Array, lineage: Lineage) -> OutputDifference:
     if actual.shape != reference.shape or actual.dtype != reference.dtype:
         return OutputDifference(name, False, float("inf"), float("inf"))
     dtype = str(reference.real.dtype)
@@ -132,17 +139,20 @@ def _compare_floats(name: str, actual: Array, reference: Array, tolerance: float
 
 def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:
     """Return whether types and shapes are equal, and `actual` is finite if `reference` is."""
-    if isinstance(reference, (list, tuple)) and isinstance(actual, (list, tuple)):
+    if _are_both((list, tuple), actual, reference):
         parts = zip(actual, reference)
         return (any_shape or len(actual) == len(reference)) and all(_has_same_form(a, b, any_shape) for a, b in parts)
     if not _is_array(reference) or not _is_array(actual):
         return type(actual) is type(reference)
     actual, reference = np.asarray(actual), np.asarray(reference)
-    if actual.dtype != reference.dtype or (actual.shape != reference.shape and not any_shape):
-        return False
-    if str(reference.real.dtype) not in TOLERANCE:
-        return True
-    return bool(np.isfinite(actual).all() or not np.isfinite(reference).all())
+    has_same_shape = any_shape or actual.shape == reference.shape
+    return actual.dtype == reference.dtype and has_same_shape and _is_as_finite(actual, reference)
+
+
+def _is_as_finite(actual: Array, reference: Array) -> bool:
+    """Return whether `actual` is finite if `reference` is; types of which none is infinite are."""
+    is_exact = str(reference.real.dtype) not in TOLERANCE
+    return is_exact or bool(np.isfinite(actual).all() or not np.isfinite(reference).all())
 
 
 def open_reference(
@@ -197,15 +207,7 @@ def _require_same_interface(bundle: Bundle, session: Any, where: str, split_stat
     if missing := sorted({item.name for item in bundle.outputs} - outputs):
         raise ModelError("M030", f"it has no output {', '.join(missing)}", where=where, hint=hint)
     model_inputs = {item.name: item for item in session.get_inputs()}
-    bundle_inputs = {item.name: item for item in bundle.inputs if not item.optional}
-    for name, parts in (split_states.whole_names if split_states else {}).items():
-        part = bundle_inputs[parts[0]]
-        for item in parts:
-            del bundle_inputs[item]
-        # The split axis is longer than that of the part: it is taken from the model.
-        sizes = model_inputs[name].shape if name in model_inputs else []
-        shape = [size if isinstance(size, int) else str(size) for size in sizes]
-        bundle_inputs[name] = replace(part, name=name, shape=tuple(shape))
+    bundle_inputs = _join_split_inputs(bundle, model_inputs, split_states)
     if unmatched := sorted(model_inputs.keys() ^ bundle_inputs.keys()):
         raise ModelError("M030", f"its inputs differ: {', '.join(unmatched)}", where=where, hint=hint)
     for name, declared in bundle_inputs.items():
@@ -215,11 +217,22 @@ def _require_same_interface(bundle: Bundle, session: Any, where: str, split_stat
             raise ModelError("M030", message, where=where, hint=hint)
 
 
+def _join_split_inputs(bundle: Bundle, whole: Mapping[str, Any], states: SplitStates | None) -> dict[str, Declared]:
+    """Return the inputs that a bundle needs by name, with whole states in place of their parts."""
+    inputs = {item.name: item for item in bundle.inputs if not item.optional}
+    for name, parts in (states.whole_names if states else {}).items():
+        part, *_ = [inputs.pop(item) for item in parts]
+        # The split axis is longer than that of the part: it is taken from the model.
+        sizes = whole[name].shape if name in whole else []
+        shape = [size if isinstance(size, int) else str(size) for size in sizes]
+        inputs[name] = replace(part, name=name, shape=tuple(shape))
+    return inputs
+
+
 def _is_same_input(item: Any, declared: Declared) -> bool:
     """Return whether a session's input has the declared type, rank and fixed sizes, as far as both are known."""
-    fixed = [size for size in item.shape if isinstance(size, int)]
     same_rank = declared.shape is None or not item.shape or len(item.shape) == len(declared.shape)
-    sizes = zip(item.shape, declared.shape or fixed)
+    sizes = zip(item.shape, declared.shape or ())
     same_sizes = not any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes)
     return bool(item.type == declared.dtype) and same_rank and same_sizes
 

@@ -7,6 +7,7 @@ nodes as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 from onnx import DeviceConfigurationProto, ModelProto, TensorProto
@@ -57,8 +58,7 @@ def copy_whole_model(
     models: BundleModels, initializers: Sequence[TensorProto], weights: WeightFile | None
 ) -> ModelProto:
     """Return the model of whole operators, which has layouts already, with its weights in a file or in itself."""
-    proto = ModelProto()
-    proto.CopyFrom(models.whole)
+    proto = deepcopy(models.whole)
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(models.place(initializers, weights))
     return proto

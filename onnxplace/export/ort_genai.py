@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +73,18 @@ def read_config(path: Path) -> dict[str, Any]:
     return dict(config)
 
 
-def require_decoder(manifest: Manifest, decoder: Mapping[str, Any], where: str) -> None:
-    """Raise InputError unless GenAI feeds all inputs of the bundle, and finds the outputs that it reads."""
+def _read_layers(decoder: Mapping[str, Any], where: str) -> int:
+    """Return the number of layers; raises InputError unless there are some."""
     layers = decoder.get("num_hidden_layers")
     if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
         message = f"model.decoder.num_hidden_layers is {format_value(layers)}, expected 1 to {MAX_LAYERS}"
         raise InputError("I018", message, where=where, hint="the number of layers with a cache")
+    return layers
+
+
+def require_decoder(manifest: Manifest, decoder: Mapping[str, Any], where: str) -> None:
+    """Raise InputError unless GenAI feeds all inputs of the bundle, and finds the outputs that it reads."""
+    layers = _read_layers(decoder, where)
     given_inputs = expand_names({**INPUT_NAMES, **decoder.get("inputs", {})}, layers)
     given_outputs = expand_names({**OUTPUT_NAMES, **decoder.get("outputs", {})}, layers)
     inputs = {item.name: item for item in manifest.inputs if not item.optional}
@@ -87,11 +93,21 @@ def require_decoder(manifest: Manifest, decoder: Mapping[str, Any], where: str) 
     if unknown := [name for name in inputs if name not in given_inputs.values()]:
         message = f"GenAI does not feed the inputs {format_names(unknown)} of this bundle"
         raise InputError("I018", message, where=where, hint=hint)
-    caches = {key for key, name in given_inputs.items() if name in inputs}
-    needed = [name for key, name in given_outputs.items() if key == "logits" or pair_of(key) in caches]
+    needed = _list_read_outputs(given_inputs, given_outputs, inputs)
     if missing := [name for name in needed if name not in outputs]:
         message = f"GenAI reads the outputs {format_names(missing)}, which this bundle does not have"
         raise InputError("I018", message, where=where, hint=hint)
+    _require_computed_outputs(manifest)
+
+
+def _list_read_outputs(fed: Mapping[str, str], returned: Mapping[str, str], inputs: Collection[str]) -> list[str]:
+    """Return the outputs that GenAI reads: the logits, and those of the caches among the inputs."""
+    caches = {key for key, name in fed.items() if name in inputs}
+    return [name for key, name in returned.items() if key == "logits" or pair_of(key) in caches]
+
+
+def _require_computed_outputs(manifest: Manifest) -> None:
+    """Raise InputError if an output is an input."""
     if direct := [item.name for item in manifest.outputs if manifest.values[item.value].producer is None]:
         message = f"the output {direct[0]!r} is an input, expected the result of a stage"
         raise InputError("I018", message, where="--to ort-genai", hint="export --to stages")

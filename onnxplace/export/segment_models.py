@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -179,8 +180,7 @@ def write_segment_files(models: BundleModels, folder: Path, segments: Iterable[t
 
 def build_segment(models: BundleModels, segment: SegmentModel, weights: WeightFile) -> ModelProto:
     """Return the model of a segment, whose weights are in a file."""
-    proto = ModelProto()
-    proto.CopyFrom(segment.proto)
+    proto = deepcopy(segment.proto)
     states = [models.initial_states[name] for name in segment.record.inputs if name in models.initial_states]
     tensors = models.place((*segment.proto.graph.initializer, *states), weights)
     del proto.graph.initializer[:]

@@ -132,28 +132,45 @@ def require_tensors(manifest: Manifest, *, needs_numpy: bool) -> None:
 
 def find_obstacle(manifest: Manifest) -> str:
     """Return why an ensemble cannot express a bundle; empty if it can."""
-    values, returned = manifest.values, [output.value for output in manifest.outputs]
-    kinds = {device.id: device.kind for device in manifest.target.target().devices}
-    used = [kinds[segment.device] for segment in manifest.segments]
-    optional = {item.name for item in manifest.inputs if item.optional}
     if manifest.states:
         return "it carries states between calls"
     if any(segment.keeps_order for segment in manifest.segments):
         return "it is a training step, whose segments keep the order of their nodes"
-    if other := [kind for kind in used if kind not in ("cpu", "cuda")]:
-        return f"Triton's ONNX Runtime backend does not have {format_names(dict.fromkeys(other))} devices"
+    if other := _list_foreign_kinds(manifest):
+        return f"Triton's ONNX Runtime backend does not have {format_names(other)} devices"
+    if obstacle := _find_output_obstacle(manifest):
+        return obstacle
+    obstacles = (_find_segment_obstacle(manifest, segment) for segment in manifest.segments)
+    return next(filter(None, obstacles), "")
+
+
+def _find_output_obstacle(manifest: Manifest) -> str:
+    """Return why an ensemble cannot return the outputs; empty if it can."""
+    returned = [output.value for output in manifest.outputs]
     if len(set(returned)) < len(returned):
         return "two outputs return the same value"
-    if direct := [name for name in returned if values[name].producer is None]:
+    if direct := [name for name in returned if manifest.values[name].producer is None]:
         return f"it returns the input {direct[0]!r}"
-    for segment in manifest.segments:
-        if optional.issuperset(segment.inputs):
-            return f"segment {segment.id} reads no input"
-        for name in (*segment.inputs, *segment.outputs):
-            if find_data_type(values[name].dtype) is None:
-                return f"Triton cannot pass the value {name!r} of type {values[name].dtype}"
-            if values[name].shape is None:
-                return f"Triton cannot pass the value {name!r}, whose rank is unknown"
+    return ""
+
+
+def _list_foreign_kinds(manifest: Manifest) -> list[str]:
+    """Return the kinds of used devices that the backend does not have."""
+    kinds = {device.id: device.kind for device in manifest.target.target().devices}
+    used = dict.fromkeys(kinds[segment.device] for segment in manifest.segments)
+    return [kind for kind in used if kind not in ("cpu", "cuda")]
+
+
+def _find_segment_obstacle(manifest: Manifest, segment: SegmentRecord) -> str:
+    """Return why a segment cannot be a model of an ensemble; empty if it can."""
+    if {item.name for item in manifest.inputs if item.optional}.issuperset(segment.inputs):
+        return f"segment {segment.id} reads no input"
+    for name in (*segment.inputs, *segment.outputs):
+        value = manifest.values[name]
+        if find_data_type(value.dtype) is None:
+            return f"Triton cannot pass the value {name!r} of type {value.dtype}"
+        if value.shape is None:
+            return f"Triton cannot pass the value {name!r}, whose rank is unknown"
     return ""
 
 

@@ -32,6 +32,7 @@ from onnxplace.model.model import (
 )
 from onnxplace.model.nested_graphs import (
     captured_names as captured_names,
+    has_subgraphs as has_subgraphs,
     iterate_reads as iterate_reads,
     iterate_subgraphs as iterate_subgraphs,
     rename_reads as rename_reads,

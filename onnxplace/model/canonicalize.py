@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,7 @@ def _clear_unknown_sizes(value: ValueInfoProto, where: str) -> ValueInfoProto:
             raise ModelError("M008", message, where=place, hint=hint)
     if all(dim.dim_value >= 0 for dim in dims):
         return value
-    result = ValueInfoProto()
-    result.CopyFrom(value)
+    result = deepcopy(value)
     for dim in result.type.tensor_type.shape.dim:
         if dim.dim_value < 0:
             dim.ClearField("value")
@@ -243,8 +243,7 @@ def _align_function_opsets(proto: ModelProto) -> ModelProto:
     A version changes only where it leaves all operators of the function the same.
     """
     versions = {entry.domain: entry.version for entry in merge_opsets(proto)}
-    result = ModelProto()
-    result.CopyFrom(proto)
+    result = deepcopy(proto)
     for function in result.functions:
         for entry in function.opset_import:
             domain = "" if entry.domain == "ai.onnx" else entry.domain
@@ -346,8 +345,7 @@ def read_constant(node: NodeProto, where: str, folder: Path | None) -> TensorPro
         tensor = make_dense(attribute.sparse_tensor, place, folder)
     elif attribute.name == "value":
         check_tensor(attribute.t)
-        tensor = TensorProto()
-        tensor.CopyFrom(attribute.t)
+        tensor = deepcopy(attribute.t)
     else:
         value = helper.get_attribute_value(attribute)
         is_list = attribute.name.endswith("s")

@@ -12,7 +12,7 @@ from onnx import NodeProto, TensorProto, TypeProto
 
 from onnxplace.graph import Ints
 from onnxplace.model.model import Model
-from onnxplace.model.nested_graphs import iterate_subgraphs
+from onnxplace.model.nested_graphs import has_subgraphs
 from onnxplace.model.tensors import read_tensor_bytes
 
 # ------------------------------------------------------------------------------------------- nodes that belong together
@@ -225,9 +225,7 @@ def _iterate_folded_nodes(model: Model) -> Iterator[int]:
     constant: set[str] = set()
     for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):
         is_never_folded = (
-            is_quantization_node(node, QUANTIZE)
-            or is_quantization_node(node, DEQUANTIZE)
-            or any(True for _ in iterate_subgraphs(node))
+            is_quantization_node(node, QUANTIZE) or is_quantization_node(node, DEQUANTIZE) or has_subgraphs(node)
         )
         if not is_never_folded and reads and all(name in constant or _is_constant(model, name) for name in reads):
             constant.update(filter(None, node.output))

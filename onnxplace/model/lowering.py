@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from numbers import Integral
 from types import MappingProxyType
@@ -88,8 +89,7 @@ def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     sizes = model.input_shapes()
     inputs = []
     for value in model.inputs:
-        bound = ValueInfoProto()
-        bound.CopyFrom(value)
+        bound = deepcopy(value)
         if value.name in sizes and value.type.HasField("tensor_type"):
             bound.type.tensor_type.ClearField("shape")
             bound.type.tensor_type.shape.SetInParent()

@@ -6,12 +6,13 @@ Nodes are in topological order, with unique names. Weights may stay in their fil
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import onnx
@@ -163,8 +164,7 @@ class Model:
 
     def _describe_source(self, output: ValueInfoProto) -> ValueInfoProto:
         """Return the value that an output returns, without a shape."""
-        renamed = ValueInfoProto()
-        renamed.CopyFrom(output)
+        renamed = deepcopy(output)
         renamed.name = self.sources.get(output.name, output.name)
         if renamed.type.HasField("tensor_type"):
             renamed.type.tensor_type.ClearField("shape")  # the declared shape may be wrong
@@ -339,28 +339,43 @@ def _is_misjudged(node: NodeProto, shapes: Mapping[str, Entries]) -> bool:
         return False
     inputs = [shapes.get(name) for name in node.input]
     attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
-    if node.op_type == "Concat":  # ONNX Runtime ignores the other sizes of empty inputs
-        others = {None if shape is None else _without(shape, attributes.get("axis", 1)) for shape in inputs}
-        return len(others) > 1 and any(shape is not None and 0 in shape for shape in inputs)
-    if node.op_type == "PRelu":  # ONNX infers the shape of x, also where the slope is larger
-        if inputs[0] is None or inputs[1] is None:
-            return False
-        pairs = zip_longest(reversed(inputs[0]), reversed(inputs[1]), fillvalue=1)
-        return len(inputs[1]) > len(inputs[0]) or any(slope not in (1, size) for size, slope in pairs)
+    if node.op_type == "Concat":
+        return _joins_empty_inputs(inputs, attributes.get("axis", 1))
+    if node.op_type == "PRelu":
+        return _is_broadcast_by_slope(inputs[0], inputs[1])
     is_padded = attributes.get("auto_pad", b"NOTSET").startswith(b"SAME")
     if node.op_type == "ConvTranspose":
         return is_padded and any(attributes.get("output_padding", ()))
+    return _is_misjudged_pool(attributes, is_padded, inputs[0], shapes.get(node.output[0]))
+
+
+def _joins_empty_inputs(inputs: Sequence[Entries | None], axis: int) -> bool:
+    """Return whether some inputs of a Concat are empty: ONNX Runtime ignores their other sizes."""
+    others = {None if shape is None else _without(shape, axis) for shape in inputs}
+    return len(others) > 1 and any(shape is not None and 0 in shape for shape in inputs)
+
+
+def _is_broadcast_by_slope(source: Entries | None, slope: Entries | None) -> bool:
+    """Return whether the result of a PRelu is larger than its input, whose shape ONNX infers for it."""
+    if source is None or slope is None:
+        return False
+    pairs = zip_longest(reversed(source), reversed(slope), fillvalue=1)
+    return len(slope) > len(source) or any(entry not in (1, size) for size, entry in pairs)
+
+
+def _is_misjudged_pool(
+    attributes: Mapping[str, Any], is_padded: bool, source: Entries | None, result: Entries | None
+) -> bool:
     is_rounded_up = bool(attributes.get("ceil_mode", 0))
     if is_padded:
         return is_rounded_up or max(attributes.get("dilations", (1,))) > 1
-    result = shapes.get(node.output[0])
-    if not is_rounded_up or inputs[0] is None or result is None:
+    if not is_rounded_up or source is None or result is None:
         return False
     # ONNX Runtime has no last window that begins behind the input.
     return any(
         isinstance(count, int) and isinstance(size, int) and (count - 1) * stride >= size + before
         for size, count, stride, before in zip(
-            inputs[0][2:], result[2:], _per_axis(attributes, "strides", 1), _per_axis(attributes, "pads", 0)
+            source[2:], result[2:], _per_axis(attributes, "strides", 1), _per_axis(attributes, "pads", 0)
         )
     )
 

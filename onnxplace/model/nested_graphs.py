@@ -6,6 +6,7 @@ This module walks their nodes, finds captured names, and lifts their weights.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
@@ -24,6 +25,11 @@ def iterate_subgraphs(node: NodeProto) -> Iterator[GraphProto]:
             yield attribute.g
         elif attribute.type == AttributeProto.GRAPHS:
             yield from attribute.graphs
+
+
+def has_subgraphs(node: NodeProto) -> bool:
+    """Return whether a node holds graphs as attributes."""
+    return next(iterate_subgraphs(node), None) is not None
 
 
 def walk_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
@@ -73,8 +79,7 @@ def assign_unique_names(nodes: list[NodeProto], used: set[str]) -> list[NodeProt
             while name in taken or name in used:
                 suffixes[base] = suffixes.get(base, 0) + 1
                 name = f"{base}_{suffixes[base]}"
-            renamed = NodeProto()
-            renamed.CopyFrom(node)
+            renamed = deepcopy(node)
             renamed.name = name
             node = renamed
             taken.add(name)
@@ -97,10 +102,8 @@ def make_self_contained(
     """
     result = []
     for node in nodes:
-        has_subgraphs = any(True for _ in iterate_subgraphs(node))
-        if has_subgraphs or any(True for _ in _iterate_external_tensors(node)):
-            copy = NodeProto()
-            copy.CopyFrom(node)
+        if has_subgraphs(node) or any(True for _ in _iterate_external_tensors(node)):
+            copy = deepcopy(node)
             for graph in iterate_subgraphs(copy):
                 _lift_weights(graph, copy.name, initializers)
             for tensor in list(_iterate_external_tensors(copy)):

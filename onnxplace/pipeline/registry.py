@@ -78,7 +78,7 @@ OFFERED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegistryEntry:
     """A pass, runtime or command that has a name."""
 
     name: str
@@ -90,16 +90,16 @@ class Entry:
 
 
 @cache
-def list_entries(kind: Kind) -> Mapping[str, Entry]:
+def list_entries(kind: Kind) -> Mapping[str, RegistryEntry]:
     """Return all entries by name, built-in ones first; import none of them.
 
     Of commands, these are the ones of plugins.
     """
-    table = {name: Entry(name, path, summary) for name, (path, summary) in BUILTIN.get(kind, {}).items()}
+    table = {name: RegistryEntry(name, path, summary) for name, (path, summary) in BUILTIN.get(kind, {}).items()}
     for point in metadata.entry_points(group=f"onnxplace.{kind}"):
         distribution = point.dist.name if point.dist else "an unnamed distribution"
         if point.name not in table:
-            table[point.name] = Entry(point.name, point.value, f"plugin from {distribution}", distribution)
+            table[point.name] = RegistryEntry(point.name, point.value, f"plugin from {distribution}", distribution)
     return MappingProxyType(table)
 
 
@@ -121,12 +121,14 @@ def find_plugin(kind: Literal["passes", "runtimes"], name: str) -> type:
     return plugin
 
 
-def load_plugin(kind: Kind, name: str) -> tuple[Any, Entry]:
+def load_plugin(kind: Kind, name: str) -> tuple[Any, RegistryEntry]:
     """Import and return what a name stands for, and its entry; raises UsageError or PluginError."""
     noun, known = NOUNS[kind], list_entries(kind)
     if name not in known:
         if plugin := OFFERED[kind].get(name):
-            message = f"{noun} {name!r} is part of the plugin {plugin}, which is not installed"
+            # All passes that these plugins add are placers, the word of the option that names them.
+            offered = "placer" if kind == "passes" else noun
+            message = f"{offered} {name!r} is part of the plugin {plugin}, which is not installed"
             raise UsageError("U001", message, hint=f"in a checkout of onnxplace: pip install -e plugins/{plugin}")
         hint = f"{suggest_nearest(name, known)} (`onnxplace {kind}` lists them)"
         raise UsageError("U001", f"unknown {noun} {name!r}", hint=hint)

@@ -2,7 +2,7 @@ from onnxplace.serving.batched_session import (
     BatchedSession as BatchedSession,
     open_serving_session as open_serving_session,
 )
-from onnxplace.serving.options import (
+from onnxplace.serving.batching_options import (
     Batching as Batching,
     check_in_flight as check_in_flight,
     check_timeout as check_timeout,

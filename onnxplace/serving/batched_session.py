@@ -15,7 +15,7 @@ from onnxplace.errors import ExecutionError, UsageError
 from onnxplace.feeds import Array
 from onnxplace.runtime import CopyStatus, Result, Runtime, RuntimeSession, open_session, run_timeout_error
 from onnxplace.serving.batcher import Batcher, Joiner
-from onnxplace.serving.options import Batching, require_batching
+from onnxplace.serving.batching_options import Batching, require_batching
 
 
 class BatchedSession(RuntimeSession):

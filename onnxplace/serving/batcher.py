@@ -33,7 +33,7 @@ from onnxplace.errors import ExecutionError
 from onnxplace.feeds import Array
 from onnxplace.runtime import Result, RuntimeSession
 from onnxplace.runtimes.execution import ResultFuture, WaitList
-from onnxplace.serving.options import Batching
+from onnxplace.serving.batching_options import Batching
 from onnxplace.utils import start_thread
 
 # Join the feeds of requests along the axes of their batch, and cut the outputs.
@@ -52,15 +52,15 @@ class Joiner:
     def describe_feeds(self, feeds: Mapping[str, Any]) -> tuple[int, Hashable | None]:
         """Return the size of a request's batch, and what other requests must have in common with it.
 
-        None stands for a request that runs alone: without a batch, with broadcast inputs of it, or with other inputs
-        that are too large to be compared.
+        None stands for a request that runs alone: without a batch, with broadcast inputs of it, with an input of too
+        low a rank, which the session reports, or with other inputs that are too large to be compared.
         """
         sizes, entries = set(), []
         for name in sorted(feeds):
             value = feeds[name]
-            if not isinstance(value, np.ndarray):
-                return 0, None
             axis = self._inputs.get(name)
+            if not isinstance(value, np.ndarray) or (axis is not None and axis >= value.ndim):
+                return 0, None
             if axis is None:
                 if value.dtype.hasobject or value.nbytes > MAX_COMPARED_BYTES:
                     return 0, None

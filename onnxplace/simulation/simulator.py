@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.simulation.kernels import DEVICE, compute_live_spans, device_peaks, run_events
+from onnxplace.simulation.step_kernels import DEVICE, compute_live_spans, device_peaks, run_events
 from onnxplace.target import LINK_MODELS, Target
 
 

@@ -38,7 +38,7 @@ class RequestTimeline:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _RecordedResult:
     """A result, and when its request was submitted by the clock of the caller."""
 
     called_seconds: float
@@ -50,11 +50,11 @@ class TraceRecorder:
     """Keeps the results of the last requests, without their outputs; threads may add to it at the same time."""
 
     def __init__(self, capacity: int = MAX_TRACED_REQUESTS) -> None:
-        self._entries: deque[_Entry] = deque(maxlen=capacity)
+        self._entries: deque[_RecordedResult] = deque(maxlen=capacity)
 
     def add(self, called_seconds: float, result: Result, tag: str = "") -> None:
         """Keep the events of a result; `called_seconds` counts if its runtime does not say when it was submitted."""
-        self._entries.append(_Entry(called_seconds, Result({}, result.events, result.seconds), tag))
+        self._entries.append(_RecordedResult(called_seconds, Result({}, result.events, result.seconds), tag))
 
     def add_future(self, called_seconds: float, future: Future[Result], *, tag: str = "") -> None:
         """Keep the events of a future's result, unless the request failed; a callback of the future."""
@@ -66,7 +66,7 @@ class TraceRecorder:
 
         Requests that were joined to run as one are one timeline.
         """
-        groups: dict[int, list[_Entry]] = {}
+        groups: dict[int, list[_RecordedResult]] = {}
         unique = itertools.count(-1, -1)
         for entry in list(self._entries):
             # The parts of a joined request share its events. All empty tuples are one object.
@@ -75,7 +75,7 @@ class TraceRecorder:
         return tuple(_renumber(timelines))
 
 
-def _make_timeline(entries: list[_Entry]) -> RequestTimeline:
+def _make_timeline(entries: list[_RecordedResult]) -> RequestTimeline:
     first, events = entries[0], entries[0].result.events
     submitted = first.called_seconds
     if events and events[0].submitted_seconds is not None:

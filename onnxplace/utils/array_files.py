@@ -57,7 +57,7 @@ class ArrayFile:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ArrayRange:
     """Where an array is in a file, in bytes after the header."""
 
     dtype: np.dtype[Any]
@@ -170,7 +170,7 @@ def _read_metadata(header: dict[str, Any]) -> dict[str, str]:
     return metadata
 
 
-def _read_entry(name: str, entry: Any, available: int) -> _Entry:
+def _read_entry(name: str, entry: Any, available: int) -> _ArrayRange:
     """Return where an array is; raises _MalformedError if type, shape and range contradict each other or the file."""
     try:
         dtype = _find_type(entry["dtype"])
@@ -181,10 +181,10 @@ def _read_entry(name: str, entry: Any, available: int) -> _Entry:
         fits = False
     if not fits:
         raise _MalformedError(f"its entry for {name!r} does not fit the file: {str(entry)[:100]}")
-    return _Entry(dtype, shape, start, end)
+    return _ArrayRange(dtype, shape, start, end)
 
 
-def _require_whole(entries: Mapping[str, _Entry], available: int) -> None:
+def _require_whole(entries: Mapping[str, _ArrayRange], available: int) -> None:
     """Raise _MalformedError unless arrays follow each other to the end of the file, as the format demands."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):

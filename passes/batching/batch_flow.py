@@ -9,7 +9,7 @@ symbolic dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
@@ -21,8 +21,8 @@ from onnx import NodeProto, numpy_helper
 
 from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import complete_dimensions, dimension_keys, symbols_of_dimension
-from onnxplace.model import Model, declaration_of, iterate_subgraphs
-from onnxplace.passes.batching.batch_rules import (
+from onnxplace.model import Model, declaration_of, has_subgraphs
+from onnxplace.passes.batching.batch_propagation_rules import (
     MOVES_ROWS,
     SHIFTS_ROWS,
     Cut,
@@ -136,27 +136,25 @@ class BatchFlow:
     def _follow(self, index: int, node: NodeProto) -> Sequence[Flow]:
         """Return the flow of each output of a node; raises Refusal."""
         flows = {self._flow(name) for name in self._model.reads[index]}
-        count = sum(map(bool, node.output))
         if is_unrepeatable(node):
             reason = "is random" if node.domain in ("", "ai.onnx", "com.microsoft") else "is not a standard operator"
             raise Refusal(f"{node.op_type} {reason}", node.name)
         if flows <= {SAME}:
-            return (SAME,) * count
-        if any(True for _ in iterate_subgraphs(node)):
+            return (SAME,) * sum(map(bool, node.output))
+        if has_subgraphs(node):
             raise Refusal(f"{node.op_type} has subgraphs that read values of the batch", node.name)
         if node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx"):
             return self._compare_values(node)
-        if any(isinstance(flow, RowFlow) for flow in flows):
+        if _has_kind(flows, RowFlow):
             return self._follow_rows(index, node)
-        if all(not isinstance(flow, Cut) for flow in flows):
-            return self._follow_sizes(index, node)
-        sizes = {position for position, name in enumerate(node.input) if name and self._flow(name) is SIZES}
-        if not sizes <= {_SHAPE_INPUTS.get(node.op_type)}:
-            raise Refusal(f"{node.op_type} computes with the size of the batch", node.name)
+        if _has_kind(flows, Cut):
+            return self._follow_cuts(index, node)
+        return self._follow_sizes(index, node)
+
+    def _follow_cuts(self, index: int, node: NodeProto) -> Sequence[Flow]:
+        """Return the flow of each output of a node that reads values of the batch: cuts of them, too."""
         views = [self._view(index, sample) for sample in self._samples]
-        if sizes and node.op_type == "Slice" and any(2 not in view.constants for view in views):
-            # Such an end may be behind the axis at the sizes of the samples, and inside it at others.
-            raise Refusal("Slice ends at the size of the batch", node.name)
+        self._require_shape_sizes(node, views)
         first, second = (
             apply_rules(view, self._list_cuts(view), sample.batch) for view, sample in zip(views, self._samples)
         )
@@ -215,16 +213,25 @@ class BatchFlow:
         if len(numbers) != 1 or view.op not in (*MOVES_ROWS, *SHIFTS_ROWS, "GreaterOrEqual"):
             return pick_entries(view, flows, sample.batch)
         ((position, rows),) = numbers
-        cuts = {place: flow for place, flow in flows.items() if isinstance(flow, Cut)}
+        return self._compute_with_rows(view, sample, flows, position, rows)
+
+    def _compute_with_rows(
+        self, view: NodeView, sample: Sample, flows: Mapping[int, Flow], position: int, rows: Rows | Spans
+    ) -> Cut | Rows | Spans | None:
+        """Return the flow of the output of a node that moves, shifts or compares the row numbers at a position."""
+        cuts = self._list_cuts(view)
         others = {place: flow for place, flow in flows.items() if place != position and flow is not SAME}
-        if view.op != "Add" or others != cuts:
-            allowed = {_SHAPE_INPUTS[view.op]: SIZES} if view.op in _SHAPE_INPUTS else {}
-            if not others.items() <= allowed.items():
-                return None
+        allowed = cuts if view.op == "Add" else {_SHAPE_INPUTS.get(view.op, -1): SIZES}
+        if not others.items() <= allowed.items():
+            return None
         results = apply_rules(view, {**cuts, position: Cut(rows.axis)}, sample.batch)
         moved = move_rows(view, rows, results, sample.batch)
         if view.op in MOVES_ROWS or moved is None:
             return moved if position == 0 else None
+        return self._compare_rows(view, sample, position, moved)
+
+    def _compare_rows(self, view: NodeView, sample: Sample, position: int, moved: Rows | Spans) -> Cut | Spans | None:
+        """Return the flow of row numbers that are shifted by, or compared with, the other input."""
         bounds = find_bounds(view.node.input[1 - position], sample.values, sample.facts.shapes, self._producers)
         if view.op in SHIFTS_ROWS:
             return shift_rows(view.op, moved, bounds)
@@ -239,27 +246,41 @@ class BatchFlow:
         refusal = Refusal(f"{node.op_type} computes with the size of the batch", node.name)
         if node.domain not in ("", "ai.onnx"):
             raise refusal
-        positions = {position for position, name in enumerate(node.input) if name and self._flow(name) is SIZES}
+        positions = self._find_positions(node, SIZES)
         if _FILLS.get(node.op_type) in positions and len(positions) == 1:
             return self._fill(index, node)
         if node.op_type == "Range" and self._counts_rows(node):
             return (Rows(0),)
-        exact = True
-        if node.op_type in _MOVES_SIZES:
-            exact = positions == {0}
-        elif node.op_type in _ROUNDS_SIZES or node.op_type == "Div":
-            exact = self._is_exact(node)
-        elif node.op_type == "Where":
-            exact = 0 not in positions
-        elif node.op_type == "Equal":
-            exact = self._never_equal(node)
-        elif node.op_type == "Max":
-            exact = self._is_broadcast(node)
-        elif node.op_type not in _COMBINES_SIZES:
-            exact = False
-        if not exact:
+        if not self._computes_exactly(node, positions):
             raise refusal
         return self._compare_values(node)
+
+    def _computes_exactly(self, node: NodeProto, positions: set[int]) -> bool:
+        """Return whether sizes that a node makes of those at some positions are right at any size of the batch."""
+        if node.op_type in _MOVES_SIZES:
+            return positions == {0}
+        if node.op_type in _ROUNDS_SIZES or node.op_type == "Div":
+            return self._is_exact(node)
+        if node.op_type == "Where":
+            return 0 not in positions
+        if node.op_type == "Equal":
+            return self._never_equal(node)
+        if node.op_type == "Max":
+            return self._is_broadcast(node)
+        return node.op_type in _COMBINES_SIZES
+
+    def _require_shape_sizes(self, node: NodeProto, views: Sequence[NodeView]) -> None:
+        """Raise Refusal unless a node reads sizes as the shape of its result, or not at all."""
+        sizes = self._find_positions(node, SIZES)
+        if not sizes <= {_SHAPE_INPUTS.get(node.op_type)}:
+            raise Refusal(f"{node.op_type} computes with the size of the batch", node.name)
+        if sizes and node.op_type == "Slice" and any(2 not in view.constants for view in views):
+            # Such an end may be behind the axis at the sizes of the samples, and inside it at others.
+            raise Refusal("Slice ends at the size of the batch", node.name)
+
+    def _find_positions(self, node: NodeProto, kind: Flow) -> set[int]:
+        """Return the positions of the inputs with this flow."""
+        return {position for position, name in enumerate(node.input) if name and self._flow(name) is kind}
 
     def _values(self, name: str) -> tuple[NDArray[Any], NDArray[Any]] | None:
         """Return a value at both sizes of the batch, None if it is not known."""
@@ -314,9 +335,10 @@ class BatchFlow:
     def _is_broadcast(self, node: NodeProto) -> bool:
         """Return whether a Max takes the common shape of broadcast tensors: each size is the same in all, or 1."""
         pairs = [self._values(name) for name in node.input if name]
-        for index in range(len(self._samples)):
-            arrays = [pair[index] for pair in pairs if pair is not None]
-            if len(arrays) != len(pairs) or any(array.shape != arrays[0].shape for array in arrays):
+        if any(pair is None for pair in pairs):
+            return False
+        for arrays in zip(*filter(None, pairs)):
+            if any(array.shape != arrays[0].shape for array in arrays):
                 return False
             # Broadcasting: each size is the largest one or 1.
             largest = np.maximum.reduce(arrays)
@@ -332,11 +354,14 @@ class BatchFlow:
         grown = [axis for axis, pair in enumerate(zip(first, second)) if pair[0] != pair[1]]
         if len(first) == len(second) and len(grown) == 1:
             (axis,) = grown
-            sizes = [(shape[axis], sample.batch) for shape, sample in zip((first, second), self._samples)]
-            ratios = {size // batch for size, batch in sizes if size % batch == 0}
-            if len(ratios) == 1 and all(size % batch == 0 for size, batch in sizes):
+            ratios = {divmod(shape[axis], sample.batch) for shape, sample in zip((first, second), self._samples)}
+            if len(ratios) == 1 and ratios.pop()[1] == 0:
                 return (Cut(axis),)
         raise Refusal(f"{node.op_type} computes with the size of the batch", node.name)
+
+
+def _has_kind(flows: Iterable[Flow], kind: Any) -> bool:
+    return any(isinstance(flow, kind) for flow in flows)
 
 
 def _grow_only_along(views: Sequence[NodeView], flows: Sequence[Cut | Rows | Spans | Tuples]) -> bool:

@@ -25,7 +25,7 @@ from onnxplace.passes.profiling import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX
 from onnxplace.target import MAX_SECONDS, Target
 from onnxplace.utils import read_json, read_text
 
-Entry = Mapping[str, Any]
+CostEntry = Mapping[str, Any]
 
 # The source of a time that a file holds. It was not measured by this process.
 _SOURCES = {"measured": Source.GIVEN, "given": Source.GIVEN, "estimated": Source.ESTIMATED, "known": Source.KNOWN}
@@ -95,7 +95,7 @@ def _read_json_costs(path: str | Path) -> dict[str, Any]:
 
 def _match_entries(
     entries: Mapping[str, Any], prints: Sequence[str], path: str | Path, model: Model
-) -> tuple[list[Entry], list[Diagnostic]]:
+) -> tuple[list[CostEntry], list[Diagnostic]]:
     """Return the entry of each node; raises ModelError without one."""
     by_print = {
         e["fingerprint"]: e for e in entries.values() if isinstance(e, dict) and _is_print(e.get("fingerprint"))
@@ -109,7 +109,7 @@ def _match_entries(
             where=str(path),
             hint="it was made for another model; profile this one",
         )
-    matches: list[Entry] = []
+    matches: list[CostEntry] = []
     changed = []
     for name, own_print in zip(names, prints):
         if name in entries:
@@ -133,7 +133,7 @@ def _is_print(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _require_entry(entry: Any, path: str | Path, name: str) -> Entry:
+def _require_entry(entry: Any, path: str | Path, name: str) -> CostEntry:
     """Return a node's entry; raises InputError if it is malformed."""
     is_valid = isinstance(entry, dict) and isinstance(entry.get("seconds"), dict)
     if not is_valid or not all(isinstance(entry.get(key, {}), dict) for key in ("source", "spread")):
@@ -151,7 +151,7 @@ class _NodeCosts:
     """The entry of a node; methods raise InputError where invalid."""
 
     name: str
-    entry: Entry
+    entry: CostEntry
     path: str | Path
 
     def unit(self, default: int) -> int:
@@ -324,35 +324,51 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
     """Read CSV into the form of JSON; raises InputError at others."""
     lines = read_lines(path)
     comments = [line[1:].split() for line in lines if line.startswith("#")]
+    _require_format(comments, path)
+    rows = _read_rows([line for line in lines if not line.startswith("#")], path)
+    outputs = {node.name: node.output for node in model.nodes}
+    nodes: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
+    for row in filter(_has_content, rows):
+        name = row["node"]
+        if name in nodes:
+            raise InputError("C011", f"node {name!r} has two rows", where=str(path), hint="keep one row per node")
+        nodes[name] = _parse_row(row)
+        sizes |= _read_output_bytes(row, outputs.get(name, ()))
+    return {"nodes": nodes, **_read_figures(comments[1:]), "value_bytes": sizes}
+
+
+def _require_format(comments: Sequence[Sequence[str]], path: str | Path) -> None:
+    """Raise InputError unless the first comment names the format, in a version that is known."""
     if not comments or comments[0][:1] != [FORMAT]:
         hint = f"start it with the line '# {FORMAT} {VERSION}'"
         raise InputError("C011", "not a cost file", where=str(path), hint=hint)
     version = comments[0][1].rstrip(",") if len(comments[0]) > 1 else ""
     require_version(_parse_number(version) if version else None, path)
+
+
+def _read_figures(comments: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the times of the whole model and of measurements, which are comments of a table."""
     whole_seconds: dict[str, Any] = {}
     measured: dict[str, dict[str, Any]] = {}
-    for first, *words in filter(None, comments[1:]):
+    for first, *words in filter(None, comments):
         kind, _, figure = " ".join(words).rstrip(",").rpartition("=")
         if first == "whole_seconds":
             whole_seconds[kind] = _parse_number(figure)
         elif first.startswith(_MEASURED_PREFIX):
             measured.setdefault(kind, {})[first.removeprefix(_MEASURED_PREFIX)] = _parse_number(figure)
-    rows = _read_rows([line for line in lines if not line.startswith("#")], path)
-    outputs = {node.name: node.output for node in model.nodes}
-    nodes: dict[str, Any] = {}
-    sizes: dict[str, Any] = {}
-    for row in rows:
-        if not any(isinstance(cell, str) and cell.strip() for cell in row.values()):
-            continue  # spreadsheets write empty rows below the last one
-        name = row["node"]
-        if name in nodes:
-            raise InputError("C011", f"node {name!r} has two rows", where=str(path), hint="keep one row per node")
-        nodes[name] = _parse_row(row)
-        output_bytes = (row.get("output_bytes") or "").split()
-        sizes.update(
-            (v, _parse_number(size)) for v, size in zip(outputs.get(name, ()), output_bytes) if v and size != "-"
-        )
-    return {"nodes": nodes, "whole_seconds": whole_seconds, "measured": measured, "value_bytes": sizes}
+    return {"whole_seconds": whole_seconds, "measured": measured}
+
+
+def _read_output_bytes(row: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
+    """Return the bytes of the outputs of a node, by name; a row has '-' where they are not known."""
+    figures = zip(outputs, (row.get("output_bytes") or "").split())
+    return {name: _parse_number(figure) for name, figure in figures if name and figure != "-"}
+
+
+def _has_content(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is not empty: spreadsheets write empty rows below the last one."""
+    return any(isinstance(cell, str) and cell.strip() for cell in row.values())
 
 
 def _read_rows(lines: list[str], path: str | Path) -> list[dict[str, Any]]:

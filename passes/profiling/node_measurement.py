@@ -98,7 +98,7 @@ class MeasurementOptions:
             source, entries = store_for_session(model, folder)
             max_runs = max(MAX_EVENTS // max(len(model.nodes), 1), 3)
             policy = RepeatPolicy(min(self.repeat, max_runs), self.seconds, self.tolerance)
-            job = Job(
+            job = ProfilingJob(
                 source=source,
                 entries=entries,
                 device=self.device,
@@ -126,7 +126,7 @@ class MeasurementOptions:
 
 
 @dataclass(frozen=True)
-class Job:
+class ProfilingJob:
     """The settings of a profiling run; can be sent to another process."""
 
     source: bytes | Path
@@ -153,16 +153,16 @@ class Kernels:
     """-1 for outputs that are no plain tensor."""
 
 
-def profile_blocking(job: Job) -> Kernels:
+def profile_blocking(job: ProfilingJob) -> Kernels:
     """Profile in a child process, with CUDA launches that wait."""
     return run_in_child(_profile_kernels, job, "profiling", job.device.id, CUDA_LAUNCH_BLOCKING="1")
 
 
-def _profile_kernels(job: Job) -> Kernels:
+def _profile_kernels(job: ProfilingJob) -> Kernels:
     return profile(job)[0]
 
 
-def profile(job: Job) -> tuple[Kernels, Any]:
+def profile(job: ProfilingJob) -> tuple[Kernels, Any]:
     """Run with the profiler; return kernels and session.
 
     The session no longer profiles.
@@ -188,7 +188,7 @@ def _read_events(path: str, folder: str) -> list[Mapping[str, Any]]:
     return events
 
 
-def _saving_options(job: Job, level: Any) -> Any:
+def _saving_options(job: ProfilingJob, level: Any) -> Any:
     """Return options for a session that saves its optimised graph, without its weights."""
     with suppress(OSError):  # without links, as on Windows, weights are written; a link may be left by the last session
         (Path(job.folder) / "discarded").symlink_to(os.devnull)
@@ -202,7 +202,7 @@ def _saving_options(job: Job, level: Any) -> Any:
     return options
 
 
-def _run_repeatedly(session: Any, job: Job, policy: RepeatPolicy) -> tuple[Runs, list[Any]]:
+def _run_repeatedly(session: Any, job: ProfilingJob, policy: RepeatPolicy) -> tuple[Runs, list[Any]]:
     """Warm up and run repeatedly; return times and last results."""
     call = partial(make_runner(session, job.where), job.feeds)
     for _ in range(WARM_UP_RUNS):

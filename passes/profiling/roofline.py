@@ -218,28 +218,34 @@ def count_operations(node: NodeProto, shapes: Shapes) -> float:
 def _count_dense(node: NodeProto, shapes: Shapes, outputs: float) -> float | None:
     """Return the operations of products and convolutions, None for others."""
     kind, input_shapes = node.op_type, [shapes.get(name) for name in node.input]
-    first = input_shapes[0] if input_shapes else None
-    if kind in _PRODUCTS and first is not None:
-        transposed = bool(_int_attribute(node, "transA", 0)) and len(first) > 1
-        return 2.0 * outputs * (first or (1,))[-2 if transposed else -1]
-    if kind == "Gemm" and first is not None and len(first) == 2:
-        return 2.0 * outputs * first[0 if _int_attribute(node, "transA", 0) else 1]
-    weights = (
-        input_shapes[_CONVOLUTION_WEIGHTS[kind]]
-        if kind in _CONVOLUTION_WEIGHTS and len(input_shapes) > _CONVOLUTION_WEIGHTS[kind]
-        else None
-    )
-    if weights is not None:
-        return 2.0 * outputs * math.prod(weights[1:])
-    second, third = (input_shapes[index] if len(input_shapes) > index else None for index in (1, 2))
-    if kind == "ConvTranspose" and first is not None and second is not None:
-        return 2.0 * math.prod(first) * math.prod(second[1:])  # each element of the input meets each weight
-    if kind in _RECURRENT_LAYERS and first is not None and second is not None and third is not None:
-        return 2.0 * math.prod(first[:2]) * (math.prod(second) + math.prod(third))
+    first, second = (*input_shapes[:2], None, None)[:2]
+    if first is not None and (kind in _PRODUCTS or (kind == "Gemm" and len(first) == 2)):
+        return 2.0 * outputs * _find_summed_size(node, first)
     if kind in _ATTENTIONS and first is not None:
         return _count_attention(node, first, second, outputs)
     if kind == "Einsum":
         return _count_einsum(node, input_shapes)
+    return _count_layer(kind, input_shapes, outputs)
+
+
+def _find_summed_size(node: NodeProto, first: Sequence[int]) -> int:
+    """Return the size of the axis of the first factor over which a product sums."""
+    transposed = bool(_int_attribute(node, "transA", 0)) and len(first) > 1
+    return (first or (1,))[-2 if transposed else -1]
+
+
+def _count_layer(kind: str, shapes: Sequence[Sequence[int] | None], outputs: float) -> float | None:
+    """Return the operations of convolutions and recurrent layers, None for others."""
+    first, second, third = (*shapes[:3], None, None, None)[:3]
+    weights = dict(enumerate(shapes)).get(_CONVOLUTION_WEIGHTS.get(kind, -1))
+    if weights is not None:
+        return 2.0 * outputs * math.prod(weights[1:])
+    if first is None or second is None:
+        return None
+    if kind == "ConvTranspose":
+        return 2.0 * math.prod(first) * math.prod(second[1:])  # each element of the input meets each weight
+    if kind in _RECURRENT_LAYERS and third is not None:
+        return 2.0 * math.prod(first[:2]) * (math.prod(second) + math.prod(third))
     return None
 
 

@@ -11,7 +11,7 @@ from onnx import NodeProto
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Profile, Recomputation
 from onnxplace.graph import Floats, Ints
-from onnxplace.model import RANDOM_OPERATORS, Model, build_op_graph, iterate_subgraphs
+from onnxplace.model import RANDOM_OPERATORS, Model, build_op_graph, has_subgraphs
 from onnxplace.passes.recomputation.clone_choice import CloneChoice, TurnProblem, choose_clones, held_bytes
 from onnxplace.passes.recomputation.cloned_model import ClonedModel, TensorKind, clone_profile, write_clones
 from onnxplace.passes.recomputation.memory_order import order_for_memory
@@ -157,7 +157,7 @@ def _share_kernel_seconds(profile: Profile, seconds: Floats) -> Floats:
 
 
 def _is_pure(node: NodeProto) -> bool:
-    if node.domain not in _DOMAINS or node.op_type in RANDOM_OPERATORS or any(True for _ in iterate_subgraphs(node)):
+    if node.domain not in _DOMAINS or node.op_type in RANDOM_OPERATORS or has_subgraphs(node):
         return False
     # Dropout draws in training mode, which an input says. Sequences and optionals have no size that is known.
     draws = node.op_type == "Dropout" and len(node.input) > 2

@@ -9,6 +9,7 @@ the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -197,13 +198,13 @@ class _Writer:
         node = self.model.nodes[index]
         names = {name: self.clone_of[name] for name in self.model.reads[index] if name in self.clone_of}
         if position > self.problem.turn and names:
-            node = _copy(node)
+            node = deepcopy(node)
             rename_reads(node, names)
         self._blocks[position].append(_NewNode(node, index))
 
     def _add_clone(self, index: int, position: int, late: str, slot: set[int]) -> None:
         """Add the clone of a node; unless it reads another clone of its slot, a gate holds it back."""
-        copy = _copy(self.model.nodes[index])
+        copy = deepcopy(self.model.nodes[index])
         copy.name = self.unique_name(f"{copy.name}/again")
         reads, block = self.model.reads[index], self._blocks[position]
         names = {name: self.clone_of[name] for name in reads if name in self.clone_of}
@@ -238,12 +239,6 @@ def _late_values(graph: OpGraph, problem: TurnProblem, kinds: Mapping[str, Tenso
             if kind is not None and graph.value_bytes[value] > 0:
                 name, since = graph.value_names[value], position
     return late
-
-
-def _copy(node: NodeProto) -> NodeProto:
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    return copy
 
 
 def _mark_backward(clone: NodeProto) -> None:

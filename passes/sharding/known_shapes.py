@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, TypeProto, ValueInfoProto, defs, helper, numpy_helper
 
 from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
@@ -21,8 +24,8 @@ from onnxplace.machine import make_session_options, open_session
 from onnxplace.model import (
     Model,
     find_misjudged_values,
+    has_subgraphs,
     infer_static_shapes,
-    iterate_subgraphs,
     packed_size,
     read_shape_entries,
 )
@@ -68,34 +71,44 @@ def infer_with_runtime(model: Model, shapes: Mapping[str, Shape]) -> RuntimeShap
     versions = {item.domain: item.version for item in model.opsets}
     if all(_can_onnx_infer(node.op_type, node.domain, versions.get(node.domain, 1)) for node in model.nodes):
         return RuntimeShapes({}, {})
+    weights = [tensor for tensor in model.initializers.values() if _is_small_weight(tensor)]
+    try:
+        session = _open(model, model.nodes, weights, _declare_inputs(model, shapes))
+    except OnnxplaceError:  # without a kernel for an operator, values behind it stay unknown
+        return RuntimeShapes({}, {})
+    return _read_outputs(session)
+
+
+def _read_outputs(session: Any) -> RuntimeShapes:
+    """Return the shapes and types of numbers that a session declares."""
+    outputs = [value for value in session.get_outputs() if value.type in _NUMBERS]
+    return RuntimeShapes(
+        shapes={value.name: tuple(value.shape) for value in outputs if _is_known_shape(value.shape)},
+        types={value.name: _NUMBERS[value.type] for value in outputs},
+    )
+
+
+def _is_small_weight(tensor: TensorProto) -> bool:
+    is_small = packed_size(tensor.data_type, tuple(tensor.dims)) <= _MAX_WEIGHT_BYTES
+    return is_small and tensor.data_location != TensorProto.EXTERNAL
+
+
+def _declare_inputs(model: Model, shapes: Mapping[str, Shape]) -> list[ValueInfoProto]:
+    """Return the inputs of a model without large weights, which are inputs, too."""
     inputs = [
         ValueInfoProto(name=value.name, type=_with_shape(value.type, shapes.get(value.name)))
         for value in model.inputs
         if value.name not in model.initializers
     ]
-    weights = []
-    for name, tensor in model.initializers.items():
-        is_small = packed_size(tensor.data_type, tuple(tensor.dims)) <= _MAX_WEIGHT_BYTES
-        if is_small and tensor.data_location != TensorProto.EXTERNAL:
-            weights.append(tensor)
-        else:
-            inputs.append(helper.make_tensor_value_info(name, tensor.data_type, tuple(tensor.dims)))
-    names = [name for node in model.nodes for name in node.output if name]
-    proto = model.proto(model.nodes, weights, inputs, [ValueInfoProto(name=name) for name in names])
-    try:
-        session = open_session(proto.SerializeToString(), make_session_options([0], "none"), where=model.name)
-    except OnnxplaceError:  # without a kernel for an operator, values behind it stay unknown
-        return RuntimeShapes({}, {})
-    outputs = [value for value in session.get_outputs() if value.type in _NUMBERS]
-    return RuntimeShapes(
-        shapes={
-            value.name: tuple(value.shape)
-            for value in outputs
-            # No sizes may also mean an unknown rank.
-            if value.shape and all(isinstance(size, int) and size >= 0 for size in value.shape)
-        },
-        types={value.name: _NUMBERS[value.type] for value in outputs},
-    )
+    large = {name: tensor for name, tensor in model.initializers.items() if not _is_small_weight(tensor)}
+    return inputs + [
+        helper.make_tensor_value_info(name, tensor.data_type, tuple(tensor.dims)) for name, tensor in large.items()
+    ]
+
+
+def _is_known_shape(shape: Sequence[Any]) -> bool:
+    """Return whether all sizes are known; no sizes may also mean an unknown rank."""
+    return bool(shape) and all(isinstance(size, int) and size >= 0 for size in shape)
 
 
 @cache
@@ -175,7 +188,7 @@ def _computable(model: Model, shapes: Mapping[str, Shape], known: Mapping[str, T
                 node.op_type in _ARITHMETIC
                 and all(name in names for name in node.input if name)
                 and _is_small(node, shapes, known)
-                and not any(True for _ in iterate_subgraphs(node))
+                and not has_subgraphs(node)
             )
         if is_computable:
             nodes.append(node)
@@ -188,23 +201,27 @@ def _is_small(node: NodeProto, shapes: Mapping[str, Shape], known: Mapping[str, 
 
     A result of unknown shape waits until its inputs are known: they may ask for any size.
     """
-    unknown = [name for name in node.output if name and name not in shapes]
-    if any(math.prod(shapes[name]) > _MAX_ELEMENTS for name in node.output if name in shapes):
+    results, inputs = [*filter(None, node.output)], [*filter(None, node.input)]
+    if any(math.prod(shapes[name]) > _MAX_ELEMENTS for name in results if name in shapes):
         return False
-    if not unknown:
+    if shapes.keys() >= set(results):
         return True
-    if not all(name in known for name in node.input if name):
+    if not known.keys() >= set(inputs):
         return False
-    arrays = [numpy_helper.to_array(known[name]) for name in node.input if name]
-    if node.op_type == "Range":
+    return _makes_few(node.op_type, [numpy_helper.to_array(known[name]) for name in inputs])
+
+
+def _makes_few(op: str, arrays: Sequence[NDArray[Any]]) -> bool:
+    """Return whether the results that an operator makes of known inputs are small."""
+    if op == "Range":
         start, limit, step = (float(array.reshape(-1)[0]) for array in arrays)
         return step != 0 and abs((limit - start) / step) <= _MAX_ELEMENTS
-    if node.op_type == "OneHot":
+    if op == "OneHot":
         return bool(arrays[0].size * abs(float(arrays[1].reshape(-1)[0])) <= _MAX_ELEMENTS)
-    if node.op_type in ("ConstantOfShape", "Expand"):
+    if op in ("ConstantOfShape", "Expand"):
         target = arrays[-1].reshape(-1).astype(np.float64)
         return bool(np.prod(np.maximum(target, 1.0)) * max(arrays[0].size, 1) <= _MAX_ELEMENTS**2)
-    return math.prod(max(array.size, 1) for array in arrays[:2]) <= _MAX_ELEMENTS**2
+    return bool(math.prod(max(array.size, 1) for array in arrays[:2]) <= _MAX_ELEMENTS**2)
 
 
 def _evaluate(
@@ -220,20 +237,32 @@ def _evaluate(
             computed.append(node)
     read = {name for node in computed for name in node.input if name}
     weights = [tensor for name, tensor in {**known, **given}.items() if name in read]
-    if not computed:
-        return given
-    names = [name for node in computed for name in node.output if name]
-    proto = model.proto(computed, weights, [], [ValueInfoProto(name=name) for name in names])
+    return {**given, **_run_nodes(model, computed, weights)} if computed else given
+
+
+def _run_nodes(model: Model, nodes: Sequence[NodeProto], weights: Sequence[TensorProto]) -> dict[str, TensorProto]:
+    """Return the small values that nodes compute from weights; none if ONNX Runtime refuses them."""
     try:
-        session = open_session(proto.SerializeToString(), make_session_options([0], "none"), where=model.name)
+        session = _open(model, nodes, weights, [])
+        names = [value.name for value in session.get_outputs()]
         arrays = session.run(names, {})
     except (OnnxplaceError, Exception):  # noqa: BLE001 - a value without numpy form, or sizes that do not fit
-        return given
-    values = {name: array for name, array in zip(names, arrays) if isinstance(array, np.ndarray)}
-    small = {
-        name: array for name, array in values.items() if array.size <= _MAX_ELEMENTS and array.dtype.kind in "iubf"
-    }
-    return {**given, **{name: numpy_helper.from_array(array, name) for name, array in small.items()}}
+        return {}
+    small = {name: array for name, array in zip(names, arrays) if _is_small_array(array)}
+    return {name: numpy_helper.from_array(array, name) for name, array in small.items()}
+
+
+def _open(
+    model: Model, nodes: Sequence[NodeProto], weights: Sequence[TensorProto], inputs: Sequence[ValueInfoProto]
+) -> Any:
+    """Return a session that returns all results of nodes; raises OnnxplaceError."""
+    results = [ValueInfoProto(name=name) for node in nodes for name in node.output if name]
+    proto = model.proto(nodes, weights, inputs, results)
+    return open_session(proto.SerializeToString(), make_session_options([0], "none"), where=model.name)
+
+
+def _is_small_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.size <= _MAX_ELEMENTS and value.dtype.kind in "iubf"
 
 
 def _describe(node: NodeProto, shape: Shape) -> TensorProto:
@@ -295,8 +324,7 @@ def _is_fixed(value: ValueInfoProto) -> bool:
 
 def _declare(value: ValueInfoProto, shape: Sequence[int]) -> ValueInfoProto:
     """Return the declaration of a value of a known shape."""
-    result = ValueInfoProto()
-    result.CopyFrom(value)
+    result = deepcopy(value)
     if not result.type.HasField("tensor_type"):
         return value
     kind = result.type.tensor_type
@@ -311,8 +339,7 @@ def _fill(value: ValueInfoProto, known: dict[str, int]) -> ValueInfoProto:
     """Return the declaration of an output, with the sizes of the symbolic dimensions that are known."""
     if not value.type.HasField("tensor_type"):
         return value
-    result = ValueInfoProto()
-    result.CopyFrom(value)
+    result = deepcopy(value)
     for dim in result.type.tensor_type.shape.dim:
         if dim.WhichOneof("value") == "dim_param" and dim.dim_param in known:
             dim.dim_value = known[dim.dim_param]

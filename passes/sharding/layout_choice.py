@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -116,29 +116,33 @@ class ChoiceNetwork:
         for index, reads in enumerate(model.reads):
             for name in reads:
                 readers[name].append(index)
-        returned = {model.sources.get(output.name, output.name) for output in model.outputs}
         # The layout of a carried state is a variable of its own, which its producer and its readers share: the state
         # stays where it is between two calls.
-        state_of_output = {model.sources.get(out, out): name for name, out in model.states.items()}
         for name in model.states:
-            wants = {layout for index in readers[name] for want in self._wants(index, name) for layout in want}
-            layouts = [REPLICATED, *sorted(layout for layout in wants if layout.is_split and layout.outer == 1)]
+            layouts = self._list_state_layouts(name, readers[name])
             self._state_layouts[name] = self._new_variable(len(layouts)), layouts
         # Inputs arrive whole.
-        for value in model.inputs:
-            if value.name in weights:
-                continue
-            if value.name in self._state_layouts:
-                variable, layouts = self._state_layouts[value.name]
-                self._add_value(value.name, variable, layouts, readers[value.name], False, None)
-            else:
-                self._add_value(value.name, None, [REPLICATED], readers[value.name], False, None)
+        for name in (value.name for value in model.inputs if value.name not in weights):
+            variable, layouts = self._state_layouts.get(name, (None, [REPLICATED]))
+            self._add_value(name, variable, layouts, readers[name], False, None)
+        self._add_results(readers)
+
+    def _add_results(self, readers: Mapping[str, Sequence[int]]) -> None:
+        """Add what nodes compute, with the readers of each value."""
+        model = self._model
+        returned = {model.sources.get(output.name, output.name) for output in model.outputs}
+        state_of_output = {model.sources.get(out, out): name for name, out in model.states.items()}
         for index, node in enumerate(model.nodes):
             for position, name in enumerate(node.output):
                 if name:
                     produced = [strategy.outputs[position] or REPLICATED for strategy in self._space.strategies[index]]
                     state = state_of_output.get(name)
                     self._add_value(name, index, produced, readers[name], name in returned and state is None, state)
+
+    def _list_state_layouts(self, name: str, readers: Sequence[int]) -> list[Layout]:
+        """Return the layouts that a state may have: whole, and those in which some node can read it."""
+        wants = {layout for index in readers for want in self._wants(index, name) for layout in want}
+        return [REPLICATED, *sorted(layout for layout in wants if layout.is_split and layout.outer == 1)]
 
     def _wants(self, index: int, name: str) -> list[tuple[Layout, ...]]:
         """Return, per strategy of a reader, the layouts in which it reads a value."""

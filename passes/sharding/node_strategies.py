@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import numpy as np
-from onnx import NodeProto, TensorProto
+from onnx import TensorProto
 
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape, split_words
@@ -22,6 +23,8 @@ RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
 Layouts = tuple[Layout | None, ...]
 Cuts = frozenset[tuple[int, int]]
+_AxisSizes = dict[tuple[str, int], tuple[int, int, int]]
+# By side ("in", "out") and position: the axis that is cut, its size, and how many tensors are fused in it.
 """(outer, blocks) of the split layouts that an axis may get."""
 
 # Operators that are linear in their first input alone, and in all inputs together.
@@ -206,8 +209,7 @@ def describe_copies(view: NodeView, strategy: NodeStrategy, division: Division) 
     """Return all that a sharded model holds of a strategy: equal for two sizes, it computes the same at both."""
     copies = []
     for device in range(division.count if strategy.edit is not None else 0):
-        proto = NodeProto()
-        proto.CopyFrom(view.node)
+        proto = deepcopy(view.node)
         inputs, outputs = local_shapes(division, view, strategy, device)
         assert strategy.edit is not None
         strategy.edit(
@@ -304,48 +306,39 @@ class StrategyTable:
         self, view: NodeView, rule: AxisRule, cuts: Mapping[tuple[str, int, int], Cuts]
     ) -> Iterator[NodeStrategy]:
         """Yield the strategies of an axis rule, one per cut that some of its axes may have."""
-        options: set[tuple[int, int]] = set()
-        sizes = {}
-        for side, axes, shapes in (("in", rule.inputs, view.inputs), ("out", rule.outputs, view.outputs)):
-            for position, axis in axes.items():
-                shape = shapes[position] if position < len(shapes) else None
-                if shape is None:
-                    return
-                fused = rule.fused.get(position, 1) if side == "in" else 1
-                for outer, blocks in cuts.get((side, position, axis), frozenset()):
-                    if outer % fused == 0:
-                        options.add((outer // fused, blocks))
-                sizes[side, position] = axis, shape[axis], fused
-        if rule.units and sizes:
-            options.add((1, rule.units))
-        summed = _EXACT_TYPES if view.op in _EXACT_SUMS else _SUMMABLE_TYPES
-        if rule.effect != "map" and not self._can_sum(view, summed):
+        sizes = self._list_sizes(view, rule)
+        if sizes is None or not self._can_follow(view, rule):
             return
-        for outer, blocks in sorted(options):
-            if rule.units and (outer > 1 or rule.units % blocks):
-                continue
+        for outer, blocks in _list_cuts(rule, sizes, cuts):
             layouts = {
                 key: self.division.split(axis, size, outer * fused, blocks)
                 for key, (axis, size, fused) in sizes.items()
             }
-            if any(layout is None for layout in layouts.values()):
+            if None in layouts.values():
                 continue
             rest = REPLICATED if rule.effect == "map" else PARTIAL
-            outputs = tuple(
-                None if shape is None else layouts.get(("out", position), rest)
-                for position, shape in enumerate(view.outputs)
-            )
+            outputs = _lay_out(view.outputs, layouts, "out", rest)
             if rule.effect == "map" and REPLICATED in outputs:
                 continue
-            yield NodeStrategy(
-                tuple(
-                    None if shape is None else layouts.get(("in", position), REPLICATED)
-                    for position, shape in enumerate(view.inputs)
-                ),
-                outputs,
-                edit=rule.edit,
-                weighs_means=rule.effect == "mean",
-            )
+            inputs = _lay_out(view.inputs, layouts, "in", REPLICATED)
+            yield NodeStrategy(inputs, outputs, edit=rule.edit, weighs_means=rule.effect == "mean")
+
+    def _can_follow(self, view: NodeView, rule: AxisRule) -> bool:
+        """Return whether devices may compute the parts of a rule: also sums of them, where it asks for sums."""
+        summed = _EXACT_TYPES if view.op in _EXACT_SUMS else _SUMMABLE_TYPES
+        return rule.effect == "map" or self._can_sum(view, summed)
+
+    @staticmethod
+    def _list_sizes(view: NodeView, rule: AxisRule) -> _AxisSizes | None:
+        """Return the axes that a rule cuts; None if one of their tensors is not there."""
+        sizes: _AxisSizes = {}
+        for side, axes, shapes in (("in", rule.inputs, view.inputs), ("out", rule.outputs, view.outputs)):
+            for position, axis in axes.items():
+                shape = shapes[position] if position < len(shapes) else None
+                if shape is None:
+                    return None
+                sizes[side, position] = axis, shape[axis], rule.fused.get(position, 1) if side == "in" else 1
+        return sizes
 
     def _can_sum(self, view: NodeView, types: frozenset[int]) -> bool:
         return view.opset >= _MIN_SUM_OPSET and all(kind in types for kind in view.element_types)
@@ -444,3 +437,23 @@ class StrategyTable:
             yield NodeStrategy((PARTIAL, REPLICATED), outputs, only_first=1)
         if view.op == "Add" and view.shape(1) == view.result():
             yield NodeStrategy((REPLICATED, PARTIAL), outputs, only_first=0)
+
+
+def _list_cuts(rule: AxisRule, sizes: _AxisSizes, cuts: Mapping[tuple[str, int, int], Cuts]) -> list[tuple[int, int]]:
+    """Return the cuts, as outer size and blocks, that some axes of a rule may have, and all of them can follow."""
+    options = {(1, rule.units)} if rule.units and sizes else set()
+    for (side, position), (axis, _, fused) in sizes.items():
+        found = cuts.get((side, position, axis), frozenset())
+        options |= {(outer // fused, blocks) for outer, blocks in found if outer % fused == 0}
+    if rule.units:
+        options = {(outer, blocks) for outer, blocks in options if outer <= 1 and rule.units % blocks == 0}
+    return sorted(options)
+
+
+def _lay_out(
+    shapes: Sequence[Shape | None], layouts: Mapping[tuple[str, int], Layout | None], side: str, rest: Layout
+) -> tuple[Layout | None, ...]:
+    """Return the layout of each tensor of a side: `rest` if it is not cut, None if it is not there."""
+    return tuple(
+        None if shape is None else layouts.get((side, position), rest) for position, shape in enumerate(shapes)
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
-from onnxplace.model import Model, captured_names, iterate_reads, iterate_subgraphs, rename_reads
+from onnxplace.model import Model, captured_names, has_subgraphs, iterate_reads, iterate_subgraphs, rename_reads
 from onnxplace.passes.sharding.exchanges import ExchangeWriter, NodeOrigin, shard_weight
 from onnxplace.passes.sharding.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
@@ -73,7 +74,7 @@ class ShardedModelWriter(ExchangeWriter):
         self.captured = {
             index: sorted({name for graph in iterate_subgraphs(node) for name in captured_names(graph)})
             for index, node in enumerate(self.model.nodes)
-            if any(True for _ in iterate_subgraphs(node))
+            if has_subgraphs(node)
         }
 
     def write(self) -> ShardedModel:
@@ -124,8 +125,7 @@ class ShardedModelWriter(ExchangeWriter):
 
     def add_single(self, index: int) -> None:
         """Add a node that runs once, on the first device, which sends its results to the others."""
-        copy = NodeProto()
-        copy.CopyFrom(self.model.nodes[index])
+        copy = deepcopy(self.model.nodes[index])
         copy.input[:] = [self.get(name, REPLICATED, 0) if name else "" for name in copy.input]
         self.rename_captured(copy, index, 0)
         self.add(copy, NodeOrigin(0, index))
@@ -148,8 +148,7 @@ class ShardedModelWriter(ExchangeWriter):
             other = 1 - strategy.only_first
             self.parts[node.output[0], PARTIAL, device] = self.get(node.input[other], PARTIAL, device)
             return
-        copy = NodeProto()
-        copy.CopyFrom(node)
+        copy = deepcopy(node)
         copy.name = self.name(f"{node.name}/{self.part_suffix}{device}")
         copy.input[:] = [self.input(node, strategy, position, device) for position in range(len(node.input))]
         self.rename_captured(copy, index, device)
@@ -334,8 +333,7 @@ class ShardedModelWriter(ExchangeWriter):
 
     def part_info(self, value: ValueInfoProto, name: str, layout: Layout, source: str, device: int) -> ValueInfoProto:
         """Return the declaration of a part of an input or output."""
-        result = ValueInfoProto()
-        result.CopyFrom(value)
+        result = deepcopy(value)
         result.name = name
         shape = result.type.tensor_type.shape
         for axis, entry in enumerate(shape.dim):

@@ -270,23 +270,23 @@ def _is_kind(space: StrategySpace, index: int, strategy: NodeStrategy, kind: str
         return not strategy.is_split and layout != PARTIAL
     if not strategy.is_split or layout is None:
         return False
-    if kind == "split":
-        return True
-    if kind == "sum":
-        return layout == PARTIAL
-    if not layout.is_split:
-        return False
+    if kind in ("split", "sum"):
+        return kind == "split" or layout == PARTIAL
+    return layout.is_split and _is_axis_of_kind(space.views[index], layout.axis, kind)
+
+
+def _is_axis_of_kind(view: NodeView | None, axis: int, kind: str) -> bool:
+    """Return whether an axis of a result is the one that a kind of split cuts."""
     if kind.startswith("axis "):
-        return layout.axis == int(kind.removeprefix("axis "))
-    view = space.views[index]
+        return axis == int(kind.removeprefix("axis "))
     rank = len(view.result()) if view is not None else 0
     channels = 1 if view is not None and "Conv" in view.op else rank - 1
     if kind == "batch":
-        return layout.axis == 0
+        return axis == 0
     if kind == "columns":
-        return layout.axis == channels
+        return axis == channels
     # A matrix has no axis between its first and its last: its rows are those of its first.
-    return layout.axis not in (0, channels) or (rank == 2 and layout.axis == 0)
+    return axis not in (0, channels) or (rank == 2 and axis == 0)
 
 
 def _raise_impossible(space: StrategySpace, positions: Sequence[int], pattern: str, kind: str) -> None:

@@ -14,7 +14,7 @@ from onnx import TensorProto, numpy_helper
 
 from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import complete_dimensions, symbols_of_dimension
-from onnxplace.model import Model, iterate_subgraphs, packed_size, read_shape_entries
+from onnxplace.model import Model, has_subgraphs, packed_size, read_shape_entries
 from onnxplace.passes.sharding.known_shapes import infer_all_shapes, infer_with_runtime
 from onnxplace.passes.sharding.node_views import NodeView, Shape
 
@@ -95,7 +95,7 @@ class TensorFacts:
     def view(self, index: int) -> NodeView | None:
         """Return what rules see of a node; None if a shape is unknown, or for a node with subgraphs."""
         node = self.model.nodes[index]
-        if any(True for _ in iterate_subgraphs(node)):
+        if has_subgraphs(node):
             return None
         shapes = self.shapes
         if any(name and name not in shapes for name in (*node.input, *node.output)):

@@ -8,6 +8,7 @@ parts: these are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -154,8 +155,7 @@ def _annotate(node: NodeProto, space: StrategySpace, strategy: NodeStrategy) -> 
     for name, layout in dict(values).items():
         if name and layout is not None and (spec := _specify(name, layout, space)) is not None:
             entry.sharding_spec.append(spec)
-    copy = NodeProto()
-    copy.CopyFrom(node)
+    copy = deepcopy(node)
     copy.device_configurations.append(entry)
     return copy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add, gt, sub
 
 from onnxplace.passes.sharding.layouts import Division, Layout
 from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView
@@ -135,37 +136,49 @@ def _read_geometry(view: NodeView) -> _Geometry | None:
     """Return the geometry of a convolution or pool; None if parts cannot be computed from windows."""
     source, result = view.shape(0), view.result()
     spatial = len(source) - 2
-    if len(view.present_outputs()) > 1 or view.attribute("storage_order", 0) or view.attribute("channels_last", 0):
-        return None
     kernel = view.attribute("kernel_shape")
     if not kernel and view.op in _KERNEL_INPUTS:
         kernel = view.shape(_KERNEL_INPUTS[view.op])[2:]
-    if not kernel or spatial < 1:
+    if not kernel or spatial < 1 or _is_irregular(view):
         return None
-    strides = view.attribute("strides") or [1] * spatial
-    dilations = view.attribute("dilations") or [1] * spatial
-    pads, mode = list(view.attribute("pads") or [0] * (2 * spatial)), view.attribute("auto_pad", "NOTSET")
-    if mode != "NOTSET" and view.op in _POOLS and max(dilations) > 1:
-        return None  # ONNX Runtime leaves dilations out of the sizes that it computes here
-    if mode == "VALID":
-        pads = [0] * (2 * spatial)
-    elif mode in ("SAME_UPPER", "SAME_LOWER"):
-        totals = [
-            (result[2 + i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 - source[2 + i]
-            for i in range(spatial)
-        ]
-        if min(totals) < 0:
-            return None  # strides beyond the kernels: ONNX Runtime then starts some windows later
-        begin = [total // 2 if mode == "SAME_UPPER" else total - total // 2 for total in totals]
-        pads = [*begin, *(total - low for total, low in zip(totals, begin))]
-    if view.op == "AveragePool" and view.attribute("ceil_mode", 0) and view.attribute("count_include_pad", 0):
-        # The padding of rounded-up windows is not counted, other padding is.
-        return None
-    reached = [
-        (result[2 + i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 - pads[i] - pads[spatial + i]
-        for i in range(spatial)
+    strides, dilations = (view.attribute(name) or [1] * spatial for name in ("strides", "dilations"))
+    # How far windows reach beyond the input if the first of them begins with it.
+    reaches = [
+        (result[2 + i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 - source[2 + i] for i in range(spatial)
     ]
-    may_reach_further = view.op == "ConvTranspose" or view.attribute("ceil_mode", 0)
-    if not may_reach_further and any(reached[i] > source[2 + i] for i in range(spatial)):
-        return None  # a kernel larger than the input, which ONNX Runtime may compute in some way
+    pads = _resolve_pads(view, reaches)
+    if pads is None:
+        return None
     return _Geometry(list(kernel), strides, dilations, pads[:spatial], pads[spatial:])
+
+
+def _is_irregular(view: NodeView) -> bool:
+    """Return whether a result is not made of windows alone, or of others than the attributes say."""
+    # With a mode of padding, ONNX Runtime leaves dilations of pools out of the sizes that it computes.
+    ignores_dilations = view.op in _POOLS and view.attribute("auto_pad", "NOTSET") != "NOTSET"
+    # The padding of rounded-up windows is not counted, other padding is.
+    counts_pads = view.op == "AveragePool" and view.attribute("ceil_mode", 0)
+    return bool(
+        len(view.present_outputs()) > 1
+        or view.attribute("storage_order", 0)
+        or view.attribute("channels_last", 0)
+        or (ignores_dilations and max(view.attribute("dilations") or [1]) > 1)
+        or (counts_pads and view.attribute("count_include_pad", 0))
+    )
+
+
+def _resolve_pads(view: NodeView, reaches: Sequence[int]) -> list[int] | None:
+    """Return the paddings before, then after each axis; None where windows are not as these say."""
+    pads, mode = list(view.attribute("pads") or [0] * (2 * len(reaches))), view.attribute("auto_pad", "NOTSET")
+    if mode == "VALID":
+        pads = [0] * len(pads)
+    elif mode in ("SAME_UPPER", "SAME_LOWER"):
+        if min(reaches) < 0:
+            return None  # strides beyond the kernels: ONNX Runtime then starts some windows later
+        begin = [total // 2 if mode == "SAME_UPPER" else total - total // 2 for total in reaches]
+        pads = [*begin, *map(sub, reaches, begin)]
+    may_reach_further = view.op == "ConvTranspose" or view.attribute("ceil_mode", 0)
+    padded = map(add, pads[: len(reaches)], pads[len(reaches) :])
+    if not may_reach_further and any(map(gt, reaches, padded)):
+        return None  # a kernel larger than the input, which ONNX Runtime may compute in some way
+    return pads

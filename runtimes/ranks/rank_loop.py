@@ -41,8 +41,8 @@ from onnxplace.runtimes.execution import (
     open_routes,
 )
 from onnxplace.runtimes.ranks.frames import Frame, decode_value, decode_values, encode_value, encode_values
+from onnxplace.runtimes.ranks.mpi_messages import Channel, MessageBus, ValueChannels, choose_plane
 from onnxplace.runtimes.ranks.opening import Fetch, Opening, find_clock, obtain_bundle
-from onnxplace.runtimes.ranks.rank_messages import Channel, MessageBus, ValueChannels, choose_plane
 from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
 from onnxplace.target import Device
 

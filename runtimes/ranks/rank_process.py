@@ -26,9 +26,9 @@ from onnxplace.hosts import describe_error
 from onnxplace.machine import pin_thread, read_run_delays
 from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame, encode_value
 from onnxplace.runtimes.ranks.launcher import connect_rank
+from onnxplace.runtimes.ranks.mpi_messages import MessageBus
 from onnxplace.runtimes.ranks.opening import Opening
 from onnxplace.runtimes.ranks.rank_loop import RankLoop, open_rank
-from onnxplace.runtimes.ranks.rank_messages import MessageBus
 
 # What a rank asks of the system for its process: exact sleeps, memory that is kept, an end with its parent.
 

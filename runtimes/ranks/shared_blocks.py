@@ -23,7 +23,7 @@ MIN_SHARED_BYTES = 64 << 10
 _TOKEN_BYTES = 16
 
 
-class _Block:
+class _SharedBlock:
     """Memory that other processes can map."""
 
     def __init__(self, size: int) -> None:
@@ -47,15 +47,15 @@ class SharedBlocks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_closed = False
-        self._free: list[_Block] = []
-        self._taken: dict[int, list[_Block]] = {}
-        self._probe: _Block | None = None
+        self._free: list[_SharedBlock] = []
+        self._taken: dict[int, list[_SharedBlock]] = {}
+        self._probe: _SharedBlock | None = None
 
     def make_probe(self) -> list[Any]:
         """Return what a rank needs to try whether it can share memory; empty where the system has no such memory."""
         if not hasattr(os, "memfd_create"):
             return []
-        self._probe = self._probe or _Block(_TOKEN_BYTES)
+        self._probe = self._probe or _SharedBlock(_TOKEN_BYTES)
         token = secrets.token_bytes(_TOKEN_BYTES)
         self._probe.memory[:] = token
         return [os.getpid(), self._probe.descriptor, token.hex()]
@@ -75,7 +75,7 @@ class SharedBlocks:
         if shared:
             frame.fields["shared"], frame.buffers = shared, buffers
 
-    def _take(self, number: int, length: int) -> _Block | None:
+    def _take(self, number: int, length: int) -> _SharedBlock | None:
         """Return the smallest free block that is large enough, or a new one; None if there is none."""
         if self._is_closed:
             return None
@@ -85,7 +85,7 @@ class SharedBlocks:
             self._free.remove(block)
         else:
             try:
-                block = _Block(1 << (length - 1).bit_length())
+                block = _SharedBlock(1 << (length - 1).bit_length())
             except OSError:
                 return None
         self._taken.setdefault(number, []).append(block)

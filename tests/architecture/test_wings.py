@@ -39,8 +39,8 @@ MAY_IMPORT = {
     # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
     "passes.profiling": "devices errors facts graph machine model ort target utils",
     "passes.cost_files": "errors facts model passes.profiling target utils",
-    "passes.training": "errors graph model training_roles training_step utils",
-    "passes.placement.grouping": "errors facts graph model passes.training problem state target utils",
+    "passes.step_recognition": "errors graph model training_roles training_step utils",
+    "passes.placement.grouping": "errors facts graph model passes.step_recognition problem state target utils",
     "passes.placement.list_scheduling": "errors graph problem simulation state target utils",
     "passes.placement.search": (
         "errors facts graph passes.placement.grouping passes.placement.list_scheduling problem simulation state "
@@ -60,7 +60,7 @@ MAY_IMPORT = {
         "bundle errors facts graph machine model passes.batching passes.cost_files passes.placement.exact "
         "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining "
         "passes.placement.search passes.placement.stages passes.profiling passes.recomputation passes.segments "
-        "passes.sharding passes.training problem simulation state target training_roles utils"
+        "passes.sharding passes.step_recognition problem simulation state target training_roles utils"
     ),
     # training steps of PyTorch modules
     "torch": "errors training_step",
@@ -240,9 +240,31 @@ def test_read_imports_finds_every_kind_of_import(tmp_path):
 PACKAGES = [wing for wing in WINGS if wing not in MODULES and wing not in ("passes", "runtimes", "torch")]
 
 
+def find_shadowed_names(wing: str, stub: str, modules: set[str]) -> set[str]:
+    """Return the names that a stub lists from modules, and that a module of the wing has, too."""
+    imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
+    listed = {alias.name for node in imports if node.module != f"onnxplace.{wing}" for alias in node.names}
+    return {name for name in listed if f"{wing}.{name}" in modules}
+
+
+@pytest.mark.parametrize("wing", [*PACKAGES, "torch"])
+def test_no_module_of_a_wing_has_the_name_of_what_the_wing_lists(wing):
+    """Python sets a module as an attribute of its package on import: it would hide a function of that name."""
+    assert find_shadowed_names(wing, (ROOT / _folder_of(wing) / "__init__.pyi").read_text(), set(MODULES)) == set()
+
+
+def _folder_of(wing: str) -> str:
+    path = wing.replace(".", "/")
+    return path if wing.startswith(("passes.", "runtimes.")) else f"onnxplace/{path}"
+
+
+def test_a_module_that_hides_a_function_of_its_wing_is_found():
+    stub = "from onnxplace.a import own\nfrom onnxplace.a.split import split, cut\nfrom onnxplace.a.cut import join\n"
+    assert find_shadowed_names("a", stub, {"a.own", "a.split", "a.cut", "b.join"}) == {"split", "cut"}
+
+
 @pytest.mark.parametrize("wing", PACKAGES)
 def test_a_wing_lists_its_public_names_for_type_checkers(wing):
-    """No module has a public name of its wing: Python would set the module in its place."""
     package = import_module(f"onnxplace.{wing}")
     stub = ast.parse(Path(package.__file__).with_suffix(".pyi").read_text())
     modules = {alias.asname: node.module for node in stub.body for alias in node.names if alias.asname == alias.name}

@@ -10,7 +10,7 @@ import pytest
 
 import onnxplace
 from onnxplace.driver import compile_model, decision
-from onnxplace.driver.decision import Candidate, Profiled, Strategy, decide, parse_passes
+from onnxplace.driver.decision import BuiltStrategy, Profiled, Strategy, decide, parse_passes
 from onnxplace.driver.latency import make_latency_objective
 from onnxplace.driver.training_steps import choose_cutting, choose_shortest
 from onnxplace.errors import InfeasibleError
@@ -19,7 +19,7 @@ from onnxplace.model import bind_states, load
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Target
-from tests.passes.training.test_recognise import remove_metadata
+from tests.passes.step_recognition.test_recognise import remove_metadata
 from tests.support.training_models import ReferenceTrainer, draw_batch, make_mlp, make_transformer, make_two_tower
 
 
@@ -34,15 +34,15 @@ def make_state(proto: onnx.ModelProto, *, bytes_per_second: float = 1e9, memory_
     return Pipeline.parse("optimize,profile{estimate=true}").run(state)[0]
 
 
-def place(state: State, placer: str, join: str = "worth") -> Candidate:
+def place(state: State, placer: str, join: str = "worth") -> BuiltStrategy:
     rest = parse_passes(f"coplace{{join={join}}},fuse,{placer},split")
     objective = make_latency_objective(may_shard=False, shard_metadata=False, may_group=True)
     (kept,) = decide(objective, Profiled((), state, rest, parse_passes("emit")[0]))
     return kept
 
 
-def grouped(name: str, milliseconds: float, sent: int) -> Candidate:
-    class Fixed(Candidate):
+def grouped(name: str, milliseconds: float, sent: int) -> BuiltStrategy:
+    class Fixed(BuiltStrategy):
         step_seconds = milliseconds / 1e3  # type: ignore[assignment]
         sent_bytes = sent  # type: ignore[assignment]
 
@@ -172,7 +172,7 @@ def test_a_loss_per_row_is_said_where_only_states_are_given(run_cli, tmp_path):
 def test_a_model_with_states_that_does_not_learn_has_no_training_record(tmp_path):
     from onnx import parser
 
-    from tests.passes.training.test_recognise import RECURRENT
+    from tests.passes.step_recognition.test_recognise import RECURRENT
 
     compiled = compile_model(
         parser.parse_model(RECURRENT),

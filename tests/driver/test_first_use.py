@@ -12,7 +12,7 @@ import pytest
 
 from onnxplace.cost_graph.generators import layered
 from onnxplace.driver import place_cost_graph
-from onnxplace.simulation.kernels import device_peaks
+from onnxplace.simulation.step_kernels import device_peaks
 from onnxplace.utils import jit
 
 ROOT = Path(__file__).parents[2]

@@ -297,7 +297,7 @@ def test_a_failed_trial_leaves_the_bundle_with_a_note(model_file, tmp_path, run_
     def fail(*_, **__):
         raise ExecutionError("X001", "segment cpu0-000 failed: out of order", where="cpu:0")
 
-    monkeypatch.setattr("onnxplace.driver.finishing.run_trials", fail)
+    monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", fail)
     result = run_cli("compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4")
     assert result.code == 0
     assert "note[C021] cpu:0: the bundle fails in its trial: segment cpu0-000 failed: out of order" in result.err
@@ -309,7 +309,7 @@ def test_an_interrupt_during_the_trial_leaves_nothing(model_file, tmp_path, monk
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("onnxplace.driver.finishing.run_trials", interrupt)
+    monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compile_bundle(model_file, tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
@@ -370,10 +370,10 @@ def pretend_trials(monkeypatch, seconds_by_devices):
             for bundle in bundles
         )
 
-    monkeypatch.setattr("onnxplace.driver.finishing.run_trials", result)
-    monkeypatch.setattr("onnxplace.driver.finishing._find_unmeasured_costs", lambda state: None)
+    monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", result)
+    monkeypatch.setattr("onnxplace.driver.bundle_trials._find_unmeasured_costs", lambda state: None)
     monkeypatch.setattr(
-        "onnxplace.driver.finishing.predict_single_device_seconds", lambda state, must_fit: np.array([0.02, 0.02])
+        "onnxplace.driver.bundle_trials.predict_single_device_seconds", lambda state, must_fit: np.array([0.02, 0.02])
     )
 
 

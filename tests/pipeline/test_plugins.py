@@ -194,9 +194,16 @@ def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_plugins")
-@pytest.mark.parametrize("arguments", [["learn", "placeto"], ["study"], ["place", "g.graphml", "--placer", "guided"]])
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["learn", "placeto"], "command 'learn'"),
+        (["study"], "command 'study'"),
+        (["place", "g.graphml", "--placer", "guided"], "placer 'guided'"),
+    ],
+)
 def test_a_plugin_of_this_repository_that_is_not_installed_is_named_with_how_to_install_it(
-    run_cli, tmp_path, monkeypatch, arguments
+    run_cli, tmp_path, monkeypatch, arguments, name
 ):
     monkeypatch.chdir(tmp_path)
     write_cost_graph(Path("g.graphml"), GENERATORS["layered"](8, 0))
@@ -204,7 +211,7 @@ def test_a_plugin_of_this_repository_that_is_not_installed_is_named_with_how_to_
     assert result.code == 2
     assert result.out == ""
     assert result.err.count("error[") == 1
-    assert "is part of the plugin onnxplace-learned, which is not installed" in result.err
+    assert f"{name} is part of the plugin onnxplace-learned, which is not installed" in result.err
     assert "pip install -e plugins/onnxplace-learned" in result.err
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from onnxplace.runtimes.ranks.frames import MAX_JOINED_BYTES
-from onnxplace.runtimes.ranks.rank_messages import ValueChannels
+from onnxplace.runtimes.ranks.mpi_messages import ValueChannels
 
 DTYPES = {
     "tensor(float)": np.float32,

@@ -40,10 +40,21 @@ def test_requests_that_differ_otherwise_are_not_joined(other):
         feeds(1, x=np.ones((5, 3), "f4")),
         feeds(1, x=[[1.0] * 3]),
         feeds(1, x=None),
+        feeds(1, x=np.array(1, "f4")),
+        feeds(1, z=np.ones(2, "f4")),
         feeds(1, shared=np.ones(MAX_COMPARED_BYTES)),
         feeds(1, shared=np.array(["a"], object)),
     ],
-    ids=["no rows", "broadcast", "not an array", "missing", "too large to compare", "texts"],
+    ids=[
+        "no rows",
+        "broadcast",
+        "not an array",
+        "missing",
+        "a scalar",
+        "no axis of the batch",
+        "too large to compare",
+        "texts",
+    ],
 )
 def test_these_requests_run_alone(alone):
     assert JOINER.describe_feeds(alone) == (0, None)

@@ -31,8 +31,10 @@ def release() -> ModuleType:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A clone with a version and a changelog."""
+    """A clone with a version, a changelog and a plugin."""
     (tmp_path / "onnxplace").mkdir()
+    (tmp_path / "plugins/onnxplace-learned").mkdir(parents=True)
+    (tmp_path / "plugins/onnxplace-learned/pyproject.toml").write_text('name = "learned"\nversion = "0.1.0"\n')
     (tmp_path / "onnxplace/_version.py").write_text('"""Doc."""\n\n__version__ = "0.1.0"\n')
     (tmp_path / "CHANGELOG.md").write_text(CHANGES)
     return tmp_path
@@ -41,6 +43,8 @@ def checkout(tmp_path: Path) -> Path:
 def test_a_release_dates_the_notes_and_writes_the_version(release, checkout):
     release.apply_release(checkout, release.Version("0.2.0"), DAY)
     assert (checkout / "onnxplace/_version.py").read_text() == '"""Doc."""\n\n__version__ = "0.2.0"\n'
+    plugin = (checkout / "plugins/onnxplace-learned/pyproject.toml").read_text()
+    assert plugin == 'name = "learned"\nversion = "0.2.0"\n'
     text = (checkout / "CHANGELOG.md").read_text()
     assert text.startswith("# Changelog\n\n## Unreleased\n\n## 0.2.0 (2026-11-23)\n\n- New.\n\n## 0.1.0")
     with pytest.raises(release.ReleaseError, match="expected notes"):
@@ -114,6 +118,7 @@ def test_the_project_can_be_released_now(release):
     assert release.release_notes((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
     version = release.read_version((ROOT / "onnxplace/_version.py").read_text(encoding="utf-8"))
     assert version == release.Version(onnxplace.__version__)
+    assert f'version = "{version}"' in (ROOT / release.PLUGIN_FILE).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from onnxplace.passes.placement.exact.branch_kernels import ProblemTables
 from onnxplace.passes.placement.search import (
     BlockPlan,
     Budget,
-    Plan,
+    PlacerPlan,
     SearchSpace,
     coarsen,
     compose_blocks,
@@ -123,7 +123,7 @@ def solve_exactly(problem: PlacementProblem, seconds: float, gap: float, seed: i
     return best
 
 
-def _begin_from_placers(problem: PlacementProblem, gap: float) -> tuple[Incumbent, list[Plan]]:
+def _begin_from_placers(problem: PlacementProblem, gap: float) -> tuple[Incumbent, list[PlacerPlan]]:
     """Return the best of the other placers' plans, and all of them."""
     best, plans = Incumbent(problem, gap), published_plans(problem)
     for plan in plans:
@@ -166,7 +166,7 @@ class BlockSearch:
         return best.device, best.order
 
 
-def _search_heuristically(best: Incumbent, plans: Sequence[Plan], seconds: float, seed: int) -> None:
+def _search_heuristically(best: Incumbent, plans: Sequence[PlacerPlan], seconds: float, seed: int) -> None:
     """Look for a shorter step as `auto` does: from the incumbent, from plans and from scratch."""
     space = SearchSpace(best.problem)
     candidates = [evaluate_candidate(space, plan.name, plan.device, plan.order) for plan in plans]

@@ -107,8 +107,8 @@ def apply_action(reals, ints, mask, action, tables):
         needed = reals[1 + 3 * devices + home] + tables.node_bytes[node]
         if tables.careful:
             for value in range(len(tables.read_mask)):
-                arrival = reals[base + value * devices + home]
-                if arrival > 0.0 and arrival < NEVER:
+                has_readers = (tables.read_mask[value] & ~mask) != 0
+                if has_readers and reals[base + value * devices + home] < NEVER:
                     needed += tables.value_bytes[value]
         if needed > tables.limit[home]:
             return np.int64(-1)

@@ -31,7 +31,7 @@ from onnxplace.passes.placement.grouping.group_kernels import (
     join_sets,
     number_sets,
 )
-from onnxplace.passes.training import list_parameter_members, spread_owners
+from onnxplace.passes.step_recognition import list_parameter_members, spread_owners
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 from onnxplace.target import Target

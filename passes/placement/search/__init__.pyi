@@ -21,7 +21,7 @@ from onnxplace.passes.placement.search.placement_search import (
     finest_level as finest_level,
 )
 from onnxplace.passes.placement.search.portfolio import (
-    Plan as Plan,
+    PlacerPlan as PlacerPlan,
     improve_and_commit as improve_and_commit,
     plan_blocks as plan_blocks,
     published_plans as published_plans,

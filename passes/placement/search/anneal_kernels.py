@@ -68,6 +68,20 @@ CHAIN_LENGTH, PROPOSALS, ACCEPTED, REGION_SIZE, BIASED_NODE = range(5)
 CRITICAL_SHARE = 0.75
 # Share of regions that stay within the device where they start.
 LOYAL_SHARE = 0.85
+# The chance of the second of two nodes, of which nothing says that moving it is better than moving the first.
+EVEN_CHANCE = 0.5
+# Share of the proposals for a node that waited for its device which run it earlier: that costs no transfers, but only
+# helps if other nodes can wait. The rest move one of the two nodes.
+BIAS_SHARE = 0.3
+# A bias changes by a part of the step from -7 % to +13 %: more often up than down, since the node came too late.
+BIAS_RANGE, BIAS_DOWN = 0.1, 0.7
+# Share of these proposals that return to the plain bottom level instead, so that biases do not add up for ever.
+BIAS_RESET_SHARE = 0.2
+# Share of regions that go to a device that they border on, which saves a transfer; the others may go to any.
+BORDER_SHARE = 0.6
+# Regions hold at most the atoms divided by this: to move more than half is to move the others the other way. The limit
+# is at least 2, as sizes are drawn by its logarithm.
+MAX_REGION_DIVISOR, MIN_REGION_LIMIT = 3.0, 2.0
 # Share of the transfer time that counts as time of the step: of equal steps, the one with least traffic wins.
 TRAFFIC_WEIGHT = 0.01
 
@@ -199,28 +213,27 @@ def propose(devices, atoms, walk):
             # It waited for a transfer: bring producer and reader together, on either device.
             other = walk.chain[link + 1]
             target = walk.device[other]
-            if _random_uniform(walk.rng) < 0.5:
+            if _random_uniform(walk.rng) < EVEN_CHANCE:
                 seed, target = np.int64(other), walk.device[seed]
         elif walk.chain_kind[link] == AHEAD:
             # It waited for its device: run it earlier, or move one of the two nodes away.
-            if _random_uniform(walk.rng) < 0.3:
+            if _random_uniform(walk.rng) < BIAS_SHARE:
                 walk.counts[BIASED_NODE] = seed
                 walk.saved_bias[0] = walk.bias[seed]
-                # By -7 % to +13 % of the step: more often up than down, since the node came too late. A fifth of these
-                # proposals return to the plain bottom level instead.
-                walk.bias[seed] += (2 * _random_uniform(walk.rng) - 0.7) * 0.1 * walk.times[MAKESPAN]
-                if _random_uniform(walk.rng) < 0.2:
+                walk.bias[seed] += (2 * _random_uniform(walk.rng) - BIAS_DOWN) * BIAS_RANGE * walk.times[MAKESPAN]
+                if _random_uniform(walk.rng) < BIAS_RESET_SHARE:
                     walk.bias[seed] = 0.0
                 return
-            if _random_uniform(walk.rng) < 0.5:
+            if _random_uniform(walk.rng) < EVEN_CHANCE:
                 seed = np.int64(walk.chain[link + 1])
     else:
         seed = _random_below(walk.rng, len(walk.device))
     origin = walk.device[seed]
-    size, border = _grow_region(atoms, walk, atoms.atom_of[seed], max(2.0, len(atoms.pinned) / 3.0))
+    largest = max(MIN_REGION_LIMIT, len(atoms.pinned) / MAX_REGION_DIVISOR)
+    size, border = _grow_region(atoms, walk, atoms.atom_of[seed], largest)
     # Choose the device: a neighbour's, which saves a transfer, or any other one.
     if target < 0:
-        if border >= 0 and _random_uniform(walk.rng) < 0.6:
+        if border >= 0 and _random_uniform(walk.rng) < BORDER_SHARE:
             target = border
         else:
             target = _random_below(walk.rng, devices - 1)

@@ -49,7 +49,7 @@ MAX_BLOCK_NODES, MAX_BLOCK_PROPOSALS, BLOCK_TIME_SHARE = 100, 500, 0.2
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacerPlan:
     """The placement of one placer."""
 
     name: str
@@ -70,17 +70,18 @@ class Plan:
 class SimulatedPlan:
     """A plan that fits, with its simulated step."""
 
-    plan: Plan
+    plan: PlacerPlan
     seconds: float
     """The step, with the calls of segments."""
 
 
-def published_plans(problem: PlacementProblem) -> list[Plan]:
+def published_plans(problem: PlacementProblem) -> list[PlacerPlan]:
     """Return the fitting plans of single devices, m-TOPO, m-ETF and m-SCT."""
     graph, no_favourite = problem.graph, np.full(len(problem.graph), -1, dtype=np.int32)
     names = [device.id for device in problem.target.devices]
     plans = [
-        Plan(names[index], place_on_one_device(problem, index), graph.order) for index in list_distinct_devices(problem)
+        PlacerPlan(names[index], place_on_one_device(problem, index), graph.order)
+        for index in list_distinct_devices(problem)
     ]
 
     def plan_by_list(favourite: Ints) -> tuple[Ints, Ints]:
@@ -95,7 +96,7 @@ def published_plans(problem: PlacementProblem) -> list[Plan]:
         planners["m-sct"] = lambda: plan_by_list(find_favourites(problem))
     for name, planner in planners.items():
         try:
-            plans.append(Plan(name, *planner()))
+            plans.append(PlacerPlan(name, *planner()))
         except InfeasibleError:
             continue
     return plans
@@ -106,7 +107,7 @@ def find_favourites(problem: PlacementProblem) -> Ints:
     return favourite_children(problem.seconds.min(axis=0), transfer_edges(problem), 0.1)
 
 
-def plan_blocks(problem: PlacementProblem, budget: Budget, seed: int) -> list[Plan]:
+def plan_blocks(problem: PlacementProblem, budget: Budget, seed: int) -> list[PlacerPlan]:
     """Search blocks in series and return the composed plan; return none where blocks hold too little work."""
     if len(problem.graph) > MAX_SERIES_NODES or len(problem.target.devices) < 2:
         return []
@@ -131,7 +132,7 @@ def plan_blocks(problem: PlacementProblem, budget: Budget, seed: int) -> list[Pl
         return best.device, best.order
 
     plans = [search_block(block) for block in chain.problems]
-    return [Plan("blocks", *compose_blocks(problem, chain, plans, search_block))]
+    return [PlacerPlan("blocks", *compose_blocks(problem, chain, plans, search_block))]
 
 
 def _blocks_suffice(chain: BlockChain, least: Floats) -> bool:
@@ -146,7 +147,7 @@ def _blocks_suffice(chain: BlockChain, least: Floats) -> bool:
 def search_and_commit(
     state: State,
     problem: PlacementProblem,
-    plans: Sequence[Plan],
+    plans: Sequence[PlacerPlan],
     placer: str,
     budget: Budget,
     seed: int,
@@ -200,7 +201,7 @@ def search_and_commit(
     return after.with_notes(_describe_result(best, simulated, effort, after[Schedule].lower_bound_seconds, placer))
 
 
-def improve_and_commit(state: State, problem: PlacementProblem, plan: Plan, budget: Budget, seed: int) -> State:
+def improve_and_commit(state: State, problem: PlacementProblem, plan: PlacerPlan, budget: Budget, seed: int) -> State:
     """Search from the plan of `state`; commit a better one if there is one, with a note."""
     space, seconds_before = SearchSpace(problem), state[Schedule].simulation.makespan_seconds
     start = evaluate_candidate(space, plan.name, plan.device, plan.order)
@@ -221,12 +222,12 @@ def _goal_seconds(problem: PlacementProblem) -> float:
     return bound * (1 + 1e-9)
 
 
-def _to_plan(candidate: Candidate, suffix: str) -> Plan:
-    return Plan(f"{candidate.name}, {suffix}" if suffix else candidate.name, candidate.device, candidate.order)
+def _to_plan(candidate: Candidate, suffix: str) -> PlacerPlan:
+    return PlacerPlan(f"{candidate.name}, {suffix}" if suffix else candidate.name, candidate.device, candidate.order)
 
 
 def _simulate_if_fitting(
-    state: State, problem: PlacementProblem, plan: Plan, candidate: Candidate | None
+    state: State, problem: PlacementProblem, plan: PlacerPlan, candidate: Candidate | None
 ) -> list[SimulatedPlan]:
     """Return a plan with its simulated step, or nothing if it does not fit."""
     _, _, simulation = simulate_plan(state, problem, plan.device, plan.rank)

@@ -9,6 +9,7 @@ tensors: nothing is cut or joined (optimiser states without redundancy: ZeRO, SC
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from onnx import NodeProto, StringStringEntryProto, helper
 
 from onnxplace.facts import Profile
 from onnxplace.graph import Floats, Ints
-from onnxplace.model import iterate_reads, iterate_subgraphs, rename_reads
+from onnxplace.model import Model, has_subgraphs, iterate_reads, rename_reads
 from onnxplace.passes.sharding.exchanges import NodeOrigin
 from onnxplace.passes.sharding.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.layouts import REPLICATED, Layout
@@ -172,12 +173,8 @@ def assign_replicas(
 def _find_units(sharded: ShardedModel, states: Mapping[str, str], profile: Profile) -> list[int]:
     """Return, per node that is computed once, the parameter or other state that it works for; `NO_UNIT` for others."""
     model, origins = sharded.model, sharded.origins
-    units = [NO_UNIT] * len(origins)
     training = profile.training
-    if training is not None:
-        for index, origin in enumerate(origins):
-            if origin.device == SHARED and origin.source >= 0:
-                units[index] = int(training.parameter[origin.source])
+    units = [NO_UNIT] * len(origins) if training is None else _find_parameters(origins, training.parameter)
     following = len(training.step.parameters) if training is not None else 0
     producer = {name: index for index, node in enumerate(model.nodes) for name in node.output}
     for output in states.values():
@@ -185,6 +182,19 @@ def _find_units(sharded: ShardedModel, states: Mapping[str, str], profile: Profi
         if index >= 0 and origins[index].device == SHARED and units[index] == NO_UNIT:
             units[index] = following
             following += 1
+    _add_gradient_sums(sharded, units)
+    return units
+
+
+def _find_parameters(origins: Sequence[NodeOrigin], parameter: Ints) -> list[int]:
+    """Return, per node of the model before that is computed once, its parameter; `NO_UNIT` for others."""
+    shared = [origin.source if origin.device == SHARED else -1 for origin in origins]
+    return [int(parameter[source]) if source >= 0 else NO_UNIT for source in shared]
+
+
+def _add_gradient_sums(sharded: ShardedModel, units: list[int]) -> None:
+    """Give the sums of gradients the unit that reads them, in place, if it is a single one."""
+    model, origins = sharded.model, sharded.origins
     readers: dict[str, set[int]] = {}
     for index in range(len(origins) - 1, -1, -1):
         if origins[index].device == SHARED and origins[index].source < 0:  # the sum of a gradient
@@ -193,7 +203,6 @@ def _find_units(sharded: ShardedModel, states: Mapping[str, str], profile: Profi
         if origins[index].device == SHARED:
             for name in model.reads[index]:
                 readers.setdefault(name, set()).add(units[index])
-    return units
 
 
 def _choose_owners(
@@ -221,45 +230,54 @@ def _repeat_kept(before: ReplicatedModel, units: Sequence[int], samples: Collect
     """Let each replica compute for itself what does not depend on samples, and works for no parameter."""
     model, origins = before.sharded.model, before.sharded.origins
     varying = find_dependent_values(model, frozenset(samples))
-    is_kept = [
-        origin.device == SHARED
-        and unit == NO_UNIT
-        and varying.isdisjoint(node.output)
-        and not is_unrepeatable(node)
-        and not any(True for _ in iterate_subgraphs(node))
-        for node, origin, unit in zip(model.nodes, origins, units)
-    ]
+    is_kept = [_is_kept(*item, varying) for item in zip(model.nodes, origins, units)]
+    homes_of_nodes = _find_homes(model, before.replica, is_kept)
+    taken = {name for node in model.nodes for name in (node.name, *node.output)} | model.input_names
+    versions: dict[tuple[str, int], str] = {}
+    nodes, new_origins, replica = list[NodeProto](), list[NodeOrigin](), list[int]()
+    for node, origin, reads, homes in zip(model.nodes, origins, model.reads, homes_of_nodes):
+        for number, home in enumerate(sorted(homes)):
+            copy = deepcopy(node)
+            rename_reads(copy, {name: versions[name, home] for name in reads if (name, home) in versions})
+            if number:
+                versions |= _rename_results(copy, home, taken)
+            nodes.append(copy)
+            new_origins.append(origin)
+            replica.append(home)
+    sharded = replace(before.sharded, model=replace(model, nodes=tuple(nodes)), origins=tuple(new_origins))
+    return ReplicatedModel(sharded, np.array(replica, dtype=np.int32))
+
+
+def _is_kept(node: NodeProto, origin: NodeOrigin, unit: int, varying: frozenset[str]) -> bool:
+    """Return whether each replica can compute a node: it works for no unit, and gives the same results everywhere."""
+    is_free = origin.device == SHARED and unit == NO_UNIT and varying.isdisjoint(node.output)
+    return is_free and not is_unrepeatable(node) and not has_subgraphs(node)
+
+
+def _rename_results(node: NodeProto, home: int, taken: set[str]) -> dict[tuple[str, int], str]:
+    """Give a copy of a node and its results names of their own, in place; return these by old name and replica."""
+    node.name = claim_name(f"{node.name}/replica{home}", taken)
+    names = {name: claim_name(f"{name}/replica{home}", taken) for name in node.output if name}
+    node.output[:] = [names.get(name, "") for name in node.output]
+    return {(name, home): version for name, version in names.items()}
+
+
+def _find_homes(model: Model, replica: Ints, is_kept: Sequence[bool]) -> list[set[int]]:
+    """Return, per node, the replicas that compute it: of nodes that are kept, all whose nodes need them.
+
+    The first replica also has what is returned, and what none needs.
+    """
     returned = {model.sources.get(output.name, output.name) for output in model.outputs}
+    homes_of_nodes = [{int(home)} for home in replica]
     needed: dict[str, set[int]] = {}
-    for index in range(len(origins) - 1, -1, -1):
-        homes = {int(before.replica[index])}
+    for index in reversed(range(len(model.nodes))):
         if is_kept[index]:
             outputs = model.nodes[index].output
             homes = set[int]().union(*(needed.get(name, set()) for name in outputs))
-            homes |= {0} if not homes or not returned.isdisjoint(outputs) else set()
+            homes_of_nodes[index] = homes if homes and returned.isdisjoint(outputs) else homes | {0}
         for name in model.reads[index]:
-            needed.setdefault(name, set()).update(homes)
-        if is_kept[index]:
-            needed.update(dict.fromkeys(model.nodes[index].output, homes))
-    taken = {name for node in model.nodes for name in (node.name, *node.output)} | model.input_names
-    versions: dict[tuple[str, int], str] = {}
-    nodes, new_origins, homes_of_nodes = list[NodeProto](), list[NodeOrigin](), list[int]()
-    for index, (node, origin) in enumerate(zip(model.nodes, origins)):
-        homes = needed[node.output[0]] if is_kept[index] else {int(before.replica[index])}
-        for number, home in enumerate(sorted(homes)):
-            copy = NodeProto()
-            copy.CopyFrom(node)
-            rename_reads(copy, {name: versions[name, home] for name in model.reads[index] if (name, home) in versions})
-            if number:
-                copy.name = claim_name(f"{node.name}/replica{home}", taken)
-                for position, name in enumerate(node.output):
-                    if name:
-                        copy.output[position] = versions[name, home] = claim_name(f"{name}/replica{home}", taken)
-            nodes.append(copy)
-            new_origins.append(origin)
-            homes_of_nodes.append(home)
-    sharded = replace(before.sharded, model=replace(model, nodes=tuple(nodes)), origins=tuple(new_origins))
-    return ReplicatedModel(sharded, np.array(homes_of_nodes, dtype=np.int32))
+            needed.setdefault(name, set()).update(homes_of_nodes[index])
+    return homes_of_nodes
 
 
 def _copy_states(

@@ -150,33 +150,50 @@ def quantised_attention(view: NodeView) -> list[AxisRule]:
 
 def multi_head_attention(view: NodeView) -> list[AxisRule]:
     """MultiHeadAttention with separate queries, keys and values."""
-    if view.rank(0) != 3 or view.has(8) or view.has(9):
+    heads, outputs, past = int(view.attribute("num_heads", 0)), view.present_outputs(), [*filter(view.has, (6, 7))]
+    is_separate = all(map(view.has, (1, 2))) and not any(map(view.has, (8, 9)))
+    if not is_separate or not heads or view.rank(0) != 3:
         return []
-    heads, size, outputs = int(view.attribute("num_heads", 0)), view.shape(0)[2], view.present_outputs()
-    keys, past = [p for p in (1, 2) if view.has(p)], [p for p in (6, 7) if view.has(p)]
-    if len(keys) != 2 or not heads:
-        return []
-    rules = []
-    masked = _mask_of_batch(view, 4)
-    if masked is not None and not masked[1]:
-        inputs = {**_batch_inputs(view, (0, *keys, 5, *past)), **masked[0]}
-        rules.append(AxisRule(inputs, dict.fromkeys(outputs, 0)))
-    is_equal = all(view.rank(p) == 4 or view.shape(p)[2] == size for p in keys)
-    if not view.has(3) or (is_equal and view.shape(3) == (3 * size,)):
-        # Keys and values are [batch, positions, heads * size] or [batch, heads, positions, size].
-        inputs = {0: 2, **{p: 2 if view.rank(p) == 3 else 1 for p in keys}, **dict.fromkeys(past, 1)}
-        inputs |= {3: 0} if view.has(3) else {}
-        inputs |= {5: 1} if view.has(5) and view.shape(5)[1] == heads > 1 else {}
-        fused = {3: 3} if view.has(3) else {}
-        edit = _scaled(view, ("num_heads",), 2)
-        rules.append(AxisRule(inputs, {p: 1 if p else 2 for p in outputs}, units=heads, fused=fused, edit=edit))
+    rules = _by_batch(view, (0, 1, 2, 5, *past))
+    if _can_cut_bias(view):
+        rules.append(_by_heads(view, heads, past))
     if not view.attribute("unidirectional", 0) and not past and outputs == [0]:
-        positions = view.shape(0)[1]
-        inputs = {0: 1}
-        inputs |= {4: 1} if view.has(4) and view.rank(4) == 3 and view.shape(4)[1] == positions else {}
-        inputs |= {5: 2} if view.has(5) and view.shape(5)[2] == positions else {}
-        rules.append(AxisRule(inputs, {0: 1}))
+        rules.append(_by_positions(view))
     return rules
+
+
+def _by_batch(view: NodeView, positions: Sequence[int]) -> list[AxisRule]:
+    """Inputs at these positions are cut by batch, with the mask if it has a batch; there may be no such rule."""
+    masked = _mask_of_batch(view, 4)
+    if masked is None or masked[1]:
+        return []
+    return [AxisRule({**_batch_inputs(view, positions), **masked[0]}, dict.fromkeys(view.present_outputs(), 0))]
+
+
+def _can_cut_bias(view: NodeView) -> bool:
+    """Return whether biases of queries, keys and values are equal parts, or there are none."""
+    size = view.shape(0)[2]
+    are_equal = all(view.rank(p) == 4 or view.shape(p)[2] == size for p in (1, 2))
+    return not view.has(3) or (are_equal and view.shape(3) == (3 * size,))
+
+
+def _by_heads(view: NodeView, heads: int, past: Sequence[int]) -> AxisRule:
+    """Keys and values are [batch, positions, heads * size] or [batch, heads, positions, size]."""
+    inputs = {0: 2, **{p: 2 if view.rank(p) == 3 else 1 for p in (1, 2)}, **dict.fromkeys(past, 1)}
+    inputs |= {3: 0} if view.has(3) else {}
+    inputs |= {5: 1} if view.has(5) and view.shape(5)[1] == heads > 1 else {}
+    fused = {3: 3} if view.has(3) else {}
+    edit = _scaled(view, ("num_heads",), 2)
+    return AxisRule(inputs, {p: 1 if p else 2 for p in view.present_outputs()}, units=heads, fused=fused, edit=edit)
+
+
+def _by_positions(view: NodeView) -> AxisRule:
+    """Queries are cut by position, with masks and biases that have a row for each."""
+    positions = view.shape(0)[1]
+    inputs = {0: 1}
+    inputs |= {4: 1} if view.has(4) and view.rank(4) == 3 and view.shape(4)[1] == positions else {}
+    inputs |= {5: 2} if view.has(5) and view.shape(5)[2] == positions else {}
+    return AxisRule(inputs, {0: 1})
 
 
 def group_query_attention(view: NodeView) -> list[AxisRule]:
@@ -191,15 +208,18 @@ def group_query_attention(view: NodeView) -> list[AxisRule]:
     is_packed = not view.has(1)
     if not heads or not shared or has_scales or (is_packed and heads != shared):
         return [batch]
+    return [batch, _by_heads_of_keys(view, heads, shared, is_packed)]
+
+
+def _by_heads_of_keys(view: NodeView, heads: int, shared: int, is_packed: bool) -> AxisRule:
+    """Each of the `shared` heads of keys goes with its queries."""
     inputs = {0: 2} if is_packed else {0: 2, 1: 2, 2: 2}
     inputs |= {p: 1 for p in (3, 4) if view.has(p)}
     inputs |= {10: 1} if view.has(10) and view.shape(10)[1] == heads > 1 else {}
     inputs |= {11: 0} if view.has(11) else {}
     edit = _scaled(view, ("num_heads", "kv_num_heads"), 2)
-    by_heads = AxisRule(
-        inputs, {p: 1 if p else 2 for p in outputs}, units=shared, fused={0: 3} if is_packed else {}, edit=edit
-    )
-    return [batch, by_heads]
+    by_output = {p: 1 if p else 2 for p in view.present_outputs()}
+    return AxisRule(inputs, by_output, units=shared, fused={0: 3} if is_packed else {}, edit=edit)
 
 
 def rotary_embedding(view: NodeView) -> list[AxisRule]:

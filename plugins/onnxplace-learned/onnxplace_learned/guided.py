@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.search import Budget, Plan, published_plans, search_and_commit
+from onnxplace.passes.placement.search import Budget, PlacerPlan, published_plans, search_and_commit
 from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 from onnxplace_learned.policies.guided_policy import default_policy_path, plan_with_policy, read_guided_policy
@@ -56,7 +56,9 @@ class Guided(Pass):
         coarse, cluster = coarsen_to(problem, self.max_nodes)
         starts = plan_with_policy(coarse, policy, self.schedules, self.seed, "policy")
         plans = [
-            Plan(f"policy {number}", plan.device[cluster], problem.graph.order if coarse is not problem else plan.order)
+            PlacerPlan(
+                f"policy {number}", plan.device[cluster], problem.graph.order if coarse is not problem else plan.order
+            )
             for number, plan in enumerate(starts[:MAX_STARTS], start=1)
         ]
         return search_and_commit(

@@ -10,8 +10,8 @@ from onnxplace.cost_graph import read_cost_graph
 from onnxplace.errors import InputError
 from onnxplace.target import read_target
 from onnxplace_learned.graphs.graph_sets import FAMILIES, GraphSet, graph_fingerprint
-from onnxplace_learned.training.loop import CurvePoint, plot_curve, read_curve, write_curve
-from onnxplace_learned.training.problems import draw_mixture, draw_problems, read_problems
+from onnxplace_learned.policy_training.learning_graphs import draw_mixture, draw_problems, read_problems
+from onnxplace_learned.policy_training.training_loop import CurvePoint, plot_curve, read_curve, write_curve
 from tests.conftest import branches
 
 POINTS = [CurvePoint(8, 1.5, 64, 1.25, 0.9, 0.69, 0.875, 0.95), CurvePoint(16, 3.0, 128, 1.0, 0.8, 0.5, 0.75, 0.95)]

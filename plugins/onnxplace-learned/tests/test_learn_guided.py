@@ -21,9 +21,9 @@ from onnxplace_learned.policies.guided_policy import (
     read_guided_policy,
     run_schedule,
 )
-from onnxplace_learned.training.guided import GuidedOptions, GuidedPoint, GuidedTraining, learn_guided
-from onnxplace_learned.training.loop import checkpoint_path, read_curve
-from onnxplace_learned.training.problems import draw_mixture, draw_problems, vary_problem
+from onnxplace_learned.policy_training.guided_training import GuidedOptions, GuidedPoint, GuidedTraining, learn_guided
+from onnxplace_learned.policy_training.learning_graphs import draw_mixture, draw_problems, vary_problem
+from onnxplace_learned.policy_training.training_loop import checkpoint_path, read_curve
 
 SHAPE = GuidedShape(width=6, message_width=4, hidden=5, rounds=2)
 QUICK = ("--family", "two_towers", "--nodes", 30, "--count", 1, "--devices", 3, "--proposals", 50)

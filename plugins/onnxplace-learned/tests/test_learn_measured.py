@@ -21,11 +21,16 @@ from onnxplace_learned.policies.placeto_learning import Learner, Settings, read_
 from onnxplace_learned.policies.placeto_network import Policy, Shape
 from onnxplace_learned.policies.placing import coarsen_to, place_with_policy
 from onnxplace_learned.policies.teacher import search_lesson
-from onnxplace_learned.training import measured as bundle_timer
-from onnxplace_learned.training.loop import checkpoint_path
-from onnxplace_learned.training.measured import FAILED_COST, BundleTimer, MeasuredModel, learn_measured
-from onnxplace_learned.training.placeto import LearnOptions
-from onnxplace_learned.training.problems import draw_problems, read_problems
+from onnxplace_learned.policy_training import measured_training as bundle_timer
+from onnxplace_learned.policy_training.learning_graphs import draw_problems, read_problems
+from onnxplace_learned.policy_training.measured_training import (
+    FAILED_COST,
+    BundleTimer,
+    MeasuredModel,
+    MeasuredTraining,
+)
+from onnxplace_learned.policy_training.placeto_training import PlacetoOptions
+from onnxplace_learned.policy_training.training_loop import checkpoint_path, learn_policy
 from tests.conftest import branches
 
 DEVICES = "cpu:0,cpu:1"
@@ -82,8 +87,8 @@ def temporary(tmp_path, monkeypatch):
 def learn(graphs, output, updates, **options):
     resume, observer = options.pop("resume", False), options.pop("observer", None)
     settings = Settings(episodes=2)
-    given = LearnOptions(2, updates=updates, settings=settings, start="first-device", **options)
-    return learn_measured(graphs, given, output, family="model", resume=resume, observer=observer)
+    given = PlacetoOptions(devices=2, updates=updates, settings=settings, start="first-device", **options)
+    return learn_policy(MeasuredTraining, graphs, given, output, family="model", resume=resume, observer=observer)
 
 
 def place_all_on(graph, device):

@@ -19,9 +19,9 @@ from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.placeto import Placeto
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.placeto_learning import Settings, read_learner, read_policy
-from onnxplace_learned.training.loop import checkpoint_path
-from onnxplace_learned.training.placeto import LearnOptions, learn_placeto
-from onnxplace_learned.training.problems import LearningGraph, draw_problems
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph, draw_problems
+from onnxplace_learned.policy_training.placeto_training import PlacetoOptions, PlacetoTraining
+from onnxplace_learned.policy_training.training_loop import checkpoint_path, learn_policy
 
 GRAPHS = GraphSet("two_towers", 7, nodes=30)
 QUICK = ("--family", "two_towers", "--count", "7", "--nodes", "30", "--episodes", "2")
@@ -35,7 +35,13 @@ def graphs():
 def learn(graphs, output, updates, **options):
     settings = Settings(episodes=2, steps=4, seed=options.pop("seed", 0))
     resume = options.pop("resume", False)
-    return learn_placeto(graphs, LearnOptions(2, updates=updates, settings=settings, **options), output, resume=resume)
+    return learn_policy(
+        PlacetoTraining,
+        graphs,
+        PlacetoOptions(devices=2, updates=updates, settings=settings, **options),
+        output,
+        resume=resume,
+    )
 
 
 def test_the_command_writes_a_policy_that_places(run_cli, tmp_path):
@@ -85,8 +91,8 @@ COMPLETIONS = replace(Settings.for_completions(), proposals=100, searches=2, ste
 )
 def test_an_interrupted_training_continues_as_if_it_had_not_been(graphs, tmp_path, monkeypatch, settings, name):
     whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
-    options = LearnOptions(2, updates=6, settings=settings)
-    learn_placeto(graphs, options, whole)
+    options = PlacetoOptions(devices=2, updates=6, settings=settings)
+    learn_policy(PlacetoTraining, graphs, options, whole)
     calls = iter(range(100))
 
     def interrupt(*arguments):
@@ -94,15 +100,15 @@ def test_an_interrupted_training_continues_as_if_it_had_not_been(graphs, tmp_pat
             raise KeyboardInterrupt
         return update(*arguments)
 
-    from onnxplace_learned.training import placeto as learning
+    from onnxplace_learned.policy_training import placeto_training as learning
 
     update = getattr(learning, name)
     monkeypatch.setattr(learning, name, interrupt)
     with pytest.raises(KeyboardInterrupt):
-        learn_placeto(graphs, options, parts)
+        learn_policy(PlacetoTraining, graphs, options, parts)
     monkeypatch.setattr(learning, name, update)
     assert read_policy(checkpoint_path(parts)).updates == 3
-    learn_placeto(graphs, options, parts, resume=True)
+    learn_policy(PlacetoTraining, graphs, options, parts, resume=True)
     _, expected = read_learner(checkpoint_path(whole))
     _, resumed = read_learner(checkpoint_path(parts))
     assert resumed.policy.theta.tolist() == expected.policy.theta.tolist()
@@ -113,8 +119,8 @@ def test_an_interrupted_training_continues_as_if_it_had_not_been(graphs, tmp_pat
 def test_learning_from_completions_places_unseen_graphs_better(tmp_path):
     graphs = draw_problems(GraphSet("encoder_decoder", 12, nodes=40), 2)
     settings = replace(Settings.for_completions(), proposals=500, searches=1, steps=16, learning_rate=3e-3, warm_up=20)
-    options = LearnOptions(2, updates=160, start="first-device", settings=settings)
-    points = learn_placeto(graphs, options, tmp_path / "p.safetensors").points
+    options = PlacetoOptions(devices=2, updates=160, start="first-device", settings=settings)
+    points = learn_policy(PlacetoTraining, graphs, options, tmp_path / "p.safetensors").points
     assert min(point.validation_cost for point in points[1:]) < 0.9 * points[0].start_cost
     assert np.mean([point.train_cost for point in points[-2:]]) < 0.95 * points[0].train_cost
 
@@ -123,8 +129,11 @@ def test_a_policy_that_learned_under_tight_limits_fits_wherever_a_published_plac
     states = [random_state(seed, 16, 3, tight=True) for seed in range(40)]
     graphs = [LearningGraph(str(seed), str(seed), placement_problem(state)) for seed, state in enumerate(states)]
     settings = replace(Settings.for_completions(), proposals=50, searches=1, steps=8)
-    learn_placeto(
-        graphs[:8], LearnOptions(3, updates=40, start="several", settings=settings), tmp_path / "p.safetensors"
+    learn_policy(
+        PlacetoTraining,
+        graphs[:8],
+        PlacetoOptions(devices=3, updates=40, start="several", settings=settings),
+        tmp_path / "p.safetensors",
     )
     fitting = 0
     for state, graph in zip(states, graphs):
@@ -152,7 +161,7 @@ def test_a_plot_is_written_with_matplotlib(graphs, tmp_path):
 
 def test_a_training_without_a_limit_is_refused():
     with pytest.raises(UsageError, match="U042"):
-        LearnOptions(2)
+        PlacetoOptions(devices=2)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from onnxplace.errors import InputError, UsageError
 from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.policies.sequence_learning import SequenceSettings, read_sequence_learner, read_sequence_policy
 from onnxplace_learned.policies.sequence_policy import SequenceShape
-from onnxplace_learned.training import sequences
-from onnxplace_learned.training.loop import checkpoint_path
-from onnxplace_learned.training.problems import draw_problems
-from onnxplace_learned.training.sequences import SequenceLearnOptions, learn_sequence
+from onnxplace_learned.policy_training import sequence_training
+from onnxplace_learned.policy_training.learning_graphs import draw_problems
+from onnxplace_learned.policy_training.sequence_training import SequenceLearnOptions, SequenceTraining
+from onnxplace_learned.policy_training.training_loop import checkpoint_path, learn_policy
 
 QUICK = ("--family", "two_towers", "--count", "7", "--nodes", "30", "--placements", "2")
 HIERARCHICAL = SequenceShape("hierarchical", "learned", devices=2, groups=4, width=8)
@@ -27,8 +27,8 @@ def graphs():
 
 
 def learn(graphs, output, shape, updates, seed=0, **options):
-    chosen = SequenceLearnOptions(shape, SequenceSettings.of(shape.kind, seed, 2), updates=updates)
-    return learn_sequence(graphs, chosen, output, **options)
+    chosen = SequenceLearnOptions(shape=shape, settings=SequenceSettings.of(shape.kind, seed, 2), updates=updates)
+    return learn_policy(SequenceTraining, graphs, chosen, output, **options)
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,17 @@ def test_the_command_says_how_well_unseen_graphs_are_placed(run_cli, tmp_path):
 def test_an_interrupted_training_continues_as_if_it_had_not_been(graphs, tmp_path, monkeypatch, shape):
     whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
     learn(graphs, whole, shape, 6)
-    update, calls = sequences.update_sequence_policy, iter(range(100))
+    update, calls = sequence_training.update_sequence_policy, iter(range(100))
 
     def interrupt(*arguments):
         if next(calls) == 3:
             raise KeyboardInterrupt
         return update(*arguments)
 
-    monkeypatch.setattr(sequences, "update_sequence_policy", interrupt)
+    monkeypatch.setattr(sequence_training, "update_sequence_policy", interrupt)
     with pytest.raises(KeyboardInterrupt):
         learn(graphs, parts, shape, 6)
-    monkeypatch.setattr(sequences, "update_sequence_policy", update)
+    monkeypatch.setattr(sequence_training, "update_sequence_policy", update)
     assert read_sequence_policy(checkpoint_path(parts), shape.kind).updates == 3
     learn(graphs, parts, shape, 6, resume=True)
     _, expected = read_sequence_learner(checkpoint_path(whole), shape.kind)
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_another_training_is_refused(graphs, tmp_path, other):
 
 def test_a_training_without_a_limit_or_without_graphs_is_refused(graphs, tmp_path):
     with pytest.raises(UsageError, match="U042"):
-        SequenceLearnOptions(GO, SequenceSettings.of("go"))
+        SequenceLearnOptions(shape=GO, settings=SequenceSettings.of("go"))
     with pytest.raises(InputError, match="H011"):
         learn([], tmp_path / "p.safetensors", GO, 1)
 

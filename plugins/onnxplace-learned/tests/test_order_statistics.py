@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.errors import InputError
-from onnxplace_learned.training.study import StudyRow, summarise_study
+from onnxplace_learned.policy_training.order_study import StudyRow, summarise_study
 
 ORDERS = ("alpha", "bfs", "random")
 

@@ -11,7 +11,7 @@ from onnxplace.problem import placement_problem
 from onnxplace.testing import random_state
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.policies.environment import Environment
-from onnxplace_learned.policies.placeto_gradients import Decisions, policy_gradient, score_with_torch
+from onnxplace_learned.policies.placeto_gradients import PlacetoDecisions, policy_gradient, score_with_torch
 from onnxplace_learned.policies.placeto_learning import Learner, Settings, compute_advantages, update_policy
 from onnxplace_learned.policies.placeto_network import Policy, Shape, split_parameters
 
@@ -30,7 +30,7 @@ def make_decisions(seed, devices=3):
     allowed[:, :devices] = environment.visits.allowed[environment.visits.group[steps]]
     weight = np.zeros((len(steps), SHAPE.devices))
     weight[np.arange(len(steps)), episode.trajectory.action] = rng.standard_normal(len(steps))
-    decisions = Decisions(
+    decisions = PlacetoDecisions(
         features=environment.step_features(network, episode, steps),
         speaker=environment.visits.speaker[steps],
         allowed=allowed,
@@ -82,7 +82,7 @@ def test_a_step_against_the_gradient_makes_good_choices_likelier():
 
 def test_the_entropy_bonus_alone_makes_choices_more_even():
     environment, network, decisions, _ = make_decisions(2)
-    still = Decisions(decisions.features, decisions.speaker, decisions.allowed, np.zeros_like(decisions.weight))
+    still = PlacetoDecisions(decisions.features, decisions.speaker, decisions.allowed, np.zeros_like(decisions.weight))
     gradient = policy_gradient(network, environment.wires, still, 1.0)
     before = environment.run(network).trajectory.entropy[0]
     changed = network._replace(theta=network.theta - np.float32(0.01) * gradient)

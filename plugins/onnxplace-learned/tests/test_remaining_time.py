@@ -7,8 +7,8 @@ import pytest
 
 from onnxplace.cli import terminal
 from onnxplace.utils import observe_progress
-from onnxplace_learned.training import loop as training_loop
-from onnxplace_learned.training.loop import TrainingLoop
+from onnxplace_learned.policy_training import training_loop
+from onnxplace_learned.policy_training.training_loop import TrainingLoop
 
 
 @dataclass

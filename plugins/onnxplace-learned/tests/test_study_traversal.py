@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed; .ci/training has it")
 
-from onnxplace_learned.training import study as traversal
-from onnxplace_learned.training.study import StudyOptions, list_runs, read_rows, run_study
+from onnxplace_learned.policy_training import order_study as traversal
+from onnxplace_learned.policy_training.order_study import StudyOptions, list_runs, read_rows, run_study
 
 QUICK = ("--count", 1, "--seeds", 2, "--nodes", 12, "--episodes", 4, "--devices", 2)
 SMALL = StudyOptions(("two_towers",), ("alpha", "bfs"), seeds=2, graphs=2, nodes=12, devices=2, episodes=4)

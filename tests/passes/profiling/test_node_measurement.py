@@ -26,7 +26,13 @@ from onnxplace.machine import (
 from onnxplace.model import load, store_for_session
 from onnxplace.passes.profiling import node_measurement, report_unknown_sizes
 from onnxplace.passes.profiling.kernel_attribution import Attribution, attribute_kernels, remove_overhead
-from onnxplace.passes.profiling.node_measurement import Job, collect_kernels, measure, profile, profile_blocking
+from onnxplace.passes.profiling.node_measurement import (
+    ProfilingJob,
+    collect_kernels,
+    measure,
+    profile,
+    profile_blocking,
+)
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
@@ -56,9 +62,9 @@ def test_fused_nodes_are_one_unit_and_one_group(model):
     assert set(profile.sources["cpu/1"].tolist()) <= {Source.MEASURED, Source.KNOWN}
 
 
-def job_for(model, folder: Path) -> Job:
+def job_for(model, folder: Path) -> ProfilingJob:
     source, entries = store_for_session(model, folder)
-    return Job(
+    return ProfilingJob(
         source, entries, DeviceAddress("cpu", 0), (0,), model.feeds(), RepeatPolicy(3, 0.1, 0.02), str(folder), "model"
     )
 
@@ -97,13 +103,13 @@ def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
         "from pathlib import Path\n"
         "import models\n"
         "from onnxplace.model import load, store_for_session\n"
-        "from onnxplace.passes.profiling.node_measurement import Job, profile_blocking\n"
+        "from onnxplace.passes.profiling.node_measurement import ProfilingJob, profile_blocking\n"
         "from onnxplace.devices import DeviceAddress\n"
         "from onnxplace.machine import RepeatPolicy\n"
         "model = load(models.build('squeezenet'))\n"
         "source, entries = store_for_session(model, Path('.'))\n"
         "policy, device = RepeatPolicy(3, 0.1, 0.02), DeviceAddress('cpu', 0)\n"
-        "job = Job(source, entries, device, (0,), model.feeds(), policy, '.', 'model')\n"
+        "job = ProfilingJob(source, entries, device, (0,), model.feeds(), policy, '.', 'model')\n"
         "print(len(profile_blocking(job).seconds))\n"
     )
     path = os.pathsep.join(filter(None, sys.path))

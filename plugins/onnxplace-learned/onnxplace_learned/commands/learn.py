@@ -25,8 +25,10 @@ from onnxplace_learned.commands.learning_options import (
 
 if TYPE_CHECKING:
     from onnxplace_learned.policies.sequence_policy import SequenceShape
-    from onnxplace_learned.training.measured import MeasuredPoint
-    from onnxplace_learned.training.placeto import LearnOptions
+    from onnxplace_learned.policy_training.learning_graphs import LearningGraph
+    from onnxplace_learned.policy_training.measured_training import MeasuredPoint
+    from onnxplace_learned.policy_training.placeto_training import PlacetoOptions
+    from onnxplace_learned.policy_training.training_loop import LearnOptions, LearnResult, TurnTraining
 
 
 @click.group(short_help="Train placers that learn.")
@@ -90,6 +92,17 @@ def graphs(
         print_json({"files": [str(path) for path in paths]})
     else:
         print_text(f"{format_count(len(paths), 'graph')} written to {output}")
+
+
+def sequence_command(name: str) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a command that trains a policy of `hierarchical` or `go`, which have the same words and shared options."""
+    text = f"""Train the policy of the placer `{name}` on generated graphs, or on those in a folder.
+
+    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
+    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
+    """
+    make = learn.command(short_help=f"Train the policy of the placer {name}.", help=text)
+    return lambda command: make(learning_options()(command))
 
 
 def placements_option(default: int) -> Callable[..., Any]:
@@ -162,8 +175,8 @@ def placeto(
     from onnxplace_learned.policies.environment import Order, Reward, Start
     from onnxplace_learned.policies.placeto_learning import Settings
     from onnxplace_learned.policies.placeto_network import LearnFrom
+    from onnxplace_learned.policy_training.placeto_training import PlacetoOptions, PlacetoTraining
     from onnxplace_learned.pytorch import require_torch
-    from onnxplace_learned.training.placeto import LearnOptions, learn_placeto
 
     require_torch()
     is_measured = reward == "measured"
@@ -175,7 +188,7 @@ def placeto(
     settings = Settings(episodes=episodes or (4 if is_measured else 8), seed=request.seed)
     if learn_from == "completions" and not is_measured:
         settings = Settings.for_completions(request.seed)
-    options = LearnOptions(
+    options = PlacetoOptions(
         devices=request.devices,
         seconds=request.seconds,
         updates=request.updates,
@@ -188,11 +201,7 @@ def placeto(
     if is_measured:
         _learn_measured(request, options)
         return
-    graphs = collect_graphs(request)
-    with show_training(request) as observer:
-        result = learn_placeto(
-            graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
-        )
+    graphs, result = _train(PlacetoTraining, request, options)
     point = next(item for item in result.points if item.updates == result.policy.updates)
     quality = (
         f"unseen graphs: step {point.validation_cost:.4f} of one device, started from {point.start_cost:.4f} "
@@ -201,18 +210,31 @@ def placeto(
     report_training(request, graphs, result, unit="updates", quality=quality)
 
 
-def _learn_measured(request: LearnRequest, options: LearnOptions) -> None:
+def _train(
+    kind: type[TurnTraining],
+    request: LearnRequest,
+    options: LearnOptions,
+    describe: Callable[[Any], str] | None = None,
+) -> tuple[list[LearningGraph], LearnResult]:
+    """Train a policy, showing progress in the words of `describe`; return what was learned from, and the result."""
+    from onnxplace_learned.policy_training.training_loop import learn_policy
+
+    graphs = collect_graphs(request)
+    with show_training(request, describe) as observer:
+        result = learn_policy(
+            kind, graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
+        )
+    return graphs, result
+
+
+def _learn_measured(request: LearnRequest, options: PlacetoOptions) -> None:
     """Train with measured rewards, and print what was learned."""
     from onnxplace.machine import local_target
-    from onnxplace_learned.training.measured import learn_measured
+    from onnxplace_learned.policy_training.measured_training import MeasuredTraining
 
     if request.target is None:  # the devices have to exist
         request = replace(request, target=local_target([f"cpu:{index}" for index in range(request.devices)]))
-    graphs = collect_graphs(request)
-    with show_training(request, _describe_measured) as observer:
-        result = learn_measured(
-            graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
-        )
+    graphs, result = _train(MeasuredTraining, request, options, _describe_measured)
     last = result.points[-1]
     cost = min(point.validation_cost for point in result.points)
     quality = (
@@ -243,8 +265,8 @@ def guided(request: LearnRequest, *, proposals: int) -> None:
     unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is installed, as PNG. Ctrl-C
     leaves a checkpoint for --resume. The time limit does not include the searches.
     """
+    from onnxplace_learned.policy_training.guided_training import GuidedOptions, learn_guided
     from onnxplace_learned.pytorch import require_torch
-    from onnxplace_learned.training.guided import GuidedOptions, learn_guided
 
     require_torch()
     options = GuidedOptions(
@@ -267,8 +289,7 @@ def guided(request: LearnRequest, *, proposals: int) -> None:
     report_training(request, graphs, result, unit="steps", quality=quality)
 
 
-@learn.command(short_help="Train the policy of the placer hierarchical.")
-@learning_options()
+@sequence_command("hierarchical")
 @click.option("--groups", default="learned", show_default=True, help="learned (HDP), given (ColocRL), each.")
 @click.option(
     "--max-groups",
@@ -279,11 +300,7 @@ def guided(request: LearnRequest, *, proposals: int) -> None:
 )
 @placements_option(16)
 def hierarchical(request: LearnRequest, *, groups: Any, max_groups: int, placements: int) -> None:
-    """Train the policy of the placer `hierarchical` on generated graphs, or on those in a folder.
-
-    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
-    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
-    """
+    """Train the policy of the placer `hierarchical`."""
     from onnxplace_learned.policies.sequence_policy import GroupsFrom, SequenceShape
     from onnxplace_learned.pytorch import require_torch
 
@@ -292,8 +309,7 @@ def hierarchical(request: LearnRequest, *, groups: Any, max_groups: int, placeme
     _learn_sequence(request, SequenceShape("hierarchical", groups, request.devices, max_groups), placements)
 
 
-@learn.command(short_help="Train the policy of the placer go.")
-@learning_options()
+@sequence_command("go")
 @click.option(
     "--heads", default="placement+schedule", show_default=True, help="placement+schedule (GO), placement (GDP)."
 )
@@ -305,11 +321,7 @@ def hierarchical(request: LearnRequest, *, groups: Any, max_groups: int, placeme
 )
 @placements_option(8)
 def go(request: LearnRequest, *, heads: Any, order: Any, placements: int) -> None:
-    """Train the policy of the placer `go` on generated graphs, or on those in a folder.
-
-    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
-    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
-    """
+    """Train the policy of the placer `go`."""
     from onnxplace_learned.policies.sequence_graph import ListOrder
     from onnxplace_learned.policies.sequence_policy import Heads, SequenceShape
     from onnxplace_learned.pytorch import require_torch
@@ -323,17 +335,13 @@ def go(request: LearnRequest, *, heads: Any, order: Any, placements: int) -> Non
 def _learn_sequence(request: LearnRequest, shape: SequenceShape, placements: int) -> None:
     """Train a policy of a shape, and report it."""
     from onnxplace_learned.policies.sequence_learning import SequenceSettings
-    from onnxplace_learned.training.sequences import SequenceLearnOptions, learn_sequence
+    from onnxplace_learned.policy_training.sequence_training import SequenceLearnOptions, SequenceTraining
 
     settings = SequenceSettings.of(shape.kind, request.seed, placements)
     options = SequenceLearnOptions(
         shape=shape, settings=settings, seconds=request.seconds, updates=request.updates, threads=request.threads
     )
-    graphs = collect_graphs(request)
-    with show_training(request) as observer:
-        result = learn_sequence(
-            graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
-        )
+    graphs, result = _train(SequenceTraining, request, options)
     point = min(result.points, key=lambda item: item.validation_cost)
     quality = (
         f"unseen graphs: step {point.validation_cost:.4f} of one device, better of m-etf and one device "

@@ -25,8 +25,8 @@ from onnxplace.errors import UsageError, format_count, suggest_nearest
 
 if TYPE_CHECKING:
     from onnxplace.target import Target
-    from onnxplace_learned.training.loop import LearnResult
-    from onnxplace_learned.training.problems import LearningGraph
+    from onnxplace_learned.policy_training.learning_graphs import LearningGraph
+    from onnxplace_learned.policy_training.training_loop import LearnResult
 
 # No target has more devices.
 MAX_DEVICES = 256
@@ -205,7 +205,7 @@ def collect_graphs(request: LearnRequest, *, mixture: bool = False) -> list[Lear
         InputError: The folder or file has no graphs.
     """
     from onnxplace_learned.graphs.graph_sets import GraphSet
-    from onnxplace_learned.training.problems import draw_mixture, draw_problems, read_problems
+    from onnxplace_learned.policy_training.learning_graphs import draw_mixture, draw_problems, read_problems
 
     if (request.source is None) == (not request.families):
         message = "expected either --family or --graphs, got " + ("both" if request.families else "neither")

@@ -14,7 +14,7 @@ from onnxplace.errors import UsageError, format_count
 from onnxplace_learned.commands.learning_options import FAMILY_HELP, MAX_DEVICES, require_choice
 
 if TYPE_CHECKING:
-    from onnxplace_learned.training.study import FamilyStudy, StudyRow
+    from onnxplace_learned.policy_training.order_study import FamilyStudy, StudyRow
 
 
 @click.group(short_help="Repeat published studies on generated graphs.")
@@ -49,7 +49,7 @@ def traversal(
     from onnxplace.machine import available_cores
     from onnxplace_learned.graphs.architectures import ARCHITECTURES
     from onnxplace_learned.policies.environment import ORDERS, Order
-    from onnxplace_learned.training.study import StudyOptions, run_study, summarise_study
+    from onnxplace_learned.policy_training.order_study import StudyOptions, run_study, summarise_study
 
     for name in order:
         require_choice(name, get_args(Order), "--order")

@@ -39,7 +39,7 @@ WEIGHT_GRADIENT_FACTOR = 2
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _LayerCosts:
     """An operator with one output."""
 
     op: str
@@ -64,7 +64,7 @@ class LayerGraph:
     2
     """
 
-    layers: list[_Layer] = field(default_factory=list)
+    layers: list[_LayerCosts] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -89,7 +89,7 @@ class LayerGraph:
             weight: A name for a weight that several layers share; by default, it is the layer's own.
         """
         key = (weight if weight is not None else ("layer", len(self))) if weight_elements else None
-        self.layers.append(_Layer(op, tuple(dict.fromkeys(inputs)), elements, operations, key, weight_elements))
+        self.layers.append(_LayerCosts(op, tuple(dict.fromkeys(inputs)), elements, operations, key, weight_elements))
         return len(self) - 1
 
     def product(self, source: int, rows: int, inner: int, columns: int, weight: Hashable = None) -> int:
@@ -131,7 +131,7 @@ class _Node:
     workspace_bytes: int = 0
 
 
-def _forward_node(layer: _Layer, index: int, layers: Sequence[_Layer]) -> _Node:
+def _forward_node(layer: _LayerCosts, index: int, layers: Sequence[_LayerCosts]) -> _Node:
     moved_elements = layer.elements + layer.weight_elements + sum(layers[source].elements for source in layer.inputs)
     return _Node(
         op=layer.op,
@@ -143,7 +143,7 @@ def _forward_node(layer: _Layer, index: int, layers: Sequence[_Layer]) -> _Node:
     )
 
 
-def _backward_nodes(layers: Sequence[_Layer]) -> list[_Node]:
+def _backward_nodes(layers: Sequence[_LayerCosts]) -> list[_Node]:
     """Return a node per layer in reverse order, with a value per input: its gradient.
 
     It reads the gradients of its output, and the outputs of the layers that its layer reads.
@@ -256,7 +256,7 @@ class _Image:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _CellBlock:
     """A block of a convolutional cell: two inputs, and what is applied to each."""
 
     inputs: tuple[int, int]
@@ -285,9 +285,9 @@ def convolutional_cells(graph: LayerGraph, nodes: int, rng: Random) -> None:
     graph.pointwise("SoftmaxCrossEntropyLoss", graph.product(pooled, batch, current.channels, 10))
 
 
-def _draw_cell(rng: Random) -> list[_Block]:
+def _draw_cell(rng: Random) -> list[_CellBlock]:
     return [
-        _Block(
+        _CellBlock(
             (int(rng.integers(block + 2)), int(rng.integers(block + 2))),
             (int(rng.integers(len(BLOCK_OPS))), int(rng.integers(len(BLOCK_OPS)))),
         )
@@ -296,7 +296,7 @@ def _draw_cell(rng: Random) -> list[_Block]:
 
 
 def _add_cell(
-    graph: LayerGraph, cell: list[_Block], before: _Image, current: _Image, batch: int, reduces: bool, channels: int
+    graph: LayerGraph, cell: list[_CellBlock], before: _Image, current: _Image, batch: int, reduces: bool, channels: int
 ) -> _Image:
     """Add a cell; a reduction halves the side and doubles the channels. Its output joins the blocks nothing reads."""
     side, width = (current.side // 2, 2 * channels) if reduces else (current.side, channels)

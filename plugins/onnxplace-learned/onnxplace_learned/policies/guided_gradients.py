@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Bools, Ints, Longs
-from onnxplace_learned.policies.guided_kernels import Trace
+from onnxplace_learned.policies.guided_kernels import ScheduleTrace
 from onnxplace_learned.policies.guided_policy import GuidedGraph
 from onnxplace_learned.policies.placeto_kernels import Singles
 from onnxplace_learned.pytorch import require_torch
@@ -42,7 +42,7 @@ class Example:
     """Positive to make the choices likelier, negative to make them less likely."""
 
 
-def make_example(graph: GuidedGraph, device: Ints, trace: Trace, weight: float = 1.0) -> Example:
+def make_example(graph: GuidedGraph, device: Ints, trace: ScheduleTrace, weight: float = 1.0) -> Example:
     """Return the decisions that led to a placement."""
     group_device = np.zeros(len(graph.problem.pinned), dtype=np.int64)
     group_device[graph.problem.group] = device

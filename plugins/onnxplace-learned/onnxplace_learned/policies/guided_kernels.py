@@ -61,7 +61,7 @@ class ListInputs(NamedTuple):
     """One entry: the work of each device if all had the same."""
 
 
-class Trace(NamedTuple):
+class ScheduleTrace(NamedTuple):
     """The decisions of a list schedule; groups without a decision keep what was there before."""
 
     features: Singles

@@ -21,7 +21,7 @@ from onnxplace.graph import Csr, Floats, Ints, Longs, sum_by
 from onnxplace.passes.placement.list_scheduling import transfer_edges
 from onnxplace.passes.placement.search import (
     Candidate,
-    Plan,
+    PlacerPlan,
     SearchSpace,
     empty_plan,
     evaluate_candidate,
@@ -34,7 +34,7 @@ from onnxplace_learned.policies.guided_kernels import (
     Choice,
     ListInputs,
     ListScratch,
-    Trace,
+    ScheduleTrace,
     fill_levels,
     mean_neighbours,
     schedule_by_policy,
@@ -211,10 +211,10 @@ class GuidedGraph:
             fair_seconds=np.array([self.fair_seconds]),
         )
 
-    def new_trace(self) -> Trace:
+    def new_trace(self) -> ScheduleTrace:
         """Return an empty record of decisions."""
         groups, devices = len(self.problem.pinned), len(self.problem.target.devices)
-        return Trace(
+        return ScheduleTrace(
             features=np.zeros((groups, devices, DEVICE_FEATURES), dtype=np.float32),
             allowed=np.zeros((groups, devices), dtype=bool),
             rank=np.full(groups, -1, dtype=np.int32),
@@ -365,7 +365,7 @@ class GuidedPolicy:
 
 def run_schedule(
     graph: GuidedGraph, choice: Choice, draws: Floats | None = None, forced: Ints | None = None
-) -> tuple[Ints, Trace] | None:
+) -> tuple[Ints, ScheduleTrace] | None:
     """Return the devices of a list schedule and its decisions; None where a group has no room anywhere.
 
     Args:
@@ -405,7 +405,7 @@ def _mean(neighbours: Csr, embedding: Singles) -> Singles:
 
 def plan_with_policy(
     problem: PlacementProblem, policy: GuidedPolicy, schedules: int, seed: int, name: str
-) -> list[Plan]:
+) -> list[PlacerPlan]:
     """Return the placements of a policy that fit, each once, the shortest step first.
 
     The first of `schedules` list schedules takes the best device each time; the others sample devices under `seed`.
@@ -420,7 +420,7 @@ def plan_with_policy(
         if (key := device.tobytes()) not in candidates and (candidate := evaluate_schedule(graph, device, name)):
             candidates[key] = candidate
     best = sorted(candidates.values(), key=lambda candidate: candidate.seconds)
-    return [Plan(candidate.name, candidate.device, candidate.order) for candidate in best]
+    return [PlacerPlan(candidate.name, candidate.device, candidate.order) for candidate in best]
 
 
 def evaluate_schedule(graph: GuidedGraph, device: Ints, name: str = "") -> Candidate | None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Decisions:
+class PlacetoDecisions:
     """Steps of episodes in one graph, from which the policy learns."""
 
     features: Singles
@@ -41,7 +41,9 @@ class Decisions:
     """[step, device]: how much likelier the choice is to become."""
 
 
-def policy_gradient(network: Network, wires: GraphTensors, decisions: Decisions, entropy_bonus: float) -> Singles:
+def policy_gradient(
+    network: Network, wires: GraphTensors, decisions: PlacetoDecisions, entropy_bonus: float
+) -> Singles:
     """Return the gradient of the loss, summed over the decisions.
 
     The loss of a decision is the sum of the negative log-probabilities of the devices times their weights, minus the

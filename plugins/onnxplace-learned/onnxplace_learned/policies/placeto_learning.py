@@ -23,7 +23,7 @@ from onnxplace.errors import UsageError
 from onnxplace.graph import Bools, Floats, Ints, Longs
 from onnxplace.problem import PlacementProblem
 from onnxplace_learned.policies.environment import Environment, Episode
-from onnxplace_learned.policies.placeto_gradients import Decisions, policy_gradient
+from onnxplace_learned.policies.placeto_gradients import PlacetoDecisions, policy_gradient
 from onnxplace_learned.policies.placeto_kernels import CompletionWork, Singles, score_completions
 from onnxplace_learned.policies.placeto_network import LearnFrom, Policy, Shape, join_parameters, split_parameters
 from onnxplace_learned.policies.teacher import search_lesson
@@ -187,10 +187,10 @@ def compute_advantages(returns: Floats) -> Floats:
 
 def collect_decisions(
     policy: Policy, environment: Environment, episode: Episode, weight: Floats, steps: Longs
-) -> Decisions:
+) -> PlacetoDecisions:
     """Return some steps of an episode, which increase, with the weights [step, device] of their choices."""
     visits = environment.visits
-    return Decisions(
+    return PlacetoDecisions(
         features=environment.step_features(policy.network, episode, steps),
         speaker=visits.speaker[steps],
         allowed=_pad_devices(visits.allowed[visits.group[steps]], policy.shape.devices),

@@ -10,7 +10,7 @@ import numpy as np
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Schedule
 from onnxplace.graph import Ints
-from onnxplace.passes.placement.search import Plan, SearchSpace, coarsen, evaluate_candidate, published_plans
+from onnxplace.passes.placement.search import PlacerPlan, SearchSpace, coarsen, evaluate_candidate, published_plans
 from onnxplace.problem import (
     PlacementProblem,
     commit_placement,
@@ -170,11 +170,11 @@ def commit_devices(
     candidate = evaluate_candidate(SearchSpace(problem), placer, device, tried)
     if candidate is None:
         return None
-    plan = Plan(placer, candidate.device, candidate.order)
+    plan = PlacerPlan(placer, candidate.device, candidate.order)
     return commit_placement(state, problem, plan.device, plan.rank, placer) if _fits(state, problem, plan) else None
 
 
-def _fits(state: State, problem: PlacementProblem, plan: Plan) -> bool:
+def _fits(state: State, problem: PlacementProblem, plan: PlacerPlan) -> bool:
     """Return whether a plan fits, with the nodes of contracted groups one by one."""
     _, _, simulation = simulate_plan(state, problem, plan.device, plan.rank)
     return not describe_shortage(problem.target, simulation.peak_bytes)

@@ -236,7 +236,7 @@ SEGMENT = 256
 
 
 @dataclass(frozen=True)
-class Decisions:
+class SequenceDecisions:
     """Choices of all passes."""
 
     device: Tensor
@@ -257,7 +257,7 @@ class Likelihood:
     """Mean of the devices of the last pass."""
 
 
-def sample_decisions(tensors: Tensors, inputs: SequenceInputs, count: int, generator: Any) -> Decisions:
+def sample_decisions(tensors: Tensors, inputs: SequenceInputs, count: int, generator: Any) -> SequenceDecisions:
     """Sample placements; without a generator, take the likeliest choices."""
     torch = require_torch()
     trunk = _read_graph(tensors, inputs, None)
@@ -270,10 +270,10 @@ def sample_decisions(tensors: Tensors, inputs: SequenceInputs, count: int, gener
     priority = None
     if inputs.shape.variant == "placement+schedule":
         priority = choose(_priority_shares(tensors, inputs, trunk, passes[-1]), generator)
-    return Decisions(torch.stack(passes), priority)
+    return SequenceDecisions(torch.stack(passes), priority)
 
 
-def score_decisions(tensors: Tensors, inputs: SequenceInputs, decisions: Decisions) -> Likelihood:
+def score_decisions(tensors: Tensors, inputs: SequenceInputs, decisions: SequenceDecisions) -> Likelihood:
     """Return the log-probabilities of choices; with gradients, if the tensors have them."""
     torch = require_torch()
     passes, count, items = decisions.device.shape

@@ -11,11 +11,13 @@ from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Profile, Schedule
 from onnxplace.passes.placement.exact.bound_kernels import fill_level
 from onnxplace.passes.placement.exact.branch_and_bound import (
+    _root_layer,
     branch_and_bound_search,
     build_tables,
     held_bytes,
     reachable,
 )
+from onnxplace.passes.placement.exact.state_kernels import apply_action
 from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem
 from onnxplace.simulation import lower_bound_seconds
@@ -169,6 +171,17 @@ def test_a_group_holds_what_it_reads_later():
     assert stored({"a": [], "b": ["a"], "c": ["b"], "d": ["a", "c"]}) == [0, 0, 4, 0]  # b reads it itself
     assert stored({"a": [], "b": [], "c": ["b"], "d": ["a", "c"]}) == [0, 0, 0, 0]  # nothing has to run in between
     assert stored({"a": [], "b": ["a"], "c": ["b"], "d": ["c"]}) == [0, 0, 0, 0]  # read by another group only
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_a_value_on_hand_takes_memory_also_if_it_was_there_from_the_start(seconds):
+    graph = graph_of({"a": [], "b": [], "c": ["a", "b"]}, sizes={"a": 100, "b": 1, "c": 1})
+    tables = build_tables(placement_problem(state_of(graph, [seconds, 1, 1], even_target(1))))._replace(careful=True)
+    for limit, fits in ((100, False), (101, True)):
+        root, tight = _root_layer(tables), tables._replace(limit=np.array([float(limit)]))
+        started = apply_action(root.reals[0], root.ints[0], root.masks[0], 0, tight)
+        assert started == 1
+        assert (apply_action(root.reals[0], root.ints[0], started, 1, tight) >= 0) == fits
 
 
 def test_a_graph_too_large_to_search_gets_an_honest_gap():

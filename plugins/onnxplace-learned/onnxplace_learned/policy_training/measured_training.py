@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,16 +28,12 @@ from onnxplace_learned.policies.placeto_learning import Learner, Update, update_
 from onnxplace_learned.policies.placeto_network import Policy, Shape, hash_names
 from onnxplace_learned.policies.placing import coarsen_to, commit_devices
 from onnxplace_learned.policies.teacher import search_lesson
-from onnxplace_learned.training.loop import (
-    LearnResult,
-    Observer,
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph
+from onnxplace_learned.policy_training.placeto_training import PlacetoOptions, PlacetoTraining
+from onnxplace_learned.policy_training.training_loop import (
     Plotted,
     geometric_mean,
-    prepare_training,
-    run_training,
 )
-from onnxplace_learned.training.placeto import LearnOptions, Training
-from onnxplace_learned.training.problems import LearningGraph
 
 PLACER = "placeto"
 
@@ -268,61 +265,35 @@ class MeasuredModel:
         return device
 
 
-def learn_measured(
-    graphs: Sequence[LearningGraph],
-    options: LearnOptions,
-    output: Path,
-    *,
-    family: str = "",
-    resume: bool = False,
-    observer: Observer | None = None,
-) -> LearnResult:
-    """Train Placeto's policy on models, rewarded by the measured step of the last placement of each episode.
-
-    Models are coarsened to `options.max_groups` nodes. Next to the policy are the checkpoint, the learning curve, and
-    for each model a device map: of the placement with the shortest measured step, since a policy alone may place worse.
-    It is that of a search, unless another one is clearly better when both are run in turns.
-    Times differ from run to run, so trainings are not repeatable. An interruption writes all of these, too.
-
-    Args:
-        graphs: ONNX models on devices of this machine.
-        options: How to train.
-        output: The file of the policy; the others are next to it.
-        family: What to call the models.
-        resume: Whether to continue from the checkpoint.
-        observer: Called after each update.
-
-    Raises:
-        UsageError: torch is missing, a graph is not a model, or cannot be run here; or a file cannot be written.
-        InputError: There are no graphs, or the checkpoint does not belong to these options.
-        InfeasibleError: A model does not fit the devices.
-    """
-    prepare_training(graphs, output, options.threads)
-    with temporary_folder() as folder:
-        training = MeasuredTraining.for_models(graphs, options, output, family, folder)
-        if resume:
-            training.restore()
-        for model, path in zip(training.models, training.map_paths):
-            model.measure_starts(model.read_device_map(path) if resume else None)
-        files = run_training(training, observer, f"placeto, measured, {family}")
-    ratios = [model.best[0] / model.reference[0] for model in training.models]
-    return LearnResult(training.best, training.points, files, geometric_mean(ratios))
-
-
 @dataclass
-class MeasuredTraining(Training):
-    """A training with measured rewards in progress."""
+class MeasuredTraining(PlacetoTraining):
+    """A training of Placeto's policy, rewarded by the measured step of the last placement of each episode.
+
+    Models are coarsened to `options.max_groups` nodes. Next to the policy is, for each model, a device map: of the
+    placement with the shortest measured step, since a policy alone may place worse. It is that of a search, unless
+    another one is clearly better when both are run in turns. Times differ from run to run, so trainings are not
+    repeatable.
+    """
 
     point_kind: ClassVar[type[Plotted]] = MeasuredPoint
     point_updates: ClassVar[int] = 1
 
     models: Sequence[MeasuredModel] = ()
 
+    @classmethod
+    @contextmanager
+    def opened(
+        cls, graphs: Sequence[LearningGraph], options: PlacetoOptions, output: Path, family: str
+    ) -> Iterator[MeasuredTraining]:
+        """Yield a training at its beginning, with a folder for its bundles."""
+        with temporary_folder() as folder:
+            yield cls.for_models(graphs, options, output, family, folder)
+
     @staticmethod
     def for_models(
-        graphs: Sequence[LearningGraph], options: LearnOptions, output: Path, family: str, folder: Path
+        graphs: Sequence[LearningGraph], options: PlacetoOptions, output: Path, family: str, folder: Path
     ) -> MeasuredTraining:
-        """Return a training at its beginning."""
+        """Return a training at its beginning; bundles are written into the folder."""
         models, seed = [], options.settings.seed
         for index, graph in enumerate(graphs):
             (folder / str(index)).mkdir()
@@ -345,6 +316,20 @@ class MeasuredTraining(Training):
         )
         environments = [model.environment for model in models]
         return MeasuredTraining(output, policy, environments, environments, options, Learner.of(policy), models=models)
+
+    @property
+    def name(self) -> str:
+        return "placeto, measured"
+
+    def begin(self, *, resume: bool) -> None:
+        """Measure what episodes start from, and the best placements of an earlier run."""
+        for model, path in zip(self.models, self.map_paths):
+            model.measure_starts(model.read_device_map(path) if resume else None)
+
+    @property
+    def measured_ratio(self) -> float:
+        """Return the mean step of the kept placements, relative to those of the searches."""
+        return geometric_mean([model.best[0] / model.reference[0] for model in self.models])
 
     def finish(self) -> Sequence[Path]:
         """Run the best placements in turns."""

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onnxplace.errors import format_count
 from onnxplace_learned.policies.sequence_graph import SequenceGraph
 from onnxplace_learned.policies.sequence_learning import (
     SequenceLearner,
@@ -23,39 +22,28 @@ from onnxplace_learned.policies.sequence_learning import (
 )
 from onnxplace_learned.policies.sequence_networks import SequenceInputs
 from onnxplace_learned.policies.sequence_policy import SequencePolicy, SequenceShape
-from onnxplace_learned.training.loop import (
-    LearnResult,
-    Observer,
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph
+from onnxplace_learned.policy_training.training_loop import (
+    LearnOptions,
     Plotted,
     TurnTraining,
     geometric_mean,
     hold_out,
-    prepare_training,
-    require_limit,
-    run_training,
+    require_graphs,
 )
-from onnxplace_learned.training.problems import LearningGraph
 
 # Placements of each unseen graph next to the likeliest one, as many as the placers sample.
 VALIDATION_SAMPLES = 16
 
 
-@dataclass(frozen=True)
-class SequenceLearnOptions:
-    """How to train a policy."""
+@dataclass(frozen=True, kw_only=True)
+class SequenceLearnOptions(LearnOptions):
+    """How to train a policy of `hierarchical` or `go`."""
 
     shape: SequenceShape
     settings: SequenceSettings
-    seconds: float = 0.0
-    """Time limit, without the compilation of loops on first use; 0 for none."""
-    updates: int = 0
-    """Number of updates, for a result that does not depend on the clock; 0 for no limit."""
-    threads: int = 1
     max_nodes: int = 1_000
     """Graphs with more nodes are coarsened."""
-
-    def __post_init__(self) -> None:
-        require_limit(self.seconds, self.updates)
 
 
 @dataclass(frozen=True)
@@ -86,42 +74,6 @@ class SequencePoint(Plotted):
     """The same of the better of m-ETF's placement and one device."""
 
 
-def learn_sequence(
-    graphs: Sequence[LearningGraph],
-    options: SequenceLearnOptions,
-    output: Path,
-    *,
-    family: str = "",
-    resume: bool = False,
-    observer: Observer | None = None,
-) -> LearnResult:
-    """Train a policy of `hierarchical` or `go`, and write it, its checkpoint and its learning curve (CSV, and PNG).
-
-    Graphs take turns. Equal options, graphs and numbers of updates give equal policies, also if a training is
-    interrupted and resumed. An interruption writes a checkpoint.
-
-    Args:
-        graphs: One in six of them, if there are as many, only tells which policy is best.
-        options: How to train.
-        output: The file of the policy; the others are next to it.
-        family: What to call the graphs.
-        resume: Whether to continue from the checkpoint.
-        observer: Called after some updates.
-
-    Raises:
-        UsageError: torch is missing, or a file cannot be written.
-        InputError: There are no graphs, or the checkpoint does not belong to these options.
-    """
-    with_nodes = [graph for graph in graphs if len(graph.problem.graph)]
-    prepare_training(with_nodes, output, options.threads)
-    training = SequenceTraining.start(with_nodes, options, output, family)
-    if resume:
-        training.restore()
-    title = f"{options.shape.kind}, {family or format_count(len(graphs), 'graph')}"
-    files = run_training(training, observer, title)
-    return LearnResult(training.best, training.points, files)
-
-
 @dataclass
 class SequenceTraining(TurnTraining):
     """A training in progress."""
@@ -134,6 +86,8 @@ class SequenceTraining(TurnTraining):
         graphs: Sequence[LearningGraph], options: SequenceLearnOptions, output: Path, family: str
     ) -> SequenceTraining:
         """Return a training at its beginning."""
+        graphs = [graph for graph in graphs if len(graph.problem.graph)]
+        require_graphs(graphs)
         shape, seed = options.shape, options.settings.seed
         inputs = [
             SequenceInputs(SequenceGraph.of(graph.problem, options.max_nodes, shape.max_items), shape)
@@ -143,6 +97,10 @@ class SequenceTraining(TurnTraining):
         policy = SequencePolicy(shape, shape.draw_parameters(seed), family, len(trained), 0, seed)
         learner = SequenceLearner.of(policy, len(trained))
         return SequenceTraining(output, policy, trained, held_out, options, learner)
+
+    @property
+    def name(self) -> str:
+        return str(self.options.shape.kind)
 
     def read_learner(self, path: Path) -> tuple[Any, Any]:
         """Return the policy in a file, and what continues its training, or None."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from onnxplace.graph import Bools, Ints, OpGraph
-from onnxplace.passes.training.role_kernels import NONE, fill_owners, label_derived
+from onnxplace.passes.step_recognition.role_kernels import NONE, fill_owners, label_derived
 from onnxplace.training_roles import TrainingRoles
 
 # Smaller values, such as the norm of a parameter, cost nothing to send: their readers need not be with the parameter.

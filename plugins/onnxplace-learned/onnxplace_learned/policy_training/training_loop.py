@@ -2,8 +2,9 @@
 
 A training is a `TrainingLoop`: it knows how to update its policy once, how to evaluate it on unseen graphs, and how to
 write and read what it continues from. `run_training` does the rest. In most trainings, one graph after the other has a
-turn, and a learner holds policy, moments and averages; these are a `TurnTraining`. Random numbers depend on the seed
-and the number of updates so far, so a training that is resumed continues as if it had not been interrupted.
+turn, and a learner holds policy, moments and averages; these are a `TurnTraining`, which `learn_policy` begins. Random
+numbers depend on the seed and the number of updates so far, so a training that is resumed continues as if it had not
+been interrupted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import csv
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from onnxplace.errors import InputError, UsageError
+from onnxplace.errors import InputError, UsageError, format_count
 from onnxplace.utils import (
     budget_clock,
     format_path,
@@ -30,8 +32,8 @@ from onnxplace.utils import (
     write_each,
     write_file,
 )
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph
 from onnxplace_learned.pytorch import require_torch
-from onnxplace_learned.training.problems import LearningGraph
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,20 @@ def require_limit(seconds: float, count: int, noun: str = "updates") -> None:
         raise UsageError("U042", message, hint=f"give --seconds or --{noun}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LearnOptions:
+    """How to train a policy; kinds of policies add options of their own."""
+
+    seconds: float = 0.0
+    """Time limit, without the compilation of loops on first use; 0 for none."""
+    updates: int = 0
+    """Number of updates, for a result that does not depend on the clock; 0 for no limit."""
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        require_limit(self.seconds, self.updates)
+
+
 def prepare_training(graphs: Sequence[LearningGraph], output: Path, threads: int) -> None:
     """Check what every training needs, before any work, and set the threads of torch.
 
@@ -166,10 +182,15 @@ def prepare_training(graphs: Sequence[LearningGraph], output: Path, threads: int
     """
     torch = require_torch()
     require_writable(output)
+    require_graphs(graphs)
+    torch.set_num_threads(threads)
+
+
+def require_graphs(graphs: Sequence[LearningGraph]) -> None:
+    """Raise InputError unless there are graphs."""
     if not graphs:
         hint = "give a model or a cost graph with nodes"
         raise InputError("H011", "expected at least one graph to learn from, got none", hint=hint)
-    torch.set_num_threads(threads)
 
 
 def geometric_mean(costs: Sequence[float]) -> float:
@@ -302,6 +323,30 @@ class TurnTraining(TrainingLoop):
     learner: Any
     """The policy, with what continues its training."""
 
+    @staticmethod
+    @abstractmethod
+    def start(graphs: Sequence[LearningGraph], options: Any, output: Path, family: str) -> TurnTraining:
+        """Return a training at its beginning."""
+
+    @classmethod
+    @contextmanager
+    def opened(cls, graphs: Sequence[LearningGraph], options: Any, output: Path, family: str) -> Iterator[TurnTraining]:
+        """Yield a training at its beginning, with what exists as long as the training."""
+        yield cls.start(graphs, options, output, family)
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return what the plot of the curve calls the policy."""
+
+    def begin(self, *, resume: bool) -> None:
+        """Do what precedes the first update of a run."""
+
+    @property
+    def measured_ratio(self) -> float | None:
+        """Return that of `LearnResult`."""
+        return None
+
     @abstractmethod
     def update(self, index: int, progress: float) -> Any:
         """Return the update of the policy from one graph: it has the next `learner`."""
@@ -372,3 +417,43 @@ def run_training(training: TrainingLoop, observer: Observer | None, title: str) 
     files = [output, checkpoint_path(output), output.with_suffix(".csv"), *further_files]
     image = output.with_suffix(".png")
     return [*files, image] if plot_curve(image, training.points, title) else files
+
+
+def learn_policy(
+    kind: type[TurnTraining],
+    graphs: Sequence[LearningGraph],
+    options: LearnOptions,
+    output: Path,
+    *,
+    family: str = "",
+    resume: bool = False,
+    observer: Observer | None = None,
+) -> LearnResult:
+    """Train a policy on graphs, and write it, its checkpoint and its learning curve (CSV, and PNG).
+
+    Graphs take turns. Equal options, graphs and numbers of updates give equal policies, also if a training is
+    interrupted and resumed, unless rewards are measured. An interruption writes a checkpoint.
+
+    Args:
+        kind: What is trained: `PlacetoTraining`, `MeasuredTraining` or `SequenceTraining`.
+        graphs: One in six of them, if there are as many, only tells which policy is best. Rewards can be measured for
+            ONNX models on devices of this machine; then all are for both.
+        options: How to train, as the kind takes them.
+        output: The file of the policy; the others are next to it.
+        family: What to call the graphs.
+        resume: Whether to continue from the checkpoint.
+        observer: Called at each point of the learning curve.
+
+    Raises:
+        UsageError: torch is missing, a file cannot be written, or a measured graph is not a model that can be run here.
+        InputError: There are no graphs, or the checkpoint does not belong to these options.
+        InfeasibleError: A measured model does not fit the devices.
+    """
+    prepare_training(graphs, output, options.threads)
+    with kind.opened(graphs, options, output, family) as training:
+        if resume:
+            training.restore()
+        training.begin(resume=resume)
+        title = f"{training.name}, {family or format_count(len(graphs), 'graph')}"
+        files = run_training(training, observer, title)
+    return LearnResult(training.best, training.points, files, training.measured_ratio)

@@ -11,9 +11,9 @@ from onnx import NodeProto, TypeProto, helper, numpy_helper
 
 from onnxplace.graph import Bools, Ints, OpGraph
 from onnxplace.model import Model, read_shape_entries
-from onnxplace.passes.training.find_step import Flow, find_training_step
-from onnxplace.passes.training.node_owners import spread_owners
-from onnxplace.passes.training.role_kernels import MANY, NONE, assign_forward_nodes
+from onnxplace.passes.step_recognition.find_step import Flow, find_training_step
+from onnxplace.passes.step_recognition.node_owners import spread_owners
+from onnxplace.passes.step_recognition.role_kernels import MANY, NONE, assign_forward_nodes
 from onnxplace.training_roles import Phase, TrainingRoles
 from onnxplace.training_step import PARAMETER_KEY, PHASE_KEY, Labels, TrainingStep
 

@@ -26,8 +26,8 @@ from onnxplace_learned.policies.guided_policy import (
     write_guided_policy,
 )
 from onnxplace_learned.policies.teacher import Lesson, search_lesson
-from onnxplace_learned.pytorch import require_torch
-from onnxplace_learned.training.loop import (
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph, vary_problem
+from onnxplace_learned.policy_training.training_loop import (
     LearnResult,
     Observer,
     Plotted,
@@ -37,7 +37,7 @@ from onnxplace_learned.training.loop import (
     require_limit,
     run_training,
 )
-from onnxplace_learned.training.problems import LearningGraph, vary_problem
+from onnxplace_learned.pytorch import require_torch
 
 # Every seventh graph is held out to choose the best policy; with fewer graphs, all are for both. No divisor
 # of the counts in use, and not of 3 either, or all of them would be variants of one kind.

@@ -27,8 +27,8 @@ from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.policies.environment import ORDERS, Order, Start
 from onnxplace_learned.policies.placeto_network import Policy, Shape
 from onnxplace_learned.policies.placing import place_with_policy
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph, draw_problems
 from onnxplace_learned.pytorch import require_torch
-from onnxplace_learned.training.problems import LearningGraph, draw_problems
 
 # Episodes start from one device: from m-ETF's placement, orders hardly differ.
 START: Start = "first-device"

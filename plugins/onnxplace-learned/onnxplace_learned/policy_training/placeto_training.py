@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onnxplace.errors import format_count
 from onnxplace.graph import Ints
 from onnxplace_learned.policies.environment import Environment, Order, Start
 from onnxplace_learned.policies.placeto_learning import (
@@ -23,19 +22,15 @@ from onnxplace_learned.policies.placeto_learning import (
     write_policy,
 )
 from onnxplace_learned.policies.placeto_network import COMPLETION_ROUNDS, ROUNDS, Policy, Shape
-from onnxplace_learned.training.loop import (
+from onnxplace_learned.policy_training.learning_graphs import LearningGraph
+from onnxplace_learned.policy_training.training_loop import (
     CurvePoint,
-    LearnResult,
-    Observer,
+    LearnOptions,
     Plotted,
     TurnTraining,
     geometric_mean,
     hold_out,
-    prepare_training,
-    require_limit,
-    run_training,
 )
-from onnxplace_learned.training.problems import LearningGraph
 
 # Updates between two points of the curve.
 POINT_UPDATES = 32
@@ -44,63 +39,21 @@ POINT_UPDATES = 32
 SIMILAR_COST = 0.002
 
 
-@dataclass(frozen=True)
-class LearnOptions:
-    """How to train a policy."""
+@dataclass(frozen=True, kw_only=True)
+class PlacetoOptions(LearnOptions):
+    """How to train a policy of `placeto`."""
 
     devices: int
     """The most devices that the policy has to know."""
-    seconds: float = 0.0
-    """Time limit, without the compilation of loops on first use; 0 for none."""
-    updates: int = 0
-    """Number of updates, for a result that does not depend on the clock; 0 for no limit."""
     order: Order = "topological"
     start: Start = "m-etf"
     settings: Settings = field(default_factory=Settings)
-    threads: int = 1
     max_groups: int = 40
     """With measured rewards, models are coarsened to so many nodes."""
 
-    def __post_init__(self) -> None:
-        require_limit(self.seconds, self.updates)
-
-
-def learn_placeto(
-    graphs: Sequence[LearningGraph],
-    options: LearnOptions,
-    output: Path,
-    *,
-    family: str = "",
-    resume: bool = False,
-    observer: Observer | None = None,
-) -> LearnResult:
-    """Train Placeto's policy on graphs, and write it, its checkpoint and its learning curve (CSV, and PNG).
-
-    Graphs take turns. Equal options, graphs and numbers of updates give equal policies, also if a training is
-    interrupted and resumed. An interruption writes a checkpoint.
-
-    Args:
-        graphs: One in six of them, if there are as many, only tells which policy is best.
-        options: How to train.
-        output: The file of the policy; the others are next to it.
-        family: What to call the graphs.
-        resume: Whether to continue from the checkpoint.
-        observer: Called after some updates.
-
-    Raises:
-        UsageError: torch is missing, or a file cannot be written.
-        InputError: There are no graphs, or the checkpoint does not belong to these options.
-    """
-    prepare_training(graphs, output, options.threads)
-    training = Training.of(graphs, options, output, family)
-    if resume:
-        training.restore()
-    files = run_training(training, observer, f"placeto, {family or format_count(len(graphs), 'graph')}")
-    return LearnResult(training.best, training.points, files)
-
 
 @dataclass
-class Training(TurnTraining):
+class PlacetoTraining(TurnTraining):
     """A training of Placeto's policy in progress."""
 
     point_kind: ClassVar[type[Plotted]] = CurvePoint
@@ -108,13 +61,13 @@ class Training(TurnTraining):
 
     environments: Sequence[Environment]
     validation: Sequence[Environment]
-    options: LearnOptions
+    options: PlacetoOptions
     learner: Learner
     completions: dict[int, Ints] = field(default_factory=dict)
     """Good placements of the graphs that had a turn."""
 
     @staticmethod
-    def of(graphs: Sequence[LearningGraph], options: LearnOptions, output: Path, family: str) -> Training:
+    def start(graphs: Sequence[LearningGraph], options: PlacetoOptions, output: Path, family: str) -> PlacetoTraining:
         """Return a training at its beginning."""
         seed = options.settings.seed
         environments = [Environment(graph.problem, options.order, seed, options.start) for graph in graphs]
@@ -131,7 +84,11 @@ class Training(TurnTraining):
             seed=seed,
             learned_from=options.settings.learn_from,
         )
-        return Training(output, policy, trained, held_out, options, Learner.of(policy))
+        return PlacetoTraining(output, policy, trained, held_out, options, Learner.of(policy))
+
+    @property
+    def name(self) -> str:
+        return "placeto"
 
     def read_learner(self, path: Path) -> tuple[Any, Any]:
         """Return the policy in a file, and what continues its training, or None."""

@@ -8,7 +8,7 @@ from onnx import ModelProto, parser
 
 from onnxplace.graph import OpGraph
 from onnxplace.model import Model, bind, bind_states, build_op_graph, infer_static_shapes, load, value_bytes
-from onnxplace.passes.training import recognise_training_step
+from onnxplace.passes.step_recognition import recognise_training_step
 from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.state import State
 from onnxplace.target import Device, Target

@@ -9,7 +9,7 @@ from onnxplace.driver import compile_model
 from onnxplace.facts import Groups, Profile
 from onnxplace.graph import OpGraph
 from onnxplace.model import Model, bind_states, build_op_graph, infer_static_shapes, load, value_bytes
-from onnxplace.passes.training import list_parameter_members, recognise_training_step
+from onnxplace.passes.step_recognition import list_parameter_members, recognise_training_step
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.state import State
 from onnxplace.target import Device, Target

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Staging
-from onnxplace.driver.decision import Candidate, Comparison, Strategy, parse_passes, predict
-from onnxplace.driver.options import CompileSettings
+from onnxplace.driver.compile_options import CompileSettings
+from onnxplace.driver.decision import BuiltStrategy, Comparison, Strategy, parse_passes, predict
 from onnxplace.driver.throughput import format_rate, report_plain_session
 from onnxplace.errors import Diagnostic, Figure, OnnxplaceError
 from onnxplace.evaluation import (
@@ -57,14 +57,14 @@ class FinishedBundle:
     """A bundle that is ready to be moved into place."""
 
     bundle: Bundle
-    candidate: Candidate
+    candidate: BuiltStrategy
     """The strategy that it was written for, with all notes."""
     timings: tuple[Timing, ...]
     """Time of the trial, if there was one."""
 
 
 def finish_bundle(
-    candidates: Sequence[Candidate], comparison: Comparison, staging: Staging, settings: CompileSettings
+    candidates: Sequence[BuiltStrategy], comparison: Comparison, staging: Staging, settings: CompileSettings
 ) -> FinishedBundle:
     """Run a trial if the costs were measured here, and record the results.
 
@@ -103,15 +103,15 @@ def finish_bundle(
 class _Trials:
     """Runs bundles of one model with the same inputs."""
 
-    def __init__(self, first: Candidate, staging: Staging, cache: bool) -> None:
+    def __init__(self, first: BuiltStrategy, staging: Staging, cache: bool) -> None:
         # The seed of the inputs that costs were measured with.
         profile = next((step for step in first.profiled.front if Profile in step.provides), None)
         self._feeds: Mapping[str, Array] = first.unsharded[Model].feeds(getattr(profile, "seed", 0))
         self._staging, self._cache = staging, cache
 
     def run(
-        self, candidates: Sequence[Candidate], comparison: Comparison
-    ) -> tuple[Candidate, Trial | None, RateTrial | None]:
+        self, candidates: Sequence[BuiltStrategy], comparison: Comparison
+    ) -> tuple[BuiltStrategy, Trial | None, RateTrial | None]:
         """Return the fastest candidate with the trial of its steps, and that with requests in flight."""
         # Requests that pass states on follow one another: there is nothing to gain with several in flight.
         kept, rate = candidates[0], None
@@ -128,7 +128,7 @@ class _Trials:
                 kept, step = self._compare_with_one_device(kept, step)
         return kept, step, rate
 
-    def _try_steps(self, candidate: Candidate) -> tuple[Candidate, Trial | None]:
+    def _try_steps(self, candidate: BuiltStrategy) -> tuple[BuiltStrategy, Trial | None]:
         """Run a bundle and return its trial.
 
         If that fails, there is a note instead of a trial. Raises ExecutionError if the bundle computes something else
@@ -149,8 +149,8 @@ class _Trials:
         return candidate.with_notes(*([doubt] if doubt else [])), trial
 
     def _keep_fastest(
-        self, candidates: Sequence[Candidate], comparison: Comparison
-    ) -> tuple[Candidate, RateTrial | None]:
+        self, candidates: Sequence[BuiltStrategy], comparison: Comparison
+    ) -> tuple[BuiltStrategy, RateTrial | None]:
         """Return the fastest candidate with notes; the first one if none can run, or a bundle fails.
 
         A strategy for which this machine has no memory is left out where another fits: its devices share the memory,
@@ -174,11 +174,11 @@ class _Trials:
             return first, None
         return kept if kept.strategy is first.strategy else kept.with_notes(*report_idle_devices(kept.state)), rate
 
-    def _write(self, candidate: Candidate, ending: str) -> Candidate:
+    def _write(self, candidate: BuiltStrategy, ending: str) -> BuiltStrategy:
         """Write a bundle next to the first one."""
         return candidate.write(self._staging.sibling_path(ending))
 
-    def _compare_steps(self, candidates: Sequence[Candidate]) -> Candidate:
+    def _compare_steps(self, candidates: Sequence[BuiltStrategy]) -> BuiltStrategy:
         """Return the candidate with the shortest step."""
         first = candidates[0]
         if len(candidates) == 1:
@@ -192,7 +192,7 @@ class _Trials:
         message = f"a training step, measured: {_list_times(seconds, format_milliseconds)}; kept {best.name}"
         return best.with_notes(Diagnostic("P044", message, where="step"))
 
-    def _compare_rates(self, candidates: Sequence[Candidate]) -> tuple[Candidate, RateTrial]:
+    def _compare_rates(self, candidates: Sequence[BuiltStrategy]) -> tuple[BuiltStrategy, RateTrial]:
         """Return the candidate with the most results per second, with requests in flight.
 
         Stages are placed once more, with the costs of nodes scaled by what their segments took under load, and kept if
@@ -219,10 +219,10 @@ class _Trials:
         message = f"requests per second, measured with {in_flight} in flight: {texts}; kept {best.name}"
         return best.with_notes(Diagnostic("P044", message, where="throughput")), trial
 
-    def _run_rates(self, candidates: Sequence[Candidate], in_flight: int) -> tuple[RateTrial, ...]:
+    def _run_rates(self, candidates: Sequence[BuiltStrategy], in_flight: int) -> tuple[RateTrial, ...]:
         return run_rate_trials([item.bundle for item in candidates], self._feeds, in_flight, cached=self._cache)
 
-    def _balance_stages(self, candidates: Sequence[Candidate], trials: Sequence[RateTrial]) -> Candidate | None:
+    def _balance_stages(self, candidates: Sequence[BuiltStrategy], trials: Sequence[RateTrial]) -> BuiltStrategy | None:
         """Return the fastest stages in balance, written; None if there are none, or they are too slow or unchanged."""
         pairs = [
             (trial, item)
@@ -239,7 +239,7 @@ class _Trials:
         is_changed = balanced.state[Placement].device.tolist() != stages.state[Placement].device.tolist()
         return self._write(balanced, "balanced") if is_changed else None
 
-    def _compare_with_one_device(self, several: Candidate, step: Trial) -> tuple[Candidate, Trial]:
+    def _compare_with_one_device(self, several: BuiltStrategy, step: Trial) -> tuple[BuiltStrategy, Trial]:
         """Return the bundle on one device if faster, else the given one."""
         try:
             alone = self._write(_place_on_one_device(several), "alone")
@@ -269,7 +269,7 @@ def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], 
     return "; ".join(f"{name}: {format_seconds(value)}" for name, value in ranked)
 
 
-def _place_on_one_device(several: Candidate) -> Candidate:
+def _place_on_one_device(several: BuiltStrategy) -> BuiltStrategy:
     """Return the strategy with whole operators on the best single device, and the notes about several ones."""
     (single,) = parse_passes("single")
     passes = [
@@ -282,7 +282,7 @@ def _place_on_one_device(several: Candidate) -> Candidate:
     return replace(alone, state=replace(alone.state, diagnostics=tuple(dict.fromkeys(notes))))
 
 
-def _balance(stages: Candidate, trial: RateTrial) -> Candidate:
+def _balance(stages: BuiltStrategy, trial: RateTrial) -> BuiltStrategy:
     """Return the stages placed by costs that are scaled to what each segment took with requests in flight."""
     base = stages.profiled.state
     profile, scale = base[Profile], _measure_ratios(stages, trial)
@@ -298,7 +298,7 @@ def _balance(stages: Candidate, trial: RateTrial) -> Candidate:
     return replace(stages, strategy=strategy, state=state)
 
 
-def _measure_ratios(candidate: Candidate, trial: RateTrial) -> Floats:
+def _measure_ratios(candidate: BuiltStrategy, trial: RateTrial) -> Floats:
     """Return, per node, the ratio of what its segment took under load to the costs of its nodes."""
     state, bundle = candidate.state, candidate.bundle
     ratios = np.ones(len(state[Profile].graph))
@@ -331,7 +331,7 @@ def _find_unmeasured_costs(state: State) -> list[Diagnostic] | None:
     return [Diagnostic("C020", message, where=state[Model].name)]
 
 
-def _find_faster_device(candidate: Candidate, step_seconds: float) -> tuple[int, float] | None:
+def _find_faster_device(candidate: BuiltStrategy, step_seconds: float) -> tuple[int, float] | None:
     """Return the fastest single device and its step, if below `step_seconds`."""
     if len(set(candidate.state[Placement].device.tolist())) < 2:
         return None
@@ -340,7 +340,7 @@ def _find_faster_device(candidate: Candidate, step_seconds: float) -> tuple[int,
     return (best, float(seconds[best])) if seconds[best] < step_seconds else None
 
 
-def _report_faster_device(candidate: Candidate, step_seconds: float) -> list[Diagnostic]:
+def _report_faster_device(candidate: BuiltStrategy, step_seconds: float) -> list[Diagnostic]:
     """Return a note if one device should be faster than the bundle."""
     aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # which do not aim at the time of one step
     faster = _find_faster_device(candidate, CLEAR_ONE_DEVICE_RATIO * step_seconds)

@@ -15,7 +15,7 @@ from onnx import TypeProto
 from onnxplace.errors import Diagnostic
 from onnxplace.graph import Bools, Ints, OpGraph
 from onnxplace.model import FLOAT_TYPES, Model, declaration_of, is_scalar, read_shape_entries
-from onnxplace.passes.training.role_kernels import MANY, NONE, label_ends, label_origins
+from onnxplace.passes.step_recognition.role_kernels import MANY, NONE, label_ends, label_origins
 from onnxplace.training_step import CarriedTensor, Parameter, TrainingStep
 
 # Operators whose results have the elements of an input at the places that it has them: those of an optimiser's updates.

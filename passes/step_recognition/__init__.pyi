@@ -1,0 +1,6 @@
+from onnxplace.passes.step_recognition.find_step import report_unusable_loss as report_unusable_loss
+from onnxplace.passes.step_recognition.node_owners import (
+    list_parameter_members as list_parameter_members,
+    spread_owners as spread_owners,
+)
+from onnxplace.passes.step_recognition.recognise_step import recognise_training_step as recognise_training_step
