@@ -1,4 +1,4 @@
-from onnxplace.simulation.kernels import (
+from onnxplace.simulation.step_kernels import (
     DEVICE as DEVICE,
     compute_live_spans as compute_live_spans,
     device_peaks as device_peaks,
