@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module, metadata
@@ -119,10 +118,6 @@ class DeviceKind(ABC):
     def session_entries(self, address: DeviceAddress) -> dict[str, str]:
         """Return entries for the configuration of sessions on a device."""
         return {}
-
-    def hold_lock(self) -> AbstractContextManager[object]:
-        """Return a context in which this thread may call ONNX Runtime for such devices."""
-        return nullcontext() if self.lock is None else self.lock.hold()
 
     def find_link(self, first: int, second: int) -> str:
         """Return the link between two devices of this kind, by index: `memory`, `nvlink`, `pcie` or `host`."""

@@ -247,14 +247,13 @@ def merge_segments(state: State, nodes: Sequence[Ints]) -> list[Ints]:
     if count == len(np.unique(plan.device)) or count * (count + len(sends.needs.items)) > MAX_WORK:
         return list(nodes)
 
-    from onnxplace.passes.segments.merge_kernels import merge_neighbours
+    from onnxplace.passes.segments.merge_kernels import SegmentQueues, merge_neighbours
 
     simulation = plan.simulation
     seconds = simulation.finish_seconds - simulation.start_seconds
-    joined, sequence = merge_neighbours(
+    queues = SegmentQueues(
         by_device.starts,
         by_device.items,
-        plan.device,
         seconds,
         np.array([device.segment_seconds for device in state.target.devices]),
         sends.starts,
@@ -263,8 +262,8 @@ def merge_segments(state: State, nodes: Sequence[Ints]) -> list[Ints]:
         sends.needs.starts,
         sends.needs.items,
         LINK_MODELS.index(state.target.link_model),
-        _list_attempts(by_device, seconds),
     )
+    joined, sequence = merge_neighbours(queues, _list_attempts(by_device, seconds))
     merged = _join(plan, joined.tolist(), sequence.tolist())
     after = simulate_segments(state, merged).simulation.makespan_seconds
     return merged if after <= simulation.makespan_seconds else list(nodes)

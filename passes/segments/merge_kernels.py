@@ -10,29 +10,41 @@ other forever has an infinite step, so it is never kept.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.utils import compiled_loop, compiled_part
 
 
+class SegmentQueues(NamedTuple):
+    """Segments on their devices in order, and what they send to other devices."""
+
+    queue_starts: Longs
+    """Where the segments of each device begin in `queue`."""
+    queue: Ints
+    """The segments of each device, in their order."""
+    seconds: Floats
+    """Per segment, with the cost of its call."""
+    saved: Floats
+    """Per device, the cost of a call."""
+    send_starts: Longs
+    """Where the values begin that each segment sends."""
+    destination: Ints
+    """Per value that is sent, the other device."""
+    send_seconds: Floats
+    """Per value that is sent."""
+    need_starts: Longs
+    """Where the needs of each segment begin."""
+    needs: Ints
+    """Values that are sent and that a segment reads."""
+    link_model: int
+    """Index into LINK_MODELS."""
+
+
 @compiled_part
-def _run(
-    queue_starts,
-    queue,
-    device,
-    seconds,
-    saved,
-    send_starts,
-    destination,
-    send_seconds,
-    need_starts,
-    needs,
-    link_model,
-    joined,
-    free,
-    arrival,
-    sequence,
-):
+def _run(work, joined, free, arrival, sequence):
     """Run blocks of segments in simulated time; return the length of the step, infinity where devices wait forever.
 
     A block is a segment and the segments behind it, on its device, that are `joined`. It starts once all values have
@@ -40,7 +52,7 @@ def _run(
     `onnxplace.simulation`. Fills `arrival` per value that is sent, and `sequence` with all segments, in an order in
     which their blocks can run.
     """
-    devices = len(queue_starts) - 1
+    devices = len(work.queue_starts) - 1
     for send in range(len(arrival)):
         arrival[send] = -1.0
     for row in range(4):
@@ -51,97 +63,61 @@ def _run(
         # Of the blocks that can run, the one that ends first.
         chosen, chosen_finish, chosen_end = -1, np.inf, 0
         for d in range(devices):
-            first = queue_starts[d] + np.int64(free[3, d])
-            if first == queue_starts[d + 1]:
+            first = work.queue_starts[d] + np.int64(free[3, d])
+            if first == work.queue_starts[d + 1]:
                 continue
             # A block pays for one call, its segments for the rest of their time.
-            start, total, end = free[0, d], saved[d], first
-            while end < queue_starts[d + 1] and (end == first or joined[queue[end]]) and start < np.inf:
-                segment = queue[end]
-                total += seconds[segment] - saved[d]
-                for k in range(need_starts[segment], need_starts[segment + 1]):
+            start, total, end = free[0, d], work.saved[d], first
+            while end < work.queue_starts[d + 1] and (end == first or joined[work.queue[end]]) and start < np.inf:
+                segment = work.queue[end]
+                total += work.seconds[segment] - work.saved[d]
+                for k in range(work.need_starts[segment], work.need_starts[segment + 1]):
                     # A value that nobody has sent yet keeps the block from running.
-                    start = max(start, arrival[needs[k]] if arrival[needs[k]] >= 0.0 else np.inf)
+                    start = max(start, arrival[work.needs[k]] if arrival[work.needs[k]] >= 0.0 else np.inf)
                 end += 1
             if start + total < chosen_finish:
                 chosen, chosen_finish, chosen_end = d, start + total, end
         if chosen < 0:
             break
         # Send the block's values at its end, segment by segment, as links become free.
-        first = queue_starts[chosen] + np.int64(free[3, chosen])
+        first = work.queue_starts[chosen] + np.int64(free[3, chosen])
         for position in range(first, chosen_end):
-            segment = queue[position]
+            segment = work.queue[position]
             sequence[done] = segment
             done += 1
-            for send in range(send_starts[segment], send_starts[segment + 1]):
-                other, begin = destination[send], chosen_finish
-                if link_model == 0:
+            for send in range(work.send_starts[segment], work.send_starts[segment + 1]):
+                other, begin = work.destination[send], chosen_finish
+                if work.link_model == 0:
                     begin = max(begin, max(free[1, chosen], free[2, other]))
-                elif link_model == 2:
+                elif work.link_model == 2:
                     begin = max(begin, max(max(free[1, chosen], free[2, chosen]), max(free[1, other], free[2, other])))
-                arrival[send] = begin + send_seconds[send]
+                arrival[send] = begin + work.send_seconds[send]
                 free[1, chosen] = free[2, other] = arrival[send]
                 makespan = max(makespan, arrival[send])
         free[0, chosen] = chosen_finish
-        free[3, chosen] = chosen_end - queue_starts[chosen]
+        free[3, chosen] = chosen_end - work.queue_starts[chosen]
         makespan = max(makespan, chosen_finish)
-    return makespan if done == len(queue) else np.inf
+    return makespan if done == len(work.queue) else np.inf
 
 
 @compiled_loop
-def merge_neighbours(
-    queue_starts,
-    queue,
-    device,
-    seconds,
-    saved,
-    send_starts,
-    destination,
-    send_seconds,
-    need_starts,
-    needs,
-    link_model,
-    attempts,
-):
+def merge_neighbours(work, attempts):
     """Return which segments are joined to the one before them on their device, and an order in which blocks can run.
 
-    Each of the `attempts`, in their order, joins a segment to the one before it, and stays if the step is not longer.
-    O(attempts * (D S + E)).
-
-    Args:
-        queue_starts: Where the segments of each device begin in `queue`.
-        queue: The segments of each device, in their order.
-        device: Per segment.
-        seconds: Per segment, with the cost of its call.
-        saved: Per device, the cost of a call.
-        send_starts: Where the values begin that each segment sends.
-        destination: Per value that is sent, the other device.
-        send_seconds: Per value that is sent.
-        need_starts: Where the needs of each segment begin.
-        needs: Values that are sent and that a segment reads.
-        link_model: As in the simulator.
-        attempts: Segments that are not the first of their device.
+    Each of the `attempts`, segments that are not the first of their device, in their order, joins a segment to the one
+    before it, and stays if the step is not longer. O(attempts * (D S + E)).
     """
-    joined = np.zeros(len(queue), np.bool_)
-    free, arrival = np.zeros((4, len(saved))), np.zeros(len(destination))
-    sequence = np.zeros(len(queue), np.int64)
-    best = _run(
-        queue_starts, queue, device, seconds, saved, send_starts, destination, send_seconds, need_starts, needs,
-        link_model, joined, free, arrival, sequence,
-    )  # fmt: skip
+    joined = np.zeros(len(work.queue), np.bool_)
+    free, arrival = np.zeros((4, len(work.saved))), np.zeros(len(work.destination))
+    sequence = np.zeros(len(work.queue), np.int64)
+    best = _run(work, joined, free, arrival, sequence)
     # Ties are merged as well: fewer segments, with the same step.
     for segment in attempts:
         joined[segment] = True
-        makespan = _run(
-            queue_starts, queue, device, seconds, saved, send_starts, destination, send_seconds, need_starts, needs,
-            link_model, joined, free, arrival, sequence,
-        )  # fmt: skip
+        makespan = _run(work, joined, free, arrival, sequence)
         if makespan <= best:
             best = makespan
         else:
             joined[segment] = False
-    _run(
-        queue_starts, queue, device, seconds, saved, send_starts, destination, send_seconds, need_starts, needs,
-        link_model, joined, free, arrival, sequence,
-    )  # fmt: skip
+    _run(work, joined, free, arrival, sequence)
     return joined, sequence

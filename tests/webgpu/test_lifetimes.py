@@ -18,7 +18,7 @@ class Witness:
     """Counts the ends of ONNX Runtime's objects on the GPU: with the lock, or without it."""
 
     def __init__(self):
-        self.lock = find_kind(DeviceAddress.of("webgpu:0").kind).hold_lock()
+        self.lock = find_kind(DeviceAddress.of("webgpu:0").kind).lock.hold()
         self.alive = {}
         self.freed = Counter()
 

@@ -168,5 +168,5 @@ def test_costs_are_times_on_the_gpu_and_not_those_of_launches():
 
 def test_the_lock_is_one_for_the_process_and_may_be_taken_twice():
     kind = find_kind(DeviceAddress.of("webgpu:0").kind)
-    with kind.hold_lock(), kind.hold_lock():
-        assert kind.hold_lock() is kind.hold_lock()
+    with kind.lock.hold(), kind.lock.hold():
+        assert kind.lock.hold() is kind.lock.hold()
