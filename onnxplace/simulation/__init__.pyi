@@ -1,9 +1,3 @@
-from onnxplace.simulation.step_kernels import (
-    DEVICE as DEVICE,
-    compute_live_spans as compute_live_spans,
-    device_peaks as device_peaks,
-    run_events as run_events,
-)
 from onnxplace.simulation.lower_bounds import (
     heads_and_tails as heads_and_tails,
     lower_bound_seconds as lower_bound_seconds,
@@ -24,4 +18,10 @@ from onnxplace.simulation.steady_state import (
     predict_python_seconds as predict_python_seconds,
     predict_request_rates as predict_request_rates,
     steady_state_loads as steady_state_loads,
+)
+from onnxplace.simulation.step_kernels import (
+    DEVICE as DEVICE,
+    compute_live_spans as compute_live_spans,
+    device_peaks as device_peaks,
+    run_events as run_events,
 )
