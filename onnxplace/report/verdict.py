@@ -88,13 +88,18 @@ def _phrase(verdict: Verdict, used: set[str], share: float, known: Circumstances
         single = "one device" if known.single_device_fits else "one device would be, which it does not fit on"
         parts.append(f"{verdict.times_as_fast:.2f} times as fast as {single}")
     if verdict.above_bound is not None:
-        is_near = verdict.above_bound < 0.005
-        parts.append("at the lower bound" if is_near else f"{_percent(verdict.above_bound)} above the lower bound")
+        parts.append(_phrase_bound(verdict.above_bound))
     if verdict.limit:
         computes = verdict.limit not in ("transfers", "waiting", "the request")
         limit = f"what {verdict.limit} computes" if computes else verdict.limit
         parts.append(f"limited by {limit} ({_percent(share)} of the step)")
     return f"{'; '.join(parts) or 'There is nothing to compute'}."
+
+
+def _phrase_bound(above: float) -> str:
+    if above < MIN_SHARE / 4:
+        return "at the lower bound"
+    return f"{_percent(above)} above the lower bound" if above < 1 else f"{above + 1:.1f} times the lower bound"
 
 
 def _percent(share: float) -> str:
@@ -108,7 +113,8 @@ def _list_advice(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterat
     """Yield what would make a step shorter, what gains most first."""
     now, lowest, single = bound.step_seconds, bound.lower_bound_seconds, bound.single_device_seconds
     if 0 < single <= now * (1 + MIN_SHARE) and len(set(step.device.tolist())) > 1 and known.single_device_fits:
-        yield Advice("One device is as fast: give the others something else to do.", single)
+        is_faster = single < now * (1 - MIN_SHARE)
+        yield Advice(f"One device is {'faster' if is_faster else 'as fast'}: it takes {format_time(single)}.", single)
     changes = [item for item in _try_changes(step, bound, known) if _gains(item, now)]
     yield from sorted(changes, key=lambda item: item.step_seconds or 0.0)
     if (advice := _advise_batch(step, bound, known)) is not None:
@@ -116,10 +122,8 @@ def _list_advice(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterat
     if 0 < known.interval_seconds < now * (1 - MIN_SHARE):
         every = format_time(known.interval_seconds)
         yield Advice(f"Several requests in flight: a result every {every}; each one takes as long as before.", None)
-    if lowest > 0 and now <= lowest * (1 + MIN_SHARE):
-        yield Advice(
-            f"Another placement of the same operators gains at most {format_time(max(now - lowest, 0.0))}.", None
-        )
+    if 0 < lowest < now <= lowest * (1 + MIN_SHARE):
+        yield Advice(f"Another placement of the same operators gains at most {format_time(now - lowest)}.", None)
 
 
 def _gains(advice: Advice, now: float) -> bool:
@@ -161,7 +165,7 @@ def _advise_splitting(attempts: Sequence[AttemptGroup], now: float) -> Iterator[
         kept, best = next(item for item in group.attempts if item.is_kept), group.attempts[0]
         if group.code == "P062" and best is not kept:
             text = f"Splitting operators: {best.name} was predicted at {format_time(best.seconds)}"
-            text += f", {kept.name}, which was kept, at {format_time(kept.seconds)}. `--shard` asks for it."
+            text += f", {kept.name}, which was kept, at {format_time(kept.seconds)}. The option --shard asks for it."
             yield Advice(text, now * best.seconds / kept.seconds)
 
 

@@ -103,6 +103,14 @@ def test_splitting_requests_in_flight_and_one_device_are_advised_where_they_are_
     assert any(text.startswith("Several requests in flight: a result every ") for text in texts)
 
 
+def test_a_slower_placement_than_one_device_is_said_to_be_slower():
+    step = place_at_random(draw_graph(40, 3), 3)
+    seconds = step.simulation.makespan_seconds
+    verdict = judge_step(step, bound_of(step, seconds / 2, seconds / 4), COSTS)
+    assert verdict.sentence.startswith("0.50 times as fast as one device; 4.0 times the lower bound; limited by ")
+    assert verdict.advice[0].text.startswith("One device is faster: it takes ")
+
+
 @pytest.fixture(scope="module")
 def data(compiled):
     return describe_bundle(Bundle.open(compiled))

@@ -73,7 +73,16 @@ async function showFigure(figure, holder, paint) {
   const plot = make("div", { class: "plot", "aria-hidden": "true" });
   holder.append(plot);
   await Bokeh.Plotting.show(figure, plot);
+  skipInside(plot);
   return plot;
+}
+
+// Takes what BokehJS makes focusable out of the order of Tab: the elements around the plot have the keys.
+function skipInside(root) {
+  root.querySelectorAll("*").forEach((element) => {
+    if (element.tabIndex >= 0) element.tabIndex = -1;
+    if (element.shadowRoot) skipInside(element.shadowRoot);
+  });
 }
 
 function repaintFigures() {

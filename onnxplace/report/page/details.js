@@ -58,7 +58,7 @@ function makeNodeTable(report, nodes, caption) {
 function showNode(panel, report, node) {
   const tree = report.layers;
   const row = indexReport(report).rowOf[node];
-  panel.replaceChildren(make("h4", {}, namePath(tree, row)), makeFacts([
+  panel.replaceChildren(make("p", { class: "title" }, namePath(tree, row)), makeFacts([
     ["operator", tree.op[row]], ["device", report.devices[tree.device[row]].id], ["shape", tree.shape[row]],
     ["cost", describeCost(tree.seconds[row], tree.source[row])], ["segment", report.segments[tree.segment[row]]?.id],
   ]));
@@ -71,7 +71,7 @@ function showSpan(panel, report, timeline, i) {
     ["from", formatSeconds(timeline.start_seconds[i])],
     ["for", formatSeconds(timeline.finish_seconds[i] - timeline.start_seconds[i])],
   ];
-  panel.replaceChildren(make("h4", {}, nameSpan(report, timeline, i)));
+  panel.replaceChildren(make("p", { class: "title" }, nameSpan(report, timeline, i)));
   if (segment) {
     facts.push(
       ["segment", segment.id], ["time", `${formatSeconds(segment.seconds)}, from ${segment.source}`],

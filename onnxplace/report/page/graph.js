@@ -179,7 +179,7 @@ class GraphPicture {
     this.frame.replaceChildren(picture);
     const bytes = cut.reduce((sum, edge) => sum + [...edge.cut.values()].reduce((a, b) => a + b, 0), 0);
     const hidden = [...inside.values()].reduce((sum, values) => sum + values.size, 0);
-    const crossing = cut.length ? `${cut.length} of the ${edges.length} edges cross between devices, with ${formatBytes(bytes)}` : "No edge in the picture crosses between devices";
+    const crossing = cut.length ? `${cut.length} of ${edges.length} edges cross between devices, with ${formatBytes(bytes)}` : "No edge in the picture crosses between devices";
     this.status.textContent = `${crossing}${hidden ? `; ${hidden} values cross inside boxes: “Open the cut” shows them` : ""}.`;
     const target = this.frame.querySelector(`[data-row="${focus}"]`);
     if (target) {
@@ -199,10 +199,9 @@ class GraphPicture {
   button(element, row, name, expanded) {
     element.setAttribute("role", "button");
     element.setAttribute("tabindex", "0");
-    element.setAttribute("aria-label", name);
     if (expanded !== null) element.setAttribute("aria-expanded", String(expanded));
     element.dataset.row = row;
-    element.append(makeSvg("title", {}, name));
+    element.prepend(makeSvg("title", {}, name));
     element.addEventListener("click", () => this.toggle(row));
     element.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" && event.key !== " ") return;
@@ -224,16 +223,18 @@ class GraphPicture {
       box.append(makeSvg("rect", { class: `share device-${device % COLORS}`, x: left, y: height - 7, width: share, height: 4 }));
       left += share;
     }
-    box.append(
-      makeSvg("text", { x: 8, y: 17 }, shorten(`${isLayer ? "+ " : ""}${this.tree.label[row]}`, MAX_TITLE)),
-      makeSvg("text", { class: "about", x: 8, y: 33 }, shorten(inside ? `${this.describe(row)} · ${inside} cut` : `${this.describe(row)} · ${where}`, MAX_TITLE + 6)),
-    );
-    return this.button(box, row, `${this.tree.label[row]}: ${this.describe(row)}, on ${where}${inside ? `; ${inside} values cross inside` : ""}`, isLayer ? false : null);
+    const title = `${isLayer ? "+ " : ""}${this.tree.label[row]}`;
+    const about = `${this.describe(row)} · ${inside ? `${inside} cut` : where}`;
+    const shown = [shorten(title, MAX_TITLE), shorten(about, MAX_TITLE + 6)];
+    box.append(makeSvg("text", { x: 8, y: 17 }, shown[0]), makeSvg("text", { class: "about", x: 8, y: 33 }, shown[1]));
+    const name = `${this.tree.label[row]}: ${this.describe(row)}, on ${where}${inside ? `; ${inside} values cross inside` : ""}`;
+    return this.button(box, row, name, isLayer ? false : null);
   }
 
   drawCluster(row, { x, y, width, height }) {
     const cluster = makeSvg("g", { class: "cluster", transform: `translate(${x - width / 2} ${y - height / 2})` });
-    cluster.append(makeSvg("rect", { width, height, rx: 8 }), makeSvg("text", { x: 8, y: 14 }, shorten(`− ${this.tree.label[row]}`, Math.floor(width / 7))));
+    const shown = shorten(`− ${this.tree.label[row]}`, Math.floor(width / 7));
+    cluster.append(makeSvg("rect", { width, height, rx: 8 }), makeSvg("text", { x: 8, y: 14 }, shown));
     return this.button(cluster, row, `${this.tree.label[row]}: close`, true);
   }
 

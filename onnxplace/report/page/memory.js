@@ -9,7 +9,7 @@ async function drawMemory(holder, report, curve, time) {
   const top = isFar ? 1.3 * curve.peak_bytes : Math.max(curve.limit_bytes, curve.peak_bytes);
   const [size, name] = top >= 2 ** 30 ? [2 ** 30, "GiB"] : top >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
   const figure = makeFigure(holder, {
-    height: 130, unit, end: time.end, yRange: new Bokeh.Range1d({ start: 0, end: Math.max((top / size) * 1.25, 1e-3) }), yAxisLabel: name,
+    height: holder.clientWidth < NARROW_PIXELS ? 110 : 130, unit, end: time.end, yRange: new Bokeh.Range1d({ start: 0, end: Math.max((top / size) * 1.4, 1e-3) }), yAxisLabel: name,
   });
   figure.yaxis.ticker = new Bokeh.BasicTicker({ desired_num_ticks: 3 });
   const x = curve.seconds.map((seconds) => seconds * unit.factor);

@@ -137,7 +137,7 @@ function fillSpans(holder, report) {
     const name = (i) => timeline.rows[timeline.row[order[i]]].name;
     holder.append(makeTable({
       caption: `Timeline, ${timeline.name}: ${timeline.note}`,
-      header: ["what", "where", "from", "for", ""],
+      header: ["what", "where", "from", "for", "more"],
       classes: ["", "short", "number", "number", ""],
       count: order.length,
       row: (i) => [

@@ -245,7 +245,7 @@ function makeControls(time, spans, rows, select) {
     "div", { class: "controls", role: "toolbar", "aria-label": "Zoom and move" },
     button("+", "Zoom in", () => time.zoom(0.5)), button("−", "Zoom out", () => time.zoom(2)),
     button("◀", "Earlier", () => time.move(-0.5)), button("▶", "Later", () => time.move(0.5)),
-    button("All", "Show the whole step", () => time.set(0, time.end)),
+    button("Whole step", "Show the whole step", () => time.set(0, time.end)),
     button("Previous span", "Select the previous span", () => go(-1)), button("Next span", "Select the next span", () => go(1)),
   );
   time.listeners.add(showRange);
