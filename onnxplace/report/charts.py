@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Self
@@ -36,23 +36,13 @@ class TimelineColumns:
     finish: list[float] = field(default_factory=list)
     label: list[str] = field(default_factory=list)
     detail: list[str] = field(default_factory=list)
-    segment: list[int] = field(default_factory=list)
     reader: list[int] = field(default_factory=list)
 
     def add_row(self, row: TimelineRow) -> None:
         """Add a row if it is new."""
         self.rows.setdefault(row, len(self.rows))
 
-    def add(
-        self,
-        row: TimelineRow,
-        start: float,
-        finish: float,
-        label: str,
-        detail: str,
-        segment: int = -1,
-        reader: int = -1,
-    ) -> None:
+    def add(self, row: TimelineRow, start: float, finish: float, label: str, detail: str, reader: int = -1) -> None:
         """Add a span, and its row if it is new."""
         self.add_row(row)
         self.row.append(self.rows[row])
@@ -60,7 +50,6 @@ class TimelineColumns:
         self.finish.append(finish)
         self.label.append(label)
         self.detail.append(detail)
-        self.segment.append(segment)
         self.reader.append(reader)
 
     def build(self, name: str, note: str) -> Timeline:
@@ -74,9 +63,8 @@ class TimelineColumns:
             start_seconds=tuple(self.start),
             finish_seconds=tuple(self.finish),
             label=tuple(self.label),
-            segment=tuple(self.segment),
-            reader=tuple(self.reader),
             detail=tuple(self.detail),
+            reader=tuple(self.reader),
         )
 
 
@@ -89,10 +77,8 @@ def draw_step(step: PlacedStep, name: str, note: str) -> Timeline:
     start, finish, device = (
         simulation.start_seconds.tolist(), simulation.finish_seconds.tolist(), step.device.tolist()
     )  # fmt: skip
-    position = dict[int, int]()
     for node in step.order.tolist():
-        position[node] = len(columns.row)
-        columns.add(rows[device[node]], start[node], finish[node], step.graph.names[node], step.details[node], node)
+        columns.add(rows[device[node]], start[node], finish[node], step.graph.names[node], step.details[node])
     sent = simulation.transfers
     transfers = zip(
         sent.value.tolist(),
@@ -101,14 +87,15 @@ def draw_step(step: PlacedStep, name: str, note: str) -> Timeline:
         sent.start_seconds.tolist(),
         sent.finish_seconds.tolist(),
     )
+    span = {node: index for index, node in enumerate(step.order.tolist())}
     has_row_per_link = len(set(zip(sent.source.tolist(), sent.destination.tolist()))) <= MAX_LINKS
     for value, source, destination, begin, end in sorted(transfers, key=lambda item: item[1:4]):
         link = step.name_link(source, destination) if has_row_per_link else f"{step.device_names[source]} sends"
         row = TimelineRow(link, "link", source)
         size = format_bytes(int(step.graph.value_bytes[value]))
         readers = [node for node in step.graph.readers[value].tolist() if device[node] == destination]
-        reader = position[min(readers, key=lambda node: start[node])]
-        columns.add(row, begin, end, step.graph.value_names[value], size, reader=reader)
+        first = span[min(readers, key=lambda node: start[node])]
+        columns.add(row, begin, end, step.graph.value_names[value], size, first)
     return columns.build(name, note)
 
 
@@ -182,14 +169,14 @@ def read_trace(path: Path, device_names: Sequence[str], segments: Iterable[str])
     """
     events = _read_events(path)
     names = {item.process: item.arguments.name for item in events if _is_name(item, "process_name")}
-    timelines, known = [], {name: index for index, name in enumerate(segments)}
+    timelines, known = [], frozenset(segments)
     for name in ("measured", "predicted"):
         own = [item for item in events if names.get(item.process) == name]
         rows = {item.thread: item.arguments.name for item in own if _is_name(item, "thread_name")}
         spans = [item for item in own if item.is_span]
         _require_segments(spans, known, path)
         if spans:
-            timelines.append(_draw_events(spans, rows, name, device_names, known))
+            timelines.append(_draw_events(spans, rows, name, device_names))
     if not timelines:
         message = "expected measured or predicted events, found none"
         raise InputError("D020", message, where=format_path(path), hint=_HINT)
@@ -219,7 +206,7 @@ def _is_name(event: _TraceEvent, kind: str) -> bool:
     return event.phase == "M" and event.name == kind
 
 
-def _require_segments(spans: Sequence[_TraceEvent], known: Container[str], path: Path) -> None:
+def _require_segments(spans: Sequence[_TraceEvent], known: frozenset[str], path: Path) -> None:
     """Raise InputError if a trace runs segments that the bundle does not have."""
     for span in spans:
         if span.category == "run" and span.name not in known:
@@ -229,11 +216,7 @@ def _require_segments(spans: Sequence[_TraceEvent], known: Container[str], path:
 
 
 def _draw_events(
-    spans: Sequence[_TraceEvent],
-    rows: Mapping[int, str],
-    name: str,
-    device_names: Sequence[str],
-    segments: Mapping[str, int],
+    spans: Sequence[_TraceEvent], rows: Mapping[int, str], name: str, device_names: Sequence[str]
 ) -> Timeline:
     """Return the timeline of the events of one process of a trace."""
     columns, index = TimelineColumns(), {device: position for position, device in enumerate(device_names)}
@@ -242,8 +225,7 @@ def _draw_events(
     for span in sorted(spans, key=lambda item: item.start)[:MAX_SPANS]:
         row = _choose_row(span, rows.get(span.thread, ""), index)
         start, finish = span.start * 1e-6, (span.start + span.duration) * 1e-6
-        segment = segments[span.name] if span.category == "run" else -1
-        columns.add(row, start, finish, span.name, span.arguments.describe(), segment)
+        columns.add(row, start, finish, span.name, span.arguments.describe())
     more = f"; the first {MAX_SPANS} of {len(spans)} events" if len(spans) > MAX_SPANS else ""
     count = format_count(len({span.arguments.request for span in spans}), "request")
     return columns.build(name, f"{count} of the trace{more}")

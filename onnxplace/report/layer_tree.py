@@ -15,7 +15,6 @@ MAX_CHILDREN = 100
 MAX_DEPTH = 24
 # Operators that the title of a segment names.
 MAX_NAMED_OPERATORS = 2
-NO_LAYER = "no layer"
 _NUMBER = re.compile(r"\d+")
 
 
@@ -58,7 +57,7 @@ def build_layer_tree(nodes: Sequence[LayerNode]) -> LayerTree:
     >>> build_layer_tree([LayerNode("a/x", "Add", 0, 1.0), LayerNode("a/y", "Mul", 1, 1.0)]).label
     ('a', 'x', 'y')
     """
-    separator = find_separator(nodes)
+    separator = find_separator(node.name for node in nodes)
     roots: list[_Layer] = []
     layers: dict[tuple[str, ...], _Layer] = {}
     for node in nodes:
@@ -74,26 +73,27 @@ def build_layer_tree(nodes: Sequence[LayerNode]) -> LayerTree:
     return _flatten(_arrange(roots, separator))
 
 
-def find_separator(nodes: Iterable[LayerNode]) -> str:
-    """Return what separates the parts of the names of nodes."""
-    return "/" if any("/" in node.name for node in nodes) else "."
+def find_separator(names: Iterable[str]) -> str:
+    """Return what separates the parts of names of nodes."""
+    return "/" if any("/" in name for name in names) else "."
 
 
 def name_layer(name: str, separator: str) -> str:
     """Return the layer that people would say a node is in: the parts of its name up to the first with a number.
+
+    Empty where the name has no parts.
 
     >>> name_layer("model/layers.3/attention/q", "/"), name_layer("encoder/norm", "/")
     ('model/layers.3', 'encoder')
     """
     parts = [part for part in name.split(separator) if part] or [name]
     numbered = next((index for index, part in enumerate(parts[:-1]) if _NUMBER.search(part)), len(parts) - 2)
-    return separator.join(parts[: numbered + 1]) or NO_LAYER
+    return separator.join(parts[: numbered + 1])
 
 
 def name_segment(nodes: Sequence[LayerNode], separator: str) -> str:
     """Return the layers of a segment, and its most expensive operators with their numbers."""
-    layers = list(dict.fromkeys(name_layer(node.name, separator) for node in nodes))
-    layers = [layer for layer in layers if layer != NO_LAYER]
+    layers = [*filter(None, dict.fromkeys(name_layer(node.name, separator) for node in nodes))]
     where = f"{layers[0]} … {layers[-1]}: " if len(layers) > 2 else f"{', '.join(layers)}: " if layers else ""
     count, seconds = Counter(node.op for node in nodes), defaultdict[str, float](float)
     for node in nodes:

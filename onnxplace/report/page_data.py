@@ -20,9 +20,9 @@ from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Schedule
 from onnxplace.graph import Ints, OpGraph
 from onnxplace.pipeline import parse_pipeline
-from onnxplace.report.bundle_nodes import ModelNodes, build_edges, read_nodes, summarise_segments
+from onnxplace.report.bundle_nodes import read_nodes
 from onnxplace.report.charts import draw_memory, draw_step, read_trace
-from onnxplace.report.layer_tree import LayerNode, build_layer_tree
+from onnxplace.report.layer_tree import LayerNode, build_layer_tree, find_separator, name_layer
 from onnxplace.report.page_records import (
     Attempt,
     AttemptGroup,
@@ -115,12 +115,12 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         devices=_list_devices(manifest, step),
         timelines=_draw_timelines(manifest, step, trace),
         memory=draw_memory(step, [item.weights_bytes for item in manifest.devices]),
-        crossings=tuple(replace(item, layer=nodes.name_layer_of(item.value)) for item in list_crossings(step)),
+        crossings=tuple(replace(item, layer=nodes.layers.get(item.value, "")) for item in list_crossings(step)),
         bound=bound,
         attempts=attempts,
         layers=build_layer_tree(nodes.nodes),
         edges=nodes.edges,
-        segments=summarise_segments(manifest, nodes.nodes),
+        segments=nodes.segments,
         division=list_division(manifest),
         notes=list_notes(manifest.diagnostics),
         passes=list_passes(manifest.pipeline),
@@ -362,9 +362,13 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         LayerNode(*item, index, index)
         for index, item in enumerate(zip(graph.names, graph.ops, placed.device.tolist(), own))
     ]
-    producer = {name: int(node) for name, node in zip(graph.value_names, graph.producer)}
-    named, attempts = ModelNodes(tuple(nodes), _list_edges(graph), producer), list_attempts(placed.diagnostics)
-    crossings = tuple(replace(item, layer=named.name_layer_of(item.value)) for item in list_crossings(step))
+    attempts, separator = list_attempts(placed.diagnostics), find_separator(graph.names)
+    layers = {
+        name: name_layer(graph.names[node], separator)
+        for name, node in zip(graph.value_names, graph.producer.tolist())
+        if node >= 0
+    }
+    crossings = tuple(replace(item, layer=layers[item.value]) for item in list_crossings(step))
     bound = explain_step(step, simulation.makespan_seconds, schedule.lower_bound_seconds, alone)
     return PageData(
         title=placed.graph.name,
@@ -379,7 +383,7 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         bound=bound,
         attempts=attempts,
         layers=build_layer_tree(nodes),
-        edges=named.edges,
+        edges=_list_edges(graph),
         segments=(),
         division=(),
         notes=list_notes(placed.diagnostics),
@@ -395,15 +399,10 @@ def describe_placement(placed: PlacedGraph) -> PageData:
 
 
 def _list_edges(graph: OpGraph) -> NodeEdges:
-    values = zip(graph.producer.tolist(), graph.value_bytes.tolist())
-    return build_edges(
-        [
-            (producer, reader, size)
-            for value, (producer, size) in enumerate(values)
-            if producer >= 0
-            for reader in graph.readers[value].tolist()
-        ]
-    )
+    value, reader = graph.readers.rows, graph.readers.items
+    made = graph.producer[value] >= 0
+    columns = graph.producer[value], reader, graph.value_bytes[value]
+    return NodeEdges(*(tuple(column[made].tolist()) for column in columns))
 
 
 def _name_device(identifier: Hashable) -> str:

@@ -96,8 +96,6 @@ class Timeline:
     finish_seconds: tuple[float, ...]
     label: tuple[str, ...]
     """Segment, node or value of each span."""
-    segment: tuple[int, ...]
-    """Index of the segment, or of the node of a placement, that each span computes; -1 for a transfer."""
     reader: tuple[int, ...]
     """Index of the span that begins with what a transfer brings; -1 for other spans, and where it is not known."""
     detail: tuple[str, ...]
@@ -150,7 +148,7 @@ class Crossing:
     """Time by which the step would be longer with its readers on the device that computes it; None if unknown."""
     reason: str
     layer: str = ""
-    """The layer of the node that computes it."""
+    """The layer of the node that computes it; empty if names do not tell."""
 
 
 @dataclass(frozen=True)
@@ -241,13 +239,10 @@ class SegmentSummary:
     id: str
     title: str
     """Such as `image/block_0: MatMul ×2, Softmax`."""
-    device: int
-    nodes: int
     seconds: float
+    """From the trial, if there was one."""
     planned_seconds: float
     """By the costs of its nodes."""
-    source: str
-    """Of `seconds`: `trial` or `costs of nodes`."""
 
 
 @dataclass(frozen=True)

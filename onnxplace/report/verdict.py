@@ -7,7 +7,7 @@ compiler compared. Nothing is said where the data do not support it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,8 +31,6 @@ from onnxplace.target import Target
 
 # Smaller shares of a step are no advice, and smaller differences of two no reason.
 MIN_SHARE = 0.02
-# How much faster a device or a link is in "what would help".
-FACTOR = 2
 MAX_ADVICE = 4
 RATE_LABEL = "A result every, with requests in flight"
 """Of the figure that decides under load."""
@@ -90,8 +88,7 @@ def _phrase(verdict: Verdict, used: set[str], share: float, known: Circumstances
     if verdict.above_bound is not None:
         parts.append(_phrase_bound(verdict.above_bound))
     if verdict.limit:
-        computes = verdict.limit not in ("transfers", "waiting", "the request")
-        limit = f"what {verdict.limit} computes" if computes else verdict.limit
+        limit = f"what {verdict.limit} computes" if verdict.limit in used else verdict.limit
         parts.append(f"limited by {limit} ({_percent(share)} of the step)")
     return f"{'; '.join(parts) or 'There is nothing to compute'}."
 
@@ -115,8 +112,8 @@ def _list_advice(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterat
     if 0 < single <= now * (1 + MIN_SHARE) and len(set(step.device.tolist())) > 1 and known.single_device_fits:
         is_faster = single < now * (1 - MIN_SHARE)
         yield Advice(f"One device is {'faster' if is_faster else 'as fast'}: it takes {format_time(single)}.", single)
-    changes = [item for item in _try_changes(step, bound, known) if _gains(item, now)]
-    yield from sorted(changes, key=lambda item: item.step_seconds or 0.0)
+    changes = sorted(_try_changes(step, bound, known), key=lambda item: item.step_seconds or 0.0)
+    yield from (item for item in changes if (item.step_seconds or 0.0) < now * (1 - MIN_SHARE))
     if (advice := _advise_batch(step, bound, known)) is not None:
         yield advice
     if 0 < known.interval_seconds < now * (1 - MIN_SHARE):
@@ -124,10 +121,6 @@ def _list_advice(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterat
         yield Advice(f"Several requests in flight: a result every {every}; each one takes as long as before.", None)
     if 0 < lowest < now <= lowest * (1 + MIN_SHARE):
         yield Advice(f"Another placement of the same operators gains at most {format_time(now - lowest)}.", None)
-
-
-def _gains(advice: Advice, now: float) -> bool:
-    return advice.step_seconds is not None and advice.step_seconds < now * (1 - MIN_SHARE)
 
 
 def _try_changes(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterator[Advice]:
@@ -143,18 +136,14 @@ def _try_changes(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterat
     if len(step.simulation.transfers):
         links = step.target.with_all_links()
         faster = [
-            replace(
-                item,
-                latency_seconds=item.latency_seconds / FACTOR,
-                bytes_per_second=item.bytes_per_second * FACTOR,
-            )
-            for item in links.links
+            replace(link, latency_seconds=link.latency_seconds / 2, bytes_per_second=link.bytes_per_second * 2)
+            for link in links.links
         ]
         yield try_step("Links twice as fast", replace(links, links=tuple(faster)), seconds)
     if bound.busiest_device:
         busiest = step.device_names.index(bound.busiest_device)
         times = seconds.copy()
-        times[busiest] /= FACTOR
+        times[busiest] /= 2
         yield try_step(f"A device twice as fast in place of {bound.busiest_device}", step.target, times)
     yield from _advise_splitting(known.attempts, bound.step_seconds)
 
@@ -217,7 +206,11 @@ def _choose(first: PageData, second: PageData, rows: Sequence[ComparedQuantity])
     peaks = {name: sum(device.peak_bytes for device in page.devices) for name, page in pages.items()}
     better, other = sorted(pages, key=lambda name: (steps[name], name))
     if steps[other] <= steps[better] * (1 + MIN_SHARE):
-        return _choose_by_memory(steps, peaks)
+        smaller, larger = sorted(pages, key=lambda name: peaks[name])
+        if peaks[smaller] == peaks[larger]:
+            return f"Take either: their steps and their memory are equal within {MIN_SHARE:.0%}."
+        sizes = f"{format_bytes(peaks[smaller])} instead of {format_bytes(peaks[larger])} at their peaks"
+        return f"Take {smaller}: the steps are equal within {MIN_SHARE:.0%}, and its devices hold {sizes}."
     times, ratio = {name: format_time(seconds) for name, seconds in steps.items()}, steps[other] / steps[better]
     text = f"Take {better}: its step takes {times[better]}, {ratio:.2f} times as fast as {other}'s {times[other]}"
     price = peaks[better] - peaks[other]
@@ -227,13 +220,3 @@ def _choose(first: PageData, second: PageData, rows: Sequence[ComparedQuantity])
     if first.verdict.basis != second.verdict.basis:
         against.append(f"A's time is {first.verdict.basis}, B's {second.verdict.basis}")
     return f"{text}; {'; '.join(against)}." if against else f"{text}."
-
-
-def _choose_by_memory(steps: Mapping[str, float], peaks: Mapping[str, int]) -> str:
-    """Return which of two equally fast reports to take: the one that needs less memory."""
-    if peaks["A"] == peaks["B"]:
-        both = " and ".join(format_time(seconds) for seconds in steps.values())
-        return f"Take either: the steps take {both}, and memory is equal."
-    smaller, larger = sorted(peaks, key=lambda name: peaks[name])
-    sizes = f"{format_bytes(peaks[smaller])} instead of {format_bytes(peaks[larger])}"
-    return f"Take {smaller}: the steps are equal within {MIN_SHARE:.0%}, and its devices hold {sizes} at their peaks."

@@ -24,11 +24,11 @@ def test_a_report_agrees_with_the_simulated_step(nodes, seed, kind, devices):
     assert len(timeline.row) == len(graph) + len(simulation.transfers)
     assert timeline.end_seconds == pytest.approx(simulation.makespan_seconds)
     for span, reader in enumerate(timeline.reader):
-        assert (reader >= 0) == (timeline.segment[span] < 0)
-        assert reader < 0 or timeline.start_seconds[reader] >= timeline.finish_seconds[span] - 1e-12
-        assert reader < 0 or timeline.label[span] in [
-            graph.value_names[value] for value in graph.inputs[timeline.segment[reader]].tolist()
-        ]
+        assert (reader >= 0) == (timeline.rows[timeline.row[span]].kind == "link")
+        if reader >= 0:
+            assert timeline.start_seconds[reader] >= timeline.finish_seconds[span] - 1e-12
+            inputs = graph.inputs[graph.names.index(timeline.label[reader])].tolist()
+            assert timeline.label[span] in [graph.value_names[value] for value in inputs]
     curves = draw_memory(step, simulation.weights_bytes.tolist())
     assert [curve.peak_bytes for curve in curves] == simulation.peak_bytes.tolist()
     for curve in curves:

@@ -93,7 +93,7 @@ def test_splitting_requests_in_flight_and_one_device_are_advised_where_they_are_
     known = Circumstances(
         "from trial", interval_seconds=seconds / 3, attempts=(AttemptGroup("Whole or split", "P062", attempts),)
     )
-    texts = [item.text for item in judge_step(step, bound_of(step, seconds * 0.9), known).advice]
+    texts = [item.text for item in judge_step(step, bound_of(step, seconds), known).advice]
     assert texts[0].startswith("One device is as fast")
     assert any(text.startswith("Splitting operators: sharded 2 ways was predicted at 500 ms") for text in texts)
     kept = tuple(replace(item, is_kept=not item.is_kept) for item in attempts)

@@ -3,7 +3,7 @@
 const figures = new Set();
 const DARK_QUERY = "(prefers-color-scheme: dark)";
 // The axes of a timeline and of the memory below it stand at one place.
-const LEFT_PIXELS = { wide: 176, narrow: 92 };
+const LEFT_PIXELS = { wide: 176, narrow: 104 };
 const NARROW_PIXELS = 600;
 const PIXELS_PER_LETTER = 6.6;
 const coarsePointer = matchMedia("(pointer: coarse)");

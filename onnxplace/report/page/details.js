@@ -13,14 +13,20 @@ function indexReport(report) {
       rowOf[node] = row;
       (nodesOf[tree.segment[row]] ??= []).push(node);
     });
-    indexes.set(report, { rowOf, nodesOf, crossing: new Map(report.crossings.map((item) => [item.value, item])) });
+    const segment = new Map(report.segments.map((item, i) => [item.id, i]));
+    indexes.set(report, { rowOf, nodesOf, segment, crossing: new Map(report.crossings.map((item) => [item.value, item])) });
   }
   return indexes.get(report);
 }
 
+// The index of the segment that a span computes, or -1: transfers and nodes of a placement have none.
+function findSegment(report, timeline, i) {
+  const computes = timeline.rows[timeline.row[i]].kind === "compute";
+  return computes ? indexReport(report).segment.get(timeline.label[i]) ?? -1 : -1;
+}
+
 function nameSpan(report, timeline, i) {
-  const segment = report.segments[timeline.segment[i]];
-  return segment ? segment.title : timeline.label[i];
+  return report.segments[findSegment(report, timeline, i)]?.title ?? timeline.label[i];
 }
 
 // The name of a row of the tree, with those of its parents; groups of repeats add nothing to it.
@@ -65,7 +71,8 @@ function showNode(panel, report, node) {
 }
 
 function showSpan(panel, report, timeline, i) {
-  const segment = report.segments[timeline.segment[i]];
+  const number = findSegment(report, timeline, i);
+  const segment = report.segments[number];
   const facts = [
     ["where", timeline.rows[timeline.row[i]].name],
     ["from", formatSeconds(timeline.start_seconds[i])],
@@ -74,12 +81,12 @@ function showSpan(panel, report, timeline, i) {
   panel.replaceChildren(make("p", { class: "title" }, nameSpan(report, timeline, i)));
   if (segment) {
     facts.push(
-      ["segment", segment.id], ["time", `${formatSeconds(segment.seconds)}, from ${segment.source}`],
+      ["segment", segment.id], [report.verdict.basis, formatSeconds(segment.seconds)],
       ["from node costs", formatSeconds(segment.planned_seconds)],
     );
-    const nodes = indexReport(report).nodesOf[timeline.segment[i]] ?? [];
+    const nodes = indexReport(report).nodesOf[number] ?? [];
     panel.append(makeFacts(facts), makeNodeTable(report, nodes, `Nodes of ${segment.id}`));
-  } else if (timeline.segment[i] >= 0) {
+  } else if (timeline.rows[timeline.row[i]].kind === "compute") {
     panel.append(makeFacts([...facts, ["operator", timeline.detail[i]]]));
   } else {
     const crossing = indexReport(report).crossing.get(timeline.label[i]);

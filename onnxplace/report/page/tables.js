@@ -77,8 +77,8 @@ function makeTable({ caption, header, classes, count, row, text = null }) {
 function groupCrossings(items) {
   const groups = new Map();
   for (const item of items) {
-    const key = JSON.stringify([item.layer || item.value, item.source, item.destinations]);
-    if (!groups.has(key)) groups.set(key, { name: item.layer || item.value, first: item, values: 0, bytes: 0, times: 0, transfer: 0, wait: 0 });
+    const key = JSON.stringify([item.layer, item.source, item.destinations]);
+    if (!groups.has(key)) groups.set(key, { name: item.layer || "no layer", first: item, values: 0, bytes: 0, times: 0, transfer: 0, wait: 0 });
     const group = groups.get(key);
     group.values += 1;
     group.bytes += item.bytes * item.times;

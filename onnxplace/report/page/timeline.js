@@ -50,7 +50,7 @@ function collectSpans(report, rows, unit) {
       spans.where.push(rows[rows.length - 1 - y].name);
       spans.from.push(formatSeconds(start));
       spans.length.push(formatSeconds(finish - start));
-      spans.detail.push(timeline.segment[i] >= 0 && report.segments.length ? `${timeline.label[i]}, ${timeline.detail[i]}` : timeline.detail[i]);
+      spans.detail.push(findSegment(report, timeline, i) >= 0 ? `${timeline.label[i]}, ${timeline.detail[i]}` : timeline.detail[i]);
       spans.isFaint.push(number > 0);
       device.push(timeline.rows[row].device);
       source.push(number);
