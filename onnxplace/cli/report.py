@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,16 +33,17 @@ report_option = click.option(
 )  # fmt: skip
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="F.json",
-    help="Show the measured times of `onnxplace run --trace F.json` next to the predicted ones.",
+    help="Show the timelines of `onnxplace run --trace F.json`, measured and predicted.",
 )  # fmt: skip
 @as_json
 def report(bundles: tuple[Path, ...], *, output: Path | None, trace: Path | None, json_: bool) -> None:
     """Write one HTML file about BUNDLE that any browser opens, without a network.
 
-    It shows the timeline, memory, cut, layers, attempts, notes and options. --json prints the data of the page.
+    It says first how good the placement is, what limits it and what would help; of two bundles, which one to take. Then
+    it shows the timeline, memory, graph, cut, layers, attempts, notes and options. --json prints the data of the page.
     """
     from onnxplace.bundle import Bundle
-    from onnxplace.report import build_page_json, describe_bundle, format_bytes
+    from onnxplace.report import build_page_json, compare_pages, describe_bundle, format_bytes
 
     if len(bundles) > MAX_BUNDLES:
         message = f"expected one or two bundles, got {len(bundles)}"
@@ -60,9 +62,12 @@ def report(bundles: tuple[Path, ...], *, output: Path | None, trace: Path | None
             pages.append(describe_bundle(Bundle.open(item), trace))
         if path:
             write_page(path, pages)
+    comparison = compare_pages(*pages) if len(pages) == MAX_BUNDLES else None
     if json_:
-        print_json({"output": str(path) if path else None, "pages": [build_page_json(page) for page in pages]})
+        data = {"output": str(path) if path else None, "pages": [build_page_json(page) for page in pages]}
+        print_json(data | ({"comparison": asdict(comparison)} if comparison else {}))
     elif path:
+        print_text(comparison.sentence if comparison else pages[0].verdict.sentence)
         print_text(f"written to {path} ({format_bytes(path.stat().st_size)}); open it in a browser")
 
 

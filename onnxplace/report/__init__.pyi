@@ -16,3 +16,4 @@ from onnxplace.report.text import (
     format_milliseconds as format_milliseconds,
     format_table as format_table,
 )
+from onnxplace.report.verdict import compare_pages as compare_pages

@@ -36,12 +36,13 @@ class TimelineColumns:
     finish: list[float] = field(default_factory=list)
     label: list[str] = field(default_factory=list)
     detail: list[str] = field(default_factory=list)
+    reader: list[int] = field(default_factory=list)
 
     def add_row(self, row: TimelineRow) -> None:
         """Add a row if it is new."""
         self.rows.setdefault(row, len(self.rows))
 
-    def add(self, row: TimelineRow, start: float, finish: float, label: str, detail: str) -> None:
+    def add(self, row: TimelineRow, start: float, finish: float, label: str, detail: str, reader: int = -1) -> None:
         """Add a span, and its row if it is new."""
         self.add_row(row)
         self.row.append(self.rows[row])
@@ -49,6 +50,7 @@ class TimelineColumns:
         self.finish.append(finish)
         self.label.append(label)
         self.detail.append(detail)
+        self.reader.append(reader)
 
     def build(self, name: str, note: str) -> Timeline:
         """Return the timeline."""
@@ -62,6 +64,7 @@ class TimelineColumns:
             finish_seconds=tuple(self.finish),
             label=tuple(self.label),
             detail=tuple(self.detail),
+            reader=tuple(self.reader),
         )
 
 
@@ -84,12 +87,15 @@ def draw_step(step: PlacedStep, name: str, note: str) -> Timeline:
         sent.start_seconds.tolist(),
         sent.finish_seconds.tolist(),
     )
+    span = {node: index for index, node in enumerate(step.order.tolist())}
     has_row_per_link = len(set(zip(sent.source.tolist(), sent.destination.tolist()))) <= MAX_LINKS
     for value, source, destination, begin, end in sorted(transfers, key=lambda item: item[1:4]):
         link = step.name_link(source, destination) if has_row_per_link else f"{step.device_names[source]} sends"
         row = TimelineRow(link, "link", source)
         size = format_bytes(int(step.graph.value_bytes[value]))
-        columns.add(row, begin, end, step.graph.value_names[value], size)
+        readers = [node for node in step.graph.readers[value].tolist() if device[node] == destination]
+        first = span[min(readers, key=lambda node: start[node])]
+        columns.add(row, begin, end, step.graph.value_names[value], size, first)
     return columns.build(name, note)
 
 

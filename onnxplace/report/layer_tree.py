@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from onnxplace.report.page_records import LayerTree
@@ -12,6 +13,8 @@ from onnxplace.report.page_records import LayerTree
 MAX_CHILDREN = 100
 # Names deeper than this are cut; the rest is one label.
 MAX_DEPTH = 24
+# Operators that the title of a segment names.
+MAX_NAMED_OPERATORS = 2
 _NUMBER = re.compile(r"\d+")
 
 
@@ -23,6 +26,11 @@ class LayerNode:
     op: str
     device: int
     seconds: float
+    index: int = -1
+    """In the order of the model."""
+    segment: int = -1
+    shape: str = ""
+    source: str = ""
 
 
 @dataclass
@@ -49,7 +57,7 @@ def build_layer_tree(nodes: Sequence[LayerNode]) -> LayerTree:
     >>> build_layer_tree([LayerNode("a/x", "Add", 0, 1.0), LayerNode("a/y", "Mul", 1, 1.0)]).label
     ('a', 'x', 'y')
     """
-    separator = "/" if any("/" in node.name for node in nodes) else "."
+    separator = find_separator(node.name for node in nodes)
     roots: list[_Layer] = []
     layers: dict[tuple[str, ...], _Layer] = {}
     for node in nodes:
@@ -63,6 +71,37 @@ def build_layer_tree(nodes: Sequence[LayerNode]) -> LayerTree:
             siblings = layers[path].children
         siblings.append(_Layer(parts[-1], node=node))
     return _flatten(_arrange(roots, separator))
+
+
+def find_separator(names: Iterable[str]) -> str:
+    """Return what separates the parts of names of nodes."""
+    return "/" if any("/" in name for name in names) else "."
+
+
+def name_layer(name: str, separator: str) -> str:
+    """Return the layer that people would say a node is in: the parts of its name up to the first with a number.
+
+    Empty where the name has no parts.
+
+    >>> name_layer("model/layers.3/attention/q", "/"), name_layer("encoder/norm", "/")
+    ('model/layers.3', 'encoder')
+    """
+    parts = [part for part in name.split(separator) if part] or [name]
+    numbered = next((index for index, part in enumerate(parts[:-1]) if _NUMBER.search(part)), len(parts) - 2)
+    return separator.join(parts[: numbered + 1])
+
+
+def name_segment(nodes: Sequence[LayerNode], separator: str) -> str:
+    """Return the layers of a segment, and its most expensive operators with their numbers."""
+    layers = [*filter(None, dict.fromkeys(name_layer(node.name, separator) for node in nodes))]
+    where = f"{layers[0]} … {layers[-1]}: " if len(layers) > 2 else f"{', '.join(layers)}: " if layers else ""
+    count, seconds = Counter(node.op for node in nodes), defaultdict[str, float](float)
+    for node in nodes:
+        seconds[node.op] += node.seconds
+    ranked = sorted(count, key=lambda op: (-seconds[op], -count[op]))
+    named = [f"{op} ×{count[op]}" if count[op] > 1 else op for op in ranked[:MAX_NAMED_OPERATORS]]
+    more = [f"{len(ranked) - MAX_NAMED_OPERATORS} more"] if len(ranked) > MAX_NAMED_OPERATORS else []
+    return where + ", ".join(named + more)
 
 
 def _arrange(layers: Sequence[_Layer], separator: str) -> list[_Layer]:
@@ -115,6 +154,10 @@ def _flatten(roots: Sequence[_Layer]) -> LayerTree:
         op=tuple(node.op for node in nodes),
         device=tuple(node.device for node in nodes),
         seconds=tuple(node.seconds for node in nodes),
+        node=tuple(node.index for node in nodes),
+        segment=tuple(node.segment for node in nodes),
+        shape=tuple(node.shape for node in nodes),
+        source=tuple(node.source for node in nodes),
     )
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from onnxplace.bundle import (
-    COSTS_FILE,
-    WHOLE_MODEL_FILE,
     Bundle,
     DiagnosticRecord,
     Manifest,
@@ -19,36 +16,42 @@ from onnxplace.bundle import (
     list_working_devices,
 )
 from onnxplace.cost_graph import CostGraph
-from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
+from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Schedule
-from onnxplace.graph import Ints
+from onnxplace.graph import Ints, OpGraph
 from onnxplace.pipeline import parse_pipeline
+from onnxplace.report.bundle_nodes import read_nodes
 from onnxplace.report.charts import draw_memory, draw_step, read_trace
-from onnxplace.report.layer_tree import LayerNode, build_layer_tree
+from onnxplace.report.layer_tree import LayerNode, build_layer_tree, find_separator, name_layer
 from onnxplace.report.page_records import (
     Attempt,
     AttemptGroup,
     Crossing,
     DeviceSummary,
     Entry,
+    NodeEdges,
     Note,
     PageData,
+    Quantity,
     Table,
     Timeline,
 )
 from onnxplace.report.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
-from onnxplace.report.text import format_bytes, format_milliseconds
-from onnxplace.utils import read_json
+from onnxplace.report.text import format_bytes, format_time
+from onnxplace.report.verdict import RATE_LABEL, Circumstances, judge_step
+
+# What times follow from.
+FROM_TRIAL, FROM_COSTS = "from trial", "from node costs"
 
 # --------------------------------------------------------------------------------------------------- attempts and notes
 
 
 _TITLES = {
-    "P040": "Placers: seconds of a step, by the costs of nodes",
-    "P042": "Several devices or one: seconds of a step, measured in a trial",
-    "P043": "Strategies: seconds between two results, as predicted",
-    "P046": "Groups of a training step: seconds of a step, as predicted",
-    "P062": "Whole or split operators: seconds of a step, as predicted",
+    "P040": "Placers: time of a step, from node costs",
+    "P042": "Several devices or one: time of a step, from trial",
+    "P043": "Strategies: time between two results, from node costs",
+    "P046": "Groups of a training step: time of a step, from node costs",
+    "P062": "Whole or split operators: time of a step, from node costs",
 }
 
 
@@ -81,32 +84,43 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
 
     Args:
         bundle: The open bundle.
-        trace: A file that `onnxplace run --trace` wrote, whose measured times are shown next to the predicted ones.
+        trace: A file that `onnxplace run --trace` wrote, whose timelines are shown instead.
 
     Raises:
         InputError: `trace` is not a trace of this bundle.
     """
     manifest = bundle.manifest
-    step = simulate_segments(manifest)
-    predicted = manifest.predicted
+    step, nodes = simulate_segments(manifest), read_nodes(bundle)
+    predicted, attempts = manifest.predicted, list_attempts(manifest.diagnostics)
+    bound = explain_step(
+        step,
+        predicted.step_seconds,
+        predicted.lower_bound_seconds,
+        predicted.single_device_seconds,
+        predicted.request_seconds,
+    )
+    known = Circumstances(
+        basis=FROM_COSTS if manifest.trial is None else FROM_TRIAL,
+        single_device_fits=predicted.single_device_fits,
+        interval_seconds=predicted.interval_seconds,
+        sizes=", ".join(f"{name} = {size}" for name, size in manifest.dimensions.items()),
+        attempts=attempts,
+    )
     return PageData(
         title=manifest.model or bundle.path.name,
         source=bundle.path.absolute().name,
         kind="bundle",
+        verdict=judge_step(step, bound, known),
         summary=tuple(_summarise(manifest)),
         devices=_list_devices(manifest, step),
         timelines=_draw_timelines(manifest, step, trace),
         memory=draw_memory(step, [item.weights_bytes for item in manifest.devices]),
-        crossings=list_crossings(step),
-        bound=explain_step(
-            step,
-            predicted.step_seconds,
-            predicted.lower_bound_seconds,
-            predicted.single_device_seconds,
-            predicted.request_seconds,
-        ),
-        attempts=list_attempts(manifest.diagnostics),
-        layers=build_layer_tree(list_layer_nodes(bundle)),
+        crossings=tuple(replace(item, layer=nodes.layers.get(item.value, "")) for item in list_crossings(step)),
+        bound=bound,
+        attempts=attempts,
+        layers=build_layer_tree(nodes.nodes),
+        edges=nodes.edges,
+        segments=nodes.segments,
         division=list_division(manifest),
         notes=list_notes(manifest.diagnostics),
         passes=list_passes(manifest.pipeline),
@@ -120,30 +134,49 @@ def _draw_timelines(manifest: Manifest, step: PlacedStep, trace: Path | None) ->
     if trace is not None:
         return read_trace(trace, step.device_names, [segment.id for segment in manifest.segments])
     if manifest.trial is None:
-        return (draw_step(step, "predicted", "one request, by the costs of nodes"),)
+        return (draw_step(step, FROM_COSTS, "one request, by the costs of nodes"),)
     count = f"the median of {manifest.trial.requests} steps"
-    measured = draw_step(step, "trial", f"one request; each segment takes {count} of the trial")
+    measured = draw_step(step, FROM_TRIAL, f"one request; each segment takes {count}")
     if not any(segment.planned_seconds is not None for segment in manifest.segments):
         return (measured,)
     planned = simulate_segments(manifest, planned=True)
-    return (measured, draw_step(planned, "predicted", "one request, by the costs of nodes"))
+    return (measured, draw_step(planned, FROM_COSTS, "one request, by the costs of nodes"))
 
 
-def _summarise(manifest: Manifest) -> Iterator[Entry]:
+def _summarise(manifest: Manifest) -> Iterator[Quantity]:
     """Yield the figures on top of the page."""
     predicted, trial = manifest.predicted, manifest.trial
-    yield Entry("Predicted step", format_milliseconds(predicted.step_seconds))
-    if trial is not None:
-        yield Entry("Step in the trial", format_milliseconds(trial.step_seconds))
+    if trial is None:
+        yield _quantify_time("Step, from node costs", predicted.step_seconds)
+    else:
+        yield _quantify_time("Step, from trial", predicted.step_seconds)
+        yield _quantify_time("Whole step in the trial", trial.step_seconds)
+        yield _quantify_time("Step, from node costs", trial.planned_seconds)
     fits = "" if predicted.single_device_fits else " (does not fit)"
-    yield Entry("Best single device", format_milliseconds(predicted.single_device_seconds) + fits)
-    yield Entry("Lower bound", format_milliseconds(predicted.lower_bound_seconds))
+    single = format_time(predicted.single_device_seconds) + fits
+    yield Quantity("Best single device", single, predicted.single_device_seconds)
+    yield Quantity("Lower bound", format_time(predicted.lower_bound_seconds), predicted.lower_bound_seconds)
     if predicted.interval_seconds > 0:
-        yield Entry("A result every, with requests in flight", format_milliseconds(predicted.interval_seconds))
-    yield Entry("Devices at work", f"{len(list_working_devices(manifest))} of {len(manifest.target.devices)}")
-    yield Entry("Segments", f"{len(manifest.segments)}")
-    yield Entry("Nodes", f"{sum(segment.nodes for segment in manifest.segments)}")
-    yield Entry("Transfers in a step", f"{manifest.transfers}, {format_bytes(manifest.transfer_bytes)}")
+        yield _quantify_time(RATE_LABEL, predicted.interval_seconds)
+    used, available = len(list_working_devices(manifest)), len(manifest.target.devices)
+    yield Quantity("Devices at work", f"{used} of {available}", used)
+    yield _quantify_count("Segments", len(manifest.segments))
+    yield _quantify_count("Nodes", sum(segment.nodes for segment in manifest.segments))
+    yield _quantify_count("Transfers in a step", manifest.transfers)
+    yield _quantify_bytes("Sent in a step", manifest.transfer_bytes)
+    yield _quantify_bytes("Memory, all devices at their peaks", sum(item.peak_bytes for item in manifest.devices))
+
+
+def _quantify_time(label: str, seconds: float) -> Quantity:
+    return Quantity(label, format_time(seconds), seconds, lower_is_better=True)
+
+
+def _quantify_bytes(label: str, size: int) -> Quantity:
+    return Quantity(label, format_bytes(size), size, lower_is_better=True)
+
+
+def _quantify_count(label: str, count: int) -> Quantity:
+    return Quantity(label, str(count), count)
 
 
 def _list_devices(manifest: Manifest, step: PlacedStep) -> tuple[DeviceSummary, ...]:
@@ -161,47 +194,6 @@ def _list_devices(manifest: Manifest, step: PlacedStep) -> tuple[DeviceSummary, 
         )
         for item in manifest.devices
     )
-
-
-def list_layer_nodes(bundle: Bundle) -> list[LayerNode]:
-    """Return the nodes of a bundle, with their planned times where costs.json has them.
-
-    They have the order of the whole model. Parts of split operators, which it does not have, follow in the order of the
-    segments.
-    """
-    import onnx
-
-    whole = onnx.load(bundle.file(WHOLE_MODEL_FILE), load_external_data=False)
-    position = {node.name: index for index, node in enumerate(whole.graph.node)}
-
-    devices = {device.id: (index, device) for index, device in enumerate(bundle.target.devices)}
-    seconds = _read_node_seconds(bundle)
-    nodes = []
-    for segment in bundle.manifest.segments:
-        index, device = devices[segment.device]
-        model = onnx.load(bundle.file(segment.file), load_external_data=False)
-        for node in model.graph.node:
-            times = seconds.get(node.name, {})
-            nodes.append(LayerNode(node.name or node.op_type, node.op_type, index, times.get(device.cost_class, 0.0)))
-    return sorted(nodes, key=lambda node: position.get(node.name, len(position)))
-
-
-def _read_node_seconds(bundle: Bundle) -> dict[str, dict[str, float]]:
-    """Return the seconds of each node by class of device; empty where the file of costs does not tell."""
-    try:
-        data = read_json(bundle.file(COSTS_FILE), "C011", "a cost file")
-    except OnnxplaceError:
-        return {}
-    entries: Any = data.get("nodes") if isinstance(data, dict) else None
-    if not isinstance(entries, dict):
-        return {}
-    return {name: _read_times(entry) for name, entry in entries.items() if isinstance(entry, dict)}
-
-
-def _read_times(entry: Mapping[str, Any]) -> dict[str, float]:
-    times = entry.get("seconds")
-    items = times.items() if isinstance(times, dict) else ()
-    return {name: float(value) for name, value in items if isinstance(value, (int, float)) and np.isfinite(value)}
 
 
 def list_passes(pipeline: str) -> tuple[Entry, ...]:
@@ -247,7 +239,7 @@ MAX_LISTED_LINKS = 64
 def _list_links(manifest: Manifest) -> Iterator[Entry]:
     links = manifest.target.links
     for link in links[:MAX_LISTED_LINKS]:
-        rate, latency = format_bytes(int(link.bytes_per_second)), format_milliseconds(link.latency_seconds)
+        rate, latency = format_bytes(int(link.bytes_per_second)), format_time(link.latency_seconds)
         yield Entry(f"link {link.source} → {link.destination}", f"{rate}/s, latency {latency}")
     if len(links) > MAX_LISTED_LINKS:
         yield Entry("further links", f"{len(links) - MAX_LISTED_LINKS}")
@@ -275,7 +267,7 @@ def _list_stages(manifest: Manifest) -> Iterator[tuple[str, ...]]:
     first = {item.device: index for index, item in reversed(list(enumerate(manifest.segments)))}
     for stage, device in enumerate(sorted(first, key=lambda name: first[name]), 1):
         own = segments[device]
-        seconds = format_milliseconds(sum(item.seconds for item in own))
+        seconds = format_time(sum(item.seconds for item in own))
         yield str(stage), device, str(len(own)), str(sum(item.nodes for item in own)), seconds
 
 
@@ -285,9 +277,7 @@ def _iterate_tables(manifest: Manifest) -> Iterator[Table]:
         yield Table(
             caption=f"Operators split over {sharding.ways} devices{stages}",
             header=("operator", "split by", "nodes", "time on one device"),
-            rows=tuple(
-                (kind.op, kind.layout, str(kind.count), format_milliseconds(kind.seconds)) for kind in sharding.kinds
-            ),
+            rows=tuple((kind.op, kind.layout, str(kind.count), format_time(kind.seconds)) for kind in sharding.kinds),
         )
         yield Table(
             caption="Exchanges between the parts",
@@ -366,21 +356,35 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         simulation=schedule.simulation,
         details=graph.ops,
     )
-    simulation, crossings = schedule.simulation, list_crossings(step)
+    simulation = schedule.simulation
     alone = float(seconds.sum(axis=1).min())
-    nodes = [LayerNode(*item) for item in zip(graph.names, graph.ops, placed.device.tolist(), own)]
+    nodes = [
+        LayerNode(*item, index, index)
+        for index, item in enumerate(zip(graph.names, graph.ops, placed.device.tolist(), own))
+    ]
+    attempts, separator = list_attempts(placed.diagnostics), find_separator(graph.names)
+    layers = {
+        name: name_layer(graph.names[node], separator)
+        for name, node in zip(graph.value_names, graph.producer.tolist())
+        if node >= 0
+    }
+    crossings = tuple(replace(item, layer=layers[item.value]) for item in list_crossings(step))
+    bound = explain_step(step, simulation.makespan_seconds, schedule.lower_bound_seconds, alone)
     return PageData(
         title=placed.graph.name,
         source=placed.graph.name,
         kind="placement",
+        verdict=judge_step(step, bound, Circumstances(FROM_COSTS, attempts=attempts)),
         summary=tuple(_summarise_placement(placed, alone, crossings)),
         devices=_list_placement_devices(placed, step),
-        timelines=(draw_step(step, "predicted", "one step, node by node"),),
+        timelines=(draw_step(step, FROM_COSTS, "one step, node by node"),),
         memory=draw_memory(step, simulation.weights_bytes.tolist()),
         crossings=crossings,
-        bound=explain_step(step, simulation.makespan_seconds, schedule.lower_bound_seconds, alone),
-        attempts=list_attempts(placed.diagnostics),
+        bound=bound,
+        attempts=attempts,
         layers=build_layer_tree(nodes),
+        edges=_list_edges(graph),
+        segments=(),
         division=(),
         notes=list_notes(placed.diagnostics),
         passes=tuple(Entry(name, "") for name in placed.passes),
@@ -394,22 +398,33 @@ def describe_placement(placed: PlacedGraph) -> PageData:
     )
 
 
+def _list_edges(graph: OpGraph) -> NodeEdges:
+    value, reader = graph.readers.rows, graph.readers.items
+    made = graph.producer[value] >= 0
+    columns = graph.producer[value], reader, graph.value_bytes[value]
+    return NodeEdges(*(tuple(column[made].tolist()) for column in columns))
+
+
 def _name_device(identifier: Hashable) -> str:
     """Return the id of a device; a bare number would read as an amount."""
     return f"device {identifier}" if str(identifier).isdecimal() else str(identifier)
 
 
-def _summarise_placement(placed: PlacedGraph, alone: float, crossings: tuple[Crossing, ...]) -> Iterator[Entry]:
+def _summarise_placement(placed: PlacedGraph, alone: float, crossings: tuple[Crossing, ...]) -> Iterator[Quantity]:
     simulation = placed.schedule.simulation
-    yield Entry("Predicted step", format_milliseconds(simulation.makespan_seconds))
-    yield Entry("Work of a single device", format_milliseconds(alone))
-    yield Entry("Lower bound", format_milliseconds(placed.schedule.lower_bound_seconds))
-    yield Entry("Devices at work", f"{len(set(placed.device.tolist()))} of {len(placed.graph.device_ids)}")
-    yield Entry("Nodes", f"{len(placed.graph.ids)}")
-    yield Entry("Transfers in a step", f"{len(simulation.transfers)}, {format_bytes(count_bytes(crossings))}")
-    yield Entry("Time to place", format_milliseconds(placed.seconds))
+    yield _quantify_time("Step, from node costs", simulation.makespan_seconds)
+    yield Quantity("Work of a single device", format_time(alone), alone)
+    lowest = placed.schedule.lower_bound_seconds
+    yield Quantity("Lower bound", format_time(lowest), lowest)
+    used = len(set(placed.device.tolist()))
+    yield Quantity("Devices at work", f"{used} of {len(placed.graph.device_ids)}", used)
+    yield _quantify_count("Nodes", len(placed.graph.ids))
+    yield _quantify_count("Transfers in a step", len(simulation.transfers))
+    yield _quantify_bytes("Sent in a step", count_bytes(crossings))
+    yield _quantify_bytes("Memory, all devices at their peaks", int(simulation.peak_bytes.sum()))
+    yield _quantify_time("Time to place", placed.seconds)
     if not placed.is_feasible:
-        yield Entry("Memory", "it does not fit")
+        yield Quantity("Memory", "it does not fit")
 
 
 def _list_placement_devices(placed: PlacedGraph, step: PlacedStep) -> tuple[DeviceSummary, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-PAGE_VERSION = 1
+PAGE_VERSION = 2
 """A change that readers of the JSON notice changes it."""
 
 
@@ -15,6 +16,42 @@ class Entry:
 
     label: str
     text: str
+
+
+@dataclass(frozen=True)
+class Quantity(Entry):
+    """A figure that two reports can be compared by."""
+
+    value: float | None = None
+    """In seconds, bytes, or a count."""
+    lower_is_better: bool = False
+    """False where neither less nor more is better."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something that would make the step shorter, or says that nothing of its kind would."""
+
+    text: str
+    step_seconds: float | None
+    """The step with it; None where that is not computed."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a report says first."""
+
+    sentence: str
+    basis: str
+    """`from trial` or `from node costs`."""
+    step_seconds: float
+    times_as_fast: float | None
+    """As the best single device; None if its time is unknown."""
+    above_bound: float | None
+    """Part of the lower bound by which the step is longer than it; None without a bound."""
+    limit: str
+    """The device with most of the chain that determines the step; or `transfers`, `waiting` or `the request`."""
+    advice: tuple[Advice, ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +85,7 @@ class Timeline:
     """Spans of time as parallel columns."""
 
     name: str
-    """Such as `predicted` or `measured`."""
+    """`from trial`, `from node costs`, or of a trace `measured` and `predicted`."""
     note: str
     """Origin of the times."""
     end_seconds: float
@@ -59,6 +96,8 @@ class Timeline:
     finish_seconds: tuple[float, ...]
     label: tuple[str, ...]
     """Segment, node or value of each span."""
+    reader: tuple[int, ...]
+    """Index of the span that begins with what a transfer brings; -1 for other spans, and where it is not known."""
     detail: tuple[str, ...]
     """Further facts about each span, such as the number of nodes, or the bytes."""
 
@@ -108,6 +147,8 @@ class Crossing:
     gain_seconds: float | None
     """Time by which the step would be longer with its readers on the device that computes it; None if unknown."""
     reason: str
+    layer: str = ""
+    """The layer of the node that computes it; empty if names do not tell."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +212,37 @@ class LayerTree:
     """Index of the device of a node; -1 for a layer."""
     seconds: tuple[float, ...]
     """Planned time of a node; 0 for a layer, and where it is not known."""
+    node: tuple[int, ...]
+    """Index of a node in the order of the model; -1 for a layer."""
+    segment: tuple[int, ...]
+    """Index of the segment that has the node; -1 for a layer."""
+    shape: tuple[str, ...]
+    """Shapes of the outputs of a node; empty where they are not known."""
+    source: tuple[str, ...]
+    """Source of the time: `measured`, `estimated`, `given` or `known`; empty where it is not recorded."""
+
+
+@dataclass(frozen=True)
+class NodeEdges:
+    """The values between nodes, as parallel columns: one entry for each reader of a value."""
+
+    source: tuple[int, ...]
+    """Index of the node that computes the value, as in `LayerTree.node`."""
+    reader: tuple[int, ...]
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SegmentSummary:
+    """A segment in words: its layers and operators."""
+
+    id: str
+    title: str
+    """Such as `image/block_0: MatMul ×2, Softmax`."""
+    seconds: float
+    """From the trial, if there was one."""
+    planned_seconds: float
+    """By the costs of its nodes."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +273,8 @@ class PageData:
     """Name of the bundle's folder, or of the cost graph."""
     kind: str
     """`bundle` or `placement`."""
-    summary: tuple[Entry, ...]
+    verdict: Verdict
+    summary: tuple[Quantity, ...]
     devices: tuple[DeviceSummary, ...]
     timelines: tuple[Timeline, ...]
     memory: tuple[MemoryCurve, ...]
@@ -209,6 +282,9 @@ class PageData:
     bound: Bound
     attempts: tuple[AttemptGroup, ...]
     layers: LayerTree
+    edges: NodeEdges
+    segments: tuple[SegmentSummary, ...]
+    """Those of a bundle, in the order in which the compiler lists them."""
     division: tuple[Table, ...]
     """Shards, stages, replicas, repeats and the training step, where there are any."""
     notes: tuple[Note, ...]
@@ -219,3 +295,24 @@ class PageData:
     files: Mapping[str, tuple[int, str]]
     """Bytes and SHA-256 of each file."""
     version: int = PAGE_VERSION
+
+
+@dataclass(frozen=True)
+class ComparedQuantity:
+    """A figure of two reports."""
+
+    label: str
+    texts: tuple[str, str]
+    """A dash where a report does not have it."""
+    difference: str
+    """Of the second one, compared with the first."""
+    better: Literal["", "A", "B"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two reports next to each other."""
+
+    sentence: str
+    """Which one to take, and why."""
+    rows: tuple[ComparedQuantity, ...]

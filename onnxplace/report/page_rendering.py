@@ -1,7 +1,8 @@
 """Render reports: one HTML file that loads nothing from elsewhere.
 
 The page allows only the scripts whose hashes it names, so that no text from a model can become one. The plotting
-library is BokehJS, whose code is taken from the installed Python package `bokeh`.
+library is BokehJS, whose code is taken from the installed Python package `bokeh`. dagre lays out the picture of the
+graph; its code is in `page/dagre.min.js`, with its licence.
 """
 
 from __future__ import annotations
@@ -19,15 +20,22 @@ from typing import Any
 from onnxplace._version import __version__
 from onnxplace.errors import UsageError
 from onnxplace.report.page_records import PageData
-from onnxplace.report.text import format_bytes, format_milliseconds
+from onnxplace.report.text import format_bytes, format_time
+from onnxplace.report.verdict import compare_pages
 
 # Template, style and scripts of the page.
 PAGE_FOLDER = Path(__file__).parent / "page"
 STYLES = ("page.css",)
-SCRIPTS = ("tables.js", "charts.js", "timeline.js", "memory.js", "layers.js", "page.js")
+SCRIPTS = (
+    "tables.js", "charts.js", "details.js", "timeline.js", "memory.js", "layers.js", "graph.js", "perfetto.js",
+    "theme.js", "page.js",
+)  # fmt: skip
+LAYOUT_SCRIPT = "dagre.min.js"
 BOKEH_SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
 # Colours of devices, which repeat; page.css has them.
 COLORS = 8
+# Memory curves of further devices are folded.
+SHOWN_CURVES = 4
 # Significant digits of times in the page.
 DIGITS = 7
 
@@ -62,14 +70,15 @@ def render_page(pages: Sequence[PageData]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": format_bytes, "time": format_milliseconds, "bar": _format_bar}
+    environment.filters |= {"bytes": format_bytes, "time": format_time, "bar": _format_bar}
     own = "\n".join(_read_page_file(name) for name in SCRIPTS)
-    scripts = [*_read_bokeh(), f'"use strict";\n(() => {{\n{own}}})();\n']
+    scripts = [*_read_libraries(), f'"use strict";\n(() => {{\n{own}}})();\n']
     return environment.get_template("page.html").render(
         pages=pages,
-        compared=_compare_summaries(pages),
+        comparison=compare_pages(pages[0], pages[1]) if len(pages) > 1 else None,
         title=" and ".join(dict.fromkeys(page.title for page in pages)),
         colors=COLORS,
+        shown_curves=SHOWN_CURVES,
         version=__version__,
         styles=[_read_page_file(name) for name in STYLES],
         scripts=scripts,
@@ -82,13 +91,14 @@ def _read_page_file(name: str) -> str:
     return (PAGE_FOLDER / name).read_text(encoding="utf-8")
 
 
-def _read_bokeh() -> list[str]:
-    """Return the scripts of BokehJS; finds them without importing bokeh, which takes half a second."""
+def _read_libraries() -> list[str]:
+    """Return the scripts of BokehJS, which are found without importing bokeh, and of dagre."""
     spec = find_spec("bokeh")
     assert spec is not None
     assert spec.origin is not None
     folder = Path(spec.origin).parent / "server" / "static" / "js"
     scripts = [(folder / name).read_text(encoding="utf-8").replace("\r\n", "\n") for name in BOKEH_SCRIPTS]
+    scripts.append(_read_page_file(LAYOUT_SCRIPT))
     # Inside a script element, such a text would end it.
     return [script.replace("</script", "<\\/script").replace("<!--", "<\\!--") for script in scripts]
 
@@ -126,10 +136,3 @@ def _format_bar(part: float, whole: float) -> str:
     """Return the length of a bar in percent, for a style."""
     share = part / whole if whole > 0 else 0.0
     return f"{100 * min(max(share, 0.0), 1.0):.2f}%"
-
-
-def _compare_summaries(pages: Sequence[PageData]) -> list[tuple[str, list[str]]]:
-    """Return, for each label of the summaries, its text in each page; a dash where a page does not have it."""
-    labels = dict.fromkeys(entry.label for page in pages for entry in page.summary)
-    texts = [{entry.label: entry.text for entry in page.summary} for page in pages]
-    return [(label, [text.get(label, "–") for text in texts]) for label in labels]

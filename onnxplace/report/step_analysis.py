@@ -11,7 +11,7 @@ from onnxplace.bundle import Manifest, SegmentRecord, build_segment_graph
 from onnxplace.errors import format_count
 from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.report.page_records import Bound, ChainPart, Crossing
-from onnxplace.report.text import format_milliseconds
+from onnxplace.report.text import format_time
 from onnxplace.simulation import Simulation, simulate
 from onnxplace.target import Target
 
@@ -173,18 +173,18 @@ def _measure_gain(step: PlacedStep, readers: Ints, source: int) -> float | None:
 def _explain(source: str, wait: float, slack: float, gain: float | None) -> str:
     """Return in words why a value crosses."""
     arrival = (
-        f"Its readers wait {format_milliseconds(wait)} for it."
+        f"Its readers wait {format_time(wait)} for it."
         if wait > 0
-        else f"It arrives {format_milliseconds(slack)} before it is needed."
+        else f"It arrives {format_time(slack)} before it is needed."
         if slack > 0
         else "No reader waits for it alone."
     )
     if gain is None:
         return arrival
     if gain > 0:
-        return f"{arrival} With its readers on {source}, the step would take {format_milliseconds(gain)} longer."
+        return f"{arrival} With its readers on {source}, the step would take {format_time(gain)} longer."
     if gain < 0:
-        shorter = format_milliseconds(-gain)
+        shorter = format_time(-gain)
         return f"{arrival} With its readers on {source}, this simulation is {shorter} shorter, memory left aside."
     return f"{arrival} With its readers on {source}, the step would take as long."
 
@@ -305,11 +305,11 @@ def _list_remarks(bound: Bound) -> Iterator[str]:
         yield "The step is as short as its lower bound, or nearly so."
     else:
         share = gap / bound.lower_bound_seconds
-        yield f"The step is {format_milliseconds(gap)} ({share:.1%}) longer than its lower bound."
+        yield f"The step is {format_time(gap)} ({share:.1%}) longer than its lower bound."
     yield from _remark_on_chain(bound.chain, step)
     spread = bound.busiest_seconds - bound.even_seconds
     if spread > MIN_REMARKED_SHARE * step:
-        busiest, even = format_milliseconds(bound.busiest_seconds), format_milliseconds(bound.even_seconds)
+        busiest, even = format_time(bound.busiest_seconds), format_time(bound.even_seconds)
         yield f"{bound.busiest_device} computes {busiest}; evenly spread, each device would compute {even}."
 
 
@@ -323,7 +323,7 @@ def _remark_on_chain(chain: Sequence[ChainPart], step: float) -> Iterator[str]:
     for kind, text in texts.items():
         seconds = sum(part.seconds for part in chain if part.kind == kind)
         if seconds > MIN_REMARKED_SHARE * step:
-            yield text.format(format_milliseconds(seconds))
+            yield text.format(format_time(seconds))
     devices = [part.where for part in chain if part.kind == "compute"]
     if len(devices) > 1:
         yield f"The chain that determines the step computes on {', '.join(devices)}, one after the other."

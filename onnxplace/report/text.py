@@ -27,6 +27,15 @@ def format_milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
+def format_time(seconds: float) -> str:
+    """Format a time in ms with three digits, below one in µs.
+
+    >>> format_time(0.0123), format_time(0.0000451)
+    ('12.3 ms', '45.1 µs')
+    """
+    return f"{seconds * 1e6:.3g} µs" if 0 < abs(seconds) < 0.9995e-3 else format_milliseconds(seconds)
+
+
 def format_bytes(size: int) -> str:
     """Format an amount of memory.
 

@@ -78,7 +78,7 @@ MAY_IMPORT = {
     "runtimes.ranks": "bundle devices errors feeds hosts machine model runtime runtimes.execution target utils",
     "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks runtimes.replicas traces",
     "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
-    "report": "bundle cost_graph errors facts graph pipeline simulation target utils",
+    "report": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
         "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"

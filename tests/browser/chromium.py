@@ -79,6 +79,7 @@ class Browser:
         top = self.run("return document.querySelector(arguments[0]).getBoundingClientRect().top + scrollY", begin)
         self.resize(width, height + int(top))
         self.wait(lambda: self.run("return [...document.querySelectorAll('[data-chart]')]"
+                                   ".filter((e) => e.checkVisibility())"
                                    ".filter((e) => e.getBoundingClientRect().top < window.innerHeight)"
                                    ".every((e) => e.dataset.ready === 'true')"))  # fmt: skip
         self.settle()

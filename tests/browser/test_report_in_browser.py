@@ -21,7 +21,11 @@ from tests.report.test_page import HOSTILE
 # Pictures and the opening times, for people to look at.
 ARTEFACTS = Path(__file__).parents[2] / "build" / "report"
 MAX_PAGE_BYTES = 15_000_000
-PHONE, DESKTOP = (375, 812), (1200, 900)
+PHONE, DESKTOP = (375, 812), (1280, 900)
+# Screens of a phone before the first fold.
+MAX_SCREENS = 5
+# From the top of a timeline to its first row.
+FIRST_ROW_PIXELS = 46
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +107,13 @@ def test_the_page_loads_nothing_and_reports_no_problem(browser, page, size, dark
     assert [address for address in browser.list_requests() if not address.startswith("data:")] == [page.as_uri()]
     width = browser.run("return [document.documentElement.scrollWidth, window.innerWidth]")
     assert width[0] <= width[1]
+    folds = browser.run("return document.querySelector('.fold').getBoundingClientRect().top + scrollY")
+    assert folds <= MAX_SCREENS * size[1]
 
 
-def test_pictures_for_the_readme_show_the_timeline(browser, page):
+def test_pictures_for_the_readme_show_verdict_and_timeline(browser, page):
     browser.open(page, 1000, 900)
-    browser.capture(ARTEFACTS / "readme-desktop.png", 780, begin="[aria-labelledby=timeline-0]")
+    browser.capture(ARTEFACTS / "readme-desktop.png", 960, begin="[aria-labelledby=summary-0]")
     browser.open(page, *PHONE, dark=True)
     browser.capture(ARTEFACTS / "readme-phone.png", 780, begin="[aria-labelledby=timeline-0]", scale=0.5)
     assert find(browser, "[data-chart=timeline] .plot").is_displayed()
@@ -164,7 +170,7 @@ def test_hovering_a_span_says_what_it_is(browser, page):
     shares = itertools.cycle((0.1, 0.0, 0.2, -0.1, -0.2, 0.3))
 
     def hover() -> bool:
-        offset = (int(next(shares) * plot.size["width"]), 22 - plot.size["height"] // 2)
+        offset = (int(next(shares) * plot.size["width"]), FIRST_ROW_PIXELS - plot.size["height"] // 2)
         ActionChains(browser.driver).move_to_element_with_offset(plot, *offset).perform()
         browser.settle()
         return any("cpu" in text and "ms" in text for text in find_tooltips(browser))
@@ -206,14 +212,120 @@ def test_dark_is_dark(browser, page):
     browser.wait(lambda: read_ground() != ground and read_picture(browser) != picture)
 
 
+def click(browser: Browser, selector: str, text: str = "") -> None:
+    """Click the first element of a selector that has a text."""
+    script = (
+        "const found = [...document.querySelectorAll(arguments[0])].find((e) => e.textContent.includes(arguments[1]));"
+        "found.dispatchEvent(new MouseEvent('click', {bubbles: true})); return found.textContent"
+    )
+    browser.run(script, selector, text)
+
+
+def test_the_theme_switch_wins_over_the_system(browser, page):
+    def read_ground() -> str:
+        return str(browser.run("return getComputedStyle(document.documentElement).backgroundColor"))
+
+    browser.open(page)
+    light, picture = read_ground(), read_picture(browser)
+    click(browser, "[data-theme]")
+    assert (find(browser, "[data-theme]").text, read_ground()) == ("Theme: light", light)
+    click(browser, "[data-theme]")
+    assert find(browser, "[data-theme]").text == "Theme: dark"
+    assert read_ground() != light
+    browser.wait(lambda: read_picture(browser) != picture)
+    click(browser, "[data-theme]")
+    assert (find(browser, "[data-theme]").text, read_ground()) == ("Theme: system", light)
+
+
+def test_a_selected_span_has_details_with_nodes_shapes_and_costs(browser, page):
+    browser.open(page)
+    click(browser, "button", "Next span")
+    text = browser.run("return document.querySelector('[data-chart=timeline] .panel').innerText")
+    for part in ("segment", "from node costs", "node", "operator", "shape", "source of the cost", "Conv", "measured"):
+        assert part in text, (part, text)
+
+
+def test_the_graph_opens_finds_and_shows_the_cut(browser, page):
+    browser.open(page)
+    browser.run("document.querySelector('[data-graph]').scrollIntoView()")
+    count = "return document.querySelectorAll('[data-graph] .box').length"
+    browser.wait(lambda: browser.run(count) > 0)
+    first = browser.run(count)
+    status = "return document.querySelector('[data-graph] output').textContent"
+    assert "values cross inside boxes" in browser.run(status)
+    click(browser, "[data-graph] button", "Open the cut")
+    assert browser.run(count) > first
+    assert "inside boxes" not in browser.run(status)
+    assert browser.run("return document.querySelectorAll('[data-graph] .edge.cut text').length") > 0
+    browser.capture(ARTEFACTS / "graph-desktop.png", 760, begin="[data-graph]")
+    field = find(browser, "[data-graph] input")
+    field.send_keys("text/block_2 softmax")
+    click(browser, "[data-graph] .found button")
+    text = browser.run("return document.querySelector('[data-graph] .panel').innerText")
+    assert text.startswith("text/block_2/attention/softmax")
+    assert "Softmax" in text
+    marked = browser.run("return document.activeElement.classList.contains('marked')")
+    assert marked
+    click(browser, "[data-graph] button", "Collapse")
+    assert browser.run(count) == first
+    assert browser.list_console_problems() == []
+
+
+def test_a_click_sends_the_trace_to_perfetto_and_saves_it_without_an_answer(browser, page):
+    browser.open(page)
+    # A window of this page plays the viewer, which no test may reach.
+    browser.run("""
+      window.sent = []; window.saved = '';
+      const viewer = document.body.appendChild(document.createElement('iframe')).contentWindow;
+      viewer.postMessage = (message, origin) => {
+        window.sent.push([message, origin]);
+        if (window.answers && message === 'PING') {
+          window.dispatchEvent(new MessageEvent('message', {data: 'PONG', source: viewer}));
+        }
+      };
+      window.open = (address) => { window.opened = address; return viewer; };
+      HTMLAnchorElement.prototype.click = function () { window.saved = this.download; };
+      const now = Date.now; window.later = 0; Date.now = () => now() + window.later;
+    """)
+    assert browser.run("return window.opened") is None
+    click(browser, "[data-perfetto]")
+    browser.wait(lambda: browser.run("return window.sent.length"))
+    assert browser.run("return window.sent[0]") == ["PING", "https://ui.perfetto.dev"]
+    browser.run("window.later = 60000")
+    browser.wait(lambda: browser.run("return window.saved"))
+    assert browser.run("return window.saved").endswith(".trace.json")
+    browser.run("window.answers = true; window.sent = []")
+    click(browser, "[data-perfetto]")
+    browser.wait(lambda: browser.run("return window.sent.some(([message]) => message.perfetto)"))
+    trace = json.loads(
+        browser.run(
+            "const [{perfetto}] = window.sent.map(([message]) => message).filter((m) => m.perfetto);"
+            "return new TextDecoder().decode(perfetto.buffer)"
+        )
+    )
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert names == {"from trial", "from node costs"}
+    assert all(event["dur"] >= 0 for event in trace["traceEvents"] if event["ph"] == "X")
+
+
+def test_a_link_opens_the_section_that_it_leads_to(browser, page):
+    browser.open(page)
+    state = "return document.getElementById('notes-0').closest('details').open"
+    assert browser.run(state) is False
+    browser.run("document.querySelector('a[href=\"#notes-0\"]').click()")
+    browser.wait(lambda: browser.run(state))
+
+
 def test_tables_grow_filter_and_layers_open(browser, page):
     browser.open(page)
     rows = "return document.querySelectorAll('[data-table=cut] tbody tr').length"
-    assert browser.run(rows) > 0
+    click(browser, "[data-table=cut] > summary")
+    browser.wait(lambda: browser.run(rows) > 0)
     field = find(browser, "[data-table=cut] input")
     browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", field)
     field.send_keys("no such value")
     browser.wait(lambda: browser.run(rows) == 0)
+    browser.run("document.getElementById('layers-0').closest('details').open = true")
     summary = find(browser, "[data-layers] details:not([open]) > summary")
     browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", summary)
     inside = "return document.querySelectorAll('[data-layers] details, [data-layers] li').length"
@@ -255,7 +367,7 @@ def test_hostile_names_run_nothing(browser, tmp_path):
     plot = find(browser, "[data-chart=timeline] .plot")
     browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", plot)
     for share in (0.1, 0.0, 0.2, -0.1):
-        offset = (int(share * plot.size["width"]), 22 - plot.size["height"] // 2)
+        offset = (int(share * plot.size["width"]), FIRST_ROW_PIXELS - plot.size["height"] // 2)
         ActionChains(browser.driver).move_to_element_with_offset(plot, *offset).perform()
         browser.settle()
     press(browser, Keys.TAB)

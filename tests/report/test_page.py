@@ -13,7 +13,7 @@ from onnxplace.bundle import Bundle, ShardedKindRecord, ShardingRecord, simulate
 from onnxplace.errors import UsageError
 from onnxplace.evaluation.trial import Trial, apply_trial
 from onnxplace.report import build_page_json, describe_bundle, render_page
-from onnxplace.report.page_records import Entry, MemoryItem, Note
+from onnxplace.report.page_records import Advice, Entry, MemoryItem, Note, Quantity
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}<!--"
 
@@ -64,9 +64,12 @@ def test_hostile_names_stay_text(data):
     layers = replace(data.layers, label=(HOSTILE,) * len(data.layers.label))
     crossing = replace(data.crossings[0], value=HOSTILE, reason=HOSTILE)
     devices = tuple(replace(device, id=HOSTILE) for device in data.devices)
+    segments = tuple(replace(segment, id=HOSTILE, title=HOSTILE) for segment in data.segments)
+    verdict = replace(data.verdict, sentence=HOSTILE, limit=HOSTILE, advice=(Advice(HOSTILE, None),))
     hostile = replace(
-        data, title=HOSTILE, source=HOSTILE, timelines=(timeline,), memory=(curve,), layers=layers,
-        crossings=(crossing,), devices=devices, notes=(Note(*[HOSTILE] * 4),), summary=(Entry(HOSTILE, HOSTILE),),
+        data, verdict=verdict, segments=segments,
+        title=HOSTILE, source=HOSTILE, timelines=(timeline,), memory=(curve,), layers=layers,
+        crossings=(crossing,), devices=devices, notes=(Note(*[HOSTILE] * 4),), summary=(Quantity(HOSTILE, HOSTILE),),
         passes=(Entry(HOSTILE, HOSTILE),), origin=(Entry(HOSTILE, HOSTILE),), files={HOSTILE: (1, HOSTILE)},
     )  # fmt: skip
     html = render_page([hostile, hostile])
@@ -96,7 +99,7 @@ def test_after_a_trial_measured_times_stand_next_to_planned_ones(compiled):
     manifest = apply_trial(bundle.manifest, Trial(0.01, 0.0, times, requests=9, waiting=0.0))
     assert [item.planned_seconds for item in manifest.segments] == [item.seconds for item in bundle.manifest.segments]
     measured, planned = describe_bundle(Bundle(bundle.path, manifest)).timelines
-    assert (measured.name, planned.name) == ("trial", "predicted")
+    assert (measured.name, planned.name) == ("from trial", "from node costs")
     spans = {
         name: end - start for name, start, end in zip(measured.label, measured.start_seconds, measured.finish_seconds)
     }
@@ -117,7 +120,9 @@ def test_split_operators_and_a_training_step_have_tables(compiled):
 
 
 def test_two_reports_stand_side_by_side(data):
-    faster = replace(data, source="other.bundle", summary=(Entry("Predicted step", "1 ms"), Entry("Only here", "2")))
+    faster = replace(
+        data, source="other.bundle", summary=(Quantity("Predicted step", "1 ms"), Quantity("Only here", "2"))
+    )
     html = render_page([data, faster])
     assert "A: bundle" in html
     assert "B: other.bundle" in html

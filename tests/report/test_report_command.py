@@ -17,6 +17,43 @@ def test_a_report_is_written_and_named(run_cli, compiled, tmp_path):
     assert "branches" in page.read_text(encoding="utf-8")
 
 
+def test_the_verdict_is_printed_first(run_cli, compiled, tmp_path):
+    result = run_cli("report", compiled, "-o", tmp_path / "page.html")
+    first, second = result.out.splitlines()
+    assert "times as fast as one device; " in first
+    assert "; limited by " in first
+    assert second.startswith("written to ")
+
+
+def test_of_two_reports_the_one_to_take_is_named(run_cli, compiled, tmp_path):
+    page = tmp_path / "page.html"
+    result = run_cli("report", compiled, compiled, "-o", page)
+    assert result.out.startswith("Take either: their steps and their memory are equal")
+    assert "Take either: their steps and their memory are equal" in page.read_text(encoding="utf-8")
+    data = json.loads(run_cli("report", compiled, compiled, "--json").out)
+    assert {row["difference"] for row in data["comparison"]["rows"]} == {"equal"}
+    assert "comparison" not in json.loads(run_cli("report", compiled, "--json").out)
+
+
+def test_nodes_have_shapes_costs_and_edges(run_cli, compiled):
+    (page,) = json.loads(run_cli("report", compiled, "--json").out)["pages"]
+    tree, edges = page["layers"], page["edges"]
+    name = {node: label for label, node in zip(tree["label"], tree["node"]) if node >= 0}
+    assert {(name[a], name[b]) for a, b in zip(edges["source"], edges["reader"])} == {
+        ("left", "relu"), ("right", "tanh"), ("relu", "sum"), ("tanh", "sum"),
+    }  # fmt: skip
+    rows = {label: row for row, label in enumerate(tree["label"])}
+    assert tree["source"][rows["left"]] == "estimated"
+    assert tree["seconds"][rows["left"]] > 0
+    assert tree["shape"][rows["relu"]] == tree["shape"][rows["sum"]] != ""
+    (timeline,) = page["timelines"]
+    computed = [
+        label for label, row in zip(timeline["label"], timeline["row"]) if timeline["rows"][row]["kind"] == "compute"
+    ]
+    assert computed == [segment["id"] for segment in page["segments"]]
+    assert {index for index in tree["segment"] if index >= 0} == set(range(len(computed)))
+
+
 def test_the_default_file_is_report_html_here(run_cli, compiled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_cli("report", compiled, compiled).code == 0
@@ -28,7 +65,7 @@ def test_json_prints_the_data_and_writes_no_page(run_cli, compiled, tmp_path, mo
     result = run_cli("report", compiled, "--json")
     (page,) = json.loads(result.out)["pages"]
     assert page["kind"] == "bundle"
-    assert [timeline["name"] for timeline in page["timelines"]] == ["predicted"]
+    assert [timeline["name"] for timeline in page["timelines"]] == ["from node costs"]
     assert {item["value"] for item in page["crossings"]} <= set(page["timelines"][0]["label"])
     assert {path for path, op in zip(page["layers"]["label"], page["layers"]["op"]) if op} == {
         "left", "right", "relu", "tanh", "sum",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.report.charts import MAX_LINKS, MAX_POINTS, draw_memory, draw_step
-from onnxplace.report.layer_tree import MAX_CHILDREN, LayerNode, build_layer_tree
+from onnxplace.report.layer_tree import MAX_CHILDREN, LayerNode, build_layer_tree, name_segment
 from onnxplace.report.step_analysis import explain_step, list_crossings
 from onnxplace.simulation import simulate
 from tests.report.placed_graphs import draw_graph, place_at_random
@@ -20,9 +20,15 @@ KINDS = st.sampled_from(["layered", "wide", "chains", "two_tower"])
 def test_a_report_agrees_with_the_simulated_step(nodes, seed, kind, devices):
     step = place_at_random(draw_graph(nodes, seed, devices, kind), seed)
     simulation, graph = step.simulation, step.graph
-    timeline = draw_step(step, "predicted", "")
+    timeline = draw_step(step, "from node costs", "")
     assert len(timeline.row) == len(graph) + len(simulation.transfers)
     assert timeline.end_seconds == pytest.approx(simulation.makespan_seconds)
+    for span, reader in enumerate(timeline.reader):
+        assert (reader >= 0) == (timeline.rows[timeline.row[span]].kind == "link")
+        if reader >= 0:
+            assert timeline.start_seconds[reader] >= timeline.finish_seconds[span] - 1e-12
+            inputs = graph.inputs[graph.names.index(timeline.label[reader])].tolist()
+            assert timeline.label[span] in [graph.value_names[value] for value in inputs]
     curves = draw_memory(step, simulation.weights_bytes.tolist())
     assert [curve.peak_bytes for curve in curves] == simulation.peak_bytes.tolist()
     for curve in curves:
@@ -67,6 +73,25 @@ def test_a_long_curve_keeps_its_peak():
     (curve,) = draw_memory(step, step.simulation.weights_bytes.tolist())
     assert len(curve.bytes) <= MAX_POINTS + 2
     assert max(curve.bytes) == curve.peak_bytes == step.simulation.peak_bytes[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "title"),
+    [
+        (["m/block.0/q", "m/block.0/k"], "m/block.0: Add ×2"),
+        (["m/block.0/q", "m/block.1/q"], "m/block.0, m/block.1: Add ×2"),
+        (["m/block.0/q", "m/block.1/q", "m/block.2/q", "out"], "m/block.0 … m/block.2: Add ×4"),
+        (["Add_0"], "Add"),
+    ],
+)
+def test_a_segment_is_named_by_its_layers_and_operators(names, title):
+    assert name_segment(name_nodes(*names), "/") == title
+
+
+def test_operators_of_a_segment_are_named_by_their_cost():
+    nodes = [LayerNode("a/x", "Add", 0, 1.0), LayerNode("a/y", "MatMul", 0, 9.0), *name_nodes("a/z")]
+    nodes += [LayerNode("a/r", "Relu", 0, 0.1), LayerNode("a/t", "Tanh", 0, 0.1)]
+    assert name_segment(nodes, "/") == "a: MatMul, Add ×2, 2 more"
 
 
 def name_nodes(*names: str) -> list[LayerNode]:

@@ -1,7 +1,11 @@
 // Figures of BokehJS: their size, colours in light and dark, and ranges of time that move together.
 
 const figures = new Set();
-const darkness = matchMedia("(prefers-color-scheme: dark)");
+const DARK_QUERY = "(prefers-color-scheme: dark)";
+// The axes of a timeline and of the memory below it stand at one place.
+const LEFT_PIXELS = { wide: 176, narrow: 104 };
+const NARROW_PIXELS = 600;
+const PIXELS_PER_LETTER = 6.6;
 const coarsePointer = matchMedia("(pointer: coarse)");
 
 function readColor(name) {
@@ -12,13 +16,23 @@ function readDeviceColor(device) {
   return readColor(device < 0 ? "quiet" : `device-${device % COLORS}`);
 }
 
+function findLeft(holder) {
+  return holder.clientWidth < NARROW_PIXELS ? LEFT_PIXELS.narrow : LEFT_PIXELS.wide;
+}
+
+// Cuts the name of a row so that the axis has room for it.
+function fitName(holder, name) {
+  const letters = Math.floor((findLeft(holder) - 14) / PIXELS_PER_LETTER);
+  return name.length > letters ? `${name.slice(0, letters - 1)}…` : name;
+}
+
 // Returns a figure without a toolbar, over time in seconds times `unit.factor`.
-function makeFigure({ height, unit, end, yRange, yAxisLabel = null }) {
+function makeFigure(holder, { height, unit, end, yRange, yAxisLabel = null }) {
   const plotting = Bokeh.Plotting;
   const figure = plotting.figure({
     sizing_mode: "stretch_width", height, tools: [], toolbar_location: null, output_backend: "canvas",
     x_range: new Bokeh.Range1d({ start: 0, end: end * unit.factor }), y_range: yRange,
-    min_border_right: 12, lod_threshold: null,
+    min_border_left: findLeft(holder), min_border_right: 14, lod_threshold: null,
   });
   figure.xaxis.axis_label = unit.name;
   if (yAxisLabel) figure.yaxis.axis_label = yAxisLabel;
@@ -59,10 +73,23 @@ async function showFigure(figure, holder, paint) {
   const plot = make("div", { class: "plot", "aria-hidden": "true" });
   holder.append(plot);
   await Bokeh.Plotting.show(figure, plot);
+  skipInside(plot);
   return plot;
 }
 
-darkness.addEventListener("change", () => figures.forEach((repaint) => repaint()));
+// Takes what BokehJS makes focusable out of the order of Tab: the elements around the plot have the keys.
+function skipInside(root) {
+  root.querySelectorAll("*").forEach((element) => {
+    if (element.tabIndex >= 0) element.tabIndex = -1;
+    if (element.shadowRoot) skipInside(element.shadowRoot);
+  });
+}
+
+function repaintFigures() {
+  figures.forEach((repaint) => repaint());
+}
+
+matchMedia(DARK_QUERY).addEventListener("change", repaintFigures);
 
 function chooseUnit(seconds) {
   if (seconds < 1e-3) return { name: "µs", factor: 1e6 };

@@ -1,10 +1,12 @@
 // Texts, elements, and tables that grow on demand. Texts from a model only ever become text nodes.
 
-const PAGE_ROWS = 50;
+const PAGE_ROWS = 10;
+const MORE_ROWS = 200;
 // Colours of devices, which repeat; page.css has them.
 const COLORS = 8;
 
 function formatSeconds(seconds) {
+  if (seconds !== 0 && Math.abs(seconds) < 0.9995e-3) return `${Number((seconds * 1e6).toPrecision(3))} µs`;
   return `${Math.abs(seconds) < 0.1 ? Number((seconds * 1e3).toPrecision(3)) : (seconds * 1e3).toFixed(0)} ms`;
 }
 
@@ -31,7 +33,7 @@ function makeTable({ caption, header, classes, count, row, text = null }) {
   const body = make("tbody", { role: "rowgroup" });
   const head = make("tr", { role: "row" }, ...header.map((name, i) => make("th", { role: "columnheader", scope: "col", class: classes[i] }, name)));
   const table = make("table", { role: "table", class: "cards" }, make("caption", {}, caption), make("thead", { role: "rowgroup" }, head), body);
-  const more = make("button", { type: "button", onclick: () => show(PAGE_ROWS * 4, true) });
+  const more = make("button", { type: "button", onclick: () => show(MORE_ROWS, true) });
   const status = make("output", { "aria-live": "polite" });
   let rows = [...Array(count).keys()];
   let shown = 0;
@@ -71,6 +73,37 @@ function makeTable({ caption, header, classes, count, row, text = null }) {
   return holder;
 }
 
+// Values that cross, together where they come from one layer and go the same way.
+function groupCrossings(items) {
+  const groups = new Map();
+  for (const item of items) {
+    const key = JSON.stringify([item.layer, item.source, item.destinations]);
+    if (!groups.has(key)) groups.set(key, { name: item.layer || "no layer", first: item, values: 0, bytes: 0, times: 0, transfer: 0, wait: 0 });
+    const group = groups.get(key);
+    group.values += 1;
+    group.bytes += item.bytes * item.times;
+    group.times += item.times;
+    group.transfer += item.transfer_seconds;
+    group.wait += item.wait_seconds;
+  }
+  return [...groups.values()].sort((a, b) => b.transfer - a.transfer);
+}
+
+function fillLayerCut(holder, report) {
+  const groups = groupCrossings(report.crossings);
+  holder.append(makeTable({
+    caption: "What crosses between devices in a step, by layer",
+    header: ["layer", "way", "values", "size", "transfers", "readers wait"],
+    classes: ["", "", "number", "number", "number", "number"],
+    count: groups.length,
+    row: (i) => [
+      groups[i].name, `${groups[i].first.source} → ${groups[i].first.destinations.join(", ")}`, String(groups[i].values),
+      formatBytes(groups[i].bytes), formatSeconds(groups[i].transfer), formatSeconds(groups[i].wait),
+    ],
+    text: (i) => `${groups[i].name} ${groups[i].first.source} ${groups[i].first.destinations.join(" ")}`,
+  }));
+}
+
 function fillCut(holder, report) {
   const items = report.crossings;
   holder.append(makeTable({
@@ -104,14 +137,14 @@ function fillSpans(holder, report) {
     const name = (i) => timeline.rows[timeline.row[order[i]]].name;
     holder.append(makeTable({
       caption: `Timeline, ${timeline.name}: ${timeline.note}`,
-      header: ["what", "where", "from", "for", ""],
+      header: ["what", "where", "from", "for", "more"],
       classes: ["", "short", "number", "number", ""],
       count: order.length,
       row: (i) => [
-        timeline.label[order[i]], name(i), formatSeconds(timeline.start_seconds[order[i]]),
+        nameSpan(report, timeline, order[i]), name(i), formatSeconds(timeline.start_seconds[order[i]]),
         formatSeconds(timeline.finish_seconds[order[i]] - timeline.start_seconds[order[i]]), timeline.detail[order[i]],
       ],
-      text: (i) => `${timeline.label[order[i]]} ${name(i)}`,
+      text: (i) => `${timeline.label[order[i]]} ${nameSpan(report, timeline, order[i])} ${name(i)}`,
     }));
   }
 }

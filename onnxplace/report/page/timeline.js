@@ -4,6 +4,11 @@ const ROW_HEIGHT = 26;
 // A pointer that moves further between press and release drags the timeline.
 const MAX_CLICK_PIXELS = 4;
 const MIN_GAP_SHARE = 0.004;
+// Names are written on spans that are wider than this.
+const MIN_NAMED_PIXELS = 34;
+const NAME_PIXELS_PER_LETTER = 6;
+// With more transfers, arrows are drawn for the selected one only.
+const MAX_ARROWS = 80;
 
 function orderRows(timelines) {
   const rows = [];
@@ -16,7 +21,7 @@ function orderRows(timelines) {
         const isFirst = rows.length === 0 || rows[rows.length - 1].group !== `${kind} ${name}`;
         rows.push({
           group: `${kind} ${name}`, name: timelines.length > 1 ? `${name}, ${timeline.name}` : name,
-          tick: isFirst ? name : timeline.name, source, index,
+          tick: isFirst ? name : timeline.name.replace(/^from /, ""), source, index,
         });
       });
     }
@@ -24,12 +29,15 @@ function orderRows(timelines) {
   return rows;
 }
 
-function collectSpans(timelines, rows, unit) {
+function collectSpans(report, rows, unit) {
+  const timelines = report.timelines;
   const position = new Map(rows.map((row, i) => [`${row.source} ${row.index}`, rows.length - 1 - i]));
-  const spans = { left: [], right: [], bottom: [], top: [], label: [], where: [], from: [], length: [], detail: [] };
+  const spans = { left: [], right: [], bottom: [], top: [], label: [], where: [], from: [], length: [], detail: [], isFaint: [] };
   const device = [];
   const source = [];
+  const first = [];
   timelines.forEach((timeline, number) => {
+    first.push(device.length);
     timeline.row.forEach((row, i) => {
       const y = position.get(`${number} ${row}`);
       const half = timeline.rows[row].kind === "compute" ? 0.42 : 0.28;
@@ -38,30 +46,29 @@ function collectSpans(timelines, rows, unit) {
       spans.right.push(finish * unit.factor);
       spans.bottom.push(y - half);
       spans.top.push(y + half);
-      spans.label.push(timeline.label[i]);
+      spans.label.push(nameSpan(report, timeline, i));
       spans.where.push(rows[rows.length - 1 - y].name);
       spans.from.push(formatSeconds(start));
       spans.length.push(formatSeconds(finish - start));
-      spans.detail.push(timeline.detail[i]);
+      spans.detail.push(findSegment(report, timeline, i) >= 0 ? `${timeline.label[i]}, ${timeline.detail[i]}` : timeline.detail[i]);
+      spans.isFaint.push(number > 0);
       device.push(timeline.rows[row].device);
       source.push(number);
     });
   });
-  return { spans, device, source };
+  return { spans, device, source, first };
 }
 
 async function drawTimeline(holder, report, time) {
   const unit = chooseUnit(time.end);
   const rows = orderRows(report.timelines);
-  const { spans, device, source } = collectSpans(report.timelines, rows, unit);
-  const figure = makeFigure({
-    height: 64 + ROW_HEIGHT * rows.length, unit, end: time.end,
-    yRange: new Bokeh.Range1d({ start: -0.7, end: rows.length - 0.3 }),
+  const { spans, device, source, first } = collectSpans(report, rows, unit);
+  const figure = makeFigure(holder, {
+    height: 96 + ROW_HEIGHT * rows.length, unit, end: time.end,
+    yRange: new Bokeh.Range1d({ start: -0.7, end: rows.length + 0.9 }),
   });
   figure.yaxis.ticker = new Bokeh.FixedTicker({ ticks: rows.map((_, i) => i) });
-  const narrow = holder.clientWidth < 600;
-  const fitName = (name) => (narrow && name.length > 20 ? `${name.slice(0, 19)}…` : name);
-  figure.yaxis.major_label_overrides = new Map(rows.map((row, i) => [rows.length - 1 - i, fitName(row.tick)]));
+  figure.yaxis.major_label_overrides = new Map(rows.map((row, i) => [rows.length - 1 - i, fitName(holder, row.tick)]));
   const data = new Bokeh.ColumnDataSource({ data: { ...spans, color: [], edge: [], alpha: source.map((i) => (i ? 0.35 : 1)), edge_alpha: source.map((i) => (i ? 0.6 : 1)) } });
   const field = (name) => ({ field: name });
   const quads = figure.quad({
@@ -75,6 +82,9 @@ async function drawTimeline(holder, report, time) {
   const mark = figure.quad({
     left: [], right: [], bottom: [], top: [], fill_alpha: 0, line_width: 3, line_color: "black",
   });
+  const names = addNames(holder, figure, spans, time, unit, rows.length);
+  const arrows = addArrows(figure, report, spans, first);
+  const limits = addLimits(figure, report, unit, rows.length);
   // Spans that are wide enough have a gap to the next one; others keep their colour up to the edge, to be seen.
   const isWide = spans.left.map((left, i) => spans.top[i] - spans.bottom[i] > 0.7 && spans.right[i] - left > time.end * unit.factor * MIN_GAP_SHARE);
   const paint = () => {
@@ -83,10 +93,14 @@ async function drawTimeline(holder, report, time) {
     const page = readColor("page");
     data.data = { ...data.data, color, edge: color.map((own, i) => (isWide[i] ? page : own)) };
     mark.glyph.line_color = readColor("text");
+    names.paint(colors, device);
+    arrows.paint();
+    limits.paint();
   };
   const controls = makeControls(time, spans, rows, (index) => select(index));
   const group = make("div", { role: "group", tabindex: 0, "aria-label": `Timeline of ${report.title}: ${rows.length} rows, ${spans.left.length} spans. Keys: plus and minus zoom, arrows move, 0 shows all, n and p select spans.` });
-  holder.append(controls.element, group, controls.status);
+  const panel = make("div", { class: "panel" });
+  holder.append(controls.element, group, controls.status, panel);
   let selected = -1;
 
   function select(index) {
@@ -98,10 +112,13 @@ async function drawTimeline(holder, report, time) {
     }
     mark.data_source.data = Object.fromEntries(["left", "right", "bottom", "top"].map((side) => [side, [spans[side][index]]]));
     controls.describe(index);
+    arrows.select(index);
+    showSpan(panel, report, report.timelines[source[index]], index - first[source[index]]);
   }
 
   const plot = await showFigure(figure, group, paint);
   time.bind(figure, unit);
+  names.update();
   addKeys(group, time, (step) => select(controls.step(selected, step)));
   addWheel(plot, figure, time, unit);
   addTaps(plot, figure, spans, select);
@@ -109,6 +126,104 @@ async function drawTimeline(holder, report, time) {
     performance.mark("timeline drawn");
     holder.dataset.ready = "true";
   });
+}
+
+// Names on the spans that have room for them, in black or white, whichever stands out.
+function addNames(holder, figure, spans, time, unit, rows) {
+  const texts = figure.text({
+    x: [], y: [], text: [], text_color: [], x_offset: 4, text_font_size: "11px", text_baseline: "middle", text_align: "left",
+  });
+  let colors = [];
+  function update() {
+    const [start, finish] = [time.start_seconds * unit.factor, time.finish_seconds * unit.factor];
+    const pixels = (holder.clientWidth - findLeft(holder) - 16) / (finish - start);
+    const data = { x: [], y: [], text: [], text_color: [] };
+    for (let i = 0; i < spans.left.length; i++) {
+      const left = Math.max(spans.left[i], start);
+      const width = (Math.min(spans.right[i], finish) - left) * pixels;
+      if (width < MIN_NAMED_PIXELS || spans.top[i] - spans.bottom[i] < 0.7) continue;
+      const letters = Math.floor((width - 8) / NAME_PIXELS_PER_LETTER);
+      data.x.push(left);
+      data.y.push((spans.top[i] + spans.bottom[i]) / 2);
+      data.text.push(spans.label[i].length > letters ? `${spans.label[i].slice(0, letters - 1)}…` : spans.label[i]);
+      data.text_color.push(colors[i]);
+    }
+    texts.data_source.data = data;
+  }
+  time.listeners.add(update);
+  return {
+    update,
+    paint(palette, device) {
+      const inks = new Map([...palette].map(([index, color]) => [index, chooseInk(color)]));
+      const page = chooseInk(readColor("page"));
+      colors = device.map((index, i) => (spans.isFaint[i] ? page : inks.get(index)));
+      update();
+    },
+  };
+}
+
+function chooseInk(color) {
+  const [red, green, blue] = [1, 3, 5].map((at) => (parseInt(color.slice(at, at + 2), 16) / 255) ** 2.2);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#000000" : "#ffffff";
+}
+
+// Arrows from transfers to the spans that read them: all of them if they are few, and thicker that of the selected one.
+function addArrows(figure, report, spans, first) {
+  const pairs = report.timelines.flatMap((timeline, number) => timeline.reader.flatMap((reader, i) => (
+    reader < 0 ? [] : [[first[number] + i, first[number] + reader]])));
+  const makeLayer = (width) => {
+    const data = { x0: [], y0: [], x1: [], y1: [], angle: [] };
+    const source = new Bokeh.ColumnDataSource({ data });
+    const field = (name) => ({ field: name });
+    const lines = figure.segment({ x0: field("x0"), y0: field("y0"), x1: field("x1"), y1: field("y1"), source, line_width: width });
+    const tips = figure.scatter({ x: field("x1"), y: field("y1"), angle: field("angle"), marker: "triangle", size: 3 + 2 * width, source });
+    return { source, lines, tips };
+  };
+  const [all, chosen] = [makeLayer(1), makeLayer(2.5)];
+  const show = (layer, shown) => {
+    const data = { x0: [], y0: [], x1: [], y1: [], angle: [] };
+    for (const [from, to] of shown) {
+      const rises = spans.bottom[to] > spans.top[from];
+      data.x0.push(spans.right[from]);
+      data.y0.push(rises ? spans.top[from] : spans.bottom[from]);
+      data.x1.push(spans.left[to]);
+      data.y1.push(rises ? spans.bottom[to] : spans.top[to]);
+      data.angle.push(rises ? 0 : Math.PI);
+    }
+    layer.source.data = data;
+  };
+  if (pairs.length <= MAX_ARROWS) show(all, pairs);
+  return {
+    select: (index) => show(chosen, pairs.filter((pair) => pair.includes(index))),
+    paint() {
+      for (const [layer, color] of [[all, readColor("quiet")], [chosen, readColor("text")]]) {
+        layer.lines.glyph.line_color = color;
+        layer.tips.glyph.setv({ fill_color: color, line_color: color });
+      }
+    },
+  };
+}
+
+// Lines at the lower bound, and at the best single device where that is in the picture.
+function addLimits(figure, report, unit, rows) {
+  const { lower_bound_seconds: lowest, single_device_seconds: single } = report.bound;
+  const lines = [[lowest, "lower bound", -0.15], [single, "one device", 0.4]]
+    .filter(([seconds]) => seconds > 0 && seconds * unit.factor <= figure.x_range.end)
+    .map(([seconds, text, above]) => {
+      const line = new Bokeh.Span({ location: seconds * unit.factor, dimension: "height", line_dash: [6, 4], line_width: 1.5 });
+      const label = new Bokeh.Label({ x: seconds * unit.factor, y: rows + above, text, text_align: "right", x_offset: -4, text_font_size: "11px", text_baseline: "middle" });
+      figure.add_layout(line);
+      figure.add_layout(label);
+      return { line, label };
+    });
+  return {
+    paint() {
+      for (const { line, label } of lines) {
+        line.line_color = readColor("limit");
+        label.text_color = readColor("text");
+      }
+    },
+  };
 }
 
 function makeControls(time, spans, rows, select) {
@@ -130,7 +245,7 @@ function makeControls(time, spans, rows, select) {
     "div", { class: "controls", role: "toolbar", "aria-label": "Zoom and move" },
     button("+", "Zoom in", () => time.zoom(0.5)), button("−", "Zoom out", () => time.zoom(2)),
     button("◀", "Earlier", () => time.move(-0.5)), button("▶", "Later", () => time.move(0.5)),
-    button("All", "Show the whole step", () => time.set(0, time.end)),
+    button("Whole step", "Show the whole step", () => time.set(0, time.end)),
     button("Previous span", "Select the previous span", () => go(-1)), button("Next span", "Select the next span", () => go(1)),
   );
   time.listeners.add(showRange);

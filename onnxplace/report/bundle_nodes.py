@@ -1,0 +1,114 @@
+"""The nodes of a bundle as reports show them: devices, shapes, costs, and the values between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, Field, ValidationError
+
+from onnxplace.bundle import COSTS_FILE, WHOLE_MODEL_FILE, Bundle
+from onnxplace.errors import OnnxplaceError
+from onnxplace.model import iterate_reads
+from onnxplace.report.layer_tree import LayerNode, find_separator, name_layer, name_segment
+from onnxplace.report.page_records import NodeEdges, SegmentSummary
+from onnxplace.utils import read_json
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto, TensorShapeProto
+
+
+@dataclass(frozen=True)
+class BundleNodes:
+    """The nodes of a bundle in the order of the whole model, and what they are parts of.
+
+    Parts of split operators, which it does not have, follow in the order of the segments.
+    """
+
+    nodes: tuple[LayerNode, ...]
+    edges: NodeEdges
+    layers: Mapping[str, str]
+    """Value -> layer of the node that computes it."""
+    segments: tuple[SegmentSummary, ...]
+
+
+def read_nodes(bundle: Bundle) -> BundleNodes:
+    """Return the nodes of a bundle, with their planned times where costs.json has them."""
+    import onnx
+
+    whole = onnx.load(bundle.file(WHOLE_MODEL_FILE), load_external_data=False)
+    position = {node.name: index for index, node in enumerate(whole.graph.node)}
+    devices = {device.id: (index, device.cost_class) for index, device in enumerate(bundle.target.devices)}
+    costs, separator = _read_costs(bundle), find_separator(position)
+    entries: list[tuple[LayerNode, NodeProto]] = []
+    segments = []
+    for number, segment in enumerate(bundle.manifest.segments):
+        index, cost_class = devices[segment.device]
+        model = onnx.load(bundle.file(segment.file), load_external_data=False)
+        shapes, members = _infer_shapes(model, bundle.manifest.dimensions), []
+        for node in model.graph.node:
+            cost = costs.nodes.get(node.name, _NodeCosts())
+            seconds, source = cost.seconds.get(cost_class, 0.0), cost.source.get(cost_class, "")
+            shape = ", ".join(shapes[name] for name in node.output if name in shapes)
+            name = node.name or node.op_type
+            members.append(LayerNode(name, node.op_type, index, seconds, -1, number, shape, source))
+        entries += zip(members, model.graph.node)
+        planned = segment.seconds if segment.planned_seconds is None else segment.planned_seconds
+        segments.append(SegmentSummary(segment.id, name_segment(members, separator), segment.seconds, planned))
+    entries.sort(key=lambda entry: position.get(entry[0].name, len(position)))
+    nodes = tuple(replace(node, index=index) for index, (node, _) in enumerate(entries))
+    producer = {name: index for index, (_, node) in enumerate(entries) for name in node.output if name}
+    edges = [
+        (producer[name], index, costs.value_bytes.get(name, 0))
+        for index, (_, node) in enumerate(entries)
+        for name in dict.fromkeys(iterate_reads(node))
+        if name in producer
+    ]
+    layers = {name: name_layer(nodes[index].name, separator) for name, index in producer.items()}
+    return BundleNodes(nodes, NodeEdges(*zip(*edges)) if edges else NodeEdges((), (), ()), layers, tuple(segments))
+
+
+def _infer_shapes(model: ModelProto, dimensions: Mapping[str, int]) -> dict[str, str]:
+    """Return the shapes of values as text, such as `4x196x256`, with the sizes that the costs assume."""
+    import onnx
+
+    for value in model.graph.input:
+        for dimension in value.type.tensor_type.shape.dim:
+            if (size := dimensions.get(dimension.dim_param)) is not None:
+                dimension.dim_value = size
+    try:
+        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    except onnx.shape_inference.InferenceError:  # custom operators, or types that it does not know
+        graph = model.graph
+    return {
+        value.name: "x".join(_format_size(item, dimensions) for item in value.type.tensor_type.shape.dim) or "scalar"
+        for value in (*graph.output, *graph.value_info)
+        if value.type.tensor_type.HasField("shape")
+    }
+
+
+def _format_size(size: TensorShapeProto.Dimension, dimensions: Mapping[str, int]) -> str:
+    return str(size.dim_value if size.HasField("dim_value") else dimensions.get(size.dim_param, size.dim_param or "?"))
+
+
+class _NodeCosts(BaseModel):
+    """The costs of a node, by class of device."""
+
+    seconds: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    source: dict[str, str] = {}
+
+
+class _Costs(BaseModel):
+    """A cost file, as far as a report looks at it."""
+
+    nodes: dict[str, _NodeCosts] = {}
+    value_bytes: dict[str, int] = {}
+
+
+def _read_costs(bundle: Bundle) -> _Costs:
+    """Return the costs of a bundle; none where the file does not tell."""
+    try:
+        return _Costs.model_validate(read_json(bundle.file(COSTS_FILE), "C011", "a cost file"))
+    except (OnnxplaceError, ValidationError):
+        return _Costs()

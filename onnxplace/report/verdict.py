@@ -1,0 +1,222 @@
+"""The verdict of a report: one sentence with one number, what would help, and which of two reports to take.
+
+What would help is computed, not guessed: the step is simulated again with one thing changed, or taken from what the
+compiler compared. Nothing is said where the data do not support it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from onnxplace.graph import Floats
+from onnxplace.report.page_records import (
+    Advice,
+    AttemptGroup,
+    Bound,
+    ComparedQuantity,
+    Comparison,
+    PageData,
+    Quantity,
+    Verdict,
+)
+from onnxplace.report.step_analysis import PlacedStep
+from onnxplace.report.text import format_bytes, format_time
+from onnxplace.simulation import simulate
+from onnxplace.target import Target
+
+# Smaller shares of a step are no advice, and smaller differences of two no reason.
+MIN_SHARE = 0.02
+MAX_ADVICE = 4
+RATE_LABEL = "A result every, with requests in flight"
+"""Of the figure that decides under load."""
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What is known about a plan besides its step and its bound."""
+
+    basis: str
+    """`from trial` or `from node costs`."""
+    single_device_fits: bool = True
+    interval_seconds: float = 0.0
+    """Between two results with requests in flight; 0 if unknown."""
+    sizes: str = ""
+    """Symbolic dimensions with their sizes; empty without any."""
+    attempts: tuple[AttemptGroup, ...] = ()
+
+
+def judge_step(step: PlacedStep, bound: Bound, known: Circumstances) -> Verdict:
+    """Return the verdict about a simulated step."""
+    single, lowest = bound.single_device_seconds, bound.lower_bound_seconds
+    limit, seconds = _find_limit(bound)
+    verdict = Verdict(
+        sentence="",
+        basis=known.basis,
+        step_seconds=bound.step_seconds,
+        times_as_fast=single / bound.step_seconds if min(single, bound.step_seconds) > 0 else None,
+        above_bound=bound.step_seconds / lowest - 1 if lowest > 0 else None,
+        limit=limit,
+        advice=tuple(_list_advice(step, bound, known))[:MAX_ADVICE],
+    )
+    share = seconds / bound.step_seconds if bound.step_seconds > 0 else 0.0
+    used = {step.device_names[device] for device in step.device.tolist()}
+    return replace(verdict, sentence=_phrase(verdict, used, share, known))
+
+
+def _find_limit(bound: Bound) -> tuple[str, float]:
+    """Return what takes most of the chain that determines the step, with its seconds."""
+    names = {"transfer": "transfers", "wait": "waiting", "request": "the request"}
+    seconds = defaultdict[str, float](float)
+    for part in bound.chain:
+        seconds[names.get(part.kind, part.where)] += part.seconds
+    return max(seconds.items(), key=lambda item: item[1], default=("", 0.0))
+
+
+def _phrase(verdict: Verdict, used: set[str], share: float, known: Circumstances) -> str:
+    """Return the sentence of a verdict."""
+    parts = []
+    if len(used) == 1:
+        parts.append(f"All of it runs on one device, {next(iter(used))}")
+    elif verdict.times_as_fast is not None:
+        single = "one device" if known.single_device_fits else "one device would be, which it does not fit on"
+        parts.append(f"{verdict.times_as_fast:.2f} times as fast as {single}")
+    if verdict.above_bound is not None:
+        parts.append(_phrase_bound(verdict.above_bound))
+    if verdict.limit:
+        limit = f"what {verdict.limit} computes" if verdict.limit in used else verdict.limit
+        parts.append(f"limited by {limit} ({_percent(share)} of the step)")
+    return f"{'; '.join(parts) or 'There is nothing to compute'}."
+
+
+def _phrase_bound(above: float) -> str:
+    if above < MIN_SHARE / 4:
+        return "at the lower bound"
+    return f"{_percent(above)} above the lower bound" if above < 1 else f"{above + 1:.1f} times the lower bound"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{1 if share < 0.1 else 0}f} %"
+
+
+# ------------------------------------------------------------------------------------------------------ what would help
+
+
+def _list_advice(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterator[Advice]:
+    """Yield what would make a step shorter, what gains most first."""
+    now, lowest, single = bound.step_seconds, bound.lower_bound_seconds, bound.single_device_seconds
+    if 0 < single <= now * (1 + MIN_SHARE) and len(set(step.device.tolist())) > 1 and known.single_device_fits:
+        is_faster = single < now * (1 - MIN_SHARE)
+        yield Advice(f"One device is {'faster' if is_faster else 'as fast'}: it takes {format_time(single)}.", single)
+    changes = sorted(_try_changes(step, bound, known), key=lambda item: item.step_seconds or 0.0)
+    yield from (item for item in changes if (item.step_seconds or 0.0) < now * (1 - MIN_SHARE))
+    if (advice := _advise_batch(step, bound, known)) is not None:
+        yield advice
+    if 0 < known.interval_seconds < now * (1 - MIN_SHARE):
+        every = format_time(known.interval_seconds)
+        yield Advice(f"Several requests in flight: a result every {every}; each one takes as long as before.", None)
+    if 0 < lowest < now <= lowest * (1 + MIN_SHARE):
+        yield Advice(f"Another placement of the same operators gains at most {format_time(now - lowest)}.", None)
+
+
+def _try_changes(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterator[Advice]:
+    """Yield changes of devices, links and operators with the step that each leads to."""
+    base, seconds = step.simulation.makespan_seconds, np.nan_to_num(step.seconds)
+
+    def try_step(what: str, target: Target, times: Floats) -> Advice:
+        after = simulate(step.graph, times, target, step.device, step.order).makespan_seconds
+        now = max(bound.step_seconds - base + after, 0.0)
+        saved = 1 - now / bound.step_seconds if bound.step_seconds > 0 else 0.0
+        return Advice(f"{what}: the step would take {format_time(now)}, {_percent(saved)} less.", now)
+
+    if len(step.simulation.transfers):
+        links = step.target.with_all_links()
+        faster = [
+            replace(link, latency_seconds=link.latency_seconds / 2, bytes_per_second=link.bytes_per_second * 2)
+            for link in links.links
+        ]
+        yield try_step("Links twice as fast", replace(links, links=tuple(faster)), seconds)
+    if bound.busiest_device:
+        busiest = step.device_names.index(bound.busiest_device)
+        times = seconds.copy()
+        times[busiest] /= 2
+        yield try_step(f"A device twice as fast in place of {bound.busiest_device}", step.target, times)
+    yield from _advise_splitting(known.attempts, bound.step_seconds)
+
+
+def _advise_splitting(attempts: Sequence[AttemptGroup], now: float) -> Iterator[Advice]:
+    """Yield that splitting operators was predicted to be shorter, if the compiler compared it and kept them whole."""
+    for group in attempts:
+        kept, best = next(item for item in group.attempts if item.is_kept), group.attempts[0]
+        if group.code == "P062" and best is not kept:
+            text = f"Splitting operators: {best.name} was predicted at {format_time(best.seconds)}"
+            text += f", {kept.name}, which was kept, at {format_time(kept.seconds)}. The option --shard asks for it."
+            yield Advice(text, now * best.seconds / kept.seconds)
+
+
+def _advise_batch(step: PlacedStep, bound: Bound, known: Circumstances) -> Advice | None:
+    """Return that a larger batch would help, if much of the step does not grow with it."""
+    devices = dict(zip(step.device_names, step.target.devices))
+    fixed = sum(
+        part.seconds if part.kind == "request" else part.events * devices[part.where].segment_seconds
+        for part in bound.chain
+        if part.kind in ("request", "compute")
+    )
+    if not known.sizes or fixed < MIN_SHARE * bound.step_seconds:
+        return None
+    share = _percent(min(fixed / bound.step_seconds, 1.0))
+    text = f"A larger batch (now {known.sizes}): calls of segments and the request take {format_time(fixed)}"
+    return Advice(f"{text} of the step ({share}) whatever its size.", None)
+
+
+# ------------------------------------------------------------------------------------------------------ which of two
+
+
+def compare_pages(first: PageData, second: PageData) -> Comparison:
+    """Return the figures of two reports next to each other, and which one to take."""
+    labels = dict.fromkeys(entry.label for page in (first, second) for entry in page.summary)
+    figures = [{entry.label: entry for entry in page.summary} for page in (first, second)]
+    empty = Quantity("", "–")
+    rows = tuple(_compare(label, *(own.get(label, empty) for own in figures)) for label in labels)
+    return Comparison(_choose(first, second, rows), rows)
+
+
+def _compare(label: str, first: Quantity, second: Quantity) -> ComparedQuantity:
+    texts, before, after = (first.text, second.text), first.value, second.value
+    if before is None or after is None:
+        return ComparedQuantity(label, texts, "", "")
+    if before == after:
+        return ComparedQuantity(label, texts, "equal", "")
+    is_count = isinstance(before, int) and not first.lower_is_better
+    difference = f"{after - before:+.0f}" if is_count else f"{after / before - 1:+.0%}" if before else "from none"
+    better: Literal["", "A", "B"] = "" if not first.lower_is_better else "B" if after < before else "A"
+    return ComparedQuantity(label, texts, difference.replace("-", "−"), better)
+
+
+def _choose(first: PageData, second: PageData, rows: Sequence[ComparedQuantity]) -> str:
+    """Return in one sentence which report to take, and why."""
+    if first.title != second.title:
+        return f"They are of different models, {first.title} and {second.title}, so neither replaces the other."
+    pages = {"A": first, "B": second}
+    steps = {name: page.verdict.step_seconds for name, page in pages.items()}
+    peaks = {name: sum(device.peak_bytes for device in page.devices) for name, page in pages.items()}
+    better, other = sorted(pages, key=lambda name: (steps[name], name))
+    if steps[other] <= steps[better] * (1 + MIN_SHARE):
+        smaller, larger = sorted(pages, key=lambda name: peaks[name])
+        if peaks[smaller] == peaks[larger]:
+            return f"Take either: their steps and their memory are equal within {MIN_SHARE:.0%}."
+        sizes = f"{format_bytes(peaks[smaller])} instead of {format_bytes(peaks[larger])} at their peaks"
+        return f"Take {smaller}: the steps are equal within {MIN_SHARE:.0%}, and its devices hold {sizes}."
+    times, ratio = {name: format_time(seconds) for name, seconds in steps.items()}, steps[other] / steps[better]
+    text = f"Take {better}: its step takes {times[better]}, {ratio:.2f} times as fast as {other}'s {times[other]}"
+    price = peaks[better] - peaks[other]
+    against = [f"its devices hold {format_bytes(price)} more"] if price > 0 else []
+    if any(row.better == other and row.label == RATE_LABEL for row in rows):
+        against.append(f"with several requests in flight, {other} gives results more often")
+    if first.verdict.basis != second.verdict.basis:
+        against.append(f"A's time is {first.verdict.basis}, B's {second.verdict.basis}")
+    return f"{text}; {'; '.join(against)}." if against else f"{text}."
