@@ -105,6 +105,11 @@ SETUPS: Mapping[str, Setup] = {
         replaced={"node1:1,node2:1": "localhost:2", "node[1-4]": "localhost:4", '"tokens"': '"x"'},
     ),
     "docs/index.md": setup("model.onnx", "feeds.npz"),
+    "docs/models.md": setup(
+        *("decoder.onnx", "examples"),
+        before="mkdir my-llama && mv decoder.onnx my-llama/model.onnx",
+        prelude="import numpy as np\n",
+    ),
     "docs/passes.md": setup(
         *("model.onnx", "graph.json"),
         PYTHONPATH=".",
