@@ -76,7 +76,7 @@ def recognise_decoder(model: Model, request: StateRequest, sizes: Mapping[str, i
         raise ModelError("S002", message, where=LLM_OPTION, hint=f"{hint}, or give --state OUT=IN")
     if lost := [name for name, item in inputs.items() if name not in states and _may_be_cache(item)]:
         others = format_names(value.name for value in model.outputs if value.name not in states.values())
-        hint = f"name it: --state OUT={lost[0]}; other outputs: {others}"
+        hint = f"name it: --state OUT={lost[0]} (other outputs: {others}); or omit --llm, and give --state and --shape"
         raise ModelError("S002", f"no output is recognised for {format_names(lost)}", where=LLM_OPTION, hint=hint)
     tokens = _find_tokens(item for name, item in inputs.items() if name not in states)
     roles = {name: _list_roles(item, tokens, name in states) for name, item in inputs.items()}

@@ -130,7 +130,7 @@ NO_TOKENS = TEXT.format(
         (
             HALF,
             "no output is recognised for 'past_value_0'",
-            "--state OUT=past_value_0; other outputs: 'other', 'logits'",
+            "--state OUT=past_value_0 (other outputs: 'other', 'logits'",
         ),
         (
             NO_TOKENS,
