@@ -3,9 +3,9 @@
     onnxplace compile my-model --llm
     python examples/generate.py my-model/model.bundle --prompt "Once upon a time" --temperature 0.8
 
-The tokenizer is that of the folder of the bundle or the one above it, where exporters put `tokenizer.json` (read by the
-package tokenizers) or the files of a slower one (transformers). Without these, tokens are the bytes of the prompt, or
-its numbers: `--prompt "7 42 99"`. The cache stays on its devices: after the prompt, each call takes one token.
+The tokenizer is that in the folder of the bundle, or above a folder `onnx`, where exporters put `tokenizer.json` (read
+by the package tokenizers) or the files of a slower one (transformers). Without these, tokens are the bytes of the
+prompt, or its numbers: `--prompt "7 42 99"`. The cache stays on its devices: after the prompt, each call takes one token.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def open_tokenizer(folder: Path, prompt: str) -> Tokenizer:
 
 
 def find_tokenizer(bundle: Path) -> Path:
-    """Return the folder with the tokenizer of a bundle: its own, or the one above for `onnx/model.bundle`."""
-    folders = bundle.resolve().parents[:2]
-    return next((folder for folder in folders if any(folder.glob("tokenizer*"))), folders[0])
+    """Return the folder of a bundle's tokenizer: the one of the bundle, or the one above for `onnx/model.bundle`."""
+    folder = bundle.resolve().parent
+    return folder.parent if folder.name == "onnx" and not any(folder.glob("tokenizer*")) else folder
 
 
 def read_ends(folder: Path) -> set[int]:

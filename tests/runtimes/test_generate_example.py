@@ -106,6 +106,7 @@ def test_the_tokenizer_next_to_the_bundle_is_used(tmp_path):
     fast.save(str(tmp_path / "tokenizer.json"))
     folder = find_tokenizer(tmp_path / "onnx" / "model.bundle")
     assert folder == tmp_path
+    assert find_tokenizer(tmp_path / "other" / "model.bundle") == tmp_path / "other"
     tokenizer = open_tokenizer(folder, "the cat")
     assert tokenizer.encode("the cat") == [0, 1]
     assert tokenizer.decode([1, 0]) == "cat the"
