@@ -5,7 +5,8 @@
 
 The tokenizer is that in the folder of the bundle, or above a folder `onnx`, where exporters put `tokenizer.json` (read
 by the package tokenizers) or the files of a slower one (transformers). Without these, tokens are the bytes of the
-prompt, or its numbers: `--prompt "7 42 99"`. The cache stays on its devices: after the prompt, each call takes one token.
+prompt, or its numbers: `--prompt "7 42 99"`. The cache stays on its devices: each call after the
+prompt takes one token.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ def missing(request, monkeypatch):
     for name in [name for name in sys.modules if name == request.param or name.startswith("onnxplace.torch.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, request.param, None)  # for `import_module`
     return request.param
 
 
