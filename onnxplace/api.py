@@ -56,11 +56,12 @@ _NO_USER_DATA: Final = object()
 
 
 @takes_fields_of(CompileSettings)
-def compile(model: str | Path | ModelProto, settings: CompileSettings) -> Bundle:  # noqa: A001
-    """Compile an ONNX model for several devices; return the bundle.
+def compile(model: str | Path | ModelProto | Any, settings: CompileSettings) -> Bundle:  # noqa: A001
+    """Compile a model for several devices; return the bundle.
 
-    It is written to `output`, by default the model's path with the ending `.bundle`. Options are those of
-    `onnxplace compile`:
+    The model is an ONNX file or object, a folder with one, or with the extra `[torch]` a program of `torch.export`, its
+    file (`.pt2`), or a torch module with `example_inputs` (docs/models.md). The bundle is written to `output`, by
+    default the model's path with the ending `.bundle`. Options are those of `onnxplace compile`:
 
     - `devices`: "cuda:0,cuda:1" or a list, of this machine; or `target`: devices of any machine, or their file;
       `max_memory`: "16GiB", or "cuda:0=16GiB,cpu:0=64GiB".

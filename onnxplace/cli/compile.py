@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from onnxplace.cli.shared_options import (
     budget_option,
     describe_note,
     inputs_option,
+    llm_option,
     objective_option,
     parse_shape,
     print_json,
@@ -26,7 +26,6 @@ from onnxplace.cli.shared_options import (
     show_progress,
     with_operator_libraries,
 )
-from onnxplace.errors import ModelError
 
 if TYPE_CHECKING:
     from onnxplace.driver import Compiled
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     metavar="OUT=IN",
     help="Keep output OUT on its device as input IN of the next call; 'present.*=past.*' for many; may be repeated.",
 )
+@llm_option
 @click.option("--costs", type=click.Path(path_type=Path), metavar="F", help="Costs measured elsewhere: JSON or CSV.")
 @click.option(
     "--save-costs", type=click.Path(path_type=Path), metavar="F", help="Write the costs to a file: JSON or CSV."
@@ -136,15 +136,13 @@ def compile(  # noqa: A001
     report: Path | None,
     **options: Any,
 ) -> None:
-    """Profile, place and split MODEL (a .onnx file); write a bundle.
+    """Profile, place and split MODEL (.onnx, a folder with one, or .pt2 of torch.export); write a bundle.
 
     A bundle is a folder that `onnxplace run` takes.
     """
     from onnxplace.driver import compile_model
     from onnxplace.feeds import read_npz
 
-    if os.path.isdir(model):
-        raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
     if report:
         _require_report(report, model, inputs, target, **options)
     announce_loop_compilation(json_)
@@ -180,8 +178,11 @@ def compile(  # noqa: A001
 
 def _require_report(report: Path, model: Path, *inputs: Path | None, **options: Any) -> None:
     """Raise UsageError before any work if the report cannot be written, or is another file of this command."""
+    from onnxplace.driver import find_in_folder
+
     shard_map = options["shard_map"]
     files = (options["costs"], options["device_map"], None if not shard_map or "{" in shard_map else Path(shard_map))
+    model = find_in_folder(model).origin if model.is_dir() else model
     output = options["output"] or model.with_suffix(".bundle")
     require_report(report, model, *inputs, *files, output=output, save_costs=options["save_costs"])
 

@@ -13,6 +13,7 @@ from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     describe_note,
+    llm_option,
     parse_shape,
     print_json,
     print_notes,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 @click.option("--max-memory", metavar="16GiB", help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB.")
 @shape_option
 @click.option("--state", multiple=True, metavar="OUT=IN", help="Outputs that are inputs of the next call.")
+@llm_option
 @click.option("--costs", metavar="F", default="", help="Costs measured elsewhere: JSON or CSV.")
 @click.option("--no-cache", is_flag=True, help="Measure all costs again.")
 @click.option("--estimate", is_flag=True, help="Measure nothing: estimate all costs from operations and bytes.")
@@ -55,6 +57,7 @@ def plan(
     max_memory: str | None,
     shape: str,
     state: tuple[str, ...],
+    llm: bool,
     costs: str,
     no_cache: bool,
     estimate: bool,
@@ -77,6 +80,7 @@ def plan(
             max_memory=max_memory,
             shape=parse_shape(shape),
             state=state,
+            llm=llm,
             costs=costs,
             cache=not no_cache,
             estimate=estimate,

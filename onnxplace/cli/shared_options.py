@@ -83,6 +83,10 @@ budget_option = click.option(
 )
 shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
 
+llm_option = click.option(
+    "--llm", is_flag=True, help="MODEL is a decoder with a cache: recognise its states and sizes (docs/models.md)."
+)
+
 
 def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
     """Add `--runtime` and the options of the runtime `mpi`; the command gets them as `session_options`.

@@ -14,3 +14,4 @@ from onnxplace.driver.placer import (
     replace_devices as replace_devices,
 )
 from onnxplace.driver.planning import Plan as Plan, PlannedStrategy as PlannedStrategy, plan_model as plan_model
+from onnxplace.driver.sources import find_in_folder as find_in_folder

@@ -41,6 +41,8 @@ class CompileSettings:
     shape: Mapping[str, int] | None = None
     inputs: Mapping[str, Array] | None = None
     state: StateRequest = ()
+    llm: bool = False
+    example_inputs: Sequence[object] | Mapping[str, object] | None = None
     costs: str | Path | None = None
     save_costs: str | Path | None = None
     cache: bool = True

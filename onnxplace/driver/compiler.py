@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onnxplace.bundle import Bundle, prepare_output, stage_output
 from onnxplace.driver.bundle_trials import finish_bundle
@@ -12,15 +12,14 @@ from onnxplace.driver.compile_options import CompileSettings, choose_output, cho
 from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled
 from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.driver.latency import decide_or_recompute, make_latency_objective
+from onnxplace.driver.sources import ModelSource, bind_source, open_source
 from onnxplace.driver.throughput import make_throughput_objective
 from onnxplace.driver.training_steps import TRAINING_STEP, require_training_step, suggest_objective
-from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
+from onnxplace.errors import Diagnostic, InfeasibleError, ModelError
 from onnxplace.facts import Placement, Profile, Routes
 from onnxplace.machine import list_accelerators, measurement_cache, use_custom_operators
 from onnxplace.model import (
     Model,
-    bind,
-    bind_states,
     load as load_model,
     require_linkable,
     require_operators,
@@ -47,7 +46,7 @@ class Compiled:
 
 
 @takes_fields_of(CompileSettings)
-def compile_model(model: str | Path | ModelProto, settings: CompileSettings) -> Compiled:
+def compile_model(model: str | Path | ModelProto | Any, settings: CompileSettings) -> Compiled:
     """Compile a model as `onnxplace.compile` does; also return timings and notes.
 
     >>> compiled = compile_model("model.onnx", devices="cpu:0,cpu:1")  # doctest: +SKIP
@@ -57,20 +56,27 @@ def compile_model(model: str | Path | ModelProto, settings: CompileSettings) -> 
     return compile_with(model, settings)
 
 
-def compile_with(model: str | Path | ModelProto, settings: CompileSettings) -> Compiled:
+def compile_with(model: str | Path | ModelProto | Any, settings: CompileSettings) -> Compiled:
     """Compile a model with a record of settings."""
-    _require_model(model)
     settings.check()
     steps = choose_pipeline(settings)
-    path = choose_output(model, settings.output, steps)
     target = choose_target(settings.devices, settings.target, settings.max_memory)
+    with open_source(model, settings.example_inputs) as source:
+        return _compile_source(source, steps, target, settings)
+
+
+def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settings: CompileSettings) -> Compiled:
+    """Compile a model that can be loaded."""
+    path = choose_output(source.origin, settings.output, steps)
     # A file that is no model is reported before an output that another model of this name has.
-    source = load_model(model)
-    swept = _prepare_paths(model, path, steps, settings.force)
-    loaded = bind_states(bind(source, settings.shape or {}, settings.inputs or {}), settings.state)
+    model = load_model(source.path)
+    swept = _prepare_paths(source.origin, path, steps, settings.force)
+    loaded, assumed = bind_source(
+        source, model, shape=settings.shape, inputs=settings.inputs, state=settings.state, llm=settings.llm
+    )
     with use_custom_operators(settings.custom_op_libraries):
         require_operators(loaded)
-    notes = (*_report_unused_gpus(target, settings.devices), *_report_assumed_links(target))
+    notes = (*assumed, *_report_unused_gpus(target, settings.devices), *_report_assumed_links(target))
     state = State(target).with_facts(loaded).with_notes(*notes)
     if settings.link_weights or getattr(steps.passes[-1], "link_weights", False):
         require_linkable(loaded, path)
@@ -88,15 +94,6 @@ def compile_with(model: str | Path | ModelProto, settings: CompileSettings) -> C
     return Compiled(
         Bundle(path, finished.bundle.manifest), str(kept.pipeline), timings, (*swept, *kept.state.diagnostics)
     )
-
-
-def _require_model(model: object) -> None:
-    """Raise UsageError unless a model is a path or a ModelProto."""
-    from onnx import ModelProto
-
-    if not isinstance(model, (str, Path, ModelProto)):
-        message = f"expected a path or onnx.ModelProto, got {type(model).__name__}"
-        raise UsageError("U054", message, hint="onnx.load reads a file, onnxplace.compile takes its path too")
 
 
 def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) -> list[Diagnostic]:

@@ -18,6 +18,7 @@ Fields = ParamSpec("Fields")
 _EXAMPLES = {
     "devices": 'write "cuda:0,cuda:1", or a list of such names',
     "shape": 'write shape={"batch": 8}',
+    "example_inputs": "write example_inputs=(x, y), or {'x': x} by name",
     "inputs": 'write inputs={"images": array}; onnxplace.feeds.read_npz reads a file',
 }
 _CHECKED_WHERE_USED = ("output",)  # with the other errors of paths

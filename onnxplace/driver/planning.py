@@ -9,11 +9,12 @@ from typing import Any
 
 from onnxplace.driver.compile_options import choose_target
 from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all
+from onnxplace.driver.sources import bind_source, open_source
 from onnxplace.driver.throughput import list_copied_stages, list_sharded, list_simple
 from onnxplace.driver.training_steps import list_step_strategies
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
-from onnxplace.model import StateRequest, bind, bind_states, load
+from onnxplace.model import StateRequest, load
 from onnxplace.pipeline import Observer, Pipeline, make_pass
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -61,6 +62,7 @@ def plan_model(
     max_memory: str | None = None,
     shape: Mapping[str, int] | None = None,
     state: StateRequest = (),
+    llm: bool = False,
     costs: str = "",
     cache: bool = True,
     estimate: bool = False,
@@ -69,12 +71,13 @@ def plan_model(
     """Predict the strategies that `onnxplace plan` lists.
 
     Args:
-        model: Path of a model.
+        model: Path of a model, as for `compile`.
         devices: Devices of this machine; by default all GPUs, else two cores.
         target: Devices and links, of this or another machine, or their file, instead.
         max_memory: Limit of each device.
         shape: Sizes of symbolic dimensions.
         state: Carried states, as for `compile`.
+        llm: Whether states and sizes of a decoder are recognised.
         costs: A cost file to use instead of measuring.
         cache: Whether earlier measurements may be used.
         estimate: Measure nothing.
@@ -84,21 +87,28 @@ def plan_model(
         OnnxplaceError: the model, the costs or the target cannot be used.
     """
     target = choose_target(devices, target, max_memory)
-    bound = bind_states(bind(load(model), shape or {}, {}), state)
     profile: Any = make_pass("profile")
     profile = replace(profile, costs=costs, cache=cache, estimate=estimate)
+    with open_source(model) as source:
+        bound, notes = bind_source(source, load(source.path), shape=shape, inputs=None, state=state, llm=llm)
+        name = bound.name or Path(model).name
+        return _plan_state(State(target).with_facts(bound).with_notes(*notes), profile, name, observer)
+
+
+def _plan_state(state: State, profile: Any, name: str, observer: Observer | None) -> Plan:
+    """Predict the strategies for a model on a target, with costs by the pass `profile`."""
     if observer:
         observer("profile", 0, 1)
     front = (make_pass("optimize"), profile)
-    state_with_costs, _ = Pipeline(front).run(State(target).with_facts(bound))
+    state_with_costs, _ = Pipeline(front).run(state)
     rest = parse_passes("coplace{join=never},fuse,stages{seconds=2},split")
     profiled = Profiled(front, state_with_costs, rest, make_pass("emit"))
     is_step = profiled.state[Profile].training is not None
     results = predict_all(list_step_strategies if is_step else _list_strategies, profiled, observer)
     sources = profiled.state[Profile].sources
-    is_measured = all(bool((sources[device.cost_class] != Source.ESTIMATED).all()) for device in target.devices)
+    is_measured = all(bool((sources[device.cost_class] != Source.ESTIMATED).all()) for device in state.target.devices)
     strategies = tuple(_describe(item) for item in _omit_copied_stages(results))
-    return Plan(bound.name or Path(model).name, is_measured, strategies, profiled.state.diagnostics)
+    return Plan(name, is_measured, strategies, profiled.state.diagnostics)
 
 
 def _list_strategies(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:

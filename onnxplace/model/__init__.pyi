@@ -6,6 +6,7 @@ from onnxplace.model.cut_constraints import (
     is_quantization_node as is_quantization_node,
     join_quantised_units as join_quantised_units,
 )
+from onnxplace.model.decoders import Decoder as Decoder, recognise_decoder as recognise_decoder
 from onnxplace.model.lineage import (
     RANDOM_OPERATORS as RANDOM_OPERATORS,
     Lineage as Lineage,

@@ -377,12 +377,17 @@ def format_type(kind: TypeProto) -> str:
     return "unknown"
 
 
+# No size has more digits.
+_SIZE_SYMBOL = re.compile(r"[0-9]{1,9}")
+
+
 def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
     """Return the entries of a tensor's shape: sizes, symbols, or None.
 
     Returns None for a type without a shape.
 
-    An impossible size, as shape inference computes for nodes that cannot run, counts as unknown.
+    An impossible size, as shape inference computes for nodes that cannot run, counts as unknown. A symbol of digits, as
+    some exporters write, is that size.
 
     >>> from onnx import helper
     >>> read_shape_entries(helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 4, None]))
@@ -394,7 +399,7 @@ def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
     return tuple(
         (size.dim_value if 0 <= size.dim_value <= MAX_DIMENSION else None)
         if size.HasField("dim_value")
-        else (size.dim_param or None)
+        else (int(size.dim_param) if _SIZE_SYMBOL.fullmatch(size.dim_param) else size.dim_param or None)
         for size in sizes
     )
 

@@ -1,4 +1,4 @@
-"""Training steps of PyTorch modules as ONNX models. Needs the extra `[torch]`; `import onnxplace` does not load it.
+"""PyTorch modules, programs and training steps as ONNX models. Needs the extra `[torch]`; loaded on first use.
 
 >>> from onnxplace.torch import export_training_step  # doctest: +SKIP
 >>> optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)  # doctest: +SKIP
@@ -16,10 +16,10 @@ def __getattr__(name: str) -> object:
     try:
         return _get(name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name not in ("torch", "onnxscript"):
             raise
         from onnxplace.errors import UsageError
 
-        message = "PyTorch is not installed"
+        message = f"{'PyTorch' if error.name == 'torch' else error.name} is not installed"
         hint = "install onnxplace with its extra: pip install 'onnxplace[torch]'"
         raise UsageError("U110", message, where=f"onnxplace.torch.{name}", hint=hint) from None

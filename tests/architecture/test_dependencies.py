@@ -27,9 +27,9 @@ FOLDERS = {
     "onnxplace": ("cpu", "gpu", "mpi", "report", "torch", "train"),
     "passes": ("cpu", "gpu"),
     "runtimes": ("cpu", "gpu", "mpi"),
-    "examples": ("cpu", "gpu", "serve", "torch", "train"),
+    "examples": ("cpu", "gpu", "generate", "serve", "torch", "train", "zoo"),
     "benchmarks": ("cpu", "gpu", "dev", "optimum", "zoo"),
-    "tests": ("cpu", "gpu", "dev", "genai", "torch"),
+    "tests": ("cpu", "gpu", "dev", "genai", "generate", "torch", "zoo"),
     ".ci": ("cpu", "dev"),
     "docs": ("docs",),
 }

@@ -81,7 +81,8 @@ MAY_IMPORT = {
     "report": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
+        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target "
+        "torch utils"
     ),
     "export": "bundle devices errors model target training_step utils",
     "api": "bundle driver drop_in errors machine pipeline runtime serving traces utils",

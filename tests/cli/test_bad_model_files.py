@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.conftest import FAST_PIPELINE
 from tests.support.bad_input import SHAPE, store
 from tests.support.snapshots import make_snapshot
 
@@ -37,8 +38,51 @@ def test_the_working_folder_is_not_a_model(refused):
     refused(2, ("cannot be read",), "compile", ".")
 
 
-def test_a_folder_with_a_model_in_it_gets_that_model(refused, model_file):
-    refused(2, ("folder", "model.onnx"), "compile", model_file.parent)
+def test_a_folder_with_weights_but_no_model_is_refused_with_the_command_that_exports_them(refused, tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "model-00001-of-00002.safetensors").touch()
+    expected = "optimum-cli export onnx --model tiny tiny-onnx"
+    for command in ("compile", "plan"):
+        refused(2, ("error[M003] tiny: it is a folder of weights, without an ONNX model", expected), command, "tiny")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("encoder_model.onnx", "decoder_model.onnx", "decoder_model_merged.onnx"),
+        ("model_quantized.onnx", "model_q4.onnx"),
+        ("model.onnx", "encoder_model.onnx"),
+        ("onnx/text_model.onnx", "onnx/vision_model.onnx"),
+    ],
+)
+def test_a_folder_with_several_models_is_refused_with_all_of_them(refused, tmp_path, names):
+    for name in names:
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / name).touch()
+    expected = ("error[M003] hub: it is a folder with several models: ", *map(repr, names), "onnxplace compile hub/")
+    refused(2, expected, "compile", "hub")
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (("model.onnx",), "model.onnx"),
+        (("encoder.onnx",), "encoder.onnx"),
+        (("onnx/model.onnx",), "onnx/model.onnx"),
+        (("onnx/model.onnx", "onnx/model_fp16.onnx", "onnx/model_quantized.onnx"), "onnx/model.onnx"),
+        (("model.onnx", "onnx/model.onnx"), "model.onnx"),
+    ],
+)
+def test_the_model_of_a_folder_is_taken_and_named(run_cli, tmp_path, model_file, names, chosen):
+    for name in names:
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / name).write_bytes(model_file.read_bytes())
+    options = ("--shape", "batch=1", "--pipeline", FAST_PIPELINE, "--no-trial", "--devices", "cpu:0")
+    result = run_cli("compile", tmp_path / "hub", *options)
+    assert result.code == 0, result.err
+    assert f"note[M003] {tmp_path / 'hub'}: its model {chosen!r} is taken" in result.err
+    assert all(name in result.err for name in names)
+    assert (tmp_path / "hub" / chosen).with_suffix(".bundle").is_dir()
 
 
 def test_hints_name_the_command_that_takes_a_path(refused, model_file, bundle_copy, tmp_path):

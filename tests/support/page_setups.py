@@ -61,9 +61,12 @@ onnxplace --help | grep 'gain  *Of the plugin from gain'
 onnxplace gain graph.json
 onnxplace gain graph.json --json --quiet
 """
+# A decoder in a folder, as optimum writes it.
+FOLDER = "mkdir my-llama && mv decoder.onnx my-llama/model.onnx"
 SETUPS: Mapping[str, Setup] = {
     "README.md": setup(
-        "model.onnx",
+        *("model.onnx", "decoder.onnx"),
+        before=FOLDER,
         prelude=INPUTS,
         replaced={'{"images": images}': '{"x": x}', 'shape={"batch": 8})': 'shape={"batch": 8}, force=True)'},
     ),
@@ -105,6 +108,11 @@ SETUPS: Mapping[str, Setup] = {
         replaced={"node1:1,node2:1": "localhost:2", "node[1-4]": "localhost:4", '"tokens"': '"x"'},
     ),
     "docs/index.md": setup("model.onnx", "feeds.npz"),
+    "docs/models.md": setup(
+        *("decoder.onnx", "examples"),
+        before=FOLDER,
+        prelude="import numpy as np\n",
+    ),
     "docs/passes.md": setup(
         *("model.onnx", "graph.json"),
         PYTHONPATH=".",

@@ -27,6 +27,7 @@ import numpy as np
 np.savez("data.npz", input=np.ones((96, 4, 4), np.float32), target=np.zeros(96, np.int64))
 """
 SETUPS = {
+    "docs/models.md": setup(),
     "docs/training.md": setup(
         before=f"python -c '{DATA}'",
         prelude=MODULE + LOADER,

@@ -1,0 +1,205 @@
+"""Recognise a decoder: which outputs its next call takes, and which axes are the batch, new tokens and past tokens.
+
+Keys and values of past tokens are found by the names that exporters give them. Where outputs are named after operators,
+the graph tells: an operator that appends to a cache reads it and returns it. The input of new tokens names the axes of
+all others, because exporters may give one size another name in each input.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from onnx import ValueInfoProto
+
+from onnxplace.errors import Diagnostic, ModelError, UsageError, format_names
+from onnxplace.feeds import Declared
+from onnxplace.model.model import Model, declaration_of
+from onnxplace.model.state_binding import OPTION, StateRequest, bind_states
+
+LLM_OPTION = "--llm"
+# Input -> output whose value it takes in the next call; the first spelling whose output exists counts.
+_SPELLINGS = (
+    (r"past_key_values(.*)", r"present\1"),  # optimum, transformers.js, ONNX Runtime GenAI
+    (r"past(.*)_in", r"past\1_out"),  # Qualcomm AI Hub
+    (r"past(.*)", r"present\1"),  # converters of ONNX Runtime, examples of onnxplace
+    (r"input\.cache\.(.*)", r"output.cache.\1"),  # the exporters in transformers
+)
+_PAST_NAME = re.compile(r"past|cache")
+# Operators that read a cache and return it with the new tokens.
+_CACHE_UPDATES = frozenset(
+    {"Attention", "Concat", "GroupQueryAttention", "MultiHeadAttention", "ScatterND", "TensorScatter"}
+)
+_TOKEN_NAME = re.compile(r"input_ids|inputs_embeds|tokens|ids$")
+# Keys and values have a batch, heads or tokens, and a width.
+_MIN_CACHE_RANK = 3
+_TOKENS_RANK = 2
+# What torch calls a size that has no name.
+_TORCH_SYMBOL = re.compile(r"[su][0-9]+")
+# Roles of axes, with the name that an axis without one gets, and the size of one step of one conversation. All decoders
+# have room for so many past tokens.
+BATCH, NEW, PAST, TOTAL = "batch", "sequence", "past", "total"
+_STEP_SIZES = {BATCH: 1, NEW: 1, PAST: 128}
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder with known states and sizes."""
+
+    model: Model
+    """The model; equal sizes of its inputs have equal names."""
+    states: Mapping[str, str]
+    """Output -> input that takes its value in the next call."""
+    sizes: Mapping[str, int]
+    """Symbolic dimension -> size: as given, or of one step of one conversation."""
+    note: Diagnostic
+    """What was recognised, in one line."""
+
+
+def recognise_decoder(model: Model, request: StateRequest, sizes: Mapping[str, int]) -> Decoder:
+    """Recognise states and axes of a decoder; those that the user gives are kept.
+
+    Raises:
+        UsageError: A given state contradicts a recognised one.
+        ModelError: The model is no decoder, or the message names the part that is not recognised.
+    """
+    declared = [declaration_of(value, model) for value in model.inputs]
+    inputs = {item.name: item for item in declared if item.dtype.startswith("tensor(") and item.shape is not None}
+    states = _merge_states(dict(_find_states(model, inputs)), bind_states(model, request).states)
+    if not states:
+        message = (
+            "not a decoder: no output returns an input with new tokens, as present.0.key does past_key_values.0.key"
+        )
+        hint = "omit --llm, or export the model with its cache (optimum: --task text-generation-with-past)"
+        raise ModelError("S002", message, where=LLM_OPTION, hint=f"{hint}, or give --state OUT=IN")
+    if lost := [name for name, item in inputs.items() if name not in states and _may_be_cache(item)]:
+        others = format_names(value.name for value in model.outputs if value.name not in states.values())
+        hint = f"name it: --state OUT={lost[0]} (other outputs: {others}); or omit --llm, and give --state and --shape"
+        raise ModelError("S002", f"no output is recognised for {format_names(lost)}", where=LLM_OPTION, hint=hint)
+    tokens = _find_tokens(item for name, item in inputs.items() if name not in states)
+    roles = {name: _list_roles(item, tokens, name in states) for name, item in inputs.items()}
+    names = _choose_names(inputs, roles, tokens)
+    named = tuple(_rename_axes(value, roles.get(value.name, {}), names) for value in model.inputs)
+    step = {names[role]: size for role, size in _STEP_SIZES.items() if role in names and not names[role].isdecimal()}
+    return Decoder(
+        model=replace(model, inputs=named),
+        states=MappingProxyType({output: name for name, output in states.items()}),
+        sizes=MappingProxyType({**step, **sizes}),
+        note=_describe(model, states, tokens, {**step, **sizes}),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- states
+
+
+def _find_states(model: Model, inputs: Mapping[str, Declared]) -> Iterator[tuple[str, str]]:
+    """Yield each cache (input, output), by names, or else by the operator that appends to it."""
+    outputs = {value.name: declaration_of(value, model) for value in model.outputs}
+    unnamed = {}
+    for name, item in inputs.items():
+        matches = [(match, output) for expression, output in _SPELLINGS if (match := re.fullmatch(expression, name))]
+        spelled = next((text for match, output in matches if (text := match.expand(output)) in outputs), None)
+        if spelled is not None:
+            yield name, spelled
+        elif len(item.shape or ()) >= _MIN_CACHE_RANK and "float" in item.dtype:
+            unnamed[name] = item
+    for node in model.nodes:
+        if node.op_type in _CACHE_UPDATES:
+            caches = [name for name in node.input if name in unnamed]
+            yield from zip(caches, (name for name in node.output if name in outputs))
+
+
+def _may_be_cache(item: Declared) -> bool:
+    return bool(_PAST_NAME.search(item.name)) and len(item.shape or ()) >= _MIN_CACHE_RANK and not item.optional
+
+
+def _merge_states(recognised: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Return input -> output of all states; raises UsageError for contradictions."""
+    for name, output in given.items():
+        if (other := recognised.get(name, output)) != output:
+            message = f"--llm recognises output {other!r} for input {name!r}, not {output!r}"
+            raise UsageError("S002", message, where=f"{OPTION} {output}={name}", hint="omit one of the two options")
+    return {**recognised, **given}
+
+
+# ----------------------------------------------------------------------------------------------------------------- axes
+
+
+def _find_tokens(inputs: Iterator[Declared]) -> Declared:
+    """Return the input of new tokens; raises ModelError if there is none."""
+    candidates = [item for item in inputs if not re.search("mask|position", item.name)]
+    named = [item for item in candidates if _TOKEN_NAME.search(item.name)]
+    integers = [item for item in candidates if "int" in item.dtype and len(item.shape or ()) == _TOKENS_RANK]
+    if tokens := next(iter([*named, *integers]), None):
+        return tokens
+    known = format_names(item.name for item in candidates) or "none"
+    message = f"no input takes new tokens, as input_ids [batch, sequence]; others than states: {known}"
+    hint = "omit --llm, and give --state OUT=IN and --shape yourself"
+    raise ModelError("S002", message, where=LLM_OPTION, hint=hint)
+
+
+def _list_roles(item: Declared, tokens: Declared, is_state: bool) -> dict[int, str]:
+    """Return axis -> role of the axes of an input that have one."""
+    shape, sizes = item.shape or (), tokens.shape or ()
+    rank = len(shape)
+    if is_state:
+        return _list_cache_roles(shape, has_batch=len(sizes) >= _TOKENS_RANK and not isinstance(sizes[0], int))
+    if "mask" in item.name:
+        layout = {1: (TOTAL,), 3: (BATCH, NEW, TOTAL), 4: (BATCH, "", NEW, TOTAL)}.get(rank, (BATCH, TOTAL))
+    elif item is tokens and "int" not in item.dtype:
+        layout = (BATCH, NEW, "")  # embedded tokens
+    elif item is tokens or "position" in item.name or (rank == _TOKENS_RANK and "int" in item.dtype):
+        layout = (*("",) * (rank - _TOKENS_RANK), BATCH, NEW)[-rank:]
+    else:
+        return {}
+    return {axis: role for axis, role in enumerate(layout[:rank]) if role}
+
+
+def _list_cache_roles(shape: tuple[int | str | None, ...], *, has_batch: bool) -> dict[int, str]:
+    """Return the roles of the open axes of a cache: the batch first, past tokens last."""
+    axes = [axis for axis, entry in enumerate(shape) if not isinstance(entry, int)]
+    if has_batch and axes and (len(axes) > 1 or axes[0] == 0):  # a cache of fixed length may have an open batch only
+        return {axes[0]: BATCH} | dict.fromkeys(axes[1:][-1:], PAST)
+    return dict.fromkeys(axes[-1:], PAST)
+
+
+def _choose_names(
+    inputs: Mapping[str, Declared], roles: Mapping[str, Mapping[int, str]], tokens: Declared
+) -> dict[str, str]:
+    """Return role -> name of its axes, or their size, as the tokens or else the first input have it."""
+    names: dict[str, str] = {}
+    for item in (tokens, *inputs.values()):
+        for axis, role in roles[item.name].items():
+            if role != TOTAL:
+                names.setdefault(role, _choose_name((item.shape or ())[axis], role))
+    if {PAST, NEW} <= names.keys():
+        names[TOTAL] = f"{names[PAST]} + {names[NEW]}"
+    return names
+
+
+def _choose_name(entry: int | str | None, role: str) -> str:
+    """Return the name of an axis, or its size; that of its role, if it has none that tells a person something."""
+    if isinstance(entry, str) and (not entry.isidentifier() or _TORCH_SYMBOL.fullmatch(entry)):
+        return role
+    return role if entry is None else str(entry)
+
+
+def _rename_axes(value: ValueInfoProto, roles: Mapping[int, str], names: Mapping[str, str]) -> ValueInfoProto:
+    """Return an input whose open axes have the names of their roles."""
+    renamed = ValueInfoProto()
+    renamed.CopyFrom(value)
+    for axis, role in roles.items():
+        size = renamed.type.tensor_type.shape.dim[axis]
+        if not size.HasField("dim_value") and role in names:
+            size.dim_param = names[role]
+    return renamed
+
+
+def _describe(model: Model, states: Mapping[str, str], tokens: Declared, sizes: Mapping[str, int]) -> Diagnostic:
+    """Return the note on what was recognised."""
+    name, output = next(iter(states.items()))
+    text = ", ".join(f"{symbol}={size}" for symbol, size in sizes.items())
+    message = f"a decoder with {len(states)} states ({output}={name}, ...), new tokens in {tokens.name!r}, sizes {text}"
+    return Diagnostic("S002", message, where=model.name, hint="--shape gives others, such as the longest cache")
