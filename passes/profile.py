@@ -108,7 +108,8 @@ class ProfileCosts(Pass):
         for number, (cost_class, device) in enumerate(devices.items()):
             reason = "estimates were requested" if self.estimate else find_measurement_obstacle(device)
             if reason:
-                basis = "peaks measured here" if self._uses_local_peaks(device) else "assumed peaks"
+                assumed = "the target's peaks" if device.operations_per_second else "assumed peaks"
+                basis = "peaks measured here" if self._uses_local_peaks(device) else assumed
                 message = f"costs are estimated from {basis}, not measured: {reason}"
                 notes.append(Diagnostic("C001", message, where=cost_class))
                 continue

@@ -24,6 +24,7 @@ from onnxplace.cli.shared_options import (
     seed_option,
     shape_option,
     show_progress,
+    with_machine,
     with_operator_libraries,
 )
 from onnxplace.errors import ModelError
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     metavar="F.toml",
     help="Devices and links from a file, of this or another machine (docs/target.md).",
 )
+@with_machine()
 @click.option(
     "--max-memory",
     metavar="16GiB",

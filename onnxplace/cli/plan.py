@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +20,13 @@ from onnxplace.cli.shared_options import (
     print_text,
     shape_option,
     show_progress,
+    with_machine,
 )
-from onnxplace.errors import InfeasibleError, format_name
+from onnxplace.errors import InfeasibleError, UsageError, format_name
 
 if TYPE_CHECKING:
-    from onnxplace.driver import Plan, PlannedStrategy
+    from onnxplace.driver import Goals, MachineRow, Plan, PlannedStrategy
+    from onnxplace.target import Machine
 
 
 @click.command(short_help="Compare strategies for a model; write nothing.")
@@ -40,6 +43,11 @@ if TYPE_CHECKING:
     metavar="F.toml",
     help="Devices and links from a file, of this or another machine (docs/target.md).",
 )
+@with_machine(multiple=True)
+@click.option("--price", type=click.Path(path_type=Path), metavar="F.toml", help="Your prices per hour, of machines.")
+@click.option("--latency", metavar="20ms", help="Of machines, keep what answers in this time.")
+@click.option("--rate", metavar="500/s", help="Of machines, keep what answers so many requests.")
+@click.option("--fit", is_flag=True, help="Of machines, keep what fits into memory.")
 @click.option("--max-memory", metavar="16GiB", help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB.")
 @shape_option
 @click.option("--state", multiple=True, metavar="OUT=IN", help="Outputs that are inputs of the next call.")
@@ -52,6 +60,11 @@ def plan(
     *,
     devices: str | None,
     target: Path | None,
+    machine: tuple[str, ...],
+    price: Path | None,
+    latency: str | None,
+    rate: str | None,
+    fit: bool,
     max_memory: str | None,
     shape: str,
     state: tuple[str, ...],
@@ -65,33 +78,130 @@ def plan(
     The ways are: one device, whole operators placed, copies of the model, pipeline stages, copies of stages, and
     operators split over 2, 4, 8 devices, in copies or stages. Nothing is written. Costs are measured where the devices
     are here, else estimated. The exit code is 3 if none of them fits the memory limits.
-    """
-    from onnxplace.driver import plan_model
 
+    With several --machine, or with goals or prices: one table, of the ways with least latency and with most requests.
+    """
+    from onnxplace.driver import parse_goals, plan_model, read_prices, require_one_target
+    from onnxplace.target import parse_machine
+
+    require_one_target(devices, target, machine or None)
+    machines = {item.name: item for item in map(parse_machine, machine)}
+    if not machines and (price or latency or rate or fit):
+        message = "--price, --latency, --rate and --fit choose between machines"
+        raise UsageError("U042", message, hint="name machines: --machine 2xL4 --machine H100")
+    goals = parse_goals(latency, rate)
+    prices = read_prices(price, machines) if price else None
     announce_loop_compilation(json_)
+    plans: dict[str, Plan] = {}
     with show_progress(json_, "reading the model") as observer:
-        result = plan_model(
-            model,
-            devices=devices,
-            target=target,
-            max_memory=max_memory,
-            shape=parse_shape(shape),
-            state=state,
-            costs=costs,
-            cache=not no_cache,
-            estimate=estimate,
-            observer=observer,
-        )
+        for name in machines or [None]:
+            plans[name or ""] = plan_model(
+                model,
+                devices=devices,
+                target=target,
+                machine=name,
+                max_memory=max_memory,
+                shape=parse_shape(shape),
+                state=state,
+                costs=costs,
+                cache=not no_cache,
+                estimate=estimate,
+                observer=observer,
+            )
+    if len(machines) > 1 or price or latency or rate or fit:
+        _print_machines(plans, machines, goals, prices, fit, json_)
+        return
+    ((name, result),) = plans.items()
     print_notes(result.diagnostics)
     if json_:
-        print_json({**asdict(result), "diagnostics": [describe_note(note) for note in result.diagnostics]})
+        notes = [describe_note(note) for note in result.diagnostics]
+        print_json({**({"machine": name} if name else {}), **asdict(result), "diagnostics": notes})
     else:
-        print_text(_format_plan(result))
+        print_text(_format_plan(result, name))
     if all(item.step_seconds is None for item in result.strategies):
         raise SystemExit(InfeasibleError.exit_code)
 
 
-def _format_plan(plan: Plan) -> str:
+def _print_machines(
+    plans: Mapping[str, Plan],
+    machines: Mapping[str, Machine],
+    goals: Goals,
+    prices: Mapping[str, float] | None,
+    fit: bool,
+    json_: bool,
+) -> None:
+    """Print one table over machines; exit with 3 if no row is left."""
+    from onnxplace.driver import list_machine_rows
+
+    rows = list_machine_rows(plans, goals, prices)
+    missing = [name for name in plans if not any(row.machine == name for row in rows)]
+    print_notes(list(dict.fromkeys(note for plan in plans.values() for note in plan.diagnostics)))
+    if json_:
+        listed = [
+            {
+                "machine": name,
+                "devices": len(machines[name].to_target().devices),
+                "price_per_hour": prices[name] if prices else None,
+                **asdict(plan),
+                "diagnostics": [describe_note(note) for note in plan.diagnostics],
+            }
+            for name, plan in plans.items()
+        ]
+        print_json({"goals": asdict(goals), "rows": [asdict(row) for row in rows], "machines": listed})
+    else:
+        text = [_format_machines(rows, plans, machines, goals)] if rows else []
+        text += [_explain_missing(name, plans[name], goals) for name in missing if not fit or not rows]
+        print_text("\n".join(text))
+    if not rows:
+        raise SystemExit(InfeasibleError.exit_code)
+
+
+def _format_machines(
+    rows: Sequence[MachineRow], plans: Mapping[str, Plan], machines: Mapping[str, Machine], goals: Goals
+) -> str:
+    from onnxplace.report import format_bytes, format_milliseconds, format_table
+
+    has_prices = rows[0].price_per_hour is not None
+    cells = []
+    for row in rows:
+        item, device = row.strategy, machines[row.machine].to_target().devices[0]
+        requests = f"{1 / item.interval_seconds:.4g}" if item.interval_seconds else "-"
+        costs = [f"{row.price_per_hour:.4g}", "-" if row.requests_price is None else f"{row.requests_price:.4g}"]
+        cells.append(
+            (
+                row.machine,
+                item.name,
+                str(item.devices),
+                format_milliseconds(item.step_seconds or 0.0),
+                requests,
+                f"{format_bytes(item.peak_bytes or 0)} of {format_bytes(device.memory_bytes)}",
+                "measured" if plans[row.machine].is_measured else "estimate",
+                *(costs if has_prices else ()),
+            )
+        )
+    load = f"at {goals.rate:.4g}/s" if goals.rate else "at full load"
+    header = ("machine", "strategy", "devices", "latency", "requests/s", "memory", "basis")
+    prices = ("price/h", f"per million {load}") if has_prices else ()
+    return "\n".join([format_table((*header, *prices), cells, left=2), _ESTIMATES, ""])
+
+
+# What figures of machines that are not there are worth.
+_ESTIMATES = "estimates: by published peak rates, not measured; docs/machines.md says how far off they are"
+
+
+def _explain_missing(name: str, plan: Plan, goals: Goals) -> str:
+    """Return why a machine has no row."""
+    from onnxplace.report import format_milliseconds
+
+    fitting = [item for item in plan.strategies if item.step_seconds is not None]
+    if not fitting:
+        return f"{name} does not fit: {plan.strategies[0].problem}"
+    latency = format_milliseconds(min(item.step_seconds or 0.0 for item in fitting))
+    rate = max(1 / item.interval_seconds for item in fitting if item.interval_seconds)
+    return f"{name} does not meet the goals: at least {latency}, at most {rate:.4g} requests/s"
+
+
+def _format_plan(plan: Plan, machine: str) -> str:
     """Return the strategies as a table; the best latency and the best throughput are marked."""
     from onnxplace.report import format_table
 
@@ -105,9 +215,10 @@ def _format_plan(plan: Plan) -> str:
     basis = "costs measured on this machine" if plan.is_measured else "costs are estimates: compare rows, not figures"
     return "\n".join(
         [
-            f"{format_name(plan.model)}: {basis}",
+            f"{format_name(plan.model)}{' on ' * bool(machine)}{machine}: {basis}",
             format_table(header, rows),
             "* least latency, ** most requests; memory and weights: of the device that needs most",
+            *([_ESTIMATES] if machine and not plan.is_measured else []),
             *problems,
         ]
     )

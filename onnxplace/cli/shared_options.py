@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completion import complete_runtimes
+from onnxplace.cli.completion import complete_machines, complete_runtimes
 from onnxplace.cli.terminal import (
     as_json as as_json,
     is_quiet,
@@ -129,6 +129,65 @@ def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]
         help="A shared library with operators that ONNX Runtime lacks; may be repeated.",
     )
     return option(run)
+
+
+def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds `--machine` and `--save-target`.
+
+    The command gets `machine`; the file is written before it runs.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(
+            *arguments: Any, machine: str | tuple[str, ...] | None, save_target: Path | None, **options: Any
+        ) -> None:
+            if save_target:
+                _save_machine([machine] if isinstance(machine, str) else list(machine or ()), save_target)
+            command(*arguments, machine=machine, **options)
+
+        decorated = click.option(
+            "--save-target",
+            type=click.Path(path_type=Path),
+            metavar="F.toml",
+            help="Write the machine to a target file.",
+        )(run)
+        several = "; may be repeated, to compare machines" if multiple else ""
+        return click.option(
+            "--machine",
+            multiple=multiple,
+            metavar="8xH100-NVLink",
+            shell_complete=complete_machines,
+            help=f"Devices and links by name, as `onnxplace machines` lists them{several}.",
+        )(decorated)
+
+    return decorate
+
+
+def _save_machine(names: Sequence[str], path: Path) -> None:
+    """Write a machine to a target file, with the sources of its figures."""
+    from onnxplace.target import format_target, parse_machine, read_catalogue
+    from onnxplace.utils import require_writable, write_file
+
+    if len(names) != 1:
+        raise UsageError("U042", "--save-target writes one machine", hint="name it: --machine 8xH100-NVLink")
+    machine, catalogue = parse_machine(names[0]), read_catalogue().devices
+    require_writable(path)
+    sources = dict.fromkeys(
+        (item.source, item.basis)
+        for item in (
+            *(catalogue[name] for name in machine.device.parts or [machine.device.name]),
+            machine.fabric,
+            machine.network,
+        )
+        if item
+    )
+    lines = [
+        f"# {machine.name}: published figures, none measured",
+        *(f"# {source} {basis}".rstrip() for source, basis in sources),
+    ]
+    text = "\n".join([*lines, format_target(machine.to_target(), compact=True)])
+    write_file(path, lambda stream: stream.write(text.encode()))
 
 
 def _check_seed(value: int) -> int:

@@ -4,7 +4,17 @@ from onnxplace.driver.compiler import (
     compile_with as compile_with,
 )
 from onnxplace.driver.keywords import takes_fields_of as takes_fields_of
-from onnxplace.driver.options import CompileSettings as CompileSettings
+from onnxplace.driver.machine_choice import (
+    Goals as Goals,
+    MachineRow as MachineRow,
+    list_machine_rows as list_machine_rows,
+    parse_goals as parse_goals,
+    read_prices as read_prices,
+)
+from onnxplace.driver.options import (
+    CompileSettings as CompileSettings,
+    require_one_target as require_one_target,
+)
 from onnxplace.driver.placer import (
     Grouping as Grouping,
     PlacementResult as PlacementResult,

@@ -63,7 +63,7 @@ def compile_with(model: str | Path | ModelProto, settings: CompileSettings) -> C
     settings.check()
     steps = choose_pipeline(settings)
     path = choose_output(model, settings.output, steps)
-    target = choose_target(settings.devices, settings.target, settings.max_memory)
+    target = choose_target(settings.devices, settings.target, settings.max_memory, settings.machine)
     # A file that is no model is reported before an output that another model of this name has.
     source = load_model(model)
     swept = _prepare_paths(model, path, steps, settings.force)

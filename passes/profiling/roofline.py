@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
@@ -29,7 +29,26 @@ class PeakRates:
     bytes_per_second: float
     kernel_seconds: float
     """The least that a kernel takes."""
+    type_operations_per_second: Mapping[str, float] = field(default_factory=dict)
+    """Of further types of numbers, by the names of `onnxplace.target.DATA_TYPES`."""
 
+    def operations_of(self, node: NodeProto, types: Mapping[str, int]) -> float:
+        """Return the rate for the element types of a node's inputs; that of float32 for types without a rate."""
+        elements = [types.get(name, TensorProto.UNDEFINED) for name in node.input[:2]]
+        # Quantised weights decide: the other input of such a product is quantised on the way.
+        element = elements[-1] if elements and elements[-1] in _INTEGERS else next(iter(elements), 0)
+        return self.type_operations_per_second.get(_RATES.get(element, ""), self.operations_per_second)
+
+
+_INTEGERS = (TensorProto.INT8, TensorProto.UINT8)
+# Element type -> name of its rate. Products of float32 are of TF32, which ONNX Runtime's CUDA provider uses by default.
+_RATES: dict[int, str] = {
+    TensorProto.FLOAT: "tf32",
+    TensorProto.FLOAT16: "float16",
+    TensorProto.BFLOAT16: "bfloat16",
+    **dict.fromkeys(_INTEGERS, "int8"),
+    **dict.fromkeys((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2), "fp8"),
+}
 
 # The calibration: a product of square matrices, a copy larger than all caches, and how often each is run.
 MATRIX_SIDE, COPY_BYTES, TRIES = 512, 64 << 20, 5
@@ -54,6 +73,7 @@ def device_peaks(device: Device) -> PeakRates:
         operations_per_second=device.operations_per_second / cores or typical.operations_per_second,
         bytes_per_second=device.memory_bytes_per_second or typical.bytes_per_second,
         kernel_seconds=device.kernel_seconds or typical.kernel_seconds,
+        type_operations_per_second={name: rate / cores for name, rate in device.type_operations_per_second.items()},
     )
 
 
@@ -94,7 +114,7 @@ def estimate_seconds(
     sizes = value_bytes(model, shapes)
     sizes |= {name: tensor_size(tensor) for name, tensor in model.initializers.items()}
     known = {**shapes, **{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}}
-    roof = _Roofline(cost_class, peaks, sizes, known, model.initializers)
+    roof = _Roofline(cost_class, peaks, sizes, known, model)
     return np.array([roof.seconds(node, reads) for node, reads in zip(model.nodes, model.reads)], dtype=np.float64)
 
 
@@ -107,21 +127,23 @@ class _Roofline:
         peaks: PeakRates | None,
         sizes: Mapping[str, int],
         shapes: Mapping[str, Sequence[int]],
-        constants: Mapping[str, TensorProto],
+        model: Model,
     ) -> None:
         kind, _, detail = cost_class.partition("/")
-        peaks = peaks or typical_peaks(kind)
-        self.bandwidth, self.launch = peaks.bytes_per_second, peaks.kernel_seconds
-        self.operations = peaks.operations_per_second * (int(detail) if kind == "cpu" and detail.isdecimal() else 1)
-        self.sizes, self.shapes, self.constants = sizes, shapes, constants
+        self.peaks = peaks or typical_peaks(kind)
+        self.cores = int(detail) if kind == "cpu" and detail.isdecimal() else 1
+        self.sizes, self.shapes, self.constants = sizes, shapes, model.initializers
+        self.types = {name: kind.tensor_type.elem_type for name, kind in model.types.items()}
+        self.types |= {name: tensor.data_type for name, tensor in model.initializers.items()}
 
     def seconds(self, node: NodeProto, reads: Sequence[str]) -> float:
         """Return the seconds of a node that reads these names."""
         subgraph_seconds = [self._subgraph_seconds(graph) for graph in iterate_subgraphs(node)]
         if subgraph_seconds:
-            return max(subgraph_seconds) * self._count_iterations(node) + self.launch
+            return max(subgraph_seconds) * self._count_iterations(node) + self.peaks.kernel_seconds
         moved_bytes = count_moved_bytes(node, reads, self.sizes)
-        return max(count_operations(node, self.shapes) / self.operations, moved_bytes / self.bandwidth) + self.launch
+        computing = count_operations(node, self.shapes) / (self.peaks.operations_of(node, self.types) * self.cores)
+        return max(computing, moved_bytes / self.peaks.bytes_per_second) + self.peaks.kernel_seconds
 
     def _subgraph_seconds(self, graph: GraphProto) -> float:
         return sum(self.seconds(node, node.input) for node in graph.node if node.op_type != "Constant")
