@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from onnxplace.target import Catalogue
 
 
-@click.command(short_help="List devices and fabrics for --machine, with their published figures.")
+@click.command(short_help="List devices and fabrics for --machine.")
 @as_json
 def machines(json_: bool) -> None:
     """List the devices and fabrics that names of machines are made of, such as 8xH100-NVLink.

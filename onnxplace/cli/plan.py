@@ -161,28 +161,26 @@ def _format_machines(
 ) -> str:
     from onnxplace.report import format_bytes, format_milliseconds, format_table
 
-    has_prices = rows[0].price_per_hour is not None
     cells = []
     for row in rows:
         item, device = row.strategy, machines[row.machine].to_target().devices[0]
-        requests = f"{1 / item.interval_seconds:.4g}" if item.interval_seconds else "-"
-        costs = [f"{row.price_per_hour:.4g}", "-" if row.requests_price is None else f"{row.requests_price:.4g}"]
+        prices = (row.price_per_hour, row.requests_price) if row.price_per_hour is not None else ()
         cells.append(
             (
                 row.machine,
                 item.name,
                 str(item.devices),
                 format_milliseconds(item.step_seconds or 0.0),
-                requests,
+                f"{1 / item.interval_seconds:.4g}" if item.interval_seconds else "-",
                 f"{format_bytes(item.peak_bytes or 0)} of {format_bytes(device.memory_bytes)}",
                 "measured" if plans[row.machine].is_measured else "estimate",
-                *(costs if has_prices else ()),
+                *("-" if price is None else f"{price:.4g}" for price in prices),
             )
         )
     load = f"at {goals.rate:.4g}/s" if goals.rate else "at full load"
     header = ("machine", "strategy", "devices", "latency", "requests/s", "memory", "basis")
-    prices = ("price/h", f"per million {load}") if has_prices else ()
-    return "\n".join([format_table((*header, *prices), cells, left=2), _ESTIMATES, ""])
+    prices_header = ("price/h", f"per million {load}") if rows[0].price_per_hour is not None else ()
+    return "\n".join([format_table((*header, *prices_header), cells, left=2), _ESTIMATES])
 
 
 # What figures of machines that are not there are worth.

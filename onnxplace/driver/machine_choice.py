@@ -100,7 +100,8 @@ def read_prices(path: str | Path, machines: Mapping[str, Machine]) -> dict[str, 
         device = prices.get(machine.device.name)
         price = prices.get(machine.name, None if device is None else device * machine.devices * machine.hosts)
         if price is None:
-            hint = f'add "{machine.name}" or "{machine.device.name}" below [per_hour]'
+            names = dict.fromkeys((machine.name, machine.device.name))
+            hint = "add {} below [per_hour]".format(" or ".join(f'"{item}"' for item in names))
             raise TargetError("T015", f"there is no price for {machine.name}", where=where, hint=hint)
         found[name] = price
     return found

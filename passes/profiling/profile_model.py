@@ -165,7 +165,7 @@ def find_measurement_obstacle(device: Device) -> str | None:
     if device.cores > len(available_cores()):
         return f"it has {device.cores} cores, this machine {len(available_cores())}"
     if device.model not in measurement_cache.processor():
-        return f"it is a {device.model}, and this machine's processor another one"
+        return f"it stands for {device.model}, and this machine has another processor"
     return None
 
 

@@ -17,7 +17,7 @@ from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
 from onnxplace.devices import find_kind
 from onnxplace.graph import Floats
 from onnxplace.machine import RepeatPolicy, make_session_options, open_session, pin_thread
-from onnxplace.model import Model, iterate_subgraphs, tensor_size, value_bytes
+from onnxplace.model import Model, iterate_subgraphs, packed_size, tensor_size, value_bytes
 from onnxplace.target import Device
 
 
@@ -34,9 +34,9 @@ class PeakRates:
 
     def operations_of(self, node: NodeProto, types: Mapping[str, int]) -> float:
         """Return the rate for the element types of a node's inputs; that of float32 for types without a rate."""
-        elements = [types.get(name, TensorProto.UNDEFINED) for name in node.input[:2]]
-        # Quantised weights decide: the other input of such a product is quantised on the way.
-        element = elements[-1] if elements and elements[-1] in _INTEGERS else next(iter(elements), 0)
+        element = types.get(node.input[0], TensorProto.UNDEFINED) if node.input else TensorProto.UNDEFINED
+        if node.op_type == "DynamicQuantizeMatMul":  # it quantises its first input itself
+            element = TensorProto.INT8
         return self.type_operations_per_second.get(_RATES.get(element, ""), self.operations_per_second)
 
 
@@ -98,7 +98,11 @@ def measure_peaks(core: int) -> PeakRates:
 
 
 def estimate_seconds(
-    model: Model, shapes: Mapping[str, Sequence[int]], cost_class: str, peaks: PeakRates | None = None
+    model: Model,
+    shapes: Mapping[str, Sequence[int]],
+    cost_class: str,
+    peaks: PeakRates | None = None,
+    types: Mapping[str, int] | None = None,
 ) -> Floats:
     """Return seconds per node on a class of device.
 
@@ -110,11 +114,19 @@ def estimate_seconds(
         shapes: Of its values, by name.
         cost_class: Of the device.
         peaks: Of one core, or of the GPU; None for typical ones.
+        types: Element types of values whose types ONNX cannot infer.
     """
+    known_types = {**(types or {}), **{name: kind.tensor_type.elem_type for name, kind in model.types.items()}}
+    known_types |= {name: tensor.data_type for name, tensor in model.initializers.items()}
     sizes = value_bytes(model, shapes)
+    sizes |= {
+        name: packed_size(kind, shapes[name])
+        for name, kind in (types or {}).items()
+        if name in shapes and kind != TensorProto.STRING
+    }
     sizes |= {name: tensor_size(tensor) for name, tensor in model.initializers.items()}
     known = {**shapes, **{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}}
-    roof = _Roofline(cost_class, peaks, sizes, known, model)
+    roof = _Roofline(cost_class, peaks, sizes, known, known_types, model.initializers)
     return np.array([roof.seconds(node, reads) for node, reads in zip(model.nodes, model.reads)], dtype=np.float64)
 
 
@@ -127,14 +139,13 @@ class _Roofline:
         peaks: PeakRates | None,
         sizes: Mapping[str, int],
         shapes: Mapping[str, Sequence[int]],
-        model: Model,
+        types: Mapping[str, int],
+        constants: Mapping[str, TensorProto],
     ) -> None:
         kind, _, detail = cost_class.partition("/")
         self.peaks = peaks or typical_peaks(kind)
         self.cores = int(detail) if kind == "cpu" and detail.isdecimal() else 1
-        self.sizes, self.shapes, self.constants = sizes, shapes, model.initializers
-        self.types = {name: kind.tensor_type.elem_type for name, kind in model.types.items()}
-        self.types |= {name: tensor.data_type for name, tensor in model.initializers.items()}
+        self.sizes, self.shapes, self.types, self.constants = sizes, shapes, types, constants
 
     def seconds(self, node: NodeProto, reads: Sequence[str]) -> float:
         """Return the seconds of a node that reads these names."""
@@ -244,7 +255,7 @@ def _count_dense(node: NodeProto, shapes: Shapes, outputs: float) -> float | Non
     if kind in _PRODUCTS and first is not None:
         transposed = bool(_int_attribute(node, "transA", 0)) and len(first) > 1
         return 2.0 * outputs * (first or (1,))[-2 if transposed else -1]
-    if kind == "Gemm" and first is not None and len(first) == 2:
+    if kind in ("Gemm", "QGemm") and first is not None and len(first) == 2:
         return 2.0 * outputs * first[0 if _int_attribute(node, "transA", 0) else 1]
     weights = (
         input_shapes[_CONVOLUTION_WEIGHTS[kind]]
