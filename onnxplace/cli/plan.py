@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -81,7 +81,7 @@ def plan(
 
     With several --machine, or with goals or prices: one table, of the ways with least latency and with most requests.
     """
-    from onnxplace.driver import parse_goals, plan_model, read_prices, require_one_target
+    from onnxplace.driver import list_machine_rows, parse_goals, plan_model, read_prices, require_one_target
     from onnxplace.target import parse_machine
 
     require_one_target(devices, target, machine or None)
@@ -108,52 +108,27 @@ def plan(
                 estimate=estimate,
                 observer=observer,
             )
-    if len(machines) > 1 or price or latency or rate or fit:
-        _print_machines(plans, machines, goals, prices, fit, json_)
-        return
-    ((name, result),) = plans.items()
-    print_notes(result.diagnostics)
-    if json_:
-        notes = [describe_note(note) for note in result.diagnostics]
-        print_json({**({"machine": name} if name else {}), **asdict(result), "diagnostics": notes})
-    else:
-        print_text(_format_plan(result, name))
-    if all(item.step_seconds is None for item in result.strategies):
-        raise SystemExit(InfeasibleError.exit_code)
-
-
-def _print_machines(
-    plans: Mapping[str, Plan],
-    machines: Mapping[str, Machine],
-    goals: Goals,
-    prices: Mapping[str, float] | None,
-    fit: bool,
-    json_: bool,
-) -> None:
-    """Print one table over machines; exit with 3 if no row is left."""
-    from onnxplace.driver import list_machine_rows
-
     rows = list_machine_rows(plans, goals, prices)
-    missing = [name for name in plans if not any(row.machine == name for row in rows)]
-    print_notes(list(dict.fromkeys(note for plan in plans.values() for note in plan.diagnostics)))
-    if json_:
-        listed = [
-            {
-                "machine": name,
-                "devices": len(machines[name].to_target().devices),
-                "price_per_hour": prices[name] if prices else None,
-                **asdict(plan),
-                "diagnostics": [describe_note(note) for note in plan.diagnostics],
-            }
-            for name, plan in plans.items()
-        ]
+    print_notes(list(dict.fromkeys(note for item in plans.values() for note in item.diagnostics)))
+    is_comparison = len(machines) > 1 or price or latency or rate or fit
+    listed = [_build_json(name, item) for name, item in plans.items()]
+    if json_ and is_comparison:
         print_json({"goals": asdict(goals), "rows": [asdict(row) for row in rows], "machines": listed})
-    else:
+    elif json_:
+        print_json(listed[0])
+    elif is_comparison:
+        missing = plans.keys() - {row.machine for row in rows} if not (fit and rows) else ()
         text = [_format_machines(rows, plans, machines, goals)] if rows else []
-        text += [_explain_missing(name, plans[name], goals) for name in missing if not fit or not rows]
-        print_text("\n".join(text))
+        print_text("\n".join([*text, *(_explain_missing(name, plans[name]) for name in plans if name in missing)]))
+    else:
+        print_text(_format_plan(next(iter(plans.values())), next(iter(plans))))
     if not rows:
         raise SystemExit(InfeasibleError.exit_code)
+
+
+def _build_json(machine: str, plan: Plan) -> dict[str, Any]:
+    notes = [describe_note(note) for note in plan.diagnostics]
+    return {**({"machine": machine} if machine else {}), **asdict(plan), "diagnostics": notes}
 
 
 def _format_machines(
@@ -187,7 +162,7 @@ def _format_machines(
 _ESTIMATES = "estimates: by published peak rates, not measured; docs/machines.md says how far off they are"
 
 
-def _explain_missing(name: str, plan: Plan, goals: Goals) -> str:
+def _explain_missing(name: str, plan: Plan) -> str:
     """Return why a machine has no row."""
     from onnxplace.report import format_milliseconds
 
@@ -195,7 +170,7 @@ def _explain_missing(name: str, plan: Plan, goals: Goals) -> str:
     if not fitting:
         return f"{name} does not fit: {plan.strategies[0].problem}"
     latency = format_milliseconds(min(item.step_seconds or 0.0 for item in fitting))
-    rate = max(1 / item.interval_seconds for item in fitting if item.interval_seconds)
+    rate = max((1 / item.interval_seconds for item in fitting if item.interval_seconds), default=0.0)
     return f"{name} does not meet the goals: at least {latency}, at most {rate:.4g} requests/s"
 
 

@@ -132,62 +132,56 @@ def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]
 
 
 def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds `--machine` and `--save-target`.
-
-    The command gets `machine`; the file is written before it runs.
-    """
+    """Return a decorator that adds `--machine`, which the command gets, and `--save-target`, written after it."""
+    help_text = "Devices and links by name, as `onnxplace machines` lists them"
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def run(
-            *arguments: Any, machine: str | tuple[str, ...] | None, save_target: Path | None, **options: Any
-        ) -> None:
+        def run(*arguments: Any, save_target: Path | None, **options: Any) -> None:
+            machine = options["machine"]
+            text = _describe_machine([machine] if isinstance(machine, str) else machine or ()) if save_target else ""
+            command(*arguments, **options)
             if save_target:
-                _save_machine([machine] if isinstance(machine, str) else list(machine or ()), save_target)
-            command(*arguments, machine=machine, **options)
+                from onnxplace.utils import write_file
+
+                write_file(save_target, lambda stream: stream.write(text.encode()))
 
         decorated = click.option(
             "--save-target",
             type=click.Path(path_type=Path),
+            callback=lambda *arguments: _check_writable(arguments[-1]),
             metavar="F.toml",
             help="Write the machine to a target file.",
         )(run)
-        several = "; may be repeated, to compare machines" if multiple else ""
         return click.option(
             "--machine",
             multiple=multiple,
             metavar="8xH100-NVLink",
             shell_complete=complete_machines,
-            help=f"Devices and links by name, as `onnxplace machines` lists them{several}.",
+            help=f"{help_text}{'; may be repeated' if multiple else ''}.",
         )(decorated)
 
     return decorate
 
 
-def _save_machine(names: Sequence[str], path: Path) -> None:
-    """Write a machine to a target file, with the sources of its figures."""
-    from onnxplace.target import format_target, parse_machine, read_catalogue
-    from onnxplace.utils import require_writable, write_file
+def _check_writable(path: Path | None) -> Path | None:
+    from onnxplace.utils import require_writable
+
+    if path is not None:
+        require_writable(path)
+    return path
+
+
+def _describe_machine(names: Sequence[str]) -> str:
+    """Return the target file of a machine, with the sources of its figures."""
+    from onnxplace.target import format_target, parse_machine
 
     if len(names) != 1:
         raise UsageError("U042", "--save-target writes one machine", hint="name it: --machine 8xH100-NVLink")
-    machine, catalogue = parse_machine(names[0]), read_catalogue().devices
-    require_writable(path)
-    sources = dict.fromkeys(
-        (item.source, item.basis)
-        for item in (
-            *(catalogue[name] for name in machine.device.parts or [machine.device.name]),
-            machine.fabric,
-            machine.network,
-        )
-        if item
-    )
-    lines = [
-        f"# {machine.name}: published figures, none measured",
-        *(f"# {source} {basis}".rstrip() for source, basis in sources),
-    ]
-    text = "\n".join([*lines, format_target(machine.to_target(), compact=True)])
-    write_file(path, lambda stream: stream.write(text.encode()))
+    machine = parse_machine(names[0])
+    sources = [f"# {item.source} {item.basis}".rstrip() for item in machine.parts]
+    heading = f"# {machine.name}: published figures, none measured"
+    return "\n".join([heading, *dict.fromkeys(sources), format_target(machine.to_target(), compact=True)])
 
 
 def _check_seed(value: int) -> int:

@@ -22,8 +22,6 @@ class CatalogueDevice:
     """Address of the data sheet."""
     published: str
     """Year and month of the data sheet."""
-    checked: str
-    """Date on which the figures were compared with it."""
     aliases: tuple[str, ...] = ()
     kind: str = ""
     """Kind of device that runs it, such as `cuda`."""
@@ -52,7 +50,6 @@ class Fabric:
     bytes_per_second: float
     """In one direction."""
     source: str
-    checked: str
     aliases: tuple[str, ...] = ()
     latency_seconds: float | None = None
     """Of the hardware; None where it is not published."""
@@ -65,6 +62,8 @@ class Catalogue:
 
     devices: Mapping[str, CatalogueDevice]
     fabrics: Mapping[str, Fabric]
+    checked: str
+    """Date on which the figures were last compared with their sources."""
 
 
 @cache
@@ -77,7 +76,6 @@ def read_catalogue() -> Catalogue:
     from pydantic import TypeAdapter
 
     data = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
-    for table in (data["devices"], data["fabrics"]):
-        for name, entry in table.items():
-            entry |= {"name": name, "checked": data["checked"]}
-    return TypeAdapter(Catalogue).validate_python({key: data[key] for key in ("devices", "fabrics")})
+    for name, entry in (*data["devices"].items(), *data["fabrics"].items()):
+        entry["name"] = name
+    return TypeAdapter(Catalogue).validate_python(data)

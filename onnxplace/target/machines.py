@@ -45,6 +45,12 @@ class Machine:
         host = f"{count}{self.device.name}" + (f"-{self.fabric.name}" if self.fabric and not is_known else "")
         return f"{self.hosts}x({host})-{self.network.name}" if self.network else host
 
+    @property
+    def parts(self) -> tuple[CatalogueDevice | Fabric, ...]:
+        """Return the entries of the catalogue that it is made of."""
+        devices = [read_catalogue().devices[name] for name in self.device.parts] or [self.device]
+        return (*devices, *(fabric for fabric in (self.fabric, self.network) if fabric))
+
     def to_target(self) -> Target:
         """Return its devices and links.
 

@@ -42,7 +42,7 @@ def test_the_catalogue_is_listed_with_sources(run_cli):
     assert "NVLink4" in listed.out
     data = json.loads(run_cli("machines", "--json").out)
     assert data["devices"]["T4"]["rates"]["int8"] == 130e12
-    assert all(item["source"] for table in data.values() for item in table.values())
+    assert all(item["source"] for table in (data["devices"], data["fabrics"]) for item in table.values())
 
 
 def test_a_plan_names_its_machine_and_says_that_it_is_an_estimate(run_cli, model):
@@ -141,6 +141,11 @@ def test_place_takes_the_devices_and_links_of_a_machine(run_cli, tmp_path):
         (("--machine", "L4", "--latency", "20"), ("error[U005] --latency", "got '20'", "--latency 20ms")),
         (("--machine", "L4", "--latency", "-1ms"), ("error[U005] --latency", "expected a number above 0")),
         (("--machine", "L4", "--rate", "0/s"), ("error[U005] --rate", "expected a number above 0", "--rate 500/s")),
+        (("--machine", "L4", "--save-target", "absent/t.toml"), ("error[U032] absent/t.toml",)),
+        (
+            ("--machine", "L4", "--save-target", "t.toml", "--devices", "cpu:0"),
+            ("error[U042] --devices and --machine",),
+        ),
         (("--save-target", "t.toml"), ("error[U042] --save-target writes one machine", "--machine 8xH100-NVLink")),
         (
             ("--machine", "L4", "--machine", "T4", "--save-target", "t.toml"),

@@ -15,7 +15,7 @@ def test_every_figure_of_the_catalogue_has_a_source_and_a_date():
     for item in CATALOGUE.devices.values():
         assert item.source.startswith("https://")
         assert item.published[:2] == "20"
-        assert item.checked > item.published
+        assert CATALOGUE.checked > item.published
         if not item.parts:
             assert "float32" in item.rates
             assert set(item.rates) <= {"float32", *DATA_TYPES}
@@ -24,7 +24,6 @@ def test_every_figure_of_the_catalogue_has_a_source_and_a_date():
     for fabric in CATALOGUE.fabrics.values():
         assert fabric.source.startswith("https://")
         assert fabric.bytes_per_second > 1e9
-        assert fabric.checked
     assert all(name in CATALOGUE.fabrics for item in CATALOGUE.devices.values() for name in item.fabrics)
 
 
