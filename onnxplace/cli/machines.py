@@ -32,27 +32,16 @@ def format_catalogue(catalogue: Catalogue) -> str:
     from onnxplace.target import DATA_TYPES
 
     types = ("float32", *DATA_TYPES)
-    devices = [
-        (
-            item.name,
-            item.kind,
-            format_bytes(item.memory_bytes),
-            f"{item.memory_bytes_per_second / 1e9:.0f}",
-            *(f"{item.rates[name] / 1e12:.4g}" if name in item.rates else "-" for name in types),
-            item.fabrics[0] if item.fabrics else "-",
-        )
-        for item in catalogue.devices.values()
-        if not item.parts
-    ]
-    fabrics = [
-        (
-            item.name,
-            "hosts" if item.family == "network" else "devices of a host",
-            f"{item.bytes_per_second / 1e9:.4g}",
-            "-" if item.latency_seconds is None else f"{item.latency_seconds * 1e6:.2g} us",
-        )
-        for item in catalogue.fabrics.values()
-    ]
+    devices = []
+    for item in catalogue.devices.values():
+        rates = (f"{item.rates[name] / 1e12:.4g}" if name in item.rates else "-" for name in types)
+        sizes = format_bytes(item.memory_bytes), f"{item.memory_bytes_per_second / 1e9:.0f}"
+        devices += [] if item.parts else [(item.name, item.kind, *sizes, *rates, ", ".join(item.fabrics[:1]) or "-")]
+    fabrics = []
+    for fabric in catalogue.fabrics.values():
+        latency = "-" if fabric.latency_seconds is None else f"{fabric.latency_seconds * 1e6:.2g} us"
+        ends = "hosts" if fabric.family == "network" else "devices of a host"
+        fabrics.append((fabric.name, ends, f"{fabric.bytes_per_second / 1e9:.4g}", latency))
     whole = [f"{item.name}: {' and '.join(item.parts)}" for item in catalogue.devices.values() if item.parts]
     return "\n".join(
         [

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from onnxplace.driver.planning import Plan, PlannedStrategy
-from onnxplace.errors import MAX_SHOWN, InputError, TargetError, UsageError, format_one_line, format_value
-from onnxplace.target import Machine, parse_machine
-from onnxplace.utils import read_text
+from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value
+from onnxplace.target import Machine, parse_machine, read_toml
 
 SECONDS_PER_HOUR, REQUESTS = 3600, 1_000_000
 
@@ -58,12 +56,9 @@ def list_machine_rows(plans: Mapping[str, Plan], goals: Goals, prices: Mapping[s
     rows = []
     for machine, plan in plans.items():
         meeting = [item for item in plan.strategies if goals.are_met(item)]
-        keys: tuple[Callable[[PlannedStrategy], float], ...] = (
-            lambda item: item.step_seconds or 0.0,
-            lambda item: item.interval_seconds or 0.0,
-        )
-        chosen = [min(meeting, key=key) for key in keys] if meeting else []
-        for item in chosen[:1] if chosen[:1] == chosen[1:] else chosen:
+        fastest = min(meeting, key=lambda item: item.step_seconds or 0.0, default=None)
+        most = min(meeting, key=lambda item: item.interval_seconds or 0.0, default=None)
+        for item in (item for item in meeting if item is fastest or item is most):
             price = prices[machine] if prices else None
             answered = goals.rate or 1 / (item.interval_seconds or math.inf)
             cost = None if price is None or not answered else price / SECONDS_PER_HOUR / answered * REQUESTS
@@ -78,13 +73,7 @@ def read_prices(path: str | Path, machines: Mapping[str, Machine]) -> dict[str, 
 
     Raises TargetError for a file that is wrong, or lacks a machine.
     """
-    where = str(path)
-    try:
-        data = tomllib.loads(read_text(path, "T015", "TOML"))
-    except InputError as problem:
-        raise TargetError("T015", problem.message, where=problem.where, hint=problem.hint) from None
-    except (ValueError, RecursionError) as problem:
-        raise TargetError("T015", f"not TOML: {format_one_line(problem)}", where=where) from None
+    data, where = read_toml(path, "T015"), str(path)
     hint = 'write prices per hour below [per_hour], such as "8xH100-NVLink" = 20.0 or "H100-SXM" = 2.5'
     listed = data.get("per_hour")
     if not isinstance(listed, dict) or len(data) > 1:

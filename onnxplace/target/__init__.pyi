@@ -21,4 +21,8 @@ from onnxplace.target.target import (
     default_link as default_link,
     request_overhead_seconds as request_overhead_seconds,
 )
-from onnxplace.target.target_file import format_target as format_target, read_target as read_target
+from onnxplace.target.target_file import (
+    format_target as format_target,
+    read_target as read_target,
+    read_toml as read_toml,
+)

@@ -30,14 +30,7 @@ def read_target(path: str | Path) -> Target:
     >>> read_target("target.toml").devices[0].id  # doctest: +SKIP
     'cpu:0'
     """
-    try:
-        data = tomllib.loads(read_text(path, "T007", "TOML"))
-    except InputError as problem:
-        raise TargetError("T007", problem.message, where=problem.where, hint=problem.hint) from None
-    except RecursionError:
-        raise TargetError("T007", "not TOML: it is nested too deeply", where=str(path)) from None
-    except ValueError as problem:  # a syntax error, or a number of thousands of digits
-        raise TargetError("T007", f"not TOML: {format_one_line(problem)}", where=str(path)) from None
+    data = read_toml(path, "T007")
     try:
         return _parse_target(data)
     except TargetError as problem:
@@ -45,6 +38,18 @@ def read_target(path: str | Path) -> Target:
         raise TargetError(problem.code, problem.message, where=place, hint=problem.hint) from None
     except ValueError as problem:
         raise TargetError("T007", f"not a target: {problem}", where=str(path), hint="see docs/target.md") from None
+
+
+def read_toml(path: str | Path, code: str) -> dict[str, object]:
+    """Read a TOML file; raises TargetError with this code."""
+    try:
+        return tomllib.loads(read_text(path, code, "TOML"))
+    except InputError as problem:
+        raise TargetError(code, problem.message, where=problem.where, hint=problem.hint) from None
+    except RecursionError:
+        raise TargetError(code, "not TOML: it is nested too deeply", where=str(path)) from None
+    except ValueError as problem:  # a syntax error, or a number of thousands of digits
+        raise TargetError(code, f"not TOML: {format_one_line(problem)}", where=str(path)) from None
 
 
 def _parse_target(data: dict[str, object]) -> Target:
