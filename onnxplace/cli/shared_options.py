@@ -138,18 +138,19 @@ def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], C
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(*arguments: Any, save_target: Path | None, **options: Any) -> None:
-            machine = options["machine"]
-            text = _describe_machine([machine] if isinstance(machine, str) else machine or ()) if save_target else ""
-            command(*arguments, **options)
-            if save_target:
-                from onnxplace.utils import write_file
+            if save_target is None:
+                command(*arguments, **options)
+                return
+            from onnxplace.utils import require_writable, write_file
 
-                write_file(save_target, lambda stream: stream.write(text.encode()))
+            text = _describe_machine(options["machine"] or ())
+            require_writable(save_target)
+            command(*arguments, **options)
+            write_file(save_target, lambda stream: stream.write(text.encode()))
 
         decorated = click.option(
             "--save-target",
             type=click.Path(path_type=Path),
-            callback=lambda *arguments: _check_writable(arguments[-1]),
             metavar="F.toml",
             help="Write the machine to a target file.",
         )(run)
@@ -164,18 +165,11 @@ def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], C
     return decorate
 
 
-def _check_writable(path: Path | None) -> Path | None:
-    from onnxplace.utils import require_writable
-
-    if path is not None:
-        require_writable(path)
-    return path
-
-
-def _describe_machine(names: Sequence[str]) -> str:
+def _describe_machine(named: str | tuple[str, ...]) -> str:
     """Return the target file of a machine, with the sources of its figures."""
     from onnxplace.target import format_target, parse_machine
 
+    names = [named] if isinstance(named, str) else named
     if len(names) != 1:
         raise UsageError("U042", "--save-target writes one machine", hint="name it: --machine 8xH100-NVLink")
     machine = parse_machine(names[0])
