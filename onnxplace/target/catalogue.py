@@ -21,7 +21,7 @@ class CatalogueDevice:
     source: str
     """Address of the data sheet."""
     published: str
-    """Year and month of the data sheet."""
+    """Year and month in which the figures appeared, approximately."""
     aliases: tuple[str, ...] = ()
     kind: str = ""
     """Kind of device that runs it, such as `cuda`."""
@@ -62,8 +62,8 @@ class Catalogue:
 
     devices: Mapping[str, CatalogueDevice]
     fabrics: Mapping[str, Fabric]
-    checked: str
-    """Date on which the figures were last compared with their sources."""
+    entered: str
+    """Date on which the figures were entered."""
 
 
 @cache

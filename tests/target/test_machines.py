@@ -15,7 +15,7 @@ def test_every_figure_of_the_catalogue_has_a_source_and_a_date():
     for item in CATALOGUE.devices.values():
         assert item.source.startswith("https://")
         assert item.published[:2] == "20"
-        assert CATALOGUE.checked > item.published
+        assert CATALOGUE.entered > item.published
         if not item.parts:
             assert "float32" in item.rates
             assert set(item.rates) <= {"float32", *DATA_TYPES}
