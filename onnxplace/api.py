@@ -63,8 +63,8 @@ def compile(model: str | Path | ModelProto | Any, settings: CompileSettings) -> 
     file (`.pt2`), or a torch module with `example_inputs` (docs/models.md). The bundle is written to `output`, by
     default the model's path with the ending `.bundle`. Options are those of `onnxplace compile`:
 
-    - `devices`: "cuda:0,cuda:1" or a list, of this machine; or `target`: devices of any machine, or their file;
-      `max_memory`: "16GiB", or "cuda:0=16GiB,cpu:0=64GiB".
+    - `devices`: "cuda:0,cuda:1" or a list, of this machine; or `target`: devices of any machine, or their file; or
+      `machine`: "8xH100-NVLink", a name of docs/machines.md; `max_memory`: "16GiB", or "cuda:0=16GiB,cpu:0=64GiB".
     - `shape`: {"batch": 8}, sizes of symbolic dimensions; `inputs`: arrays by name, for measurements.
     - `placer`: may carry options, "auto{seconds=10}"; default: the one for the `objective` ("latency", "throughput",
       "fit"); `budget_seconds`: limit of its search; `seed`; `pipeline`: text of all passes, which replaces these.

@@ -27,6 +27,7 @@ from onnxplace.passes.profiling import (
     measure_peaks,
     report_unknown_sizes,
 )
+from onnxplace.passes.sharding import infer_with_runtime
 from onnxplace.passes.step_recognition import recognise_training_step, report_unusable_loss
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
@@ -76,11 +77,17 @@ class ProfileCosts(Pass):
             return self._finish(state, _join_units(profile, model), notes)
         shapes = infer_static_shapes(model)
         sizes = value_bytes(model, {**shapes, **model.input_shapes()})
+        obstacles = {device.cost_class: self._find_obstacle(device) for device in state.target.devices}
+        inferred = None
+        if all(obstacles.values()):  # a measurement would tell what ONNX cannot infer
+            inferred = infer_with_runtime(model, model.input_shapes())
+            shapes = {**inferred.shapes, **shapes}
+            sizes = {**inferred.count_bytes(), **sizes}
         structure = ModelStructure.of(model, shapes, sizes)
-        measurements, notes = self._measure_classes(state, structure)
+        measurements, notes = self._measure_classes(state, structure, obstacles)
         for measurement in measurements.values():
             sizes = {**measurement.value_bytes, **sizes}
-        estimates = self._estimate_classes(state, structure, measurements)
+        estimates = self._estimate_classes(state, structure, measurements, inferred.types if inferred else {})
         classes = [device.cost_class for device in state.target.devices]
         profile = assemble_profile(structure, classes, sizes, measurements, estimates)
         profile = _join_units(profile, model)
@@ -95,8 +102,12 @@ class ProfileCosts(Pass):
             write_file(Path(self.save), lambda stream: stream.write(text.encode()))
         return after
 
+    def _find_obstacle(self, device: Device) -> str | None:
+        """Return why the costs of a device are not measured, if so."""
+        return "estimates were requested" if self.estimate else find_measurement_obstacle(device)
+
     def _measure_classes(
-        self, state: State, structure: ModelStructure
+        self, state: State, structure: ModelStructure, obstacles: Mapping[str, str | None]
     ) -> tuple[dict[str, Measurement], list[Diagnostic]]:
         """Measure each class of device that can be measured on this machine."""
         limits: dict[str, int] = {}
@@ -106,9 +117,9 @@ class ProfileCosts(Pass):
         notes: list[Diagnostic] = []
         devices = {device.cost_class: device for device in state.target.devices}
         for number, (cost_class, device) in enumerate(devices.items()):
-            reason = "estimates were requested" if self.estimate else find_measurement_obstacle(device)
-            if reason:
-                basis = "peaks measured here" if self._uses_local_peaks(device) else "assumed peaks"
+            if reason := obstacles[cost_class]:
+                assumed = "the target's peaks" if device.operations_per_second else "assumed peaks"
+                basis = "peaks measured here" if self._uses_local_peaks(device) else assumed
                 message = f"costs are estimated from {basis}, not measured: {reason}"
                 notes.append(Diagnostic("C001", message, where=cost_class))
                 continue
@@ -137,6 +148,7 @@ class ProfileCosts(Pass):
         state: State,
         structure: ModelStructure,
         measurements: Mapping[str, Measurement],
+        types: Mapping[str, int],
     ) -> dict[str, Floats]:
         """Estimate seconds per node for classes that are not completely measured."""
         devices = {
@@ -149,7 +161,7 @@ class ProfileCosts(Pass):
         estimates: dict[str, Floats] = {}
         for cost_class, device in devices.items():
             peaks = cpu_peaks if self._uses_local_peaks(device) else device_peaks(device)
-            estimates[cost_class] = estimate_seconds(structure.model, structure.shapes, cost_class, peaks)
+            estimates[cost_class] = estimate_seconds(structure.model, structure.shapes, cost_class, peaks, types)
         return estimates
 
     def _uses_local_peaks(self, device: Device) -> bool:

@@ -26,6 +26,7 @@ from onnxplace.cli.devices import devices, hosts
 from onnxplace.cli.doctor import doctor
 from onnxplace.cli.explain import explain
 from onnxplace.cli.export import export, merge
+from onnxplace.cli.machines import machines
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.report import report
@@ -128,6 +129,7 @@ for command in (
     plan,
     place,
     devices,
+    machines,
     hosts,
     doctor,
     explain,

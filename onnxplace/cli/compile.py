@@ -24,6 +24,7 @@ from onnxplace.cli.shared_options import (
     seed_option,
     shape_option,
     show_progress,
+    with_machine,
     with_operator_libraries,
 )
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     metavar="F.toml",
     help="Devices and links from a file, of this or another machine (docs/target.md).",
 )
+@with_machine()
 @click.option(
     "--max-memory",
     metavar="16GiB",

@@ -102,6 +102,15 @@ def complete_devices(ctx: click.Context, param: click.Parameter, incomplete: str
     ]
 
 
+def complete_machines(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the devices of the catalogue, behind the number that is typed."""
+    from onnxplace.target import read_catalogue
+
+    number, times, name = incomplete.rpartition("x") if incomplete[:1].isdecimal() else ("", "", incomplete)
+    names = [item for item in read_catalogue().devices if item.lower().startswith(name.lower())]
+    return [CompletionItem(number + times + item) for item in names]
+
+
 def _list_devices() -> Iterable[str]:
     gpus = sorted(int(path.removeprefix("/dev/nvidia")) for path in glob.glob("/dev/nvidia[0-9]*"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

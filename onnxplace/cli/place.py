@@ -22,6 +22,7 @@ from onnxplace.cli.shared_options import (
     print_notes,
     print_text,
     show_progress,
+    with_machine,
 )
 from onnxplace.errors import UsageError, format_count, format_name
 from onnxplace.report import format_bytes, format_milliseconds, format_table
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 @budget_option
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="For placers that search.")
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="How many; default: as many as the graph names.")
+@with_machine()
 @click.option("--max-memory", metavar="16GiB", help="Per device; default: what the graph says.")
 @click.option("--links", type=click.Choice(["duplex", "parallel", "sequential"]), default="duplex", show_default=True)
 @click.option(
@@ -78,16 +80,26 @@ if TYPE_CHECKING:
 @as_json
 def place(
     *, graph: Path, output: Path | None, graph_format: Any, devices: int | None, max_memory: str | None, links: Any,
-    placement: Path | None, budget: float | None, strict: bool, report: Path | None, json_: bool, **options: Any
+    machine: str | None, placement: Path | None, budget: float | None, strict: bool, report: Path | None, json_: bool,
+    **options: Any
 ) -> None:  # fmt: skip
     """Place the cost graph GRAPH (JSON, .graphml, or one of them with .gz; docs/cost-graphs.md); no ONNX needed.
 
     Prints how long a step takes and what each device holds; --json also prints the device of each node.
     """
     from onnxplace.cost_graph import read_cost_graph, write_cost_graph
-    from onnxplace.driver import evaluate_placement, place_cost_graph, read_placement, replace_devices
-    from onnxplace.target import parse_bytes
+    from onnxplace.driver import (
+        apply_target,
+        evaluate_placement,
+        place_cost_graph,
+        read_placement,
+        replace_devices,
+        require_one_target,
+    )
+    from onnxplace.target import parse_bytes, parse_machine
 
+    require_one_target(devices, None, machine)
+    target = parse_machine(machine).to_target() if machine is not None else None
     if placement:
         _require_scoring_only(["budget", *options])
     if output:
@@ -97,7 +109,9 @@ def place(
     announce_loop_compilation(json_)
     memory_bytes = parse_bytes(max_memory) if max_memory else None
     with show_progress(json_, "reading the graph") as display:
-        cost_graph = replace_devices(read_cost_graph(graph, graph_format, devices), devices, memory_bytes)
+        cost_graph = read_cost_graph(graph, graph_format, len(target.devices) if target else devices)
+        cost_graph = apply_target(cost_graph, target) if target else cost_graph
+        cost_graph = replace_devices(cost_graph, devices, memory_bytes)
         if display:
             display("placing", 0, 1)
         if placement:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,11 +21,13 @@ from onnxplace.cli.shared_options import (
     print_text,
     shape_option,
     show_progress,
+    with_machine,
 )
-from onnxplace.errors import InfeasibleError, format_name
+from onnxplace.errors import InfeasibleError, UsageError, format_name
 
 if TYPE_CHECKING:
-    from onnxplace.driver import Plan, PlannedStrategy
+    from onnxplace.driver import Goals, MachineRow, Plan, PlannedStrategy
+    from onnxplace.target import Machine
 
 
 @click.command(short_help="Compare strategies for a model; write nothing.")
@@ -41,6 +44,11 @@ if TYPE_CHECKING:
     metavar="F.toml",
     help="Devices and links from a file, of this or another machine (docs/target.md).",
 )
+@with_machine(multiple=True)
+@click.option("--price", type=click.Path(path_type=Path), metavar="F.toml", help="Your prices per hour, of machines.")
+@click.option("--latency", metavar="20ms", help="Of machines, keep what answers in this time.")
+@click.option("--rate", metavar="500/s", help="Of machines, keep what answers so many requests.")
+@click.option("--fit", is_flag=True, help="Of machines, keep what fits into memory.")
 @click.option("--max-memory", metavar="16GiB", help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB.")
 @shape_option
 @click.option("--state", multiple=True, metavar="OUT=IN", help="Outputs that are inputs of the next call.")
@@ -54,6 +62,11 @@ def plan(
     *,
     devices: str | None,
     target: Path | None,
+    machine: tuple[str, ...],
+    price: Path | None,
+    latency: str | None,
+    rate: str | None,
+    fit: bool,
     max_memory: str | None,
     shape: str,
     state: tuple[str, ...],
@@ -68,34 +81,104 @@ def plan(
     The ways are: one device, whole operators placed, copies of the model, pipeline stages, copies of stages, and
     operators split over 2, 4, 8 devices, in copies or stages. Nothing is written. Costs are measured where the devices
     are here, else estimated. The exit code is 3 if none of them fits the memory limits.
-    """
-    from onnxplace.driver import plan_model
 
+    With several --machine, or with goals or prices: one table, of the ways with least latency and with most requests.
+    """
+    from onnxplace.driver import list_machine_rows, parse_goals, plan_model, read_prices, require_one_target
+    from onnxplace.target import parse_machine
+
+    require_one_target(devices, target, machine or None)
+    machines = {item.name: item for item in map(parse_machine, machine)}
+    if not machines and (price or latency or rate or fit):
+        message = "--price, --latency, --rate and --fit choose between machines"
+        raise UsageError("U042", message, hint="name machines: --machine 2xL4 --machine H100")
+    goals = parse_goals(latency, rate)
+    prices = read_prices(price, machines) if price else None
     announce_loop_compilation(json_)
+    plans: dict[str, Plan] = {}
     with show_progress(json_, "reading the model") as observer:
-        result = plan_model(
-            model,
-            devices=devices,
-            target=target,
-            max_memory=max_memory,
-            shape=parse_shape(shape),
-            state=state,
-            llm=llm,
-            costs=costs,
-            cache=not no_cache,
-            estimate=estimate,
-            observer=observer,
-        )
-    print_notes(result.diagnostics)
-    if json_:
-        print_json({**asdict(result), "diagnostics": [describe_note(note) for note in result.diagnostics]})
+        for name in machines or [None]:
+            plans[name or ""] = plan_model(
+                model,
+                devices=devices,
+                target=target,
+                machine=name,
+                max_memory=max_memory,
+                shape=parse_shape(shape),
+                state=state,
+                llm=llm,
+                costs=costs,
+                cache=not no_cache,
+                estimate=estimate,
+                observer=observer,
+            )
+    rows = list_machine_rows(plans, goals, prices)
+    print_notes(list(dict.fromkeys(note for item in plans.values() for note in item.diagnostics)))
+    is_comparison = len(machines) > 1 or price or latency or rate or fit
+    listed = [_build_json(name, item) for name, item in plans.items()]
+    if json_ and is_comparison:
+        print_json({"goals": asdict(goals), "rows": [asdict(row) for row in rows], "machines": listed})
+    elif json_:
+        print_json(listed[0])
+    elif is_comparison:
+        missing = plans.keys() - {row.machine for row in rows} if not (fit and rows) else ()
+        text = [_format_machines(rows, plans, machines, goals)] if rows else []
+        print_text("\n".join([*text, *(_explain_missing(name, plans[name]) for name in plans if name in missing)]))
     else:
-        print_text(_format_plan(result))
-    if all(item.step_seconds is None for item in result.strategies):
+        print_text(_format_plan(next(iter(plans.values())), next(iter(plans))))
+    if not rows:
         raise SystemExit(InfeasibleError.exit_code)
 
 
-def _format_plan(plan: Plan) -> str:
+def _build_json(machine: str, plan: Plan) -> dict[str, Any]:
+    notes = [describe_note(note) for note in plan.diagnostics]
+    return {**({"machine": machine} if machine else {}), **asdict(plan), "diagnostics": notes}
+
+
+def _format_machines(
+    rows: Sequence[MachineRow], plans: Mapping[str, Plan], machines: Mapping[str, Machine], goals: Goals
+) -> str:
+    from onnxplace.report import format_bytes, format_milliseconds, format_table
+
+    cells = []
+    for row in rows:
+        item, device = row.strategy, machines[row.machine].to_target().devices[0]
+        prices = (row.price_per_hour, row.requests_price) if row.price_per_hour is not None else ()
+        cells.append(
+            (
+                row.machine,
+                item.name,
+                str(item.devices),
+                format_milliseconds(item.step_seconds or 0.0),
+                f"{1 / item.interval_seconds:.4g}" if item.interval_seconds else "-",
+                f"{format_bytes(item.peak_bytes or 0)} of {format_bytes(device.memory_bytes)}",
+                "measured" if plans[row.machine].is_measured else "estimate",
+                *("-" if price is None else f"{price:.4g}" for price in prices),
+            )
+        )
+    load = f"at {goals.rate:.4g}/s" if goals.rate else "at full load"
+    header = ("machine", "strategy", "devices", "latency", "requests/s", "memory", "basis")
+    prices_header = ("price/h", f"per million {load}") if rows[0].price_per_hour is not None else ()
+    return "\n".join([format_table((*header, *prices_header), cells, left=2), _ESTIMATES])
+
+
+# What figures of machines that are not there are worth.
+_ESTIMATES = "estimates: by published peak rates, not measured; docs/machines.md says how far off they are"
+
+
+def _explain_missing(name: str, plan: Plan) -> str:
+    """Return why a machine has no row."""
+    from onnxplace.report import format_milliseconds
+
+    fitting = [item for item in plan.strategies if item.step_seconds is not None]
+    if not fitting:
+        return f"{name} does not fit: {plan.strategies[0].problem}"
+    latency = format_milliseconds(min(item.step_seconds or 0.0 for item in fitting))
+    rate = max((1 / item.interval_seconds for item in fitting if item.interval_seconds), default=0.0)
+    return f"{name} does not meet the goals: at least {latency}, at most {rate:.4g} requests/s"
+
+
+def _format_plan(plan: Plan, machine: str) -> str:
     """Return the strategies as a table; the best latency and the best throughput are marked."""
     from onnxplace.report import format_table
 
@@ -109,9 +192,10 @@ def _format_plan(plan: Plan) -> str:
     basis = "costs measured on this machine" if plan.is_measured else "costs are estimates: compare rows, not figures"
     return "\n".join(
         [
-            f"{format_name(plan.model)}: {basis}",
+            f"{format_name(plan.model)}{' on ' * bool(machine)}{machine}: {basis}",
             format_table(header, rows),
             "* least latency, ** most requests; memory and weights: of the device that needs most",
+            *([_ESTIMATES] if machine and not plan.is_measured else []),
             *problems,
         ]
     )

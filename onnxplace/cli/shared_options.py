@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completion import complete_runtimes
+from onnxplace.cli.completion import complete_machines, complete_runtimes
 from onnxplace.cli.terminal import (
     as_json as as_json,
     is_quiet,
@@ -133,6 +133,53 @@ def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]
         help="A shared library with operators that ONNX Runtime lacks; may be repeated.",
     )
     return option(run)
+
+
+def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds `--machine`, which the command gets, and `--save-target`, written after it."""
+    help_text = "Devices and links by name, as `onnxplace machines` lists them"
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(*arguments: Any, save_target: Path | None, **options: Any) -> None:
+            if save_target is None:
+                command(*arguments, **options)
+                return
+            from onnxplace.utils import require_writable, write_file
+
+            text = _describe_machine(options["machine"] or ())
+            require_writable(save_target)
+            command(*arguments, **options)
+            write_file(save_target, lambda stream: stream.write(text.encode()))
+
+        decorated = click.option(
+            "--save-target",
+            type=click.Path(path_type=Path),
+            metavar="F.toml",
+            help="Write the machine to a target file.",
+        )(run)
+        return click.option(
+            "--machine",
+            multiple=multiple,
+            metavar="8xH100-NVLink",
+            shell_complete=complete_machines,
+            help=f"{help_text}{'; may be repeated' if multiple else ''}.",
+        )(decorated)
+
+    return decorate
+
+
+def _describe_machine(named: str | tuple[str, ...]) -> str:
+    """Return the target file of a machine, with the sources of its figures."""
+    from onnxplace.target import format_target, parse_machine
+
+    names = [named] if isinstance(named, str) else named
+    if len(names) != 1:
+        raise UsageError("U042", "--save-target writes one machine", hint="name it: --machine 8xH100-NVLink")
+    machine = parse_machine(names[0])
+    sources = [f"# {item.source} {item.basis}".rstrip() for item in machine.parts]
+    heading = f"# {machine.name}: published figures, none measured"
+    return "\n".join([heading, *dict.fromkeys(sources), format_target(machine.to_target(), compact=True)])
 
 
 def _check_seed(value: int) -> int:

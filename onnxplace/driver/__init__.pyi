@@ -1,13 +1,24 @@
-from onnxplace.driver.compile_options import CompileSettings as CompileSettings
+from onnxplace.driver.compile_options import (
+    CompileSettings as CompileSettings,
+    require_one_target as require_one_target,
+)
 from onnxplace.driver.compiler import (
     Compiled as Compiled,
     compile_model as compile_model,
     compile_with as compile_with,
 )
 from onnxplace.driver.keywords import takes_fields_of as takes_fields_of
+from onnxplace.driver.machine_choice import (
+    Goals as Goals,
+    MachineRow as MachineRow,
+    list_machine_rows as list_machine_rows,
+    parse_goals as parse_goals,
+    read_prices as read_prices,
+)
 from onnxplace.driver.placer import (
     Grouping as Grouping,
     PlacementResult as PlacementResult,
+    apply_target as apply_target,
     evaluate_placement as evaluate_placement,
     place_cost_graph as place_cost_graph,
     read_placement as read_placement,

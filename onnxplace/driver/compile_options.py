@@ -23,7 +23,7 @@ from onnxplace.pipeline import (
     format_pipeline,
     format_tuple,
 )
-from onnxplace.target import Target, parse_bytes, parse_memory, read_target
+from onnxplace.target import Target, parse_bytes, parse_machine, parse_memory, read_target
 
 # No target has as many devices as more digits say.
 _WAYS = re.compile(r"[0-9]{1,4}")
@@ -37,6 +37,7 @@ class CompileSettings:
     _: KW_ONLY
     devices: str | Sequence[str] | None = None
     target: Target | str | Path | None = None
+    machine: str | None = None
     max_memory: str | int | None = None
     shape: Mapping[str, int] | None = None
     inputs: Mapping[str, Array] | None = None
@@ -114,7 +115,7 @@ class CompileSettings:
 
     def check(self) -> None:
         """Raise UsageError for options that exclude each other."""
-        require_one_target(self.devices, self.target)
+        require_one_target(self.devices, self.target, self.machine)
         if self.pipeline is not None and (
             self.placer or self.objective != "latency" or self.budget_seconds is not None
         ):
@@ -263,22 +264,29 @@ def _parse_output(output: object) -> Path:
     raise UsageError("U032", f"expected {expected}, got {output!r}", where="output", hint="name a new folder")
 
 
-def require_one_target(devices: object, target: object) -> None:
+def require_one_target(devices: object, target: object, machine: object = None) -> None:
     """Raise UsageError if devices are named in two ways."""
-    if target is not None and devices is not None:
-        hint = "name the devices in the target file"
-        raise UsageError("U042", "--devices and --target exclude each other", hint=hint)
+    given = {"--devices": devices, "--target": target, "--machine": machine}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        hint = "name the devices in the target file" if machine is None else "--save-target writes a machine to a file"
+        raise UsageError("U042", f"{' and '.join(names)} exclude each other", hint=hint)
 
 
 def choose_target(
-    devices: str | Sequence[str] | None, target: Target | str | Path | None, max_memory: str | int | None
+    devices: str | Sequence[str] | None,
+    target: Target | str | Path | None,
+    max_memory: str | int | None,
+    machine: str | None = None,
 ) -> Target:
-    """Return the target, or that of a file, or devices of this machine, with memory limits.
+    """Return the target, that of a file or of a machine's name, or devices of this machine, with memory limits.
 
-    Raises UsageError if devices are given as well.
+    Raises UsageError if devices are given in two ways.
     """
-    require_one_target(devices, target)
-    if isinstance(target, (str, Path)):
+    require_one_target(devices, target, machine)
+    if machine is not None:
+        target = parse_machine(machine).to_target()
+    elif isinstance(target, (str, Path)):
         target = read_target(target)
     target = target or local_target(devices)
     if not max_memory:

@@ -60,7 +60,7 @@ def compile_with(model: str | Path | ModelProto | Any, settings: CompileSettings
     """Compile a model with a record of settings."""
     settings.check()
     steps = choose_pipeline(settings)
-    target = choose_target(settings.devices, settings.target, settings.max_memory)
+    target = choose_target(settings.devices, settings.target, settings.max_memory, settings.machine)
     with open_source(model, settings.example_inputs) as source:
         return _compile_source(source, steps, target, settings)
 

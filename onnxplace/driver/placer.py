@@ -187,6 +187,36 @@ def _build_result(
     )
 
 
+def apply_target(graph: CostGraph, target: Target) -> CostGraph:
+    """Return the cost graph on the devices of a target: their number, memory, links and relative speeds.
+
+    The costs of the graph's first device hold for the fastest device of the target. Another one takes longer by the
+    ratio of their `operations_per_second`, where the target gives it for both, and else as long.
+    """
+    first = graph.target.devices[0].cost_class
+    rates = [device.operations_per_second for device in target.devices]
+    slowdowns = [max(rates) / rate if rate > 0 else 1.0 for rate in rates]
+    # Costs are equal within a class, so each speed has a class of its own.
+    devices = tuple(
+        replace(graph.target.devices[0], id=f"cuda:{index}", memory_bytes=device.memory_bytes, model=f"{slowdown:.6g}")
+        for index, (device, slowdown) in enumerate(zip(target.devices, slowdowns))
+    )
+    renamed = dict(zip((device.id for device in target.devices), (device.id for device in devices)))
+    links = tuple(
+        replace(link, source=renamed[link.source], destination=renamed[link.destination])
+        for link in target.with_all_links().links
+    )
+    classes = {device.cost_class: slowdown for device, slowdown in zip(devices, slowdowns)}
+    profile = replace(
+        graph.profile,
+        seconds={name: graph.profile.seconds[first] * slowdown for name, slowdown in classes.items()},
+        sources=dict.fromkeys(classes, graph.profile.sources[first]),
+    )
+    ids = tuple(device.id for device in target.devices)
+    placed = Target(devices, links, target.link_model)
+    return replace(graph, profile=profile, target=placed, device_ids=ids)
+
+
 def replace_devices(graph: CostGraph, count: int | None, memory_bytes: int | None) -> CostGraph:
     """Return the cost graph on `count` devices, with other memory limits.
 

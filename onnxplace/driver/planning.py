@@ -59,6 +59,7 @@ def plan_model(
     *,
     devices: str | None = None,
     target: Target | str | Path | None = None,
+    machine: str | None = None,
     max_memory: str | None = None,
     shape: Mapping[str, int] | None = None,
     state: StateRequest = (),
@@ -74,6 +75,7 @@ def plan_model(
         model: Path of a model, as for `compile`.
         devices: Devices of this machine; by default all GPUs, else two cores.
         target: Devices and links, of this or another machine, or their file, instead.
+        machine: The name of a machine instead, such as 8xH100-NVLink.
         max_memory: Limit of each device.
         shape: Sizes of symbolic dimensions.
         state: Carried states, as for `compile`.
@@ -86,7 +88,7 @@ def plan_model(
     Raises:
         OnnxplaceError: the model, the costs or the target cannot be used.
     """
-    target = choose_target(devices, target, max_memory)
+    target = choose_target(devices, target, max_memory, machine)
     profile: Any = make_pass("profile")
     profile = replace(profile, costs=costs, cache=cache, estimate=estimate)
     with open_source(model) as source:

@@ -159,7 +159,8 @@ def require_device(device: Device, instead: str = "") -> None:
         if device.host:
             hints = ["use --runtime mpi, or compile for devices of this machine", instead]
         else:
-            hints = [_hint_install(device), "`onnxplace devices` lists all devices", instead]
+            elsewhere = "to plan for a machine that is not here: --machine H100 (`onnxplace machines`)"
+            hints = [_hint_install(device), "`onnxplace devices` lists all devices", instead, elsewhere]
         raise TargetError("T011", problem, where=device.id, hint="; ".join(filter(None, hints)))
 
 

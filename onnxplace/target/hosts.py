@@ -12,6 +12,8 @@ _LABEL = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 _HOST_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 # Host names are part of file names.
 MAX_HOST_NAME = 63
+# Both ends of a link that stands for every two devices, or for every two of one host.
+ALL_TO_ALL, PER_HOST = "all-to-all", "per-host"
 
 
 def split_host(device_id: str) -> tuple[str, str]:
@@ -83,7 +85,10 @@ def require_links(device_ids: Sequence[str], links: Collection[tuple[str, str]],
         where: For the error.
     """
     devices, hosts = set(device_ids), list_hosts(device_ids)
+    groups = {(ALL_TO_ALL, ALL_TO_ALL), (PER_HOST, PER_HOST)}
     for source, destination in links:
+        if (source, destination) in groups:
+            continue
         link = f"link {source} -> {destination}"
         if source == destination:
             hint = "remove it: data that stays on a device crosses no link"
@@ -98,7 +103,7 @@ def require_links(device_ids: Sequence[str], links: Collection[tuple[str, str]],
         if (source in hosts) != (destination in hosts):
             message = "expected two devices or two hosts as the ends of a link, got one of each"
             raise TargetError("T007", message, where=link, hint=f"hosts: {format_names(hosts, quoted=False)}")
-    if hosts:
+    if hosts and (ALL_TO_ALL, ALL_TO_ALL) not in links:
         _require_links_between(device_ids, set(links), where)
 
 

@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.devices import DeviceAddress, find_kind
-from onnxplace.errors import MAX_LISTED, TargetError, format_names, suggest_nearest
+from onnxplace.errors import MAX_LISTED, TargetError, format_names, format_value, suggest_nearest
 from onnxplace.target.hosts import (
+    ALL_TO_ALL,
+    PER_HOST,
     list_hosts,
     require_hosts_on_all,
     require_hosts_together,
@@ -37,6 +39,9 @@ from onnxplace.target.parsing import parse_device_id, require_device_options
 
 LinkModel = Literal["duplex", "parallel", "sequential"]
 LINK_MODELS: tuple[LinkModel, ...] = ("duplex", "parallel", "sequential")
+
+# Types of numbers whose peak rates may differ from that of float32; `tf32` is that of products of float32.
+DATA_TYPES = ("tf32", "float16", "bfloat16", "int8", "fp8")
 
 # One session shares copies of weights, layouts and caches among its nodes. Segments do not: each takes about this much
 # longer (docs/measurements.md). The call takes the rest of SEGMENT_SECONDS, which `devices --calibrate` measures.
@@ -69,6 +74,8 @@ class Device:
     """Additional overhead for each output of a segment."""
     operations_per_second: float = 0.0
     """Peak rate of floating-point operations, for estimates; 0 for what is typical of its kind."""
+    type_operations_per_second: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Peak rates of further types of numbers, by `DATA_TYPES`; others count as `operations_per_second`."""
     memory_bytes_per_second: float = 0.0
     """Peak rate of its memory, for estimates; 0 for what is typical of its kind."""
     kernel_seconds: float = 0.0
@@ -85,6 +92,13 @@ class Device:
             require_number(self, name, self.id, 0, MAX_RATE)
         for name in ("segment_seconds", "input_seconds", "output_seconds", "kernel_seconds"):
             require_number(self, name, self.id, 0, MAX_SECONDS)
+        for name, rate in self.type_operations_per_second.items():
+            if name not in DATA_TYPES:
+                message = f"there is no rate for {format_value(name)}"
+                raise TargetError("T007", message, where=self.id, hint=suggest_nearest(str(name), DATA_TYPES))
+            if not 0 < rate <= MAX_RATE:
+                message = f"expected a number above 0, up to {MAX_RATE}, for {name}, got {format_value(rate)}"
+                raise TargetError("T007", message, where=self.id)
 
     @property
     def host(self) -> str:
@@ -125,9 +139,12 @@ class Link:
     """A directed connection: a transfer takes `latency_seconds + bytes / bytes_per_second`."""
 
     source: str
-    """A device; or a host, for all its devices that have no link of their own to the destination."""
+    """A device; or a host, for all its devices that have no link of their own to the destination.
+
+    `per-host` stands for every two devices of one host, `all-to-all` for every two devices; both without other links.
+    """
     destination: str
-    """A device, or a host if the source is one."""
+    """A device, or a host if the source is one; `per-host` or `all-to-all` if the source is."""
     latency_seconds: float
     bytes_per_second: float
     via: str = ""
@@ -264,11 +281,13 @@ def request_overhead_seconds(devices: int) -> float:
 
 
 def _find_given(links: Mapping[tuple[str, str], Link], source: Device, destination: Device) -> Link | None:
-    """Return the given link between two devices, or else between their hosts, or None."""
+    """Return the most specific link that is given for two devices, or None."""
     if link := links.get((source.id, destination.id)):
         return link
-    between = links.get((source.host, destination.host)) if source.host else None
-    return between and replace(between, source=source.id, destination=destination.id)
+    for ends in ((source.host, destination.host), (PER_HOST, PER_HOST), (ALL_TO_ALL, ALL_TO_ALL)):
+        if (ends[0] != PER_HOST or source.host == destination.host) and (link := links.get(ends)):
+            return replace(link, source=source.id, destination=destination.id)
+    return None
 
 
 def default_link(source: Device, destination: Device) -> Link:

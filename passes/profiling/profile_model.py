@@ -164,6 +164,8 @@ def find_measurement_obstacle(device: Device) -> str | None:
         return find_device_problem(device)
     if device.cores > len(available_cores()):
         return f"it has {device.cores} cores, this machine {len(available_cores())}"
+    if device.model not in measurement_cache.processor():
+        return f"it stands for {device.model}, and this machine has another processor"
     return None
 
 

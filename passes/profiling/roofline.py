@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
@@ -17,7 +17,7 @@ from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
 from onnxplace.devices import find_kind
 from onnxplace.graph import Floats
 from onnxplace.machine import RepeatPolicy, make_session_options, open_session, pin_thread
-from onnxplace.model import Model, iterate_subgraphs, tensor_size, value_bytes
+from onnxplace.model import Model, iterate_subgraphs, packed_size, tensor_size, value_bytes
 from onnxplace.target import Device
 
 
@@ -29,7 +29,26 @@ class PeakRates:
     bytes_per_second: float
     kernel_seconds: float
     """The least that a kernel takes."""
+    type_operations_per_second: Mapping[str, float] = field(default_factory=dict)
+    """Of further types of numbers, by the names of `onnxplace.target.DATA_TYPES`."""
 
+    def operations_of(self, node: NodeProto, types: Mapping[str, int]) -> float:
+        """Return the rate for the element types of a node's inputs; that of float32 for types without a rate."""
+        element = types.get(node.input[0], TensorProto.UNDEFINED) if node.input else TensorProto.UNDEFINED
+        if node.op_type == "DynamicQuantizeMatMul":  # it quantises its first input itself
+            element = TensorProto.INT8
+        return self.type_operations_per_second.get(_RATES.get(element, ""), self.operations_per_second)
+
+
+_INTEGERS = (TensorProto.INT8, TensorProto.UINT8)
+# Element type -> name of its rate. Products of float32 are of TF32, which ONNX Runtime's CUDA provider uses by default.
+_RATES: dict[int, str] = {
+    TensorProto.FLOAT: "tf32",
+    TensorProto.FLOAT16: "float16",
+    TensorProto.BFLOAT16: "bfloat16",
+    **dict.fromkeys(_INTEGERS, "int8"),
+    **dict.fromkeys((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2), "fp8"),
+}
 
 # The calibration: a product of square matrices, a copy larger than all caches, and how often each is run.
 MATRIX_SIDE, COPY_BYTES, TRIES = 512, 64 << 20, 5
@@ -54,6 +73,7 @@ def device_peaks(device: Device) -> PeakRates:
         operations_per_second=device.operations_per_second / cores or typical.operations_per_second,
         bytes_per_second=device.memory_bytes_per_second or typical.bytes_per_second,
         kernel_seconds=device.kernel_seconds or typical.kernel_seconds,
+        type_operations_per_second={name: rate / cores for name, rate in device.type_operations_per_second.items()},
     )
 
 
@@ -78,7 +98,11 @@ def measure_peaks(core: int) -> PeakRates:
 
 
 def estimate_seconds(
-    model: Model, shapes: Mapping[str, Sequence[int]], cost_class: str, peaks: PeakRates | None = None
+    model: Model,
+    shapes: Mapping[str, Sequence[int]],
+    cost_class: str,
+    peaks: PeakRates | None = None,
+    types: Mapping[str, int] | None = None,
 ) -> Floats:
     """Return seconds per node on a class of device.
 
@@ -90,11 +114,19 @@ def estimate_seconds(
         shapes: Of its values, by name.
         cost_class: Of the device.
         peaks: Of one core, or of the GPU; None for typical ones.
+        types: Element types of values whose types ONNX cannot infer.
     """
+    known_types = {**(types or {}), **{name: kind.tensor_type.elem_type for name, kind in model.types.items()}}
+    known_types |= {name: tensor.data_type for name, tensor in model.initializers.items()}
     sizes = value_bytes(model, shapes)
+    sizes |= {
+        name: packed_size(kind, shapes[name])
+        for name, kind in (types or {}).items()
+        if name in shapes and kind != TensorProto.STRING
+    }
     sizes |= {name: tensor_size(tensor) for name, tensor in model.initializers.items()}
     known = {**shapes, **{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}}
-    roof = _Roofline(cost_class, peaks, sizes, known, model.initializers)
+    roof = _Roofline(cost_class, peaks, sizes, known, known_types, model.initializers)
     return np.array([roof.seconds(node, reads) for node, reads in zip(model.nodes, model.reads)], dtype=np.float64)
 
 
@@ -107,21 +139,22 @@ class _Roofline:
         peaks: PeakRates | None,
         sizes: Mapping[str, int],
         shapes: Mapping[str, Sequence[int]],
+        types: Mapping[str, int],
         constants: Mapping[str, TensorProto],
     ) -> None:
         kind, _, detail = cost_class.partition("/")
-        peaks = peaks or typical_peaks(kind)
-        self.bandwidth, self.launch = peaks.bytes_per_second, peaks.kernel_seconds
-        self.operations = peaks.operations_per_second * (int(detail) if kind == "cpu" and detail.isdecimal() else 1)
-        self.sizes, self.shapes, self.constants = sizes, shapes, constants
+        self.peaks = peaks or typical_peaks(kind)
+        self.cores = int(detail) if kind == "cpu" and detail.isdecimal() else 1
+        self.sizes, self.shapes, self.types, self.constants = sizes, shapes, types, constants
 
     def seconds(self, node: NodeProto, reads: Sequence[str]) -> float:
         """Return the seconds of a node that reads these names."""
         subgraph_seconds = [self._subgraph_seconds(graph) for graph in iterate_subgraphs(node)]
         if subgraph_seconds:
-            return max(subgraph_seconds) * self._count_iterations(node) + self.launch
+            return max(subgraph_seconds) * self._count_iterations(node) + self.peaks.kernel_seconds
         moved_bytes = count_moved_bytes(node, reads, self.sizes)
-        return max(count_operations(node, self.shapes) / self.operations, moved_bytes / self.bandwidth) + self.launch
+        computing = count_operations(node, self.shapes) / (self.peaks.operations_of(node, self.types) * self.cores)
+        return max(computing, moved_bytes / self.peaks.bytes_per_second) + self.peaks.kernel_seconds
 
     def _subgraph_seconds(self, graph: GraphProto) -> float:
         return sum(self.seconds(node, node.input) for node in graph.node if node.op_type != "Constant")
@@ -219,7 +252,7 @@ def _count_dense(node: NodeProto, shapes: Shapes, outputs: float) -> float | Non
     """Return the operations of products and convolutions, None for others."""
     kind, input_shapes = node.op_type, [shapes.get(name) for name in node.input]
     first, second = (*input_shapes[:2], None, None)[:2]
-    if first is not None and (kind in _PRODUCTS or (kind == "Gemm" and len(first) == 2)):
+    if first is not None and (kind in _PRODUCTS or (kind in ("Gemm", "QGemm") and len(first) == 2)):
         return 2.0 * outputs * _find_summed_size(node, first)
     if kind in _ATTENTIONS and first is not None:
         return _count_attention(node, first, second, outputs)

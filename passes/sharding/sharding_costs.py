@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -125,7 +125,11 @@ def peak_rates(device: Device) -> PeakRates:
     peaks = device_peaks(device)
     if device.kind != "cpu":
         return peaks
-    return PeakRates(peaks.operations_per_second * device.cores, peaks.bytes_per_second, peaks.kernel_seconds)
+    return replace(
+        peaks,
+        operations_per_second=peaks.operations_per_second * device.cores,
+        type_operations_per_second=device.type_operations_per_second,
+    )
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ class WorkCosts:
             return None
         inputs, outputs = local_shapes(self.space.division, view, strategy, device)
         whole, part = self._count(view, view.inputs, view.outputs), self._count(view, inputs, outputs)
-        seconds = [self._roofline(work, device) for work in (part, whole)]
+        seconds = [self._roofline(work, view, device) for work in (part, whole)]
         return _PartWork(
             operations_ratio=part[0] / whole[0] if whole[0] else 1.0,
             part_weight_bytes=self._count_weights(view, inputs),
@@ -203,11 +207,12 @@ class WorkCosts:
         view = self.space.views[index]
         if view is None:
             return self.peaks[0].kernel_seconds
-        return self._roofline(self._count(view, view.inputs, view.outputs), 0)
+        return self._roofline(self._count(view, view.inputs, view.outputs), view, 0)
 
-    def _roofline(self, work: tuple[float, int], device: int) -> float:
+    def _roofline(self, work: tuple[float, int], view: NodeView, device: int) -> float:
         peaks = self.peaks[device]
-        return max(work[0] / peaks.operations_per_second, work[1] / peaks.bytes_per_second) + peaks.kernel_seconds
+        rate = peaks.operations_of(view.node, self.space.facts.types)
+        return max(work[0] / rate, work[1] / peaks.bytes_per_second) + peaks.kernel_seconds
 
     def table(self, device_seconds: Floats, costs: ExchangeCosts) -> list[list[float]]:
         """Return the seconds of each strategy of each node: of the slowest device, with halos.

@@ -108,6 +108,7 @@ SETUPS: Mapping[str, Setup] = {
         replaced={"node1:1,node2:1": "localhost:2", "node[1-4]": "localhost:4", '"tokens"': '"x"'},
     ),
     "docs/index.md": setup("model.onnx", "feeds.npz"),
+    "docs/machines.md": setup("model.onnx", after="test -s l4.toml && test -d model.bundle"),
     "docs/models.md": setup(
         *("decoder.onnx", "examples"),
         before=FOLDER,
@@ -130,7 +131,7 @@ SETUPS: Mapping[str, Setup] = {
     "docs/target.md": setup(
         "model.onnx",
         replaced={"cuda:": "cuda:"},
-        after="for name in gpu hosts; do onnxplace plan model.onnx --target $name.toml --shape batch=8; done",
+        after="for name in gpu hosts eight; do onnxplace plan model.onnx --target $name.toml --shape batch=8; done",
     ),
     "docs/terminal.md": setup(HOME=".", after="ls .zfunc/_onnxplace"),
     "docs/throughput.md": setup("fixed/model.onnx", prelude=INPUTS),

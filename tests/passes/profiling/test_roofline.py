@@ -13,6 +13,7 @@ from onnxplace.passes.profiling import (
     PeakRates,
     count_moved_bytes,
     count_operations,
+    device_peaks,
     estimate_seconds,
     measure_peaks,
     typical_peaks,
@@ -136,3 +137,50 @@ def test_estimates_are_finite_with_and_without_shapes():
     model = bind(load(parser.parse_model(text)), {"n": 3}, {})
     assert np.isfinite(estimate_seconds(model, infer_static_shapes(model), "cpu/1")).all()
     assert np.isfinite(estimate_seconds(model, {}, "cpu/1")).all()
+
+
+TYPES = """<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
+g ({kind}[256, 256] x, {kind}[256, 256] w) => ({result}[256, 256] y) {{ [mul] y = {product}(x, w) }}"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "product", "result", "rate"),
+    [
+        ("float", "MatMul", "float", 2e9),  # TF32, where the device has it
+        ("float16", "MatMul", "float16", 4e9),
+        ("bfloat16", "MatMul", "bfloat16", 5e9),
+        ("int8", "MatMulInteger", "int32", 8e9),
+        ("uint8", "MatMulInteger", "int32", 8e9),
+        ("double", "MatMul", "double", 1e9),
+    ],
+)
+def test_a_node_is_estimated_at_the_rate_of_its_own_type(kind, product, result, rate):
+    model = load(parser.parse_model(TYPES.format(kind=kind, product=product, result=result)))
+    rates = {"tf32": 2e9, "float16": 4e9, "bfloat16": 5e9, "int8": 8e9}
+    device = Device("cuda:0", 1, operations_per_second=1e9, type_operations_per_second=rates, kernel_seconds=1e-9)
+    seconds = estimate_seconds(model, infer_static_shapes(model), "cuda/unknown", device_peaks(device))
+    assert seconds.tolist() == pytest.approx([2 * 256**3 / rate], rel=1e-3)
+
+
+def test_rates_of_types_hold_for_all_cores_of_a_processor():
+    device = Device("cpu:0", 1, cores=4, operations_per_second=4e9, type_operations_per_second={"float16": 8e9})
+    peaks = device_peaks(device)
+    assert (peaks.operations_per_second, peaks.type_operations_per_second) == (1e9, {"float16": 2e9})
+
+
+def test_values_that_only_the_runtime_can_infer_have_sizes_in_estimates():
+    text = """<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+    g (float[64, 64] x) => (float[64, 64] y) { a = com.microsoft.Gelu(x)  y = Relu(a) }"""
+    state = State(Target((Device("cpu:0", 1 << 30),))).with_facts(load(parser.parse_model(text)))
+    state, _ = Pipeline.parse("profile{estimate=true}").run(state)
+    moved = 2 * 64 * 64 * 4 / typical_peaks("cpu").bytes_per_second
+    assert state[Profile].seconds["cpu/1"] == pytest.approx([moved + 2e-6, moved + 2e-6], rel=1e-2)
+    assert "C002" not in [note.code for note in state.diagnostics]
+
+
+def test_a_processor_of_another_name_is_not_measured(monkeypatch):
+    model = load(parser.parse_model(TEXT))
+    device = Device("cpu:0", 1 << 30, model="a processor of another machine", operations_per_second=1e9)
+    state, _ = Pipeline.parse("profile").run(State(Target((device,))).with_facts(model))
+    assert set(state[Profile].sources["cpu/1"].tolist()) == {Source.ESTIMATED}
+    assert "a processor of another machine" in state.diagnostics[0].message

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from onnxplace.cost_graph import CostGraph, read_cost_graph
-from onnxplace.driver import replace_devices
+from onnxplace.driver import apply_target, replace_devices
 from onnxplace.errors import InputError
 from onnxplace.facts import Profile
 from onnxplace.machine import local_target
@@ -106,39 +106,9 @@ def read_problems(
 
 
 def _read_cost_graph_problem(name: str, graph: CostGraph, devices: int, target: Target | None) -> LearningGraph:
-    graph = replace_devices(graph, devices, None) if target is None else _apply_target(graph, target)
+    graph = replace_devices(graph, devices, None) if target is None else apply_target(graph, target)
     state, _ = Pipeline.parse(GRAPH_PIPELINE).run(graph.state())
     return LearningGraph(name, graph_fingerprint(state[Profile].graph), placement_problem(state))
-
-
-def _apply_target(graph: CostGraph, target: Target) -> CostGraph:
-    """Return the cost graph on the devices of a target: their number, memory, links and relative speeds.
-
-    The costs of the graph's first device hold for the fastest device of the target. Another one takes longer by the
-    ratio of their `operations_per_second`, where the target gives it for both, and else as long.
-    """
-    first = graph.target.devices[0].cost_class
-    rates = [device.operations_per_second for device in target.devices]
-    slowdowns = [max(rates) / rate if rate > 0 else 1.0 for rate in rates]
-    # Costs are equal within a class, so each speed has a class of its own.
-    devices = tuple(
-        replace(graph.target.devices[0], id=f"cuda:{index}", memory_bytes=device.memory_bytes, model=f"{slowdown:.6g}")
-        for index, (device, slowdown) in enumerate(zip(target.devices, slowdowns))
-    )
-    renamed = dict(zip((device.id for device in target.devices), (device.id for device in devices)))
-    links = tuple(
-        replace(link, source=renamed[link.source], destination=renamed[link.destination])
-        for link in target.with_all_links().links
-    )
-    classes = {device.cost_class: slowdown for device, slowdown in zip(devices, slowdowns)}
-    profile = replace(
-        graph.profile,
-        seconds={name: graph.profile.seconds[first] * slowdown for name, slowdown in classes.items()},
-        sources=dict.fromkeys(classes, graph.profile.sources[first]),
-    )
-    ids = tuple(device.id for device in target.devices)
-    placed = Target(devices, links, target.link_model)
-    return replace(graph, profile=profile, target=placed, device_ids=ids)
 
 
 def _read_model_problem(path: Path, devices: int, target: Target | None, shape: Mapping[str, int]) -> LearningGraph:

@@ -1,0 +1,180 @@
+"""`--machine` and the choice between machines, as a user types them."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import parser
+
+from onnxplace.driver import plan_model
+from onnxplace.target import parse_machine, read_target
+
+# At 4096 rows, a machine's speed is longer than the start of a kernel.
+TEXT = """<ir_version: 8, opset_import: ["": 17]>
+g (float16[batch, 1024] x, float16[1024, 1024] w) => (float16[batch, 1024] y) {
+    [mul] a = MatMul(x, w)
+    [relu] y = Relu(a)
+}"""
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    onnx.save(parser.parse_model(TEXT), "model.onnx")
+    return "model.onnx"
+
+
+@pytest.fixture
+def prices(tmp_path):
+    (tmp_path / "prices.toml").write_text('[per_hour]\nH100 = 3.6\n"2xL4" = 1.0\n"L4-24" = 0.9\n')
+    return tmp_path / "prices.toml"
+
+
+MACHINES = ("--shape", "batch=4096", "--machine", "H100", "--machine", "2xL4")
+
+
+def test_the_catalogue_is_listed_with_sources(run_cli):
+    listed = run_cli("machines")
+    assert listed.code == 0
+    assert "H100-SXM" in listed.out
+    assert "NVLink4" in listed.out
+    data = json.loads(run_cli("machines", "--json").out)
+    assert data["devices"]["T4"]["rates"]["int8"] == 130e12
+    assert all(item["source"] for table in (data["devices"], data["fabrics"]) for item in table.values())
+
+
+def test_a_plan_names_its_machine_and_says_that_it_is_an_estimate(run_cli, model):
+    result = run_cli("plan", model, "--shape", "batch=64", "--machine", "2xh100-nvlink")
+    assert result.code == 0, result.err
+    assert result.out.startswith("g on 2xH100-SXM-NVLink4: costs are estimates")
+    assert "docs/machines.md says how far off they are" in result.out
+    assert "estimated from the target's peaks" in result.err
+    data = json.loads(run_cli("plan", model, "--shape", "batch=64", "--machine", "H100", "--json").out)
+    assert (data["machine"], data["is_measured"]) == ("H100-SXM", False)
+
+
+def test_several_machines_are_one_table_the_cheapest_request_first(run_cli, model, prices):
+    result = run_cli("plan", model, *MACHINES, "--price", prices)
+    assert result.code == 0, result.err
+    header, *rows = result.out.splitlines()
+    assert header.split()[:2] == ["machine", "strategy"]
+    assert "per million at full load" in header
+    assert {"H100-SXM", "2xL4-PCIe4"} <= {row.split()[0] for row in rows}
+    data = json.loads(run_cli("plan", model, *MACHINES, "--price", prices, "--json").out)
+    costs = [row["requests_price"] for row in data["rows"]]
+    assert costs == sorted(costs)
+    for row in data["rows"]:
+        expected = row["price_per_hour"] / 3600 * row["strategy"]["interval_seconds"] * 1e6
+        assert row["requests_price"] == pytest.approx(expected)
+    # A price of the machine counts more than that of its devices.
+    assert {row["machine"]: row["price_per_hour"] for row in data["rows"]} == {"H100-SXM": 3.6, "2xL4-PCIe4": 1.0}
+
+
+def test_a_rate_is_what_a_machine_is_paid_for(run_cli, model, prices):
+    data = json.loads(run_cli("plan", model, *MACHINES, "--price", prices, "--rate", "36/s", "--json").out)
+    assert {row["machine"]: row["requests_price"] for row in data["rows"]} == pytest.approx(
+        {"H100-SXM": 3.6 / 3600 / 36 * 1e6, "2xL4-PCIe4": 1 / 3600 / 36 * 1e6}
+    )
+
+
+def test_goals_keep_the_machines_that_meet_them_and_say_why_others_do_not(run_cli, model):
+    plans = {name: plan_model(model, machine=name, shape={"batch": 4096}) for name in ("H100", "2xL4")}
+    least = {
+        name: min(item.step_seconds for item in plan.strategies if item.step_seconds) for name, plan in plans.items()
+    }
+    assert least["H100"] < least["2xL4"]
+    between = f"{(least['H100'] + least['2xL4']) / 2 * 1e6:.3f}us"
+    result = run_cli("plan", model, *MACHINES, "--latency", between)
+    assert result.code == 0, result.err
+    assert "\nH100-SXM" in result.out
+    assert "\n2xL4-PCIe4 does not meet the goals: at least" in result.out
+    alone = run_cli("plan", model, *MACHINES, "--latency", between, "--fit")
+    assert "2xL4" not in alone.out
+    missed = run_cli("plan", model, *MACHINES, "--rate", "1000000000/s")
+    assert missed.code == 3
+    assert missed.out.count("does not meet the goals") == 2
+
+
+def test_a_machine_that_is_too_small_says_so(run_cli, model):
+    options = ("--shape", "batch=4096", "--machine", "T4", "--machine", "L4", "--max-memory", "1MiB")
+    result = run_cli("plan", model, *options)
+    assert result.code == 3
+    assert "T4 does not fit: " in result.out
+    assert "L4 does not fit: " in result.out
+
+
+def test_compile_takes_a_machine_and_saves_its_target(run_cli, model):
+    options = ("--shape", "batch=2", "--machine", "8xH100-NVLink", "--save-target", "h100.toml", "-o", "out")
+    result = run_cli("compile", model, *options)
+    assert result.code == 0, result.err
+    text = Path("h100.toml").read_text()
+    assert len([line for line in text.splitlines() if line and line[0] != "#"]) < 14
+    assert text.startswith("# 8xH100-SXM-NVLink4: published figures, none measured\n# https://")
+    assert len(tomllib.loads(text)["links"]) == 1
+    assert read_target("h100.toml") == parse_machine("8xH100-NVLink").to_target()
+    again = run_cli("compile", model, "--shape", "batch=2", "--target", "h100.toml", "-o", "again")
+    assert again.code == 0, again.err
+    manifests = [json.loads(Path(folder, "manifest.json").read_text()) for folder in ("out", "again")]
+    assert manifests[0]["target"] == manifests[1]["target"]
+
+
+def test_place_takes_the_devices_and_links_of_a_machine(run_cli, tmp_path):
+    graph = {"nodes": [{"id": i, "compute_time_us": 1e5} for i in range(4)], "edges": [], "devices": [{"id": "a"}]}
+    (tmp_path / "graph.json").write_text(json.dumps(graph))
+    result = run_cli("place", tmp_path / "graph.json", "--machine", "2x(2xL4)-10GbE", "--json")
+    assert result.code == 0, result.err
+    assert set(json.loads(result.out)["placement"].values()) == {f"node{h}/cuda:{i}" for h in (1, 2) for i in (0, 1)}
+    limited = run_cli("place", tmp_path / "graph.json", "--machine", "2xL4", "--devices", "2")
+    assert limited.err.startswith("error[U042] --devices and --machine exclude each other")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--machine", "8xH1000"), ("error[T014] --machine: unknown machine '8xH1000'", "did you mean '8xH100'?")),
+        (("--machine", "0xH100"), ("error[T014] --machine", "expected 1 to 256 devices")),
+        (("--machine", "L4", "--devices", "cpu:0"), ("error[U042] --devices and --machine exclude each other",)),
+        (("--machine", "L4", "--target", "t.toml"), ("error[U042] --target and --machine exclude each other",)),
+        (("--latency", "20ms"), ("error[U042]", "choose between machines", "name machines: --machine")),
+        (("--machine", "L4", "--latency", "20"), ("error[U005] --latency", "got '20'", "--latency 20ms")),
+        (("--machine", "L4", "--latency", "-1ms"), ("error[U005] --latency", "expected a number above 0")),
+        (("--machine", "L4", "--rate", "0/s"), ("error[U005] --rate", "expected a number above 0", "--rate 500/s")),
+        (("--machine", "L4", "--save-target", "absent/t.toml"), ("error[U032] absent/t.toml",)),
+        (
+            ("--machine", "L4", "--save-target", "t.toml", "--devices", "cpu:0"),
+            ("error[U042] --devices and --machine",),
+        ),
+        (("--save-target", "t.toml"), ("error[U042] --save-target writes one machine", "--machine 8xH100-NVLink")),
+        (
+            ("--machine", "L4", "--machine", "T4", "--save-target", "t.toml"),
+            ("error[U042] --save-target writes one machine",),
+        ),
+        (("--machine", "L4", "--price", "absent.toml"), ("error[T015] absent.toml",)),
+    ],
+)
+def test_wrong_options_are_refused_before_any_work(refused, arguments, words):
+    refused(2, words, "plan", "absent.onnx", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[per_hour]\nT4 = 0.5\n", ("there is no price for 2xL4-PCIe4", 'add "2xL4-PCIe4" or "L4" below [per_hour]')),
+        ("[per_hour]\nA101 = 0.5\n", ("unknown machine 'A101'", "did you mean 'A10'?")),
+        ("[per_hour]\nL4 = -1\n", ("expected a price of 0 or more for 'L4', got -1",)),
+        ("[per_hour]\nL4 = 'cheap'\n", ("expected a price of 0 or more for 'L4', got 'cheap'",)),
+        ("L4 = 0.5\n", ("expected one table [per_hour]", '"8xH100-NVLink" = 20.0')),
+        ("[per_hour\n", ("not TOML",)),
+    ],
+)
+def test_a_wrong_price_file_is_refused(refused, tmp_path, text, words):
+    (tmp_path / "prices.toml").write_text(text)
+    refused(2, ("prices.toml", *words), "plan", "absent.onnx", "--machine", "2xL4", "--price", "prices.toml")
+
+
+def test_a_device_that_is_absent_leads_to_machines(refused, unusable_gpu):
+    refused(
+        2, ("error[T011] cuda:0", "--machine H100 (`onnxplace machines`)"), "plan", "absent.onnx", "--devices", "cuda:0"
+    )
