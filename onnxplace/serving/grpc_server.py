@@ -6,57 +6,31 @@ Answers about servers and models are those over HTTP, in messages of the same fi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory, text_format
 
-from onnxplace.errors import format_value
-from onnxplace.feeds import Array
 from onnxplace.serving.served_models import (
+    STATUSES,
     VERSION,
-    InferenceRequest,
     Limits,
     RequestError,
     ServedModel,
     ServedModels,
     describe_failure,
-    refuse_extensions,
 )
-from onnxplace.serving.tensors import check_tensor, name_datatype, read_list, read_raw, write_raw
+from onnxplace.serving.tensors import describe_output, read_inputs, read_parameters, write_raw
 
 SERVICE = "inference.GRPCInferenceService"
-# Calls of all kinds at a time: those of requests have a place each.
+# Calls at a time, besides those that have places as requests.
 MAX_OTHER_CALLS = 64
 # Requests of one stream that are worked on at a time.
 MAX_STREAMED = 64
-CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    404: grpc.StatusCode.NOT_FOUND,
-    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    499: grpc.StatusCode.CANCELLED,
-    501: grpc.StatusCode.UNIMPLEMENTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
-}
-"""By the status of HTTP; INTERNAL for others."""
-# The field of a tensor's contents, for each type that has one.
-_CONTENTS = {
-    "BOOL": "bool_contents",
-    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
-    "INT64": "int64_contents",
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
 
 
 @cache
@@ -70,59 +44,37 @@ def load_messages() -> dict[str, Any]:
     return {name.removeprefix("inference."): kind for name, kind in classes.items()}
 
 
-def read_parameters(entry: Any) -> dict[str, Any]:
-    """Return the parameters of a request or tensor; raises RequestError for those that ask for an extension."""
+def to_json(entry: Any) -> dict[str, Any]:
+    """Return a request, or a tensor of one, as JSON has it; raw contents stay in the message."""
     chosen = {key: (value, value.WhichOneof("parameter_choice")) for key, value in entry.parameters.items()}
-    parameters = {key: getattr(value, choice) for key, (value, choice) in chosen.items() if choice}
-    refuse_extensions(parameters)
-    return parameters
-
-
-def read_request(model: ServedModel, request: Any) -> InferenceRequest:
-    """Return what a message asks for; raises RequestError or FeedError."""
-    raw, feeds = list(request.raw_input_contents), dict[str, Array]()
-    if raw and len(raw) != len(request.inputs):
-        raise RequestError(400, f"expected raw contents for all {len(request.inputs)} inputs, got {len(raw)}")
-    for index, entry in enumerate(request.inputs):
-        if entry.name not in model.inputs or entry.name in feeds:
-            message = f"input {format_value(entry.name)} is given twice, or the model does not have it"
-            raise RequestError(400, message)
-        read_parameters(entry)
-        item = model.inputs[entry.name]
-        shape = check_tensor(item, entry.datatype, list(entry.shape))
-        if raw:
-            feeds[entry.name] = read_raw(item, shape, raw[index])
-            continue
-        contents = _CONTENTS.get(entry.datatype)
-        if contents is None:
-            raise RequestError(400, f"input {entry.name!r}: {entry.datatype} has to be given as raw contents")
-        feeds[entry.name] = read_list(item, shape, list(getattr(entry.contents, contents)))
-    for entry in request.outputs:
-        read_parameters(entry)
-    return InferenceRequest(feeds, [entry.name for entry in request.outputs], request.id, read_parameters(request))
-
-
-def write_response(model: ServedModel, request_id: str, outputs: Mapping[str, Array]) -> Any:
-    """Return the message with all outputs as raw contents."""
-    tensors = [
-        {"name": name, "datatype": name_datatype(model.outputs[name].dtype), "shape": list(array.shape)}
-        for name, array in outputs.items()
-    ]
-    return load_messages()["ModelInferResponse"](
-        model_name=model.name,
-        model_version=VERSION,
-        id=request_id,
-        outputs=tensors,
-        raw_output_contents=[bytes(write_raw(np.asarray(array))) for array in outputs.values()],
-    )
+    plain: dict[str, Any] = {"parameters": {key: getattr(value, name) for key, (value, name) in chosen.items() if name}}
+    if hasattr(entry, "inputs"):
+        return {**plain, "inputs": [to_json(item) for item in entry.inputs]}
+    if hasattr(entry, "contents"):
+        plain |= {"datatype": entry.datatype, "shape": list(entry.shape)}
+        plain["data"] = [element for _, elements in entry.contents.ListFields() for element in elements]
+    return {**plain, "name": entry.name}
 
 
 async def infer(models: ServedModels, request: Any) -> Any:
     """Return the answer to a request; raises RequestError."""
     model = models.find(request.model_name, request.model_version)
-    with model.admit() as ticket:
-        inference = read_request(model, request)
-        return write_response(model, request.id, await model.infer(inference, ticket))
+    with model.admit() as deadline:
+        raw, header = iter(request.raw_input_contents), to_json(request)
+        if request.raw_input_contents and len(request.raw_input_contents) != len(request.inputs):
+            raise RequestError(400, f"expected raw contents for all {len(request.inputs)} inputs, or for none")
+        feeds = read_inputs(header, model.inputs, lambda _: next(raw, None))
+        for entry in request.outputs:
+            read_parameters(to_json(entry))
+        names = [entry.name for entry in request.outputs]
+        outputs = await model.infer(feeds, names, read_parameters(header), deadline)
+        return load_messages()["ModelInferResponse"](
+            model_name=model.name,
+            model_version=VERSION,
+            id=request.id,
+            outputs=[describe_output(model.outputs[name], array) for name, array in outputs.items()],
+            raw_output_contents=[bytes(write_raw(array)) for array in outputs.values()],
+        )
 
 
 async def stream_inferences(models: ServedModels, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -144,9 +96,6 @@ async def stream_inferences(models: ServedModels, requests: AsyncIterator[Any]) 
                 yield response(error_message=str(failure))
     finally:
         starter.cancel()
-        while not pending.empty():
-            if (task := pending.get_nowait()) is not None:
-                task.cancel()
 
 
 def make_handlers(models: ServedModels) -> dict[str, Any]:
@@ -167,54 +116,39 @@ def make_handlers(models: ServedModels) -> dict[str, Any]:
         "RepositoryIndex": lambda _: {"models": models.describe_index()},
     }
 
-    def answer(name: str) -> Callable[[Any], Awaitable[Any]]:
+    def make_handler(name: str, respond: Callable[[Any], Awaitable[Any]]) -> Any:
+        async def call(request: Any, context: Any) -> Any:
+            try:
+                return await respond(request)
+            except Exception as problem:  # noqa: BLE001 - its sender gets it
+                failure = describe_failure(problem)
+                await context.abort(grpc.StatusCode[STATUSES[failure.status][1]], str(failure))
+
+        read, write = messages[f"{name}Request"].FromString, messages[f"{name}Response"].SerializeToString
+        return grpc.unary_unary_rpc_method_handler(call, read, write)
+
+    def make_answer(name: str) -> Callable[[Any], Awaitable[Any]]:
         async def respond(request: Any) -> Any:
             message = messages[f"{name}Response"]()
             return json_format.ParseDict(answers[name](request), message, ignore_unknown_fields=True)
 
         return respond
 
-    def make_handler(name: str, respond: Callable[[Any], Awaitable[Any]], response: str = "") -> Any:
-        async def call(request: Any, context: Any) -> Any:
-            try:
-                return await respond(request)
-            except Exception as problem:  # noqa: BLE001 - its sender gets it
-                failure = describe_failure(problem)
-                await context.abort(CODES.get(failure.status, grpc.StatusCode.INTERNAL), str(failure))
-
-        return grpc.unary_unary_rpc_method_handler(
-            call,
-            request_deserializer=messages[f"{name}Request"].FromString,
-            response_serializer=messages[response or f"{name}Response"].SerializeToString,
-        )
-
     async def stream(requests: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
         async for message in stream_inferences(models, requests):
             yield message
 
-    streaming = grpc.stream_stream_rpc_method_handler(
-        stream,
-        request_deserializer=messages["ModelInferRequest"].FromString,
-        response_serializer=messages["ModelStreamInferResponse"].SerializeToString,
-    )
-    unary = {name: make_handler(name, answer(name)) for name in answers}
-    return {
-        **unary,
-        "ModelInfer": make_handler("ModelInfer", lambda request: infer(models, request)),
-        "ModelStreamInfer": streaming,
-    }
+    handlers = {name: make_handler(name, make_answer(name)) for name in answers}
+    handlers["ModelInfer"] = make_handler("ModelInfer", lambda request: infer(models, request))
+    read, write = messages["ModelInferRequest"].FromString, messages["ModelStreamInferResponse"].SerializeToString
+    return {**handlers, "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(stream, read, write)}
 
 
 def make_grpc_server(models: ServedModels, limits: Limits) -> Any:
     """Return a server without addresses; it runs on the event loop of the thread that calls this."""
-    places = sum(model.places + limits.max_queue for model in models.models.values())
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", limits.max_request_bytes),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),
-        ],
-        maximum_concurrent_rpcs=places + MAX_OTHER_CALLS,
-    )
+    sizes = {"max_receive_message_length": limits.max_request_bytes, "max_send_message_length": -1, "so_reuseport": 0}
+    places = sum(model.places + limits.max_queue for model in models.models.values()) + MAX_OTHER_CALLS
+    options = [(f"grpc.{name}", value) for name, value in sizes.items()]
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=places)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, make_handlers(models)),))
     return server

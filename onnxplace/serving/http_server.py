@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -25,35 +25,29 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from onnxplace.errors import format_value
 from onnxplace.feeds import Array
 from onnxplace.serving.metrics import format_metrics
-from onnxplace.serving.served_models import (
-    VERSION,
-    InferenceRequest,
-    Limits,
-    RequestError,
-    ServedModel,
-    ServedModels,
-    describe_failure,
-    refuse_extensions,
-)
-from onnxplace.serving.tensors import check_tensor, name_datatype, read_list, read_raw, write_list, write_raw
+from onnxplace.serving.served_models import VERSION, Limits, RequestError, ServedModel, ServedModels
+from onnxplace.serving.tensors import describe_output, read_inputs, read_parameters, require_kind, write_list, write_raw
 from onnxplace.utils import parse_json
 
 LENGTH_HEADER = "inference-header-content-length"
 # A body begins so that the bytes behind its JSON begin at a multiple of this: no array has to be copied.
 ALIGNMENT_BYTES = 64
-# Time for the headers of a request, and to keep a connection without requests.
-HEADER_SECONDS, KEEP_ALIVE_SECONDS = 10.0, 60
-# Time for the rest of a request that is refused.
-DISCARD_SECONDS = 10.0
+# Time for the headers of a request, and for the rest of one that is refused.
+PATIENCE_SECONDS = 10.0
+# Time that a connection is kept without requests.
+KEEP_ALIVE_SECONDS = 60
 MAX_CONNECTIONS = 1024
 
 
 class TensorResponse(Response):
     """JSON, and raw tensors behind it, which are not copied."""
 
-    def __init__(self, parts: Sequence[bytes | memoryview], headers: Mapping[str, str]) -> None:
-        super().__init__(None, headers={**headers, "content-length": str(sum(map(len, parts)))})
-        self._parts = parts
+    def __init__(self, header: Mapping[str, Any], tensors: list[bytes | memoryview]) -> None:
+        self._parts = [json.dumps(header).encode(), *tensors]
+        length = {LENGTH_HEADER: str(len(self._parts[0]))} if tensors else {}
+        kind = "octet-stream" if tensors else "json"
+        size = {"content-length": str(sum(map(len, self._parts))), "content-type": f"application/{kind}"}
+        super().__init__(None, headers={**size, **length})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all parts."""
@@ -62,128 +56,110 @@ class TensorResponse(Response):
             await send({"type": "http.response.body", "body": part, "more_body": number < len(self._parts)})
 
 
-def make_error_response(failure: RequestError) -> JSONResponse:
-    """Return an error as the protocol has it."""
-    headers = {"retry-after": "1"} if failure.status in (429, 503) else {}
-    return JSONResponse({"error": str(failure)}, failure.status, headers)
+class RequestReader:
+    """Reads the body of a request, and its tensors one after the other."""
 
+    def __init__(self, request: Request, limits: Limits) -> None:
+        self._request, self._limits, self._rest = request, limits, memoryview(b"")
+        self._too_large = RequestError(413, f"the request is larger than {limits.max_request_bytes} bytes")
 
-async def read_body(request: Request, limits: Limits, header_bytes: int, deadline: float) -> memoryview:
-    """Return the body of a request; raises RequestError if it is too large or too slow."""
-    too_large = RequestError(413, f"the request is larger than {limits.max_request_bytes} bytes: raise --max-request")
-    if int(request.headers.get("content-length", 0)) > limits.max_request_bytes:  # its digits are checked before
-        raise too_large
-    body = bytearray(padding := -header_bytes % ALIGNMENT_BYTES)
-    try:
-        async with asyncio.timeout_at(deadline):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) - padding > limits.max_request_bytes:
-                    raise too_large
-    except TimeoutError:
-        raise RequestError(408, f"the request was not complete within {limits.timeout_seconds:g} s") from None
-    except ClientDisconnect:
-        raise RequestError(499, "the client has left before its request was complete") from None
-    data = memoryview(body)[padding:]
-    return data if "content-encoding" not in request.headers else decompress(request, data, too_large)
+    async def read(self, deadline: float) -> dict[str, Any]:
+        """Return the JSON of the request; raises RequestError or FeedError."""
+        length = self._request.headers.get(LENGTH_HEADER)
+        if length and not (length.isascii() and length.isdigit() and len(length) < 16):
+            raise RequestError(400, f"expected {LENGTH_HEADER} as a number of bytes, got {format_value(length)}")
+        body = await self._read_body(int(length or 0), deadline)
+        size = int(length) if length else len(body)
+        if size > len(body):
+            raise RequestError(400, f"{LENGTH_HEADER} is {size}, and the body has {len(body)} bytes")
+        self._rest = body[size:]
+        header = parse_json(bytes(body[:size]), "F003", "a request of the protocol", "body")
+        return require_kind(header, dict, "body")  # type: ignore[no-any-return]
 
+    async def _read_body(self, header_bytes: int, deadline: float) -> memoryview:
+        # The digits of this header were checked before.
+        if int(self._request.headers.get("content-length", 0)) > self._limits.max_request_bytes:
+            raise self._too_large
+        body = bytearray(padding := -header_bytes % ALIGNMENT_BYTES)
+        try:
+            async with asyncio.timeout_at(deadline):
+                async for chunk in self._request.stream():
+                    body += chunk
+                    if len(body) - padding > self._limits.max_request_bytes:
+                        raise self._too_large
+        except TimeoutError:
+            raise RequestError(408, f"it was not complete within {self._limits.timeout_seconds:g} s") from None
+        except ClientDisconnect:
+            raise RequestError(499, "the client has left before its request was complete") from None
+        data = memoryview(body)[padding:]
+        return self._decompress(data) if "content-encoding" in self._request.headers else data
 
-async def discard_rest(request: Request) -> None:
-    """Read what is left of a refused request: clients that still send do not see an answer."""
-    with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: there is nothing left
-        async with asyncio.timeout(DISCARD_SECONDS):
-            async for _ in request.stream():
-                pass
+    def _decompress(self, data: memoryview) -> memoryview:
+        """Return a body that was sent in gzip or deflate; raises RequestError."""
+        try:
+            expander = zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: zlib finds out which of both it is
+            body = expander.decompress(data, self._limits.max_request_bytes)
+        except zlib.error as problem:
+            raise RequestError(400, f"expected a body in gzip or deflate: {problem}") from None
+        if expander.unconsumed_tail:
+            raise self._too_large
+        return memoryview(body)
 
-
-def decompress(request: Request, data: memoryview, too_large: RequestError) -> memoryview:
-    """Return a body that was sent with gzip or deflate; raises RequestError."""
-    encoding, limit = request.headers["content-encoding"], request.app.state.limits.max_request_bytes
-    if encoding not in ("gzip", "deflate"):
-        raise RequestError(415, f"content-encoding {format_value(encoding)}: expected gzip or deflate")
-    try:
-        expander = zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: zlib finds out which of both it is
-        body = expander.decompress(data, limit)
-    except zlib.error as problem:
-        raise RequestError(400, f"the body is not in {encoding}: {problem}") from None
-    if expander.unconsumed_tail:
-        raise too_large
-    return memoryview(body)
-
-
-def read_request(model: ServedModel, body: memoryview, header_bytes: int) -> tuple[InferenceRequest, dict[str, Any]]:
-    """Return what a request asks for, and its JSON; raises RequestError or FeedError."""
-    header = parse_json(bytes(body[:header_bytes]), "F003", "a request of the protocol", "request")
-    entries = header.get("inputs") if isinstance(header, dict) else None
-    if not isinstance(entries, list):
-        raise RequestError(400, "expected a JSON object with a list of inputs")
-    rest, feeds = body[header_bytes:], dict[str, Array]()
-    for entry in map(require_object, entries):
-        if (name := str(entry.get("name"))) not in model.inputs or name in feeds:
-            raise RequestError(400, f"input {format_value(name)} is given twice, or the model does not have it")
-        item = model.inputs[name]
-        shape = check_tensor(item, entry.get("datatype"), entry.get("shape"))
-        parameters = require_parameters(entry)
+    def take_raw(self, parameters: Mapping[str, Any]) -> memoryview | None:
+        """Return the raw bytes of the next tensor, None if it has none; raises RequestError or FeedError."""
         if "binary_data_size" not in parameters:
-            feeds[name] = read_list(item, shape, entry.get("data"))
-            continue
-        size = parameters["binary_data_size"]
-        if type(size) is not int or not 0 <= size <= len(rest):
-            message = f"input {name!r}: binary_data_size is {format_value(size)}, and {len(rest)} bytes are left"
-            raise RequestError(400, message)
-        feeds[name], rest = read_raw(item, shape, rest[:size]), rest[size:]
-    if rest:
-        raise RequestError(400, f"the body has {len(rest)} bytes more than its inputs")
-    outputs = header.get("outputs", [])
-    if not isinstance(outputs, list):
-        raise RequestError(400, "expected a list of outputs")
-    for entry in map(require_object, outputs):
-        require_parameters(entry)
-    names = [str(entry.get("name")) for entry in outputs]
-    return InferenceRequest(feeds, names, str(header.get("id", "")), require_parameters(header)), header
+            return None
+        size = require_kind(parameters["binary_data_size"], int, "binary_data_size")
+        if not 0 <= size <= len(self._rest):
+            raise RequestError(400, f"binary_data_size is {size}, and {len(self._rest)} bytes are left")
+        data, self._rest = self._rest[:size], self._rest[size:]
+        return data
+
+    def require_end(self) -> None:
+        """Raise RequestError if there are bytes behind the last tensor."""
+        if self._rest:
+            raise RequestError(400, f"the body has {len(self._rest)} bytes more than its inputs")
+
+    async def discard_rest(self) -> None:
+        """Read what is left of a refused request: a client that still sends sees no answer."""
+        with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: nothing is left
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                async for _ in self._request.stream():
+                    pass
 
 
-def require_object(entry: Any) -> dict[str, Any]:
-    """Return an entry of a list of inputs or outputs; raises RequestError unless it is an object."""
-    if not isinstance(entry, dict):
-        raise RequestError(400, f"expected inputs and outputs as JSON objects, got {format_value(entry)}")
-    return entry
+async def infer(model: ServedModel, reader: RequestReader) -> Response:
+    """Return the answer to a request; raises RequestError."""
+    with model.admit() as deadline:
+        header = await reader.read(deadline)
+        feeds = read_inputs(header, model.inputs, reader.take_raw)
+        reader.require_end()
+        entries = [
+            require_kind(entry, dict, "an output") for entry in require_kind(header.get("outputs", []), list, "outputs")
+        ]
+        wishes = {str(entry.get("name")): read_parameters(entry) for entry in entries}
+        parameters = read_parameters(header)
+        outputs = await model.infer(feeds, [*wishes], parameters, deadline)
+        is_binary = {
+            name: wishes.get(name, {}).get("binary_data", parameters.get("binary_data_output")) for name in outputs
+        }
+        return write_response(model, str(header.get("id", "")), outputs, is_binary)
 
 
-def require_parameters(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a request or tensor; raises RequestError for those that ask for an extension."""
-    parameters = entry.get("parameters", {})
-    if not isinstance(parameters, dict):
-        raise RequestError(400, f"expected parameters as a JSON object, got {format_value(parameters)}")
-    refuse_extensions(parameters)
-    return parameters
-
-
-def write_response(model: ServedModel, header: Mapping[str, Any], outputs: Mapping[str, Array]) -> TensorResponse:
-    """Return the answer to a request, each output as raw bytes or in JSON as the request wants it."""
-    wishes = {entry["name"]: entry.get("parameters", {}) for entry in header.get("outputs", [])}
-    default = header.get("parameters", {}).get("binary_data_output", False)
-    entries, parts = [], list[bytes | memoryview]()
+def write_response(
+    model: ServedModel, request_id: str, outputs: Mapping[str, Array], is_binary: Mapping[str, Any]
+) -> Response:
+    """Return an answer, each output as raw bytes or in JSON."""
+    entries, tensors = [], list[bytes | memoryview]()
     for name, array in outputs.items():
-        item = model.outputs[name]
-        entry: dict[str, Any] = {"name": name, "datatype": name_datatype(item.dtype), "shape": list(array.shape)}
-        if wishes.get(name, {}).get("binary_data", default):
-            parts.append(write_raw(array))
-            entry["parameters"] = {"binary_data_size": len(parts[-1])}
+        entries.append(describe_output(model.outputs[name], array))
+        if is_binary[name]:
+            tensors.append(write_raw(array))
+            entries[-1]["parameters"] = {"binary_data_size": len(tensors[-1])}
         else:
-            entry["data"] = write_list(array, item)
-        entries.append(entry)
-    described = {
-        "model_name": model.name,
-        "model_version": VERSION,
-        "id": str(header.get("id", "")),
-        "outputs": entries,
-    }
-    text = json.dumps(described).encode()
-    if not parts:
-        return TensorResponse([text], {"content-type": "application/json"})
-    headers = {"content-type": "application/octet-stream", LENGTH_HEADER: str(len(text))}
-    return TensorResponse([text, *parts], headers)
+            entries[-1]["data"] = write_list(array)
+    header = {"model_name": model.name, "model_version": VERSION, "id": request_id, "outputs": entries}
+    return TensorResponse(header, tensors)
 
 
 def make_app(models: ServedModels, limits: Limits) -> Starlette:
@@ -192,129 +168,84 @@ def make_app(models: ServedModels, limits: Limits) -> Starlette:
     def find(request: Request) -> ServedModel:
         return models.find(request.path_params["model"], request.path_params.get("version", ""))
 
-    def answer(describe: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
-        async def respond(request: Request) -> Response:
-            return JSONResponse(describe(request))
-
-        return respond
-
-    async def infer(request: Request) -> Response:
+    async def start_inference(request: Request) -> Response:
+        reader = RequestReader(request, limits)
         try:
-            return await infer_admitted(request)
+            return await infer(find(request), reader)
         except RequestError:
-            await discard_rest(request)
+            await reader.discard_rest()
             raise
 
-    async def infer_admitted(request: Request) -> Response:
-        model = find(request)
-        with model.admit() as ticket:
-            length = request.headers.get(LENGTH_HEADER, "")
-            if length and not (length.isascii() and length.isdigit() and len(length) < 16):
-                raise RequestError(400, f"expected {LENGTH_HEADER} as a number of bytes, got {format_value(length)}")
-            body = await read_body(request, limits, int(length or 0), ticket.deadline)
-            header_bytes = int(length) if length else len(body)
-            if header_bytes > len(body):
-                raise RequestError(400, f"{LENGTH_HEADER} is {header_bytes}, and the body has {len(body)} bytes")
-            inference, header = read_request(model, body, header_bytes)
-            return write_response(model, header, await model.infer(inference, ticket))
-
-    async def check_ready(_: Request) -> Response:
-        return Response(status_code=200 if models.is_ready else 503)
-
-    async def check_model(request: Request) -> Response:
-        return Response(status_code=503 if find(request).is_stopping else 200)
-
-    async def list_index(_: Request) -> Response:
-        return JSONResponse(models.describe_index())
-
-    async def show_metrics(_: Request) -> Response:
-        return PlainTextResponse(format_metrics(list(models.models.values())))
-
-    async def fail(_: Request, problem: Exception) -> Response:
-        return make_error_response(describe_failure(problem))
-
     async def refuse(request: Request, problem: Exception) -> Response:
-        assert isinstance(problem, HTTPException)
-        message = f"{request.method} {format_value(request.url.path)} is not answered here: {problem.detail}"
-        return make_error_response(RequestError(problem.status_code, message))
+        status, message = getattr(problem, "status", 500), str(problem)
+        if isinstance(problem, HTTPException):
+            status, message = (
+                problem.status_code,
+                f"{request.method} {format_value(request.url.path)}: {problem.detail}",
+            )
+        return JSONResponse({"error": message}, status, {"retry-after": "1"} if status in (429, 503) else {})
+
+    def route(path: str, describe: Callable[[Request], Any], method: str = "GET") -> Route:
+        async def respond(request: Request) -> Response:
+            described = describe(request)
+            return described if isinstance(described, Response) else JSONResponse(described)
+
+        return Route(path, respond, methods=[method])
 
     routes = [
-        Route("/v2", answer(lambda _: models.describe())),
-        Route("/v2/health/live", answer(lambda _: {"live": True})),
-        Route("/v2/health/ready", check_ready),
-        Route("/v2/models/stats", answer(lambda _: models.describe_statistics())),
-        Route("/v2/repository/index", list_index, methods=["POST"]),
-        Route("/metrics", show_metrics),
+        route("/v2", lambda _: models.describe()),
+        route("/v2/health/live", lambda _: {"live": True}),
+        route("/v2/health/ready", lambda _: Response(status_code=200 if models.is_ready else 503)),
+        route("/v2/models/stats", lambda _: models.describe_statistics()),
+        route("/v2/repository/index", lambda _: models.describe_index(), "POST"),
+        route("/metrics", lambda _: PlainTextResponse(format_metrics(list(models.models.values())))),
     ]
     for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         routes += [
-            Route(path, answer(lambda request: find(request).describe())),
-            Route(f"{path}/ready", check_model),
-            Route(f"{path}/config", answer(lambda request: find(request).describe_config())),
-            Route(f"{path}/stats", answer(lambda request: models.describe_statistics(find(request).name))),
-            Route(f"{path}/infer", infer, methods=["POST"]),
+            route(path, lambda request: find(request).describe()),
+            route(f"{path}/ready", lambda request: Response(status_code=503 if find(request).is_stopping else 200)),
+            route(f"{path}/config", lambda request: find(request).describe_config()),
+            route(f"{path}/stats", lambda request: models.describe_statistics(find(request).name)),
+            Route(f"{path}/infer", start_inference, methods=["POST"]),
         ]
-    handlers: Any = {RequestError: fail, HTTPException: refuse}
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    app.state.limits = limits
-    return app
+    return Starlette(routes=routes, exception_handlers={RequestError: refuse, HTTPException: refuse})
 
 
 class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type] # uvicorn chooses it when it is imported
     """uvicorn's protocol, which also closes connections whose headers do not come."""
 
-    _alarm: asyncio.TimerHandle | None = None
-
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for headers."""
         super().connection_made(transport)
-        self._watch()
+        self._limit_headers()
 
     def data_received(self, data: bytes) -> None:
         """Wait on, or no longer once the headers are there."""
         super().data_received(data)
-        self._watch()
+        self._limit_headers()
 
-    def _watch(self) -> None:
-        is_waiting = self.cycle is None or self.cycle.response_complete
-        if is_waiting and self._alarm is None:
-            self._alarm = self.loop.call_later(HEADER_SECONDS, self._give_up)
-        elif not is_waiting and self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+    def _limit_headers(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.loop.call_later(PATIENCE_SECONDS, self._give_up, self.cycle)
 
-    def _give_up(self) -> None:
-        self._alarm = None
-        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
-            text = f"the headers were not complete within {HEADER_SECONDS:g} s\n"
+    def _give_up(self, cycle: object) -> None:
+        if self.cycle is cycle and not self.transport.is_closing():
+            text = f"the headers were not complete within {PATIENCE_SECONDS:g} s\n"
             head = f"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n"
             self.transport.write((head + text).encode())
             self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer."""
-        super().connection_lost(exc)
-        if self._alarm is not None:
-            self._alarm.cancel()
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn's server, which leaves signals to its caller."""
 
     def __init__(self, app: Starlette, limits: Limits) -> None:
-        config = uvicorn.Config(
-            app,
-            http=ImpatientProtocol,
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_level="warning",
-            server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=max(1, round(limits.timeout_seconds)),
-        )
-        super().__init__(config)
+        options: Any = {"http": ImpatientProtocol, "ws": "none", "lifespan": "off", "log_level": "warning"}
+        ends = {
+            "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+            "timeout_graceful_shutdown": round(limits.timeout_seconds) or 1,
+        }
+        super().__init__(uvicorn.Config(app, limit_concurrency=MAX_CONNECTIONS, access_log=False, **options, **ends))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

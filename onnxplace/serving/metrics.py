@@ -9,60 +9,45 @@ import psutil
 
 from onnxplace.serving.served_models import LATENCY_BOUNDS, ServedModel
 
-_Sample = tuple[dict[str, str], float]
+_Labels = tuple[tuple[str, str], ...]
 
 
 def format_metrics(models: Sequence[ServedModel]) -> str:
     """Return all metrics of a server."""
-    return "".join(f"{line}\n" for line in _list_lines([({"model": model.name}, model) for model in models]))
+    lines = []
+    for name, kind, text, samples in _list_metrics([(("model", model.name), model) for model in models]):
+        lines += [f"# HELP onnxplace_{name} {text}", f"# TYPE onnxplace_{name} {kind}"]
+        for suffix, labels, value in samples:
+            # Names of models and devices have no characters that would have to be escaped.
+            pairs = ",".join(f'{key}="{label}"' for key, label in labels)
+            lines.append(f"onnxplace_{name}{suffix}{{{pairs}}} {value:.17g}")
+    return "\n".join(lines) + "\n"
 
 
-def _list_lines(models: Sequence[tuple[dict[str, str], ServedModel]]) -> Iterator[str]:
+def _list_metrics(
+    models: Sequence[tuple[tuple[str, str], ServedModel]],
+) -> Iterator[tuple[str, str, str, Iterable[tuple[str, _Labels, float]]]]:
+    """Yield name, kind and text of each metric, with its samples: suffix of the name, labels, value."""
     counts = [(label, model.statistics) for label, model in models]
-    yield from _format("requests_total", "counter", "Requests answered with a result.", (
-        (label, item.success.count) for label, item in counts
-    ))  # fmt: skip
-    yield from _format("failures_total", "counter", "Requests refused or failed, by reason.", (
-        (label | {"reason": reason}, count) for label, item in counts for reason, count in item.failures.items()
-    ))  # fmt: skip
-    yield from _format("executions_total", "counter", "Runs of the model; joined requests are one.", (
-        (label, item.executions) for label, item in counts
-    ))  # fmt: skip
-    yield from _format("open_requests", "gauge", "Requests that wait or run.", (
-        (label, model.open_requests) for label, model in models
-    ))  # fmt: skip
-    yield from _format("waiting_requests", "gauge", "Requests that wait for a place to run.", (
-        (label, model.waiting_requests) for label, model in models
-    ))  # fmt: skip
-    yield from _format("queue_seconds_total", "counter", "Time that requests waited for a place.", (
-        (label, item.queue.seconds) for label, item in counts
-    ))  # fmt: skip
-    yield from _format("request_seconds", "histogram", "From the arrival of a request to its answer.", ())
+    answered = [("", (label,), item.counts["success"]) for label, item in counts]
+    yield "requests_total", "counter", "Requests answered with a result.", answered
+    failures = [("", (label, ("reason", why)), n) for label, item in counts for why, n in item.failures.items()]
+    yield "failures_total", "counter", "Requests refused or failed, by reason.", failures
+    runs = [("", (label,), item.executions) for label, item in counts]
+    yield "executions_total", "counter", "Runs of the model; joined requests are one.", runs
+    for name, text in (("open_requests", "Requests that wait or run."), ("waiting_requests", "Requests that wait.")):
+        yield name, "gauge", text, [("", (label,), getattr(model, name)) for label, model in models]
+    waits = [("", (label,), item.seconds["queue"]) for label, item in counts]
+    yield "queue_seconds_total", "counter", "Time that requests waited for a place.", waits
+    bounds = [*(f"{bound:g}" for bound in LATENCY_BOUNDS), "+Inf"]
+    latencies: list[tuple[str, _Labels, float]] = []
     for label, item in counts:
-        bounds = [*(f"{bound:g}" for bound in LATENCY_BOUNDS), "+Inf"]
-        samples = zip(({**label, "le": bound} for bound in bounds), accumulate(item.latencies))
-        yield from (_format_sample("request_seconds_bucket", *sample) for sample in samples)
-        yield _format_sample("request_seconds_sum", label, item.success.seconds)
-        yield _format_sample("request_seconds_count", label, item.success.count)
-    yield from _format("device_busy_seconds_total", "counter", "Time that segments of the model ran, by device.", (
-        (label | {"device": device}, seconds) for label, item in counts for device, seconds in item.busy_seconds.items()
-    ))  # fmt: skip
-    yield from _format("device_planned_bytes", "gauge", "Memory that the compiler planned for the model, by device.", (
-        (label | {"device": device.id}, device.peak_bytes)
-        for label, model in models
-        for device in model.bundle.manifest.devices
-    ))  # fmt: skip
-    memory = psutil.Process().memory_info().rss
-    yield from _format("process_resident_bytes", "gauge", "Memory of the process.", [({}, memory)])
-
-
-def _format(name: str, kind: str, text: str, samples: Iterable[_Sample]) -> Iterator[str]:
-    yield f"# HELP onnxplace_{name} {text}"
-    yield f"# TYPE onnxplace_{name} {kind}"
-    yield from (_format_sample(name, *sample) for sample in samples)
-
-
-def _format_sample(name: str, labels: dict[str, str], value: float) -> str:
-    """Return a line; names of models have no characters that would have to be escaped, nor have those of devices."""
-    pairs = ",".join(f'{key}="{label}"' for key, label in labels.items())
-    return f"onnxplace_{name}{{{pairs}}} {value:.17g}" if pairs else f"onnxplace_{name} {value:.17g}"
+        latencies += [("_bucket", (label, ("le", le)), n) for le, n in zip(bounds, accumulate(item.latencies))]
+        latencies += [("_sum", (label,), item.seconds["success"]), ("_count", (label,), item.counts["success"])]
+    yield "request_seconds", "histogram", "From the arrival of a request to its answer.", latencies
+    busy = [("", (label, ("device", name)), s) for label, item in counts for name, s in item.busy_seconds.items()]
+    yield "device_busy_seconds_total", "counter", "Time that segments of the model ran, by device.", busy
+    devices = [(label, device) for label, model in models for device in model.bundle.manifest.devices]
+    planned = [("", (label, ("device", device.id)), device.peak_bytes) for label, device in devices]
+    yield "device_planned_bytes", "gauge", "Memory that the compiler planned, by device.", planned
+    yield "process_resident_bytes", "gauge", "Memory of the process.", [("", (), psutil.Process().memory_info().rss)]

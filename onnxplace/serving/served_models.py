@@ -18,36 +18,28 @@ from typing import Any, Protocol
 
 from onnxplace._version import __version__
 from onnxplace.bundle import Bundle
-from onnxplace.errors import (
-    InputError,
-    OnnxplaceError,
-    RunTimeoutError,
-    format_one_line,
-    format_value,
-    suggest_nearest,
-)
+from onnxplace.errors import InputError, OnnxplaceError, RunTimeoutError, format_one_line, format_value, suggest_nearest
 from onnxplace.feeds import Array, Declared, random_feeds
 from onnxplace.runtime import Event, Result
 from onnxplace.serving.tensors import name_datatype
 
 LOGGER = logging.getLogger("onnxplace.serving")
-# The status of HTTP for each way in which a request fails, with its name in metrics.
-REASONS = {
-    400: "invalid",
-    404: "unknown",
-    408: "slow",
-    413: "too_large",
-    415: "encoding",
-    429: "queue_full",
-    499: "cancelled",
-    500: "failed",
-    501: "unsupported",
-    503: "unavailable",
-    504: "timeout",
+# The statuses of HTTP of requests that fail: their names in metrics, and what gRPC calls them.
+STATUSES = {
+    400: ("invalid", "INVALID_ARGUMENT"),
+    404: ("unknown", "NOT_FOUND"),
+    408: ("slow", "DEADLINE_EXCEEDED"),
+    413: ("too_large", "RESOURCE_EXHAUSTED"),
+    429: ("queue_full", "RESOURCE_EXHAUSTED"),
+    499: ("cancelled", "CANCELLED"),
+    500: ("failed", "INTERNAL"),
+    503: ("unavailable", "UNAVAILABLE"),
+    504: ("timeout", "DEADLINE_EXCEEDED"),
 }
 VERSION = "1"
 """Of every model."""
 PLATFORM = "onnxplace"
+EXTENSIONS = ["binary_tensor_data", "sequence", "statistics", "model_configuration", "model_repository"]
 # Upper bounds of the histogram of latencies, in seconds.
 LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 # A sequence without requests for this long, or for the time limit of a request, makes room for a new one.
@@ -69,11 +61,13 @@ def describe_failure(problem: BaseException) -> RequestError:
         return problem
     if isinstance(problem, asyncio.CancelledError):
         return RequestError(499, "the client no longer waits")
-    if not isinstance(problem, OnnxplaceError):
-        return RequestError(500, f"{type(problem).__name__}: {problem}")
-    is_closed = problem.code in ("X002", "X005")  # the session, or one of its threads
     status = 400 if isinstance(problem, InputError) else 504 if isinstance(problem, RunTimeoutError) else 500
-    return RequestError(503 if is_closed else status, format_one_line(problem))
+    if isinstance(problem, OnnxplaceError) and problem.code in ("X002", "X005"):  # the session is closed, or broken
+        status = 503
+    if status == 500:
+        LOGGER.error("a request failed", exc_info=problem)
+    is_known = isinstance(problem, OnnxplaceError)
+    return RequestError(status, format_one_line(problem) if is_known else f"{type(problem).__name__}: {problem}")
 
 
 @dataclass(frozen=True)
@@ -91,18 +85,6 @@ class Limits:
     """Sequences that each model keeps states for."""
 
 
-@dataclass(frozen=True)
-class InferenceRequest:
-    """What a client asks for."""
-
-    feeds: Mapping[str, Array]
-    outputs: Sequence[str] = ()
-    """Names; all if empty."""
-    id: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    """`sequence_id`, `sequence_start`, `sequence_end`, and `timeout` in microseconds."""
-
-
 class ServedSession(Protocol):
     """The part of `InferenceSession` that a server uses."""
 
@@ -113,25 +95,13 @@ class ServedSession(Protocol):
 
 
 @dataclass
-class Duration:
-    """How often something happened, and how long it took in all."""
-
-    count: int = 0
-    seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one more."""
-        self.count, self.seconds = self.count + 1, self.seconds + max(seconds, 0.0)
-
-
-@dataclass
 class Statistics:
     """What a model has done since the server started."""
 
-    success: Duration = field(default_factory=Duration)
-    fail: Duration = field(default_factory=Duration)
-    queue: Duration = field(default_factory=Duration)
-    infer: Duration = field(default_factory=Duration)
+    counts: Counter[str] = field(default_factory=Counter)
+    """How often requests ended with `success` or `fail`, had to `queue`, and did `compute_infer`."""
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """How long each of these took in all."""
     failures: Counter[str] = field(default_factory=Counter)
     """By reason."""
     executions: int = 0
@@ -144,14 +114,18 @@ class Statistics:
     """Time that segments ran, by device."""
     last_events: tuple[Event, ...] = ()
 
+    def add(self, what: str, seconds: float) -> None:
+        """Count one more."""
+        self.counts[what] += 1
+        self.seconds[what] += seconds
+
     def end(self, seconds: float, failure: RequestError | None) -> None:
         """Count a request that has ended."""
-        if failure is not None:
-            self.fail.add(seconds)
-            self.failures[REASONS.get(failure.status, "failed")] += 1
-            return
-        self.success.add(seconds)
-        self.latencies[bisect.bisect_left(LATENCY_BOUNDS, seconds)] += 1
+        self.add("fail" if failure else "success", seconds)
+        if failure:
+            self.failures[STATUSES[failure.status][0]] += 1
+        else:
+            self.latencies[bisect.bisect_left(LATENCY_BOUNDS, seconds)] += 1
 
     def add_run(self, result: Result) -> None:
         """Count the run behind a result; requests that were joined share one tuple of events and end together."""
@@ -164,23 +138,6 @@ class Statistics:
         self.last_events = result.events
 
 
-@dataclass
-class Ticket:
-    """The place of a request."""
-
-    deadline: float
-    """On the clock of the event loop."""
-    started: float = field(default_factory=time.perf_counter)
-
-
-@dataclass
-class _Conversation:
-    """The states of a sequence."""
-
-    session: ServedSession
-    last_used: float
-
-
 class ServedModel:
     """A bundle that is open, under the name that clients call it by.
 
@@ -189,30 +146,29 @@ class ServedModel:
         bundle: The bundle.
         session: Its session, opened with `trace`.
         limits: How much it takes on.
-        joined_rows: The largest batch that its requests are joined to; 1 if they are not.
+        max_batch: The largest batch that its requests are joined to; 1 if they are not.
     """
 
-    def __init__(self, name: str, bundle: Bundle, session: ServedSession, limits: Limits, joined_rows: int = 1) -> None:
-        self.name, self.bundle, self.session, self.limits, self.joined_rows = name, bundle, session, limits, joined_rows
+    def __init__(self, name: str, bundle: Bundle, session: ServedSession, limits: Limits, max_batch: int = 1) -> None:
+        self.name, self.bundle, self.session, self.limits, self.max_batch = name, bundle, session, limits, max_batch
         self.inputs = {item.name: item for item in bundle.inputs}
         self.outputs = {item.name: item for item in bundle.returned_outputs}
-        self.statistics = Statistics()
-        self.is_stopping = False
+        self.statistics, self.is_stopping = Statistics(), False
         self.open_requests = self.waiting_requests = 0
-        # As many as the session takes without blocking its caller: a batch more waits while others run.
-        places = limits.max_in_flight if joined_rows == 1 else (limits.max_in_flight + 1) * joined_rows
-        self.places, self._slots = places, asyncio.Semaphore(places)
-        self._conversations: dict[int | str, _Conversation] = {}
-        """By sequence, the one that was used last at the end."""
+        # As many as the session takes without blocking its caller: of joined requests, a batch waits while others run.
+        self.places = limits.max_in_flight if max_batch == 1 else (limits.max_in_flight + 1) * max_batch
+        self._slots = asyncio.Semaphore(self.places)
+        self._conversations: dict[int | str, tuple[ServedSession, float]] = {}
+        """The states of each sequence, and when it was used last; the latter in this order."""
 
     @contextmanager
-    def admit(self) -> Iterator[Ticket]:
+    def admit(self) -> Iterator[float]:
         """Hold a place for a request, from before its inputs are read until it is answered, and count it.
 
-        Raises RequestError if there is none, and for any failure inside.
+        Yields when the request has to end, on the clock of the event loop. Raises RequestError if there is no place,
+        and for any failure inside.
         """
-        ticket = Ticket(asyncio.get_running_loop().time() + self.limits.timeout_seconds)
-        failure: RequestError | None = None
+        started, failure = asyncio.get_running_loop().time(), None
         self.open_requests += 1
         try:
             if self.is_stopping:
@@ -220,45 +176,46 @@ class ServedModel:
             if self.open_requests > self.places + self.limits.max_queue:
                 message = f"{self.open_requests - 1} requests of {self.name!r} run or wait: try again later"
                 raise RequestError(429, message)
-            yield ticket
+            yield started + self.limits.timeout_seconds
         except BaseException as problem:
             failure = describe_failure(problem)
-            if failure.status == 500:
-                LOGGER.error("%s: %s", self.name, failure, exc_info=not isinstance(problem, OnnxplaceError))
-            if failure is problem or isinstance(problem, asyncio.CancelledError):
+            if isinstance(problem, asyncio.CancelledError):
                 raise
             raise failure from problem
         finally:
             self.open_requests -= 1
-            self.statistics.end(time.perf_counter() - ticket.started, failure)
+            self.statistics.end(asyncio.get_running_loop().time() - started, failure)
 
-    async def infer(self, request: InferenceRequest, ticket: Ticket) -> dict[str, Array]:
-        """Return the outputs of a request by name; raises RequestError, or an OnnxplaceError of the run."""
-        for name in request.outputs:
+    async def infer(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str], parameters: Mapping[str, Any], deadline: float
+    ) -> dict[str, Array]:
+        """Return the outputs of a request by name, all for no names.
+
+        `parameters` are `sequence_id`, `sequence_start`, `sequence_end`, and `timeout` in microseconds. Raises
+        RequestError, or the OnnxplaceError of the run.
+        """
+        for name in outputs:
             if name not in self.outputs:
                 raise RequestError(400, f"the model has no output {name!r}: {suggest_nearest(name, self.outputs)}")
-        session = self._choose_session(request.parameters)
-        deadline = min(ticket.deadline, self._read_deadline(request.parameters))
-        began = time.perf_counter()
-        progress = f"it waits for {self.places} requests that run"
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._wait_for_slot()
-                progress, submitted = "it runs", time.perf_counter()
-                result = await self._run(session, request.feeds)
-        except TimeoutError:
-            raise RequestError(504, f"no result within the time limit: {progress}") from None
-        self.statistics.queue.add(submitted - began)
-        self.statistics.infer.add(time.perf_counter() - submitted)
-        self.statistics.add_run(result)
-        return {name: result.outputs[name] for name in request.outputs or self.outputs}
-
-    async def _wait_for_slot(self) -> None:
+        loop, microseconds = asyncio.get_running_loop(), parameters.get("timeout") or self.limits.timeout_seconds * 1e6
+        if type(microseconds) not in (int, float) or not 0 < microseconds < 1e12:
+            raise RequestError(400, f"expected a timeout in microseconds, got {format_value(microseconds)}")
+        session, arrived, progress = self._choose_session(parameters), loop.time(), "it waits for others that run"
         self.waiting_requests += 1
         try:
-            await self._slots.acquire()
-        finally:
-            self.waiting_requests -= 1
+            async with asyncio.timeout_at(min(deadline, arrived + microseconds / 1e6)):
+                try:
+                    await self._slots.acquire()
+                finally:
+                    self.waiting_requests -= 1
+                progress, submitted = "it runs", loop.time()
+                result = await self._run(session, feeds)
+        except TimeoutError:
+            raise RequestError(504, f"no result within the time limit: {progress}") from None
+        self.statistics.add("queue", submitted - arrived)
+        self.statistics.add("compute_infer", loop.time() - submitted)
+        self.statistics.add_run(result)
+        return {name: result.outputs[name] for name in outputs or self.outputs}
 
     async def _run(self, session: ServedSession, feeds: Mapping[str, Array]) -> Result:
         """Return the result of a request that has a slot; the slot is free when the devices have finished with it."""
@@ -275,43 +232,29 @@ class ServedModel:
             self.session.cancel(future)
             raise
 
-    def _read_deadline(self, parameters: Mapping[str, Any]) -> float:
-        """Return when a request is to end at the latest by its own `timeout`."""
-        microseconds = parameters.get("timeout", 0) or self.limits.timeout_seconds * 1e6
-        if isinstance(microseconds, bool) or not isinstance(microseconds, int | float) or not 0 < microseconds < 1e12:
-            raise RequestError(400, f"expected a timeout in microseconds, got {format_value(microseconds)}")
-        return asyncio.get_running_loop().time() + microseconds / 1e6
-
     def _choose_session(self, parameters: Mapping[str, Any]) -> ServedSession:
         """Return the states of the sequence that a request belongs to, or the session of a model without states."""
         if not self.bundle.manifest.states:
             return self.session
         key, now = parameters.get("sequence_id"), asyncio.get_running_loop().time()
-        if not key or isinstance(key, bool) or not isinstance(key, int | str):
-            message = f"model {self.name!r} carries states: expected a sequence_id, a number or a text, not 0 or empty"
+        if not key or type(key) not in (int, str):
+            message = f"model {self.name!r} carries states: expected a sequence_id, a number or text, not 0 or empty"
             raise RequestError(400, f"{message}, and sequence_start with the first request of a sequence")
         if parameters.get("sequence_start"):
             self._conversations.pop(key, None)
-            self._make_room(now)
-            self._conversations[key] = _Conversation(self.session.conversation(), now)
+            oldest = now - max(SEQUENCE_IDLE_SECONDS, self.limits.timeout_seconds)
+            self._conversations = {key: item for key, item in self._conversations.items() if item[1] >= oldest}
+            if len(self._conversations) >= self.limits.max_sequences:
+                message = f"{len(self._conversations)} sequences of {self.name!r} are open: end one with sequence_end"
+                raise RequestError(429, message)
+            self._conversations[key] = self.session.conversation(), now
         if key not in self._conversations:
             message = f"sequence {format_value(key)} has not started, or made room for others: send sequence_start"
             raise RequestError(400, message)
-        conversation = self._conversations.pop(key)
+        session, _ = self._conversations.pop(key)
         if not parameters.get("sequence_end"):
-            conversation.last_used = now
-            self._conversations[key] = conversation
-        return conversation.session
-
-    def _make_room(self, now: float) -> None:
-        """Forget sequences that have been idle for long; raises RequestError if there is no room for one more."""
-        idle_since = now - max(SEQUENCE_IDLE_SECONDS, self.limits.timeout_seconds)
-        idle = [key for key, item in self._conversations.items() if item.last_used < idle_since]
-        for key in idle:
-            del self._conversations[key]
-        if len(self._conversations) >= self.limits.max_sequences:
-            message = f"{len(self._conversations)} sequences of {self.name!r} are open: end one with sequence_end"
-            raise RequestError(429, message)
+            self._conversations[key] = session, now
+        return session
 
     def warm_up(self) -> None:
         """Run the model a few times on random inputs of the sizes that it was compiled for; raises OnnxplaceError."""
@@ -320,7 +263,7 @@ class ServedModel:
         for future in [session.submit(feeds) for _ in range(WARMUP_REQUESTS)]:
             future.result(self.limits.timeout_seconds)
 
-    # What models say of themselves, as JSON of the protocol has it.
+    # What a model says of itself, as JSON of the protocol has it.
 
     def describe(self) -> dict[str, Any]:
         """Return its metadata."""
@@ -330,34 +273,23 @@ class ServedModel:
 
     def describe_config(self) -> dict[str, Any]:
         """Return its configuration in Triton's form, with what clients such as perf_analyzer read."""
-        inputs, outputs = (list(map(_describe_config_tensor, items.values())) for items in (self.inputs, self.outputs))
-        for entry in inputs:
-            if self.inputs[entry["name"]].optional:
-                entry["optional"] = True
-        config = {"name": self.name, "platform": PLATFORM, "backend": PLATFORM, "max_batch_size": 0}
-        sequences = {"sequence_batching": {"max_sequence_idle_microseconds": int(SEQUENCE_IDLE_SECONDS * 1e6)}}
-        return {**config, "input": inputs, "output": outputs, **(sequences if self.bundle.manifest.states else {})}
+        config: dict[str, Any] = {"name": self.name, "platform": PLATFORM, "backend": PLATFORM, "max_batch_size": 0}
+        for key, items in (("input", self.inputs), ("output", self.outputs)):
+            config[key] = [_describe_config_tensor(item) for item in items.values()]
+        if self.bundle.manifest.states:
+            config["sequence_batching"] = {"max_sequence_idle_microseconds": int(SEQUENCE_IDLE_SECONDS * 1e6)}
+        return config
 
     def describe_statistics(self) -> dict[str, Any]:
         """Return its counts in Triton's form: times in nanoseconds, the time of the last request in milliseconds."""
-        counts = self.statistics
-        durations = {
-            "success": counts.success,
-            "fail": counts.fail,
-            "queue": counts.queue,
-            "compute_infer": counts.infer,
-            **dict.fromkeys(("compute_input", "compute_output", "cache_hit", "cache_miss"), Duration()),
-        }
-        return {
-            "name": self.name,
-            "version": VERSION,
-            "last_inference": int(counts.last_inference * 1000),
-            "inference_count": counts.success.count,
-            "execution_count": counts.executions,
-            "inference_stats": {
-                key: {"count": item.count, "ns": int(item.seconds * 1e9)} for key, item in durations.items()
-            },
-        }
+        counts, kinds = (
+            self.statistics,
+            ("success", "fail", "queue", "compute_infer", "compute_input", "compute_output"),
+        )
+        durations = {kind: {"count": counts.counts[kind], "ns": int(counts.seconds[kind] * 1e9)} for kind in kinds}
+        times = {"last_inference": int(counts.last_inference * 1000), "inference_stats": durations}
+        runs = {"inference_count": counts.counts["success"], "execution_count": counts.executions}
+        return {"name": self.name, "version": VERSION, **runs, **times}
 
 
 def _describe_tensor(item: Declared) -> dict[str, Any]:
@@ -366,17 +298,11 @@ def _describe_tensor(item: Declared) -> dict[str, Any]:
 
 
 def _describe_config_tensor(item: Declared) -> dict[str, Any]:
-    described = _describe_tensor(item)
-    datatype = described["datatype"].replace("BYTES", "STRING")
-    return {"name": item.name, "data_type": f"TYPE_{datatype}", "dims": described["shape"]}
-
-
-def refuse_extensions(parameters: Mapping[str, Any]) -> None:
-    """Raise RequestError for parameters of extensions that this server does not have."""
-    if "shared_memory_region" in parameters:
-        raise RequestError(501, "this server has no shared memory: send tensors with the request")
-    if parameters.get("classification"):
-        raise RequestError(501, "this server does not classify: ask for the tensor")
+    datatype, optional = (
+        name_datatype(item.dtype).replace("BYTES", "STRING"),
+        {"optional": True} if item.optional else {},
+    )
+    return {"name": item.name, "data_type": f"TYPE_{datatype}", "dims": _describe_tensor(item)["shape"], **optional}
 
 
 class ServedModels:
@@ -394,20 +320,19 @@ class ServedModels:
             raise RequestError(404, f"model {name!r} has version {VERSION} only, got {format_value(version)}")
         return self.models[name]
 
+    def describe(self) -> dict[str, Any]:
+        """Return the metadata of the server."""
+        return {"name": "onnxplace", "version": __version__, "extensions": EXTENSIONS}
+
     def describe_statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
         """Return the counts of a model, or of all for an empty name, in Triton's form; raises RequestError."""
         models = [self.find(name, version)] if name else self.models.values()
         return {"model_stats": [model.describe_statistics() for model in models]}
 
-    def describe(self) -> dict[str, Any]:
-        """Return the metadata of the server."""
-        extensions = ["binary_tensor_data", "sequence", "statistics", "model_configuration", "model_repository"]
-        return {"name": "onnxplace", "version": __version__, "extensions": extensions}
-
     def describe_index(self) -> list[dict[str, Any]]:
         """Return Triton's index of the models."""
-        state = {"state": "READY", "reason": ""} if self.is_ready else {"state": "UNAVAILABLE", "reason": "stopping"}
-        return [{"name": name, "version": VERSION, **state} for name in self.models]
+        state = "READY" if self.is_ready else "UNAVAILABLE"
+        return [{"name": name, "version": VERSION, "state": state, "reason": ""} for name in self.models]
 
     def stop(self) -> None:
         """Take no further requests."""
@@ -415,14 +340,9 @@ class ServedModels:
         for model in self.models.values():
             model.is_stopping = True
 
-    def close(self) -> None:
-        """Close all sessions, after the requests in flight."""
-        for model in self.models.values():
-            model.session.close(model.limits.timeout_seconds)
-
 
 def require_servable(bundle: Bundle) -> None:
-    """Raise UsageError unless all inputs and outputs are tensors, the only values that the protocol has."""
+    """Raise InputError unless all inputs and outputs are tensors, the only values that the protocol has."""
     for item in (*bundle.inputs, *bundle.returned_outputs):
         if not item.dtype.startswith("tensor("):
             message = f"{item.name!r} is {item.dtype}, and the protocol has tensors only"

@@ -13,11 +13,7 @@ from onnxplace.serving.served_models import Limits, ServedModels
 
 def require_server_packages() -> None:
     """Raise UsageError unless the packages of the extra `[serve]` are there; nothing is imported."""
-    missing = [
-        name
-        for name, module in (("starlette", "starlette"), ("uvicorn", "uvicorn"), ("grpcio", "grpc"))
-        if find_spec(module) is None
-    ]
+    missing = [name for name in ("starlette", "uvicorn", "grpc") if find_spec(name) is None]
     if missing:
         are = "is" if len(missing) == 1 else "are"
         message = f"a server needs {' and '.join(missing)}, which {are} not installed"
@@ -80,4 +76,5 @@ async def run_server(
     models.stop()
     http_server.should_exit = True
     await asyncio.gather(answering, grpc_server.stop(limits.timeout_seconds))
-    await asyncio.to_thread(models.close)
+    for model in models.models.values():
+        await asyncio.to_thread(model.session.close, limits.timeout_seconds)
