@@ -23,7 +23,6 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from onnxplace.errors import format_value
-from onnxplace.feeds import Array
 from onnxplace.serving.metrics import format_metrics
 from onnxplace.serving.served_models import VERSION, Limits, RequestError, ServedModel, ServedModels
 from onnxplace.serving.tensors import describe_output, read_inputs, read_parameters, require_kind, write_list, write_raw
@@ -129,37 +128,27 @@ class RequestReader:
 
 
 async def infer(model: ServedModel, reader: RequestReader) -> Response:
-    """Return the answer to a request; raises RequestError."""
+    """Return the answer to a request, each output as raw bytes or in JSON; raises RequestError."""
     with model.admit() as deadline:
         header = await reader.read(deadline)
         feeds = read_inputs(header, model.inputs, reader.take_raw)
         reader.require_end()
-        entries = [
-            require_kind(entry, dict, "an output") for entry in require_kind(header.get("outputs", []), list, "outputs")
-        ]
-        wishes = {str(entry.get("name")): read_parameters(entry) for entry in entries}
+        wishes: dict[str, Mapping[str, Any]] = {}
+        for entry in require_kind(header.get("outputs", []), list, "outputs"):
+            wishes[str(require_kind(entry, dict, "an output").get("name"))] = read_parameters(entry)
         parameters = read_parameters(header)
         outputs = await model.infer(feeds, [*wishes], parameters, deadline)
-        is_binary = {
-            name: wishes.get(name, {}).get("binary_data", parameters.get("binary_data_output")) for name in outputs
-        }
-        return write_response(model, str(header.get("id", "")), outputs, is_binary)
-
-
-def write_response(
-    model: ServedModel, request_id: str, outputs: Mapping[str, Array], is_binary: Mapping[str, Any]
-) -> Response:
-    """Return an answer, each output as raw bytes or in JSON."""
-    entries, tensors = [], list[bytes | memoryview]()
-    for name, array in outputs.items():
-        entries.append(describe_output(model.outputs[name], array))
-        if is_binary[name]:
-            tensors.append(write_raw(array))
-            entries[-1]["parameters"] = {"binary_data_size": len(tensors[-1])}
-        else:
-            entries[-1]["data"] = write_list(array)
-    header = {"model_name": model.name, "model_version": VERSION, "id": request_id, "outputs": entries}
-    return TensorResponse(header, tensors)
+        entries, tensors = [], list[bytes | memoryview]()
+        for name, array in outputs.items():
+            entries.append(describe_output(model.outputs[name], array))
+            if wishes.get(name, {}).get("binary_data", parameters.get("binary_data_output")):
+                tensors.append(write_raw(array))
+                entries[-1]["parameters"] = {"binary_data_size": len(tensors[-1])}
+            else:
+                entries[-1]["data"] = write_list(array)
+        request_id = str(header.get("id", ""))
+        described = {"model_name": model.name, "model_version": VERSION, "id": request_id, "outputs": entries}
+        return TensorResponse(described, tensors)
 
 
 def make_app(models: ServedModels, limits: Limits) -> Starlette:
@@ -179,10 +168,8 @@ def make_app(models: ServedModels, limits: Limits) -> Starlette:
     async def refuse(request: Request, problem: Exception) -> Response:
         status, message = getattr(problem, "status", 500), str(problem)
         if isinstance(problem, HTTPException):
-            status, message = (
-                problem.status_code,
-                f"{request.method} {format_value(request.url.path)}: {problem.detail}",
-            )
+            status = problem.status_code
+            message = f"{request.method} {format_value(request.url.path)}: {problem.detail}"
         return JSONResponse({"error": message}, status, {"retry-after": "1"} if status in (429, 503) else {})
 
     def route(path: str, describe: Callable[[Request], Any], method: str = "GET") -> Route:
@@ -240,12 +227,10 @@ class HttpServer(uvicorn.Server):
     """uvicorn's server, which leaves signals to its caller."""
 
     def __init__(self, app: Starlette, limits: Limits) -> None:
-        options: Any = {"http": ImpatientProtocol, "ws": "none", "lifespan": "off", "log_level": "warning"}
-        ends = {
-            "timeout_keep_alive": KEEP_ALIVE_SECONDS,
-            "timeout_graceful_shutdown": round(limits.timeout_seconds) or 1,
-        }
-        super().__init__(uvicorn.Config(app, limit_concurrency=MAX_CONNECTIONS, access_log=False, **options, **ends))
+        options: dict[str, Any] = {"http": ImpatientProtocol, "ws": "none", "lifespan": "off", "access_log": False}
+        options |= {"timeout_keep_alive": KEEP_ALIVE_SECONDS, "limit_concurrency": MAX_CONNECTIONS}
+        options |= {"timeout_graceful_shutdown": round(limits.timeout_seconds) or 1, "log_level": "warning"}
+        super().__init__(uvicorn.Config(app, **options))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -282,10 +282,7 @@ class ServedModel:
 
     def describe_statistics(self) -> dict[str, Any]:
         """Return its counts in Triton's form: times in nanoseconds, the time of the last request in milliseconds."""
-        counts, kinds = (
-            self.statistics,
-            ("success", "fail", "queue", "compute_infer", "compute_input", "compute_output"),
-        )
+        counts, kinds = self.statistics, ("success", "fail", "queue", "compute_infer")
         durations = {kind: {"count": counts.counts[kind], "ns": int(counts.seconds[kind] * 1e9)} for kind in kinds}
         times = {"last_inference": int(counts.last_inference * 1000), "inference_stats": durations}
         runs = {"inference_count": counts.counts["success"], "execution_count": counts.executions}
@@ -298,11 +295,9 @@ def _describe_tensor(item: Declared) -> dict[str, Any]:
 
 
 def _describe_config_tensor(item: Declared) -> dict[str, Any]:
-    datatype, optional = (
-        name_datatype(item.dtype).replace("BYTES", "STRING"),
-        {"optional": True} if item.optional else {},
-    )
-    return {"name": item.name, "data_type": f"TYPE_{datatype}", "dims": _describe_tensor(item)["shape"], **optional}
+    described, optional = _describe_tensor(item), {"optional": True} if item.optional else {}
+    data_type = f"TYPE_{described['datatype']}".replace("BYTES", "STRING")
+    return {"name": item.name, "data_type": data_type, "dims": described["shape"], **optional}
 
 
 class ServedModels:

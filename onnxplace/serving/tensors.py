@@ -1,7 +1,7 @@
 """Requests and answers of the Open Inference Protocol: its names of types, numbers in lists, and raw bytes.
 
-Raw bytes are little-endian and row-major. A text (BYTES) is its length in four bytes, then its UTF-8. Requests over gRPC
-are brought into the form that JSON has over HTTP, so that both are read by one function.
+Raw bytes are little-endian and row-major. A text (BYTES) is its length in four bytes, then its UTF-8.
+Requests over gRPC are brought into the form that JSON has over HTTP, so that both are read by one function.
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ def read_list(item: Declared, data: Any) -> Array:
     """Return the elements of a list, flat or nested as JSON has it; raises FeedError."""
     data, dtype = require_kind(data, list, f"input {item.name!r}, data"), numpy_type(item.dtype)
     is_plain = dtype is None or dtype.kind != "V"  # numpy does not convert lists to the types of ml_dtypes
-    array: Array = check_feeds({"data": data}, [Declared("data", item.dtype if is_plain else "tensor(double)", None)])[
-        "data"
-    ]
+    declared = Declared(item.name, item.dtype if is_plain else "tensor(double)", None)
+    array: Array = check_feeds({item.name: data}, [declared])[item.name]
     if is_plain:
         return array
     converted: Array = array.astype(dtype)
