@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory, text_format
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message, message_factory, text_format
 
 from onnxplace.serving.served_models import (
     STATUSES,
@@ -56,8 +56,17 @@ def to_json(entry: Any) -> dict[str, Any]:
     return {**plain, "name": entry.name}
 
 
-async def infer(models: ServedModels, request: Any) -> Any:
+def parse(name: str, data: bytes) -> Any:
+    """Return a message; raises RequestError if the bytes are none."""
+    try:
+        return load_messages()[name].FromString(data)
+    except message.DecodeError as problem:
+        raise RequestError(400, str(problem)) from None
+
+
+async def infer(models: ServedModels, data: bytes) -> Any:
     """Return the answer to a request; raises RequestError."""
+    request = parse("ModelInferRequest", data)
     model = models.find(request.model_name, request.model_version)
     with model.admit() as deadline:
         raw, header = iter(request.raw_input_contents), to_json(request)
@@ -77,7 +86,7 @@ async def infer(models: ServedModels, request: Any) -> Any:
         )
 
 
-async def stream_inferences(models: ServedModels, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def stream_inferences(models: ServedModels, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
     """Yield the answers to the requests of a stream in their order; they run at the same time."""
     response = load_messages()["ModelStreamInferResponse"]
     pending: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(MAX_STREAMED)
@@ -116,32 +125,31 @@ def make_handlers(models: ServedModels) -> dict[str, Any]:
         "RepositoryIndex": lambda _: {"models": models.describe_index()},
     }
 
-    def make_handler(name: str, respond: Callable[[Any], Awaitable[Any]]) -> Any:
-        async def call(request: Any, context: Any) -> Any:
+    def make_handler(name: str, respond: Callable[[bytes], Awaitable[Any]]) -> Any:
+        async def call(data: bytes, context: Any) -> Any:
             try:
-                return await respond(request)
+                return await respond(data)
             except Exception as problem:  # noqa: BLE001 - its sender gets it
                 failure = describe_failure(problem)
                 await context.abort(grpc.StatusCode[STATUSES[failure.status][1]], str(failure))
 
-        read, write = messages[f"{name}Request"].FromString, messages[f"{name}Response"].SerializeToString
-        return grpc.unary_unary_rpc_method_handler(call, read, write)
+        return grpc.unary_unary_rpc_method_handler(call, None, messages[f"{name}Response"].SerializeToString)
 
-    def make_answer(name: str) -> Callable[[Any], Awaitable[Any]]:
-        async def respond(request: Any) -> Any:
-            message = messages[f"{name}Response"]()
-            return json_format.ParseDict(answers[name](request), message, ignore_unknown_fields=True)
+    def make_answer(name: str) -> Callable[[bytes], Awaitable[Any]]:
+        async def respond(data: bytes) -> Any:
+            described, response = answers[name](parse(f"{name}Request", data)), messages[f"{name}Response"]()
+            return json_format.ParseDict(described, response, ignore_unknown_fields=True)
 
         return respond
 
-    async def stream(requests: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
-        async for message in stream_inferences(models, requests):
-            yield message
+    async def stream(requests: AsyncIterator[bytes], _: Any) -> AsyncIterator[Any]:
+        async for answer in stream_inferences(models, requests):
+            yield answer
 
     handlers = {name: make_handler(name, make_answer(name)) for name in answers}
-    handlers["ModelInfer"] = make_handler("ModelInfer", lambda request: infer(models, request))
-    read, write = messages["ModelInferRequest"].FromString, messages["ModelStreamInferResponse"].SerializeToString
-    return {**handlers, "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(stream, read, write)}
+    handlers["ModelInfer"] = make_handler("ModelInfer", lambda data: infer(models, data))
+    write = messages["ModelStreamInferResponse"].SerializeToString
+    return {**handlers, "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(stream, None, write)}
 
 
 def make_grpc_server(models: ServedModels, limits: Limits) -> Any:

@@ -135,7 +135,8 @@ async def infer(model: ServedModel, reader: RequestReader) -> Response:
         reader.require_end()
         wishes: dict[str, Mapping[str, Any]] = {}
         for entry in require_kind(header.get("outputs", []), list, "outputs"):
-            wishes[str(require_kind(entry, dict, "an output").get("name"))] = read_parameters(entry)
+            name = str(require_kind(entry, dict, "an output").get("name"))
+            wishes[name] = read_parameters(entry)
         parameters = read_parameters(header)
         outputs = await model.infer(feeds, [*wishes], parameters, deadline)
         entries, tensors = [], list[bytes | memoryview]()
@@ -229,7 +230,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: Starlette, limits: Limits) -> None:
         options: dict[str, Any] = {"http": ImpatientProtocol, "ws": "none", "lifespan": "off", "access_log": False}
         options |= {"timeout_keep_alive": KEEP_ALIVE_SECONDS, "limit_concurrency": MAX_CONNECTIONS}
-        options |= {"timeout_graceful_shutdown": round(limits.timeout_seconds) or 1, "log_level": "warning"}
+        options |= {"timeout_graceful_shutdown": round(limits.timeout_seconds) or 1, "log_level": "error"}
         super().__init__(uvicorn.Config(app, **options))
 
     @contextmanager
