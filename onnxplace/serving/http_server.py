@@ -162,8 +162,9 @@ def make_app(models: ServedModels, limits: Limits) -> Starlette:
         reader = RequestReader(request, limits)
         try:
             return await infer(find(request), reader)
-        except RequestError:
-            await reader.discard_rest()
+        except RequestError as failure:
+            if failure.status != 408:
+                await reader.discard_rest()
             raise
 
     async def refuse(request: Request, problem: Exception) -> Response:

@@ -98,10 +98,16 @@ def read_raw(item: Declared, data: bytes | memoryview) -> Array:
 
 def read_list(item: Declared, data: Any) -> Array:
     """Return the elements of a list, flat or nested as JSON has it; raises FeedError."""
-    data, dtype = require_kind(data, list, f"input {item.name!r}, data"), numpy_type(item.dtype)
-    is_plain = dtype is None or dtype.kind != "V"  # numpy does not convert lists to the types of ml_dtypes
+    where, dtype = f"input {item.name!r}", numpy_type(item.dtype)
+    require_kind(data, list, f"{where}, data")
+    if dtype is None:
+        array: Array = np.array(data, object)
+        if not all(isinstance(text, str | bytes) for text in array.ravel()):
+            raise FeedError("F003", "expected texts", where=where)
+        return array
+    is_plain = dtype.kind != "V"  # numpy does not convert lists to the types of ml_dtypes
     declared = Declared(item.name, item.dtype if is_plain else "tensor(double)", None)
-    array: Array = check_feeds({item.name: data}, [declared])[item.name]
+    array = check_feeds({item.name: data}, [declared])[item.name]
     if is_plain:
         return array
     converted: Array = array.astype(dtype)

@@ -33,8 +33,9 @@ class HostileRequest:
 
 def make_post(body: bytes, path: str = "/v2/models/m/infer", **headers: object) -> bytes:
     """Return the bytes of a POST; a header of None is left out."""
-    given = {"host": "localhost", "content-length": len(body), **headers}
-    lines = [f"{name.replace('_', '-')}: {value}" for name, value in given.items() if value is not None]
+    given = {"host": "localhost", "content-length": len(body)}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"{name}: {value}" for name, value in given.items() if value is not None]
     return "\r\n".join([f"POST {path} HTTP/1.1", *lines, "", ""]).encode("latin-1") + body
 
 
