@@ -13,6 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
+
+pytest.importorskip("google.protobuf.runtime_version", reason="tritonclient needs protobuf 5.26 or later")
+
 import tritonclient.grpc
 import tritonclient.http
 from onnx import parser
