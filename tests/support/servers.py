@@ -98,9 +98,8 @@ class ServerProcess:
 @contextmanager
 def serve_in_process(*arguments: object) -> Iterator[ServerProcess]:
     """Start `onnxplace serve` on free ports, wait until it answers, and kill it at the end if it still runs."""
-    command = [sys.executable, "-m", "onnxplace", "serve", *map(str, arguments), "--port", "0", "--json"]
-    if "--grpc-port" not in command:
-        command += ["--grpc-port", "0"]
+    command = [sys.executable, "-m", "onnxplace", "serve", "--port", "0", "--grpc-port", "0", "--json"]
+    command += map(str, arguments)
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env={**os.environ, "ORT_DISABLE_TELEMETRY": "1"}, **pipes) as process:
         try:
