@@ -177,9 +177,9 @@ class ServedModel:
                 message = f"{self.open_requests - 1} requests of {self.name!r} run or wait: try again later"
                 raise RequestError(429, message)
             yield started + self.limits.timeout_seconds
-        except BaseException as problem:
+        except (Exception, asyncio.CancelledError) as problem:
             failure = describe_failure(problem)
-            if isinstance(problem, asyncio.CancelledError):
+            if failure is problem or isinstance(problem, asyncio.CancelledError):
                 raise
             raise failure from problem
         finally:
