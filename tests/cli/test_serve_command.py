@@ -1,9 +1,13 @@
 """The command `onnxplace serve`, as far as it ends by itself; tests/serving has the server."""
 
+import re
+import shlex
 import socket
+from pathlib import Path
 
 import pytest
 
+from onnxplace.cli.serve import serve
 from tests.support import endless
 
 
@@ -86,3 +90,13 @@ def test_a_path_that_exists_is_a_path_also_with_an_equals_sign(run_cli, served, 
     result = run_cli("serve", "c=a=b", "--port", "0", "--grpc-port", "0")
     assert result.code == 0, result.err
     assert [model.bundle.path.name for model in served[0][0].models.values()] == ["a=b"]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "onnxplace-serve.service"])
+def test_the_examples_start_the_server_with_options_that_it_has(name):
+    text = (Path(__file__).parents[2] / "examples" / "serve" / name).read_text(encoding="utf-8")
+    (line,) = re.findall(r"^(?:ENTRYPOINT|ExecStart=).*onnxplace serve (.*)", text, re.MULTILINE)
+    arguments = shlex.split(line.partition(' \\"$@')[0])
+    context = serve.make_context("serve", arguments)
+    assert context.params["warmup"]
+    assert (context.params["port"], context.params["timeout"]) == (8000, 60.0)
