@@ -166,6 +166,8 @@ def make_app(models: ServedModels, limits: Limits) -> Starlette:
             if failure.status != 408:
                 await reader.discard_rest()
             raise
+        except asyncio.CancelledError:  # by uvicorn, or the end of the event loop
+            raise RequestError(503, "the server was ended before there was a result") from None
 
     async def refuse(request: Request, problem: Exception) -> Response:
         status, message = getattr(problem, "status", 500), str(problem)

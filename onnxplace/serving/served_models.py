@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -225,7 +225,12 @@ class ServedModel:
         except BaseException:
             self._slots.release()
             raise
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._slots.release))
+
+        def release(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed: a second signal has ended the server
+                loop.call_soon_threadsafe(self._slots.release)
+
+        future.add_done_callback(release)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:  # its time is over, or its client has left

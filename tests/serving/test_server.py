@@ -459,6 +459,23 @@ def is_refused(port):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_does_not_wait_for_requests_in_flight(tmp_path, number, code):
+    bundle = endless.endless_bundle(tmp_path)
+    with serve_in_process(f"e={bundle.path}") as server, ThreadPoolExecutor(1) as callers:
+        with tritonclient.http.InferenceServerClient(server.http) as client:
+            waiting = callers.submit(client.infer, "e", endless_inputs(tritonclient.http))
+            await_true(lambda: 'open_requests{model="e"} 1' in read_metrics(server))
+            server.process.send_signal(number)
+            await_true(lambda: is_refused(server.http_port))
+            server.process.send_signal(number)
+            with pytest.raises(InferenceServerException, match="the server was ended before there was a result"):
+                waiting.result()
+        assert server.process.wait(WAIT_SECONDS) == code
+        assert "Traceback" not in server.process.stderr.read()
+
+
+@pytest.mark.slow
 def test_a_server_that_was_killed_answers_again_after_a_restart(compiled):
     with serve_in_process(f"m={compiled}") as server:
         with tritonclient.http.InferenceServerClient(server.http) as client:
