@@ -1,8 +1,8 @@
 """A server next to a stream of one session: python benchmarks/server.py [--requests 10000] [--turns 3].
 
-A network of convolutions, with about the work of ResNet-18, takes and returns images of 602 112 bytes. A copy of it is
-on each of two CPU devices of one core. These take turns: `session.stream` in this process; tritonclient over HTTP, and
-over gRPC, to `onnxplace serve` in a process of its own, with so many requests in flight. The table has requests per
+A network of convolutions, with most of the work of ResNet-50, takes and returns images of 602 112 bytes. A copy of it
+is on each of two CPU devices of one core. These take turns: `session.stream` in this process; tritonclient over HTTP,
+and over gRPC, to `onnxplace serve` in a process of its own, with many requests in flight. The table has requests per
 second as ratios to the stream, taken in one run, and counts answers that are wrong and requests without one. Then the
 server gets `--hostile` requests over each protocol, and those without a clear status are counted. The exit code is 1 if
 anything is wrong, lost or unclear. Nothing else should run meanwhile: client and server share the cores. Needs
@@ -40,7 +40,7 @@ from tests.support.hostile_requests import HOSTILE_MODEL, MAX_REQUEST_BYTES, lis
 from tests.support.servers import ServerProcess, serve_in_process
 
 IMAGE = (1, 3, 224, 224)
-CHANNELS, LAYERS = 32, 5
+CHANNELS, LAYERS = 48, 5
 # A copy of the model on each of two devices of one core.
 COPIES = "optimize,profile{estimate=true},coplace{join=never},fuse,single,split,replicate{routes=cpu:1},emit"
 IMAGES = 8
