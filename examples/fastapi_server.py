@@ -1,6 +1,6 @@
 """Serve a bundle over HTTP with FastAPI: joined requests, checks of health and inputs, an orderly end.
 
-    pip install 'onnxplace[cpu,serve]'
+    pip install 'onnxplace[cpu]' fastapi uvicorn
     python examples/fastapi_server.py model.bundle --port 8000 --max-batch 16
     curl localhost:8000/run -H 'content-type: application/json' -d '{"inputs": {"x": [[1.0, 2.0]]}}'
 

@@ -315,6 +315,10 @@ class InferenceSession(SessionMethods):
             future.add_done_callback(partial(self._recorder.add_future, called, tag=tag))
         return future
 
+    def cancel(self, future: Future[Result]) -> None:
+        """End a run of `submit` whose result is no longer wanted; its devices are free at the end of their nodes."""
+        self._session.cancel(future)
+
     def stream(
         self,
         feeds: Iterable[Mapping[str, Any]],

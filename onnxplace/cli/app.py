@@ -31,6 +31,7 @@ from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
+from onnxplace.cli.serve import serve
 from onnxplace.cli.shared_options import as_json, print_json, print_text, suggest_command
 from onnxplace.cli.terminal import add_verbosity_options, is_terminal, report_total_time
 from onnxplace.cli.train import train
@@ -120,6 +121,7 @@ def cli() -> None:
 for command in (
     compile_,
     run,
+    serve,
     train,
     verify,
     bench,

@@ -72,6 +72,10 @@ class EngineConversation(RuntimeSession):
         """Return the result of a request; with no other in flight, do one device's part in this thread."""
         return self.engine.run(self.engine.request(feeds, states, Outcome(), self._carried), timeout)
 
+    def cancel(self, future: Future[Result]) -> None:
+        """End a request in flight; its devices are free again at the end of the nodes that they execute."""
+        self.engine.cancel(future)
+
     def open_conversation(self) -> RuntimeSession:
         """Return another conversation of the same session, over the same segments and workers."""
         return EngineConversation(self.engine, self.engine.open_conversation(), self._session)
@@ -99,10 +103,6 @@ class EngineSession(EngineConversation):
     def failure(self) -> BaseException | None:
         """Return the error that has ended the engine; None while it works."""
         return self.engine.failure
-
-    def cancel(self, future: Future[Result]) -> None:
-        """End a request in flight; its devices are free again at the end of the nodes that they execute."""
-        self.engine.cancel(future)
 
     def read_remote_delays(self) -> Mapping[str, int]:
         """Return how long threads of other processes waited for a core."""

@@ -21,13 +21,13 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 # Modules whose package has another name.
 PACKAGES = {"cuda": "cuda-bindings", "google": "protobuf", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
-PACKAGES["optimum"] = "optimum-onnx"
+PACKAGES |= {"grpc": "grpcio", "optimum": "optimum-onnx"}
 # The extras that each folder may import from, besides the dependencies of the project.
 FOLDERS = {
-    "onnxplace": ("cpu", "gpu", "mpi", "report", "torch", "train"),
+    "onnxplace": ("cpu", "gpu", "mpi", "report", "serve", "torch", "train"),
     "passes": ("cpu", "gpu"),
     "runtimes": ("cpu", "gpu", "mpi"),
-    "examples": ("cpu", "gpu", "generate", "serve", "torch", "train", "zoo"),
+    "examples": ("cpu", "gpu", "dev", "generate", "torch", "train", "zoo"),
     "benchmarks": ("cpu", "gpu", "dev", "optimum", "zoo"),
     "tests": ("cpu", "gpu", "dev", "genai", "generate", "torch", "zoo"),
     ".ci": ("cpu", "dev"),

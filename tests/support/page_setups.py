@@ -63,6 +63,10 @@ onnxplace gain graph.json --json --quiet
 """
 # A decoder in a folder, as optimum writes it.
 FOLDER = "mkdir my-llama && mv decoder.onnx my-llama/model.onnx"
+SERVE = """
+timeout 300 onnxplace serve model.bundle > server.log 2> /dev/null & echo $! > server.pid
+until grep grpc server.log; do sleep 0.2; kill -0 $(cat server.pid); done
+"""
 SETUPS: Mapping[str, Setup] = {
     "README.md": setup(
         *("model.onnx", "decoder.onnx"),
@@ -123,7 +127,13 @@ SETUPS: Mapping[str, Setup] = {
         *("fixed/model.onnx", "model.bundle", "a.bundle", "b.bundle", "graph.json.gz"),
         before="onnxplace run model.bundle --trace t.json",
     ),
-    "docs/serving.md": setup("model.bundle", prelude=INPUTS + "session = InferenceSession(bundle)\n"),
+    "docs/serving.md": setup(
+        "model.bundle",
+        prelude=INPUTS + "session = InferenceSession(bundle)\n",
+        # In the background, until all blocks have run, or for a few minutes after one that failed.
+        replaced={"onnxplace serve model.bundle\n": SERVE},
+        after="kill $(cat server.pid)",
+    ),
     "docs/sharding.md": setup(
         *("bert.onnx", "cluster.toml"),
         after="onnxplace plan bert.onnx --target h200.toml --shape batch=8",
