@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from onnxplace.cli.completion import complete_devices
+from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from onnxplace.driver import Plan, PlannedStrategy
 
 
-@click.command(short_help="Compare strategies for a model; write nothing.")
+@click.command(cls=GroupedCommand, short_help="Compare strategies for a model; write nothing.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
     "--devices",
@@ -82,18 +83,18 @@ def plan(
             estimate=estimate,
             observer=observer,
         )
-    print_notes(result.diagnostics)
     if json_:
         print_json({**asdict(result), "diagnostics": [describe_note(note) for note in result.diagnostics]})
     else:
         print_text(_format_plan(result))
+    print_notes(result.diagnostics)
     if all(item.step_seconds is None for item in result.strategies):
         raise SystemExit(InfeasibleError.exit_code)
 
 
 def _format_plan(plan: Plan) -> str:
     """Return the strategies as a table; the best latency and the best throughput are marked."""
-    from onnxplace.report import format_table
+    from onnxplace.reports import format_table
 
     fitting = [item for item in plan.strategies if item.step_seconds is not None]
     fastest = min(fitting, key=lambda item: item.step_seconds or 0.0, default=None)
@@ -114,7 +115,7 @@ def _format_plan(plan: Plan) -> str:
 
 
 def _format_row(item: PlannedStrategy, alone: float | None, is_fastest: bool, is_most: bool) -> tuple[str, ...]:
-    from onnxplace.report import format_bytes, format_milliseconds
+    from onnxplace.reports import format_bytes, format_milliseconds
 
     if item.step_seconds is None or item.interval_seconds is None:
         return (item.name, "-", "-", "-", "-", "-", "-")

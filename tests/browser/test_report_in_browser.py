@@ -14,7 +14,7 @@ from selenium.webdriver.common.keys import Keys
 from onnxplace.bundle import Bundle
 from onnxplace.cost_graph import GENERATORS
 from onnxplace.driver import compile_model, place_cost_graph, replace_devices
-from onnxplace.report import PageData, PlacedGraph, describe_bundle, describe_placement, render_page
+from onnxplace.reports import PageData, PlacedGraph, describe_bundle, describe_placement, render_page
 from tests.browser.chromium import Browser, open_browser
 from tests.report.test_page import HOSTILE
 

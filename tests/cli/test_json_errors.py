@@ -64,7 +64,9 @@ def test_a_defect_does_not_exit_with_1(monkeypatch, capsys):
 
     monkeypatch.setattr(app, "main", break_down)
     monkeypatch.setattr(app.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(app.sys, "unraisablehook", sys.unraisablehook)  # `entry` sets it for good: undone by monkeypatch
+    monkeypatch.setattr(
+        app.sys, "unraisablehook", sys.unraisablehook
+    )  # `entry` sets it for good: undone by monkeypatch
     monkeypatch.setattr(app.sys, "argv", ["onnxplace", "passes", "--json"])
     with pytest.raises(SystemExit) as left:
         app.entry()

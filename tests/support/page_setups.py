@@ -110,6 +110,7 @@ SETUPS: Mapping[str, Setup] = {
         PYTHONPATH=".",
         after="python -c 'import cheapest, onnxplace.testing as t; t.check_pass(cheapest.Cheapest)'\n" + ADD_COMMAND,
     ),
+    "docs/reference/commands.md": setup("model.onnx"),
     "docs/report.md": setup(
         *("fixed/model.onnx", "model.bundle", "a.bundle", "b.bundle", "graph.json.gz"),
         before="onnxplace run model.bundle --trace t.json",

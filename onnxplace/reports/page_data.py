@@ -23,9 +23,9 @@ from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
 from onnxplace.facts import Schedule
 from onnxplace.graph import Ints
 from onnxplace.pipeline import parse_pipeline
-from onnxplace.report.charts import draw_memory, draw_step, read_trace
-from onnxplace.report.layer_tree import LayerNode, build_layer_tree
-from onnxplace.report.page_records import (
+from onnxplace.reports.charts import draw_memory, draw_step, read_trace
+from onnxplace.reports.layer_tree import LayerNode, build_layer_tree
+from onnxplace.reports.page_records import (
     Attempt,
     AttemptGroup,
     Crossing,
@@ -36,8 +36,8 @@ from onnxplace.report.page_records import (
     Table,
     Timeline,
 )
-from onnxplace.report.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
-from onnxplace.report.text import format_bytes, format_milliseconds
+from onnxplace.reports.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
+from onnxplace.reports.text import format_bytes, format_milliseconds
 from onnxplace.utils import read_json
 
 # --------------------------------------------------------------------------------------------------- attempts and notes

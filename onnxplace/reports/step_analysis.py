@@ -10,8 +10,8 @@ import numpy as np
 from onnxplace.bundle import Manifest, SegmentRecord, build_segment_graph
 from onnxplace.errors import format_count
 from onnxplace.graph import Floats, Ints, OpGraph
-from onnxplace.report.page_records import Bound, ChainPart, Crossing
-from onnxplace.report.text import format_milliseconds
+from onnxplace.reports.page_records import Bound, ChainPart, Crossing
+from onnxplace.reports.text import format_milliseconds
 from onnxplace.simulation import Simulation, simulate
 from onnxplace.target import Target
 
