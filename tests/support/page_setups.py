@@ -104,7 +104,7 @@ SETUPS: Mapping[str, Setup] = {
         prelude=INPUTS + TOKENS,
         replaced={"node1:1,node2:1": "localhost:2", "node[1-4]": "localhost:4", '"tokens"': '"x"'},
     ),
-    "docs/index.md": setup("model.onnx", "feeds.npz"),
+    "docs/index.md": setup("model.onnx", "feeds.npz", "examples"),
     "docs/passes.md": setup(
         *("model.onnx", "graph.json"),
         PYTHONPATH=".",
