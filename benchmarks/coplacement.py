@@ -15,7 +15,7 @@ from onnxplace.machine import local_target
 from onnxplace.model import bind, bind_states, load
 from onnxplace.pipeline import Pipeline
 from onnxplace.problem import single_device_seconds
-from onnxplace.report import format_bytes, format_milliseconds, format_table
+from onnxplace.reports import format_bytes, format_milliseconds, format_table
 from onnxplace.state import State
 
 PLACERS = {"m-etf": "worth", "m-sct": "worth", "m-topo": "worth", "auto": "never"}

@@ -32,7 +32,7 @@ import onnxplace
 from onnxplace.driver import compile_model
 from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import random_feeds
-from onnxplace.report import format_table
+from onnxplace.reports import format_table
 from tests.support.training_models import make_mlp, make_transformer, make_two_tower
 
 DEVICES = "cpu:0,cpu:1"

@@ -32,7 +32,7 @@ from onnxplace.bundle import Bundle
 from onnxplace.evaluation import open_reference
 from onnxplace.feeds import random_feeds
 from onnxplace.machine import available_cores
-from onnxplace.report import describe_copies
+from onnxplace.reports import describe_copies
 
 MODELS = ("resnet50", "bert-base")
 DEVICES = "cpu:0,cpu:1"

@@ -17,6 +17,7 @@ from decoder import decoder
 from gnmt import gnmt
 from light_models import light_model
 from transformer import transformer
+from two_encoders import two_encoders
 from two_tower import two_tower
 
 EXTERNAL_DATA_LIMIT = 1 << 30  # bytes; one protobuf file must stay below twice this
@@ -43,6 +44,7 @@ def _make_light_recipe(name: str, summary: str) -> Recipe:
 
 MODELS: dict[str, Recipe] = {
     "two-tower": Recipe(two_tower, "CLIP-like image and text towers that meet in a similarity matrix"),
+    "two-encoders": Recipe(two_encoders, "LSTM encoders of audio and video, and a classifier of both"),
     "gnmt": Recipe(gnmt, "LSTM encoder-decoder with attention, unrolled over time into primitive ops"),
     "transformer": Recipe(transformer, "transformer text encoder, symbolic batch and sequence length"),
     "decoder": Recipe(decoder, "GPT-like decoder with a cache of keys and values: bind it with --state"),

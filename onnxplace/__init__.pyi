@@ -3,9 +3,13 @@ from onnxplace.api import (
     InferenceSession as InferenceSession,
     compile as compile,  # noqa: A004
     load as load,
+    plan as plan,
+    report as report,
 )
+from onnxplace.benchmark import bench as bench
 from onnxplace.bundle import Bundle as Bundle
 from onnxplace.errors import (
+    ArgumentError as ArgumentError,
     BrokenPassError as BrokenPassError,
     BundleError as BundleError,
     Diagnostic as Diagnostic,
@@ -28,5 +32,6 @@ from onnxplace.serving import Batching as Batching
 from onnxplace.state import Pass as Pass, State as State
 from onnxplace.target import Device as Device, Link as Link, Target as Target
 from onnxplace.training import StepResult as StepResult, Trainer as Trainer
+from onnxplace.verification import verify as verify
 
 __version__: str

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from onnxplace.bundle import Bundle, Check
-from onnxplace.driver import Compiled, CompileSettings, compile_model, compile_with, takes_fields_of
+from onnxplace.driver import (
+    Compiled,
+    CompileSettings,
+    checks_arguments,
+    compile_model,
+    compile_with,
+    plan_model,
+    takes_fields_of,
+)
 from onnxplace.drop_in import (
     RequestChecks,
     SessionMethods,
@@ -27,6 +35,7 @@ from onnxplace.drop_in import (
 from onnxplace.errors import FeedError, InputError, OnnxplaceError, UsageError
 from onnxplace.machine import use_custom_operators
 from onnxplace.pipeline import find_plugin
+from onnxplace.reports import show_bundle, write_report
 from onnxplace.runtime import (
     DEFAULT_MAX_IN_FLIGHT,
     Result,
@@ -49,7 +58,7 @@ from onnxplace.utils import Callbacks
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["Compiled", "Conversation", "InferenceSession", "compile", "compile_model", "load"]
+__all__ = ["Compiled", "Conversation", "InferenceSession", "compile", "compile_model", "load", "plan", "report"]
 
 # The default of `user_data`: None is a value that ONNX Runtime passes on.
 _NO_USER_DATA: Final = object()
@@ -99,6 +108,11 @@ def load(path: str | Path, check: Check = "small") -> Bundle:
     'auto'
     """
     return Bundle.open(path, check)
+
+
+plan = checks_arguments(plan_model, "plan")
+report = checks_arguments(write_report, "report")
+Bundle._repr_html_ = show_bundle
 
 
 class InferenceSession(SessionMethods):
@@ -366,6 +380,12 @@ class InferenceSession(SessionMethods):
         """
         self._session.close(check_timeout(timeout, minimum=0))
         self._callbacks.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self._bundle!r}"
+
+    def _repr_html_(self) -> str | None:
+        return show_bundle(self._bundle)
 
     def __enter__(self) -> InferenceSession:
         return self

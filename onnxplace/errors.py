@@ -3,6 +3,7 @@
     OnnxplaceError
     |-- InputError            exit 2: the user's model, bundle, feeds, options or files
     |   |-- UsageError        an unknown name, a bad option value, a pipeline in the wrong order
+    |   |   `-- ArgumentError an argument in Python that does not exist or has a wrong type; also Python's TypeError
     |   |-- ModelError        a model that cannot be read, checked, bound or run
     |   |-- FeedError         inputs that do not fit the model
     |   |-- TargetError       devices or links that do not exist or contradict each other
@@ -73,6 +74,10 @@ class InputError(OnnxplaceError):
 
 class UsageError(InputError):
     """A name, option or combination that does not exist."""
+
+
+class ArgumentError(UsageError, TypeError):
+    """An argument of a Python function that does not exist, or has a wrong type."""
 
 
 class ModelError(InputError):

@@ -290,3 +290,9 @@ def open_session(runtime: Runtime, bundle: Bundle, *, trace: bool, max_in_flight
         raise UsageError("U045", message, where=str(bundle.path), hint="leave max_in_flight out")
     session: RuntimeSession = cast("Any", runtime).open(bundle, trace=trace, max_in_flight=max_in_flight)
     return session
+
+
+def make_no_outputs_error(runtime: str, where: str) -> UsageError:
+    """Return the error for a runtime that computes no outputs."""
+    hint = "use --runtime onnxruntime"
+    return UsageError("U045", f"runtime {runtime!r} computes no outputs", where=where, hint=hint)

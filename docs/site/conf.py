@@ -31,7 +31,8 @@ highlight_language = "text"
 html_theme = "pydata_sphinx_theme"
 html_title = "onnxplace"
 html_copy_source = html_show_sourcelink = False
-html_static_path: list[str] = []
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system
 html_theme_options: dict[str, Any] = {
     "header_links_before_dropdown": 8,

@@ -16,11 +16,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from pydantic import ValidationError
@@ -40,10 +40,20 @@ from onnxplace.bundle.manifest import (
     ValueRecord,
 )
 from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest
-from onnxplace.errors import BundleError, InputError, TargetError, UsageError
+from onnxplace.errors import BundleError, InputError, TargetError, UsageError, format_count, format_names
 from onnxplace.feeds import Array, Declared, numpy_type, zero_feeds
 from onnxplace.target import Target
-from onnxplace.utils import find_moved_aside, format_path, open_input, parse_json, suggest_file
+from onnxplace.utils import (
+    find_moved_aside,
+    format_bytes,
+    format_first,
+    format_milliseconds,
+    format_object,
+    format_path,
+    open_input,
+    parse_json,
+    suggest_file,
+)
 
 BUNDLE_FORMAT = "onnxplace bundle"
 MANIFEST_FILE = "manifest.json"
@@ -66,6 +76,24 @@ class Bundle:
 
     path: Path
     manifest: Manifest
+    _repr_html_: ClassVar[Callable[[Bundle], str | None]]
+    """What a notebook shows: `onnxplace.api` sets it, since reports know bundles and not the other way round."""
+
+    def __repr__(self) -> str:
+        manifest, predicted = self.manifest, self.manifest.predicted
+        devices = [
+            f"{item.id}: {format_count(item.nodes, 'node')}, peak {format_bytes(item.peak_bytes)}"
+            for item in manifest.devices
+        ]
+        step, bound = format_milliseconds(predicted.step_seconds), format_milliseconds(predicted.lower_bound_seconds)
+        single = format_milliseconds(predicted.single_device_seconds)
+        names = (format_names((item.name for item in items), quoted=False) for items in (self.inputs, self.outputs))
+        return format_object(
+            f"Bundle {str(self.path)!r}: {manifest.model}, placer {manifest.placer}",
+            format_first(devices),
+            f"predicted step {step}; best single device {single}; lower bound {bound}",
+            " -> ".join(names),
+        )
 
     @staticmethod
     def open(path: str | Path, check: Check = "small") -> Bundle:

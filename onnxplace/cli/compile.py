@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace.cli.completion import complete_devices, complete_pipeline, complete_placers
-from onnxplace.cli.report import report_option, require_report, write_page
+from onnxplace.cli.help import GroupedCommand
+from onnxplace.cli.report import report_option
 from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from onnxplace.driver import Compiled
 
 
-@click.command(short_help="Profile, place and split a model; write a bundle.")
+@click.command(cls=GroupedCommand, short_help="Profile, place and split a model; write a bundle.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
     "-o",
@@ -162,25 +163,26 @@ def compile(  # noqa: A001
             **options,
         )
     if report:
-        from onnxplace.report import describe_bundle
+        from onnxplace.reports import describe_bundle, write_page
 
         write_page(report, [describe_bundle(compiled.bundle)])
-    print_notes(compiled.diagnostics)
     if json_:
         print_json({**_build_json(compiled), **({"report": str(report)} if report else {})})
     else:
-        from onnxplace.report import compile_summary
+        from onnxplace.reports import compile_summary
 
         print_text(compile_summary(compiled.bundle))
         if options["save_costs"]:
             print_text(f"costs: {options['save_costs']}")
         if report:
             print_text(f"report: {report}")
+    print_notes(compiled.diagnostics)
 
 
 def _require_report(report: Path, model: Path, *inputs: Path | None, **options: Any) -> None:
     """Raise UsageError before any work if the report cannot be written, or is another file of this command."""
     from onnxplace.driver import find_in_folder
+    from onnxplace.reports import require_report
 
     shard_map = options["shard_map"]
     files = (options["costs"], options["device_map"], None if not shard_map or "{" in shard_map else Path(shard_map))

@@ -31,11 +31,11 @@ def merge(bundle: Path, output: Path, *, external_data: bool, force: bool, json_
 
     with show_progress(json_, "writing the model"):
         merged = merge_bundle(bundle, output, external_data=external_data, force=force)
-    print_notes(merged.diagnostics)
     if json_:
         print_json({**vars(merged), "diagnostics": [describe_note(note) for note in merged.diagnostics]})
     else:
         print_text(describe_merged(merged))
+    print_notes(merged.diagnostics)
 
 
 # Listed here too, so that `--help` imports nothing.
@@ -75,8 +75,8 @@ def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **o
 
     with show_progress(json_, "writing the files"):
         exported = export_bundle(bundle, to, output, force=force, options=ExportOptions(**options))
-    print_notes(exported.diagnostics)
     if json_:
         print_json({**vars(exported), "diagnostics": [describe_note(note) for note in exported.diagnostics]})
     else:
         print_text(f"{exported.path}: {', '.join(exported.files)}")
+    print_notes(exported.diagnostics)

@@ -28,7 +28,7 @@ def machines(json_: bool) -> None:
 
 def format_catalogue(catalogue: Catalogue) -> str:
     """Return devices and fabrics as tables, and how to name a machine."""
-    from onnxplace.report import format_bytes, format_table
+    from onnxplace.reports import format_bytes, format_table
     from onnxplace.target import DATA_TYPES
 
     types = ("float32", *DATA_TYPES)

@@ -11,7 +11,8 @@ import click
 from click.core import ParameterSource
 
 from onnxplace.cli.completion import complete_placers
-from onnxplace.cli.report import report_option, require_report, write_page
+from onnxplace.cli.help import GroupedCommand
+from onnxplace.cli.report import report_option
 from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
@@ -25,14 +26,14 @@ from onnxplace.cli.shared_options import (
     with_machine,
 )
 from onnxplace.errors import UsageError, format_count, format_name
-from onnxplace.report import format_bytes, format_milliseconds, format_table
+from onnxplace.reports import format_bytes, format_milliseconds, format_table
 
 if TYPE_CHECKING:
     from onnxplace.cost_graph import CostGraph
     from onnxplace.driver import PlacementResult
 
 
-@click.command(short_help="Place a cost graph; no ONNX needed.")
+@click.command(cls=GroupedCommand, short_help="Place a cost graph; no ONNX needed.")
 @click.argument("graph", type=click.Path(path_type=Path))
 @click.option(
     "-o",
@@ -105,6 +106,8 @@ def place(
     if output:
         _require_output(output, graph, placement)
     if report:
+        from onnxplace.reports import require_report
+
         require_report(report, graph, placement, output=output)
     announce_loop_compilation(json_)
     memory_bytes = parse_bytes(max_memory) if max_memory else None
@@ -121,12 +124,11 @@ def place(
     if output:
         write_cost_graph(output, cost_graph, result)
     if report:
-        _write_report(report, cost_graph, result)
-    print_notes(result.diagnostics)
+        _write_report(report, result)
     paths = {name: str(path) for name, path in (("output", output), ("report", report)) if path}
     if json_:
         entries = {**vars(result), "peak_bytes": result.peak_bytes.tolist(), "placement": dict(result.placement)}
-        for name in ("start_seconds", "finish_seconds", "device", "schedule"):
+        for name in ("start_seconds", "finish_seconds", "device", "schedule", "graph"):
             del entries[name]
         lists = {
             "passes": [vars(t) for t in result.passes],
@@ -137,28 +139,19 @@ def place(
         print_text(format_placement(result, cost_graph))
         for path in paths.values():
             print_text(f"written to {path}")
+    print_notes(result.diagnostics)
 
 
-def _write_report(path: Path, graph: CostGraph, result: PlacementResult) -> None:
+def _write_report(path: Path, result: PlacementResult) -> None:
     """Write the page about a placement."""
-    from onnxplace.report import PlacedGraph, describe_placement
+    from onnxplace.reports import describe_placement, write_page
 
-    placed = PlacedGraph(
-        graph=graph,
-        placer=result.placer,
-        device=result.device,
-        schedule=result.schedule,
-        is_feasible=result.feasible,
-        seconds=result.seconds,
-        diagnostics=result.diagnostics,
-        passes=tuple(timing.name for timing in result.passes),
-        options={
-            _name_option(name): str(value)
-            for name, value in click.get_current_context().params.items()
-            if name not in ("graph", "report", "json_") and _is_given(name)
-        },
-    )
-    write_page(path, [describe_placement(placed)])
+    options = {
+        _name_option(name): str(value)
+        for name, value in click.get_current_context().params.items()
+        if name not in ("graph", "report", "json_") and _is_given(name)
+    }
+    write_page(path, [describe_placement(result.describe(options))])
 
 
 def _require_output(output: Path, graph: Path, placement: Path | None) -> None:

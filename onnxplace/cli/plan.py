@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace.cli.completion import complete_devices
+from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from onnxplace.target import Machine
 
 
-@click.command(short_help="Compare strategies for a model; write nothing.")
+@click.command(cls=GroupedCommand, short_help="Compare strategies for a model; write nothing.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
     "--devices",
@@ -113,7 +114,6 @@ def plan(
                 observer=observer,
             )
     rows = list_machine_rows(plans, goals, prices)
-    print_notes(list(dict.fromkeys(note for item in plans.values() for note in item.diagnostics)))
     is_comparison = len(machines) > 1 or price or latency or rate or fit
     listed = [_build_json(name, item) for name, item in plans.items()]
     if json_ and is_comparison:
@@ -126,6 +126,7 @@ def plan(
         print_text("\n".join([*text, *(_explain_missing(name, plans[name]) for name in plans if name in missing)]))
     else:
         print_text(_format_plan(next(iter(plans.values())), next(iter(plans))))
+    print_notes(list(dict.fromkeys(note for item in plans.values() for note in item.diagnostics)))
     if not rows:
         raise SystemExit(InfeasibleError.exit_code)
 
@@ -138,7 +139,7 @@ def _build_json(machine: str, plan: Plan) -> dict[str, Any]:
 def _format_machines(
     rows: Sequence[MachineRow], plans: Mapping[str, Plan], machines: Mapping[str, Machine], goals: Goals
 ) -> str:
-    from onnxplace.report import format_bytes, format_milliseconds, format_table
+    from onnxplace.reports import format_bytes, format_milliseconds, format_table
 
     cells = []
     for row in rows:
@@ -168,7 +169,7 @@ _ESTIMATES = "estimates: by published peak rates, not measured; docs/machines.md
 
 def _explain_missing(name: str, plan: Plan) -> str:
     """Return why a machine has no row."""
-    from onnxplace.report import format_milliseconds
+    from onnxplace.reports import format_milliseconds
 
     fitting = [item for item in plan.strategies if item.step_seconds is not None]
     if not fitting:
@@ -180,7 +181,7 @@ def _explain_missing(name: str, plan: Plan) -> str:
 
 def _format_plan(plan: Plan, machine: str) -> str:
     """Return the strategies as a table; the best latency and the best throughput are marked."""
-    from onnxplace.report import format_table
+    from onnxplace.reports import format_table
 
     fitting = [item for item in plan.strategies if item.step_seconds is not None]
     fastest = min(fitting, key=lambda item: item.step_seconds or 0.0, default=None)
@@ -202,7 +203,7 @@ def _format_plan(plan: Plan, machine: str) -> str:
 
 
 def _format_row(item: PlannedStrategy, alone: float | None, is_fastest: bool, is_most: bool) -> tuple[str, ...]:
-    from onnxplace.report import format_bytes, format_milliseconds
+    from onnxplace.reports import format_bytes, format_milliseconds
 
     if item.step_seconds is None or item.interval_seconds is None:
         return (item.name, "-", "-", "-", "-", "-", "-")

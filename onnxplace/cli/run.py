@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
     as_json,
     inputs_option,
-    make_no_outputs_error,
     note_core_shortage,
     note_left_out_copies,
     parse_shape,
@@ -65,7 +65,7 @@ class RunSummary:
     """The copies of the bundle, if there are several."""
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("bundle", type=BUNDLE_PATH)
 @inputs_option
 @click.option("--outputs", type=click.Path(path_type=Path), metavar="F.npz", help="Write the outputs to a file.")
@@ -99,20 +99,20 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
     opened = load(bundle)
     if plan.outputs:
         require_storable(opened.returned_outputs)
-    note_core_shortage(opened, plan.runtime)
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
     with show_progress(json_, "running"):
         summary = _run_steps(opened, steps, plan)
-    note_left_out_copies(summary.copies)
     described = {name: _describe_value(value) for name, value in summary.outputs.items()}
     if json_:
         timing = {"runtime": plan.runtime, "seconds": summary.seconds, "runs": plan.repeat}
         copies = {"copies": [asdict(copy) for copy in summary.copies]} if summary.copies else {}
         print_json({"bundle": str(bundle), **timing, "outputs": described, **copies})
-        return
-    for name, entry in described.items():
-        print_text(f"{format_name(name)}  {entry['dtype']} {entry['shape']}")
-    print_text(_format_seconds(summary.seconds, plan))
+    else:
+        for name, entry in described.items():
+            print_text(f"{format_name(name)}  {entry['dtype']} {entry['shape']}")
+        print_text(_format_seconds(summary.seconds, plan))
+    note_core_shortage(opened, plan.runtime)
+    note_left_out_copies(summary.copies)
 
 
 def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
@@ -121,6 +121,7 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
 
     from onnxplace.api import InferenceSession
     from onnxplace.feeds import write_npz
+    from onnxplace.runtime import make_no_outputs_error
     from onnxplace.utils import report_progress, write_file
 
     states = {item.output: item.input for item in bundle.manifest.states}
@@ -159,7 +160,7 @@ def _describe_value(value: Any) -> dict[str, Any]:
 
 def _format_seconds(seconds: float, plan: RunPlan) -> str:
     """Return a line with the time of a run, and its kind."""
-    from onnxplace.report import format_milliseconds
+    from onnxplace.reports import format_milliseconds
 
     simulated = plan.runtime == "simulated"
     suffix = "" if simulated else " (the first run; try --repeat 20)"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +18,7 @@ from onnxplace.cli.terminal import (
     as_json as as_json,
     is_quiet,
     is_terminal,
+    is_verbose,
     print_json as print_json,
     print_text as print_text,
     show_progress as show_progress,
@@ -47,21 +49,21 @@ runtime_option = click.option(
 )
 _MPI_OPTIONS = (
     click.option(
-        "--hosts", metavar="node1:1,node2:1", help="For --runtime mpi: hosts, and how many devices may run on each."
+        "--hosts", metavar="node1:1,node2:1", help="Hosts, and how many devices may run on each."
     ),
     click.option(
         "--replicas", type=int, metavar="N",
-        help="For --runtime mpi: copies of the bundle, on hosts or slots of their own  [default: 1]",
+        help="Copies of the bundle, on hosts or slots of their own  [default: 1]",
     ),
     click.option(
         "--start-timeout", type=click.FloatRange(min=0.1), metavar="SECONDS",
-        help="For --runtime mpi: time for processes to start and open the bundle  [default: 30]",
+        help="Time for processes to start and open the bundle  [default: 30]",
     ),
     click.option(
-        "--remote-shell", metavar="PROGRAM", help="For --runtime mpi: runs a command on a host  [default: ssh]"
+        "--remote-shell", metavar="PROGRAM", help="Runs a command on a host  [default: ssh]"
     ),
     click.option(
-        "--interface", metavar="eth0", help="For --runtime mpi: network for messages  [default: MPI's choice]"
+        "--interface", metavar="eth0", help="Network for messages  [default: MPI's choice]"
     ),
 )  # fmt: skip
 seed_option = click.option(
@@ -226,12 +228,23 @@ def describe_note(note: Diagnostic) -> dict[str, str]:
 
 
 def print_notes(diagnostics: Sequence[Diagnostic]) -> None:
-    """Print notes on stderr, unless the user wants errors only."""
+    """Print notes on stderr, a line for each; all of their text with `--verbose`, nothing with `--quiet`.
+
+    They come after the result. On a terminal, a line is no longer than it is wide.
+    """
+    is_cut = False
     for note in () if is_quiet() else diagnostics:
         place = f"{format_name(note.where)}: " if note.where else ""
-        hint = f"\n  hint: {note.hint}" if note.hint else ""
+        text = f"note[{note.code}] {place}{note.message}"
+        if is_verbose():
+            text += f"\n  hint: {note.hint}" if note.hint else ""
+        elif is_terminal() and len(text) > (columns := get_terminal_size().columns):
+            text = f"{text[: columns - 3]}..."
+        is_cut |= bool(note.hint) or text.endswith("...")
         with suppress(OSError):  # a note is no reason to stop
-            print_text(f"note[{note.code}] {place}{note.message}{hint}", err=True)
+            print_text(text, err=True)
+    if is_cut and is_terminal() and not is_verbose():
+        print_hint("  more about notes: -v, or onnxplace explain CODE")
 
 
 def print_hint(text: str) -> None:
@@ -261,12 +274,6 @@ def note_left_out_copies(copies: Sequence[CopyStatus]) -> None:
             hint = "it is open again" if copy.is_open else "the others took its requests; look at its hosts"
             notes.append(Diagnostic("K014", message, hint=hint))
     print_notes(notes)
-
-
-def make_no_outputs_error(runtime: str, where: str) -> UsageError:
-    """Return the error for a runtime that computes no outputs."""
-    hint = "use --runtime onnxruntime"
-    return UsageError("U045", f"runtime {runtime!r} computes no outputs", where=where, hint=hint)
 
 
 def suggest_command(path: Path, refused_by: str) -> str:

@@ -66,7 +66,9 @@ def add_verbosity_options(command: click.Command) -> None:
         add_verbosity_options(subcommand)
     command.params += [
         _make_option("-q", "--quiet", "No progress and no notes on stderr: errors only."),
-        _make_option("-v", "--verbose", "Print each step and its time on stderr, and where a plugin failed."),
+        _make_option(
+            "-v", "--verbose", "Print each step and its time on stderr, all of the notes, and where a plugin failed."
+        ),
     ]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
     as_json,
     note_core_shortage,
@@ -48,7 +49,7 @@ class TrainOptions:
     on_nan: Literal["stop", "continue"]
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("bundle", type=BUNDLE_PATH)
 @click.option("--data", required=True, type=click.Path(path_type=Path), metavar="F.npz",
               help="Arrays by input name, from numpy.savez; rows are their first axis.")  # fmt: skip

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from onnxplace.errors import Diagnostic
+from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Profile
 from onnxplace.graph import Ints
 from onnxplace.state import State
 from onnxplace.target import Link, Target
+from onnxplace.utils import format_object
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class CostGraph:
     """The link between each pair of devices; the names of its ends have no meaning."""
     notes: tuple[Diagnostic, ...] = ()
     """Notes on likely mistakes in the file."""
+
+    def __repr__(self) -> str:
+        graph = self.profile.graph
+        size = f"{format_count(len(graph), 'node')}, {format_count(len(graph.value_bytes), 'value')}"
+        return format_object(f"CostGraph {self.name!r}: {size}", *repr(self.target).split("\n  "))
 
     def state(self) -> State:
         """Return the state that a pipeline of coplace, fuse and a placer starts from."""

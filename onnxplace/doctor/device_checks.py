@@ -21,7 +21,7 @@ from onnxplace.doctor.check_context import (
 )
 from onnxplace.errors import ExecutionError, InfeasibleError, ModelError, format_names
 from onnxplace.feeds import Array
-from onnxplace.report import format_bytes
+from onnxplace.reports import format_bytes
 from onnxplace.runtime import Result
 from onnxplace.target import Target
 from onnxplace.testing import compile_placed, parse_model

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from onnxplace.report import format_table
+from onnxplace.reports import format_table
 
 # -------------------------------------------------------------------------------------------------------------- privacy
 

@@ -36,7 +36,7 @@ from onnxplace.graph import Floats
 from onnxplace.model import Model
 from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices
 from onnxplace.problem import commit_placement, placement_problem, predict_single_device_seconds
-from onnxplace.report import format_milliseconds
+from onnxplace.reports import format_milliseconds
 from onnxplace.state import State
 from onnxplace.utils import progress_part
 

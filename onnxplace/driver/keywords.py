@@ -1,4 +1,4 @@
-"""Keyword arguments of the Python interface, checked against the records that list them."""
+"""Arguments of the Python interface, checked against the signatures and records that list them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from onnxplace.errors import UsageError, format_value, suggest_nearest
+from onnxplace.errors import ArgumentError, format_value, suggest_nearest
 
 First = TypeVar("First")
 Settings = TypeVar("Settings")
@@ -31,7 +31,7 @@ def takes_fields_of(
 ) -> Callable[[Callable[[First, Settings], Result]], Callable[Concatenate[First, Fields], Result]]:
     """Let a function of an object and a record take the record's fields as arguments, which `help` then shows.
 
-    The function raises UsageError for unknown names and wrong types.
+    The function raises ArgumentError for unknown names and wrong types.
     """
     fields = inspect.signature(kind).parameters
     make: Callable[..., Settings] = kind
@@ -43,8 +43,7 @@ def takes_fields_of(
 
         @wraps(function)
         def call(*args: Any, **options: Any) -> Result:
-            for name in options.keys() - signature.parameters.keys():
-                raise UsageError("U054", f"there is no option {name!r}", hint=suggest_nearest(name, fields))
+            _require_known(options, signature)
             values = signature.bind(*args, **options).arguments
             subject = values.pop(first.name)
             _check_types(kind, values)
@@ -56,12 +55,34 @@ def takes_fields_of(
     return decorate
 
 
+def checks_arguments(function: Callable[Fields, Result], name: str = "") -> Callable[Fields, Result]:
+    """Let a function, maybe under another name, raise ArgumentError for arguments that do not fit its signature."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: Fields.args, **options: Fields.kwargs) -> Result:
+        _require_known(options, signature)
+        _check_types(function, signature.bind(*args, **options).arguments)
+        return function(*args, **options)
+
+    call.__name__ = call.__qualname__ = name or function.__name__
+    return call
+
+
+def _require_known(options: Mapping[str, Any], signature: inspect.Signature) -> None:
+    for name in options.keys() - signature.parameters.keys():
+        hint = suggest_nearest(name, signature.parameters)
+        raise ArgumentError("U054", f"there is no option {name!r}", hint=hint)
+
+
 def _check_types(kind: Any, values: Mapping[str, Any]) -> None:
     types = get_type_hints(kind)
     for name, value in values.items():
         if name not in _CHECKED_WHERE_USED and not _is_of(types[name], value):
             message = f"expected {kind.__annotations__[name]} for {name}, got {format_value(value)}"
-            raise UsageError("U054", message, hint=_EXAMPLES.get(name, "the docstring of this function describes it"))
+            raise ArgumentError(
+                "U054", message, hint=_EXAMPLES.get(name, "the docstring of this function describes it")
+            )
 
 
 def _is_of(hint: Any, value: object) -> bool:

@@ -25,7 +25,7 @@ from onnxplace.facts import Placement, Profile, Recomputation, Routes, Shards
 from onnxplace.model import Model
 from onnxplace.pipeline import OBJECTIVES, Observer
 from onnxplace.problem import placement_problem, predict_single_device_seconds
-from onnxplace.report import format_milliseconds
+from onnxplace.reports import format_milliseconds
 from onnxplace.state import Pass
 
 # Split operators must make the step clearly shorter: they copy weights, and their times are less certain.

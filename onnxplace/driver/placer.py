@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
@@ -28,9 +29,10 @@ from onnxplace.pipeline import (
     require_all_devices_used,
 )
 from onnxplace.problem import bound_step_seconds
+from onnxplace.reports import PlacedGraph, describe_placement, embed_page
 from onnxplace.state import State
 from onnxplace.target import LinkModel, Target, require_device_limit
-from onnxplace.utils import budget_clock, read_json
+from onnxplace.utils import budget_clock, format_bytes, format_first, format_milliseconds, format_object, read_json
 
 Grouping = Literal["none", "given", "coplace", "given+coplace"]
 Adjustment = Literal["compute", "memory", "majority"]
@@ -65,7 +67,38 @@ class PlacementResult:
     """Index of the device of each node."""
     schedule: Schedule
     passes: tuple[Timing, ...]
+    graph: CostGraph
     diagnostics: tuple[Diagnostic, ...] = ()
+
+    def __repr__(self) -> str:
+        counts = Counter(self.device.tolist())
+        devices = [
+            f"{name}: {format_count(counts[index], 'node')}, peak {format_bytes(int(peak))}"
+            for index, (name, peak) in enumerate(zip(self.graph.device_ids, self.peak_bytes))
+        ]
+        step, bound = format_milliseconds(self.makespan_seconds), format_milliseconds(self.lower_bound_seconds)
+        return format_object(
+            f"Placement of {self.graph.name!r} by {self.placer}{'' if self.feasible else ', DOES NOT FIT'}",
+            format_first(devices),
+            f"step {step}, lower bound {bound}",
+        )
+
+    def _repr_html_(self) -> str | None:
+        return embed_page([describe_placement(self.describe())])
+
+    def describe(self, options: Mapping[str, str] | None = None) -> PlacedGraph:
+        """Return what a report shows, with the options that the user gave."""
+        return PlacedGraph(
+            graph=self.graph,
+            placer=self.placer,
+            device=self.device,
+            schedule=self.schedule,
+            is_feasible=self.feasible,
+            seconds=self.seconds,
+            diagnostics=self.diagnostics,
+            passes=tuple(timing.name for timing in self.passes),
+            options=options or {},
+        )
 
 
 @dataclass(frozen=True)
@@ -183,6 +216,7 @@ def _build_result(
         device=state[Placement].device,
         schedule=schedule,
         passes=timings,
+        graph=graph,
         diagnostics=(*state.diagnostics, *unused),
     )
 

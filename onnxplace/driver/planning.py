@@ -45,7 +45,7 @@ class PlannedStrategy:
 
 @dataclass(frozen=True)
 class Plan:
-    """Strategies for a model on a target."""
+    """Strategies for a model on a target; the fields are those of `onnxplace plan --json`."""
 
     model: str
     is_measured: bool
@@ -57,19 +57,19 @@ class Plan:
 def plan_model(
     model: str | Path,
     *,
-    devices: str | None = None,
+    devices: str | Sequence[str] | None = None,
     target: Target | str | Path | None = None,
     machine: str | None = None,
-    max_memory: str | None = None,
+    max_memory: str | int | None = None,
     shape: Mapping[str, int] | None = None,
     state: StateRequest = (),
     llm: bool = False,
-    costs: str = "",
+    costs: str | Path = "",
     cache: bool = True,
     estimate: bool = False,
     observer: Observer | None = None,
 ) -> Plan:
-    """Predict the strategies that `onnxplace plan` lists.
+    """Predict the strategies that `onnxplace plan` lists, without building a bundle.
 
     Args:
         model: Path of a model, as for `compile`.
@@ -87,10 +87,13 @@ def plan_model(
 
     Raises:
         OnnxplaceError: the model, the costs or the target cannot be used.
+
+    >>> plan = onnxplace.plan("model.onnx", devices="cpu:0,cpu:1", shape={"batch": 8})  # doctest: +SKIP
+    >>> [(item.name, item.step_seconds) for item in plan.strategies]  # doctest: +SKIP
     """
     target = choose_target(devices, target, max_memory, machine)
     profile: Any = make_pass("profile")
-    profile = replace(profile, costs=costs, cache=cache, estimate=estimate)
+    profile = replace(profile, costs=str(costs), cache=cache, estimate=estimate)
     with open_source(model) as source:
         bound, notes = bind_source(source, load(source.path), shape=shape, inputs=None, state=state, llm=llm)
         name = bound.name or Path(model).name

@@ -9,6 +9,9 @@ from onnxplace.evaluation.compare import (
 )
 from onnxplace.evaluation.device_usage import (
     DeviceUsage as DeviceUsage,
+    DeviceUse as DeviceUse,
+    LinkUse as LinkUse,
+    ProcessUse as ProcessUse,
     TracedRequests as TracedRequests,
     measure_usage as measure_usage,
 )

@@ -126,8 +126,10 @@ class StepInputs:
         return sum(growths) if growths else self._output_growth.get(key, 0)
 
 
-def choose_step_inputs(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, int], seed: int) -> StepInputs:
-    """Return the inputs in a file, or random ones.
+def choose_step_inputs(
+    bundle: Bundle, inputs: Feeds | str | Path | None, sizes: Mapping[str, int], seed: int
+) -> StepInputs:
+    """Return the given inputs, those in a file, or random ones.
 
     Random inputs have the shapes that the bundle was compiled with, except where `sizes` sets other ones. Raises
     FeedError for a dimension that the model does not have.
@@ -148,7 +150,8 @@ def choose_step_inputs(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, 
         if key in known and key not in overridden and not overridden.keys() & symbols_of_dimension(key)
     }
     all_sizes = drop_derived_sizes(complete_dimensions(keys, {**defaults, **sizes}))
-    return StepInputs(bundle, read_npz(inputs) if inputs else None, all_sizes, seed)
+    given = read_npz(Path(inputs)) if isinstance(inputs, (str, Path)) else inputs
+    return StepInputs(bundle, given, all_sizes, seed)
 
 
 def _with_sample_rank(item: Declared, sizes: Mapping[str, int]) -> Declared:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxplace.errors import format_count
 from onnxplace.graph import Floats, Ints, OpGraph, is_acyclic
 from onnxplace.model import Model
 from onnxplace.simulation import Simulation
@@ -228,6 +229,10 @@ class Placement:
     """Index into the target's devices, per node of the profile's graph."""
     placer: str
     """Name of the pass that made the placement."""
+
+    def __repr__(self) -> str:
+        used = format_count(len(set(self.device.tolist())), "device")
+        return f"Placement of {format_count(len(self.device), 'node')} on {used}, by {self.placer}"
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every node has a device, groups stay together and pins hold."""

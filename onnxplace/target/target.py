@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.devices import DeviceAddress, find_kind
-from onnxplace.errors import MAX_LISTED, TargetError, format_names, format_value, suggest_nearest
+from onnxplace.errors import MAX_LISTED, TargetError, format_count, format_names, format_value, suggest_nearest
 from onnxplace.target.hosts import (
     ALL_TO_ALL,
     PER_HOST,
@@ -36,6 +36,7 @@ from onnxplace.target.limits import (
     require_number,
 )
 from onnxplace.target.parsing import parse_device_id, require_device_options
+from onnxplace.utils import format_bytes, format_first, format_object
 
 LinkModel = Literal["duplex", "parallel", "sequential"]
 LINK_MODELS: tuple[LinkModel, ...] = ("duplex", "parallel", "sequential")
@@ -213,6 +214,14 @@ class Target:
                     message = f"the shared entry names an unknown device: {device_id!r}"
                     raise TargetError("T007", message, where="target", hint=suggest_nearest(device_id, position))
         object.__setattr__(self, "_position", position)
+
+    def __repr__(self) -> str:
+        kinds: dict[str, list[str]] = {}
+        for device in self.devices:
+            kinds.setdefault(f"{device.cost_class}, {format_bytes(device.memory_bytes)}", []).append(device.id)
+        groups = [f"{format_names(ids, quoted=False)}: {kind}" for kind, ids in kinds.items()]
+        given = f"{format_count(len(self.links), 'link')} given, {self.link_model}"
+        return format_object(f"Target of {format_count(len(self.devices), 'device')}", format_first(groups), given)
 
     @property
     def hosts(self) -> tuple[str, ...]:

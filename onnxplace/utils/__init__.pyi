@@ -47,6 +47,13 @@ from onnxplace.utils.progress import (
     report_progress as report_progress,
     report_time_limit as report_time_limit,
 )
+from onnxplace.utils.quantities import (
+    format_bytes as format_bytes,
+    format_first as format_first,
+    format_milliseconds as format_milliseconds,
+    format_object as format_object,
+    format_time as format_time,
+)
 from onnxplace.utils.renames import exchange_names as exchange_names, rename_new as rename_new
 from onnxplace.utils.subprocesses import (
     ChildProcess as ChildProcess,

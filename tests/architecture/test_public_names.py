@@ -64,7 +64,7 @@ print(codes, after_import, [name for name in {HEAVY!r} if name in sys.modules], 
 def test_listing_and_printing_commands_load_no_heavy_modules():
     script = f"""
 import sys
-import onnxplace.cli.shared_options, onnxplace.report.text
+import onnxplace.cli.shared_options, onnxplace.reports.text
 print([name for name in {HEAVY!r} if name in sys.modules])
 """
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

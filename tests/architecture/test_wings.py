@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "bundle": "errors feeds graph model_metadata simulation target training_step utils",
     # the results of passes, and the problem that placers solve
     "training_roles": "graph training_step",
-    "facts": "graph model simulation state training_roles",
+    "facts": "errors graph model simulation state training_roles",
     "problem": "errors facts graph simulation state target",
     "cost_graph": "errors facts graph state target utils",
     # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
@@ -78,23 +78,25 @@ MAY_IMPORT = {
     "runtimes.ranks": "bundle devices errors feeds hosts machine model runtime runtimes.execution target utils",
     "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks runtimes.replicas traces",
     "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
-    "report": "bundle cost_graph errors facts graph model pipeline simulation target utils",
+    "reports": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target "
+        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem reports state target "
         "torch utils"
     ),
     "export": "bundle devices errors model target training_step utils",
-    "api": "bundle driver drop_in errors machine pipeline runtime serving traces utils",
+    "api": "bundle driver drop_in errors machine pipeline reports runtime serving traces utils",
+    "verification": "api bundle driver errors evaluation feeds machine pipeline runtime utils",
+    "benchmark": "api bundle driver errors evaluation feeds machine pipeline runtime serving traces utils",
     "training": "api bundle errors feeds model runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
     "doctor": (
-        "api bundle calibration devices driver errors evaluation feeds machine ort pipeline report runtime target "
+        "api bundle calibration devices driver errors evaluation feeds machine ort pipeline reports runtime target "
         "testing utils"
     ),
     "cli": (
-        "api bundle calibration cost_graph doctor driver errors evaluation export feeds hosts machine pipeline report "
-        "runtime serving target traces training utils"
+        "api benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds hosts machine "
+        "pipeline reports runtime target traces training utils verification"
     ),
     "__main__": "cli",
 }

@@ -11,10 +11,11 @@ from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+import onnxplace
 from onnxplace.bundle import Bundle
 from onnxplace.cost_graph import GENERATORS
 from onnxplace.driver import compile_model, place_cost_graph, replace_devices
-from onnxplace.report import PageData, PlacedGraph, describe_bundle, describe_placement, render_page
+from onnxplace.reports import PageData, PlacedGraph, describe_bundle, describe_placement, render_page
 from tests.browser.chromium import Browser, open_browser
 from tests.report.test_page import HOSTILE
 
@@ -117,6 +118,29 @@ def test_pictures_for_the_readme_show_verdict_and_timeline(browser, page):
     browser.open(page, *PHONE, dark=True)
     browser.capture(ARTEFACTS / "readme-phone.png", 780, begin="[aria-labelledby=timeline-0]", scale=0.5)
     assert find(browser, "[data-chart=timeline] .plot").is_displayed()
+
+
+def test_the_picture_of_the_first_example_shows_both_devices_at_work(browser, tmp_path):
+    import models
+
+    models.save(models.build("two-encoders"), tmp_path / "two-encoders.onnx")
+    bundle = onnxplace.compile(tmp_path / "two-encoders.onnx", devices="cpu:0,cpu:1", trial=False, budget_seconds=1.0)
+    onnxplace.report(bundle, output=tmp_path / "page.html")
+    browser.open(tmp_path / "page.html", 1000, 900)
+    browser.capture(ARTEFACTS / "two-encoders.png", 340, begin="[aria-labelledby=timeline-0]")
+    assert all(device.nodes for device in bundle.manifest.devices)
+
+
+def test_a_notebook_frame_shows_the_report_without_access_to_the_notebook(browser, two_tower, tmp_path):
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(f"<!doctype html><title>notebook</title>{onnxplace.load(two_tower)._repr_html_()}")
+    browser.driver.get(notebook.as_uri())
+    browser.driver.switch_to.frame(0)
+    browser.run("document.querySelector('[data-chart=timeline]').scrollIntoView()")  # it is drawn when it is near
+    browser.wait(lambda: find(browser, "[data-chart=timeline]").get_attribute("data-ready") == "true")
+    browser.driver.switch_to.default_content()
+    assert browser.list_console_problems() == []
+    assert browser.run("return document.querySelector('iframe').contentDocument") is None
 
 
 def test_zoom_changes_the_timeline_by_buttons_keys_and_wheel(browser, page):

@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 import onnxplace
+from onnxplace import benchmark
 from onnxplace.bundle import DiagnosticRecord
 from onnxplace.evaluation import memory_use, replace_manifest, trial
 from onnxplace.evaluation.memory_use import can_measure_memory
@@ -225,7 +226,8 @@ def test_each_traced_step_gets_states(run_cli, tmp_path):
     assert (refused.code, "U042" in refused.err) == (2, True)
 
 
-def test_sizes_other_than_the_compiled_ones_are_noted_and_measured(run_cli, compiled):
+def test_sizes_other_than_the_compiled_ones_are_noted_and_measured(run_cli, compiled, monkeypatch):
+    monkeypatch.setattr(benchmark, "MIN_JUDGED_SECONDS", 1e9)  # no note that this machine is busy
     result = run_cli("bench", compiled, *QUICK, "--shape", "batch=8", "--json")
     assert result.code == 0
     assert "note[F008] branches: predictions are for batch=4, and the inputs have batch=8" in result.err
@@ -306,3 +308,14 @@ def test_times_of_other_sizes_are_not_recorded(run_cli, tmp_path):
     assert result.code == 2
     assert "error[U042] --record: predictions are for n=64, and the inputs have n=65" in result.err
     assert (path / "manifest.json").read_bytes() == before
+
+
+def test_a_busy_machine_is_noted_after_the_result(run_cli, compiled, monkeypatch):
+    waited = iter(range(0, 10**15, 10**12))  # a thread waits 1000 s, more than the whole time
+    monkeypatch.setattr(benchmark, "read_run_delays", lambda pool: {"": next(waited)})
+    monkeypatch.setattr(benchmark, "MIN_JUDGED_SECONDS", 1e9)  # all steps together are too short to tell
+    assert "note[C004]" not in run_cli("bench", compiled, *QUICK, "--no-memory").err
+    monkeypatch.setattr(benchmark, "MIN_JUDGED_SECONDS", 0.0)
+    result = run_cli("bench", compiled, *QUICK, "--no-memory", "--json")
+    assert json.loads(result.out)["waiting"] == 0.9
+    assert "note[C004] branches: the machine was busy: steps waited 90% of their time for a core\n" in result.err

@@ -10,7 +10,9 @@ import pytest
 
 import onnxplace
 from onnxplace.cli import app, main
-from onnxplace.report import format_bytes
+from onnxplace.cli.shared_options import print_notes
+from onnxplace.errors import Diagnostic
+from onnxplace.reports import format_bytes
 from tests.support.commands import FAST
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
@@ -68,6 +70,40 @@ def test_notes_go_to_stderr(run_cli, model_file):
     result = run_cli("compile", model_file, *FAST, "--json")
     assert result.err.startswith("note[C001] ")
     assert "note[" not in result.out
+
+
+NOTE = Diagnostic("P030", "a long message " * 20, where="cpu:1", hint="do something")
+
+
+def test_notes_follow_the_result(model_file, monkeypatch):
+    both = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", both)
+    monkeypatch.setattr(sys, "stderr", both)
+    assert main(["compile", str(model_file), *FAST]) == 0
+    lines = both.getvalue().splitlines()
+    notes = [index for index, line in enumerate(lines) if line.startswith("note[")]
+    (result,) = [index for index, line in enumerate(lines) if line.startswith("bundle: ")]
+    assert notes == [*range(result + 1, len(lines))] != []
+
+
+def test_a_note_is_one_line_and_all_of_it_with_verbose(run_cli, model_file):
+    plain, whole = (run_cli("compile", model_file, *FAST, "--force", *more) for more in ((), ("-v",)))
+    hints = [line for line in whole.err.splitlines() if line.startswith("  hint: ")]
+    assert hints
+    assert "hint: " not in plain.err
+    for line in plain.err.splitlines():
+        assert line in whole.err
+
+
+def test_notes_are_as_wide_as_the_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    print_notes([NOTE, Diagnostic("P031", "short")])
+    first, second, more = terminal.getvalue().splitlines()
+    assert first == f"note[P030] cpu:1: {NOTE.message}"[:37] + "..."
+    assert second == "note[P031] short"
+    assert more == "  more about notes: -v, or onnxplace explain CODE"
 
 
 def test_a_closed_pipe_is_not_a_failure(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from onnx import parser
 
 from onnxplace.driver import compile_model
-from onnxplace.report import format_milliseconds
+from onnxplace.reports import format_milliseconds
 from onnxplace.target import Device, Link, Target
 from tests.conftest import branches
 from tests.support.chains import mlp

@@ -15,7 +15,7 @@ from onnxplace.errors import ExecutionError, InfeasibleError
 from onnxplace.evaluation import RateTrial, trial as step_trial
 from onnxplace.evaluation.trial import count_process_bytes
 from onnxplace.passes import profile
-from onnxplace.report import compile_summary
+from onnxplace.reports import compile_summary
 from onnxplace.target import Device, Target
 from tests.driver.test_strategies import make_target
 from tests.support.chains import mlp
@@ -210,7 +210,7 @@ def test_a_disturbed_trial_leaves_the_choice_to_the_prediction(measured):
 
 def test_a_plain_session_that_is_faster_is_named_by_the_command(measured, run_cli):
     measured["plain"] = 0.5
-    result = run_cli("compile", "m.onnx", "-o", "out", "--devices", "cpu:0,cpu:1", "--objective", "throughput")
+    result = run_cli("compile", "m.onnx", "-o", "out", "--devices", "cpu:0,cpu:1", "--objective", "throughput", "-v")
     message = "one onnxruntime session with all cores is faster: 2 requests/s, this bundle 1"
     assert f"\n{message}\n" in result.out
     assert f"note[P048] throughput: {message}\n  hint: run the model itself with onnxruntime" in result.err

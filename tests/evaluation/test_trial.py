@@ -298,7 +298,9 @@ def test_a_failed_trial_leaves_the_bundle_with_a_note(model_file, tmp_path, run_
         raise ExecutionError("X001", "segment cpu0-000 failed: out of order", where="cpu:0")
 
     monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", fail)
-    result = run_cli("compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4")
+    result = run_cli(
+        "compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4", "-v"
+    )
     assert result.code == 0
     assert "note[C021] cpu:0: the bundle fails in its trial: segment cpu0-000 failed: out of order" in result.err
     assert "onnxplace verify" in result.err

@@ -4,7 +4,7 @@ import numpy as np
 
 from onnxplace.cost_graph import GENERATORS, CostGraph
 from onnxplace.driver import replace_devices
-from onnxplace.report.step_analysis import PlacedStep
+from onnxplace.reports.step_analysis import PlacedStep
 from onnxplace.simulation import simulate
 
 

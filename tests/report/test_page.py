@@ -12,8 +12,8 @@ import pytest
 from onnxplace.bundle import Bundle, ShardedKindRecord, ShardingRecord, simulate_manifest
 from onnxplace.errors import UsageError
 from onnxplace.evaluation.trial import Trial, apply_trial
-from onnxplace.report import build_page_json, describe_bundle, render_page
-from onnxplace.report.page_records import Advice, Entry, MemoryItem, Note, Quantity
+from onnxplace.reports import build_page_json, describe_bundle, render_page
+from onnxplace.reports.page_records import Advice, Entry, MemoryItem, Note, Quantity
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}<!--"
 
@@ -135,7 +135,7 @@ def test_the_data_of_a_page_is_plain_json(data):
 
 
 def test_missing_packages_are_named_with_what_to_install(data, monkeypatch):
-    monkeypatch.setattr("onnxplace.report.page_rendering.find_spec", lambda name: None)
+    monkeypatch.setattr("onnxplace.reports.page_rendering.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="reports need jinja2 and bokeh, which are not installed") as error:
         render_page([data])
     assert error.value.hint == "pip install 'onnxplace[report]'"

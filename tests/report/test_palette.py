@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from onnxplace.report.page_rendering import COLORS, PAGE_FOLDER
+from onnxplace.reports.page_rendering import COLORS, PAGE_FOLDER
 
 # Contrasts that the Web Content Accessibility Guidelines 2.2 ask for: of texts, and of graphics.
 MIN_TEXT_CONTRAST, MIN_GRAPHIC_CONTRAST = 4.5, 3.0

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.report.charts import MAX_LINKS, MAX_POINTS, draw_memory, draw_step
-from onnxplace.report.layer_tree import MAX_CHILDREN, LayerNode, build_layer_tree, name_segment
-from onnxplace.report.step_analysis import explain_step, list_crossings
+from onnxplace.reports.charts import MAX_LINKS, MAX_POINTS, draw_memory, draw_step
+from onnxplace.reports.layer_tree import MAX_CHILDREN, LayerNode, build_layer_tree, name_segment
+from onnxplace.reports.step_analysis import explain_step, list_crossings
 from onnxplace.simulation import simulate
 from tests.report.placed_graphs import draw_graph, place_at_random
 

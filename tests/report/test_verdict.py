@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.bundle import Bundle
-from onnxplace.report import compare_pages, describe_bundle
-from onnxplace.report.page_records import Attempt, AttemptGroup, Bound, Quantity
-from onnxplace.report.step_analysis import PlacedStep, explain_step
-from onnxplace.report.verdict import MIN_SHARE, RATE_LABEL, Circumstances, judge_step
+from onnxplace.reports import compare_pages, describe_bundle
+from onnxplace.reports.page_records import Attempt, AttemptGroup, Bound, Quantity
+from onnxplace.reports.step_analysis import PlacedStep, explain_step
+from onnxplace.reports.verdict import MIN_SHARE, RATE_LABEL, Circumstances, judge_step
 from onnxplace.simulation import simulate
 from tests.report.placed_graphs import draw_graph, place_at_random
 

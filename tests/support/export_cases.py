@@ -15,7 +15,7 @@ import onnxruntime
 
 import onnxplace
 from onnxplace.machine import to_ort_value, to_python
-from onnxplace.report import describe_bundle, render_page
+from onnxplace.reports import describe_bundle, render_page
 from tests.support.conformance import (
     Case,
     Outcome,

@@ -111,7 +111,7 @@ SETUPS: Mapping[str, Setup] = {
         prelude=INPUTS + TOKENS,
         replaced={"node1:1,node2:1": "localhost:2", "node[1-4]": "localhost:4", '"tokens"': '"x"'},
     ),
-    "docs/index.md": setup("model.onnx", "feeds.npz"),
+    "docs/index.md": setup("model.onnx", "feeds.npz", "examples"),
     "docs/machines.md": setup("model.onnx", after="test -s l4.toml && test -d model.bundle"),
     "docs/models.md": setup(
         *("decoder.onnx", "examples"),
@@ -123,6 +123,7 @@ SETUPS: Mapping[str, Setup] = {
         PYTHONPATH=".",
         after="python -c 'import cheapest, onnxplace.testing as t; t.check_pass(cheapest.Cheapest)'\n" + ADD_COMMAND,
     ),
+    "docs/reference/commands.md": setup("model.onnx"),
     "docs/report.md": setup(
         *("fixed/model.onnx", "model.bundle", "a.bundle", "b.bundle", "graph.json.gz"),
         before="onnxplace run model.bundle --trace t.json",

@@ -45,7 +45,7 @@ def learn() -> None:
 @as_json
 def families(json_: bool) -> None:
     """List the families of generated graphs."""
-    from onnxplace.report import format_table
+    from onnxplace.reports import format_table
     from onnxplace_learned.graphs.graph_sets import FAMILIES
 
     if json_:

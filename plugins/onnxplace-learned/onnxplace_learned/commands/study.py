@@ -86,7 +86,7 @@ def traversal(
 
 def _print_families(families: Sequence[FamilyStudy], rows: Sequence[StudyRow]) -> None:
     """Print a table per family, with its recommendation."""
-    from onnxplace.report import format_table
+    from onnxplace.reports import format_table
 
     print_text(f"steps relative to one device, geometric means of {format_count(len(rows), 'training')}")
     for item in families:

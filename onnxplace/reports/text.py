@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from onnxplace.errors import format_count, format_name
+from onnxplace.utils import format_bytes as format_bytes, format_milliseconds as format_milliseconds
 
 if TYPE_CHECKING:
     from onnxplace.bundle import (
@@ -16,37 +17,6 @@ if TYPE_CHECKING:
         ShardingRecord,
         TrainingRecord,
     )
-
-
-def format_milliseconds(seconds: float) -> str:
-    """Format a time in ms, with three digits.
-
-    >>> format_milliseconds(0.0123)
-    '12.3 ms'
-    """
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
-
-
-def format_time(seconds: float) -> str:
-    """Format a time in ms with three digits, below one in µs.
-
-    >>> format_time(0.0123), format_time(0.0000451)
-    ('12.3 ms', '45.1 µs')
-    """
-    return f"{seconds * 1e6:.3g} µs" if 0 < abs(seconds) < 0.9995e-3 else format_milliseconds(seconds)
-
-
-def format_bytes(size: int) -> str:
-    """Format an amount of memory.
-
-    >>> format_bytes(3 << 20)
-    '3.0 MiB'
-    """
-    if size < 2**10:
-        return f"{size} B"
-    if size < 2**20:
-        return f"{size / 2**10:.1f} KiB"
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:

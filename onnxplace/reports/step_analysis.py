@@ -10,10 +10,10 @@ import numpy as np
 from onnxplace.bundle import Manifest, SegmentRecord, build_segment_graph
 from onnxplace.errors import format_count
 from onnxplace.graph import Floats, Ints, OpGraph
-from onnxplace.report.page_records import Bound, ChainPart, Crossing
-from onnxplace.report.text import format_time
+from onnxplace.reports.page_records import Bound, ChainPart, Crossing
 from onnxplace.simulation import Simulation, simulate
 from onnxplace.target import Target
+from onnxplace.utils import format_time
 
 
 @dataclass(frozen=True)

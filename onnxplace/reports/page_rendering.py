@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import math
 from collections.abc import Sequence
@@ -19,9 +20,9 @@ from typing import Any
 
 from onnxplace._version import __version__
 from onnxplace.errors import UsageError
-from onnxplace.report.page_records import PageData
-from onnxplace.report.text import format_bytes, format_time
-from onnxplace.report.verdict import compare_pages
+from onnxplace.reports.page_records import PageData
+from onnxplace.reports.verdict import compare_pages
+from onnxplace.utils import format_bytes, format_time
 
 # Template, style and scripts of the page.
 PAGE_FOLDER = Path(__file__).parent / "page"
@@ -40,10 +41,14 @@ SHOWN_CURVES = 4
 DIGITS = 7
 
 
+def list_missing_packages() -> list[str]:
+    """Return the packages of the extra `[report]` that are not installed; nothing is imported."""
+    return [name for name in ("jinja2", "bokeh") if find_spec(name) is None]
+
+
 def require_report_packages() -> None:
     """Raise UsageError unless the packages of the extra `[report]` are there; nothing is imported."""
-    missing = [name for name in ("jinja2", "bokeh") if find_spec(name) is None]
-    if missing:
+    if missing := list_missing_packages():
         are = "is" if len(missing) == 1 else "are"
         message = f"reports need {' and '.join(missing)}, which {are} not installed"
         raise UsageError("U110", message, where="report", hint="pip install 'onnxplace[report]'")
@@ -85,6 +90,15 @@ def render_page(pages: Sequence[PageData]) -> str:
         policy=_build_policy(scripts),
         data=_escape_json([_round_times(build_page_json(page)) for page in pages]),
     )
+
+
+def embed_page(pages: Sequence[PageData]) -> str | None:
+    """Return a report as an element for notebooks, a frame that cannot reach them; None without its packages."""
+    if list_missing_packages():
+        return None
+    style = "width: 100%; height: 36em; border: 0"
+    page = html.escape(render_page(pages))
+    return f'<iframe title="onnxplace report" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
 
 
 def _read_page_file(name: str) -> str:

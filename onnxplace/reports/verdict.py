@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.graph import Floats
-from onnxplace.report.page_records import (
+from onnxplace.reports.page_records import (
     Advice,
     AttemptGroup,
     Bound,
@@ -24,10 +24,10 @@ from onnxplace.report.page_records import (
     Quantity,
     Verdict,
 )
-from onnxplace.report.step_analysis import PlacedStep
-from onnxplace.report.text import format_bytes, format_time
+from onnxplace.reports.step_analysis import PlacedStep
 from onnxplace.simulation import simulate
 from onnxplace.target import Target
+from onnxplace.utils import format_bytes, format_time
 
 # Smaller shares of a step are no advice, and smaller differences of two no reason.
 MIN_SHARE = 0.02

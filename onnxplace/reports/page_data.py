@@ -20,10 +20,10 @@ from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Schedule
 from onnxplace.graph import Ints, OpGraph
 from onnxplace.pipeline import parse_pipeline
-from onnxplace.report.bundle_nodes import read_nodes
-from onnxplace.report.charts import draw_memory, draw_step, read_trace
-from onnxplace.report.layer_tree import LayerNode, build_layer_tree, find_separator, name_layer
-from onnxplace.report.page_records import (
+from onnxplace.reports.bundle_nodes import read_nodes
+from onnxplace.reports.charts import draw_memory, draw_step, read_trace
+from onnxplace.reports.layer_tree import LayerNode, build_layer_tree, find_separator, name_layer
+from onnxplace.reports.page_records import (
     Attempt,
     AttemptGroup,
     Crossing,
@@ -36,9 +36,9 @@ from onnxplace.report.page_records import (
     Table,
     Timeline,
 )
-from onnxplace.report.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
-from onnxplace.report.text import format_bytes, format_time
-from onnxplace.report.verdict import RATE_LABEL, Circumstances, judge_step
+from onnxplace.reports.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
+from onnxplace.reports.verdict import RATE_LABEL, Circumstances, judge_step
+from onnxplace.utils import format_bytes, format_time
 
 # What times follow from.
 FROM_TRIAL, FROM_COSTS = "from trial", "from node costs"

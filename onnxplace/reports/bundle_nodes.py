@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field, ValidationError
 from onnxplace.bundle import COSTS_FILE, WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import OnnxplaceError
 from onnxplace.model import iterate_reads
-from onnxplace.report.layer_tree import LayerNode, find_separator, name_layer, name_segment
-from onnxplace.report.page_records import NodeEdges, SegmentSummary
+from onnxplace.reports.layer_tree import LayerNode, find_separator, name_layer, name_segment
+from onnxplace.reports.page_records import NodeEdges, SegmentSummary
 from onnxplace.utils import read_json
 
 if TYPE_CHECKING:

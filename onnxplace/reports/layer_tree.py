@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from onnxplace.report.page_records import LayerTree
+from onnxplace.reports.page_records import LayerTree
 
 # More children than this without a common name are shown in parts.
 MAX_CHILDREN = 100

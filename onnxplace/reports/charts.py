@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from onnxplace.errors import InputError, format_count
 from onnxplace.graph import Floats, Longs
-from onnxplace.report.page_records import MemoryCurve, MemoryItem, Timeline, TimelineRow
-from onnxplace.report.step_analysis import PlacedStep
-from onnxplace.report.text import format_bytes
+from onnxplace.reports.page_records import MemoryCurve, MemoryItem, Timeline, TimelineRow
+from onnxplace.reports.step_analysis import PlacedStep
+from onnxplace.reports.text import format_bytes
 from onnxplace.simulation import MemoryChanges, list_memory_changes
 from onnxplace.utils import format_path, read_json
 

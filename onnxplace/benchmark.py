@@ -1,0 +1,321 @@
+"""Time a bundle next to its predictions, for `onnxplace.bench` and the command of this name."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+from onnxplace.api import InferenceSession, load
+from onnxplace.bundle import MANIFEST_FILE, Bundle
+from onnxplace.driver import checks_arguments
+from onnxplace.errors import Diagnostic, UsageError
+from onnxplace.evaluation import (
+    DeviceUse,
+    LinkUse,
+    ProcessUse,
+    RequestStream,
+    StateCarrier,
+    StepInputs,
+    Timings,
+    choose_step_inputs,
+    find_core_shortage,
+    find_trial_doubt,
+    measure_usage,
+    open_reference,
+    record_trial,
+    report_doubt,
+    time_in_turns,
+)
+from onnxplace.feeds import Array, dimension_keys
+from onnxplace.machine import (
+    DOUBTFUL_WAITING_SHARE,
+    MAX_CREDIBLE_WAITING_SHARE,
+    available_cores,
+    longest_wait,
+    read_run_delays,
+    use_custom_operators,
+)
+from onnxplace.pipeline import Observer, find_plugin
+from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, CopyStatus, Runtime, create_runtime, make_no_outputs_error
+from onnxplace.serving import check_in_flight
+from onnxplace.traces import (
+    RequestTimeline,
+    TimelineComparison,
+    chrome_trace,
+    compare_timelines,
+    predict_stream,
+    predict_timelines,
+    read_segment_nodes,
+)
+from onnxplace.utils import require_writable, write_file
+
+# Rounds that fill caches and are not counted.
+WARM_UPS = 2
+# Turns with requests in flight, of a quarter of a second or more.
+MAX_STREAMED_TURNS = 8
+# Rounds with traces; more of them hardly change the medians of parts of a step.
+MAX_TRACED = 20
+# The system counts a wait when it ends, wherever it began: less time says nothing about the load.
+MIN_JUDGED_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Requests per second."""
+
+    measured: float
+    """With several in flight."""
+    predicted: float
+    all_cores: float
+    """Of one session with all cores, one request after the other."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Measured times of a bundle next to predicted ones; the fields are those of `onnxplace bench --json`."""
+
+    bundle: Timings
+    """A step of the bundle."""
+    model: Timings
+    """A step of the unsplit model in one session with all cores."""
+    one_device: Timings
+    """The same with the cores of a single device."""
+    in_flight: Timings | None
+    """The time between two results with several requests in flight, if that was asked for."""
+    ratio: float
+    """The bundle's time over that of the model."""
+    ratio_one_device: float
+    predicted_seconds: float
+    predicted_interval_seconds: float
+    requests_per_second: Rates | None
+    predicted_one_device_seconds: float
+    devices: tuple[DeviceUse, ...]
+    links: tuple[LinkUse, ...]
+    process: ProcessUse
+    timeline: TimelineComparison
+    """Where a timeline of the bundle differs most from the predicted one."""
+    waiting: float | None = None
+    """Share of the time in which a thread waited for a core that another one used; None if the steps are too short."""
+    copies: tuple[CopyStatus, ...] = ()
+    """The copies of the bundle, if the session has several."""
+    diagnostics: tuple[Diagnostic, ...] = field(default=(), repr=False)
+    """Notes, such as that the machine was busy meanwhile."""
+
+
+@checks_arguments
+def bench(
+    bundle: Bundle | str | Path,
+    *,
+    against: str | Path | None = None,
+    inputs: Mapping[str, Array] | str | Path | None = None,
+    shape: Mapping[str, int] | None = None,
+    repeat: int = 20,
+    in_flight: int = 1,
+    trace: str | Path | None = None,
+    memory: bool = True,
+    record: bool = False,
+    seed: int = 0,
+    custom_op_libraries: Sequence[str | Path] = (),
+    session_options: Mapping[str, Any] | None = None,
+    observer: Observer | None = None,
+) -> Benchmark:
+    """Compare predictions for a bundle with measurements, as `onnxplace bench` does: steps, devices, links, memory.
+
+    Args:
+        bundle: A bundle, or its path.
+        against: The model's file; by default the unsplit model in the bundle.
+        inputs: Arrays by input name, or their file from numpy.savez; by default random ones.
+        shape: Sizes of symbolic dimensions, {"batch": 8}.
+        repeat: Rounds, after two for warming up.
+        in_flight: If more than 1, a result with so many requests in flight is timed, too.
+        trace: File for a timeline of requests and the predicted one, for Perfetto.
+        memory: Whether memory is measured, which needs a process for each device.
+        record: Whether the times of segments are written into the bundle, so that predictions follow them.
+        seed: Seed of random inputs.
+        custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
+        session_options: Arguments of `InferenceSession`, such as {"runtime": "mpi", "hosts": "localhost:2"}.
+        observer: Called before each part with its name, its position from 0 and their number.
+
+    Raises:
+        OnnxplaceError: one of the files cannot be used, or the model or the bundle fails with these inputs.
+
+    >>> onnxplace.bench("model.bundle").bundle.median_seconds  # doctest: +SKIP
+    0.0912
+    """
+    check_in_flight(in_flight, "--in-flight")
+    if repeat < 1:
+        raise UsageError("U005", f"expected 1 round or more, got {repeat}", where="repeat", hint="leave it out")
+    opened = bundle if isinstance(bundle, Bundle) else load(bundle)
+    if trace:
+        read = (Path(path) for path in (inputs, against) if isinstance(path, (str, Path)))
+        require_writable(Path(trace), opened.path, *read)
+    options = {"runtime": "onnxruntime", **(session_options or {})}
+    with use_custom_operators(custom_op_libraries):
+        runtime = _create_runtime(**options)
+        if in_flight > 1 and opened.manifest.states:
+            message = "requests with states follow one another, so only one is in flight"
+            raise UsageError("U042", message, where="--in-flight", hint="omit it")
+        steps = choose_step_inputs(opened, inputs, shape or {}, seed)
+        notes = _report_other_sizes(opened, steps.first)
+        if record:
+            _require_recordable(opened.path, notes)
+            opened, notes = _record_trial(opened, steps.first, runtime)
+        times, waiting, copies = _time_steps(opened, against, steps, repeat, in_flight, options)
+        with_memory = memory and options["runtime"] == "onnxruntime"
+        rounds = min(repeat, MAX_TRACED)
+        usage = measure_usage(opened, steps.first, rounds, with_memory, observer, in_flight, runtime)
+    predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
+    if trace:
+        _write_trace(Path(trace), opened, usage.timelines, predict_timelines(opened.manifest, usage.timelines))
+    expected, step = opened.manifest.predicted, times["bundle"].median_seconds
+    # Copies do not delay each other.
+    interval = expected.interval_seconds / max(len(copies), 1)
+    shortage = find_core_shortage(opened.manifest)
+    return Benchmark(
+        bundle=times["bundle"],
+        model=times["model"],
+        one_device=times["one_device"],
+        in_flight=times.get("in_flight"),
+        ratio=step / times["model"].median_seconds,
+        ratio_one_device=step / times["one_device"].median_seconds,
+        predicted_seconds=expected.step_seconds,
+        predicted_interval_seconds=interval,
+        requests_per_second=_compute_rates(times, interval),
+        predicted_one_device_seconds=expected.single_device_seconds,
+        devices=usage.devices,
+        links=usage.links,
+        process=usage.process,
+        timeline=compare_timelines(opened.manifest, usage.timelines, predicted),
+        waiting=waiting,
+        copies=copies,
+        diagnostics=(
+            *([shortage] if shortage else []),
+            *notes,
+            *_report_load(waiting, opened.manifest.model),
+            *usage.notes,
+        ),
+    )
+
+
+def _require_recordable(path: Path, other_sizes: Sequence[Diagnostic]) -> None:
+    """Raise UsageError before any work if times are of other sizes than the predictions, or cannot be written."""
+    for note in other_sizes:
+        raise UsageError("U042", note.message, where="--record", hint=note.hint)
+    require_writable(path / MANIFEST_FILE)
+
+
+def _record_trial(bundle: Bundle, feeds: Mapping[str, Any], runtime: Runtime) -> tuple[Bundle, list[Diagnostic]]:
+    """Record a trial; return the bundle with its times, and a note if other work disturbed it."""
+    recorded = record_trial(bundle, feeds, runtime)
+    trial = recorded.manifest.trial
+    doubt = find_trial_doubt(trial, recorded.manifest.model) if trial else None
+    return recorded, [doubt] if doubt else []
+
+
+def _report_load(waiting: float | None, where: str) -> list[Diagnostic]:
+    """Return a note if steps waited for cores, which other programs used."""
+    if waiting is None or waiting <= DOUBTFUL_WAITING_SHARE:
+        return []
+    return [report_doubt("the machine was busy: steps", waiting, where)]
+
+
+def _create_runtime(runtime: str, **options: Any) -> Runtime:
+    """Return the runtime that is timed; raises UsageError if it computes nothing, or has no such options."""
+    if runtime == "simulated":
+        raise make_no_outputs_error(runtime, "bench")
+    return create_runtime(cast("type[Runtime]", find_plugin("runtimes", runtime)), runtime, **options)
+
+
+def _write_trace(
+    path: Path, bundle: Bundle, measured: Sequence[RequestTimeline], predicted: Sequence[RequestTimeline]
+) -> None:
+    content = json.dumps(chrome_trace(measured, predicted, bundle.manifest, read_segment_nodes(bundle)))
+    write_file(path, lambda stream: stream.write(content.encode()))
+
+
+def _time_steps(
+    bundle: Bundle,
+    against: str | Path | None,
+    steps: StepInputs,
+    repeat: int,
+    in_flight: int,
+    options: Mapping[str, Any],
+) -> tuple[dict[str, Timings], float | None, tuple[CopyStatus, ...]]:
+    """Time the bundle, opened with these options, and the plain sessions in turn.
+
+    Return also the share of the time in which they waited for a core, and the bundle's copies.
+    """
+    largest = max(
+        (device.cores for device in bundle.target.devices if device.kind == "cpu"), default=len(available_cores())
+    )
+    whole, one = (
+        StateCarrier(open_reference(bundle, against, used), bundle)
+        for used in (available_cores(), available_cores()[:largest])
+    )
+    if bundle.manifest.states:
+        whole(steps.first)
+        steps.learn(whole.states)
+    feeds = [steps.feeds(number) for number in range(repeat + WARM_UPS)]
+    with InferenceSession(bundle, max_in_flight=max(in_flight, DEFAULT_MAX_IN_FLIGHT), **options) as session:
+        calls: dict[str, Callable[[Any], object]] = {
+            "bundle": lambda arrays: session.run(None, arrays),
+            "model": whole,
+            "one_device": one,
+        }
+        with steps.explained(1):
+            delays, began = read_run_delays(pool=True), time.perf_counter()
+            times = time_in_turns({name: _iterate_feeds(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
+            waited, elapsed = longest_wait(delays, read_run_delays(pool=True)), time.perf_counter() - began
+            if in_flight > 1:
+                times["in_flight"] = _time_results(session, feeds, in_flight, repeat)
+        copies = session.list_copies()
+    waiting = min(waited / elapsed, MAX_CREDIBLE_WAITING_SHARE) if elapsed >= MIN_JUDGED_SECONDS else None
+    return times, waiting, copies
+
+
+def _time_results(session: InferenceSession, feeds: Sequence[Any], in_flight: int, repeat: int) -> Timings:
+    """Time the results of requests that are kept in flight, after a turn for warming up."""
+    repeated = itertools.cycle(feeds)
+    stream = RequestStream(lambda: session.submit(next(repeated)), in_flight)
+    turns = [stream.take_turn() for _ in range(1 + min(max(repeat // in_flight, 3), MAX_STREAMED_TURNS))][1:]
+    intervals = sorted(turn.interval_seconds for turn in turns)
+    p90 = intervals[round(0.9 * (len(intervals) - 1))]
+    return Timings(median(intervals), p90, sum(turn.results for turn in turns))
+
+
+def _iterate_feeds(call: Callable[[Any], object], feeds: Sequence[Any]) -> Callable[[], object]:
+    """Return a function that passes the next of `feeds` to `call`."""
+    remaining = iter(feeds)
+    return lambda: call(next(remaining))
+
+
+def _report_other_sizes(bundle: Bundle, feeds: Mapping[str, Any]) -> list[Diagnostic]:
+    """Return a note if inputs have other sizes than the compiled ones."""
+    compiled = bundle.manifest.dimensions
+    changed = {
+        key: size
+        for item in bundle.inputs
+        if item.shape is not None and item.name in feeds and item.dtype.startswith("tensor(")
+        for (key, fixed), size in zip(dimension_keys(item), feeds[item.name].shape)
+        if fixed is None and compiled.get(key, size) != size
+    }
+    if not changed:
+        return []
+    actual, predicted = (", ".join(f"{key}={sizes[key]}" for key in changed) for sizes in (changed, compiled))
+    message = f"predictions are for {predicted}, and the inputs have {actual}"
+    hint = "compile again with --shape to compare them"
+    return [Diagnostic("F008", message, where=bundle.manifest.model, hint=hint)]
+
+
+def _compute_rates(times: Mapping[str, Timings], interval_seconds: float) -> Rates | None:
+    """Return requests per second, if they were measured with several in flight."""
+    if "in_flight" not in times:
+        return None
+    seconds = (times["in_flight"].median_seconds, interval_seconds, times["model"].median_seconds)
+    return Rates(*(1 / value if value > 0 else 0.0 for value in seconds))

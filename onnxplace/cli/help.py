@@ -1,0 +1,50 @@
+"""The help of commands with many options: in groups, and those of several hosts in one command only."""
+
+from __future__ import annotations
+
+import click
+
+SEVERAL_HOSTS = "Several hosts, with --runtime mpi"
+# Groups in their order, with the parameters of all commands that belong there; others come last.
+GROUPS = {
+    "Devices": "devices target machine max_memory links strict runtime",
+    "Sizes and inputs": "shape inputs against state sizes steps seed custom_op_library graph_format data batch",
+    "Search": "objective placer budget pipeline costs save_costs no_cache estimate no_trial placement",
+    "Splitting and constraints": (
+        "shard shard_map shard_metadata recompute device_map colocate groups fuse forward_only post_adjust"
+    ),
+    "Running": "repeat in_flight timeout no_memory max_ratio lr schedule warmup resume on_nan",
+    "Output": (
+        "output outputs link_weights force report trace record save save_every log plot export json_ quiet verbose "
+        "_click_default_help"
+    ),
+    SEVERAL_HOSTS: "hosts replicas start_timeout remote_shell interface",
+}
+# The command whose help describes the options of several hosts.
+DESCRIBES_HOSTS = "run"
+# Longer flags have a line of their own.
+COLUMN = 30
+Row = tuple[str, str]
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has its options in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options."""
+        options = [item for item in self.get_params(ctx) if isinstance(item, click.Option)]
+        rows = {str(item.name): row for item in options if (row := item.get_help_record(ctx))}
+        width = min(max(len(flags) for flags, _ in rows.values()), COLUMN)
+        for title, names in GROUPS.items():
+            own = [rows.pop(name) for name in names.split() if name in rows]
+            if title == SEVERAL_HOSTS and own and self.name != DESCRIBES_HOSTS:
+                flags = ", ".join(flag.split()[0] for flag, _ in own)
+                own = [(flags, f"`onnxplace {DESCRIBES_HOSTS} --help` describes them.")]
+            _write_group(formatter, title, own, width)
+        _write_group(formatter, "Other options", list(rows.values()), width)
+
+
+def _write_group(formatter: click.HelpFormatter, title: str, rows: list[Row], width: int) -> None:
+    if rows:
+        with formatter.section(title):
+            formatter.write_dl([(flags.ljust(width), text) for flags, text in rows], COLUMN)

@@ -1,0 +1,25 @@
+from onnxplace.reports.page_data import (
+    PlacedGraph as PlacedGraph,
+    describe_bundle as describe_bundle,
+    describe_placement as describe_placement,
+)
+from onnxplace.reports.page_records import PageData as PageData
+from onnxplace.reports.page_rendering import (
+    build_page_json as build_page_json,
+    embed_page as embed_page,
+    render_page as render_page,
+    require_report_packages as require_report_packages,
+)
+from onnxplace.reports.page_writing import (
+    Report as Report,
+    require_report as require_report,
+    show_bundle as show_bundle,
+    write_page as write_page,
+    write_report as write_report,
+)
+from onnxplace.reports.text import (
+    compile_summary as compile_summary,
+    describe_copies as describe_copies,
+    format_table as format_table,
+)
+from onnxplace.utils import format_bytes as format_bytes, format_milliseconds as format_milliseconds

@@ -1,0 +1,185 @@
+"""Compare a bundle with the unsplit model, for `onnxplace.verify` and the command of this name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onnxplace.api import InferenceSession, load
+from onnxplace.bundle import Bundle
+from onnxplace.driver import checks_arguments
+from onnxplace.errors import ExecutionError, ModelError, UsageError
+from onnxplace.evaluation import (
+    OutputDifference,
+    SizeComparison,
+    StateCarrier,
+    StepInputs,
+    choose_step_inputs,
+    compare_other_sizes,
+    compare_outputs,
+    find_bundle_lineages,
+    open_reference,
+    rounds_to_few_values,
+)
+from onnxplace.feeds import Array
+from onnxplace.machine import available_cores, use_custom_operators, without_optimisations
+from onnxplace.pipeline import Observer
+from onnxplace.runtime import CopyStatus, make_no_outputs_error
+from onnxplace.utils import report_progress
+
+# Calls that are compared for a bundle with states: each of the later ones reads states of the one before.
+STEPS_WITH_STATES = 3
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How a bundle compares with the unsplit model; the fields are those of `onnxplace verify --json`."""
+
+    equal: bool
+    """Whether all outputs agree, at all sizes that the model takes."""
+    outputs: tuple[OutputDifference, ...]
+    """The largest difference of each output over all sizes and steps."""
+    steps: int
+    """Number of calls, each with the states of the one before."""
+    optimised: bool
+    """Whether ONNX Runtime's optimisations were on: docs/correctness.md says when they are not."""
+    sizes: tuple[SizeComparison, ...]
+    """The sizes that were tried, the given or compiled ones first."""
+    copies: tuple[CopyStatus, ...] = field(default=(), repr=False)
+    """The copies of the bundle, if the session has several."""
+
+
+@checks_arguments
+def verify(
+    bundle: Bundle | str | Path,
+    *,
+    against: str | Path | None = None,
+    inputs: Mapping[str, Array] | str | Path | None = None,
+    shape: Mapping[str, int] | None = None,
+    steps: int | None = None,
+    sizes: int = 3,
+    seed: int = 0,
+    custom_op_libraries: Sequence[str | Path] = (),
+    session_options: Mapping[str, Any] | None = None,
+    observer: Observer | None = None,
+) -> Verification:
+    """Compare a bundle with the unsplit model, as `onnxplace verify` does, at several sizes.
+
+    Args:
+        bundle: A bundle, or its path; every file of it is hashed.
+        against: The model's file; by default the unsplit model in the bundle.
+        inputs: Arrays by input name, or their file from numpy.savez; by default random ones.
+        shape: Sizes of symbolic dimensions, {"batch": 8}.
+        steps: Calls that pass states on; by default 3 if the bundle has states.
+        sizes: Number of other sizes to compare, of each dimension that neither `shape` nor `inputs` gives.
+        seed: Seed of random inputs.
+        custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
+        session_options: Arguments of `InferenceSession`, such as {"runtime": "mpi", "hosts": "localhost:2"}.
+        observer: Called before each part with its name, its position from 0 and their number.
+
+    Raises:
+        OnnxplaceError: one of the files cannot be used, or the model or the bundle fails with these inputs.
+
+    >>> onnxplace.verify("model.bundle", against="model.onnx").equal  # doctest: +SKIP
+    True
+    """
+    opened = load(bundle.path if isinstance(bundle, Bundle) else bundle, "all")
+    count = (STEPS_WITH_STATES if opened.manifest.states else 1) if steps is None else steps
+    if count < 1:
+        raise UsageError("U005", f"expected 1 step or more, got {count}", where="steps", hint="leave it out")
+    file = inputs if isinstance(inputs, (str, Path)) else None
+    options = {"runtime": "onnxruntime", **(session_options or {})}
+    copies: tuple[CopyStatus, ...] = ()
+
+    def compare_on(cores: Sequence[int]) -> tuple[SizeComparison, ...]:
+        nonlocal copies
+        first = choose_step_inputs(opened, inputs, shape or {}, seed)
+        with _adapt_hints(file), InferenceSession(opened, **options) as session:
+            run_model = open_reference(opened, against, cores)
+
+            def compare(items: StepInputs) -> list[list[OutputDifference]]:
+                return _compare_copies(session, opened, run_model, items, count, options["runtime"])
+
+            comparisons = [SizeComparison(first.sizes, compare(first))]
+            fixed = first.sizes if inputs is not None else shape or {}
+            comparisons += compare_other_sizes(compare, first, sizes, fixed)
+            copies = session.list_copies()
+        return tuple(comparisons)
+
+    with use_custom_operators(custom_op_libraries):
+        comparisons, optimised = compare_on(available_cores()), True
+        if not _all_equal(comparisons) and rounds_to_few_values(opened):
+            if observer:
+                observer("comparing without optimisations", 0, 1)
+            with without_optimisations():
+                unoptimised = compare_on(available_cores()[:1])
+            if _all_equal(unoptimised):
+                comparisons, optimised = unoptimised, False
+    worst = find_worst([step for item in comparisons for step in item.steps])
+    return Verification(_all_equal(comparisons), tuple(worst), count, optimised, comparisons, copies)
+
+
+@contextmanager
+def _adapt_hints(inputs: str | Path | None) -> Iterator[None]:
+    """Replace hints of errors: the unsplit model has the same inputs."""
+    try:
+        yield
+    except ExecutionError as problem:
+        if problem.code != "X001":
+            raise
+        default = "the unsplit model runs with the same inputs: compile it again, and report this if it fails again"
+        hint = problem.hint if "--steps" in problem.hint else default
+        raise type(problem)(problem.code, problem.message, where=problem.where, hint=hint) from problem
+    except ModelError as problem:
+        if problem.code != "M017" or inputs is None or "--steps" in problem.hint:
+            raise
+        hint = f"it is the unsplit model that fails: check the inputs in {inputs}"
+        raise type(problem)(problem.code, problem.message, where=problem.where, hint=hint) from None
+
+
+def _compare_copies(
+    session: InferenceSession,
+    bundle: Bundle,
+    run_model: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    steps: StepInputs,
+    count: int,
+    runtime: str,
+) -> list[list[OutputDifference]]:
+    """Return the largest differences of each output in each step; every copy of the bundle does all steps."""
+    names = [item.name for item in bundle.outputs]
+    lineages = find_bundle_lineages(bundle)
+    by_copy = []
+    for _ in range(max(len(session.list_copies()), 1)):
+        # Requests take turns over the copies, and so do conversations.
+        user = session.conversation() if session.list_copies() and bundle.manifest.states else session
+        user.reset_state()
+        reference = StateCarrier(run_model, bundle)
+
+        def run_bundle(feeds: Mapping[str, Any], user: InferenceSession = user) -> Mapping[str, Any]:
+            outputs = user.submit(feeds, names).result().outputs
+            if not outputs:
+                raise make_no_outputs_error(runtime, "verify")
+            return outputs
+
+        differences = []
+        for number in range(count):
+            feeds = steps.feeds(number)
+            with steps.explained(number):
+                differences.append(compare_outputs(run_bundle, reference, feeds, names, lineages))
+            report_progress(number + 1, count)
+            if number == 0:
+                steps.learn(reference.states)
+        by_copy.append(differences)
+    return [find_worst(items) for items in zip(*by_copy)]
+
+
+def _all_equal(comparisons: Sequence[SizeComparison]) -> bool:
+    return all(item.result in ("equal", "skipped") for item in comparisons)
+
+
+def find_worst(differences: Sequence[Sequence[OutputDifference]]) -> list[OutputDifference]:
+    """Return the largest difference of each output over all steps."""
+    return [max(items, key=lambda item: (not item.equal, item.max_rel_error)) for items in zip(*differences)]
