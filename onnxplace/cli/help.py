@@ -7,12 +7,15 @@ import click
 SEVERAL_HOSTS = "Several hosts, with --runtime mpi"
 # Groups in their order, with the parameters of all commands that belong there; others come last.
 GROUPS = {
-    "Devices": "devices target machine max_memory links strict runtime",
-    "Sizes and inputs": "shape inputs against state sizes steps seed custom_op_library graph_format data batch",
+    "Devices": "devices target machine save_target max_memory links strict runtime",
+    "Choice of a machine": "latency rate fit price",
+    "Addresses": "host port grpc_port",
+    "Sizes and inputs": "shape inputs against state llm sizes steps seed custom_op_library graph_format data batch",
     "Search": "objective placer budget pipeline costs save_costs no_cache estimate no_trial placement",
     "Splitting and constraints": (
         "shard shard_map shard_metadata recompute device_map colocate groups fuse forward_only post_adjust"
     ),
+    "Limits of each model": "max_batch max_delay max_in_flight max_queue max_request max_sequences",
     "Running": "repeat in_flight timeout no_memory max_ratio lr schedule warmup resume on_nan",
     "Output": (
         "output outputs link_weights force report trace record save save_every log plot export json_ quiet verbose "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
     as_json,
     note_core_shortage,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
-@click.command(short_help="Answer requests over HTTP and gRPC (KServe v2).")
+@click.command(cls=GroupedCommand, short_help="Answer requests over HTTP and gRPC (KServe v2).")
 @click.argument("bundles", metavar="BUNDLE...", nargs=-1, required=True, type=BUNDLE_PATH)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all networks.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="For HTTP; 0: any.")
