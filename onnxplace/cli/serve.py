@@ -154,7 +154,8 @@ def open_model(
         if joins:
             require_batching(bundle)
     except UsageError as reason:
-        print_notes([Diagnostic(reason.code, reason.message, where=reason.where, hint="it is served without that")])
+        message = f"{reason.message}; it is served without that"
+        print_notes([Diagnostic(reason.code, message, where=reason.where)])
         joins = False
     session = InferenceSession(bundle, trace=True, batching=batching if joins else None, **more)
     return ServedModel(name, bundle, session, limits, batching.max_batch if joins else 1)

@@ -96,7 +96,7 @@ MAY_IMPORT = {
     ),
     "cli": (
         "api benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds hosts machine "
-        "pipeline reports runtime target traces training utils verification"
+        "pipeline reports runtime serving target traces training utils verification"
     ),
     "__main__": "cli",
 }

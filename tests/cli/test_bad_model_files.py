@@ -78,7 +78,7 @@ def test_the_model_of_a_folder_is_taken_and_named(run_cli, tmp_path, model_file,
         (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "hub" / name).write_bytes(model_file.read_bytes())
     options = ("--shape", "batch=1", "--pipeline", FAST_PIPELINE, "--no-trial", "--devices", "cpu:0")
-    result = run_cli("compile", tmp_path / "hub", *options)
+    result = run_cli("compile", tmp_path / "hub", *options, "-v")
     assert result.code == 0, result.err
     assert f"note[M003] {tmp_path / 'hub'}: its model {chosen!r} is taken" in result.err
     assert all(name in result.err for name in names)

@@ -16,13 +16,13 @@ from onnxplace.facts import Placement
 from onnxplace.target import Device, Target
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
-FUNCTIONS = [onnxplace.plan, onnxplace.verify, onnxplace.bench, onnxplace.reports, onnxplace.compile]
+FUNCTIONS = [onnxplace.plan, onnxplace.verify, onnxplace.bench, onnxplace.report, onnxplace.compile]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_unknown_and_wrong_arguments_are_type_errors_that_name_the_nearest(function):
     signature = inspect.signature(function)
-    name = "trace" if function is onnxplace.reports else "shape"
+    name = "trace" if function is onnxplace.report else "shape"
     assert signature.parameters[name].default is None
     for options, words in (({name[:-1]: 1}, f"did you mean '{name}'?"), ({name: 5}, f"for {name}, got 5")):
         with pytest.raises(TypeError) as refused:
