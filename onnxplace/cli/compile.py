@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +187,7 @@ def _require_report(report: Path, model: Path, *inputs: Path | None, **options: 
 
     shard_map = options["shard_map"]
     files = (options["costs"], options["device_map"], None if not shard_map or "{" in shard_map else Path(shard_map))
-    model = find_in_folder(model).origin if model.is_dir() else model
+    model = find_in_folder(model).origin if os.path.isdir(model) else model
     output = options["output"] or model.with_suffix(".bundle")
     require_report(report, model, *inputs, *files, output=output, save_costs=options["save_costs"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ def open_source(
     if example_inputs is not None:
         hint = "give real inputs of an ONNX model as inputs={name: array}"
         raise UsageError("U042", "example_inputs are for torch modules", where="example_inputs", hint=hint)
-    yield find_in_folder(Path(model)) if is_path and Path(model).is_dir() else ModelSource(model, model)
+    yield find_in_folder(Path(model)) if is_path and os.path.isdir(model) else ModelSource(model, model)
 
 
 def _convert(model: Any, path: Path, example_inputs: ExampleInputs | None) -> ModelSource:

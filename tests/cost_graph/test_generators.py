@@ -12,6 +12,7 @@ from onnxplace.cost_graph.generators import MACHINE, MAX_TOTAL_BYTES, chains, la
 from onnxplace.driver import place_cost_graph
 from onnxplace.facts import Source
 from onnxplace.graph import Csr, OpGraph
+from tests.support.reference_simulator import connect_nodes
 
 FAMILIES = sorted(GENERATORS)
 PLACERS = ("single", "m-topo", "m-etf", "m-sct", "auto{seconds=0,proposals=200}", "multilevel{seconds=0,proposals=200}")
@@ -159,7 +160,7 @@ def test_a_variable_is_in_the_group_of_its_first_reader():
 
 def test_chains_touch_only_in_their_last_node():
     graph = chains(400, 0, count=5).profile.graph
-    parts = graph.to_networkx().to_undirected()
+    parts = connect_nodes(graph)
     parts.remove_node(399)
     pieces = [len(piece) for piece in networkx.connected_components(parts)]
     assert len(pieces) == len(graph.inputs[399]) == 5
@@ -169,7 +170,7 @@ def test_chains_touch_only_in_their_last_node():
 
 def test_two_towers_touch_only_in_their_last_node():
     graph = GENERATORS["two_tower"](400, 0).profile.graph
-    parts = graph.to_networkx().to_undirected()
+    parts = connect_nodes(graph)
     parts.remove_node(399)
     assert sorted(len(piece) for piece in networkx.connected_components(parts)) == [199, 200]
     assert len(graph.inputs[399]) == 2

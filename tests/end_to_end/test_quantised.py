@@ -14,9 +14,10 @@ import onnxruntime
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+from onnxplace import verification
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.driver import compile_model
-from onnxplace.evaluation import compare, rounds_to_few_values
+from onnxplace.evaluation import rounds_to_few_values
 from onnxplace.machine import ort_sessions
 from onnxplace.model import join_quantised_units, load
 from onnxplace.passes.coplace import Coplace
@@ -190,7 +191,7 @@ def test_a_dequantizer_that_a_subgraph_or_the_caller_reads_stays(tmp_path: Path)
 def test_a_differing_quantised_model_is_compared_again_unoptimised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli, quantises: bool, code: int
 ):
-    levels, honest = [], compare.compare_outputs
+    levels, honest = [], verification.compare_outputs
 
     def differing_if_optimised(*arguments):
         levels.append(ort_sessions.make_session_options([0]).graph_optimization_level)
@@ -198,8 +199,8 @@ def test_a_differing_quantised_model_is_compared_again_unoptimised(
         return [replace(item, equal=item.equal and not optimised) for item in honest(*arguments)]
 
     bundle = compiled(tmp_path, RandomPlacement((0, 1)))
-    monkeypatch.setattr(compare, "compare_outputs", differing_if_optimised)
-    monkeypatch.setattr(compare, "rounds_to_few_values", lambda bundle: quantises and rounds_to_few_values(bundle))
+    monkeypatch.setattr(verification, "compare_outputs", differing_if_optimised)
+    monkeypatch.setattr(verification, "rounds_to_few_values", lambda bundle: quantises and rounds_to_few_values(bundle))
     result = run_cli("verify", bundle.path, "--json")
     answer = json.loads(result.out)
     assert (result.code, answer["equal"], answer["optimised"]) == (code, quantises, not quantises)
