@@ -160,6 +160,8 @@ def generate(bundle: Bundle, session: InferenceSession, prompt: Sequence[int], c
         tokens = waiting[:1] if single else waiting
         (logits,) = session.run([logits_name], {**make_feeds(inputs, tokens, past), **feeds})
         feeds, past, waiting = {}, past + len(tokens), waiting[len(tokens) :]  # from now on the session has the cache
+        if not logits.size:
+            raise SystemExit(f"the context of the model is full after {past} tokens")
         if not waiting:
             waiting = [choose(np.asarray(logits, np.float32).reshape(-1, logits.shape[-1])[-1])]
             yield waiting[0]

@@ -81,9 +81,21 @@ class CommandGroup(click.Group):
         raise click.UsageError(f"No such command {name!r}: {suggest_nearest(name, known)}", ctx)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; with `--verbose`, print its time."""
-        with report_total_time(ctx):
-            return super().invoke(ctx)
+        """Run the command; with `--verbose`, print its time. Raises PluginError for a defect of a plugin's command."""
+        from onnxplace.pipeline import list_entries
+
+        try:
+            with report_total_time(ctx):
+                return super().invoke(ctx)
+        except (OnnxplaceError, click.ClickException, click.exceptions.Exit, click.Abort, OSError, MemoryError):
+            raise
+        except Exception as problem:
+            name = str(ctx.invoked_subcommand)
+            if name in self.commands:
+                raise
+            where = f"command {name!r} from {list_entries('commands')[name].distribution}"
+            hint = "this is a defect of the plugin, please report it; --verbose shows where"
+            raise PluginError("G001", f"{type(problem).__name__}: {problem}", where=where, hint=hint) from problem
 
 
 @cache

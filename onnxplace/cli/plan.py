@@ -151,7 +151,7 @@ def _format_machines(
                 item.name,
                 str(item.devices),
                 format_milliseconds(item.step_seconds or 0.0),
-                f"{1 / item.interval_seconds:.4g}" if item.interval_seconds else "-",
+                _format_rate(1 / item.interval_seconds) if item.interval_seconds else "-",
                 f"{format_bytes(item.peak_bytes or 0)} of {format_bytes(device.memory_bytes)}",
                 "measured" if plans[row.machine].is_measured else "estimate",
                 *("-" if price is None else f"{price:.4g}" for price in prices),
@@ -167,6 +167,10 @@ def _format_machines(
 _ESTIMATES = "estimates: by published peak rates, not measured; docs/machines.md says how far off they are"
 
 
+def _format_rate(rate: float) -> str:
+    return f"{rate:.4g}" if rate < 1000 else f"{rate:.0f}"
+
+
 def _explain_missing(name: str, plan: Plan) -> str:
     """Return why a machine has no row."""
     from onnxplace.reports import format_milliseconds
@@ -176,7 +180,7 @@ def _explain_missing(name: str, plan: Plan) -> str:
         return f"{name} does not fit: {plan.strategies[0].problem}"
     latency = format_milliseconds(min(item.step_seconds or 0.0 for item in fitting))
     rate = max((1 / item.interval_seconds for item in fitting if item.interval_seconds), default=0.0)
-    return f"{name} does not meet the goals: at least {latency}, at most {rate:.4g} requests/s"
+    return f"{name} does not meet the goals: at least {latency}, at most {_format_rate(rate)} requests/s"
 
 
 def _format_plan(plan: Plan, machine: str) -> str:
@@ -213,7 +217,7 @@ def _format_row(item: PlannedStrategy, alone: float | None, is_fastest: bool, is
         str(item.devices),
         format_milliseconds(item.step_seconds) + (" *" if is_fastest else "  "),
         speedup,
-        f"{1 / item.interval_seconds:.4g}" + (" **" if is_most else "   ") if item.interval_seconds > 0 else "-",
+        _format_rate(1 / item.interval_seconds) + (" **" if is_most else "   ") if item.interval_seconds > 0 else "-",
         format_bytes(item.peak_bytes or 0),
         format_bytes(item.weight_bytes or 0),
     )

@@ -144,6 +144,11 @@ def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], C
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(*arguments: Any, save_target: Path | None, **options: Any) -> None:
+            if not multiple:
+                if len(options["machine"]) > 1:
+                    hint = "`onnxplace plan` compares several"
+                    raise UsageError("U042", "expected one --machine", where=" ".join(options["machine"]), hint=hint)
+                options["machine"] = next(iter(options["machine"]), None)
             if save_target is None:
                 command(*arguments, **options)
                 return
@@ -162,7 +167,7 @@ def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], C
         )(run)
         return click.option(
             "--machine",
-            multiple=multiple,
+            multiple=True,
             metavar="8xH100-NVLink",
             shell_complete=complete_machines,
             help=f"{help_text}{'; may be repeated' if multiple else ''}.",

@@ -100,7 +100,7 @@ def report_idle_devices(state: State, names: Sequence[object] = ()) -> list[Diag
     return [
         Diagnostic(
             "P010",
-            f"this device{f', {names[index]!r} in the graph,' if names else ''} was asked for and gets no work from "
+            f"this device{f', {names[index]!r} in the graph,' if names else ''} gets no work from "
             f"placer {state[Placement].placer!r}",
             where=device.id,
             hint=f"try another --placer, or {USE_FEWER_DEVICES if names else 'omit the device'}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from onnxplace.bundle import Bundle
@@ -15,7 +15,7 @@ from onnxplace.reports.verdict import compare_pages
 from onnxplace.utils import require_different_files, require_writable, write_file
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """A report about a bundle, or about two side by side, which a notebook shows.
 
@@ -24,10 +24,13 @@ class Report:
 
     output: Path | None
     """The file of the page, if one was written."""
-    pages: tuple[PageData, ...] = field(repr=False)
+    pages: tuple[PageData, ...]
     """The data of the page, for each bundle."""
     comparison: Comparison | None = None
     """Of two bundles, which one to take, and what differs."""
+
+    def __repr__(self) -> str:
+        return f"Report: {(self.comparison or self.pages[0].verdict).sentence}"
 
     def _repr_html_(self) -> str | None:
         return embed_page(self.pages)

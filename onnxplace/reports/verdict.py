@@ -201,6 +201,9 @@ def _choose(first: PageData, second: PageData, rows: Sequence[ComparedQuantity])
     """Return in one sentence which report to take, and why."""
     if first.title != second.title:
         return f"They are of different models, {first.title} and {second.title}, so neither replaces the other."
+    sizes = [next((entry.text for entry in page.origin if entry.label == "sizes"), "") for page in (first, second)]
+    if sizes[0] != sizes[1]:
+        return f"They are compiled for other sizes, A for {sizes[0]}, B for {sizes[1]}, so their times do not compare."
     pages = {"A": first, "B": second}
     steps = {name: page.verdict.step_seconds for name, page in pages.items()}
     peaks = {name: sum(device.peak_bytes for device in page.devices) for name, page in pages.items()}
@@ -209,8 +212,8 @@ def _choose(first: PageData, second: PageData, rows: Sequence[ComparedQuantity])
         smaller, larger = sorted(pages, key=lambda name: peaks[name])
         if peaks[smaller] == peaks[larger]:
             return f"Take either: their steps and their memory are equal within {MIN_SHARE:.0%}."
-        sizes = f"{format_bytes(peaks[smaller])} instead of {format_bytes(peaks[larger])} at their peaks"
-        return f"Take {smaller}: the steps are equal within {MIN_SHARE:.0%}, and its devices hold {sizes}."
+        held = f"{format_bytes(peaks[smaller])} instead of {format_bytes(peaks[larger])} at their peaks"
+        return f"Take {smaller}: the steps are equal within {MIN_SHARE:.0%}, and its devices hold {held}."
     times, ratio = {name: format_time(seconds) for name, seconds in steps.items()}, steps[other] / steps[better]
     text = f"Take {better}: its step takes {times[better]}, {ratio:.2f} times as fast as {other}'s {times[other]}"
     price = peaks[better] - peaks[other]

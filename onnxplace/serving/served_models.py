@@ -64,9 +64,11 @@ def describe_failure(problem: BaseException) -> RequestError:
     status = 400 if isinstance(problem, InputError) else 504 if isinstance(problem, RunTimeoutError) else 500
     if isinstance(problem, OnnxplaceError) and problem.code in ("X002", "X005"):  # the session is closed, or broken
         status = 503
-    if status == 500:
-        LOGGER.error("a request failed", exc_info=problem)
     is_known = isinstance(problem, OnnxplaceError)
+    if is_known and "INVALID_ARGUMENT" in str(problem):  # ONNX Runtime refuses values, such as an index out of range
+        status = 400
+    if status == 500:
+        LOGGER.error("a request failed: %s", problem, exc_info=None if is_known else problem)
     return RequestError(status, format_one_line(problem) if is_known else f"{type(problem).__name__}: {problem}")
 
 

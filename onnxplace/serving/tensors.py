@@ -57,9 +57,11 @@ def read_inputs(
     feeds: dict[str, Array] = {}
     for entry in require_kind(request.get("inputs"), list, "inputs"):
         name = require_kind(entry, dict, "an input").get("name")
-        if not isinstance(name, str) or name not in inputs or name in feeds:
+        if not isinstance(name, str) or name not in inputs:
             hint = suggest_nearest(str(name), inputs)
-            raise FeedError("F001", f"the model has no input {format_value(name)}, or it is given twice", hint=hint)
+            raise FeedError("F001", f"the model has no input {format_value(name)}", hint=hint)
+        if name in feeds:
+            raise FeedError("F001", f"input {name!r} is given twice")
         item, raw, shape = inputs[name], take_raw(read_parameters(entry)), entry.get("shape")
         expected, where = name_datatype(item.dtype), f"input {name!r}"
         if entry.get("datatype") != expected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import io
 import itertools
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError, format_name, suggest_nearest
+from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError, format_name, format_names
 from onnxplace.utils.leases import hold_lease, sweep_leftovers
 
 # About the size of a cost file with a million nodes. Models, weights and arrays have readers of their own.
@@ -235,7 +236,7 @@ def open_input(path: str | Path, code: str, *, pipes: bool = False) -> io.FileIO
 
 
 def suggest_file(missing: Path) -> str:
-    """Return a hint at names with the same ending in the folder of a missing file, the nearest one if it is near.
+    """Return a hint at a name in the folder of a missing file that is near, else at names with the same ending.
 
     Returns "" if there are none.
     """
@@ -247,8 +248,10 @@ def suggest_file(missing: Path) -> str:
         return f"there is no folder {format_path(folder)}"
     except OSError:
         return ""
+    if near := difflib.get_close_matches(missing.name, names, 1, 0.75):
+        return f"did you mean {near[0]!r}?"
     similar = [name for name in names if Path(name).suffix == missing.suffix != ""]
-    return suggest_nearest(missing.name, similar) if similar else ""
+    return f"known: {format_names(similar, quoted=False)}" if similar else ""
 
 
 def parse_json(data: bytes | str, code: str, what: str, where: str) -> Any:

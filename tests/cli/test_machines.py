@@ -158,6 +158,12 @@ def test_wrong_options_are_refused_before_any_work(refused, arguments, words):
     refused(2, words, "plan", "absent.onnx", *arguments)
 
 
+@pytest.mark.parametrize("command", ["compile", "place"])
+def test_other_commands_than_plan_take_one_machine(refused, command):
+    words = ("error[U042] H100 T4: expected one --machine", "`onnxplace plan` compares several")
+    refused(2, words, command, "absent", "--machine", "H100", "--machine", "T4")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -247,7 +247,12 @@ def test_the_example_keeps_the_contract_of_runtimes(example):
 # ---------------------------------------------------------------------------------------------- broken ones
 
 BROKEN = {
-    "onnxplace.commands": {"fall": "failing:Anything", "odd": "harmless:function", "run": "failing:Evil"},
+    "onnxplace.commands": {
+        "fall": "failing:Anything",
+        "odd": "harmless:function",
+        "crash": "harmless:crash",
+        "run": "failing:Evil",
+    },
     "onnxplace.device_kinds": {"flawed": "failing:Anything", "odd": "harmless:Stranger", "raw": "harmless:RawKind"},
     "onnxplace.passes": {
         "fails": "failing:Anything",
@@ -264,12 +269,18 @@ MODULES = {
     "failing": "raise RuntimeError('the moon is in the wrong phase')",
     "exiting": "raise SystemExit(3)",
     "harmless": """
+import click
 from onnxplace import Pass
 from onnxplace.devices import DeviceKind
 
 
 def function():
     pass
+
+
+@click.command()
+def crash():
+    raise ValueError("the tide is out")
 
 
 class Stranger:
@@ -350,11 +361,12 @@ def test_a_broken_plugin_fails_on_use_and_is_named_with_its_distribution(broken_
         ["run", str(compiled), "--runtime", "fails"],
         ["fall"],
         ["odd"],
+        ["crash"],
     ).results
-    assert [result.code for result in session] == [4] * 9
+    assert [result.code for result in session] == [4] * 10
     expected_words = ("wrong phase", "not_there", "Missing", "not a class", "not a Pass", "wrong phase", "wrong phase")
-    expected_words += ("wrong phase", "not a click.Command")
-    for result, name, words in zip(session, (*placers, "fails", "fails", "fall", "odd"), expected_words):
+    expected_words += ("wrong phase", "not a click.Command", "ValueError: the tide is out")
+    for result, name, words in zip(session, (*placers, "fails", "fails", "fall", "odd", "crash"), expected_words):
         assert result.out == ""
         assert words in result.err
         assert repr(name) in result.err

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from onnxplace.bundle import Bundle
 from onnxplace.reports import compare_pages, describe_bundle
-from onnxplace.reports.page_records import Attempt, AttemptGroup, Bound, Quantity
+from onnxplace.reports.page_records import Attempt, AttemptGroup, Bound, Entry, Quantity
 from onnxplace.reports.step_analysis import PlacedStep, explain_step
 from onnxplace.reports.verdict import MIN_SHARE, RATE_LABEL, Circumstances, judge_step
 from onnxplace.simulation import simulate
@@ -141,6 +141,13 @@ def test_equally_fast_reports_are_chosen_by_memory_and_other_models_are_not_comp
     )
     assert compare_pages(data, data).sentence.startswith("Take either")
     assert "different models" in compare_pages(data, replace(data, title="other")).sentence
+
+
+def test_reports_of_other_sizes_are_not_compared(data):
+    pages = [replace(data, origin=(Entry("sizes", f"batch = {size}"),)) for size in (1, 16)]
+    assert compare_pages(*pages).sentence == (
+        "They are compiled for other sizes, A for batch = 1, B for batch = 16, so their times do not compare."
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,10 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
 import onnxplace
+from onnxplace.errors import ExecutionError
 from onnxplace.serving import Limits, require_servable
 from onnxplace.serving.grpc_server import load_messages
+from onnxplace.serving.served_models import describe_failure
 from tests.conftest import FAST_PIPELINE
 from tests.support import endless
 from tests.support.hostile_requests import MAX_REQUEST_BYTES, list_unclear_answers, list_unclear_calls, make_post, send
@@ -226,6 +228,14 @@ def test_requests_that_do_not_fit_say_why(client, model, inputs, options, words)
         infer(client, model, inputs, **options)
     assert words in caught.value.message()
     assert caught.value.status() in ("400", "404", "StatusCode.INVALID_ARGUMENT", "StatusCode.NOT_FOUND")
+
+
+def test_values_that_onnx_runtime_refuses_are_the_senders_and_are_not_logged(caplog):
+    refused = ExecutionError("X001", "segment cpu0-000 failed: INVALID_ARGUMENT: indices element out of data bounds")
+    assert describe_failure(refused).status == 400
+    assert not caplog.records
+    assert describe_failure(ExecutionError("X001", "segment cpu0-000 failed: out of order")).status == 500
+    assert [record.exc_info for record in caplog.records] == [None]
 
 
 def test_extensions_that_are_not_there_say_so(client):

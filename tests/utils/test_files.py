@@ -238,6 +238,7 @@ def test_bundles_have_the_permissions_that_the_umask_leaves(run_cli, model_file,
     ("name", "hint"),
     [
         ("modle.onnx", "did you mean 'model.onnx'?"),
+        ("model.onxx", "did you mean 'model.onnx'?"),
         ("0123456789.onnx", "known: model.onnx"),
         ("feeds.npz", ""),
         ("nowhere/model.onnx", "there is no folder nowhere"),
