@@ -205,7 +205,8 @@ def test_an_interrupt_ends_the_opening_of_a_session(bundle, folding_model):
     process = start(bundle, OPENING.format(path=str(folding_model)))
     interrupt_until_end(process)
     code, out, _ = wait_for_end(process)
-    assert (code, out) in ((0, "interrupted\n"), (130, ""))
+    # A further interrupt may come while the interpreter ends, where it has its default effect.
+    assert (code, out) in ((0, "interrupted\n"), (-signal.SIGINT, "interrupted\n"), (130, ""))
 
 
 # Says when signals are handled.
