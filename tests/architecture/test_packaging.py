@@ -99,8 +99,10 @@ def test_the_wheel_holds_every_module_and_imports_it(source):
     folder = unpacked(build(source, "build_wheel"))
     assert python_files(folder) == FILES | PACKAGES
     assert (folder / "onnxplace" / "py.typed").exists()
-    page = {path.name for path in (ROOT / "onnxplace" / "report" / "page").iterdir()}
-    assert {path.name for path in (folder / "onnxplace" / "report" / "page").iterdir()} == page
+    page = {path.name for path in (ROOT / "onnxplace" / "reports" / "page").iterdir()}
+    assert {path.name for path in (folder / "onnxplace" / "reports" / "page").iterdir()} == page
+    for data in ("target/catalogue.toml", "serving/inference.textproto"):
+        assert (folder / "onnxplace" / data).read_bytes() == (ROOT / "onnxplace" / data).read_bytes()
     assert (folder / "onnxplace" / "docs" / "errors.md").read_bytes() == (ROOT / "docs" / "errors.md").read_bytes()
     assert [path.name for path in (folder / "onnxplace" / "docs").iterdir()] == ["errors.md"]
     import_all(folder, folder)

@@ -64,7 +64,7 @@ def program(tmp_path_factory):
 def test_a_program_in_a_file_compiles_with_the_sizes_of_its_examples(run_cli, program, tmp_path):
     traced, path = program
     options = ("-o", tmp_path / "out", "--devices", "cpu:0,cpu:1", "--no-trial", "--pipeline", ESTIMATE)
-    result = run_cli("compile", path, *options)
+    result = run_cli("compile", path, *options, "-v")
     assert result.code == 0, result.err
     bundle = onnxplace.load(tmp_path / "out")
     assert bundle.manifest.model == "towers"
