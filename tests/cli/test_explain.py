@@ -23,7 +23,7 @@ def test_a_code_is_explained_in_any_case_and_with_brackets(run_cli):
     for label in ("kind:  exit code 3, or note", "cause: ", "do:    "):
         assert f"\n{label}" in shown.out
     assert run_cli("explain", "[p010]").out == shown.out
-    assert run_cli("explain", "error[P010] cpu:1: this device was asked for").out == shown.out
+    assert run_cli("explain", "error[P010] cpu:1: this device gets no work").out == shown.out
 
 
 def test_all_codes_are_listed(run_cli):

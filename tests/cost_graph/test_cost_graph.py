@@ -240,7 +240,7 @@ def test_idle_devices_are_named_by_their_ids_and_strict_refuses_them(run_cli, tm
     for options, placer in ((("--placer", "single"), "single"), (given, "given")):
         ran = run_cli("place", tmp_path / "graph.json", *options)
         assert ran.code == 0
-        said = f"this device, 'b' in the graph, was asked for and gets no work from placer '{placer}'"
+        said = f"this device, 'b' in the graph, gets no work from placer '{placer}'"
         assert f"note[P010] cuda:1: {said}" in ran.err
         strict = run_cli("place", tmp_path / "graph.json", *options, "--strict", "--json")
         error = json.loads(strict.out)["error"]
