@@ -15,8 +15,9 @@ from onnxplace.machine import local_target
 from onnxplace.model import bind, bind_states, load
 from onnxplace.pipeline import Pipeline
 from onnxplace.problem import single_device_seconds
-from onnxplace.reports import format_bytes, format_milliseconds, format_table
+from onnxplace.reports import format_table
 from onnxplace.state import State
+from onnxplace.utils import format_bytes, format_milliseconds
 
 PLACERS = {"m-etf": "worth", "m-sct": "worth", "m-topo": "worth", "auto": "never"}
 """Placer -> when nodes join their only reader, as `compile` has it."""

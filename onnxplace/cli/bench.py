@@ -28,7 +28,8 @@ from onnxplace.cli.shared_options import (
     with_runtime,
 )
 from onnxplace.errors import format_count, format_name
-from onnxplace.reports import format_bytes, format_milliseconds, format_table
+from onnxplace.reports import format_table
+from onnxplace.utils import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
     from onnxplace.benchmark import Benchmark, Rates

@@ -15,7 +15,8 @@ from onnxplace._version import __version__
 from onnxplace.cli.completion import complete_devices
 from onnxplace.cli.shared_options import as_json, print_hint, print_json, print_text, show_progress
 from onnxplace.errors import UsageError, format_count
-from onnxplace.reports import format_bytes, format_table
+from onnxplace.reports import format_table
+from onnxplace.utils import format_bytes
 
 if TYPE_CHECKING:
     from onnxplace.calibration import Calibration, LinkMeasurement

@@ -28,8 +28,9 @@ def machines(json_: bool) -> None:
 
 def format_catalogue(catalogue: Catalogue) -> str:
     """Return devices and fabrics as tables, and how to name a machine."""
-    from onnxplace.reports import format_bytes, format_table
+    from onnxplace.reports import format_table
     from onnxplace.target import DATA_TYPES
+    from onnxplace.utils import format_bytes
 
     types = ("float32", *DATA_TYPES)
     devices = []

@@ -26,7 +26,8 @@ from onnxplace.cli.shared_options import (
     with_machine,
 )
 from onnxplace.errors import UsageError, format_count, format_name
-from onnxplace.reports import format_bytes, format_milliseconds, format_table
+from onnxplace.reports import format_table
+from onnxplace.utils import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
     from onnxplace.cost_graph import CostGraph

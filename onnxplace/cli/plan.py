@@ -139,7 +139,8 @@ def _build_json(machine: str, plan: Plan) -> dict[str, Any]:
 def _format_machines(
     rows: Sequence[MachineRow], plans: Mapping[str, Plan], machines: Mapping[str, Machine], goals: Goals
 ) -> str:
-    from onnxplace.reports import format_bytes, format_milliseconds, format_table
+    from onnxplace.reports import format_table
+    from onnxplace.utils import format_bytes, format_milliseconds
 
     cells = []
     for row in rows:
@@ -173,7 +174,7 @@ def _format_rate(rate: float) -> str:
 
 def _explain_missing(name: str, plan: Plan) -> str:
     """Return why a machine has no row."""
-    from onnxplace.reports import format_milliseconds
+    from onnxplace.utils import format_milliseconds
 
     fitting = [item for item in plan.strategies if item.step_seconds is not None]
     if not fitting:
@@ -207,7 +208,7 @@ def _format_plan(plan: Plan, machine: str) -> str:
 
 
 def _format_row(item: PlannedStrategy, alone: float | None, is_fastest: bool, is_most: bool) -> tuple[str, ...]:
-    from onnxplace.reports import format_bytes, format_milliseconds
+    from onnxplace.utils import format_bytes, format_milliseconds
 
     if item.step_seconds is None or item.interval_seconds is None:
         return (item.name, "-", "-", "-", "-", "-", "-")

@@ -160,7 +160,7 @@ def _describe_value(value: Any) -> dict[str, Any]:
 
 def _format_seconds(seconds: float, plan: RunPlan) -> str:
     """Return a line with the time of a run, and its kind."""
-    from onnxplace.reports import format_milliseconds
+    from onnxplace.utils import format_milliseconds
 
     simulated = plan.runtime == "simulated"
     suffix = "" if simulated else " (the first run; try --repeat 20)"

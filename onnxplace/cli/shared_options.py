@@ -144,17 +144,18 @@ def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], C
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(*arguments: Any, save_target: Path | None, **options: Any) -> None:
+            names = options["machine"]
             if not multiple:
-                if len(options["machine"]) > 1:
+                if len(names) > 1:
                     hint = "`onnxplace plan` compares several"
-                    raise UsageError("U042", "expected one --machine", where=" ".join(options["machine"]), hint=hint)
-                options["machine"] = next(iter(options["machine"]), None)
+                    raise UsageError("U042", "expected one --machine", where=" ".join(names), hint=hint)
+                options["machine"] = next(iter(names), None)
             if save_target is None:
                 command(*arguments, **options)
                 return
             from onnxplace.utils import require_writable, write_file
 
-            text = _describe_machine(options["machine"] or ())
+            text = _describe_machine(names)
             require_writable(save_target)
             command(*arguments, **options)
             write_file(save_target, lambda stream: stream.write(text.encode()))
@@ -176,11 +177,10 @@ def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], C
     return decorate
 
 
-def _describe_machine(named: str | tuple[str, ...]) -> str:
-    """Return the target file of a machine, with the sources of its figures."""
+def _describe_machine(names: tuple[str, ...]) -> str:
+    """Return the target file of a machine, with the sources of its figures; raises UsageError unless there is one."""
     from onnxplace.target import format_target, parse_machine
 
-    names = [named] if isinstance(named, str) else named
     if len(names) != 1:
         raise UsageError("U042", "--save-target writes one machine", hint="name it: --machine 8xH100-NVLink")
     machine = parse_machine(names[0])

@@ -21,10 +21,10 @@ from onnxplace.doctor.check_context import (
 )
 from onnxplace.errors import ExecutionError, InfeasibleError, ModelError, format_names
 from onnxplace.feeds import Array
-from onnxplace.reports import format_bytes
 from onnxplace.runtime import Result
 from onnxplace.target import Target
 from onnxplace.testing import compile_placed, parse_model
+from onnxplace.utils import format_bytes
 
 if TYPE_CHECKING:
     from onnx import ModelProto

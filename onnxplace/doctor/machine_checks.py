@@ -152,7 +152,7 @@ def check_open(context: CheckContext) -> Finding:
     """Open a session on a device and run it."""
     from onnxplace.api import InferenceSession
     from onnxplace.machine import require_device
-    from onnxplace.reports import format_bytes
+    from onnxplace.utils import format_bytes
 
     target = context.make_target()
     (device,) = target.devices

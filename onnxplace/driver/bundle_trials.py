@@ -36,9 +36,8 @@ from onnxplace.graph import Floats
 from onnxplace.model import Model
 from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices
 from onnxplace.problem import commit_placement, placement_problem, predict_single_device_seconds
-from onnxplace.reports import format_milliseconds
 from onnxplace.state import State
-from onnxplace.utils import progress_part
+from onnxplace.utils import format_milliseconds, progress_part
 
 # A strategy takes the place of one that the prediction prefers only if its step is clearly shorter.
 CLEAR_RATIO = 0.98

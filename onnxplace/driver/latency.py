@@ -25,8 +25,8 @@ from onnxplace.facts import Placement, Profile, Recomputation, Routes, Shards
 from onnxplace.model import Model
 from onnxplace.pipeline import OBJECTIVES, Observer
 from onnxplace.problem import placement_problem, predict_single_device_seconds
-from onnxplace.reports import format_milliseconds
 from onnxplace.state import Pass
+from onnxplace.utils import format_milliseconds
 
 # Split operators must make the step clearly shorter: they copy weights, and their times are less certain.
 MAX_STEP_RATIO = 0.95

@@ -28,8 +28,8 @@ from onnxplace.facts import Profile
 from onnxplace.model import Model
 from onnxplace.pipeline import BAECHI, OBJECTIVES
 from onnxplace.problem import predict_single_device_seconds
-from onnxplace.reports import format_bytes, format_milliseconds
 from onnxplace.state import Pass, State
+from onnxplace.utils import format_bytes, format_milliseconds
 
 # ------------------------------------------------------------------------------------------------- groupings
 

@@ -23,4 +23,3 @@ from onnxplace.reports.text import (
     format_table as format_table,
 )
 from onnxplace.reports.verdict import compare_pages as compare_pages
-from onnxplace.utils import format_bytes as format_bytes, format_milliseconds as format_milliseconds

@@ -15,9 +15,8 @@ from onnxplace.errors import InputError, format_count
 from onnxplace.graph import Floats, Longs
 from onnxplace.reports.page_records import MemoryCurve, MemoryItem, Timeline, TimelineRow
 from onnxplace.reports.step_analysis import PlacedStep
-from onnxplace.reports.text import format_bytes
 from onnxplace.simulation import MemoryChanges, list_memory_changes
-from onnxplace.utils import format_path, read_json
+from onnxplace.utils import format_bytes, format_path, read_json
 
 # ----------------------------------------------------------------------------------------- timelines of simulated steps
 

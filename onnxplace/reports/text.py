@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from onnxplace.errors import format_count, format_name
-from onnxplace.utils import format_bytes as format_bytes, format_milliseconds as format_milliseconds
+from onnxplace.utils import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
     from onnxplace.bundle import (

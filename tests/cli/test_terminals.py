@@ -12,7 +12,7 @@ import onnxplace
 from onnxplace.cli import app, main
 from onnxplace.cli.shared_options import print_notes
 from onnxplace.errors import Diagnostic
-from onnxplace.reports import format_bytes
+from onnxplace.utils import format_bytes
 from tests.support.commands import FAST
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")

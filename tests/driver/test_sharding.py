@@ -8,8 +8,8 @@ import pytest
 from onnx import parser
 
 from onnxplace.driver import compile_model
-from onnxplace.reports import format_milliseconds
 from onnxplace.target import Device, Link, Target
+from onnxplace.utils import format_milliseconds
 from tests.conftest import branches
 from tests.support.chains import mlp
 
