@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,6 @@ from onnxplace.bundle.manifest import (
     LinkRecord,
     Manifest,
     OutputRecord,
-    SegmentRecord,
     StateRecord,
     ValueRecord,
 )
@@ -408,7 +407,7 @@ def extract_device_part(bundle: Bundle, device: str) -> Bundle:
     read = {name for segment in segments for name in segment.inputs}
     computed = {name for segment in segments for name in segment.outputs}
     received = [step.value for step in program if step.op == "receive"]
-    present = read | computed | set(received)
+    present, kept = read | computed | set(received), {segment.id for segment in segments}
     records = {name: record for name, record in manifest.values.items() if name in present}
     inputs = [item for item in manifest.inputs if item.name in read]
     inputs += [InputRecord(name=name, dtype=records[name].dtype, shape=records[name].shape) for name in received]
@@ -418,15 +417,14 @@ def extract_device_part(bundle: Bundle, device: str) -> Bundle:
         "states": (),
         "routes": (),
         "segments": segments,
-        "values": {name: _keep_segments(record, segments) for name, record in records.items()},
+        "values": {name: _keep_segments(record, kept) for name, record in records.items()},
         "programs": {device: tuple(step for step in program if step.op in ("run", "free"))},
     }
     return replace(bundle, manifest=manifest.model_copy(update=updates))
 
 
-def _keep_segments(record: ValueRecord, segments: Sequence[SegmentRecord]) -> ValueRecord:
-    """Return the record of a value where there are only some segments: its producer and readers among them."""
-    kept = {segment.id for segment in segments}
+def _keep_segments(record: ValueRecord, kept: Set[str]) -> ValueRecord:
+    """Return the record of a value where there are only some segments, by id: its producer and readers among them."""
     readers = tuple(reader for reader in record.readers if reader in kept)
     producer = record.producer if record.producer in kept else None
     return record.model_copy(update={"producer": producer, "readers": readers})

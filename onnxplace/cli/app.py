@@ -82,8 +82,6 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; with `--verbose`, print its time. Raises PluginError for a defect of a plugin's command."""
-        from onnxplace.pipeline import list_entries
-
         try:
             with report_total_time(ctx):
                 return super().invoke(ctx)
@@ -93,6 +91,8 @@ class CommandGroup(click.Group):
             name = str(ctx.invoked_subcommand)
             if name in self.commands:
                 raise
+            from onnxplace.pipeline import list_entries
+
             where = f"command {name!r} from {list_entries('commands')[name].distribution}"
             hint = "this is a defect of the plugin, please report it; --verbose shows where"
             raise PluginError("G001", f"{type(problem).__name__}: {problem}", where=where, hint=hint) from problem

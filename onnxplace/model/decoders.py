@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -188,8 +189,7 @@ def _choose_name(entry: int | str | None, role: str) -> str:
 
 def _rename_axes(value: ValueInfoProto, roles: Mapping[int, str], names: Mapping[str, str]) -> ValueInfoProto:
     """Return an input whose open axes have the names of their roles."""
-    renamed = ValueInfoProto()
-    renamed.CopyFrom(value)
+    renamed = deepcopy(value)
     for axis, role in roles.items():
         size = renamed.type.tensor_type.shape.dim[axis]
         if not size.HasField("dim_value") and role in names:
