@@ -55,6 +55,26 @@ def test_a_plan_names_its_machine_and_says_that_it_is_an_estimate(run_cli, model
     assert (data["machine"], data["is_measured"]) == ("H100-SXM", False)
 
 
+QUANTISED = """<ir_version: 8, opset_import: ["": 17]>
+g (int8[batch, 1024] x, int8[1024, 1024] w) => (int8[batch, 1024] y)
+<float s = {0.1}, int8 z = {0}> {
+    [dx] fx = DequantizeLinear(x, s, z)  [dw] fw = DequantizeLinear(w, s, z)
+    [mul] fy = MatMul(fx, fw)  [q] y = QuantizeLinear(fy, s, z)
+}"""
+
+
+def test_a_quantised_model_is_estimated_by_its_machines_rate_of_integers(run_cli, model):
+    onnx.save(parser.parse_model(QUANTISED), "quantised.onnx")
+    steps = {}
+    for name in (model, "quantised.onnx"):
+        result = run_cli("plan", name, "--shape", "batch=4096", "--machine", "T4", "--json")
+        assert result.code == 0, result.err
+        steps[name] = json.loads(result.out)["strategies"][0]["step_seconds"]
+    # 65 and 130 * 10^12 operations/s; the float model has a Relu behind the product
+    assert steps["quantised.onnx"] < steps[model] / 2
+    assert steps["quantised.onnx"] > 2 * 4096 * 1024**2 / 130e12
+
+
 def test_several_machines_are_one_table_the_cheapest_request_first(run_cli, model, prices):
     result = run_cli("plan", model, *MACHINES, "--price", prices)
     assert result.code == 0, result.err
