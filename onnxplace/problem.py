@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnxplace.errors import InfeasibleError
+from onnxplace.errors import BrokenPassError, InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Segments
 from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.simulation import Simulation, device_weights, lower_bound_seconds, simulate
@@ -36,7 +36,8 @@ class PlacementProblem:
     """Per node of the profile's graph, the node of this graph that contains it."""
 
     def simulate(self, device: Ints, order: Ints) -> Simulation:
-        """Return the simulated step of a placement of this graph."""
+        """Return the simulated step of a placement of this graph; raises BrokenPassError unless it is one."""
+        _require_devices(self.target, device)
         return simulate(self.graph, self.seconds, self.target, device, order)
 
     def contracted(self, cluster: Ints) -> PlacementProblem:
@@ -62,6 +63,12 @@ class PlacementProblem:
         """Return, per device, the bytes by which it exceeds its limit."""
         excess: Longs = np.maximum(simulation.peak_bytes - self.limit_bytes, 0)
         return excess
+
+
+def _require_devices(target: Target, device: Ints) -> None:
+    """Raise BrokenPassError for an index that is none of a device."""
+    if not ((device >= 0) & (device < len(target.devices))).all():
+        raise BrokenPassError("B002", "its Placement is wrong: a node is on no device")
 
 
 def predict_step_seconds(state: State) -> float:
@@ -161,8 +168,10 @@ def commit_placement(
     """Return `state` with a placer's Placement and Schedule, as `simulate_plan` computes them.
 
     `bound_seconds` is a lower bound that the placer proved for the profile's graph: the better bound is kept. Raises
-    InfeasibleError, naming devices and missing bytes, if the simulated peak exceeds a limit.
+    InfeasibleError, naming devices and missing bytes, if the simulated peak exceeds a limit, and BrokenPassError for a
+    device that the target does not have.
     """
+    _require_devices(state.target, device)
     fine_device, order, simulation = simulate_plan(state, problem, device, start_seconds)
     require_memory(state.target, simulation.peak_bytes, placer)
     groups = (state[Groups].group, state[Groups].pinned) if Groups in state else (None, None)

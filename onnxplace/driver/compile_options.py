@@ -269,7 +269,7 @@ def require_one_target(devices: object, target: object, machine: object = None) 
     given = {"--devices": devices, "--target": target, "--machine": machine}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        hint = "name the devices in the target file" if machine is None else "--save-target writes a machine to a file"
+        hint = "name the devices in the target file" if machine is None else "`plan --save-target F` writes its target"
         raise UsageError("U042", f"{' and '.join(names)} exclude each other", hint=hint)
 
 
