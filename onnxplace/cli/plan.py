@@ -15,6 +15,7 @@ from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     describe_note,
+    fixed_sizes_option,
     llm_option,
     parse_shape,
     print_json,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 @click.option("--fit", is_flag=True, help="Of machines, keep what fits into memory.")
 @click.option("--max-memory", metavar="16GiB", help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB.")
 @shape_option
+@fixed_sizes_option
 @click.option("--state", multiple=True, metavar="OUT=IN", help="Outputs that are inputs of the next call.")
 @llm_option
 @click.option("--costs", metavar="F", default="", help="Costs measured elsewhere: JSON or CSV.")
@@ -72,6 +74,7 @@ def plan(
     shape: str,
     state: tuple[str, ...],
     llm: bool,
+    fixed_sizes: bool,
     costs: str,
     no_cache: bool,
     estimate: bool,
@@ -108,6 +111,7 @@ def plan(
                 shape=parse_shape(shape),
                 state=state,
                 llm=llm,
+                fixed_sizes=fixed_sizes,
                 costs=costs,
                 cache=not no_cache,
                 estimate=estimate,
