@@ -33,7 +33,10 @@ def optimize(batch, **options):
 def test_values_that_follow_from_sizes_become_constants_and_outputs_stay_computed():
     before, after = optimize(3), optimize(3, fixed_sizes=True)
     assert [node.op_type for node in before.nodes] == ["Shape", "Gather", "Concat", "Reshape", "Relu"]
-    assert [node.op_type for node in after.nodes if node.op_type in ("Concat", "Reshape", "Relu")] == ["Reshape", "Relu"]
+    assert [node.op_type for node in after.nodes if node.op_type in ("Concat", "Reshape", "Relu")] == [
+        "Reshape",
+        "Relu",
+    ]
     assert "size" in {name for node in after.nodes for name in node.output}, "an output of the model is still computed"
     assert [dim.dim_value for dim in after.inputs[0].type.tensor_type.shape.dim] == [3, 4, 6]
     assert after.initializers["target"].raw_data == np.array([3, -1]).tobytes()
