@@ -16,6 +16,7 @@ from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     describe_note,
+    fixed_sizes_option,
     inputs_option,
     llm_option,
     parse_shape,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 @click.option("--fit", is_flag=True, help="Of machines, keep what fits into memory.")
 @click.option("--max-memory", metavar="16GiB", help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB.")
 @shape_option
+@fixed_sizes_option
 @inputs_option
 @click.option("--state", multiple=True, metavar="OUT=IN", help="Outputs that are inputs of the next call.")
 @llm_option

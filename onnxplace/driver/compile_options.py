@@ -43,6 +43,7 @@ class CompileSettings:
     inputs: Mapping[str, Array] | None = None
     state: StateRequest = ()
     llm: bool = False
+    fixed_sizes: bool = False
     example_inputs: Sequence[object] | Mapping[str, object] | None = None
     costs: str | Path | None = None
     save_costs: str | Path | None = None
@@ -200,7 +201,7 @@ def _build_default(settings: CompileSettings) -> Pipeline:
         "device_map": settings.device_map_text,
     }
     specs = [
-        PassSpec("optimize"),
+        PassSpec("optimize", {"fixed_sizes": "true"} if settings.fixed_sizes else {}),
         PassSpec("profile", _drop_empty(profile)),
         *_build_shard(settings),
         PassSpec("coplace", _drop_empty(coplace)),

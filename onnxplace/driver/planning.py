@@ -17,7 +17,7 @@ from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
 from onnxplace.feeds import Array
 from onnxplace.model import StateRequest, load
 from onnxplace.pipeline import Observer, Pipeline, make_pass
-from onnxplace.state import State
+from onnxplace.state import Pass, State
 from onnxplace.target import Target
 from onnxplace.utils import format_milliseconds, format_object
 
@@ -93,6 +93,7 @@ def plan_model(
     inputs: Mapping[str, Array] | None = None,
     state: StateRequest = (),
     llm: bool = False,
+    fixed_sizes: bool = False,
     costs: str | Path = "",
     cache: bool = True,
     estimate: bool = False,
@@ -110,6 +111,7 @@ def plan_model(
         inputs: Arrays by name, for measurements.
         state: Carried states, as for `compile`.
         llm: Whether states and sizes of a decoder are recognised.
+        fixed_sizes: Whether bundles would take these sizes alone.
         costs: A cost file to use instead of measuring.
         cache: Whether earlier measurements may be used.
         estimate: Measure nothing.
@@ -127,14 +129,14 @@ def plan_model(
     with open_source(model) as source:
         bound, notes = bind_source(source, load(source.path), shape=shape, inputs=inputs, state=state, llm=llm)
         name = bound.name or Path(model).name
-        return _plan_state(State(target).with_facts(bound).with_notes(*notes), profile, name, observer)
+        optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
+        return _plan_state(State(target).with_facts(bound).with_notes(*notes), (optimize, profile), name, observer)
 
 
-def _plan_state(state: State, profile: Any, name: str, observer: Observer | None) -> Plan:
-    """Predict the strategies for a model on a target, with costs by the pass `profile`."""
+def _plan_state(state: State, front: tuple[Pass, ...], name: str, observer: Observer | None) -> Plan:
+    """Predict the strategies for a model on a target, with the passes before placers."""
     if observer:
         observer("profile", 0, 1)
-    front = (make_pass("optimize"), profile)
     state_with_costs, _ = Pipeline(front).run(state)
     rest = parse_passes("coplace{join=never},fuse,stages{seconds=2},split")
     profiled = Profiled(front, state_with_costs, rest, make_pass("emit"))
