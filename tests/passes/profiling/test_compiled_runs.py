@@ -146,3 +146,21 @@ def test_a_device_that_cannot_open_the_model_gets_no_nodes_and_the_note_says_why
     measurement, (note,) = replace(measured, options=ON_NPU).measure(measured.model.feeds())
     assert is_refused(measurement.seconds).all()
     assert "the backend lacks an operator" in note.message
+
+
+@pytest.mark.parametrize("culprits", [{"Erf"}, {"MatMul", "Relu"}, {"Relu"}])
+def test_nodes_with_which_a_provider_fails_to_open_are_found_and_refused_with_their_equals(monkeypatch, culprits):
+    opened = []
+
+    def list_taken(self, nodes, values):
+        opened.append(len(nodes))
+        if {self.graph.ops[node] for node in nodes} & culprits:
+            raise ModelError("M012", "the backend cannot finalize the graph", where="npu", hint="update it")
+        return frozenset(self.graph.names[node] for node in nodes)
+
+    monkeypatch.setattr(RunMeasurer, "_list_taken", list_taken)
+    measured = measurer(monkeypatch, set())
+    measurement, (note,) = measured.measure(measured.model.feeds())
+    assert is_refused(measurement.seconds).tolist() == [op in culprits for op in measured.graph.ops]
+    assert "could not be run, such as: the backend cannot finalize the graph" in note.message
+    assert len(opened) <= 13
