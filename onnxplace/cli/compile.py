@@ -18,6 +18,7 @@ from onnxplace.cli.shared_options import (
     describe_note,
     inputs_option,
     llm_option,
+    max_error_option,
     objective_option,
     parse_shape,
     print_json,
@@ -117,6 +118,7 @@ if TYPE_CHECKING:
     metavar="auto|off|always|SIZE",
     help="Compute values again instead of keeping them; auto: where nothing fits otherwise; SIZE: as if on one device.",
 )
+@max_error_option
 @seed_option
 @click.option("--strict", is_flag=True, help="Fail if a requested device is idle.")
 @click.option(

@@ -85,7 +85,7 @@ def verify(
             tried = [
                 {"sizes": dict(item.sizes), "result": item.result, "message": item.message} for item in result.sizes
             ]
-            counts = {"steps": result.steps, "optimised": result.optimised}
+            counts = {"steps": result.steps, "optimised": result.optimised, "precision": result.precision}
             print_json({"equal": result.equal, "outputs": outputs, **counts, "sizes": tried})
         else:
             _print_differences(result)
@@ -101,6 +101,9 @@ def _print_differences(result: Verification) -> None:
         place = "" if item.equal else _find_first(result.sizes, index)
         print_text(f"{verdict} {format_name(item.name)}  {_format_error(item)}{place}")
     _print_sizes(result.sizes)
+    if devices := format_names(result.precision_devices, quoted=False):
+        verb = "computes" if len(result.precision_devices) == 1 else "compute"
+        print_text(f"compared within {result.precision}'s precision, because {devices} {verb} in it")
     if result.steps > 1:
         print_text(f"{result.steps} steps, each with the states of the one before")
     if not result.optimised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -58,6 +59,7 @@ class CompileSettings:
     shard_map: str | Path | Mapping[str, str] | None = None
     shard_metadata: bool = False
     recompute: str = "auto"
+    max_error: float | None = None
     seed: int = 0
     strict: bool = False
     force: bool = False
@@ -116,6 +118,7 @@ class CompileSettings:
     def check(self) -> None:
         """Raise UsageError for options that exclude each other."""
         require_one_target(self.devices, self.target, self.machine)
+        require_max_error(self.max_error)
         if self.pipeline is not None and (
             self.placer or self.objective != "latency" or self.budget_seconds is not None
         ):
@@ -271,6 +274,13 @@ def require_one_target(devices: object, target: object, machine: object = None) 
     if len(names) > 1:
         hint = "name the devices in the target file" if machine is None else "--save-target writes a machine to a file"
         raise UsageError("U042", f"{' and '.join(names)} exclude each other", hint=hint)
+
+
+def require_max_error(maximum: float | None) -> None:
+    """Raise UsageError for a maximum that no error could be measured against."""
+    if maximum is not None and not 0 < maximum < math.inf:
+        hint = "1e-3 allows a thousandth of the largest value of each output"
+        raise UsageError("U005", f"expected a number above 0, got {maximum:g}", where="--max-error", hint=hint)
 
 
 def choose_target(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxplace.bundle import Bundle, prepare_output, stage_output
-from onnxplace.driver.bundle_trials import finish_bundle
+from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
+from onnxplace.driver.bundle_trials import FinishedBundle, finish_bundle
 from onnxplace.driver.compile_options import CompileSettings, choose_output, choose_pipeline, choose_target
 from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled
 from onnxplace.driver.keywords import takes_fields_of
@@ -16,6 +16,7 @@ from onnxplace.driver.sources import ModelSource, bind_source, open_source
 from onnxplace.driver.throughput import make_throughput_objective
 from onnxplace.driver.training_steps import TRAINING_STEP, require_training_step, suggest_objective
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError
+from onnxplace.evaluation import measure_error
 from onnxplace.facts import Placement, Profile, Routes
 from onnxplace.machine import list_accelerators, measurement_cache, use_custom_operators
 from onnxplace.model import (
@@ -26,13 +27,23 @@ from onnxplace.model import (
     require_unchanged,
     tensor_size,
 )
-from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices, require_all_devices_used
+from onnxplace.pipeline import (
+    OBJECTIVES,
+    Pipeline,
+    Timing,
+    make_pass,
+    report_idle_devices,
+    require_all_devices_used,
+)
 from onnxplace.state import State
 from onnxplace.target import Target
 from onnxplace.utils import require_different_files, require_writable
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+
+# Placements that are tried until one is within `--max-error`.
+MAX_ERROR_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -82,15 +93,16 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
         require_linkable(loaded, path)
     with stage_output(path, settings.force) as staging, use_custom_operators(settings.custom_op_libraries):
         try:
-            (first, *others), comparison = _run_pipeline(steps, state, settings)
-            first = first.write(staging.folder, settings.observer)
+            profiled = _profile_checked(steps, state, settings)
+            if settings.max_error is None:
+                finished, timings = _build(profiled, staging, settings)
+            else:
+                finished, timings = _build_within(settings.max_error, profiled, staging, settings)
         except ModelError:
             require_unchanged(loaded)  # ONNX Runtime may have read weights while another program wrote them
             raise
-        finished = finish_bundle((first, *others), comparison, staging, settings)
         staging.place(finished.bundle.path)
     kept = finished.candidate
-    timings = (*first.profiled.timings, *first.timings, *finished.timings)
     return Compiled(
         Bundle(path, finished.bundle.manifest), str(kept.pipeline), timings, (*swept, *kept.state.diagnostics)
     )
@@ -108,22 +120,61 @@ def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) ->
     return prepare_output(output, force, *(file.parent for file in saved), measurement_cache.folder())
 
 
-def _run_pipeline(steps: Pipeline, state: State, settings: CompileSettings) -> tuple[list[BuiltStrategy], Comparison]:
-    """Return what may be written, the best by prediction first, and how a trial compares it.
+def _build_within(
+    maximum: float, profiled: Profiled, staging: Staging, settings: CompileSettings
+) -> tuple[FinishedBundle, tuple[Timing, ...]]:
+    """Write a bundle whose outputs are off by at most `maximum`; also return the times of passes and trial.
 
-    The memory is checked before measuring, and idle devices before emitting.
+    Errors of nodes say which ones may be on which device, and not how the model amplifies them. So they get less of the
+    maximum where the whole bundle exceeds it, which is measured. Raises InfeasibleError after `MAX_ERROR_ROUNDS`.
     """
+    feeds, share, reached = profiled.state[Model].feeds(settings.seed), maximum, list[float]()
+    for _ in range(MAX_ERROR_ROUNDS):
+        limit = make_pass("limit-errors", {"maximum": repr(share), "seed": str(settings.seed)})
+        limited = profiled.insert(limit, settings.observer)
+        finished, timings = _build(limited, staging, settings)
+        reached.append(measure_error(finished.bundle, feeds))
+        if reached[-1] <= maximum:
+            return finished, timings
+        share *= min(0.5, maximum / reached[-1])
+        errors = limited.state[Profile].errors  # they are not measured again
+        profiled = replace(profiled, state=profiled.state.with_facts(replace(profiled.state[Profile], errors=errors)))
+        staging.clear()
+    message = f"the bundle's error is {min(reached):.2g} at least, allowed are {maximum:g}"
+    hint = "allow more with --max-error, or leave out the devices that are less precise than cpu:0"
+    raise InfeasibleError("P065", message, where=profiled.state[Model].name, hint=hint)
+
+
+def _build(
+    profiled: Profiled, staging: Staging, settings: CompileSettings
+) -> tuple[FinishedBundle, tuple[Timing, ...]]:
+    """Write the best bundle of a profiled model, and try it; also return the times of passes and trial."""
+    (first, *others), comparison = _choose_candidates(profiled, settings)
+    first = first.write(staging.folder, settings.observer)
+    finished = finish_bundle((first, *others), comparison, staging, settings)
+    return finished, (*first.profiled.timings, *first.timings, *finished.timings)
+
+
+def _profile_checked(steps: Pipeline, state: State, settings: CompileSettings) -> Profiled:
+    """Return the model with its costs; what can be checked before measuring is checked first."""
     steps.require(state.facts)
     if settings.objective == "step":
         require_training_step(state[Model])
-    profiled = _profile(steps, state, settings)
+    return _profile(steps, state, settings)
+
+
+def _choose_candidates(profiled: Profiled, settings: CompileSettings) -> tuple[list[BuiltStrategy], Comparison]:
+    """Return what may be written, the best by prediction first, and how a trial compares it.
+
+    Idle devices are checked before emitting.
+    """
     objective = _choose_objective(settings, profiled)
     mode = "off" if settings.pipeline is not None or objective.is_exploring else settings.recompute
     kept, *others = decide_or_recompute(objective, profiled, mode, settings.observer)
     unused = report_idle_devices(kept.state)
     if settings.strict:
         require_all_devices_used(unused)
-    spare = _report_spare_ways(settings.shard_ways, state.target)
+    spare = _report_spare_ways(settings.shard_ways, profiled.state.target)
     suggestions = suggest_objective(kept.state) if settings.compares_sharding else ()
     kept = kept.with_notes(*unused, *spare, *suggestions)
     return [kept, *others], _choose_comparison(settings, objective, kept)

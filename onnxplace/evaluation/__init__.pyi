@@ -1,8 +1,10 @@
+from onnxplace.evaluation.bundle_error import measure_error as measure_error
 from onnxplace.evaluation.compare import (
     OutputDifference as OutputDifference,
     Timings as Timings,
     compare_outputs as compare_outputs,
     find_bundle_lineages as find_bundle_lineages,
+    list_precisions as list_precisions,
     open_reference as open_reference,
     rounds_to_few_values as rounds_to_few_values,
     time_in_turns as time_in_turns,

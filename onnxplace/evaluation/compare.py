@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates, list_route_devices
 from onnxplace.errors import ModelError
 from onnxplace.feeds import Array, Declared, describe_input
 from onnxplace.machine import make_runner, make_session_options, open_session, pin_thread
 from onnxplace.model import Lineage, is_quantising, output_lineages
-from onnxplace.utils import report_progress
+from onnxplace.target import PRECISIONS
+from onnxplace.utils import find_difference, report_progress
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -28,6 +29,8 @@ TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-6
 # and from 4 to 6, the two largest numbers, for E2M1.
 TOLERANCE |= {"float8_e4m3fn": 0.125, "float8_e4m3fnuz": 0.125, "float8_e5m2": 0.25, "float8_e5m2fnuz": 0.25}
 TOLERANCE |= {"float4_e2m1fn": 0.34}
+# Precision of devices -> the type with the same unit round-off, 2^-11 or 2^-8, whose tolerance it has.
+_EQUALLY_PRECISE = {"tf32": "float16", "int8": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -124,17 +127,9 @@ def _compare_exactly(name: str, actual: Array, reference: Array) -> OutputDiffer
 
 def _compare_floats(name: str, actual: Array, reference: Array, tolerance: float) -> OutputDifference:
     """Compare floats: NaN and infinities exactly, the others relative to the largest of the reference."""
-    finite = np.isfinite(reference)
-    same_special = bool(np.array_equal(actual[~finite], reference[~finite], equal_nan=True)) and bool(
-        (np.isfinite(actual) == finite).all()
-    )
-    precise = np.complex128 if np.iscomplexobj(reference) else np.float64
-    # In double precision, so that the difference itself is not rounded.
-    error = np.abs(actual[finite].astype(precise) - reference[finite]).max(initial=0.0)
-    scale = float(np.abs(reference[finite]).max(initial=0.0))
-    # Relative to the largest element, not to each one: small ones are often differences of large numbers.
-    relative = float(error) / scale if scale > 0 else float(error)
-    return OutputDifference(name, same_special and relative <= tolerance, float(error), relative)
+    difference = find_difference(actual, reference)
+    is_equal = difference.is_as_finite and difference.relative <= tolerance
+    return OutputDifference(name, is_equal, difference.absolute, difference.relative)
 
 
 def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:
@@ -187,8 +182,21 @@ def rounds_to_few_values(bundle: Bundle) -> bool:
 
 
 def find_bundle_lineages(bundle: Bundle) -> dict[str, Lineage]:
-    """Return the lineage of each output of the model, by name."""
-    return output_lineages(_load_whole_model(bundle), {item.input: item.output for item in bundle.manifest.states})
+    """Return the lineage of each output of the model, by name.
+
+    Of a computed one, it has the types in which the bundle's devices compute float32.
+    """
+    lineages = output_lineages(_load_whole_model(bundle), {item.input: item.output for item in bundle.manifest.states})
+    lower = set(list_precisions(bundle).values()) - {"float32"}
+    device_types = Lineage(frozenset(_EQUALLY_PRECISE.get(name, name) for name in lower))
+    return {name: lineage | device_types if lineage.types else lineage for name, lineage in lineages.items()}
+
+
+def list_precisions(bundle: Bundle) -> dict[str, str]:
+    """Return the precision of each device that computes, by its name, the least precise first."""
+    used = list_route_devices(bundle.manifest)
+    precisions = {device.id: device.precision for device in bundle.target.devices if device.id in used}
+    return dict(sorted(precisions.items(), key=lambda item: -PRECISIONS.index(item[1])))
 
 
 def _load_whole_model(bundle: Bundle) -> ModelProto:

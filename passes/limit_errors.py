@@ -1,0 +1,87 @@
+"""Keep nodes off devices on which they are too inexact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Annotated, ClassVar
+
+import numpy as np
+from annotated_types import Ge, Gt
+
+from onnxplace.errors import Diagnostic, InfeasibleError, TargetError
+from onnxplace.facts import Profile
+from onnxplace.graph import Floats
+from onnxplace.model import RANDOM_OPERATORS, Model
+from onnxplace.passes.profiling import choose_refused, find_measurement_obstacle, measure_errors
+from onnxplace.state import Pass, State
+
+REFUSED_SECONDS = 1e9
+
+
+@dataclass(frozen=True)
+class LimitErrors(Pass):
+    """Keep nodes off devices on which they are too inexact.
+
+    Each class of devices other than CPUs runs the nodes once, kernel by kernel, with the CPU's exact inputs. The error
+    of a node is the largest difference from the CPU's results, over their largest magnitude. The device gets those
+    nodes that save most time for their error, as long as all together stay within the maximum: the root of the sum of
+    their squares does. It refuses the others. `compile --max-error` then compares the bundle as a whole.
+
+    Raises:
+        InfeasibleError: a node is too inexact on every device.
+        TargetError: a device is not on this machine.
+    """
+
+    name: ClassVar[str] = "limit-errors"
+    requires: ClassVar[tuple[type, ...]] = (Model, Profile)
+    provides: ClassVar[tuple[type, ...]] = (Profile,)
+
+    maximum: Annotated[float, Gt(0)] = 1e-3
+    """The largest error of all nodes together, relative to the largest magnitude of each value."""
+    seed: Annotated[int, Ge(0)] = 0
+    """Seed of the random inputs, where the user gave none."""
+
+    def run(self, state: State) -> State:
+        profile, seconds = state[Profile], dict(state[Profile].seconds)
+        errors = profile.errors or self._measure(state)
+        used = {device.cost_class: seconds[device.cost_class] for device in state.target.devices}
+        refused = choose_refused(used, errors, profile.unit, self.maximum)
+        seconds |= {name: np.where(nodes, REFUSED_SECONDS, seconds[name]) for name, nodes in refused.items()}
+        _require_takers(state, {name: seconds[name] for name in used}, errors)
+        notes = [
+            Diagnostic(
+                "C007",
+                f"{nodes.sum()} of {len(nodes)} nodes stay elsewhere: all together would exceed an error of "
+                f"{self.maximum:g}; the largest of one is {errors[name].max():.2g}",
+                where=name,
+            )
+            for name, nodes in refused.items()
+            if nodes.any()
+        ]
+        limited = replace(profile, seconds=MappingProxyType(seconds), errors=MappingProxyType(errors))
+        return state.with_facts(limited).with_notes(*notes)
+
+    def _measure(self, state: State) -> dict[str, Floats]:
+        """Return the errors of nodes on each class of devices that are no CPUs."""
+        model, profile, errors = state[Model], state[Profile], {}
+        is_random = np.isin([node.op_type for node in model.nodes], list(RANDOM_OPERATORS))
+        for name, device in {item.cost_class: item for item in state.target.devices if item.kind != "cpu"}.items():
+            if obstacle := find_measurement_obstacle(device):
+                hint = "compile with --max-error on a machine that has the device"
+                raise TargetError("T011", f"errors cannot be measured: {obstacle}", where=device.id, hint=hint)
+            group = np.where(is_random | (profile.seconds[name] >= REFUSED_SECONDS), -1, profile.unit)
+            errors[name] = measure_errors(model, profile.graph, model.feeds(self.seed), device, group)
+        return errors
+
+
+def _require_takers(state: State, seconds: Mapping[str, Floats], errors: Mapping[str, Floats]) -> None:
+    """Raise InfeasibleError if every device refuses some node for its error."""
+    homeless = np.flatnonzero(np.min(list(seconds.values()), axis=0) >= REFUSED_SECONDS)
+    inexact = [index for index in homeless if any(error[index] > 0 for error in errors.values())]
+    if not inexact:
+        return
+    texts = [f"{error[inexact[0]]:.2g} on {name}" for name, error in errors.items()]
+    message = f"the error of node {state[Profile].graph.names[inexact[0]]!r} is too large: {', '.join(texts)}"
+    raise InfeasibleError("P065", message, where="--max-error", hint="add cpu:0 to the devices, or allow more")
