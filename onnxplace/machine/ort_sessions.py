@@ -302,15 +302,14 @@ def open_session(
         ExecutionError: ONNX Runtime falls back to another device, or has no space to write.
     """
     kind = find_kind(device.kind)
-    own = [(name, {**entries, **(provider_options or {})}) for name, entries in kind.list_providers(device)]
-    providers: list[Any] = [*own, "CPUExecutionProvider"]
     for key, value in kind.session_entries(device).items():
         options.add_session_config_entry(key, value)
     source = model if isinstance(model, bytes) else str(model)
     try:
-        # Without `enable_fallback`, ONNX Runtime would print the reason of a fallback to the CPU, and go on.
         with _count_opening(), interruptible(lambda: _cancel_loading(options)):
-            session = _create_session(source, options, providers, kind.lock)
+            session = _create_session(
+                lambda: kind.create_session(source, options, device, provider_options or {}), kind.lock
+            )
     except OnnxplaceError:
         raise
     except Exception as problem:
@@ -325,13 +324,19 @@ def open_session(
     return session
 
 
-def _create_session(source: str | bytes, options: Any, providers: Sequence[Any], lock: ProviderLock | None) -> Any:
+def _create_session(create: Callable[[], Any], lock: ProviderLock | None) -> Any:
     """Return ONNX Runtime's session, or one that holds the lock of its provider."""
-
-    def create() -> Any:
-        return import_onnxruntime().InferenceSession(source, options, providers=providers, enable_fallback=0)
-
     return create() if lock is None else lock.call(lambda: GuardedSession(create(), lock))
+
+
+def list_taken_nodes(session: Any, device: DeviceAddress) -> frozenset[str]:
+    """Return the names of the nodes that a device's provider took; the CPU computes the others of the session.
+
+    The session must have been opened with the entry `session.record_ep_graph_assignment_info` = 1.
+    """
+    provider = find_kind(device.kind).provider(device.options)
+    groups = session.get_provider_graph_assignment_info()
+    return frozenset(node.name for group in groups if group.ep_name == provider for node in group.get_nodes())
 
 
 @contextmanager

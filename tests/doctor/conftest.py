@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.devices import device_kinds
+from onnxplace.devices import kind_table
 from onnxplace.doctor.check_context import CheckContext
 from tests.pipeline.test_plugins import install
 
@@ -13,8 +13,8 @@ SOURCE = Path(__file__).parents[1] / "support" / "faulty_device.py"
 
 
 def _forget_plugins() -> None:
-    device_kinds._list_plugins.cache_clear()
-    device_kinds.find_kind.cache_clear()
+    kind_table._list_plugins.cache_clear()
+    kind_table.find_kind.cache_clear()
 
 
 @pytest.fixture
