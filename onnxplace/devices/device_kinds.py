@@ -140,10 +140,6 @@ class DeviceKind(ABC):
         """Return entries for the configuration of sessions on a device."""
         return {}
 
-    def precision(self, address: DeviceAddress) -> str:
-        """Return the type in which a device computes float32, such as `float16`."""
-        return "float32"
-
     def find_link(self, first: int, second: int) -> str:
         """Return the link between two devices of this kind, by index: `memory`, `nvlink`, `pcie` or `host`."""
         return "memory" if first == second else "host"

@@ -160,8 +160,8 @@ def choose_refused(
     for row, (name, error) in enumerate(errors.items()):
         np.maximum.at(square[row], unit, error**2)
         saved[row] = sum_by(unit, elsewhere - seconds[name], count)
-    left, is_accepted = maximum**2, np.zeros(square.size, dtype=bool)
+    left, is_refused = maximum**2, square > np.inf
     for index in np.argsort((square / np.maximum(saved, MIN_SAVED_SECONDS)).ravel(), kind="stable"):
-        is_accepted[index] = square.flat[index] <= left
-        left -= square.flat[index] * is_accepted[index]
-    return {name: ~accepted[unit] for name, accepted in zip(errors, is_accepted.reshape(square.shape))}
+        is_refused.flat[index] = square.flat[index] > left
+        left -= 0 if is_refused.flat[index] else square.flat[index]
+    return {name: refused[unit] for name, refused in zip(errors, is_refused)}

@@ -1,4 +1,4 @@
-"""A kind of devices that computes in float16: the CPU's provider, whose results are rounded when they leave a session."""
+"""A kind of devices that computes in float16: the CPU's provider, whose results are rounded when they leave it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, ProviderLock, device_kinds
+from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, ProviderLock, kind_table
 from onnxplace.machine import to_python
 from onnxplace.runtimes.execution import HostMemory
 
@@ -67,10 +67,10 @@ class HalfMemory(HostMemory):
 @contextmanager
 def half_kind() -> Iterator[None]:
     """Let `half:0` be a device of this machine."""
-    device_kinds.BUILTIN_KINDS["half"] = f"{__name__}:Half"
-    device_kinds.find_kind.cache_clear()
+    kind_table.BUILTIN_KINDS["half"] = f"{__name__}:Half"
+    kind_table.find_kind.cache_clear()
     try:
         yield
     finally:
-        del device_kinds.BUILTIN_KINDS["half"]
-        device_kinds.find_kind.cache_clear()
+        del kind_table.BUILTIN_KINDS["half"]
+        kind_table.find_kind.cache_clear()

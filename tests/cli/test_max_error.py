@@ -1,0 +1,141 @@
+"""`--max-error`: nodes stay off devices that are too inexact, and the whole bundle is within the maximum."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+import onnxplace
+from onnxplace.driver import compiler
+from tests.conftest import FAST_PIPELINE
+from tests.support.bad_input import SHAPE
+from tests.support.commands import only_json
+from tests.support.half_device import half_kind
+
+pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
+DEVICES = ("--devices", "half:0,cpu:0")
+ALONE = FAST_PIPELINE.replace("m-etf", "single")
+# The difference of two products that are almost equal: errors of 2^-11 become some thousand times as large.
+CANCELLING = """<ir_version: 8, opset_import: ["": 17]> cancelling (float[4, 64] x) => (float[4, 64] y)
+{
+    [left] a = MatMul(x, v)
+    [right] b = MatMul(x, w)
+    [difference] y = Sub(a, b)
+}"""
+
+
+@pytest.fixture(autouse=True)
+def half():
+    with half_kind():
+        yield
+
+
+@pytest.fixture
+def cancelling(tmp_path):
+    model = parser.parse_model(CANCELLING)
+    weight = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    for name, factor in (("v", 1), ("w", 0.999)):
+        model.graph.initializer.append(numpy_helper.from_array(weight * np.float32(factor), name))
+    onnx.save(model, tmp_path / "cancelling.onnx")
+    return tmp_path / "cancelling.onnx"
+
+
+def count_nodes(data):
+    return {device["id"]: device["nodes"] for device in data["devices"]}
+
+
+@pytest.mark.parametrize(("maximum", "nodes"), [("1e-1", {"half:0": 5, "cpu:0": 0}), ("1e-6", {"half:0": 0, "cpu:0": 5})])
+def test_the_maximum_decides_whether_a_device_of_float16_gets_nodes(run_cli, model_file, maximum, nodes):
+    command = ("compile", model_file, *SHAPE, *DEVICES, "--pipeline", ALONE, "--max-error", maximum)
+    data = only_json(run_cli(*command, "--json"))
+    assert count_nodes(data) == nodes
+    assert "limit-errors{maximum=" in data["pipeline"]
+    assert any(note["code"] == "C007" for note in data["diagnostics"]) == (maximum == "1e-6")
+
+
+def test_the_default_placer_keeps_nodes_off_an_inexact_device(run_cli, model_file, tmp_path):
+    names = ("left", "right", "relu", "tanh", "sum")
+    costs = {"cpu/2": 1e-3, "half/Half 1": 1e-6}
+    rows = [f"{name},{kind},{seconds}" for name in names for kind, seconds in costs.items()]
+    (tmp_path / "costs.csv").write_text("\n".join(["node,device,seconds", *rows]) + "\n")
+    given = ("compile", model_file, *SHAPE, *DEVICES, "--costs", "costs.csv", "--force", "--json")
+    assert count_nodes(only_json(run_cli(*given)))["cpu:0"] == 0
+    assert count_nodes(only_json(run_cli(*given, "--max-error", "1e-6")))["half:0"] == 0
+
+
+def test_a_model_that_amplifies_errors_is_placed_again_until_the_whole_is_within_the_maximum(run_cli, cancelling):
+    command = ("compile", cancelling, *DEVICES, "--pipeline", ALONE, "--max-error", "0.01")
+    data = only_json(run_cli(*command, "--json"))
+    assert count_nodes(data) == {"half:0": 0, "cpu:0": 3}
+    assert float(data["pipeline"].partition("maximum=")[2].partition("}")[0]) < 0.01
+    assert onnxplace.verify("cancelling.bundle").outputs[0].max_rel_error <= 0.01
+
+
+def test_where_no_round_is_within_the_maximum_the_best_is_named_and_nothing_is_left(
+    refused, cancelling, monkeypatch
+):
+    monkeypatch.setattr(compiler, "MAX_ERROR_ROUNDS", 1)
+    words = ("P065", "the bundle's error is", "at least, allowed are 0.01", "--max-error")
+    refused(3, words, "compile", cancelling, *DEVICES, "--pipeline", ALONE, "--max-error", "0.01")
+
+
+def test_without_an_exact_device_the_node_is_named(refused, model_file):
+    words = ("P065", "'left'", "half/Half 1", "cpu:0")
+    refused(3, words, "compile", model_file, *SHAPE, "--devices", "half:0", "--pipeline", ALONE, "--max-error", "1e-6")
+
+
+@pytest.mark.parametrize("command", ["compile", "plan"])
+@pytest.mark.parametrize("maximum", ["0", "-1", "nan", "inf"])
+def test_a_maximum_is_above_zero(refused, model_file, command, maximum):
+    refused(2, ("--max-error", "above 0", f"got {maximum}"), command, model_file, *SHAPE, "--max-error", maximum)
+
+
+def test_python_takes_the_same_maximum(model_file):
+    with pytest.raises(onnxplace.UsageError, match="expected a number above 0, got -1"):
+        onnxplace.compile(model_file, max_error=-1)
+    bundle = onnxplace.compile(
+        model_file, devices="half:0,cpu:0", shape={"batch": 4}, pipeline=ALONE, max_error=1e-6
+    )
+    assert {device.id: device.nodes for device in bundle.manifest.devices} == {"half:0": 0, "cpu:0": 5}
+
+
+def test_plan_places_within_the_maximum(run_cli, model_file):
+    command = ("plan", model_file, *SHAPE, *DEVICES, "--estimate", "--json")
+    free, bound = (only_json(run_cli(*command, *more)) for more in ((), ("--max-error", "1e-6")))
+    assert any(note["code"] == "C007" for note in bound["diagnostics"])
+    assert "limit-errors{maximum=1e-06}" in bound["strategies"][0]["pipeline"]
+    assert bound["strategies"][0]["step_seconds"] > free["strategies"][0]["step_seconds"]
+
+
+def test_verify_compares_within_the_precision_of_devices_and_says_so(run_cli, model_file):
+    compiled = run_cli("compile", model_file, *SHAPE, *DEVICES, "--pipeline", ALONE)
+    table = [line.split() for line in compiled.out.splitlines()]
+    assert ["half:0", "float16"] in [[row[0], row[-1]] for row in table if row]
+    assert ["cpu:0", "float32"] in [[row[0], row[-1]] for row in table if row]
+    result = run_cli("verify", "model.bundle")
+    assert result.code == 0
+    assert "compared within float16's precision, because half:0 computes in it" in result.out
+    data = only_json(run_cli("verify", "model.bundle", "--json"))
+    assert (data["precision"], data["precision_devices"]) == ("float16", ["half:0"])
+
+
+def test_verify_says_nothing_of_devices_that_have_no_work(run_cli, model_file):
+    run_cli("compile", model_file, *SHAPE, *DEVICES, "--pipeline", ALONE, "--max-error", "1e-6")
+    result = run_cli("verify", "model.bundle")
+    assert "precision" not in result.out
+    assert only_json(run_cli("verify", "model.bundle", "--json"))["precision"] == "float32"
+
+
+def test_an_error_of_float16_is_too_large_for_devices_of_float32(run_cli, cancelling, monkeypatch):
+    """The tolerance is not loosened for everybody."""
+    run_cli("compile", cancelling, *DEVICES, "--pipeline", ALONE)
+    assert run_cli("verify", "cancelling.bundle").code == 1
+    report = json.loads(run_cli("verify", "cancelling.bundle", "--json").out)
+    assert report["outputs"][0]["max_rel_error"] > 0.02
+
+
+def test_the_report_shows_in_which_type_devices_compute(run_cli, model_file, tmp_path):
+    run_cli("compile", model_file, *SHAPE, *DEVICES, "--pipeline", ALONE, "--report", "page.html")
+    assert "Half 1, computes in float16" in (tmp_path / "page.html").read_text()
