@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from onnxplace.errors import InfeasibleError
-from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Segments
+from onnxplace.facts import (
+    REFUSED_SECONDS,
+    Clusters,
+    Groups,
+    Placement,
+    Profile,
+    Schedule,
+    Segments,
+    is_refused,
+)
 from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.simulation import Simulation, device_weights, lower_bound_seconds, simulate
 from onnxplace.state import State
@@ -24,7 +34,7 @@ class PlacementProblem:
     graph: OpGraph
     """Contracted, if there are clusters."""
     seconds: Floats
-    """Costs [device, node]."""
+    """Costs [device, node]; `REFUSED_SECONDS` or more where a device refuses the node, or another one of its group."""
     target: Target
     limit_bytes: Longs
     """Memory limit per device."""
@@ -34,6 +44,30 @@ class PlacementProblem:
     """Device per group, -1 where free."""
     members: Ints
     """Per node of the profile's graph, the node of this graph that contains it."""
+
+    @property
+    def refused(self) -> Bools:
+        """Return [device, node]: whether the device does not take the node, or another one of its group."""
+        return is_refused(self.seconds)
+
+    @property
+    def refused_groups(self) -> Bools:
+        """Return [device, group]: whether the device does not take the group."""
+        refused = np.zeros((len(self.seconds), len(self.pinned)), dtype=bool)
+        refused[:, self.group] = self.refused
+        return refused
+
+    def refuses(self, device: Ints) -> bool:
+        """Return whether a placement of this graph has a node on a device that refuses it."""
+        return bool(is_refused(self.seconds[device, np.arange(len(device))]).any())
+
+    def avoid_refused(self, device: Ints) -> Ints:
+        """Return a placement with groups on their fastest device where the given one refuses them."""
+        is_misplaced = is_refused(self.seconds[device, np.arange(len(device))])
+        if not is_misplaced.any():
+            return device
+        group_seconds = np.stack([sum_by(self.group, row, len(self.pinned)) for row in self.seconds])
+        return np.where(is_misplaced, group_seconds.argmin(axis=0)[self.group], device).astype(np.int32)
 
     def simulate(self, device: Ints, order: Ints) -> Simulation:
         """Return the simulated step of a placement of this graph."""
@@ -77,7 +111,7 @@ def predict_request_seconds(state: State) -> float:
 def predict_single_device_seconds(state: State, *, must_fit: bool = False) -> Floats:
     """Return, per device, the predicted step of the whole model on it, from the call to the last output.
 
-    With `must_fit`, it is infinite where the model does not fit into the memory.
+    It is infinite where the device refuses a node and, with `must_fit`, where the memory is too small for the model.
     """
     seconds: Floats = single_device_seconds(state[Profile], state.target) + request_overhead_seconds(1)
     return np.where(fits_single_device(state), seconds, np.inf) if must_fit else seconds
@@ -94,20 +128,20 @@ def list_transfer_bytes(state: State) -> list[int]:
 def single_device_seconds(profile: Profile, target: Target) -> Floats:
     """Return, per device, the seconds of a step that it runs alone, as one segment, without the request's overhead.
 
-    For a sharded model, that is the step of the original.
+    It is infinite where the device refuses a node. For a sharded model, that is the step of the original.
     """
     call_seconds = np.array([device.segment_seconds for device in target.devices])
     node_seconds = device_seconds(profile, target).sum(axis=1)
     if profile.unsharded_seconds:
         node_seconds = np.array([profile.unsharded_seconds[device.cost_class] for device in target.devices])
-    step_seconds: Floats = node_seconds + call_seconds
+    step_seconds: Floats = np.where(is_refused(node_seconds), np.inf, node_seconds + call_seconds)
     return step_seconds
 
 
 def fits_single_device(state: State) -> Bools:
-    """Return, per device, whether the whole model fits into its memory."""
+    """Return, per device, whether it takes every node, and the whole model fits into its memory."""
     problem = placement_problem(state)
-    fits: Bools = problem.alone_bytes() <= problem.limit_bytes
+    fits: Bools = (problem.alone_bytes() <= problem.limit_bytes) & ~problem.refused.any(axis=1)
     return fits
 
 
@@ -117,7 +151,11 @@ def device_seconds(profile: Profile, target: Target) -> Floats:
 
 
 def placement_problem(state: State) -> PlacementProblem:
-    """Return the placement problem of a state; Groups and Clusters are optional facts."""
+    """Return the placement problem of a state; Groups and Clusters are optional facts.
+
+    Raises:
+        InfeasibleError: No device takes all nodes of a group, or the device that it is pinned to does not.
+    """
     profile = state[Profile]
     graph, seconds = profile.graph, device_seconds(profile, state.target)
     limits = np.array([device.memory_bytes for device in state.target.devices], dtype=np.int64)
@@ -125,6 +163,12 @@ def placement_problem(state: State) -> PlacementProblem:
     group, pinned = single, np.full(len(graph), -1, dtype=np.int32)
     if Groups in state:
         group, pinned = state[Groups].group, state[Groups].pinned
+    # A device takes all nodes of a group, or the group cannot be there.
+    refusals = np.zeros((len(seconds), len(pinned)), dtype=bool)
+    devices, nodes = np.nonzero(is_refused(seconds))
+    refusals[devices, group[nodes]] = True
+    seconds = np.where(refusals[:, group], REFUSED_SECONDS, seconds)
+    _require_possible(state, refusals, group, pinned)
     problem = PlacementProblem(
         graph=graph,
         seconds=seconds,
@@ -161,8 +205,10 @@ def commit_placement(
     """Return `state` with a placer's Placement and Schedule, as `simulate_plan` computes them.
 
     `bound_seconds` is a lower bound that the placer proved for the profile's graph: the better bound is kept. Raises
-    InfeasibleError, naming devices and missing bytes, if the simulated peak exceeds a limit.
+    InfeasibleError, naming devices and missing bytes, if the simulated peak exceeds a limit, or naming device and node
+    if a device refuses one of its nodes.
     """
+    require_taken(state, device[problem.members], placer)
     fine_device, order, simulation = simulate_plan(state, problem, device, start_seconds)
     require_memory(state.target, simulation.peak_bytes, placer)
     groups = (state[Groups].group, state[Groups].pinned) if Groups in state else (None, None)
@@ -196,6 +242,40 @@ def schedule_order(graph: OpGraph, problem: PlacementProblem, start_seconds: Flo
 def sort_by_start(graph: OpGraph, start_seconds: Floats) -> Ints:
     """Return the nodes by planned start; ties are in topological order."""
     return np.lexsort((graph.positions, start_seconds)).astype(np.int32)
+
+
+def require_taken(state: State, device: Ints, where: str) -> None:
+    """Raise InfeasibleError if a node is on a device that refuses it; `device` is per node of the profile's graph."""
+    seconds = device_seconds(state[Profile], state.target)
+    misplaced = np.flatnonzero(is_refused(seconds[device, np.arange(len(device))]))
+    if len(misplaced):
+        raise _refusal_error(state, [(int(device[misplaced[0]]), int(misplaced[0]))], where)
+
+
+def _require_possible(state: State, refusals: Bools, group: Ints, pinned: Ints) -> None:
+    """Raise InfeasibleError for a group that no device takes, or not the one that it is pinned to.
+
+    `refusals` is [device, group].
+    """
+    possible = np.where(pinned >= 0, ~refusals[pinned, np.arange(len(pinned))], ~refusals.all(axis=0))
+    if possible.all():
+        return
+    index = int(possible.argmin())
+    members = np.flatnonzero(group == index)
+    candidates = [int(pinned[index])] if pinned[index] >= 0 else range(len(refusals))
+    refused = is_refused(device_seconds(state[Profile], state.target)[:, members])
+    raise _refusal_error(state, [(device, int(members[refused[device].argmax()])) for device in candidates], "")
+
+
+def _refusal_error(state: State, pairs: Sequence[tuple[int, int]], where: str) -> InfeasibleError:
+    """Return the error for nodes on devices that refuse them, as pairs of device and node."""
+    graph, devices = state[Profile].graph, state.target.devices
+    texts = [f"{devices[device].id} does not take {graph.ops[node]} {graph.names[node]!r}" for device, node in pairs]
+    takers = [device.id for device in devices if device.kind == "cpu"]
+    elsewhere = f"put it on {takers[0]}" if takers else "add cpu:0 to the devices"
+    fallback = f"{devices[pairs[0][0]].id}{{fallback=true}}"
+    hint = f"{elsewhere}, or let sessions of the device run it on the host: {fallback}"
+    return InfeasibleError("P004", "; ".join(texts), where=where, hint=hint)
 
 
 def require_memory(target: Target, peak_bytes: Longs, placer: str) -> None:

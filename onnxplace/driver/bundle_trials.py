@@ -30,7 +30,7 @@ from onnxplace.evaluation import (
     run_rate_trials,
     run_trials,
 )
-from onnxplace.facts import Groups, Placement, Profile, Schedule, Segments, Source
+from onnxplace.facts import Groups, Placement, Profile, Schedule, Segments, Source, is_refused
 from onnxplace.feeds import Array
 from onnxplace.graph import Floats
 from onnxplace.model import Model
@@ -285,7 +285,10 @@ def _balance(stages: BuiltStrategy, trial: RateTrial) -> BuiltStrategy:
     """Return the stages placed by costs that are scaled to what each segment took with requests in flight."""
     base = stages.profiled.state
     profile, scale = base[Profile], _measure_ratios(stages, trial)
-    scaled = replace(profile, seconds={kind: seconds * scale for kind, seconds in profile.seconds.items()})
+    scaled_seconds = {
+        kind: np.where(is_refused(seconds), seconds, seconds * scale) for kind, seconds in profile.seconds.items()
+    }
+    scaled = replace(profile, seconds=scaled_seconds)
     placing = tuple(step for step in stages.strategy.passes if Segments not in step.provides)
     after, _ = Pipeline(placing).run(base.with_facts(scaled))
     grouped = base.with_facts(after[Groups]) if Groups in after else base

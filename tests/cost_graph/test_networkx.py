@@ -1,5 +1,6 @@
 """Cost graphs, profiles and placements as networkx digraphs, and digraphs as cost graphs."""
 
+import math
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -259,6 +260,17 @@ def test_a_digraph_is_placed_on_a_target_with_times_for_each_class():
         "cpu/2": [1.0, 0.25],
     }
     assert evaluate_placement(graph, {"x": "cpu:0", "y": "cpu:1"}).makespan_seconds == 1.0 + 0.125 + 4 / 8 + 0.25
+
+
+def test_a_class_that_refuses_a_node_takes_infinitely_long_in_and_out():
+    digraph = two_nodes()
+    digraph.nodes["y"]["seconds:cpu/1"] = math.inf
+    target = Target((Device("cpu:0", 100), Device("cpu:1", 100, cores=2)), (Link("cpu:0", "cpu:1", 0.125, 8.0),))
+    graph = from_networkx(digraph, target)
+    assert place_cost_graph(graph, "m-etf").placement["y"] == "cpu:1"
+    back = to_networkx(graph)
+    assert [back.nodes["y"][key] for key in ("seconds", "seconds:cpu/1", "seconds:cpu/2")] == [2.0, math.inf, 2.0]
+    assert from_networkx(back, target).profile.seconds["cpu/1"].tolist() == graph.profile.seconds["cpu/1"].tolist()
 
 
 def test_nodes_may_be_any_object_and_edges_may_be_parallel():
