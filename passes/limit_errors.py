@@ -11,13 +11,11 @@ import numpy as np
 from annotated_types import Ge, Gt
 
 from onnxplace.errors import Diagnostic, InfeasibleError, TargetError
-from onnxplace.facts import Profile
+from onnxplace.facts import REFUSED_SECONDS, Profile, is_refused
 from onnxplace.graph import Floats
 from onnxplace.model import RANDOM_OPERATORS, Model
 from onnxplace.passes.profiling import choose_refused, find_measurement_obstacle, measure_errors
 from onnxplace.state import Pass, State
-
-REFUSED_SECONDS = 1e9
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,14 @@ class LimitErrors(Pass):
             if obstacle := find_measurement_obstacle(device):
                 hint = "compile with --max-error on a machine that has the device"
                 raise TargetError("T011", f"errors cannot be measured: {obstacle}", where=device.id, hint=hint)
-            group = np.where(is_random | (profile.seconds[name] >= REFUSED_SECONDS), -1, profile.unit)
+            group = np.where(is_random | is_refused(profile.seconds[name]), -1, profile.unit)
             errors[name] = measure_errors(model, profile.graph, model.feeds(self.seed), device, group)
         return errors
 
 
 def _require_takers(state: State, seconds: Mapping[str, Floats], errors: Mapping[str, Floats]) -> None:
     """Raise InfeasibleError if every device refuses some node for its error."""
-    homeless = np.flatnonzero(np.min(list(seconds.values()), axis=0) >= REFUSED_SECONDS)
+    homeless = np.flatnonzero(is_refused(np.min(list(seconds.values()), axis=0)))
     inexact = [index for index in homeless if any(error[index] > 0 for error in errors.values())]
     if not inexact:
         return

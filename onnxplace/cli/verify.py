@@ -85,8 +85,9 @@ def verify(
             tried = [
                 {"sizes": dict(item.sizes), "result": item.result, "message": item.message} for item in result.sizes
             ]
-            counts = {"steps": result.steps, "optimised": result.optimised, "precision": result.precision}
-            print_json({"equal": result.equal, "outputs": outputs, **counts, "sizes": tried})
+            counts = {"steps": result.steps, "optimised": result.optimised}
+            precision = {"precision": result.precision, "precision_devices": list(result.precision_devices)}
+            print_json({"equal": result.equal, "outputs": outputs, **counts, **precision, "sizes": tried})
         else:
             _print_differences(result)
     note_left_out_copies(result.copies)
