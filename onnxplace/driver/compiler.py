@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from onnxplace.driver.training_steps import TRAINING_STEP, require_training_step
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError
 from onnxplace.evaluation import measure_error
 from onnxplace.facts import Placement, Profile, Routes
-from onnxplace.machine import list_accelerators, measurement_cache, use_custom_operators
+from onnxplace.machine import list_accelerators, measurement_cache, require_device, use_custom_operators
 from onnxplace.model import (
     Model,
     load as load_model,
@@ -42,8 +43,8 @@ from onnxplace.utils import require_different_files, require_writable
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-# Placements that are tried until one is within `--max-error`.
-MAX_ERROR_ROUNDS = 4
+# Placements that are tried until one is within `--max-error`, and the least part of its share that the next one gets.
+MAX_ERROR_ROUNDS, MIN_SHARE_RATIO = 5, 1e-3
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def compile_with(model: str | Path | ModelProto | Any, settings: CompileSettings
     settings.check()
     steps = choose_pipeline(settings)
     target = choose_target(settings.devices, settings.target, settings.max_memory, settings.machine)
+    for device in target.devices if settings.max_error else ():  # all of them run
+        require_device(device)
     with open_source(model, settings.example_inputs) as source:
         return _compile_source(source, steps, target, settings)
 
@@ -93,11 +96,7 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
         require_linkable(loaded, path)
     with stage_output(path, settings.force) as staging, use_custom_operators(settings.custom_op_libraries):
         try:
-            profiled = _profile_checked(steps, state, settings)
-            if settings.max_error is None:
-                finished, timings = _build(profiled, staging, settings)
-            else:
-                finished, timings = _build_within(settings.max_error, profiled, staging, settings)
+            finished, timings = _run_pipeline(steps, state, staging, settings)
         except ModelError:
             require_unchanged(loaded)  # ONNX Runtime may have read weights while another program wrote them
             raise
@@ -120,23 +119,42 @@ def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) ->
     return prepare_output(output, force, *(file.parent for file in saved), measurement_cache.folder())
 
 
+def _run_pipeline(
+    steps: Pipeline, state: State, staging: Staging, settings: CompileSettings
+) -> tuple[FinishedBundle, tuple[Timing, ...]]:
+    """Write the bundle that the user wants; also return the times of passes and trial.
+
+    What can be checked before measuring is checked first, and the memory before placing.
+    """
+    steps.require(state.facts)
+    if settings.objective == "step":
+        require_training_step(state[Model])
+    profiled = _profile(steps, state, settings)
+    if settings.max_error is None:
+        return _build(profiled, staging, settings)
+    return _build_within(settings.max_error, profiled, staging, settings)
+
+
 def _build_within(
     maximum: float, profiled: Profiled, staging: Staging, settings: CompileSettings
 ) -> tuple[FinishedBundle, tuple[Timing, ...]]:
     """Write a bundle whose outputs are off by at most `maximum`; also return the times of passes and trial.
 
-    Errors of nodes say which ones may be on which device, and not how the model amplifies them. So they get less of the
-    maximum where the whole bundle exceeds it, which is measured. Raises InfeasibleError after `MAX_ERROR_ROUNDS`.
+    The bundle as it would be without a maximum comes first. Where it exceeds the maximum, the errors of nodes say which
+    ones may be on which device, though not how the model amplifies them. So they get less of the maximum from round to
+    round. Raises InfeasibleError after `MAX_ERROR_ROUNDS`.
     """
-    feeds, share, reached = profiled.state[Model].feeds(settings.seed), maximum, list[float]()
+    feeds, share, reached = profiled.state[Model].feeds(settings.seed), math.inf, list[float]()
     for _ in range(MAX_ERROR_ROUNDS):
-        limit = make_pass("limit-errors", {"maximum": repr(share), "seed": str(settings.seed)})
-        limited = profiled.insert(limit, settings.observer)
+        limited = profiled
+        if share <= maximum:
+            limit = make_pass("limit-errors", {"maximum": repr(share), "seed": str(settings.seed)})
+            limited = profiled.insert(limit, settings.observer)
         finished, timings = _build(limited, staging, settings)
         reached.append(measure_error(finished.bundle, feeds))
         if reached[-1] <= maximum:
             return finished, timings
-        share *= min(0.5, maximum / reached[-1])
+        share = min(share * min(max(maximum / reached[-1], MIN_SHARE_RATIO), 0.5), maximum)
         errors = limited.state[Profile].errors  # they are not measured again
         profiled = replace(profiled, state=profiled.state.with_facts(replace(profiled.state[Profile], errors=errors)))
         staging.clear()
@@ -153,14 +171,6 @@ def _build(
     first = first.write(staging.folder, settings.observer)
     finished = finish_bundle((first, *others), comparison, staging, settings)
     return finished, (*first.profiled.timings, *first.timings, *finished.timings)
-
-
-def _profile_checked(steps: Pipeline, state: State, settings: CompileSettings) -> Profiled:
-    """Return the model with its costs; what can be checked before measuring is checked first."""
-    steps.require(state.facts)
-    if settings.objective == "step":
-        require_training_step(state[Model])
-    return _profile(steps, state, settings)
 
 
 def _choose_candidates(profiled: Profiled, settings: CompileSettings) -> tuple[list[BuiltStrategy], Comparison]:
