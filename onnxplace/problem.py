@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -61,13 +60,15 @@ class PlacementProblem:
         """Return whether a placement of this graph has a node on a device that refuses it."""
         return bool(is_refused(self.seconds[device, np.arange(len(device))]).any())
 
+    def find_homes(self) -> Ints:
+        """Return, per node, where its group is pinned to, or else the device that is fastest for the group."""
+        group_seconds = np.stack([sum_by(self.group, row, len(self.pinned)) for row in self.seconds])
+        return np.where(self.pinned >= 0, self.pinned, group_seconds.argmin(axis=0))[self.group].astype(np.int32)
+
     def avoid_refused(self, device: Ints) -> Ints:
         """Return a placement with groups on their fastest device where the given one refuses them."""
         is_misplaced = is_refused(self.seconds[device, np.arange(len(device))])
-        if not is_misplaced.any():
-            return device
-        group_seconds = np.stack([sum_by(self.group, row, len(self.pinned)) for row in self.seconds])
-        return np.where(is_misplaced, group_seconds.argmin(axis=0)[self.group], device).astype(np.int32)
+        return np.where(is_misplaced, self.find_homes(), device) if is_misplaced.any() else device
 
     def simulate(self, device: Ints, order: Ints) -> Simulation:
         """Return the simulated step of a placement of this graph."""
@@ -168,7 +169,6 @@ def placement_problem(state: State) -> PlacementProblem:
     devices, nodes = np.nonzero(is_refused(seconds))
     refusals[devices, group[nodes]] = True
     seconds = np.where(refusals[:, group], REFUSED_SECONDS, seconds)
-    _require_possible(state, refusals, group, pinned)
     problem = PlacementProblem(
         graph=graph,
         seconds=seconds,
@@ -178,6 +178,8 @@ def placement_problem(state: State) -> PlacementProblem:
         pinned=pinned,
         members=single,
     )
+    if refusals.any():
+        require_taken(state, problem.find_homes(), "")
     return problem.contracted(state[Clusters].cluster) if Clusters in state else problem
 
 
@@ -246,36 +248,15 @@ def sort_by_start(graph: OpGraph, start_seconds: Floats) -> Ints:
 
 def require_taken(state: State, device: Ints, where: str) -> None:
     """Raise InfeasibleError if a node is on a device that refuses it; `device` is per node of the profile's graph."""
-    seconds = device_seconds(state[Profile], state.target)
-    misplaced = np.flatnonzero(is_refused(seconds[device, np.arange(len(device))]))
-    if len(misplaced):
-        raise _refusal_error(state, [(int(device[misplaced[0]]), int(misplaced[0]))], where)
-
-
-def _require_possible(state: State, refusals: Bools, group: Ints, pinned: Ints) -> None:
-    """Raise InfeasibleError for a group that no device takes, or not the one that it is pinned to.
-
-    `refusals` is [device, group].
-    """
-    possible = np.where(pinned >= 0, ~refusals[pinned, np.arange(len(pinned))], ~refusals.all(axis=0))
-    if possible.all():
-        return
-    index = int(possible.argmin())
-    members = np.flatnonzero(group == index)
-    candidates = [int(pinned[index])] if pinned[index] >= 0 else range(len(refusals))
-    refused = is_refused(device_seconds(state[Profile], state.target)[:, members])
-    raise _refusal_error(state, [(device, int(members[refused[device].argmax()])) for device in candidates], "")
-
-
-def _refusal_error(state: State, pairs: Sequence[tuple[int, int]], where: str) -> InfeasibleError:
-    """Return the error for nodes on devices that refuse them, as pairs of device and node."""
     graph, devices = state[Profile].graph, state.target.devices
-    texts = [f"{devices[device].id} does not take {graph.ops[node]} {graph.names[node]!r}" for device, node in pairs]
-    takers = [device.id for device in devices if device.kind == "cpu"]
-    elsewhere = f"put it on {takers[0]}" if takers else "add cpu:0 to the devices"
-    fallback = f"{devices[pairs[0][0]].id}{{fallback=true}}"
-    hint = f"{elsewhere}, or let sessions of the device run it on the host: {fallback}"
-    return InfeasibleError("P004", "; ".join(texts), where=where, hint=hint)
+    seconds = device_seconds(state[Profile], state.target)[device, np.arange(len(device))]
+    for node in np.flatnonzero(is_refused(seconds)).tolist():
+        refusing = devices[device[node]].id
+        hosts = [f"put it on {item.id}" for item in devices if item.kind == "cpu"]
+        elsewhere = hosts[0] if hosts else "add cpu:0 to the devices"
+        message = f"{refusing} does not take {graph.ops[node]} {graph.names[node]!r}"
+        hint = f"{elsewhere}, or let sessions of the device run it on the host: {refusing}{{fallback=true}}"
+        raise InfeasibleError("P004", message, where=where, hint=hint)
 
 
 def require_memory(target: Target, peak_bytes: Longs, placer: str) -> None:

@@ -50,7 +50,7 @@ class LimitErrors(Pass):
         _require_takers(state, {name: seconds[name] for name in used}, errors)
         notes = [
             Diagnostic(
-                "C007",
+                "C008",
                 f"{nodes.sum()} of {len(nodes)} nodes stay elsewhere: all together would exceed an error of "
                 f"{self.maximum:g}; the largest of one is {errors[name].max():.2g}",
                 where=name,

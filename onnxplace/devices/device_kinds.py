@@ -88,6 +88,8 @@ class DeviceKind(ABC):
     """Assumed bandwidth of a link with such a device."""
     needs_static_shapes: ClassVar[bool] = False
     """Whether its sessions need the sizes of all inputs."""
+    compiles: ClassVar[bool] = False
+    """Whether its provider makes one kernel of neighbouring nodes, and refuses some nodes."""
     install_hint: ClassVar[str] = ""
     """How to get what it needs."""
 
@@ -139,6 +141,11 @@ class DeviceKind(ABC):
     def session_entries(self, address: DeviceAddress) -> dict[str, str]:
         """Return entries for the configuration of sessions on a device."""
         return {}
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Return the paths of libraries of its own, on which measurements depend."""
+        return ()
 
     def find_link(self, first: int, second: int) -> str:
         """Return the link between two devices of this kind, by index: `memory`, `nvlink`, `pcie` or `host`."""

@@ -27,6 +27,7 @@ from onnxplace.evaluation import (
     find_trial_obstacle,
     replace_manifest,
     report_doubt,
+    report_host_nodes,
     run_rate_trials,
     run_trials,
 )
@@ -90,7 +91,7 @@ def finish_bundle(
     else:
         faster = _report_faster_device(kept, manifest.predicted.step_seconds)
     manifest = manifest if rate is None else apply_rate_trial(manifest, rate)
-    kept = kept.with_notes(*(obstacles or ()), *faster)
+    kept = kept.with_notes(*(obstacles or ()), *faster, *report_host_nodes(bundle))
     # Emitting twice repeats notes.
     notes = tuple(_name_result(note, staging) for note in dict.fromkeys(kept.state.diagnostics))
     kept = replace(kept, state=replace(kept.state, diagnostics=notes))

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from onnxplace.driver.decision import (
     BuiltStrategy,
     InfeasibleStrategy,
@@ -111,13 +109,12 @@ def _describe(
     figures = [Figure("whole operators", whole.step_seconds)] if whole else []
     figures.insert(int(kept is whole), Figure(ways, sharded.step_seconds))
     texts = [
-        f"one device: {format_milliseconds(one_device) if np.isfinite(one_device) else 'each refuses some node'}",
+        f"one device: {format_milliseconds(one_device)}",
         f"whole operators placed: {format_milliseconds(whole.step_seconds) if whole else 'does not fit'}",
         f"{ways}: {format_milliseconds(sharded.step_seconds)}",
     ]
     message = f"{'; '.join(texts)}: kept {'sharding' if kept is sharded else 'whole operators'}"
-    figures += [Figure("one device", one_device)] if np.isfinite(one_device) else []
-    return [*notes, Diagnostic("P062", message, figures=tuple(figures))]
+    return [*notes, Diagnostic("P062", message, figures=(*figures, Figure("one device", one_device)))]
 
 
 def decide_or_recompute(

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.errors import Diagnostic, InputError, ModelError, format_value
-from onnxplace.facts import REFUSED_SECONDS, Profile, Quality, Source, is_refused
+from onnxplace.facts import REFUSED_SECONDS, Profile, Quality, Source
 from onnxplace.model import Model, build_op_graph, infer_static_shapes, value_bytes
 from onnxplace.passes.profiling import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX_WHOLE_SECONDS, fingerprints
 from onnxplace.target import MAX_SECONDS, Target
@@ -272,10 +272,8 @@ _MEASURED_PREFIX = "measured."
 
 def node_entries(profile: Profile) -> Iterator[dict[str, Any]]:
     """Yield the entry of each node in a cost file."""
-    seconds = {
-        kind: [REFUSED if is_no else time for time, is_no in zip(array.tolist(), is_refused(array).tolist())]
-        for kind, array in profile.seconds.items()
-    }
+    times = profile.seconds.items()
+    seconds = {kind: [REFUSED if item >= REFUSED_SECONDS else item for item in array.tolist()] for kind, array in times}
     sources = {kind: [Source(index).name.lower() for index in array] for kind, array in profile.sources.items()}
     spread = {kind: array.tolist() for kind, array in profile.spread.items()}
     workspace = profile.graph.workspace_bytes.tolist()

@@ -64,7 +64,7 @@ def test_the_maximum_decides_whether_a_device_of_float16_gets_nodes(run_cli, mod
     assert count_nodes(data) == nodes
     is_limited = maximum == "1e-6"
     assert ("limit-errors{maximum=" in data["pipeline"]) == is_limited
-    assert any(note["code"] == "C007" for note in data["diagnostics"]) == is_limited
+    assert any(note["code"] == "C008" for note in data["diagnostics"]) == is_limited
 
 
 def test_the_default_placer_keeps_nodes_off_an_inexact_device(run_cli, model_file, tmp_path):
@@ -109,7 +109,7 @@ def test_python_takes_the_same_maximum(model_file):
 def test_plan_places_within_the_maximum(run_cli, model_file):
     command = ("plan", model_file, *SHAPE, *DEVICES, "--estimate", "--json")
     free, bound = (only_json(run_cli(*command, *more)) for more in ((), ("--max-error", "1e-6")))
-    assert any(note["code"] == "C007" for note in bound["diagnostics"])
+    assert any(note["code"] == "C008" for note in bound["diagnostics"])
     assert "limit-errors{maximum=1e-06}" in bound["strategies"][0]["pipeline"]
     assert bound["strategies"][0]["step_seconds"] > free["strategies"][0]["step_seconds"]
 

@@ -36,7 +36,7 @@ def test_a_large_maximum_changes_no_cost_and_needs_no_note():
     state, before = limit(0.1), limit_errors.LimitErrors
     assert before.name == "limit-errors"
     assert list_refused(state) == []
-    assert all(note.code != "C007" for note in state.diagnostics)
+    assert all(note.code != "C008" for note in state.diagnostics)
 
 
 def test_a_small_maximum_lets_the_device_refuse_all_nodes_and_says_so():
@@ -45,7 +45,7 @@ def test_a_small_maximum_lets_the_device_refuse_all_nodes_and_says_so():
     refused = {name: is_refused(seconds) for name, seconds in profile.seconds.items()}
     assert refused["half/Half 1"].all()
     assert not refused["cpu/2"].any()
-    (note,) = [note for note in state.diagnostics if note.code == "C007"]
+    (note,) = [note for note in state.diagnostics if note.code == "C008"]
     assert note.where == "half/Half 1"
     assert "5 of 5 nodes" in note.message
     assert (profile.errors["half/Half 1"] > 0).all()
