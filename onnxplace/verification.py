@@ -49,10 +49,8 @@ class Verification:
     """Whether ONNX Runtime's optimisations were on: docs/correctness.md says when they are not."""
     sizes: tuple[SizeComparison, ...]
     """The sizes that were tried, the given or compiled ones first."""
-    precision: str = "float32"
-    """The least precise type in which a device of the bundle computes float32; it sets the tolerance of floats."""
-    precision_devices: tuple[str, ...] = ()
-    """The devices that compute in it, unless it is float32."""
+    precisions: Mapping[str, str]
+    """The type in which each device computes float32, the least precise first, which sets the tolerance of floats."""
     copies: tuple[CopyStatus, ...] = field(default=(), repr=False)
     """The copies of the bundle, if the session has several."""
 
@@ -124,18 +122,8 @@ def verify(
             if _all_equal(unoptimised):
                 comparisons, optimised = unoptimised, False
     worst = find_worst([step for item in comparisons for step in item.steps])
-    precisions = list_precisions(opened)
-    lowest = next(iter(precisions.values()), "float32")
-    return Verification(
-        equal=_all_equal(comparisons),
-        outputs=tuple(worst),
-        steps=count,
-        optimised=optimised,
-        sizes=comparisons,
-        precision=lowest,
-        precision_devices=tuple(name for name, kind in precisions.items() if kind == lowest != "float32"),
-        copies=copies,
-    )
+    is_equal, precisions = _all_equal(comparisons), list_precisions(opened)
+    return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies)
 
 
 @contextmanager

@@ -42,27 +42,26 @@ class LimitErrors(Pass):
     """Seed of the random inputs, where the user gave none."""
 
     def run(self, state: State) -> State:
-        profile, seconds = state[Profile], dict(state[Profile].seconds)
+        profile = state[Profile]
         errors = profile.errors or self._measure(state)
-        used = {device.cost_class: seconds[device.cost_class] for device in state.target.devices}
-        refused = choose_refused(used, errors, profile.unit, self.maximum)
+        seconds = {device.cost_class: profile.seconds[device.cost_class] for device in state.target.devices}
+        refused = choose_refused(seconds, errors, profile.unit, self.maximum)
         seconds |= {name: np.where(nodes, REFUSED_SECONDS, seconds[name]) for name, nodes in refused.items()}
-        _require_takers(state, {name: seconds[name] for name in used}, errors)
+        if (homeless := is_refused(np.min(list(seconds.values()), axis=0))).any():
+            message = f"the error of node {profile.graph.names[homeless.argmax()]!r} is too large on every device"
+            hint = "add cpu:0 to the devices, or allow more"
+            raise InfeasibleError("P065", message, where="--max-error", hint=hint)
+        message = "{} of {} nodes stay elsewhere, to keep the error within {:g}"
         notes = [
-            Diagnostic(
-                "C008",
-                f"{nodes.sum()} of {len(nodes)} nodes stay elsewhere: all together would exceed an error of "
-                f"{self.maximum:g}; the largest of one is {errors[name].max():.2g}",
-                where=name,
-            )
+            Diagnostic("C008", message.format(nodes.sum(), len(nodes), self.maximum), where=name)
             for name, nodes in refused.items()
             if nodes.any()
         ]
-        limited = replace(profile, seconds=MappingProxyType(seconds), errors=MappingProxyType(errors))
-        return state.with_facts(limited).with_notes(*notes)
+        costs = MappingProxyType({**profile.seconds, **seconds})
+        return state.with_facts(replace(profile, seconds=costs, errors=errors)).with_notes(*notes)
 
-    def _measure(self, state: State) -> dict[str, Floats]:
-        """Return the errors of nodes on each class of devices that are no CPUs."""
+    def _measure(self, state: State) -> Mapping[str, Floats]:
+        """Return the errors of nodes on each class of devices except CPUs."""
         model, profile, errors = state[Model], state[Profile], {}
         is_random = np.isin([node.op_type for node in model.nodes], list(RANDOM_OPERATORS))
         for name, device in {item.cost_class: item for item in state.target.devices if item.kind != "cpu"}.items():
@@ -70,16 +69,5 @@ class LimitErrors(Pass):
                 hint = "compile with --max-error on a machine that has the device"
                 raise TargetError("T011", f"errors cannot be measured: {obstacle}", where=device.id, hint=hint)
             group = np.where(is_random | is_refused(profile.seconds[name]), -1, profile.unit)
-            errors[name] = measure_errors(model, profile.graph, model.feeds(self.seed), device, group)
-        return errors
-
-
-def _require_takers(state: State, seconds: Mapping[str, Floats], errors: Mapping[str, Floats]) -> None:
-    """Raise InfeasibleError if every device refuses some node for its error."""
-    homeless = np.flatnonzero(is_refused(np.min(list(seconds.values()), axis=0)))
-    inexact = [index for index in homeless if any(error[index] > 0 for error in errors.values())]
-    if not inexact:
-        return
-    texts = [f"{error[inexact[0]]:.2g} on {name}" for name, error in errors.items()]
-    message = f"the error of node {state[Profile].graph.names[inexact[0]]!r} is too large: {', '.join(texts)}"
-    raise InfeasibleError("P065", message, where="--max-error", hint="add cpu:0 to the devices, or allow more")
+            errors[name] = measure_errors(model, profile.graph, model.feeds(self.seed), device.address, group)
+        return MappingProxyType(errors)

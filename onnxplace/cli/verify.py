@@ -85,9 +85,8 @@ def verify(
             tried = [
                 {"sizes": dict(item.sizes), "result": item.result, "message": item.message} for item in result.sizes
             ]
-            counts = {"steps": result.steps, "optimised": result.optimised}
-            precision = {"precision": result.precision, "precision_devices": list(result.precision_devices)}
-            print_json({"equal": result.equal, "outputs": outputs, **counts, **precision, "sizes": tried})
+            counts = {"steps": result.steps, "optimised": result.optimised, "precisions": result.precisions}
+            print_json({"equal": result.equal, "outputs": outputs, **counts, "sizes": tried})
         else:
             _print_differences(result)
     note_left_out_copies(result.copies)
@@ -102,9 +101,9 @@ def _print_differences(result: Verification) -> None:
         place = "" if item.equal else _find_first(result.sizes, index)
         print_text(f"{verdict} {format_name(item.name)}  {_format_error(item)}{place}")
     _print_sizes(result.sizes)
-    if devices := format_names(result.precision_devices, quoted=False):
-        verb = "computes" if len(result.precision_devices) == 1 else "compute"
-        print_text(f"compared within {result.precision}'s precision, because {devices} {verb} in it")
+    device, precision = next(iter(result.precisions.items()), ("", "float32"))
+    if precision != "float32":
+        print_text(f"compared within {precision}'s precision, because {device} computes in it")
     if result.steps > 1:
         print_text(f"{result.steps} steps, each with the states of the one before")
     if not result.optimised:

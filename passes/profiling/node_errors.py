@@ -7,21 +7,20 @@ single run tells the error that each group adds, without those of the groups bef
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto, ValueInfoProto, helper
+from onnx import NodeProto
 
 from onnxplace.devices import DeviceAddress
 from onnxplace.errors import OnnxplaceError
 from onnxplace.graph import Bools, Floats, Ints, OpGraph, sum_by
-from onnxplace.machine import available_cores, make_runner, make_session_options, open_session, pin_thread
-from onnxplace.model import Model, iterate_reads, rename_reads, store_for_session
-from onnxplace.passes.profiling.chunks import cut_into_chunks
-from onnxplace.target import Device
+from onnxplace.machine import available_cores, make_runner, make_session_options, open_session
+from onnxplace.model import Model, rename_reads, store_for_session
+from onnxplace.passes.profiling.chunks import cut_into_chunks, extract_nodes
 from onnxplace.utils import progress_part, relative_error, temporary_folder
 
 # Weights and values of a part of the model, all of which are held at once.
@@ -32,7 +31,9 @@ MIN_SAVED_SECONDS = 1e-9
 _ENDING = "@device"
 
 
-def measure_errors(model: Model, graph: OpGraph, feeds: Mapping[str, Any], device: Device, group: Ints) -> Floats:
+def measure_errors(
+    model: Model, graph: OpGraph, feeds: Mapping[str, Any], device: DeviceAddress, group: Ints
+) -> Floats:
     """Return, per node, the error of its group on a device, over the largest magnitude of what the group computes.
 
     Args:
@@ -45,97 +46,77 @@ def measure_errors(model: Model, graph: OpGraph, feeds: Mapping[str, Any], devic
     Raises:
         ModelError: the CPU cannot run the model with these inputs.
     """
-    errors, values = np.zeros(len(graph)), dict(feeds)
+    errors, values, separate = np.zeros(len(graph)), dict(feeds), _separate_groups(model, group)
     last = {name: int(graph.readers[value].max(initial=-1)) for value, name in enumerate(graph.value_names)}
-    parts = cut_into_chunks(graph, (), min(device.memory_bytes, MAX_PART_BYTES))
+    parts = cut_into_chunks(graph, (), MAX_PART_BYTES)
     for number, part in enumerate(parts):
-        members: dict[int, list[int]] = {}
+        members = defaultdict[int, list[int]](list)
         for node in part:
-            members.setdefault(int(group[node]), []).append(node)
+            members[int(group[node])].append(node)
         members.pop(-1, None)
         with progress_part(number, len(parts)):
-            nodes = model.nodes[part.start : part.stop]
-            values |= _run_nodes(model, nodes, [name for node in nodes for name in node.output if name], values)
-            groups = list(members.values())
-            for nodes_of_group, error in zip(groups, _measure_groups(model, graph, groups, values, device)):
-                errors[nodes_of_group] = error
+            names = [name for node in part for name in model.nodes[node].output if name]
+            values |= _run_nodes(model, part, names, values, DeviceAddress.of("cpu:0"), "none")
+            for nodes, error in _compare_groups(separate, graph, list(members.values()), values, device):
+                errors[nodes] = error
         values = {name: value for name, value in values.items() if last.get(name, -1) >= part.stop}
     return errors
 
 
-def _measure_groups(
-    model: Model, graph: OpGraph, groups: Sequence[Sequence[int]], values: Mapping[str, Any], device: Device
-) -> list[float]:
-    """Return the error of each group of nodes; infinite for one that cannot be run alone."""
+def _separate_groups(model: Model, group: Ints) -> Model:
+    """Return the model with other names for what nodes compute, by which only nodes of the same group read it."""
+    copies, names = [], defaultdict[int, dict[str, str]](dict)
+    for index, node in zip(group.tolist(), model.nodes):
+        copy = NodeProto.FromString(node.SerializeToString())
+        rename_reads(copy, names[index])
+        names[index] |= {name: f"{name}{_ENDING}" for name in node.output if name}
+        copy.output[:] = [names[index].get(name, "") for name in node.output]
+        copies.append(copy)
+    separate = replace(model, nodes=tuple(copies))
+    vars(separate)["types"] = model.types  # of the values that are fed, which have no producer now
+    return separate
+
+
+def _compare_groups(
+    model: Model, graph: OpGraph, groups: Sequence[list[int]], values: Mapping[str, Any], device: DeviceAddress
+) -> list[tuple[list[int], float]]:
+    """Return each group of nodes with its error; infinite for one that cannot be run alone."""
     leaving = [_list_leaving(graph, group) for group in groups]
     names = [f"{name}{_ENDING}" for of_group in leaving for name in of_group]
-    nodes = [node for group in groups for node in _rename_results([model.nodes[index] for index in group])]
     try:
-        results = _run_nodes(model, nodes, names, values, device) if names else {}
+        nodes = [node for group in groups for node in group]
+        results = _run_nodes(model, nodes, names, values, device, "all") if names else {}
     except OnnxplaceError:  # one group may be to blame for all
         if len(groups) == 1:
-            return [np.inf]
-        middle = len(groups) // 2
-        halves = (groups[:middle], groups[middle:])
-        return [error for half in halves for error in _measure_groups(model, graph, half, values, device)]
-    pairs = [[(results[f"{name}{_ENDING}"], values[name]) for name in of_group] for of_group in leaving]
-    return [max((relative_error(*pair) for pair in of_group), default=0.0) for of_group in pairs]
+            return [(groups[0], np.inf)]
+        halves = groups[: len(groups) // 2], groups[len(groups) // 2 :]
+        return [pair for half in halves for pair in _compare_groups(model, graph, half, values, device)]
+    errors = {name: relative_error(results[f"{name}{_ENDING}"], values[name]) for names in leaving for name in names}
+    return [(group, max((errors[name] for name in of_group), default=0.0)) for group, of_group in zip(groups, leaving)]
 
 
 def _list_leaving(graph: OpGraph, group: Sequence[int]) -> list[str]:
     """Return the values of a group that are outputs, or that nodes outside of it read."""
-    values = (value for node in group for value in graph.outputs[node].tolist())
-    outside = (
-        value for value in values if graph.is_output[value] or not set(group).issuperset(graph.readers[value].tolist())
-    )
-    return [graph.value_names[value] for value in outside]
-
-
-def _rename_results(nodes: Sequence[NodeProto]) -> list[NodeProto]:
-    """Return copies of nodes that compute values of other names, and read those of each other."""
-    new_names = {name: f"{name}{_ENDING}" for node in nodes for name in node.output if name}
-    copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    for copy in copies:
-        rename_reads(copy, new_names)
-        copy.output[:] = [new_names.get(name, "") for name in copy.output]
-    return copies
+    made, inside = (value for node in group for value in graph.outputs[node].tolist()), set(group)
+    leaving = (value for value in made if graph.is_output[value] or set(graph.readers[value].tolist()) - inside)
+    return [graph.value_names[value] for value in leaving]
 
 
 def _run_nodes(
     model: Model,
-    nodes: Sequence[NodeProto],
+    nodes: Sequence[int],
     names: Sequence[str],
     values: Mapping[str, Any],
-    device: Device | None = None,
+    device: DeviceAddress,
+    level: Any,
 ) -> dict[str, Any]:
-    """Run nodes in a session of their own, on a device or one by one on the CPU; return some of what they compute."""
-    inner = {name for node in nodes for name in node.output}
-    reads = dict.fromkeys(name for node in nodes for name in iterate_reads(node) if name not in inner)
-    feeds = {name: values[name] for name in reads if name in values}
-    part = replace(
-        model,
-        nodes=tuple(nodes),
-        initializers=MappingProxyType({name: model.initializers[name] for name in reads if name not in feeds}),
-        inputs=tuple(_declare(model, name, value) for name, value in feeds.items()),
-        outputs=tuple(ValueInfoProto(name=name) for name in names),
-        sources=MappingProxyType({}),
-    )
-    cores = available_cores()[: device.cores] if device else available_cores()
-    address = device.address if device else DeviceAddress("cpu", 0)
-    with temporary_folder() as folder, pin_thread(cores):
+    """Run nodes in a session of their own, and return some of what they compute."""
+    part, feeds = extract_nodes(model, nodes, names, values, is_static=True)
+    with temporary_folder() as folder:
         source, entries = store_for_session(part, folder)
-        options = make_session_options(cores, None if device else "none", entries)
-        run = make_runner(open_session(source, options, address, model.name), model.name)
-        results = run(feeds)
-        del run
+        options = make_session_options(available_cores(), level, entries)
+        results = make_runner(open_session(source, options, device, model.name), model.name)(feeds)
     return dict(zip(names, results))
-
-
-def _declare(model: Model, name: str, value: Any) -> ValueInfoProto:
-    """Return the declaration of an input, with fixed sizes, which some providers need."""
-    if isinstance(value, np.ndarray) and value.dtype.kind not in "OUS":
-        return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-    return ValueInfoProto(name=name, type=model.types[name])
 
 
 def choose_refused(
@@ -155,8 +136,8 @@ def choose_refused(
         maximum: The largest error of all together.
     """
     count, exact = int(unit.max(initial=-1)) + 1, [seconds[name] for name in seconds if name not in errors]
-    elsewhere = np.min(exact or [np.max(list(seconds.values()), axis=0)], axis=0)
-    square, saved = np.zeros((len(errors), count)), np.zeros((len(errors), count))
+    elsewhere = np.min(exact or list(seconds.values()), axis=0)
+    square, saved = np.zeros((2, len(errors), count))
     for row, (name, error) in enumerate(errors.items()):
         np.maximum.at(square[row], unit, error**2)
         saved[row] = sum_by(unit, elsewhere - seconds[name], count)

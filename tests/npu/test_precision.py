@@ -40,10 +40,10 @@ def add_up_errors(_: None) -> tuple[float, float, float]:
     )
     model, profile = state[Model], state[Profile]
     npu, _ = local_target(DEVICES).devices
-    errors = measure_errors(model, profile.graph, model.feeds(), npu, profile.unit)
+    errors = measure_errors(model, profile.graph, model.feeds(), npu.address, profile.unit)
     of_units = np.array([errors[profile.unit == unit].max() for unit in range(profile.unit.max() + 1)])
     # All nodes as one kernel: the error of what leaves it, which are the outputs.
-    whole = measure_errors(model, profile.graph, model.feeds(), npu, np.zeros_like(profile.unit))
+    whole = measure_errors(model, profile.graph, model.feeds(), npu.address, np.zeros_like(profile.unit))
     return float(np.sqrt((of_units**2).sum())), float(of_units.sum()), float(whole.max())
 
 
@@ -62,4 +62,4 @@ def test_the_npu_computes_what_the_maximum_allows(maximum, tmp_path, monkeypatch
     assert ("limit-errors" in result["pipeline"]) == (maximum < 1e-1)
     assert result["verified"].equal
     assert result["verified"].outputs[0].max_rel_error <= maximum
-    assert result["verified"].precision == "float16"
+    assert result["verified"].precisions["qnn/npu:0"] == "float16"

@@ -71,7 +71,7 @@ def test_cpus_are_exact():
 
 
 def test_a_node_that_is_too_inexact_everywhere_is_named():
-    with pytest.raises(InfeasibleError, match=r"error of node 'left' is too large: .* on half/Half 1") as caught:
+    with pytest.raises(InfeasibleError, match="error of node 'left' is too large on every device") as caught:
         limit(1e-6, "half:0")
     assert caught.value.code == "P065"
     assert "cpu:0" in caught.value.hint

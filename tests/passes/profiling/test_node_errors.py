@@ -43,7 +43,7 @@ def build_graph(model):
 
 def measure_on(device_id, model, group, feeds=None):
     (device,) = local_target(device_id).devices
-    return measure_errors(model, build_graph(model), feeds or model.feeds(), device, np.array(group))
+    return measure_errors(model, build_graph(model), feeds or model.feeds(), device.address, np.array(group))
 
 
 @settings(
