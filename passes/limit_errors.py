@@ -10,11 +10,12 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge, Gt
 
-from onnxplace.errors import Diagnostic, InfeasibleError, TargetError
+from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import REFUSED_SECONDS, Profile, is_refused
 from onnxplace.graph import Floats
+from onnxplace.machine import require_device
 from onnxplace.model import RANDOM_OPERATORS, Model
-from onnxplace.passes.profiling import choose_refused, find_measurement_obstacle, measure_errors
+from onnxplace.passes.profiling import choose_refused, measure_errors
 from onnxplace.state import Pass, State
 
 
@@ -65,9 +66,7 @@ class LimitErrors(Pass):
         model, profile, errors = state[Model], state[Profile], {}
         is_random = np.isin([node.op_type for node in model.nodes], list(RANDOM_OPERATORS))
         for name, device in {item.cost_class: item for item in state.target.devices if item.kind != "cpu"}.items():
-            if obstacle := find_measurement_obstacle(device):
-                hint = "compile with --max-error on a machine that has the device"
-                raise TargetError("T011", f"errors cannot be measured: {obstacle}", where=device.id, hint=hint)
+            require_device(device)
             group = np.where(is_random | is_refused(profile.seconds[name]), -1, profile.unit)
             errors[name] = measure_errors(model, profile.graph, model.feeds(self.seed), device.address, group)
         return MappingProxyType(errors)

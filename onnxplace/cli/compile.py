@@ -18,7 +18,6 @@ from onnxplace.cli.shared_options import (
     describe_note,
     inputs_option,
     llm_option,
-    max_error_option,
     objective_option,
     parse_shape,
     print_json,
@@ -118,7 +117,9 @@ if TYPE_CHECKING:
     metavar="auto|off|always|SIZE",
     help="Compute values again instead of keeping them; auto: where nothing fits otherwise; SIZE: as if on one device.",
 )
-@max_error_option
+@click.option(
+    "--max-error", type=float, metavar="1e-3", help="Largest error of an output, relative to its largest value."
+)
 @seed_option
 @click.option("--strict", is_flag=True, help="Fail if a requested device is idle.")
 @click.option(

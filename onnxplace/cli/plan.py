@@ -16,7 +16,6 @@ from onnxplace.cli.shared_options import (
     as_json,
     describe_note,
     llm_option,
-    max_error_option,
     parse_shape,
     print_json,
     print_notes,
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 @llm_option
 @click.option("--costs", metavar="F", default="", help="Costs measured elsewhere: JSON or CSV.")
 @click.option("--no-cache", is_flag=True, help="Measure all costs again.")
-@max_error_option
 @click.option("--estimate", is_flag=True, help="Measure nothing: estimate all costs from operations and bytes.")
 @as_json
 def plan(
@@ -76,7 +74,6 @@ def plan(
     llm: bool,
     costs: str,
     no_cache: bool,
-    max_error: float | None,
     estimate: bool,
     json_: bool,
 ) -> None:
@@ -114,7 +111,6 @@ def plan(
                 costs=costs,
                 cache=not no_cache,
                 estimate=estimate,
-                max_error=max_error,
                 observer=observer,
             )
     rows = list_machine_rows(plans, goals, prices)

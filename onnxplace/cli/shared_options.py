@@ -83,9 +83,6 @@ objective_option = click.option(
 budget_option = click.option(
     "--budget", type=float, metavar="SECONDS", help="Time limit of the search, more than 0  [default: 2]"
 )
-max_error_option = click.option(
-    "--max-error", type=float, metavar="1e-3", help="Largest error of an output, relative to its largest value."
-)
 shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
 
 llm_option = click.option(

@@ -118,7 +118,11 @@ class CompileSettings:
     def check(self) -> None:
         """Raise UsageError for options that exclude each other."""
         require_one_target(self.devices, self.target, self.machine)
-        require_max_error(self.max_error)
+        if self.max_error is not None and not 0 < self.max_error < math.inf:
+            hint = "1e-3 allows a thousandth of the largest value of each output"
+            raise UsageError(
+                "U005", f"expected a number above 0, got {self.max_error:g}", where="--max-error", hint=hint
+            )
         if self.pipeline is not None and (
             self.placer or self.objective != "latency" or self.budget_seconds is not None
         ):
@@ -274,13 +278,6 @@ def require_one_target(devices: object, target: object, machine: object = None) 
     if len(names) > 1:
         hint = "name the devices in the target file" if machine is None else "--save-target writes a machine to a file"
         raise UsageError("U042", f"{' and '.join(names)} exclude each other", hint=hint)
-
-
-def require_max_error(maximum: float | None) -> None:
-    """Raise UsageError for a maximum that no error could be measured against."""
-    if maximum is not None and not 0 < maximum < math.inf:
-        hint = "1e-3 allows a thousandth of the largest value of each output"
-        raise UsageError("U005", f"expected a number above 0, got {maximum:g}", where="--max-error", hint=hint)
 
 
 def choose_target(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
 from onnxplace.driver.bundle_trials import FinishedBundle, finish_bundle
 from onnxplace.driver.compile_options import CompileSettings, choose_output, choose_pipeline, choose_target
-from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled
+from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled, parse_passes
 from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.driver.latency import decide_or_recompute, make_latency_objective
 from onnxplace.driver.sources import ModelSource, bind_source, open_source
@@ -28,14 +28,7 @@ from onnxplace.model import (
     require_unchanged,
     tensor_size,
 )
-from onnxplace.pipeline import (
-    OBJECTIVES,
-    Pipeline,
-    Timing,
-    make_pass,
-    report_idle_devices,
-    require_all_devices_used,
-)
+from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
 from onnxplace.target import Target
 from onnxplace.utils import require_different_files, require_writable
@@ -148,7 +141,7 @@ def _build_within(
     for _ in range(MAX_ERROR_ROUNDS):
         limited = profiled
         if share <= maximum:
-            limit = make_pass("limit-errors", {"maximum": repr(share), "seed": str(settings.seed)})
+            (limit,) = parse_passes(f"limit-errors{{maximum={share!r},seed={settings.seed}}}")
             limited = profiled.insert(limit, settings.observer)
         finished, timings = _build(limited, staging, settings)
         reached.append(measure_error(finished.bundle, feeds))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from onnxplace.driver.compile_options import choose_target, require_max_error
+from onnxplace.driver.compile_options import choose_target
 from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all
 from onnxplace.driver.sources import bind_source, open_source
 from onnxplace.driver.throughput import list_copied_stages, list_sharded, list_simple
@@ -16,7 +16,7 @@ from onnxplace.errors import Diagnostic
 from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
 from onnxplace.model import StateRequest, load
 from onnxplace.pipeline import Observer, Pipeline, make_pass
-from onnxplace.state import Pass, State
+from onnxplace.state import State
 from onnxplace.target import Target
 
 
@@ -67,7 +67,6 @@ def plan_model(
     costs: str | Path = "",
     cache: bool = True,
     estimate: bool = False,
-    max_error: float | None = None,
     observer: Observer | None = None,
 ) -> Plan:
     """Predict the strategies that `onnxplace plan` lists, without building a bundle.
@@ -84,8 +83,6 @@ def plan_model(
         costs: A cost file to use instead of measuring.
         cache: Whether earlier measurements may be used.
         estimate: Measure nothing.
-        max_error: Largest error of an output, relative to its largest magnitude; nodes stay off devices where they
-            would exceed it together. Only `compile` compares outputs.
         observer: Called before each strategy with its name, its position and their number.
 
     Raises:
@@ -94,22 +91,20 @@ def plan_model(
     >>> plan = onnxplace.plan("model.onnx", devices="cpu:0,cpu:1", shape={"batch": 8})  # doctest: +SKIP
     >>> [(item.name, item.step_seconds) for item in plan.strategies]  # doctest: +SKIP
     """
-    require_max_error(max_error)
     target = choose_target(devices, target, max_memory, machine)
     profile: Any = make_pass("profile")
     profile = replace(profile, costs=str(costs), cache=cache, estimate=estimate)
-    limits = [make_pass("limit-errors", {"maximum": repr(max_error)})] if max_error else []
     with open_source(model) as source:
         bound, notes = bind_source(source, load(source.path), shape=shape, inputs=None, state=state, llm=llm)
         name = bound.name or Path(model).name
-        front = (make_pass("optimize"), profile, *limits)
-        return _plan_state(State(target).with_facts(bound).with_notes(*notes), front, name, observer)
+        return _plan_state(State(target).with_facts(bound).with_notes(*notes), profile, name, observer)
 
 
-def _plan_state(state: State, front: tuple[Pass, ...], name: str, observer: Observer | None) -> Plan:
-    """Predict the strategies for a model on a target, with costs by the passes `front`."""
+def _plan_state(state: State, profile: Any, name: str, observer: Observer | None) -> Plan:
+    """Predict the strategies for a model on a target, with costs by the pass `profile`."""
     if observer:
         observer("profile", 0, 1)
+    front = (make_pass("optimize"), profile)
     state_with_costs, _ = Pipeline(front).run(state)
     rest = parse_passes("coplace{join=never},fuse,stages{seconds=2},split")
     profiled = Profiled(front, state_with_costs, rest, make_pass("emit"))

@@ -1,4 +1,3 @@
-from onnxplace.evaluation.bundle_error import measure_error as measure_error
 from onnxplace.evaluation.compare import (
     OutputDifference as OutputDifference,
     Timings as Timings,
@@ -46,6 +45,7 @@ from onnxplace.evaluation.trial import (
     find_trial_doubt as find_trial_doubt,
     find_trial_obstacle as find_trial_obstacle,
     is_doubtful as is_doubtful,
+    measure_error as measure_error,
     record_trial as record_trial,
     replace_manifest as replace_manifest,
     report_doubt as report_doubt,

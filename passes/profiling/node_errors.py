@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from onnx import NodeProto
@@ -23,6 +23,8 @@ from onnxplace.model import Model, rename_reads, store_for_session
 from onnxplace.passes.profiling.chunks import cut_into_chunks, extract_nodes
 from onnxplace.utils import progress_part, relative_error, temporary_folder
 
+Values = Mapping[str, Any]
+Level = Literal["none", "all"]
 # Weights and values of a part of the model, all of which are held at once.
 MAX_PART_BYTES = 1 << 30
 # Nodes that a device computes no faster count as saving this time: they get what others leave of the maximum.
@@ -31,9 +33,7 @@ MIN_SAVED_SECONDS = 1e-9
 _ENDING = "@device"
 
 
-def measure_errors(
-    model: Model, graph: OpGraph, feeds: Mapping[str, Any], device: DeviceAddress, group: Ints
-) -> Floats:
+def measure_errors(model: Model, graph: OpGraph, feeds: Values, device: DeviceAddress, group: Ints) -> Floats:
     """Return, per node, the error of its group on a device, over the largest magnitude of what the group computes.
 
     Args:
@@ -78,7 +78,7 @@ def _separate_groups(model: Model, group: Ints) -> Model:
 
 
 def _compare_groups(
-    model: Model, graph: OpGraph, groups: Sequence[list[int]], values: Mapping[str, Any], device: DeviceAddress
+    model: Model, graph: OpGraph, groups: Sequence[list[int]], values: Values, device: DeviceAddress
 ) -> list[tuple[list[int], float]]:
     """Return each group of nodes with its error; infinite for one that cannot be run alone."""
     leaving = [_list_leaving(graph, group) for group in groups]
@@ -103,12 +103,7 @@ def _list_leaving(graph: OpGraph, group: Sequence[int]) -> list[str]:
 
 
 def _run_nodes(
-    model: Model,
-    nodes: Sequence[int],
-    names: Sequence[str],
-    values: Mapping[str, Any],
-    device: DeviceAddress,
-    level: Any,
+    model: Model, nodes: Sequence[int], names: Sequence[str], values: Values, device: DeviceAddress, level: Level
 ) -> dict[str, Any]:
     """Run nodes in a session of their own, and return some of what they compute."""
     part, feeds = extract_nodes(model, nodes, names, values, is_static=True)
