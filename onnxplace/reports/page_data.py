@@ -38,7 +38,6 @@ from onnxplace.reports.page_records import (
 )
 from onnxplace.reports.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
 from onnxplace.reports.verdict import RATE_LABEL, Circumstances, judge_step
-from onnxplace.target import Device
 from onnxplace.utils import format_bytes, format_time
 
 # What times follow from.
@@ -182,7 +181,10 @@ def _quantify_count(label: str, count: int) -> Quantity:
 
 
 def _list_devices(manifest: Manifest, step: PlacedStep) -> tuple[DeviceSummary, ...]:
-    kinds = {device.id: _describe_kind(device) for device in step.target.devices}
+    kinds = {
+        item.id: (item.model or item.kind) + f", computes in {item.precision}" * (item.precision != "float32")
+        for item in step.target.devices
+    }
     return tuple(
         DeviceSummary(
             id=item.id,
@@ -196,12 +198,6 @@ def _list_devices(manifest: Manifest, step: PlacedStep) -> tuple[DeviceSummary, 
         )
         for item in manifest.devices
     )
-
-
-def _describe_kind(device: Device) -> str:
-    """Return the model or kind of a device, with the type in which it computes if that is not float32."""
-    precision = "" if device.precision == "float32" else f", computes in {device.precision}"
-    return (device.model or device.kind) + precision
 
 
 def list_passes(pipeline: str) -> tuple[Entry, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from onnx import NodeProto
@@ -24,7 +24,6 @@ from onnxplace.passes.profiling.chunks import cut_into_chunks, extract_nodes
 from onnxplace.utils import progress_part, relative_error, temporary_folder
 
 Values = Mapping[str, Any]
-Level = Literal["none", "all"]
 # Weights and values of a part of the model, all of which are held at once.
 MAX_PART_BYTES = 1 << 30
 # Nodes that a device computes no faster count as saving this time: they get what others leave of the maximum.
@@ -103,7 +102,7 @@ def _list_leaving(graph: OpGraph, group: Sequence[int]) -> list[str]:
 
 
 def _run_nodes(
-    model: Model, nodes: Sequence[int], names: Sequence[str], values: Values, device: DeviceAddress, level: Level
+    model: Model, nodes: Sequence[int], names: Sequence[str], values: Values, device: DeviceAddress, level: Any
 ) -> dict[str, Any]:
     """Run nodes in a session of their own, and return some of what they compute."""
     part, feeds = extract_nodes(model, nodes, names, values, is_static=True)
