@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnxplace.errors import InfeasibleError
+from onnxplace.errors import BrokenPassError, InfeasibleError
 from onnxplace.facts import (
     REFUSED_SECONDS,
     Clusters,
@@ -71,7 +71,8 @@ class PlacementProblem:
         return np.where(is_misplaced, self.find_homes(), device) if is_misplaced.any() else device
 
     def simulate(self, device: Ints, order: Ints) -> Simulation:
-        """Return the simulated step of a placement of this graph."""
+        """Return the simulated step of a placement of this graph; raises BrokenPassError unless it is one."""
+        _require_devices(self.target, device)
         return simulate(self.graph, self.seconds, self.target, device, order)
 
     def contracted(self, cluster: Ints) -> PlacementProblem:
@@ -97,6 +98,12 @@ class PlacementProblem:
         """Return, per device, the bytes by which it exceeds its limit."""
         excess: Longs = np.maximum(simulation.peak_bytes - self.limit_bytes, 0)
         return excess
+
+
+def _require_devices(target: Target, device: Ints) -> None:
+    """Raise BrokenPassError for an index that is none of a device."""
+    if not ((device >= 0) & (device < len(target.devices))).all():
+        raise BrokenPassError("B002", "its Placement is wrong: a node is on no device")
 
 
 def predict_step_seconds(state: State) -> float:
@@ -208,8 +215,9 @@ def commit_placement(
 
     `bound_seconds` is a lower bound that the placer proved for the profile's graph: the better bound is kept. Raises
     InfeasibleError, naming devices and missing bytes, if the simulated peak exceeds a limit, or naming device and node
-    if a device refuses one of its nodes.
+    if a device refuses one of its nodes, and BrokenPassError for a device that the target does not have.
     """
+    _require_devices(state.target, device)
     require_taken(state, device[problem.members], placer)
     fine_device, order, simulation = simulate_plan(state, problem, device, start_seconds)
     require_memory(state.target, simulation.peak_bytes, placer)

@@ -133,10 +133,14 @@ class BuiltStrategy:
         return predict_step_seconds(self.state)
 
     @cached_property
+    def routes(self) -> Routes:
+        """Return the routes of requests in flight; raises InfeasibleError without room for them."""
+        return (self.state if Routes in self.state else Pipeline.parse("replicate").run(self.state)[0])[Routes]
+
+    @property
     def interval_seconds(self) -> float:
         """Return the time between two results with requests in flight; raises InfeasibleError without room for them."""
-        state = self.state if Routes in self.state else Pipeline.parse("replicate").run(self.state)[0]
-        return state[Routes].interval_seconds
+        return self.routes.interval_seconds
 
     @property
     def sent_bytes(self) -> int:

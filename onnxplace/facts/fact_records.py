@@ -369,6 +369,8 @@ class Routes:
     """Without the first one: the programs on their own devices."""
     interval_seconds: float
     """Between two results, with requests in flight on all routes; at least Python's part of a request."""
+    limit: str
+    """What takes all of the interval: `Python`, or what the busiest device does: `computes`, `sends`, `receives`."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless each route gives each program to a device of its own."""

@@ -59,15 +59,11 @@ class RunMeasurer:
         With the device option `fallback=true`, refused nodes have the time that they take on the host.
         """
         began, seconds = time.perf_counter(), np.full(len(self.graph), REFUSED_SECONDS)
-        try:
-            taken = self._find_taken(feeds)
-        except OnnxplaceError as problem:
-            message = f"it gets no nodes, since it cannot open the model: {problem.message}"
-            return _build(seconds), [Diagnostic("C003", message, where=self.device.id, hint=problem.hint)]
+        taken, problems = self._find_taken(feeds)
         opening = time.perf_counter() - began
         has_fallback = self.device.options.get("fallback") == "true"
         runs = [nodes for nodes in list_runs(self.graph, taken) if has_fallback or taken[nodes[0]]]
-        values, times, problems = self._compute_inputs(runs, feeds), dict[object, float](), list[str]()
+        values, times = self._compute_inputs(runs, feeds), dict[object, float]()
         keys = [self._describe_run(nodes) for nodes in runs]
         for number, (key, nodes) in enumerate(zip(keys, runs)):
             if key in times:
@@ -88,15 +84,40 @@ class RunMeasurer:
             seconds[nodes] = REFUSED_SECONDS if times[key] == REFUSED_SECONDS else computing
         return _build(seconds), [self._report(taken & ~is_refused(seconds), len(runs), opening, problems)]
 
-    def _find_taken(self, feeds: Mapping[str, Any]) -> Bools:
-        """Return, per node, whether the device takes it in the whole model, with all of its quantised unit."""
-        outputs = [self.graph.value_names[value] for value in np.flatnonzero(self.graph.is_output)]
-        part, _ = extract_nodes(self.model, range(len(self.graph)), outputs, feeds, is_static=True)
-        with self._open(part, self.options.device, "none") as session:
-            names = list_taken_nodes(session, self.options.device)
+    def _find_taken(self, feeds: Mapping[str, Any]) -> tuple[Bools, list[str]]:
+        """Return, per node, whether the device takes it, with all of its quantised unit; and problems of opening.
+
+        The whole model says so. If a provider fails to open it, one or a few nodes are to blame, which it claims and
+        then cannot compile: they are found by halves, and they and their equals count as refused.
+        """
         unit = join_quantised_units(self.model, np.arange(len(self.graph), dtype=np.int32))
+        units = unit[self.graph.order][np.sort(np.unique(unit[self.graph.order], return_index=True)[1])]
+        names, problems, values = set[str](), dict[bytes, str](), None
+        kind = {name: self.kinds[unit == name].tobytes() for name in units.tolist()}
+        pending = [units]
+        while pending:
+            units = np.array([name for name in pending.pop().tolist() if kind[name] not in problems])
+            nodes = np.flatnonzero(np.isin(unit, units)).astype(np.int32)
+            if not len(units):
+                continue
+            try:
+                names |= self._list_taken(nodes, feeds if values is None else values)
+            except OnnxplaceError as problem:
+                if len(units) == 1:
+                    problems[kind[units[0]]] = problem.message
+                    continue
+                values = (
+                    self._compute_inputs([nodes[[at]] for at in range(len(nodes))], feeds) if values is None else values
+                )
+                pending += np.array_split(units, 2)
         refused = np.bincount(unit, [name not in names for name in self.graph.names]) > 0
-        return ~refused[unit]
+        return ~refused[unit], list(problems.values())
+
+    def _list_taken(self, nodes: Ints, values: Mapping[str, Any]) -> frozenset[str]:
+        outputs = [self.graph.value_names[value] for value in self._list_outputs(nodes)[1]]
+        part, _ = extract_nodes(self.model, nodes.tolist(), outputs, values, is_static=True)
+        with self._open(part, self.options.device, "none") as session:
+            return list_taken_nodes(session, self.options.device)
 
     @contextmanager
     def _open(self, part: Model, device: DeviceAddress, level: Any) -> Iterator[Any]:

@@ -346,7 +346,7 @@ def test_an_empty_group_or_tensor_is_none():
         ({"graph": {"latency_seconds": -1}}, "D002", "latency_seconds of the graph is -1, expected a number"),
         ({"graph": {"bytes_per_second": 0}}, "D002", "bytes_per_second of the graph is 0, expected a number above 0"),
         ({"graph": {"devices": None}}, "D002", "expected a graph that names devices, found none"),
-        ({"graph": {"devices": []}}, "D002", "give --devices N and --max-memory SIZE, or the graph"),
+        ({"graph": {"devices": []}}, "D002", "give `devices` and `max_memory`, or the graph"),
         ({"graph": {"devices": 3}}, "D002", 'the graph\'s devices are 3, expected a list such as [{"id": 0'),
         ({"graph": {"devices": "[{"}}, "D002", "not a list of devices such as"),
         ({"graph": {"devices": [{"id": 0}, {"id": 0}]}}, "D002", "two devices have the id 0"),
