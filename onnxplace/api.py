@@ -84,6 +84,8 @@ def compile(model: str | Path | ModelProto | Any, settings: CompileSettings) -> 
       file (docs/sharding.md); `shard_metadata`: write the layouts into the bundle's whole model too.
     - `recompute`: "auto", "off", "always", or a size: compute values again instead of keeping them, by default where
       nothing fits otherwise.
+    - `max_error`: 1e-3, the largest error of an output, relative to its largest magnitude; it bounds what less precise
+      devices compute (docs/correctness.md).
     - `costs`: a cost file; `save_costs`: path of a new one; `cache`: whether earlier measurements may be used; `trial`:
       whether the bundle is run for a moment, so that predictions use measured segments (docs/costs.md).
     - `state`: outputs that are inputs of the next call, {"present.*": "past.*"} or texts "OUT=IN", each `*` standing

@@ -21,6 +21,7 @@ from onnxplace.evaluation import (
     compare_other_sizes,
     compare_outputs,
     find_bundle_lineages,
+    list_precisions,
     open_reference,
     rounds_to_few_values,
 )
@@ -48,6 +49,8 @@ class Verification:
     """Whether ONNX Runtime's optimisations were on: docs/correctness.md says when they are not."""
     sizes: tuple[SizeComparison, ...]
     """The sizes that were tried, the given or compiled ones first."""
+    precisions: Mapping[str, str]
+    """The type in which each device computes float32, the least precise first, which sets the tolerance of floats."""
     copies: tuple[CopyStatus, ...] = ()
     """The copies of the bundle, if the session has several."""
 
@@ -125,7 +128,8 @@ def verify(
             if _all_equal(unoptimised):
                 comparisons, optimised = unoptimised, False
     worst = find_worst([step for item in comparisons for step in item.steps])
-    return Verification(_all_equal(comparisons), tuple(worst), count, optimised, comparisons, copies)
+    is_equal, precisions = _all_equal(comparisons), list_precisions(opened)
+    return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies)
 
 
 @contextmanager

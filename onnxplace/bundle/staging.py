@@ -69,6 +69,11 @@ class Staging:
         """Return another temporary path like `folder`, removed at the end unless it is placed."""
         return self.lease.path_with_ending(ending)
 
+    def clear(self) -> None:
+        """Remove what was built so far, which is not good enough."""
+        for path in self.folder.parent.glob(f"{self.lease.path.name}.*"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def place(self, folder: Path) -> None:
         """Move a finished folder, one next to `path`, to `path`; raises UsageError or ExecutionError."""
         try:

@@ -119,6 +119,9 @@ if TYPE_CHECKING:
     metavar="auto|off|always|SIZE",
     help="Compute values again instead of keeping them; auto: where nothing fits otherwise; SIZE: as if on one device.",
 )
+@click.option(
+    "--max-error", type=float, metavar="1e-3", help="Largest error of an output, relative to its largest value."
+)
 @seed_option
 @click.option("--strict", is_flag=True, help="Fail if a requested device is idle.")
 @click.option(

@@ -65,7 +65,7 @@ def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
             tried = [
                 {"sizes": dict(item.sizes), "result": item.result, "message": item.message} for item in result.sizes
             ]
-            counts = {"steps": result.steps, "optimised": result.optimised}
+            counts = {"steps": result.steps, "optimised": result.optimised, "precisions": result.precisions}
             print_json({"equal": result.equal, "outputs": outputs, **counts, "sizes": tried})
         else:
             _print_differences(result)
@@ -81,6 +81,9 @@ def _print_differences(result: Verification) -> None:
         place = "" if item.equal else _find_first(result.sizes, index)
         print_text(f"{verdict} {format_name(item.name)}  {_format_error(item)}{place}")
     _print_sizes(result.sizes)
+    device, precision = next(iter(result.precisions.items()), ("", "float32"))
+    if precision != "float32":
+        print_text(f"compared within {precision}'s precision, because {device} computes in it")
     if result.steps > 1:
         print_text(f"{result.steps} steps, each with the states of the one before")
     if not result.optimised:

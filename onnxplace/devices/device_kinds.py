@@ -103,6 +103,13 @@ class DeviceKind(ABC):
         """Return the execution provider of a device with these options."""
         return self.providers[options.get("provider", next(iter(self.providers)))]
 
+    def precision(self, address: DeviceAddress) -> str:
+        """Return the least precise type in which a device computes values of float32.
+
+        It is `float32`, `tf32`, `float16`, `bfloat16` or `int8`: the device's option `precision`, if its kind has one.
+        """
+        return address.options.get("precision", self.options.get("precision", ("float32",))[0])
+
     @abstractmethod
     def list_hardware(self) -> tuple[Hardware, ...]:
         """Return the devices of this machine, usable or not; fast, and empty where there are none."""
@@ -139,10 +146,6 @@ class DeviceKind(ABC):
     def libraries(self) -> tuple[str, ...]:
         """Return the paths of libraries of its own, on which measurements depend."""
         return ()
-
-    def precision(self, address: DeviceAddress) -> str:
-        """Return the type in which a device computes float32, such as `float16`."""
-        return "float32"
 
     def find_link(self, first: int, second: int) -> str:
         """Return the link between two devices of this kind, by index: `memory`, `nvlink`, `pcie` or `host`."""

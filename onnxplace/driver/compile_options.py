@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -59,6 +60,7 @@ class CompileSettings:
     shard_map: str | Path | Mapping[str, str] | None = None
     shard_metadata: bool = False
     recompute: str = "auto"
+    max_error: float | None = None
     seed: int = 0
     strict: bool = False
     force: bool = False
@@ -117,6 +119,11 @@ class CompileSettings:
     def check(self) -> None:
         """Raise UsageError for options that exclude each other."""
         require_one_target(self.devices, self.target, self.machine)
+        if self.max_error is not None and not 0 < self.max_error < math.inf:
+            hint = "1e-3 allows a thousandth of the largest value of each output"
+            raise UsageError(
+                "U005", f"expected a number above 0, got {self.max_error:g}", where="--max-error", hint=hint
+            )
         if self.pipeline is not None and (
             self.placer or self.objective != "latency" or self.budget_seconds is not None
         ):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxplace.bundle import Bundle, prepare_output, stage_output
-from onnxplace.driver.bundle_trials import finish_bundle
+from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
+from onnxplace.driver.bundle_trials import FinishedBundle, finish_bundle
 from onnxplace.driver.compile_options import CompileSettings, choose_output, choose_pipeline, choose_target
-from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled
+from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled, parse_passes
 from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.driver.latency import decide_or_recompute, make_latency_objective
 from onnxplace.driver.sources import ModelSource, bind_source, open_source
 from onnxplace.driver.throughput import make_throughput_objective
 from onnxplace.driver.training_steps import TRAINING_STEP, require_training_step, suggest_objective
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError
+from onnxplace.evaluation import measure_error
 from onnxplace.facts import Placement, Profile, Routes
-from onnxplace.machine import list_accelerators, measurement_cache, use_custom_operators
+from onnxplace.machine import list_accelerators, measurement_cache, require_device, use_custom_operators
 from onnxplace.model import (
     Model,
     load as load_model,
@@ -33,6 +35,9 @@ from onnxplace.utils import require_different_files, require_writable
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+
+# Placements that are tried until one is within `--max-error`, and the least part of its share that the next one gets.
+MAX_ERROR_ROUNDS, MIN_SHARE_RATIO = 5, 1e-3
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ def compile_with(model: str | Path | ModelProto | Any, settings: CompileSettings
     settings.check()
     steps = choose_pipeline(settings)
     target = choose_target(settings.devices, settings.target, settings.max_memory, settings.machine)
+    for device in target.devices if settings.max_error else ():  # all of them run
+        require_device(device)
     with open_source(model, settings.example_inputs) as source:
         return _compile_source(source, steps, target, settings)
 
@@ -82,15 +89,12 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
         require_linkable(loaded, path)
     with stage_output(path, settings.force) as staging, use_custom_operators(settings.custom_op_libraries):
         try:
-            (first, *others), comparison = _run_pipeline(steps, state, settings)
-            first = first.write(staging.folder, settings.observer)
+            finished, timings = _run_pipeline(steps, state, staging, settings)
         except ModelError:
             require_unchanged(loaded)  # ONNX Runtime may have read weights while another program wrote them
             raise
-        finished = finish_bundle((first, *others), comparison, staging, settings)
         staging.place(finished.bundle.path)
     kept = finished.candidate
-    timings = (*first.profiled.timings, *first.timings, *finished.timings)
     return Compiled(
         Bundle(path, finished.bundle.manifest), str(kept.pipeline), timings, (*swept, *kept.state.diagnostics)
     )
@@ -108,22 +112,72 @@ def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) ->
     return prepare_output(output, force, *(file.parent for file in saved), measurement_cache.folder())
 
 
-def _run_pipeline(steps: Pipeline, state: State, settings: CompileSettings) -> tuple[list[BuiltStrategy], Comparison]:
-    """Return what may be written, the best by prediction first, and how a trial compares it.
+def _run_pipeline(
+    steps: Pipeline, state: State, staging: Staging, settings: CompileSettings
+) -> tuple[FinishedBundle, tuple[Timing, ...]]:
+    """Write the bundle that the user wants; also return the times of passes and trial.
 
-    The memory is checked before measuring, and idle devices before emitting.
+    What can be checked before measuring is checked first, and the memory before placing.
     """
     steps.require(state.facts)
     if settings.objective == "step":
         require_training_step(state[Model])
     profiled = _profile(steps, state, settings)
+    if settings.max_error is None:
+        return _build(profiled, staging, settings)
+    return _build_within(settings.max_error, profiled, staging, settings)
+
+
+def _build_within(
+    maximum: float, profiled: Profiled, staging: Staging, settings: CompileSettings
+) -> tuple[FinishedBundle, tuple[Timing, ...]]:
+    """Write a bundle whose outputs are off by at most `maximum`; also return the times of passes and trial.
+
+    The bundle as it would be without a maximum comes first. Where it exceeds the maximum, the errors of nodes say which
+    ones may be on which device, though not how the model amplifies them. So they get less of the maximum from round to
+    round. Raises InfeasibleError after `MAX_ERROR_ROUNDS`.
+    """
+    feeds, share, reached = profiled.state[Model].feeds(settings.seed), math.inf, list[float]()
+    for _ in range(MAX_ERROR_ROUNDS):
+        limited = profiled
+        if share <= maximum:
+            (limit,) = parse_passes(f"limit-errors{{maximum={share!r},seed={settings.seed}}}")
+            limited = profiled.insert(limit, settings.observer)
+        finished, timings = _build(limited, staging, settings)
+        reached.append(measure_error(finished.bundle, feeds))
+        if reached[-1] <= maximum:
+            return finished, timings
+        share = min(share * min(max(maximum / reached[-1], MIN_SHARE_RATIO), 0.5), maximum)
+        errors = limited.state[Profile].errors  # they are not measured again
+        profiled = replace(profiled, state=profiled.state.with_facts(replace(profiled.state[Profile], errors=errors)))
+        staging.clear()
+    message = f"the bundle's error is {min(reached):.2g} at least, allowed are {maximum:g}"
+    hint = "allow more with --max-error, or leave out the devices that are less precise than cpu:0"
+    raise InfeasibleError("P065", message, where=profiled.state[Model].name, hint=hint)
+
+
+def _build(
+    profiled: Profiled, staging: Staging, settings: CompileSettings
+) -> tuple[FinishedBundle, tuple[Timing, ...]]:
+    """Write the best bundle of a profiled model, and try it; also return the times of passes and trial."""
+    (first, *others), comparison = _choose_candidates(profiled, settings)
+    first = first.write(staging.folder, settings.observer)
+    finished = finish_bundle((first, *others), comparison, staging, settings)
+    return finished, (*first.profiled.timings, *first.timings, *finished.timings)
+
+
+def _choose_candidates(profiled: Profiled, settings: CompileSettings) -> tuple[list[BuiltStrategy], Comparison]:
+    """Return what may be written, the best by prediction first, and how a trial compares it.
+
+    Idle devices are checked before emitting.
+    """
     objective = _choose_objective(settings, profiled)
     mode = "off" if settings.pipeline is not None or objective.is_exploring else settings.recompute
     kept, *others = decide_or_recompute(objective, profiled, mode, settings.observer)
     unused = report_idle_devices(kept.state)
     if settings.strict:
         require_all_devices_used(unused)
-    spare = _report_spare_ways(settings.shard_ways, state.target)
+    spare = _report_spare_ways(settings.shard_ways, profiled.state.target)
     suggestions = suggest_objective(kept.state) if settings.compares_sharding else ()
     kept = kept.with_notes(*unused, *spare, *suggestions)
     return [kept, *others], _choose_comparison(settings, objective, kept)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates, list_route_devices
 from onnxplace.errors import ModelError
 from onnxplace.feeds import Array, Declared, describe_input
 from onnxplace.machine import make_runner, make_session_options, open_session, pin_thread
 from onnxplace.model import Lineage, is_quantising, output_lineages
+from onnxplace.target import PRECISIONS
 from onnxplace.utils import report_progress
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-6
 # and from 4 to 6, the two largest numbers, for E2M1.
 TOLERANCE |= {"float8_e4m3fn": 0.125, "float8_e4m3fnuz": 0.125, "float8_e5m2": 0.25, "float8_e5m2fnuz": 0.25}
 TOLERANCE |= {"float4_e2m1fn": 0.34}
+# Precision of devices -> the type with the same unit round-off, 2^-11 or 2^-8, whose tolerance it has.
+_EQUALLY_PRECISE = {"tf32": "float16", "int8": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -183,8 +186,21 @@ def rounds_to_few_values(bundle: Bundle) -> bool:
 
 
 def find_bundle_lineages(bundle: Bundle) -> dict[str, Lineage]:
-    """Return the lineage of each output of the model, by name."""
-    return output_lineages(_load_whole_model(bundle), {item.input: item.output for item in bundle.manifest.states})
+    """Return the lineage of each output of the model, by name.
+
+    Of a computed one, it has the types in which the bundle's devices compute float32.
+    """
+    lineages = output_lineages(_load_whole_model(bundle), {item.input: item.output for item in bundle.manifest.states})
+    lower = set(list_precisions(bundle).values()) - {"float32"}
+    device_types = Lineage(frozenset(_EQUALLY_PRECISE.get(name, name) for name in lower))
+    return {name: lineage | device_types if lineage.types else lineage for name, lineage in lineages.items()}
+
+
+def list_precisions(bundle: Bundle) -> dict[str, str]:
+    """Return the precision of each device that computes, by its name, the least precise first."""
+    used = list_route_devices(bundle.manifest)
+    precisions = {device.id: device.precision for device in bundle.target.devices if device.id in used}
+    return dict(sorted(precisions.items(), key=lambda item: -PRECISIONS.index(item[1])))
 
 
 def _load_whole_model(bundle: Bundle) -> ModelProto:

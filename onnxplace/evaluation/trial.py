@@ -24,12 +24,15 @@ from onnxplace.bundle import (
     SplitStates,
     TrialRecord,
     list_route_devices,
+    list_routes,
+    move_to_route,
     predict_interval_seconds,
     simulate_manifest,
     sum_device_seconds,
 )
 from onnxplace.errors import Diagnostic
 from onnxplace.evaluation.cached_trials import RequestCount, Seconds, Share, measure_once
+from onnxplace.evaluation.compare import find_bundle_lineages, open_reference
 from onnxplace.evaluation.size_comparison import require_equal_at_another_size
 from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.feeds import Array
@@ -48,7 +51,7 @@ from onnxplace.machine import (
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Runtime, RuntimeSession
 from onnxplace.target import split_host
-from onnxplace.utils import report_progress, write_file
+from onnxplace.utils import relative_error, report_progress, write_file
 
 # Clocks and caches settle within this time, and sessions within these steps.
 WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
@@ -160,6 +163,26 @@ def run_trials(
         return tuple(session.summarise() for session in sessions)
 
     return measure_once(Trial, ["compared trial"], bundles, feeds, cached and is_local, measure)
+
+
+def measure_error(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
+    """Return the largest error of an output, relative to its largest magnitude; the CPU runs the unsplit model.
+
+    Each route of the bundle runs once. States are left out, and outputs that depend on random numbers.
+
+    Raises:
+        ExecutionError: a segment fails.
+        TargetError: a device is missing.
+    """
+    lineages, feeds = find_bundle_lineages(bundle), SplitStates(bundle.manifest).align_copies(feeds)
+    names = [item.name for item in bundle.returned_outputs if not lineages[item.name].random_nodes]
+    expected = open_reference(bundle, None, available_cores())(feeds)
+    runtime, errors = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))(), [0.0]
+    for route in list_routes(bundle.manifest):
+        with runtime.open(Bundle(bundle.path, move_to_route(bundle.manifest, route))) as session:
+            outputs = session.run(feeds).outputs
+        errors += [relative_error(outputs[name], expected[name]) for name in names]
+    return max(errors)
 
 
 def is_doubtful(trial: Trial | TrialRecord) -> bool:

@@ -125,6 +125,8 @@ class Profile:
     """Cost class -> half the interquartile range of the times, in seconds, per node; measured classes only."""
     quality: Mapping[str, Quality] = field(default_factory=lambda: MappingProxyType({}))
     """Cost class -> reliability of its measurement; only for classes measured on the whole model."""
+    errors: Mapping[str, Floats] = field(default_factory=lambda: MappingProxyType({}))
+    """Cost class -> relative error of each node there, by itself; of the classes whose errors were measured."""
     prints: tuple[str, ...] = ()
     """Fingerprint per node, which identifies it in cost files and other models; empty if not computed."""
     unsharded_seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))

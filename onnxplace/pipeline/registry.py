@@ -23,6 +23,7 @@ NOUNS: Mapping[Kind, str] = {"passes": "pass", "runtimes": "runtime", "commands"
 _PASSES = {
     "optimize": ("Optimize", "fold constants and drop unused nodes"),
     "profile": ("ProfileCosts", "measure what each node costs on each class of device"),
+    "limit-errors": ("LimitErrors", "keep nodes off devices on which they are too inexact"),
     "recompute": ("Recompute", "compute values again instead of keeping them in memory"),
     "shard": ("Shard", "split operators over devices"),
     "microbatch": ("Microbatch", "compute the batch of a training step in parts, adding up gradients"),

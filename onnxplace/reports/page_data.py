@@ -181,11 +181,14 @@ def _quantify_count(label: str, count: int) -> Quantity:
 
 
 def _list_devices(manifest: Manifest, step: PlacedStep) -> tuple[DeviceSummary, ...]:
-    kinds = {device.id: device for device in manifest.target.devices}
+    kinds = {
+        item.id: (item.model or item.kind) + f", computes in {item.precision}" * (item.precision != "float32")
+        for item in step.target.devices
+    }
     return tuple(
         DeviceSummary(
             id=item.id,
-            kind=kinds[item.id].model or kinds[item.id].kind,
+            kind=kinds[item.id],
             nodes=item.nodes,
             compute_seconds=item.compute_seconds,
             idle_seconds=max(step.simulation.makespan_seconds - item.compute_seconds, 0.0),

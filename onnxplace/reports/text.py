@@ -39,7 +39,9 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int
 
 def compile_summary(bundle: Bundle) -> str:
     """Return the summary of a bundle, on one screen."""
-    manifest = bundle.manifest
+    manifest, precisions = bundle.manifest, {device.id: device.precision for device in bundle.target.devices}
+    header = ("device", "nodes", "compute", "weights", "peak", "limit", "precision")
+    columns = len(header) - (set(precisions.values()) == {"float32"})
     rows = [
         (
             device.id,
@@ -48,6 +50,7 @@ def compile_summary(bundle: Bundle) -> str:
             format_bytes(device.weights_bytes),
             format_bytes(device.peak_bytes),
             format_bytes(device.limit_bytes),
+            precisions[device.id],
         )
         for device in manifest.devices
     ]
@@ -59,7 +62,7 @@ def compile_summary(bundle: Bundle) -> str:
             *_format_repeats(manifest.repeats),
             *_format_training(manifest.training),
             *_format_sharding(manifest.sharding),
-            format_table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
+            format_table(header[:columns], (row[:columns] for row in rows)),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({transfer_size})",
             *_format_routes(manifest),
             *_format_steps(manifest),

@@ -12,6 +12,7 @@ from onnxplace.target.parsing import (
 from onnxplace.target.target import (
     DATA_TYPES as DATA_TYPES,
     LINK_MODELS as LINK_MODELS,
+    PRECISIONS as PRECISIONS,
     SEGMENT_OVERHEAD_SECONDS as SEGMENT_OVERHEAD_SECONDS,
     Device as Device,
     Link as Link,

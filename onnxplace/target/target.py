@@ -43,6 +43,8 @@ LINK_MODELS: tuple[LinkModel, ...] = ("duplex", "parallel", "sequential")
 
 # Types of numbers whose peak rates may differ from that of float32; `tf32` is that of products of float32.
 DATA_TYPES = ("tf32", "float16", "bfloat16", "int8", "fp8")
+# Types in which devices compute values of float32, the most precise first.
+PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "int8")
 
 # One session shares copies of weights, layouts and caches among its nodes. Segments do not: each takes about this much
 # longer (docs/measurements.md). The call takes the rest of SEGMENT_SECONDS, which `devices --calibrate` measures.
@@ -119,6 +121,11 @@ class Device:
     def is_host(self) -> bool:
         """Return whether it is a set of processor cores."""
         return find_kind(self.kind).is_host
+
+    @property
+    def precision(self) -> str:
+        """Return the least precise type in which it computes values of float32."""
+        return find_kind(self.kind).precision(self.address)
 
     @property
     def compiles(self) -> bool:

@@ -3,6 +3,7 @@ from onnxplace.utils.array_files import (
     map_arrays as map_arrays,
     write_arrays as write_arrays,
 )
+from onnxplace.utils.differences import relative_error as relative_error
 from onnxplace.utils.docstrings import read_field_docs as read_field_docs
 from onnxplace.utils.files import (
     cannot_write_error as cannot_write_error,
