@@ -41,11 +41,9 @@ class ProviderRecord:
 
     vendor: str = ""
     package: str = ""
-    """What pip installs; by default `onnxruntime-ep-NAME`."""
+    """What pip installs, by default `onnxruntime-ep-NAME`; the build of ONNX Runtime that contains it, for people."""
     built_in: str = ""
-    """The name of the provider in builds of ONNX Runtime that contain it: `package` is then such a build."""
-    install_hint: str = ""
-    """How to get it, where pip cannot install `package` next to onnxruntime."""
+    """The name of the provider in builds of ONNX Runtime that contain it."""
     types: Sequence[str] = ()
     """Of its devices: assumed while nothing can be asked, and those of a provider that is built in."""
     needs_static_shapes: bool = False
@@ -60,7 +58,6 @@ class ProviderRecord:
 
 
 _ON_FLOAT16 = {"npu": "float16", "gpu": "float16", "igpu": "float16"}
-_INSTEAD = "pip uninstall -y onnxruntime; pip install {}"
 RECORDS = {
     "qnn": ProviderRecord(
         "Qualcomm",
@@ -75,32 +72,18 @@ RECORDS = {
     "nv-tensorrt-rtx": ProviderRecord("NVIDIA", types=("gpu",), caches_contexts=True),
     "vitisai": ProviderRecord(
         "AMD",
-        install_hint="install AMD's Ryzen AI software, and name the library in ONNXPLACE_PROVIDER_LIBRARIES",
+        "onnxruntime-vitisai of AMD's Ryzen AI software",
+        "VitisAIExecutionProvider",
         types=("npu",),
         needs_static_shapes=True,
         caches_contexts=True,
     ),
-    "directml": ProviderRecord(
-        "Microsoft",
-        "onnxruntime-directml",
-        "DmlExecutionProvider",
-        _INSTEAD.format("onnxruntime-directml (Windows)"),
-        types=("gpu",),
-    ),
+    "directml": ProviderRecord("Microsoft", "onnxruntime-directml for Windows", "DmlExecutionProvider", ("gpu",)),
     "coreml": ProviderRecord(
-        "Apple",
-        "onnxruntime",
-        "CoreMLExecutionProvider",
-        "it is part of onnxruntime for macOS",
-        types=("npu",),
-        computes_in=_ON_FLOAT16,
+        "Apple", "onnxruntime for macOS", "CoreMLExecutionProvider", ("npu",), computes_in=_ON_FLOAT16
     ),
     "migraphx": ProviderRecord(
-        "AMD",
-        "onnxruntime-migraphx",
-        "MIGraphXExecutionProvider",
-        _INSTEAD.format("onnxruntime-migraphx (Linux, with ROCm)"),
-        types=("gpu",),
+        "AMD", "onnxruntime-migraphx for Linux with ROCm", "MIGraphXExecutionProvider", ("gpu",)
     ),
 }
 _UNKNOWN = ProviderRecord(types=("npu",), is_tried_in_child=True)
@@ -426,7 +409,9 @@ def make_provider_kind(name: str) -> DeviceKind:
     """Return the kind of devices of a name that `parse_kind_name` accepts, or of a type alone, which has none here."""
     family, kind = parse_kind_name(name) or ("", name)
     record, rates = find_record(family), _RATES[kind]
-    hint = record.install_hint or (f"pip install {_package(family)}" if family else "")
+    hint = f"pip install {_package(family)}" if family else ""
+    if record.built_in:
+        hint = f"it is in the wheel {record.package}, which has to be the only wheel of ONNX Runtime"
     fields: dict[str, Any] = {
         "name": name,
         "title": f"{record.vendor} {_TITLES[kind]}".strip() + f" by {family}" * bool(family),

@@ -18,13 +18,12 @@ _PROVIDERS = {
     ("npu", "0x8086"): ("Intel", ("openvino/npu",)),
     ("npu", "0x1022"): ("AMD", ("vitisai/npu",)),
     ("npu", "0x17cb"): ("Qualcomm", ("qnn/npu",)),
+    ("npu", "0x5143"): ("Qualcomm", ("qnn/npu",)),
     ("gpu", "0x8086"): ("Intel", ("openvino/gpu", "webgpu", "webgpu/gpu")),
     ("gpu", "0x1002"): ("AMD", ("migraphx/gpu", "webgpu", "webgpu/gpu")),
     ("gpu", "0x10de"): ("NVIDIA", ("cuda", "nv-tensorrt-rtx/gpu", "webgpu", "webgpu/gpu")),
     ("gpu", "0x17cb"): ("Qualcomm", ("qnn/gpu", "webgpu", "webgpu/gpu")),
 }
-# Both numbers are in use by a vendor: of AMD's GPUs and processors, of Qualcomm by PCI and by USB.
-_SAME_VENDOR = {"npu": {"0x1002": "0x1022", "0x5143": "0x17cb"}, "gpu": {"0x1022": "0x1002", "0x5143": "0x17cb"}}
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def _find_unused() -> Iterator[UnusedHardware]:
         for path in sorted(SYSFS.glob(f"{folder}/device/vendor")):
             with suppress(OSError):
                 vendor = path.read_text().strip()
-                known = _PROVIDERS.get((kind, _SAME_VENDOR[kind].get(vendor, vendor)))
+                known = _PROVIDERS.get((kind, vendor))
                 if known and not any(map(_is_installed, known[1])):
                     yield UnusedHardware(kind, f"{known[0]} {kind.upper()}", find_kind(known[1][0]).install_hint)
 

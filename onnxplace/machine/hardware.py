@@ -91,7 +91,7 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
     >>> [device.id for device in local_target("cpu:0,cpu:1").devices]
     ['cpu:0', 'cpu:1']
     """
-    specs = [_find_meant(spec) for spec in parse_devices(devices or list_default_device_ids())]
+    specs = [resolve_device(spec) for spec in parse_devices(devices or list_default_device_ids())]
     if host := split_host(specs[0].id)[0]:
         message = f"{specs[0].id} is a device of host {host}; expected devices of this machine"
         hint = "leave the host out, or describe several hosts in a file for --target (docs/target.md)"
@@ -111,7 +111,7 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
     )
 
 
-def _find_meant(spec: DeviceSpec) -> DeviceSpec:
+def resolve_device(spec: DeviceSpec) -> DeviceSpec:
     """Return the device of this machine that is meant by `npu:0`, if there is one; other devices as they are."""
     address = DeviceAddress.of(spec.id) if not split_host(spec.id)[0] else None
     found = resolve_short_name(address.kind, address.index) if address and address.kind in SHORT_NAMES else None

@@ -28,7 +28,7 @@ def add_device(tmp_path, monkeypatch):
         ("accel/accel0", "0x17cb", "Qualcomm NPU", ""),  # its provider may be installed here
         ("accel/accel0", "0x5143", "Qualcomm NPU", ""),
         ("drm/card0", "0x8086", "Intel GPU", "pip install onnxruntime-ep-openvino"),
-        ("drm/card1", "0x1002", "AMD GPU", "pip install onnxruntime-migraphx"),
+        ("drm/card1", "0x1002", "AMD GPU", "it is in the wheel onnxruntime-migraphx"),
         ("drm/card0", "0x10de", "NVIDIA GPU", "pip install 'onnxplace[gpu]'"),
     ],
 )
