@@ -124,7 +124,7 @@ def _list_named() -> dict[str, str]:
 
 
 def _find_module(family: str) -> str | None:
-    if find_record(family).built_in or not _NAME.fullmatch(family):
+    if not _NAME.fullmatch(family):
         return None
     module = _package(family).replace("-", "_")
     return module if importlib.util.find_spec(module) else None
@@ -163,7 +163,9 @@ def _load(family: str) -> LoadedProvider:
     path = named = _list_named().get(family, "")
     if not named:
         if (name := _find_module(family)) is None:
-            return LoadedProvider(problem=f"{_package(family)} is not installed")
+            wanted = find_record(family).built_in
+            missing = f"the installed onnxruntime has no {wanted}" if wanted else f"{_package(family)} is not installed"
+            return LoadedProvider(problem=missing)
         try:
             path = str(importlib.import_module(name).get_library_path())
         except Exception as problem:  # noqa: BLE001 - a package may fail in any way; the text names it
@@ -201,8 +203,9 @@ def _find_version(family: str, devices: Sequence[Any]) -> str:
 
 
 def _package(family: str) -> str:
-    """Return the package that brings a provider, or the library that the user names."""
-    return _list_named().get(family) or find_record(family).package or f"onnxruntime-ep-{family}"
+    """Return the package that brings a provider as a library, or the library that the user names."""
+    usual = "" if find_record(family).built_in else find_record(family).package
+    return _list_named().get(family) or usual or f"onnxruntime-ep-{family}"
 
 
 def _try_library(job: tuple[str, str]) -> None:

@@ -267,7 +267,7 @@ MAX_IN_FLIGHT = 16
 MIN_REQUESTS = 4 * MAX_IN_FLIGHT
 MAX_SECONDS = 10.0
 # A simulated NPU takes a second for each request: then fewer are in flight, and no more are sent after this time.
-SLOW_SECONDS = 5.0
+SLOW_SECONDS = 2.0
 # Products with a permutation matrix are exact, also with 10 bits of mantissa, if values are whole and this small.
 MAX_VALUE = 1000
 

@@ -133,7 +133,7 @@ def test_calibration_measures_the_link_with_fixed_sizes(run_cli, model_file, tmp
 @pytest.mark.slow
 def test_doctor_checks_the_npu(run_cli, tmp_path):
     output = tmp_path / "report.json"
-    result = run_cli("doctor", "--devices", "npu:0", "--seconds", "25", "--output", output)
+    result = run_cli("doctor", "--devices", "npu:0", "--seconds", "40", "--output", output)
     assert result.code == 0, result.out
     statuses = {item["check"]: item["status"] for item in json.loads(output.read_text())["checks"]}
     assert statuses["open"] == statuses["operators"] == statuses["contract"] == "ok"
