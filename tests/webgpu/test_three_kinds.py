@@ -1,6 +1,7 @@
 """One bundle for three kinds of devices: a CPU, a GPU by WebGPU, and the NPU that QNN's library simulates."""
 
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tests.support.commands import only_json, run_unsplit
 from tests.support.fault_checks import HUNG_SECONDS
 from tests.support.npu_models import NPU, fixed_branches
 
-pytest.importorskip("onnxruntime_qnn", reason="`.ci/webgpu` installs it where it has a simulator")
+pytestmark = pytest.mark.skipif(find_spec("onnxruntime_qnn") is None, reason="the NPU's simulator is not installed")
 
 PLACES = {"left|relu": NPU, "right|tanh": "webgpu:0", ".*": "cpu:0"}
 
