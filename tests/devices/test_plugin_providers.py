@@ -10,6 +10,7 @@ import pytest
 from onnxplace.devices import find_kind, is_known_kind, list_kind_names, plugin_providers, resolve_short_name
 from onnxplace.devices.plugin_providers import LIBRARIES_VARIABLE, RECORDS, has_family, parse_kind_name
 from onnxplace.errors import UsageError
+from onnxplace.machine import find_link_technology
 from onnxplace.target import split_host
 from tests.conftest import FAST_PIPELINE
 from tests.support.commands import only_json
@@ -188,6 +189,30 @@ def test_short_names_stand_for_usable_devices_in_order(monkeypatch, name_library
     monkeypatch.setattr("onnxplace.devices.kind_table.find_kind", lambda name: FakeKind(name, usable[name]))
     resolve_short_name.cache_clear()
     assert resolve_short_name(kind, index) == expected
+
+
+class FakeDevice:
+    """A device of a provider, with memory of its own or without."""
+
+    ep_name, ep_vendor = "FakeExecutionProvider", "Fake"
+
+    def __init__(self, memory):
+        self._memory = memory
+
+    def memory_info(self, kind):
+        return self._memory
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory", "via"),
+    [("npu", None, "memory"), ("gpu", "memory of its own", "host"), ("igpu", "memory of its own", "memory")],
+)
+def test_values_of_devices_that_use_the_memory_of_the_host_need_no_copy(monkeypatch, kind, memory, via):
+    loaded = plugin_providers.LoadedProvider({kind: [FakeDevice(memory)]})
+    monkeypatch.setitem(plugin_providers._loaded, "openvino", loaded)
+    assert find_link_technology("cpu:0", f"openvino/{kind}:0") == via
+    assert find_link_technology(f"openvino/{kind}:0", "cpu:0") == via
+    assert find_link_technology(f"openvino/{kind}:0", "webgpu:0") == "host"
 
 
 def test_malformed_libraries_do_not_disturb_devices_of_other_kinds(monkeypatch):
