@@ -163,9 +163,7 @@ def _load(family: str) -> LoadedProvider:
     path = named = _list_named().get(family, "")
     if not named:
         if (name := _find_module(family)) is None:
-            wanted = find_record(family).built_in
-            missing = f"the installed onnxruntime has no {wanted}" if wanted else f"{_package(family)} is not installed"
-            return LoadedProvider(problem=missing)
+            return LoadedProvider(problem=f"{find_record(family).built_in or _package(family)} is not installed")
         try:
             path = str(importlib.import_module(name).get_library_path())
         except Exception as problem:  # noqa: BLE001 - a package may fail in any way; the text names it
