@@ -87,31 +87,38 @@ class RunMeasurer:
     def _find_taken(self, feeds: Mapping[str, Any]) -> tuple[Bools, list[str]]:
         """Return, per node, whether the device takes it, with all of its quantised unit; and problems of opening.
 
-        The whole model says so. If a provider fails to open it, one or a few nodes are to blame, which it claims and
-        then cannot compile: they are found by halves, and they and their equals count as refused.
+        The whole model says so. If a provider fails to open it, there is a first node in the order with which it fails,
+        alone or in one kernel with nodes before: it is found by bisection, and refused with its equals. The rest is
+        tried again, until it opens. So every part of what is taken opens, too.
         """
         unit = join_quantised_units(self.model, np.arange(len(self.graph), dtype=np.int32))
-        units = unit[self.graph.order][np.sort(np.unique(unit[self.graph.order], return_index=True)[1])]
-        names, problems, values = set[str](), dict[bytes, str](), None
-        kind = {name: self.kinds[unit == name].tobytes() for name in units.tolist()}
-        pending = [units]
-        while pending:
-            units = np.array([name for name in pending.pop().tolist() if kind[name] not in problems])
-            nodes = np.flatnonzero(np.isin(unit, units)).astype(np.int32)
-            if not len(units):
-                continue
+        units = list(dict.fromkeys(unit[self.graph.order].tolist()))
+        kind = {name: self.kinds[unit == name].tobytes() for name in units}
+        names, problems, values, opening = frozenset[str](), list[str](), feeds, 0
+        count = len(units)
+        while units:
+            # The first `opening` units open together, more than `failing` do not.
             try:
-                names |= self._list_taken(nodes, feeds if values is None else values)
+                taken = self._list_taken(np.flatnonzero(np.isin(unit, units[:count])).astype(np.int32), values)
             except OnnxplaceError as problem:
-                if len(units) == 1:
-                    problems[kind[units[0]]] = problem.message
-                    continue
-                values = (
-                    self._compute_inputs([nodes[[at]] for at in range(len(nodes))], feeds) if values is None else values
-                )
-                pending += np.array_split(units, 2)
+                if values is feeds:
+                    values = self._compute_inputs(list(np.arange(len(self.graph), dtype=np.int32)[:, None]), feeds)
+                failing, message = count, problem.message
+            else:
+                opening = count
+                if count == len(units):
+                    names = taken
+                    break
+            if failing - opening == 1:
+                problems.append(message)
+                culprit = kind[units[failing - 1]]
+                opening = sum(kind[name] != culprit for name in units[:opening])
+                units = [name for name in units if kind[name] != culprit]
+                count = len(units)
+            else:
+                count = (opening + failing) // 2
         refused = np.bincount(unit, [name not in names for name in self.graph.names]) > 0
-        return ~refused[unit], list(problems.values())
+        return ~refused[unit], problems
 
     def _list_taken(self, nodes: Ints, values: Mapping[str, Any]) -> frozenset[str]:
         outputs = [self.graph.value_names[value] for value in self._list_outputs(nodes)[1]]
