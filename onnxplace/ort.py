@@ -14,7 +14,14 @@ INSTALL_HINT = (
     "pip install 'onnxplace[cpu]' (or 'onnxplace[gpu]' on a machine with CUDA 13, 'onnxplace[webgpu]' for other GPUs)"
 )
 # Each of them brings a package of the name `onnxruntime`.
-WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-webgpu", "onnxruntime-directml", "onnxruntime-openvino")
+WHEELS = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-webgpu",
+    "onnxruntime-directml",
+    "onnxruntime-migraphx",
+    "onnxruntime-openvino",
+)
 
 
 @lru_cache(maxsize=1)
@@ -24,7 +31,7 @@ def import_onnxruntime() -> Any:
     Telemetry is off unless the user set it. Raises ExecutionError for a broken installation.
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-    installed = [name for name in WHEELS if _is_installed(name)]
+    installed = list_installed_wheels()
     if len(installed) > 1:
         raise ExecutionError(
             "R001",
@@ -43,6 +50,11 @@ def import_onnxruntime() -> Any:
             hint=f"pip uninstall -y {' '.join(WHEELS)}, then {INSTALL_HINT}",
         )
     return onnxruntime
+
+
+def list_installed_wheels() -> list[str]:
+    """Return the installed distributions that bring the package `onnxruntime`; more than one is an error."""
+    return [name for name in WHEELS if _is_installed(name)]
 
 
 def _is_installed(distribution: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar, cast
 import numpy as np
 
 from onnxplace.calibration.probe_runs import (
+    ANY_SIZE,
     MIN_UNDISTURBED_SAMPLES,
     Probe,
     RequestTimes,
@@ -22,6 +23,7 @@ from onnxplace.calibration.probe_runs import (
     run_once,
     write_probe_bundle,
 )
+from onnxplace.devices import find_kind
 from onnxplace.feeds import Array
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, EventKind, Runtime, RuntimeSession
@@ -30,6 +32,8 @@ from onnxplace.target import Target
 # Values up to SMALL_BYTES make many hops in one request; computing with values up to TINY_BYTES takes no time.
 TINY_BYTES, SMALL_BYTES = 1 << 12, 1 << 16
 SMALL_HOPS, LARGE_HOPS = 16, 4
+# An NPU's compiler has to find room for a value: that of QNN's simulator refuses a vector of 16 MiB.
+MAX_STATIC_BYTES = 1 << 22
 # The first hops of a request wake devices that slept for long, and use memory that the system has yet to provide.
 SETTLING_HOPS = 2
 # Segments in a row in the benchmark of calls; nodes, inputs or outputs that its probes have in addition.
@@ -100,18 +104,28 @@ def prepare_hops(
     """Prepare to send values back and forth between two devices; the result is by direction."""
     hops = {pair: HopSamples(), pair[::-1]: HopSamples()}
     tasks: list[Callable[[], object]] = []
-    for name, count, group in (
-        ("small", SMALL_HOPS, [size for size in sizes if size <= SMALL_BYTES]),
-        ("large", LARGE_HOPS, [size for size in sizes if size > SMALL_BYTES]),
-    ):
+    groups: list[tuple[str, int, list[int], str]] = [
+        ("small", SMALL_HOPS, [size for size in sizes if size <= SMALL_BYTES], ANY_SIZE),
+        ("large", LARGE_HOPS, [size for size in sizes if size > SMALL_BYTES], ANY_SIZE),
+    ]
+    if any(map(_needs_static_shapes, pair)):  # otherwise such a device would leave the segments to the CPU
+        sizes = sorted({min(size, MAX_STATIC_BYTES) for size in sizes})
+        groups = [(str(size), LARGE_HOPS, [size], f"float[{max(size // 4, 1)}]") for size in sizes]
+    for name, count, group, kind in groups:
         if group:
-            session = open_probes(stack, folder / name, target, _build_chain(pair, count))
+            session = open_probes(stack, folder / name, target, _build_chain(pair, count, kind))
             tasks += [_make_hop_task(session, size, count, hops) for size in group]
     return Benchmark(tasks, lambda: hops)
 
 
-def _build_chain(pair: tuple[str, str], count: int) -> list[Probe]:
-    return [Probe(pair[i % 2], f"v{i + 1} = Identity(v{i})", (f"v{i}",), (f"v{i + 1}",)) for i in range(count + 1)]
+def _needs_static_shapes(device: str) -> bool:
+    return find_kind(device.partition(":")[0]).needs_static_shapes
+
+
+def _build_chain(pair: tuple[str, str], count: int, kind: str) -> list[Probe]:
+    return [
+        Probe(pair[i % 2], f"v{i + 1} = Identity(v{i})", (f"v{i}",), (f"v{i + 1}",), kind) for i in range(count + 1)
+    ]
 
 
 def _make_hop_task(
@@ -196,17 +210,18 @@ def _make_tiny_feeds(probes: Sequence[Probe]) -> dict[str, Array]:
 def _make_call_probe(kind: str, device: str, index: int) -> Probe:
     """Return a segment with one node, or with more nodes, inputs or outputs."""
     value, result = f"v{index}", f"v{index + 1}"
+    size = "float[1]" if _needs_static_shapes(device) else ANY_SIZE
     if kind == "nodes":
         steps = [value, *[f"t{node}" for node in range(EXTRA_VALUES)], result]
-        return Probe(device, " ".join(f"{b} = Neg({a})" for a, b in pairwise(steps)), (value,), (result,))
+        return Probe(device, " ".join(f"{b} = Neg({a})" for a, b in pairwise(steps)), (value,), (result,), size)
     if kind == "inputs":
         inputs = (value, *[f"x{number}" for number in range(EXTRA_VALUES)])
-        return Probe(device, f"{result} = Max({', '.join(inputs)})", inputs, (result,))
+        return Probe(device, f"{result} = Max({', '.join(inputs)})", inputs, (result,), size)
     if kind == "outputs":
         outputs = (result, *[f"y{index}_{number}" for number in range(EXTRA_VALUES)])
-        return Probe(device, " ".join(f"{name} = Neg({value})" for name in outputs), (value,), outputs)
+        return Probe(device, " ".join(f"{name} = Neg({value})" for name in outputs), (value,), outputs, size)
     operator = "Identity" if kind == "copied" else "Neg"
-    return Probe(device, f"{result} = {operator}({value})", (value,), (result,))
+    return Probe(device, f"{result} = {operator}({value})", (value,), (result,), size)
 
 
 # ----------------------------------------------------------------------------------------------------------- contention

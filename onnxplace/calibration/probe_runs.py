@@ -30,6 +30,10 @@ from onnxplace.utils import report_progress
 # -------------------------------------------------------------------------------------------------------------- bundles
 
 
+# The type of values whose size each request chooses.
+ANY_SIZE = "float[?]"
+
+
 @dataclass(frozen=True)
 class Probe:
     """A segment to time: its device, nodes, inputs and outputs."""
@@ -39,7 +43,7 @@ class Probe:
     """Statements of ONNX's text form, over the names of its inputs and outputs."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    kind: str = "float[?]"
+    kind: str = ANY_SIZE
     """Type of all inputs and outputs, in ONNX's text form."""
     stage: int = 0
     """Position in a bundle of several probes: after all probes of lower stages."""

@@ -78,7 +78,11 @@ def devices(
 def _format_heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
     """Return the comments on top of a target file: machine and source."""
     name = json.loads(processor).get("model name", "processor unknown") if processor.startswith("{") else processor
-    parts = [name, f"{len(about['host']['cores'])} cores", *[f"{gpu['id']} {gpu['name']}" for gpu in about["gpus"]]]
+    parts = [
+        name,
+        f"{len(about['host']['cores'])} cores",
+        *[f"{item['id']} {item['name']}" for item in about["accelerators"]],
+    ]
     source = "measured by devices --calibrate" if measured else "links and calls by default, not measured"
     versions = f"onnxplace {__version__}, onnxruntime {about['onnxruntime']}"
     lines = (f"machine: {', '.join(parts)}", f"{source}: {datetime.date.today()}, {versions}")
@@ -202,19 +206,19 @@ def _format_link(measured: LinkMeasurement) -> str:
 
 
 def format_devices(about: Mapping[str, Any], target: Target) -> str:
-    """Return the hardware of this machine, and the default devices."""
+    """Return the hardware of this machine, that without a provider too, and the default devices."""
     host = about["host"]
     lines = [
         f"host: {len(host['cores'])} cores, {format_bytes(host['available_memory_bytes'])} available; "
         f"onnxruntime {about['onnxruntime']}"
     ]
-    for gpu in about["gpus"]:
-        problem = f"; NOT usable: {gpu['problem']}" if gpu["problem"] else ""
-        free = f"{format_bytes(gpu['free_bytes'])} free"
-        memory = free if gpu["memory_is_known"] else f"its memory is unknown: that of the host is assumed, {free}"
-        lines.append(f"{gpu['id']}: {gpu['name']}, {memory}{problem}")
-    if not about["gpus"]:
-        lines.append("no GPU found")
+    lines += [_format_accelerator(item) for item in about["accelerators"]]
+    lines += [
+        f"{item['name']}: found, but no provider for it is installed: {item['install_hint']}"
+        for item in about["without_provider"]
+    ]
+    if not about["accelerators"]:
+        lines.append("no GPU or NPU found that has a provider")
     rows = [(d.id, str(d.cores), format_bytes(d.memory_bytes), d.cost_class) for d in target.devices]
     return "\n".join(
         [
@@ -224,6 +228,21 @@ def format_devices(about: Mapping[str, Any], target: Target) -> str:
             format_table(("device", "cores", "memory", "cost class"), rows),
         ]
     )
+
+
+def _format_accelerator(item: Mapping[str, Any]) -> str:
+    """Return name, memory and provider of an accelerator, what it cannot do, and what it lacks."""
+    free = f"{format_bytes(item['free_bytes'])} free"
+    assumed = "" if item["problem"] else f"its memory is unknown: that of the host is assumed, {free}"
+    name = ", ".join(filter(None, (item["name"], free if item["memory_is_known"] else assumed)))
+    limits = [
+        "inputs of fixed sizes only" if item.get("needs_static_shapes") else "",
+        f"float32 is computed in {item['precision']}" if item.get("precision", "float32") != "float32" else "",
+        f"NOT usable: {item['problem']}" if item["problem"] else "",
+        item.get("install_hint", ""),
+    ]
+    provider = f"{item['package']} {item['version']}".strip()
+    return "; ".join(filter(None, (f"{item['id']}: {name}", provider, *limits)))
 
 
 # -------------------------------------------------------------------------------------------------------- several hosts

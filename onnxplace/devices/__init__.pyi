@@ -13,3 +13,7 @@ from onnxplace.devices.kind_table import (
     resolve_short_name as resolve_short_name,
 )
 from onnxplace.devices.provider_lock import ProviderLock as ProviderLock
+from onnxplace.devices.unused_hardware import (
+    UnusedHardware as UnusedHardware,
+    list_unused_hardware as list_unused_hardware,
+)

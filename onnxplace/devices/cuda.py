@@ -44,7 +44,7 @@ class Cuda(DeviceKind):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory, name = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetName(handle)
             text = name if isinstance(name, str) else name.decode()
-            gpus.append(Hardware(index, text, int(memory.total), int(memory.free)))
+            gpus.append(Hardware(index, text, int(memory.total), int(memory.free), vendor="NVIDIA"))
         return tuple(gpus)
 
     def find_problem(self, address: DeviceAddress) -> str | None:

@@ -51,6 +51,11 @@ class Hardware:
     free_bytes: int
     memory_is_known: bool = True
     """False if the host's memory stands for that of the device, which nothing reports."""
+    vendor: str = ""
+    package: str = ""
+    """What brings its execution provider, such as `onnxruntime-qnn`; empty for the package of ONNX Runtime itself."""
+    version: str = ""
+    """Of the package."""
 
 
 class DeviceKind(ABC):
@@ -150,6 +155,10 @@ class DeviceKind(ABC):
     def find_link(self, first: int, second: int) -> str:
         """Return the link between two devices of this kind, by index: `memory`, `nvlink`, `pcie` or `host`."""
         return "memory" if first == second else "host"
+
+    def shares_memory(self, index: int) -> bool:
+        """Return whether a device reads and writes the host's memory, so that its values need no copy."""
+        return self.is_host
 
     def binding(self, address: DeviceAddress) -> tuple[str, int]:
         """Return the type and number of the device to which ONNX Runtime binds outputs."""

@@ -18,17 +18,19 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import metadata
 from typing import Any, ClassVar
 
 from onnxplace.devices.device_kinds import DeviceAddress, DeviceKind, Hardware
 from onnxplace.devices.provider_lock import ProviderLock
 from onnxplace.devices.webgpu import WEBGPU_LOCK
-from onnxplace.errors import OnnxplaceError, format_one_line
+from onnxplace.errors import OnnxplaceError, UsageError, format_one_line
 from onnxplace.ort import import_onnxruntime
 from onnxplace.utils import run_in_child
 
 # name=path of libraries, separated as in PATH.
 LIBRARIES_VARIABLE = "ONNXPLACE_PROVIDER_LIBRARIES"
+_NAME = re.compile(r"[a-z][a-z0-9-]*")
 TYPES = ("npu", "gpu", "igpu", "cpu")
 _TITLES = {"npu": "NPU", "gpu": "GPU", "igpu": "integrated GPU", "cpu": "processor"}
 
@@ -39,7 +41,7 @@ class ProviderRecord:
 
     vendor: str = ""
     package: str = ""
-    """What to install; by default `onnxruntime-ep-NAME`."""
+    """What pip installs, by default `onnxruntime-ep-NAME`; the build of ONNX Runtime that contains it, for people."""
     built_in: str = ""
     """The name of the provider in builds of ONNX Runtime that contain it."""
     types: Sequence[str] = ()
@@ -70,10 +72,23 @@ RECORDS = {
     "openvino": ProviderRecord("Intel", types=("npu", "gpu", "cpu"), computes_in=_ON_FLOAT16, caches_contexts=True),
     "webgpu": ProviderRecord(types=("gpu",), compiles=False, lock=WEBGPU_LOCK),
     "nv-tensorrt-rtx": ProviderRecord("NVIDIA", types=("gpu",), caches_contexts=True),
-    "vitisai": ProviderRecord("AMD", types=("npu",), needs_static_shapes=True, caches_contexts=True),
-    "directml": ProviderRecord("Microsoft", "onnxruntime-directml", "DmlExecutionProvider", ("gpu",), compiles=False),
-    "coreml": ProviderRecord("Apple", "onnxruntime", "CoreMLExecutionProvider", ("npu",), computes_in=_ON_FLOAT16),
-    "migraphx": ProviderRecord("AMD", "onnxruntime-migraphx", "MIGraphXExecutionProvider", ("gpu",)),
+    "vitisai": ProviderRecord(
+        "AMD",
+        "onnxruntime-vitisai of AMD's Ryzen AI software",
+        "VitisAIExecutionProvider",
+        types=("npu",),
+        needs_static_shapes=True,
+        caches_contexts=True,
+    ),
+    "directml": ProviderRecord(
+        "Microsoft", "onnxruntime-directml for Windows", "DmlExecutionProvider", ("gpu",), compiles=False
+    ),
+    "coreml": ProviderRecord(
+        "Apple", "onnxruntime for macOS", "CoreMLExecutionProvider", ("npu",), computes_in=_ON_FLOAT16
+    ),
+    "migraphx": ProviderRecord(
+        "AMD", "onnxruntime-migraphx for Linux with ROCm", "MIGraphXExecutionProvider", ("gpu",)
+    ),
 }
 _UNKNOWN = ProviderRecord(types=("npu",), is_tried_in_child=True)
 
@@ -97,16 +112,22 @@ def has_family(family: str) -> bool:
 
 
 def _list_named() -> dict[str, str]:
-    items = os.environ.get(LIBRARIES_VARIABLE, "").split(os.pathsep)
-    return {name: path for name, _, path in (item.partition("=") for item in items if item)}
+    """Return the libraries that the user names, by provider; raises UsageError for other text."""
+    libraries = {}
+    for item in filter(None, os.environ.get(LIBRARIES_VARIABLE, "").split(os.pathsep)):
+        name, _, path = item.partition("=")
+        if not path or not _NAME.fullmatch(name):
+            message = f"expected NAME=PATH with a name of lower-case letters, digits and hyphens, got {item!r}"
+            raise UsageError("U005", message, where=LIBRARIES_VARIABLE, hint="as in mynpu=/opt/mynpu/libmynpu.so")
+        libraries[name] = path
+    return libraries
 
 
 def _find_module(family: str) -> str | None:
-    if not re.fullmatch(r"[a-z][a-z0-9-]*", family):
+    if not _NAME.fullmatch(family):
         return None
-    package = find_record(family).package or f"onnxruntime-ep-{family}"
-    module = package.replace("-", "_")
-    return module if package.count("-") and importlib.util.find_spec(module) else None
+    module = _package(family).replace("-", "_")
+    return module if importlib.util.find_spec(module) else None
 
 
 def _is_built_in(family: str) -> bool:
@@ -121,7 +142,8 @@ class LoadedProvider:
     devices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """ONNX Runtime's OrtEpDevice objects."""
     problem: str = ""
-    module: Any = None
+    version: str = ""
+    """That of the package, or what the library says of itself."""
     is_simulator: bool = False
 
 
@@ -138,26 +160,24 @@ def load_provider(family: str) -> LoadedProvider:
 
 
 def _load(family: str) -> LoadedProvider:
-    module, path = None, _list_named().get(family, "")
-    if not path:
+    path = named = _list_named().get(family, "")
+    if not named:
         if (name := _find_module(family)) is None:
-            return LoadedProvider(problem=f"{_package(family)} is not installed")
+            return LoadedProvider(problem=f"{find_record(family).built_in or _package(family)} is not installed")
         try:
-            module = importlib.import_module(name)
-            path = str(module.get_library_path())
+            path = str(importlib.import_module(name).get_library_path())
         except Exception as problem:  # noqa: BLE001 - a package may fail in any way; the text names it
             return LoadedProvider(problem=f"its package {name} cannot be used: {format_one_line(problem)}")
     if not os.path.isfile(path):
         return LoadedProvider(problem=f"its library {path} does not exist")
     try:
-        if find_record(family).is_tried_in_child:
-            run_in_child(_try_library, (family, path), "loading its library", family)
+        if named or find_record(family).is_tried_in_child:
+            run_in_child(_try_library, (family, path), f"loading its library {path}", family)
         found = _register(family, path)
     except OnnxplaceError as problem:
         return LoadedProvider(problem=problem.message)
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
-        text = format_one_line(problem).rpartition("[ONNXRuntimeError] : ")[2]
-        return LoadedProvider(problem=f"ONNX Runtime cannot load its library {path}: {text}")
+        return LoadedProvider(problem=f"ONNX Runtime cannot load its library {path}: {_strip_codes(problem)}")
     by_type: dict[str, list[Any]] = {}
     is_simulator = False
     for device in found:
@@ -166,22 +186,37 @@ def _load(family: str) -> LoadedProvider:
             name, is_simulator = "npu", True
         by_type.setdefault(name, []).append(device)
     nothing = "" if found else f"{_package(family)} finds no device of its own on this machine"
-    return LoadedProvider(by_type, nothing, module, is_simulator)
+    return LoadedProvider(by_type, nothing, _find_version(family, found), is_simulator)
+
+
+def _strip_codes(problem: Exception) -> str:
+    """Return ONNX Runtime's message without what precedes it: places in its sources, numbers and names of errors."""
+    return re.sub(r".*\[ONNXRuntimeError\] : \d+ : \w+ : ", "", format_one_line(problem))
+
+
+def _find_version(family: str, devices: Sequence[Any]) -> str:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(_package(family))
+    return str(dict(devices[0].ep_metadata).get("version", "")) if devices else ""
 
 
 def _package(family: str) -> str:
-    return find_record(family).package or f"onnxruntime-ep-{family}"
+    """Return the package that brings a provider as a library, or the library that the user names."""
+    usual = "" if find_record(family).built_in else find_record(family).package
+    return _list_named().get(family) or usual or f"onnxruntime-ep-{family}"
 
 
 def _try_library(job: tuple[str, str]) -> None:
-    _register(*job)
+    """Register a library, in a process that it may end; a refusal is repeated where it is registered for good."""
+    with contextlib.suppress(Exception):
+        _register(*job)
 
 
 def _register(family: str, path: str) -> list[Any]:
     """Register a library; return the devices that are new."""
     runtime = import_onnxruntime()
     known = {device.ep_name for device in runtime.get_ep_devices()}
-    with keep_stdout():
+    with _keep_stdout():
         runtime.register_execution_provider_library(family, path)
         return [device for device in runtime.get_ep_devices() if device.ep_name not in known]
 
@@ -192,9 +227,23 @@ def _find_type(device: Any) -> str:
     return "igpu" if kind == "gpu" and is_integrated else kind
 
 
+_greeted: set[str] = set()
+
+
 @contextlib.contextmanager
-def keep_stdout() -> Iterator[None]:
-    """Send what native code prints to stdout to stderr meanwhile: QNN's simulator greets there."""
+def _hold_greeting(family: str) -> Iterator[None]:
+    """Keep what the first session of a provider in this process prints from stdout: QNN's simulator greets there."""
+    if family in _greeted:
+        yield
+        return
+    with _loading, _keep_stdout():
+        yield
+        _greeted.add(family)
+
+
+@contextlib.contextmanager
+def _keep_stdout() -> Iterator[None]:
+    """Send what native code prints to stdout to stderr meanwhile; `_loading` must be held: all threads share stdout."""
     sys.stdout.flush()
     try:
         saved = os.dup(1)
@@ -227,9 +276,19 @@ class ProviderKind(DeviceKind):
 
         memory = psutil.virtual_memory()
         loaded = load_provider(self.family)
-        count = 1 if self._is_built_in or not loaded.devices else len(loaded.devices.get(self.type, ()))
+        devices = loaded.devices.get(self.type, ())
+        count = 1 if self._is_built_in or not loaded.devices else len(devices)
         return tuple(
-            Hardware(index, self.describe(index), int(memory.total), int(memory.available), memory_is_known=False)
+            Hardware(
+                index=index,
+                name=self.describe(index),
+                memory_bytes=int(memory.total),
+                free_bytes=int(memory.available),
+                memory_is_known=False,
+                vendor=str(devices[index].ep_vendor) if devices else find_record(self.family).vendor,
+                package="" if self._is_built_in else _package(self.family),
+                version=loaded.version,
+            )
             for index in range(count)
         )
 
@@ -277,7 +336,8 @@ class ProviderKind(DeviceKind):
             return super().create_session(model, options, address, provider_options)
         device = load_provider(self.family).devices[self.type][address.index]
         options.add_provider_for_devices([device], {**self._provider_options(address), **provider_options})
-        return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
+        with _hold_greeting(self.family):
+            return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
 
     def provider(self, options: Mapping[str, str]) -> str:
         """Return the name that ONNX Runtime has for the provider."""
@@ -300,16 +360,20 @@ class ProviderKind(DeviceKind):
         return address.options.get("precision", usual)
 
     def _provider_options(self, address: DeviceAddress) -> dict[str, str]:
-        loaded = load_provider(self.family)
         if self._is_built_in:
             return {"device_id": str(address.index)} if self.type == "gpu" else {}
         if self.family != "qnn":
             return {}
-        library = loaded.module.get_qnn_htp_path() if self.type == "npu" else loaded.module.get_qnn_gpu_path()
-        options = {"backend_path": str(library)}
-        if loaded.is_simulator and address.options.get("precision") == "float16":
+        options = {"backend_type": "htp" if self.type == "npu" else "gpu"}  # a library next to the provider's own
+        if load_provider(self.family).is_simulator and address.options.get("precision") == "float16":
             options["soc_model"] = "60"  # a chip that computes in float16; the simulator's own computes in float32
         return options
+
+    def shares_memory(self, index: int) -> bool:
+        """Return whether the provider names no memory of a device, or the device is part of the processor."""
+        devices = load_provider(self.family).devices.get(self.type, ())[index : index + 1]
+        own = import_onnxruntime().OrtDeviceMemoryType.DEFAULT
+        return self.type == "igpu" or any(device.memory_info(own) is None for device in devices)
 
     def find_link(self, first: int, second: int) -> str:
         """Return `memory`: values of two devices of one provider lie in the host's memory."""
@@ -357,6 +421,8 @@ def make_provider_kind(name: str) -> DeviceKind:
     family, kind = parse_kind_name(name) or ("", name)
     record, rates = find_record(family), _RATES[kind]
     hint = f"pip install {_package(family)}" if family else ""
+    if record.built_in:
+        hint = f"it is in the wheel {record.package}, which has to be the only wheel of ONNX Runtime"
     fields: dict[str, Any] = {
         "name": name,
         "title": f"{record.vendor} {_TITLES[kind]}".strip() + f" by {family}" * bool(family),
@@ -400,12 +466,15 @@ def _probe(kind: ProviderKind, index: int, options: tuple[tuple[str, str], ...])
     settings = runtime.SessionOptions()
     settings.log_severity_level = 4
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+
+    def list_providers() -> set[str]:
+        session = kind.create_session(_build_probe(), settings, address, {})
+        return {item.ep_name for item in session.get_provider_graph_assignment_info()}
+
     try:
-        with keep_stdout():
-            session = kind.create_session(_build_probe(), settings, address, {})
-        taken = {item.ep_name for item in session.get_provider_graph_assignment_info()}
+        taken = kind.lock.call(list_providers) if kind.lock else list_providers()
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
-        return f"ONNX Runtime cannot open it: {format_one_line(problem).rpartition('[ONNXRuntimeError] : ')[2]}"
+        return f"ONNX Runtime cannot open it: {_strip_codes(problem)}"
     if kind.provider(address.options) not in taken:
         return "it opens, but leaves every node to the CPU: its driver or backend is missing"
     return None

@@ -26,6 +26,7 @@ from onnxplace.doctor.session_checks import (
     check_prediction,
 )
 from onnxplace.errors import OnnxplaceError, UsageError, format_one_line
+from onnxplace.machine import resolve_device
 from onnxplace.target import parse_devices
 from onnxplace.utils import ChildProcess, start_child, temporary_folder
 
@@ -184,9 +185,9 @@ def examine(
 
 
 def _name_devices(devices: str | Sequence[str]) -> tuple[str, ...]:
-    """Return devices as texts with their options."""
+    """Return devices as texts with their options, and `npu:0` as the device of this machine that is meant."""
     texts = []
-    for spec in parse_devices(devices):
+    for spec in map(resolve_device, parse_devices(devices)):
         options = ",".join(f"{key}={value}" for key, value in spec.options.items())
         texts.append(f"{spec.id}{{{options}}}" if options else spec.id)
     return tuple(texts)

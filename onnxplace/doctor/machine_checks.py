@@ -135,9 +135,9 @@ def check_find(context: CheckContext) -> Finding:
     usable = [device for item in hardware if (device := f"{name}:{item.index}") not in problems]
     text = "; ".join(f"{device}: {problem}" for device, problem in problems.items())
     if problems and missing:
-        raise CheckSkippedError(f"{text}; to use it: {kind.install_hint}")
+        raise CheckSkippedError("; to use it: ".join(filter(None, (text, kind.install_hint))))
     if not usable:
-        raise CheckFailedError(f"{text}; {kind.install_hint}")
+        raise CheckFailedError("; ".join(filter(None, (text, kind.install_hint))))
     figures = {
         "usable": usable,
         "parts": [f"{usable[0]}/0", f"{usable[0]}/1"] if kind.is_divisible else [],

@@ -11,6 +11,7 @@ from onnxplace.machine.hardware import (
     list_accelerators as list_accelerators,
     local_target as local_target,
     require_device as require_device,
+    resolve_device as resolve_device,
 )
 from onnxplace.machine.interrupts import (
     interruptible as interruptible,

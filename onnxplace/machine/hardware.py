@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from onnxplace.devices import (
     Hardware,
     find_kind,
     list_kind_names,
+    list_unused_hardware,
     resolve_short_name,
 )
 from onnxplace.errors import PluginError, TargetError
-from onnxplace.ort import import_onnxruntime
+from onnxplace.ort import import_onnxruntime, list_installed_wheels
 from onnxplace.target import Device, DeviceSpec, Target, parse_devices, split_host
 
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
@@ -90,7 +91,7 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
     >>> [device.id for device in local_target("cpu:0,cpu:1").devices]
     ['cpu:0', 'cpu:1']
     """
-    specs = [_find_meant(spec) for spec in parse_devices(devices or list_default_device_ids())]
+    specs = [resolve_device(spec) for spec in parse_devices(devices or list_default_device_ids())]
     if host := split_host(specs[0].id)[0]:
         message = f"{specs[0].id} is a device of host {host}; expected devices of this machine"
         hint = "leave the host out, or describe several hosts in a file for --target (docs/target.md)"
@@ -110,7 +111,7 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
     )
 
 
-def _find_meant(spec: DeviceSpec) -> DeviceSpec:
+def resolve_device(spec: DeviceSpec) -> DeviceSpec:
     """Return the device of this machine that is meant by `npu:0`, if there is one; other devices as they are."""
     address = DeviceAddress.of(spec.id) if not split_host(spec.id)[0] else None
     found = resolve_short_name(address.kind, address.index) if address and address.kind in SHORT_NAMES else None
@@ -182,6 +183,9 @@ def require_device(device: Device, instead: str = "") -> None:
 def _hint_install(device: Device) -> str:
     """Return how to install what a device needs; empty where the first device of its kind works already."""
     kind, first = find_kind(device.kind), replace(device.address, index=0, part=None)
+    if device.kind in SHORT_NAMES:
+        here = [item for item in list_unused_hardware() if device.kind.endswith(item.type)]
+        return "; ".join(f"for the {item.name} of this machine: {item.install_hint}" for item in here)
     is_installed = device.address.index > 0 and kind.find_problem(first) is None
     return "" if is_installed else kind.install_hint
 
@@ -189,14 +193,15 @@ def _hint_install(device: Device) -> str:
 def find_link_technology(source: str, destination: str) -> str:
     """Return the link between two devices of this machine.
 
-    It is `memory`, `nvlink`, `pcie` or `host`: through the host's memory, as between devices of two kinds.
+    It is `memory`, `nvlink`, `pcie` or `host`: through the host's memory. Devices of two kinds have `memory` where both
+    compute in the host's, as processors and most NPUs do, else `host`.
 
     >>> find_link_technology("cpu:0", "cpu:1")
     'memory'
     """
     ends = (Device(source, 0), Device(destination, 0))
     if ends[0].kind != ends[1].kind:
-        return "host"
+        return "memory" if all(find_kind(end.kind).shares_memory(end.address.index) for end in ends) else "host"
     return find_kind(ends[0].kind).find_link(ends[0].address.index, ends[1].address.index)
 
 
@@ -220,23 +225,40 @@ def list_accelerators(*, plugins: bool = False) -> list[tuple[str, Hardware, str
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return host, GPUs and the version of ONNX Runtime as plain data.
+    """Return host, accelerators and the version of ONNX Runtime as plain data.
 
-    Each GPU has the reason why it cannot be used, or None.
+    Each accelerator has the reason why it cannot be used, or None. Those without a provider are `without_provider`.
     """
-    gpus = [
-        {
-            "id": device_id,
-            "name": hardware.name or find_kind(device_id.partition(":")[0]).title,
-            "memory_is_known": hardware.memory_is_known,
-            "memory_bytes": hardware.memory_bytes,
-            "free_bytes": hardware.free_bytes,
-            "problem": problem,
-        }
-        for device_id, hardware, problem in list_accelerators(plugins=True)
-    ]
     return {
         "host": {"cores": list(available_cores()), "available_memory_bytes": available_memory_bytes()},
-        "gpus": gpus,
+        "accelerators": [_describe(*item) for item in list_accelerators(plugins=True)],
+        "without_provider": [asdict(item) for item in list_unused_hardware()],
         "onnxruntime": import_onnxruntime().__version__,
+    }
+
+
+def _describe(device_id: str, hardware: Hardware, problem: str | None) -> dict[str, Any]:
+    """Return an accelerator as plain data."""
+    described = {
+        "id": device_id,
+        "name": hardware.name,
+        "vendor": hardware.vendor,
+        "package": hardware.package or next(iter(list_installed_wheels()), "onnxruntime"),
+        "version": hardware.version if hardware.package else import_onnxruntime().__version__,
+        "memory_is_known": hardware.memory_is_known,
+        "memory_bytes": hardware.memory_bytes,
+        "free_bytes": hardware.free_bytes,
+        "problem": problem,
+    }
+    if ":" not in device_id:  # a plugin that cannot be loaded
+        return described
+    device = Device(device_id, 0)
+    kind = find_kind(device.kind)
+    return {
+        **described,
+        "name": hardware.name or kind.title,
+        "provider": kind.provider({}),
+        "precision": kind.precision(device.address),
+        "needs_static_shapes": kind.needs_static_shapes,
+        "install_hint": _hint_install(device) if problem else "",
     }

@@ -41,6 +41,9 @@ def require_host_name(name: str, where: str) -> None:
         message = f"expected a host name of at most {MAX_HOST_NAME} characters, got {format_value(name)}"
         hint = "write it in lower-case letters, digits, hyphens and dots, as in node1 or 10.0.0.1"
         raise TargetError("T005", message, where=where, hint=hint)
+    if is_known_kind(f"{name}/npu"):
+        message = f"{name}/npu:0 is a device of the execution provider {name}, so that no host can have this name"
+        raise TargetError("T005", message, where=where, hint="name the host by its address, or with its domain")
 
 
 def list_hosts(device_ids: Iterable[str]) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ MAY_IMPORT = {
     "drop_in": "bundle devices errors feeds machine model_metadata ort runtime serving traces utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
-    "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
+    "calibration": "bundle devices errors feeds graph machine pipeline runtime target utils",
     "hosts": "calibration errors machine ort target utils",
     "runtimes.ranks": "bundle devices errors feeds hosts machine model runtime runtimes.execution target utils",
     "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks runtimes.replicas traces",

@@ -15,7 +15,7 @@ def test_devices_shows_the_hardware(run_cli):
     assert result.code == 0
     assert "onnxruntime" in result.out
     data = only_json(run_cli("devices", "--json"))
-    assert set(data) >= {"host", "gpus", "onnxruntime", "default"}
+    assert set(data) >= {"host", "accelerators", "onnxruntime", "default"}
     assert data["default"]
 
 

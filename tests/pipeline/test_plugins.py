@@ -155,7 +155,9 @@ def test_a_kind_of_devices_from_a_plugin_is_found_compiled_for_and_run(site, com
         ["compile", "model.onnx", "-o", "b", *shape, "--devices", "cpu:0/1"],
     ).results
     assert [listed.code, compiled.code, verified.code, ran.code, target.code] == [0] * 5, compiled.err
-    assert ("emulated:0", "Emulated 1000") in [(gpu["id"], gpu["name"]) for gpu in json.loads(listed.out)["gpus"]]
+    assert ("emulated:0", "Emulated 1000") in [
+        (gpu["id"], gpu["name"]) for gpu in json.loads(listed.out)["accelerators"]
+    ]
     assert [device["id"] for device in json.loads(compiled.out)["devices"]] == ["emulated:0/0", "emulated:0/1", "cpu:0"]
     assert json.loads(verified.out)["equal"] is True
     text = model_file.with_name("target.toml").read_text()
@@ -351,7 +353,7 @@ def test_a_broken_kind_of_devices_is_listed_with_its_problem_and_fails_on_use(br
         *[["compile", "model.onnx", "--shape", "batch=4", "--devices", f"{kind}:0"] for kind in kinds],
     ).results
     assert listed.code == 0
-    problems = {gpu["id"]: gpu["problem"] for gpu in json.loads(listed.out)["gpus"]}
+    problems = {gpu["id"]: gpu["problem"] for gpu in json.loads(listed.out)["accelerators"]}
     for kind, words, result in zip(kinds, ("wrong phase", "not a DeviceKind", "does not define find_problem"), used):
         assert words in problems[kind]
         assert result.code == 4

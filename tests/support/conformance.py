@@ -381,8 +381,7 @@ class PlainSession:
         for key, value in kind.session_entries(address).items():
             options.add_session_config_entry(key, value)
         data = _with_ir(model, min(model.ir_version, MAX_IR_VERSION)).SerializeToString()
-        providers = [*kind.list_providers(address), "CPUExecutionProvider"]
-        self._session = onnxruntime.InferenceSession(data, options, providers=providers, enable_fallback=0)
+        self._session = kind.create_session(data, options, address, {})
 
     @property
     def input_types(self) -> dict[str, str]:

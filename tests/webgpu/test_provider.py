@@ -57,7 +57,8 @@ def test_the_target_has_memory_and_other_indices_are_refused():
 def test_without_a_driver_the_reason_is_reported_and_nothing_else_is_printed():
     source = "import sys; from onnxplace.cli import main; sys.exit(main(['devices', '--json']))"
     result = run_python(source, VK_DRIVER_FILES="/nowhere", VK_ICD_FILENAMES="/nowhere")
-    (gpu,) = only_json(Ran(result.returncode, result.stdout, ""))["gpus"]
+    accelerators = only_json(Ran(result.returncode, result.stdout, ""))["accelerators"]
+    (gpu,) = [item for item in accelerators if item["id"] != "qnn/npu:0"]
     assert gpu["id"] == "webgpu:0"
     assert gpu["problem"].startswith("ONNX Runtime cannot open it: Failed to get a WebGPU adapter")
 

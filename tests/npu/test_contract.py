@@ -1,0 +1,11 @@
+"""The runtime keeps the contract of runtimes with an NPU on either side of a cut, and with an NPU alone."""
+
+import pytest
+
+from onnxplace.runtimes.onnxruntime import OnnxRuntime
+from onnxplace.testing import check_runtime
+
+
+@pytest.mark.parametrize("devices", [("qnn/npu:0", "cpu:0"), ("cpu:0", "qnn/npu:0"), ("qnn/npu:0",)], ids=",".join)
+def test_the_runtime_satisfies_the_contract(devices):
+    check_runtime(OnnxRuntime, devices=devices)
