@@ -64,6 +64,14 @@ class CopyStatus:
     """Why it was left out last, also after it is open again."""
 
 
+class FallbackWarning(RuntimeWarning):
+    """A device was lost while a session was open, and another one has taken over its segments."""
+
+    def __init__(self, message: str, device: str) -> None:
+        super().__init__(f"{device}: {message}")
+        self.message, self.device = message, device
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of one request."""
@@ -273,7 +281,9 @@ def create_runtime(runtime_class: Callable[..., Runtime], name: str, **options: 
     for key in chosen:
         if key not in parameters:
             message = f"runtime {name!r} has no option {key!r}"
-            raise UsageError("U045", message, where=key, hint=f"leave it out, or use the runtime mpi, which has {key}")
+            owner = "onnxruntime" if key == "fallback" else "mpi"
+            hint = f"leave it out, or use the runtime {owner}, which has {key}"
+            raise UsageError("U045", message, where=key, hint=hint)
     return runtime_class(**chosen)
 
 

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,9 @@ runtime_option = click.option(
     metavar="NAME",
     shell_complete=complete_runtimes,
     help="`onnxplace runtimes` lists them.",
+)
+_fallback_option = click.option(
+    "--fallback", metavar="DEVICE", help="Takes over the segments of a device that is lost, such as cpu:0."
 )
 _MPI_OPTIONS = (
     click.option(
@@ -91,24 +94,36 @@ llm_option = click.option(
 
 
 def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
-    """Add `--runtime` and the options of the runtime `mpi`; the command gets them as `session_options`.
+    """Add `--runtime` and the options of the runtimes; the command gets them as `session_options`.
 
     These are arguments of `InferenceSession`.
     """
 
     @wraps(command)
     def run(*arguments: Any, start_timeout: float | None, **options: Any) -> None:
-        names = ("runtime", "hosts", "replicas", "remote_shell", "interface")
+        names = ("runtime", "fallback", "hosts", "replicas", "remote_shell", "interface")
         session_options = {**{name: options.pop(name) for name in names}, "timeout": start_timeout}
         with warnings.catch_warnings():
             # `note_left_out_copies` says so at the end.
             warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
             command(*arguments, session_options=session_options, **options)
 
     decorated: Callable[..., None] = run
-    for option in reversed((runtime_option, *_MPI_OPTIONS)):
+    for option in reversed((runtime_option, _fallback_option, *_MPI_OPTIONS)):
         decorated = option(decorated)
     return decorated
+
+
+def _show_warning(show: Callable[..., None], warning: Warning | str, *details: Any) -> None:
+    """Show a warning as Python does, except for a note that a device was lost."""
+    from onnxplace.errors import Diagnostic
+    from onnxplace.runtime import FallbackWarning
+
+    if isinstance(warning, FallbackWarning):
+        print_notes([Diagnostic("X016", warning.message, where=warning.device)])
+    else:
+        show(warning, *details)
 
 
 def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,5 @@
 from onnxplace.devices.device_kinds import (
+    ISOLATE as ISOLATE,
     DeviceAddress as DeviceAddress,
     DeviceKind as DeviceKind,
     Hardware as Hardware,

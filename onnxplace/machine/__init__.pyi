@@ -17,6 +17,7 @@ from onnxplace.machine.interrupts import (
     prepare_interrupts as prepare_interrupts,
     register_ending_handler as register_ending_handler,
 )
+from onnxplace.machine.isolated_sessions import IsolatedSession as IsolatedSession
 from onnxplace.machine.ort_sessions import (
     GuardedSession as GuardedSession,
     end_openings as end_openings,
@@ -36,6 +37,7 @@ from onnxplace.machine.ort_values import (
     is_copyable_tensor as is_copyable_tensor,
     is_native_array as is_native_array,
     is_native_type as is_native_type,
+    is_usable as is_usable,
     make_runner as make_runner,
     to_ort_value as to_ort_value,
     to_ort_value_if_possible as to_ort_value_if_possible,

@@ -144,6 +144,10 @@ def find_device_problem(device: Device) -> str | None:
     """Return why ONNX Runtime cannot use a device on this machine; None if it can."""
     if device.host:
         return f"it is a device of host {device.host}, and this runtime uses devices of this machine only"
+    if device.address.is_isolated and not device.is_host:
+        from onnxplace.machine.isolated_sessions import find_isolated_problem
+
+        return find_isolated_problem(device.address)
     return find_kind(device.kind).find_problem(device.address)
 
 

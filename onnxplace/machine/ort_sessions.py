@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -46,9 +47,9 @@ class GuardedSession:
 
     def __init__(self, session: Any, lock: ProviderLock) -> None:
         self.lock = lock
-        self._inputs = _copy_infos(session.get_inputs())
-        self._outputs = _copy_infos(session.get_outputs())
-        self._overridable = _copy_infos(session.get_overridable_initializers())
+        self._inputs = copy_infos(session.get_inputs())
+        self._outputs = copy_infos(session.get_outputs())
+        self._overridable = copy_infos(session.get_overridable_initializers())
         self._providers = list(session.get_providers())
         self._owned = lock.own(self, session)
 
@@ -92,7 +93,8 @@ class GuardedSession:
         return self.lock.own(handle, self._owned[0], value)
 
 
-def _copy_infos(items: Sequence[Any]) -> list[TensorInfo]:
+def copy_infos(items: Sequence[Any]) -> list[TensorInfo]:
+    """Return the descriptions of inputs or outputs without references to their session."""
     return [TensorInfo(item.name, item.type, list(item.shape)) for item in items]
 
 
@@ -173,6 +175,57 @@ def _register_library(options: Any, path: str) -> None:
         raise ModelError("M010", message, where=path, hint=hint) from None
 
 
+@cache
+def _recorded_options() -> Any:
+    """Return a class of session options that keeps what ONNX Runtime's own does not tell."""
+
+    class RecordedOptions(import_onnxruntime().SessionOptions):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.entries: dict[str, str] = {}
+            self.libraries: list[str] = []
+
+        def add_session_config_entry(self, key: str, value: str) -> None:
+            self.entries[key] = value
+            super().add_session_config_entry(key, value)
+
+        def register_custom_ops_library(self, path: str) -> None:
+            self.libraries.append(path)
+            super().register_custom_ops_library(path)
+
+    return RecordedOptions
+
+
+@dataclass(frozen=True)
+class SessionRecipe:
+    """The options of a session as plain data, for another process."""
+
+    properties: Mapping[str, Any]
+    """Those that differ from the defaults."""
+    entries: Mapping[str, str]
+    libraries: Sequence[str]
+
+    @staticmethod
+    def of(options: Any) -> SessionRecipe:
+        """Return the recipe of options, as `make_session_options` returns them."""
+        kind, plain = import_onnxruntime().SessionOptions, import_onnxruntime().SessionOptions()
+        names = [name for name, item in vars(kind).items() if isinstance(item, property)]
+        values = {name: getattr(options, name) for name in names}
+        changed = {name: value for name, value in values.items() if value != getattr(plain, name)}
+        return SessionRecipe(changed, options.entries, options.libraries)
+
+    def make(self) -> Any:
+        """Return options that are equal to those of the recipe."""
+        options = _recorded_options()()
+        for name, value in self.properties.items():
+            setattr(options, name, value)
+        for key, value in self.entries.items():
+            options.add_session_config_entry(key, value)
+        for path in self.libraries:
+            _register_library(options, path)
+        return options
+
+
 def make_session_options(
     cores: Sequence[int],
     level: Level | None = None,
@@ -192,7 +245,7 @@ def make_session_options(
             ones. Otherwise ONNX Runtime goes back from the last output depth first, and gradients pile up.
     """
     runtime = import_onnxruntime()
-    options = runtime.SessionOptions()
+    options = _recorded_options()()
     if keeps_order:
         # Of the nodes whose inputs are there, the first in the file.
         options.execution_order = runtime.ExecutionOrder.PRIORITY_BASED
@@ -299,8 +352,13 @@ def open_session(
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
-        ExecutionError: ONNX Runtime falls back to another device, or has no space to write.
+        ExecutionError: ONNX Runtime falls back to another device, or has no space to write; or the process of an
+            isolated device has ended.
     """
+    if device.is_isolated:
+        from onnxplace.machine.isolated_sessions import open_isolated_session
+
+        return open_isolated_session(model, options, device, where, provider_options)
     kind = find_kind(device.kind)
     own = [(name, {**entries, **(provider_options or {})}) for name, entries in kind.list_providers(device)]
     providers: list[Any] = [*own, "CPUExecutionProvider"]

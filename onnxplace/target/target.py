@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.devices import DeviceAddress, find_kind
+from onnxplace.devices import ISOLATE, DeviceAddress, find_kind
 from onnxplace.errors import MAX_LISTED, TargetError, format_count, format_names, format_value, suggest_nearest
 from onnxplace.target.hosts import (
     ALL_TO_ALL,
@@ -132,7 +132,9 @@ class Device:
         if not self.options:
             return name
         defaults = find_kind(self.kind).options
-        return "/".join([name, *(value for key, value in sorted(self.options.items()) if value != defaults[key][0])])
+        # Nodes are measured within the process of an isolated device, and cost the same there.
+        options = sorted((key, value) for key, value in self.options.items() if key != ISOLATE)
+        return "/".join([name, *(value for key, value in options if value != defaults[key][0])])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar, cast
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.utils.leases import hold_lease
@@ -69,6 +69,11 @@ class ChildProcess:
         """Return how the child ended, negative after a signal; None while it runs."""
         return self._process.poll()
 
+    @property
+    def pipes(self) -> tuple[BinaryIO, BinaryIO]:
+        """Return its stdout, to read, and its stdin, to write, if `start_child` connects them."""
+        return cast("BinaryIO", self._process.stdout), cast("BinaryIO", self._process.stdin)
+
     def kill(self) -> None:
         """End the child and its own children at once; nothing if it has ended."""
         if self._process.poll() is None:
@@ -97,7 +102,14 @@ class ChildProcess:
 
 
 @contextmanager
-def start_child(work: Callable[[Job], object], job: Job, **environment: str) -> Iterator[ChildProcess]:
+def start_child(
+    work: Callable[[Job], object],
+    job: Job,
+    *,
+    connects: bool = False,
+    descriptors: Sequence[int] = (),
+    **environment: str,
+) -> Iterator[ChildProcess]:
     """Start `work(job)` in a fresh process, which ends with this block or with this process at the latest.
 
     The result of `work` is not returned: it has to write to a file what it finds out. Its own output is kept from the
@@ -106,6 +118,8 @@ def start_child(work: Callable[[Job], object], job: Job, **environment: str) -> 
     Args:
         work: a function at the top level of a module.
         job: its argument, which must be picklable.
+        connects: whether its stdin and stdout are pipes, which the caller closes.
+        descriptors: file descriptors that it inherits, under the same numbers.
         environment: additional environment variables of the process.
     """
     with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
@@ -115,11 +129,11 @@ def start_child(work: Callable[[Job], object], job: Job, **environment: str) -> 
             process = subprocess.Popen(
                 command,
                 env=_make_environment(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
+                stdin=subprocess.PIPE if connects else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if connects else stream,
                 stderr=stream,
                 start_new_session=True,
-                pass_fds=lease.descriptors,
+                pass_fds=(*lease.descriptors, *descriptors),
             )
         child = ChildProcess(process, output)
         try:

@@ -143,3 +143,18 @@ class HostMemory(DeviceMemory):
     def keep(self, value: Any) -> Any:
         """Return a copy: sequences and optionals may refer to memory of feeds."""
         return self.receive(value, self)
+
+
+class IsolatedMemory(HostMemory):
+    """Memory of the host for a device whose sessions are in a process of their own, which copies their inputs."""
+
+    def session_entries(self) -> dict[str, str]:
+        """Return nothing: the shared arena is that of this process."""
+        return {}
+
+    def run(
+        self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any
+    ) -> list[Any]:
+        """Run a session and wait for its outputs."""
+        results = session.run(outputs, {name: to_python(value) for name, value in inputs.items()}, options)
+        return [item if is_native_array(item) else to_ort_value(item) for item in results]

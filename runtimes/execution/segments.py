@@ -22,7 +22,7 @@ from onnxplace.machine import (
     to_ort_value_if_possible,
     to_python,
 )
-from onnxplace.runtimes.execution.host_memory import return_freed_memory
+from onnxplace.runtimes.execution.host_memory import IsolatedMemory, return_freed_memory
 from onnxplace.target import Device
 
 MAX_PATTERN_BYTES = 4 << 20
@@ -35,7 +35,12 @@ class PlacedDevice:
         self.id = device.id
         self.cores = cores
         self.kind = find_kind(device.kind)
-        self.memory: DeviceMemory = import_memory(self.kind)(device.address, cores)
+        memory = IsolatedMemory if device.address.is_isolated else import_memory(self.kind)
+        self.memory: DeviceMemory = memory(device.address, cores)
+
+    def become(self, other: PlacedDevice) -> None:
+        """Be another device from now on, under this name."""
+        self.cores, self.kind, self.memory = other.cores, other.kind, other.memory
 
 
 def find_cores(devices: Iterable[Device]) -> dict[str, tuple[int, ...]]:
