@@ -67,10 +67,6 @@ class CopyStatus:
 class FallbackWarning(RuntimeWarning):
     """A device was lost while a session was open, and another one has taken over its segments."""
 
-    def __init__(self, message: str, device: str) -> None:
-        super().__init__(f"{device}: {message}")
-        self.message, self.device = message, device
-
 
 @dataclass(frozen=True)
 class Result:

@@ -8,22 +8,12 @@ overlap: each begins after the previous one of its conversation has succeeded or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from onnxplace.bundle import Bundle, list_route_devices
-from onnxplace.errors import ExecutionError
 from onnxplace.machine import local_target, require_device
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
-from onnxplace.runtimes.execution import (
-    Engine,
-    EngineSession,
-    Fallback,
-    OpenRoute,
-    PlacedDevice,
-    find_cores,
-    open_routes,
-)
+from onnxplace.runtimes.execution import Engine, EngineSession, Fallback, PlacedDevice, find_cores, open_routes
 from onnxplace.target import parse_device_spec
 
 
@@ -40,9 +30,7 @@ class OnnxRuntime(Runtime):
     keeps_state: ClassVar[bool] = True
 
     def __init__(self, fallback: str = "") -> None:
-        if fallback:
-            parse_device_spec(fallback, "--fallback")
-        self._fallback = fallback
+        self._fallback = fallback and parse_device_spec(fallback, "--fallback") and fallback
 
     def open(
         self, bundle: Bundle, *, trace: bool = False, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
@@ -61,19 +49,5 @@ class OnnxRuntime(Runtime):
         fallback = None
         if self._fallback:
             (stand_in,) = local_target(self._fallback).devices
-            own_cores = {**find_cores([stand_in]), **cores}
-            fallback = Fallback(bundle, stand_in, own_cores.get(stand_in.id, ()))
-        routes = _open_routes(bundle, devices, fallback)
-        return EngineSession(Engine(bundle, devices, routes, trace, max_in_flight, fallback))
-
-
-def _open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice], fallback: Fallback | None) -> list[OpenRoute]:
-    """Open the segments of all routes, those of devices that are lost meanwhile on the fallback."""
-    while True:
-        try:
-            return open_routes(bundle, devices)
-        except ExecutionError as failure:
-            device = devices.get(failure.where)
-            if fallback is None or device is None or not fallback.is_needed(device, failure):
-                raise
-            fallback.take_over(device, (), failure)
+            fallback = Fallback(bundle, stand_in, cores.get(stand_in.id) or find_cores([stand_in]).get(stand_in.id, ()))
+        return EngineSession(Engine(bundle, devices, open_routes(bundle, devices), trace, max_in_flight, fallback))

@@ -121,7 +121,7 @@ def _show_warning(show: Callable[..., None], warning: Warning | str, *details: A
     from onnxplace.runtime import FallbackWarning
 
     if isinstance(warning, FallbackWarning):
-        print_notes([Diagnostic("X016", warning.message, where=warning.device)])
+        print_notes([Diagnostic("X016", str(warning))])
     else:
         show(warning, *details)
 

@@ -37,7 +37,6 @@ from onnxplace.machine.ort_values import (
     is_copyable_tensor as is_copyable_tensor,
     is_native_array as is_native_array,
     is_native_type as is_native_type,
-    is_usable as is_usable,
     make_runner as make_runner,
     to_ort_value as to_ort_value,
     to_ort_value_if_possible as to_ort_value_if_possible,

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, find_kind, list_kind_names
-from onnxplace.errors import PluginError, TargetError
+from onnxplace.errors import ExecutionError, PluginError, TargetError
 from onnxplace.ort import import_onnxruntime
 from onnxplace.target import Device, DeviceSpec, Target, parse_devices, split_host
+from onnxplace.utils import run_in_child
 
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
 RUNTIME_BYTES = 141 << 20
@@ -144,11 +145,16 @@ def find_device_problem(device: Device) -> str | None:
     """Return why ONNX Runtime cannot use a device on this machine; None if it can."""
     if device.host:
         return f"it is a device of host {device.host}, and this runtime uses devices of this machine only"
-    if device.address.is_isolated and not device.is_host:
-        from onnxplace.machine.isolated_sessions import find_isolated_problem
+    if not device.address.is_isolated or device.is_host:
+        return _find_problem(device.address)
+    try:
+        return run_in_child(_find_problem, device.address, "the search for it", device.id)
+    except ExecutionError as failure:
+        return failure.message
 
-        return find_isolated_problem(device.address)
-    return find_kind(device.kind).find_problem(device.address)
+
+def _find_problem(address: DeviceAddress) -> str | None:
+    return find_kind(address.kind).find_problem(address)
 
 
 def require_device(device: Device, instead: str = "") -> None:

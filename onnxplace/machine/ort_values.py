@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.devices import DeviceAddress
 from onnxplace.errors import ModelError, format_names, format_one_line
 from onnxplace.machine.interrupts import run_interruptibly
 from onnxplace.machine.ort_sessions import is_foreign_error, make_session_options, open_session
@@ -224,21 +223,6 @@ def _open_graph(graph: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------- whole models
-
-
-_PROBE = '<ir_version: 8, opset_import: ["": 17]> probe (float[1] x) => (float[1] y) { y = Relu(x) }'
-
-
-def is_usable(device: DeviceAddress) -> bool:
-    """Return whether a device still computes: it runs a node of the most common kind."""
-    from onnx import parser
-
-    try:
-        session = open_session(parser.parse_model(_PROBE).SerializeToString(), make_session_options(()), device)
-        session.run(None, {"x": np.zeros(1, np.float32)})
-    except Exception:  # noqa: BLE001 - a device that is gone may fail in any way
-        return False
-    return True
 
 
 def make_array_runner(session: Any) -> Callable[..., Sequence[Any]]:

@@ -280,27 +280,23 @@ class Engine(WorkLoop):
     def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
         """Run one segment; if its device is lost, the fallback runs all segments of that device from then on.
 
-        Where its values are in the host's memory, nothing else is lost, and the request goes on. Else the request
-        begins again, unless states are lost; then it fails.
+        Where its values are in the host's memory, nothing else is lost, and the request goes on. Else it begins again.
+        But states in the memory of the device are lost with it: it is not replaced, and its requests fail.
         """
         try:
             super().run_segment(device, segment, values, request)
         except ExecutionError as failure:
-            fallback, holds_values = self._fallback, not isinstance(device.memory, HostMemory)
+            fallback, values_remain = self._fallback, isinstance(device.memory, HostMemory)
             if fallback is None or request.failure is not None or not fallback.is_needed(device, failure):
                 raise
+            if self._state_table.value_names and not values_remain:
+                message = f"{failure.message}; the carried states are lost with this device"
+                raise ExecutionError("X016", message, where=device.id, hint="open a new session") from failure
             fallback.take_over(device, self._routes, failure)
             self._replacement_count += 1
-            if not holds_values:
-                super().run_segment(device, request.route.segments[segment.record.id], values, request)
-                return
-            if not self._state_table.value_names:
-                raise
-            for conversation in list(self._conversations):
-                conversation.drop()
-            hint = "feed saved values, or start from the initial ones: session.reset_state()"
-            message = f"{failure.message}; the carried states of all conversations are lost with the device"
-            raise ExecutionError("X016", message, where=device.id, hint=hint) from failure
+            if not values_remain:
+                raise  # the request begins again
+            super().run_segment(device, request.route.segments[segment.record.id], values, request)
 
     # -- conversations ------------------------------------------------------------------------------------
 

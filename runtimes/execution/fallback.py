@@ -5,11 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
+
 from onnxplace.bundle import Bundle
+from onnxplace.devices import DeviceAddress
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from onnxplace.machine import is_usable
+from onnxplace.machine import make_session_options, open_session
+from onnxplace.ort import build_one_node_model
 from onnxplace.runtime import FallbackWarning
-from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice, open_segment
+from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice, open_segment
 from onnxplace.target import Device
 from onnxplace.utils import call_guarded
 
@@ -29,26 +33,33 @@ class Fallback:
     def is_needed(self, device: PlacedDevice, failure: ExecutionError) -> bool:
         """Return whether a device that failed is lost: its process ended, or it does not run a single node any more."""
         address = device.memory.address
-        return address != self._device.address and (failure.code == "X016" or not is_usable(address))
+        return address != self._device.address and (failure.code == "X016" or not _is_usable(address))
 
     def take_over(self, device: PlacedDevice, routes: Sequence[OpenRoute], failure: ExecutionError) -> None:
         """Open the segments of a lost device on this one, and warn of it; for the thread that works for the device.
 
         Raises ExecutionError if they cannot be opened.
         """
-        stand_in = PlacedDevice(self._device, self._cores)
-        opened: dict[str, OpenSegment] = {}
+        stand_in, records = PlacedDevice(self._device, self._cores), self._bundle.manifest.segments
+        own = [[item for item in records if route.devices[item.device] == device.id] for route in routes]
         try:
-            for route in routes:
-                for record in self._bundle.manifest.segments:
-                    if route.devices[record.device] == device.id and record.id not in opened:
-                        opened[record.id] = open_segment(self._bundle, record, stand_in)
+            lost = {record.id: record for part in own for record in part}
+            opened = {name: open_segment(self._bundle, record, stand_in) for name, record in lost.items()}
         except OnnxplaceError as problem:
             message = f"{failure.message}; {self._device.id} cannot take over: {problem.message}"
             raise ExecutionError("X016", message, where=device.id, hint=problem.hint) from failure
-        for route in routes:
-            own = [item.id for item in self._bundle.manifest.segments if route.devices[item.device] == device.id]
-            route.segments.update({name: opened[name] for name in own})
+        for route, part in zip(routes, own):
+            route.segments.update({record.id: opened[record.id] for record in part})
         device.become(stand_in)
-        message = f"{failure.message}; {self._device.id} runs its segments from now on"
-        call_guarded(warnings.warn, FallbackWarning(message, device.id))
+        message = f"{device.id}: {failure.message}; {self._device.id} runs its segments from now on"
+        call_guarded(warnings.warn, message, FallbackWarning)
+
+
+def _is_usable(device: DeviceAddress) -> bool:
+    """Return whether a device still runs a node."""
+    try:
+        session = open_session(build_one_node_model(), make_session_options(()), device)
+        session.run(None, {"x": np.zeros(1, np.float32)})
+    except Exception:  # noqa: BLE001 - a device that is gone may fail in any way
+        return False
+    return True

@@ -111,11 +111,7 @@ class CarriedStates:
     def lose(self) -> None:
         """Note that a request failed that had taken the stored states; bring them back if they were kept."""
         self._stored, self._previous = self._previous, {}
-        self._lost = self._lost or not self.keeps_previous
-
-    def drop(self) -> None:
-        """Note that the device of the states is lost, and all of them with it."""
-        self._stored, self._previous, self._lost = {}, {}, True
+        self._lost = not self.keeps_previous
 
     def clear(self) -> None:
         """Discard all states."""
