@@ -64,10 +64,6 @@ class CopyStatus:
     """Why it was left out last, also after it is open again."""
 
 
-class FallbackWarning(RuntimeWarning):
-    """A device was lost while a session was open, and another one has taken over its segments."""
-
-
 @dataclass(frozen=True)
 class Result:
     """The result of one request."""

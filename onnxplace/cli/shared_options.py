@@ -23,7 +23,7 @@ from onnxplace.cli.terminal import (
     print_text as print_text,
     show_progress as show_progress,
 )
-from onnxplace.errors import UsageError, format_name, format_value
+from onnxplace.errors import Diagnostic, FallbackWarning, UsageError, format_name, format_value
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
@@ -117,9 +117,6 @@ def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
 
 def _show_warning(show: Callable[..., None], warning: Warning | str, *details: Any) -> None:
     """Show a warning as Python does, except for a note that a device was lost."""
-    from onnxplace.errors import Diagnostic
-    from onnxplace.runtime import FallbackWarning
-
     if isinstance(warning, FallbackWarning):
         print_notes([Diagnostic("X016", str(warning))])
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, find_kind, list_kind_names
-from onnxplace.errors import ExecutionError, PluginError, TargetError
+from onnxplace.errors import PluginError, TargetError
 from onnxplace.ort import import_onnxruntime
 from onnxplace.target import Device, DeviceSpec, Target, parse_devices, split_host
 from onnxplace.utils import run_in_child
@@ -147,10 +147,7 @@ def find_device_problem(device: Device) -> str | None:
         return f"it is a device of host {device.host}, and this runtime uses devices of this machine only"
     if not device.address.is_isolated or device.is_host:
         return _find_problem(device.address)
-    try:
-        return run_in_child(_find_problem, device.address, "the search for it", device.id)
-    except ExecutionError as failure:
-        return failure.message
+    return run_in_child(_find_problem, device.address, "the search for it", device.id)
 
 
 def _find_problem(address: DeviceAddress) -> str | None:

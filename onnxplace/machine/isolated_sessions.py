@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,7 +38,7 @@ from onnxplace.machine.ort_sessions import (
 )
 from onnxplace.machine.ort_values import make_array_runner, to_ort_value, to_python
 from onnxplace.ort import import_onnxruntime
-from onnxplace.utils import ChildProcess, start_child, start_thread
+from onnxplace.utils import start_child, start_thread
 
 # How often a caller that waits looks whether its run is to end.
 POLL_SECONDS = 0.02
@@ -55,12 +54,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, item: Any) -> Any:
         """Let the bytes of types that numpy lacks, such as bfloat16, stay outside of the pickle, too."""
         if isinstance(item, np.ndarray) and item.dtype.isbuiltin == 2:
-            return _view_as, (np.ascontiguousarray(item).reshape(-1).view(np.uint8), item.dtype, item.shape)
+            return np.ndarray, (item.shape, item.dtype, np.ascontiguousarray(item).reshape(-1).view(np.uint8))
         return NotImplemented
-
-
-def _view_as(data: Any, dtype: Any, shape: Sequence[int]) -> Any:
-    return data.view(dtype).reshape(shape)
 
 
 class _SharedBlock:
@@ -182,24 +177,32 @@ class DeviceProcess:
         """Numbers of sessions that nothing here refers to any more."""
         self.ended = threading.Event()
         self._lock = threading.Lock()
-        self._child: ChildProcess | None = None
+        self._child: Any = None
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reason = ""
 
-    def _start(self) -> ChildProcess:
+    def _start(self) -> None:
         with ExitStack() as stack:
             blocks = [os.memfd_create("onnxplace") for _ in range(2)] if hasattr(os, "memfd_create") else []
             for descriptor in blocks:
                 stack.callback(os.close, descriptor)
-            child = stack.enter_context(start_child(serve_sessions, blocks, connects=True, descriptors=blocks))
-            reading, writing = child.pipes
-            stack.callback(_close, writing)  # the child ends then
-            self._channel = _Channel(reading, writing, blocks[::-1], copies=True)
-            work = partial(_read_answers, self._channel, reading, self._answers, self.ended)
-            start_thread(threading.Thread(target=work, name=f"onnxplace {self.device.id} answers", daemon=True))
+            self._child = stack.enter_context(start_child(serve_sessions, blocks, connects=blocks))
+            reading, writing = self._child.pipes
+            stack.enter_context(suppress(OSError))  # of a pipe with bytes that the child did not read
+            stack.callback(writing.close)
+            channel, answers, ended = _Channel(reading, writing, blocks[::-1], copies=True), self._answers, self.ended
+
+            def read() -> None:  # without a reference to this object, which would live forever
+                with suppress(Exception), reading:
+                    while True:
+                        answers.put(channel.receive())
+                ended.set()
+                answers.put(None)
+
+            start_thread(threading.Thread(target=read, name=f"onnxplace {self.device.id} answers", daemon=True))
+            self._channel = channel
             # Not at the end of the interpreter: engines, which close their sessions then, let requests end before.
             weakref.finalize(self, _end_process, stack.pop_all(), os.getpid()).atexit = False
-        return child
 
     def call(self, where: str, function: Callable[..., Any], number: int, *arguments: Any, options: Any = None) -> Any:
         """Return what a function returns there.
@@ -216,7 +219,8 @@ class DeviceProcess:
         with self._lock:
             answer = None
             if not self.ended.is_set():
-                self._child = self._child or self._start()
+                if self._child is None:
+                    self._start()
                 dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
                 try:
                     self._send((dropped, function, number, arguments))
@@ -248,31 +252,13 @@ class DeviceProcess:
         with suppress(queue.Empty):
             return self._answers.get(timeout=STOP_SECONDS)
         self._reason = f"it was killed, as a run did not end within {STOP_SECONDS} s"
-        if self._child is not None:
-            self._child.kill()
+        self._child.kill()
         return self._answers.get()
 
     def _make_error(self, where: str) -> ExecutionError:
-        self._reason = self._reason or (self._child.describe_end() if self._child is not None else "")
-        message = f"{where} failed: the process of this device ended: {self._reason}"
+        message = f"{where} failed: the process of this device ended: {self._reason or self._child.describe_end()}"
         hint = "its sessions are isolated, so all else goes on; open a new session, or use --fallback cpu:0"
         return ExecutionError("X016", message, where=self.device.id, hint=hint)
-
-
-def _read_answers(
-    channel: _Channel, reading: BinaryIO, answers: queue.SimpleQueue[Any], ended: threading.Event
-) -> None:
-    """Pass answers on; None at the end. It has no reference to the process, which would live forever."""
-    with suppress(Exception), reading:
-        while True:
-            answers.put(channel.receive())
-    ended.set()
-    answers.put(None)
-
-
-def _close(pipe: BinaryIO) -> None:
-    with suppress(OSError):
-        pipe.close()
 
 
 def _end_process(stack: ExitStack, owner: int) -> None:
@@ -287,14 +273,13 @@ class IsolatedSession(SessionHandle):
     """A session in the process of its device. It has those of ONNX Runtime's methods that onnxplace uses."""
 
     def __init__(self, process: DeviceProcess, number: int, where: str, description: Sequence[Any]) -> None:
-        super().__init__(*description)
+        super().__init__(description)
         self._process, self._number, self._where = process, number, where
         weakref.finalize(self, process.dropped.append, number).atexit = False
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any], options: Any = None) -> list[Any]:
         """Return outputs as numpy arrays, also those of types that numpy lacks; feeds may be such arrays, too."""
-        outputs: list[Any] = self._process.call(self._where, _run, self._number, names, dict(feeds), options=options)
-        return outputs
+        return list(self._process.call(self._where, _run, self._number, names, dict(feeds), options=options))
 
     def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, Any], options: Any = None) -> list[Any]:
         """Return outputs as OrtValues in the host's memory."""

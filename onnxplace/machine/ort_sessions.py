@@ -39,7 +39,7 @@ class TensorInfo:
 
 
 def describe_session(session: Any) -> tuple[Any, ...]:
-    """Return the arguments of `SessionHandle` for a session, none of which refers to it."""
+    """Return the description that `SessionHandle` takes, which does not refer to the session."""
     items = (session.get_inputs(), session.get_outputs(), session.get_overridable_initializers())
     infos = ([TensorInfo(item.name, item.type, list(item.shape)) for item in part] for part in items)
     return *infos, list(session.get_providers())
@@ -48,14 +48,8 @@ def describe_session(session: Any) -> tuple[Any, ...]:
 class SessionHandle:
     """What a session says of itself, without a reference to it."""
 
-    def __init__(
-        self,
-        inputs: list[TensorInfo],
-        outputs: list[TensorInfo],
-        overridable: list[TensorInfo],
-        providers: list[str],
-    ) -> None:
-        self._inputs, self._outputs, self._overridable, self._providers = inputs, outputs, overridable, providers
+    def __init__(self, description: Sequence[Any]) -> None:
+        self._inputs, self._outputs, self._overridable, self._providers = description
 
     def get_inputs(self) -> list[TensorInfo]:
         """Return the required inputs."""
@@ -82,7 +76,7 @@ class GuardedSession(SessionHandle):
     """
 
     def __init__(self, session: Any, lock: ProviderLock) -> None:
-        super().__init__(*describe_session(session))
+        super().__init__(describe_session(session))
         self.lock = lock
         self._owned = lock.own(self, session)
 

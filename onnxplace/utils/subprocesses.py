@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import Any, TypeVar
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.utils.leases import hold_lease
@@ -63,16 +63,13 @@ class ChildProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
         self._process, self._output = process, output
+        self.pipes: Any = process.stdout, process.stdin
+        """Its stdout, to read, and its stdin, to write; None each unless `start_child` connects them."""
 
     @property
     def exit_code(self) -> int | None:
         """Return how the child ended, negative after a signal; None while it runs."""
         return self._process.poll()
-
-    @property
-    def pipes(self) -> tuple[BinaryIO, BinaryIO]:
-        """Return its stdout, to read, and its stdin, to write, if `start_child` connects them."""
-        return cast("BinaryIO", self._process.stdout), cast("BinaryIO", self._process.stdin)
 
     def kill(self) -> None:
         """End the child and its own children at once; nothing if it has ended."""
@@ -103,12 +100,7 @@ class ChildProcess:
 
 @contextmanager
 def start_child(
-    work: Callable[[Job], object],
-    job: Job,
-    *,
-    connects: bool = False,
-    descriptors: Sequence[int] = (),
-    **environment: str,
+    work: Callable[[Job], object], job: Job, connects: Sequence[int] | None = None, **environment: str
 ) -> Iterator[ChildProcess]:
     """Start `work(job)` in a fresh process, which ends with this block or with this process at the latest.
 
@@ -118,8 +110,8 @@ def start_child(
     Args:
         work: a function at the top level of a module.
         job: its argument, which must be picklable.
-        connects: whether its stdin and stdout are pipes, which the caller closes.
-        descriptors: file descriptors that it inherits, under the same numbers.
+        connects: file descriptors that it inherits under the same numbers, perhaps none; its stdin and stdout are pipes
+            then, which the caller closes.
         environment: additional environment variables of the process.
     """
     with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
@@ -129,11 +121,11 @@ def start_child(
             process = subprocess.Popen(
                 command,
                 env=_make_environment(environment),
-                stdin=subprocess.PIPE if connects else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if connects else stream,
+                stdin=subprocess.DEVNULL if connects is None else subprocess.PIPE,
+                stdout=stream if connects is None else subprocess.PIPE,
                 stderr=stream,
                 start_new_session=True,
-                pass_fds=(*lease.descriptors, *descriptors),
+                pass_fds=(*lease.descriptors, *(connects or ())),
             )
         child = ChildProcess(process, output)
         try:

@@ -9,11 +9,10 @@ import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.devices import DeviceAddress
-from onnxplace.errors import ExecutionError, OnnxplaceError
+from onnxplace.errors import ExecutionError, FallbackWarning, OnnxplaceError
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.ort import build_one_node_model
-from onnxplace.runtime import FallbackWarning
-from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice, open_segment
+from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice, open_routes
 from onnxplace.target import Device
 from onnxplace.utils import call_guarded
 
@@ -40,17 +39,15 @@ class Fallback:
 
         Raises ExecutionError if they cannot be opened.
         """
-        stand_in, records = PlacedDevice(self._device, self._cores), self._bundle.manifest.segments
-        own = [[item for item in records if route.devices[item.device] == device.id] for route in routes]
+        stand_in = PlacedDevice(self._device, self._cores)
         try:
-            lost = {record.id: record for part in own for record in part}
-            opened = {name: open_segment(self._bundle, record, stand_in) for name, record in lost.items()}
+            opened = open_routes(self._bundle, {device.id: stand_in})
         except OnnxplaceError as problem:
             message = f"{failure.message}; {self._device.id} cannot take over: {problem.message}"
             raise ExecutionError("X016", message, where=device.id, hint=problem.hint) from failure
-        for route, part in zip(routes, own):
-            route.segments.update({record.id: opened[record.id] for record in part})
-        device.become(stand_in)
+        for route, part in zip(routes, opened):
+            route.segments.update(part.segments)
+        device.cores, device.kind, device.memory = stand_in.cores, stand_in.kind, stand_in.memory
         message = f"{device.id}: {failure.message}; {self._device.id} runs its segments from now on"
         call_guarded(warnings.warn, message, FallbackWarning)
 

@@ -38,10 +38,6 @@ class PlacedDevice:
         memory = IsolatedMemory if device.address.is_isolated else import_memory(self.kind)
         self.memory: DeviceMemory = memory(device.address, cores)
 
-    def become(self, other: PlacedDevice) -> None:
-        """Be another device from now on, under this name."""
-        self.cores, self.kind, self.memory = other.cores, other.kind, other.memory
-
 
 def find_cores(devices: Iterable[Device]) -> dict[str, tuple[int, ...]]:
     """Return the cores of each CPU device of one host, by its id."""
