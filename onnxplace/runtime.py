@@ -273,9 +273,8 @@ def create_runtime(runtime_class: Callable[..., Runtime], name: str, **options: 
     for key in chosen:
         if key not in parameters:
             message = f"runtime {name!r} has no option {key!r}"
-            owner = "onnxruntime" if key == "fallback" else "mpi"
-            hint = f"leave it out, or use the runtime {owner}, which has {key}"
-            raise UsageError("U045", message, where=key, hint=hint)
+            hint = f"use the runtime {'onnxruntime' if key == 'fallback' else 'mpi'}, which has {key}"
+            raise UsageError("U045", message, where=key, hint=f"leave it out, or {hint}")
     return runtime_class(**chosen)
 
 

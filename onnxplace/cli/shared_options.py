@@ -47,9 +47,7 @@ runtime_option = click.option(
     shell_complete=complete_runtimes,
     help="`onnxplace runtimes` lists them.",
 )
-_fallback_option = click.option(
-    "--fallback", metavar="DEVICE", help="Takes over the segments of a device that is lost, such as cpu:0."
-)
+_fallback_option = click.option("--fallback", metavar="cpu:0", help="Takes over the segments of a device that is lost.")
 _MPI_OPTIONS = (
     click.option(
         "--hosts", metavar="node1:1,node2:1", help="Hosts, and how many devices may run on each."

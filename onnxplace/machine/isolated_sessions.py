@@ -152,19 +152,16 @@ def serve_sessions(blocks: Sequence[int]) -> None:
 
 
 def _open(sessions: dict[int, Any], number: int, _: Any, source: Any, recipe: Any, *more: Any) -> Any:
-    session = open_session(source, create_session_options(*recipe), *more)
-    sessions[number] = session, make_array_runner(session)
-    return describe_session(session)
+    sessions[number] = open_session(source, create_session_options(*recipe), *more)
+    return describe_session(sessions[number])
 
 
 def _run(sessions: dict[int, Any], number: int, options: Any, names: Sequence[str] | None, feeds: Any) -> list[Any]:
-    _, run = sessions[number]
-    return list(run(names, feeds, options))
+    return list(make_array_runner(sessions[number])(names, feeds, options))
 
 
 def _call(sessions: dict[int, Any], number: int, _: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    session, _ = sessions[number]
-    return function(session, *arguments)
+    return function(sessions[number], *arguments)
 
 
 class DeviceProcess:
@@ -272,7 +269,7 @@ def _end_process(stack: ExitStack, owner: int) -> None:
 class IsolatedSession(SessionHandle):
     """A session in the process of its device. It has those of ONNX Runtime's methods that onnxplace uses."""
 
-    def __init__(self, process: DeviceProcess, number: int, where: str, description: Sequence[Any]) -> None:
+    def __init__(self, process: DeviceProcess, number: int, where: str, description: Any) -> None:
         super().__init__(description)
         self._process, self._number, self._where = process, number, where
         weakref.finalize(self, process.dropped.append, number).atexit = False

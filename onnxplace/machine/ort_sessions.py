@@ -38,17 +38,20 @@ class TensorInfo:
     shape: list[Any]
 
 
-def describe_session(session: Any) -> tuple[Any, ...]:
+SessionDescription = tuple[list[TensorInfo], list[TensorInfo], list[TensorInfo], list[str]]
+
+
+def describe_session(session: Any) -> SessionDescription:
     """Return the description that `SessionHandle` takes, which does not refer to the session."""
     items = (session.get_inputs(), session.get_outputs(), session.get_overridable_initializers())
-    infos = ([TensorInfo(item.name, item.type, list(item.shape)) for item in part] for part in items)
-    return *infos, list(session.get_providers())
+    inputs, outputs, more = ([TensorInfo(item.name, item.type, list(item.shape)) for item in part] for part in items)
+    return inputs, outputs, more, list(session.get_providers())
 
 
 class SessionHandle:
     """What a session says of itself, without a reference to it."""
 
-    def __init__(self, description: Sequence[Any]) -> None:
+    def __init__(self, description: SessionDescription) -> None:
         self._inputs, self._outputs, self._overridable, self._providers = description
 
     def get_inputs(self) -> list[TensorInfo]:

@@ -168,11 +168,12 @@ class WorkLoop(ProgramLoop):
             last = not request.unfinished and request.number in self._in_flight
             checkpoints = request.checkpoints  # which its deliverer may empty at any moment
             is_enqueued = last and bool(checkpoints) and self._broken is None
-            begins_again = last and not is_enqueued and self._may_repeat(request)
             if is_enqueued:
                 self._deliveries[checkpoints[-1][1]].put(request)  # which then comes here again
-            elif begins_again:
+            elif last and self._may_repeat(request):
+                last = False
                 request.begin()
+                self._wake()
             elif last:
                 request.deliverer = device
                 self._store_states(request)
@@ -183,9 +184,6 @@ class WorkLoop(ProgramLoop):
         if is_enqueued:
             if request.callers_device:  # its worker can enqueue the next request
                 self._wake()
-            return
-        if begins_again:
-            self._wake()
             return
         if last:
             self._request_changes.wake()
