@@ -170,8 +170,8 @@ class DeviceProcess:
     def __init__(self, device: DeviceAddress) -> None:
         self.device = device
         self.numbers = itertools.count()
-        self.dropped: deque[int] = deque()
-        """Numbers of sessions that nothing here refers to any more."""
+        self.sessions: set[int] = set()
+        self._dropped: deque[int] = deque()
         self.ended = threading.Event()
         self._lock = threading.Lock()
         self._child: Any = None
@@ -199,7 +199,16 @@ class DeviceProcess:
             start_thread(threading.Thread(target=read, name=f"onnxplace {self.device.id} answers", daemon=True))
             self._channel = channel
             # Not at the end of the interpreter: engines, which close their sessions then, let requests end before.
-            weakref.finalize(self, _end_process, stack.pop_all(), os.getpid()).atexit = False
+            self._finalizer = weakref.finalize(self, _end_process, stack.pop_all(), os.getpid())
+            self._finalizer.atexit = False
+
+    def drop(self, number: int) -> None:
+        """Free a session, at the latest with the next call; the process ends with the last one."""
+        self.sessions.discard(number)
+        self._dropped.append(number)
+        if not self.sessions and self._child is not None:
+            self.ended.set()
+            self._finalizer()
 
     def call(self, where: str, function: Callable[..., Any], number: int, *arguments: Any, options: Any = None) -> Any:
         """Return what a function returns there.
@@ -218,7 +227,7 @@ class DeviceProcess:
             if not self.ended.is_set():
                 if self._child is None:
                     self._start()
-                dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+                dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
                 try:
                     self._send((dropped, function, number, arguments))
                     answer = self._await_answer(options)
@@ -272,7 +281,12 @@ class IsolatedSession(SessionHandle):
     def __init__(self, process: DeviceProcess, number: int, where: str, description: Any) -> None:
         super().__init__(description)
         self._process, self._number, self._where = process, number, where
-        weakref.finalize(self, process.dropped.append, number).atexit = False
+
+    def close(self) -> None:
+        """Free the session; may be called twice."""
+        self._process.drop(self._number)
+
+    __del__ = close
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any], options: Any = None) -> list[Any]:
         """Return outputs as numpy arrays, also those of types that numpy lacks; feeds may be such arrays, too."""
@@ -311,5 +325,10 @@ def open_isolated_session(
     place = where or ("model" if isinstance(model, bytes) else str(model))
     source = model if isinstance(model, bytes) else os.path.abspath(model)
     recipe = describe_session_options(options)
-    description = process.call(place, _open, number, source, recipe, there, place, provider_options)
+    process.sessions.add(number)
+    try:
+        description = process.call(place, _open, number, source, recipe, there, place, provider_options)
+    except BaseException:
+        process.drop(number)
+        raise
     return IsolatedSession(process, number, place, description)
