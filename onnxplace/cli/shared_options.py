@@ -104,6 +104,7 @@ def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
         with warnings.catch_warnings():
             # `note_left_out_copies` says so at the end.
             warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)
+            warnings.simplefilter("always", FallbackWarning)
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             command(*arguments, session_options=session_options, **options)
 

@@ -21,17 +21,12 @@ from onnxplace.machine.ort_values import to_ort_value, to_python
 from onnxplace.target import Device
 from tests.support.fault_checks import wait_until
 from tests.support.faulty_plugin import install_faulty_kind
+from tests.support.isolated import list_children
 
 ISOLATED = DeviceAddress("cpu", 0, options={"isolate": "true"})
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 NUMBERS = ["float", "float16", "double", "bool", *INTEGERS]
 FOREIGN = {"bfloat16": "bfloat16", "float8e4m3fn": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
-
-
-def list_children() -> list[psutil.Process]:
-    """Return the processes of devices."""
-    children = psutil.Process().children()
-    return [child for child in children if any("run_job_of_parent" in word for word in child.cmdline())]
 
 
 def identity(kind: str, wrap: str = "") -> bytes:

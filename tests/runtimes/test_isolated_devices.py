@@ -12,10 +12,9 @@ import pytest
 
 import onnxplace
 from onnxplace.errors import FallbackWarning
-from onnxplace.machine import IsolatedSession
-from tests.machine.test_isolated_sessions import list_children
 from tests.support.endless import endless_bundle, expected, feeds
 from tests.support.fault_checks import HUNG_SECONDS, assert_expected, run_at_once
+from tests.support.isolated import crash_at_next_run, list_children
 from tests.support.state_checks import APART, START, STATES, new_reference, pipeline, sums
 
 DEVICES = "cpu:0,cpu:1{isolate=true}"
@@ -42,20 +41,6 @@ def summing(tmp_path_factory):
     return onnxplace.compile(
         folder / "sums.onnx", devices=DEVICES, shape={"n": 2, "m": 6}, state=STATES, pipeline=pipeline(folder, APART)
     )
-
-
-@pytest.fixture
-def crash_at_run(monkeypatch):
-    """Return a function that lets the process of a device end by SIGKILL right before the next run there."""
-    run = IsolatedSession.run
-
-    def crash(self, names, given, options=None):
-        monkeypatch.setattr(IsolatedSession, "run", run)
-        (process,) = list_children()
-        process.kill()
-        return run(self, names, given, options)
-
-    return lambda: monkeypatch.setattr(IsolatedSession, "run", crash)
 
 
 def kill_soon(number):
@@ -151,10 +136,10 @@ def test_a_forked_child_leaves_the_process_to_its_parent(alone):
 # ------------------------------------------------------------------------------------------------------------- fallback
 
 
-def test_a_request_whose_device_crashes_is_repeated_on_the_fallback_which_is_said_once(bundle, crash_at_run):
+def test_a_request_whose_device_crashes_is_repeated_on_the_fallback_which_is_said_once(bundle, monkeypatch):
     with onnxplace.InferenceSession(bundle, fallback="cpu:0") as session:
         assert_expected(session.run(None, feeds(3)), 3)
-        crash_at_run()
+        crash_at_next_run(monkeypatch)
         with pytest.warns(FallbackWarning) as told:
             run_at_once(session, 3, 4, 5)
         text = "cpu:1: segment cpu1-000 failed: the process of this device ended: SIGKILL; cpu:0 runs its segments"
@@ -172,12 +157,12 @@ def test_a_crash_during_a_long_run_is_survived(bundle):
         assert not list_children()
 
 
-def test_no_states_are_lost_with_the_process(summing, crash_at_run):
+def test_no_states_are_lost_with_the_process(summing, monkeypatch):
     with onnxplace.InferenceSession(summing, fallback="cpu:0") as session, session.conversation() as other:
         references = {session: new_reference(), other: new_reference()}
         for number in range(6):
             if number == 3:
-                crash_at_run()
+                crash_at_next_run(monkeypatch)
             for runner, reference in references.items():
                 x = np.array([number, 1], np.float32)
                 given = {"x": x, "pick": np.zeros(1, np.int64), **(START if number == 0 else {})}
@@ -187,23 +172,23 @@ def test_no_states_are_lost_with_the_process(summing, crash_at_run):
                 np.testing.assert_allclose(y, reference.step(x))
 
 
-def test_without_a_fallback_a_crash_loses_the_states_and_says_so(summing, crash_at_run):
+def test_without_a_fallback_a_crash_loses_the_states_and_says_so(summing, monkeypatch):
     given = {"x": np.ones(2, np.float32), "pick": np.zeros(1, np.int64)}
     with onnxplace.InferenceSession(summing) as session:
         session.run(None, {**given, **START})
-        crash_at_run()
+        crash_at_next_run(monkeypatch)
         with pytest.raises(onnxplace.ExecutionError, match=r"X016.*cpu:1: segment"):
             session.run(None, given)
         with pytest.raises(onnxplace.FeedError, match="the previous request failed and lost it"):
             session.run(None, given)
 
 
-def test_a_fallback_that_cannot_run_the_segments_is_named(bundle, crash_at_run, monkeypatch):
+def test_a_fallback_that_cannot_run_the_segments_is_named(bundle, monkeypatch):
     def refuse(*_):
         raise onnxplace.ModelError("M012", "ONNX Runtime has no kernel of Loop")
 
     with onnxplace.InferenceSession(bundle, fallback="cpu:0") as session:
-        crash_at_run()
+        crash_at_next_run(monkeypatch)
         monkeypatch.setattr("onnxplace.runtimes.execution.fallback.open_routes", refuse)
         with pytest.raises(
             onnxplace.ExecutionError, match=r"X016.*SIGKILL; cpu:0 cannot take over: ONNX Runtime has no"
