@@ -16,7 +16,6 @@ import pickle
 import queue
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -165,50 +164,46 @@ def _call(sessions: dict[int, Any], number: int, _: Any, function: Callable[...,
 
 
 class DeviceProcess:
-    """The process of an isolated device, which lives as long as this object."""
+    """The process of an isolated device, which lives as long as it has sessions."""
 
     def __init__(self, device: DeviceAddress) -> None:
         self.device = device
         self.numbers = itertools.count()
         self.sessions: set[int] = set()
-        self._dropped: deque[int] = deque()
         self.ended = threading.Event()
-        self._lock = threading.Lock()
+        self._dropped: deque[int] = deque()
+        self._owner, self._stack, self._lock = os.getpid(), ExitStack(), threading.Lock()
         self._child: Any = None
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reason = ""
 
     def _start(self) -> None:
-        with ExitStack() as stack:
-            blocks = [os.memfd_create("onnxplace") for _ in range(2)] if hasattr(os, "memfd_create") else []
-            for descriptor in blocks:
-                stack.callback(os.close, descriptor)
-            self._child = stack.enter_context(start_child(serve_sessions, blocks, connects=blocks))
-            reading, writing = self._child.pipes
-            stack.enter_context(suppress(OSError))  # of a pipe with bytes that the child did not read
-            stack.callback(writing.close)
-            channel, answers, ended = _Channel(reading, writing, blocks[::-1], copies=True), self._answers, self.ended
+        blocks = [os.memfd_create("onnxplace") for _ in range(2)] if hasattr(os, "memfd_create") else []
+        for descriptor in blocks:
+            self._stack.callback(os.close, descriptor)
+        self._child = self._stack.enter_context(start_child(serve_sessions, blocks, connects=blocks))
+        reading, writing = self._child.pipes
+        self._stack.enter_context(suppress(OSError))  # of a pipe with bytes that the child did not read
+        self._stack.callback(writing.close)
+        self._channel = _Channel(reading, writing, blocks[::-1], copies=True)
+        name = f"onnxplace {self.device.id} answers"
+        start_thread(threading.Thread(target=self._read, args=(reading,), name=name, daemon=True))
 
-            def read() -> None:  # without a reference to this object, which would live forever
-                with suppress(Exception), reading:
-                    while True:
-                        answers.put(channel.receive())
-                ended.set()
-                answers.put(None)
-
-            start_thread(threading.Thread(target=read, name=f"onnxplace {self.device.id} answers", daemon=True))
-            self._channel = channel
-            # Not at the end of the interpreter: engines, which close their sessions then, let requests end before.
-            self._finalizer = weakref.finalize(self, _end_process, stack.pop_all(), os.getpid())
-            self._finalizer.atexit = False
+    def _read(self, pipe: BinaryIO) -> None:
+        """Pass answers on; None at the end."""
+        with suppress(Exception), pipe:
+            while True:
+                self._answers.put(self._channel.receive())
+        self.ended.set()
+        self._answers.put(None)
 
     def drop(self, number: int) -> None:
         """Free a session, at the latest with the next call; the process ends with the last one."""
         self.sessions.discard(number)
         self._dropped.append(number)
-        if not self.sessions and self._child is not None:
+        if not self.sessions and os.getpid() == self._owner:  # and not in a fork
             self.ended.set()
-            self._finalizer()
+            self._stack.close()
 
     def call(self, where: str, function: Callable[..., Any], number: int, *arguments: Any, options: Any = None) -> Any:
         """Return what a function returns there.
@@ -267,11 +262,6 @@ class DeviceProcess:
         return ExecutionError("X016", message, where=self.device.id, hint=hint)
 
 
-def _end_process(stack: ExitStack, owner: int) -> None:
-    if os.getpid() == owner:  # and not a fork
-        stack.close()
-
-
 # ------------------------------------------------------------------------------------------------------------- sessions
 
 
@@ -307,7 +297,7 @@ class IsolatedSession(SessionHandle):
         return self._process.call(self._where, _call, self._number, function, *arguments)
 
 
-_processes: weakref.WeakValueDictionary[tuple[object, ...], DeviceProcess] = weakref.WeakValueDictionary()
+_processes: dict[tuple[object, ...], DeviceProcess] = {}
 
 
 def open_isolated_session(
