@@ -1,21 +1,17 @@
-"""The kinds of devices: their interface, and the table of all kinds by name."""
+"""The interface of kinds of devices: what one is called, how it is found and opened, what it can do."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import import_module, metadata
 from typing import Any, ClassVar
 
 from onnxplace.devices.provider_lock import ProviderLock
-from onnxplace.errors import PluginError
+from onnxplace.ort import import_onnxruntime
 
 # The option of all devices that puts their sessions in a process of their own.
 ISOLATE = "isolate"
-
-# The interface of device kinds: what a kind of device is called, how it is found and opened, what it can do.
 
 
 @dataclass(frozen=True)
@@ -46,11 +42,6 @@ class DeviceAddress:
     def id(self) -> str:
         """Return the name, as in `cuda:0` or `cuda:0/1`."""
         return f"{self.kind}:{self.index}" + (f"/{self.part}" if self.part is not None else "")
-
-    @property
-    def is_isolated(self) -> bool:
-        """Return whether its sessions are in a process of their own."""
-        return self.options.get(ISOLATE, find_kind(self.kind).options[ISOLATE][0]) == "true"
 
 
 @dataclass(frozen=True)
@@ -100,6 +91,8 @@ class DeviceKind(ABC):
     """Assumed latency of a link with such a device."""
     link_bytes_per_second: ClassVar[float]
     """Assumed bandwidth of a link with such a device."""
+    needs_static_shapes: ClassVar[bool] = False
+    """Whether its sessions need the sizes of all inputs."""
     install_hint: ClassVar[str] = ""
     """How to get what it needs."""
 
@@ -125,9 +118,29 @@ class DeviceKind(ABC):
     def list_providers(self, address: DeviceAddress) -> list[tuple[str, dict[str, str]]]:
         """Return the execution providers of a session on a device, with options, except the CPU's."""
 
+    def create_session(
+        self, model: str | bytes, options: Any, address: DeviceAddress, provider_options: Mapping[str, str]
+    ) -> Any:
+        """Return ONNX Runtime's session for a model on a device, or on the CPU where its provider cannot be opened.
+
+        Args:
+            model: Path or bytes.
+            options: ONNX Runtime's SessionOptions.
+            address: The device.
+            provider_options: More options of the device's execution providers.
+        """
+        own = [(name, {**entries, **provider_options}) for name, entries in self.list_providers(address)]
+        # Without `enable_fallback`, ONNX Runtime would print the reason of a fallback to the CPU, and go on.
+        providers = [*own, "CPUExecutionProvider"]
+        return import_onnxruntime().InferenceSession(model, options, providers=providers, enable_fallback=0)
+
     def session_entries(self, address: DeviceAddress) -> dict[str, str]:
         """Return entries for the configuration of sessions on a device."""
         return {}
+
+    def precision(self, address: DeviceAddress) -> str:
+        """Return the type in which a device computes float32, such as `float16`."""
+        return "float32"
 
     def find_link(self, first: int, second: int) -> str:
         """Return the link between two devices of this kind, by index: `memory`, `nvlink`, `pcie` or `host`."""
@@ -136,76 +149,3 @@ class DeviceKind(ABC):
     def binding(self, address: DeviceAddress) -> tuple[str, int]:
         """Return the type and number of the device to which ONNX Runtime binds outputs."""
         return address.kind, address.index
-
-
-# The kinds of devices by name: a built-in table, and entry points of plugins.
-
-# Kinds by name, in the order in which the default devices of a machine are looked for.
-BUILTIN_KINDS = {
-    "cpu": "onnxplace.devices.cpu:Cpu",
-    "cuda": "onnxplace.devices.cuda:Cuda",
-    "webgpu": "onnxplace.devices.webgpu:WebGpu",
-}
-ENTRY_POINTS = "onnxplace.device_kinds"
-
-
-def is_known_kind(name: str) -> bool:
-    """Return whether there is a kind of devices of this name.
-
-    >>> is_known_kind("cuda")
-    True
-    """
-    return name in BUILTIN_KINDS or name in _list_plugins()
-
-
-def list_kind_names(*, plugins: bool = True) -> tuple[str, ...]:
-    """Return the names of all kinds, built-in ones first; imports none of them.
-
-    Args:
-        plugins: Whether to list those of plugins.
-    """
-    return tuple(dict.fromkeys((*BUILTIN_KINDS, *(_list_plugins() if plugins else ()))))
-
-
-@cache
-def find_kind(name: str) -> DeviceKind:
-    """Return the kind of devices of a name that `is_known_kind` accepts.
-
-    Raises PluginError if the plugin that provides it cannot be loaded, or is not a DeviceKind.
-    """
-    if name in BUILTIN_KINDS:
-        kind: DeviceKind = _import(BUILTIN_KINDS[name])()
-        return kind
-    point = _list_plugins()[name]
-    distribution = point.dist.name if point.dist else "an unnamed distribution"
-    where = f"device kind {name!r} from {distribution}"
-    hint = f"update or uninstall {distribution}; its author sees where with --verbose"
-    try:
-        plugin = _import(point.value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as problem:  # a plugin may fail in any way, even exit; the error names it
-        message = f"cannot be loaded: {type(problem).__name__}: {problem}"
-        raise PluginError("G001", message, where=where, hint=hint) from problem
-    if not isinstance(plugin, type) or not issubclass(plugin, DeviceKind):
-        hint = "it must subclass onnxplace.devices.DeviceKind"
-        raise PluginError("G001", f"{point.value} is not a DeviceKind", where=where, hint=hint)
-    if missing := getattr(plugin, "__abstractmethods__", None):
-        raise PluginError("G001", f"{point.value} does not define {', '.join(sorted(missing))}", where=where)
-    return plugin()
-
-
-def import_memory(kind: DeviceKind) -> Any:
-    """Return the class of a kind's memory, a subclass of DeviceMemory."""
-    return _import(kind.memory)
-
-
-@cache
-def _list_plugins() -> dict[str, metadata.EntryPoint]:
-    points = metadata.entry_points(group=ENTRY_POINTS)
-    return {point.name: point for point in points if point.name not in BUILTIN_KINDS}
-
-
-def _import(path: str) -> Any:
-    module, _, attribute = path.partition(":")
-    return getattr(import_module(module), attribute)

@@ -11,7 +11,7 @@ from onnxplace.devices.provider_lock import ProviderLock
 from onnxplace.ort import find_provider_problem, import_onnxruntime
 
 # Two threads at once get wrong results, or crash.
-_LOCK = ProviderLock()
+WEBGPU_LOCK = ProviderLock()
 _SESSION_ENTRIES = {"ep.webgpuexecutionprovider.preserveDevice": "1"}
 
 
@@ -22,7 +22,7 @@ class WebGpu(DeviceKind):
     title: ClassVar[str] = "GPU by WebGPU"
     providers: ClassVar[Mapping[str, str]] = {"webgpu": "WebGpuExecutionProvider"}
     memory: ClassVar[str] = "onnxplace.runtimes.execution:BoundMemory"
-    lock: ClassVar[ProviderLock | None] = _LOCK
+    lock: ClassVar[ProviderLock | None] = WEBGPU_LOCK
     operations_per_second: ClassVar[float] = 2e12
     memory_bytes_per_second: ClassVar[float] = 100e9
     kernel_seconds: ClassVar[float] = 20e-6
@@ -64,4 +64,4 @@ class WebGpu(DeviceKind):
 @cache
 def _find_problem() -> str | None:
     reason = "there is no GPU, or no driver that WebGPU accepts"
-    return _LOCK.call(lambda: find_provider_problem("WebGpuExecutionProvider", {}, reason, _SESSION_ENTRIES))
+    return WEBGPU_LOCK.call(lambda: find_provider_problem("WebGpuExecutionProvider", {}, reason, _SESSION_ENTRIES))

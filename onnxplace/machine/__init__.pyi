@@ -23,6 +23,7 @@ from onnxplace.machine.ort_sessions import (
     end_openings as end_openings,
     is_foreign_error as is_foreign_error,
     list_operator_libraries as list_operator_libraries,
+    list_taken_nodes as list_taken_nodes,
     make_session_options as make_session_options,
     open_session as open_session,
     pin_thread as pin_thread,

@@ -10,7 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, find_kind, list_kind_names
+from onnxplace.devices import (
+    SHORT_NAMES,
+    DeviceAddress,
+    DeviceKind,
+    Hardware,
+    find_kind,
+    is_isolated,
+    list_kind_names,
+    resolve_short_name,
+)
 from onnxplace.errors import PluginError, TargetError
 from onnxplace.ort import import_onnxruntime
 from onnxplace.target import Device, DeviceSpec, Target, parse_devices, split_host
@@ -83,7 +92,7 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
     >>> [device.id for device in local_target("cpu:0,cpu:1").devices]
     ['cpu:0', 'cpu:1']
     """
-    specs = parse_devices(devices) if devices else parse_devices(list_default_device_ids())
+    specs = [_find_meant(spec) for spec in parse_devices(devices or list_default_device_ids())]
     if host := split_host(specs[0].id)[0]:
         message = f"{specs[0].id} is a device of host {host}; expected devices of this machine"
         hint = "leave the host out, or describe several hosts in a file for --target (docs/target.md)"
@@ -101,6 +110,13 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
             for spec in specs
         )
     )
+
+
+def _find_meant(spec: DeviceSpec) -> DeviceSpec:
+    """Return the device of this machine that is meant by `npu:0`, if there is one; other devices as they are."""
+    address = DeviceAddress.of(spec.id) if not split_host(spec.id)[0] else None
+    found = resolve_short_name(address.kind, address.index) if address and address.kind in SHORT_NAMES else None
+    return replace(spec, id=f"{found[0]}:{found[1]}") if found else spec
 
 
 def _kind_of(device_id: str) -> DeviceKind:
@@ -145,7 +161,7 @@ def find_device_problem(device: Device) -> str | None:
     """Return why ONNX Runtime cannot use a device on this machine; None if it can."""
     if device.host:
         return f"it is a device of host {device.host}, and this runtime uses devices of this machine only"
-    if not device.address.is_isolated or device.is_host:
+    if not is_isolated(device.address) or device.is_host:
         return _find_problem(device.address)
     return run_in_child(_find_problem, device.address, "the search for it", device.id)
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from onnxplace.devices import DeviceAddress, ProviderLock, find_kind
+from onnxplace.devices import ISOLATE, DeviceAddress, ProviderLock, find_kind, is_isolated
 from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line, format_value
 from onnxplace.machine.interrupts import interruptible
 from onnxplace.machine.refusals import explain_refusal, find_written_folder
@@ -334,20 +334,19 @@ def open_session(
         ExecutionError: ONNX Runtime falls back to another device, or has no space to write; or the process of an
             isolated device has ended.
     """
-    if device.is_isolated:
+    if is_isolated(device):
         from onnxplace.machine.isolated_sessions import open_isolated_session
 
         return open_isolated_session(model, options, device, where, provider_options)
     kind = find_kind(device.kind)
-    own = [(name, {**entries, **(provider_options or {})}) for name, entries in kind.list_providers(device)]
-    providers: list[Any] = [*own, "CPUExecutionProvider"]
     for key, value in kind.session_entries(device).items():
         options.add_session_config_entry(key, value)
     source = model if isinstance(model, bytes) else str(model)
     try:
-        # Without `enable_fallback`, ONNX Runtime would print the reason of a fallback to the CPU, and go on.
         with _count_opening(), interruptible(lambda: _cancel_loading(options)):
-            session = _create_session(source, options, providers, kind.lock)
+            session = _create_session(
+                lambda: kind.create_session(source, options, device, provider_options or {}), kind.lock
+            )
     except OnnxplaceError:
         raise
     except Exception as problem:
@@ -362,13 +361,22 @@ def open_session(
     return session
 
 
-def _create_session(source: str | bytes, options: Any, providers: Sequence[Any], lock: ProviderLock | None) -> Any:
+def _create_session(create: Callable[[], Any], lock: ProviderLock | None) -> Any:
     """Return ONNX Runtime's session, or one that holds the lock of its provider."""
-
-    def create() -> Any:
-        return import_onnxruntime().InferenceSession(source, options, providers=providers, enable_fallback=0)
-
     return create() if lock is None else lock.call(lambda: GuardedSession(create(), lock))
+
+
+def list_taken_nodes(session: Any, device: DeviceAddress) -> frozenset[str]:
+    """Return the names of the nodes that a device's provider took; the CPU computes the others of the session.
+
+    The session must have been opened with the entry `session.record_ep_graph_assignment_info` = 1.
+    """
+    if is_isolated(device):
+        there = replace(device, options={**device.options, ISOLATE: "false"})
+        return frozenset(session.call(list_taken_nodes, there))
+    provider = find_kind(device.kind).provider(device.options)
+    groups = session.get_provider_graph_assignment_info()
+    return frozenset(node.name for group in groups if group.ep_name == provider for node in group.get_nodes())
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence, Set
 
+from onnxplace.devices import is_known_kind
 from onnxplace.errors import TargetError, format_names, format_value, suggest_nearest
 
 # Labels of letters, digits and inner hyphens, joined by dots: names of DNS and IPv4 addresses.
@@ -21,10 +22,12 @@ def split_host(device_id: str) -> tuple[str, str]:
 
     >>> split_host("node1/cuda:0/1"), split_host("cuda:0/1")
     (('node1', 'cuda:0/1'), ('', 'cuda:0/1'))
+    >>> split_host("node1/qnn/npu:0"), split_host("qnn/npu:0")
+    (('node1', 'qnn/npu:0'), ('', 'qnn/npu:0'))
     """
     before, colon, _ = device_id.partition(":")
     host, slash, _ = before.partition("/")
-    if not slash or not colon:
+    if not slash or not colon or is_known_kind(before):
         return "", device_id
     return host, device_id[len(host) + 1 :]
 

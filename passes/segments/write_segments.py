@@ -30,7 +30,7 @@ from onnxplace.machine import make_session_options, open_session
 from onnxplace.model import Model, WeightFile, find_scales_to_protect, parse_type, store_for_session
 from onnxplace.passes.segments.fill_manifest import WrittenFiles, build_manifest
 from onnxplace.state import State
-from onnxplace.target import Target, split_host
+from onnxplace.target import Target
 from onnxplace.utils import report_progress, temporary_folder
 
 
@@ -162,9 +162,9 @@ def name_segments(segments: Sequence[Segment], target: Target) -> list[str]:
     counts = [0] * len(target.devices)
     ids = []
     for segment in segments:
-        # `cuda:0/1` becomes `cuda0p1`, and `node1/cpu:0` becomes `node1-cpu0`, since files have these names.
-        host, local_id = split_host(target.devices[segment.device].id)
-        name = f"{host}-" * bool(host) + local_id.replace(":", "").replace("/", "p")
+        # `cuda:0/1` becomes `cuda0p1`, and `node1/qnn/npu:0` becomes `node1-qnn-npu0`, since files have these names.
+        kind, _, number = target.devices[segment.device].id.partition(":")
+        name = kind.replace("/", "-") + number.replace("/", "p")
         ids.append(f"{name}-{counts[segment.device]:03d}")
         counts[segment.device] += 1
     return ids

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle import Bundle, SegmentRecord, list_routes
-from onnxplace.devices import DeviceMemory, find_kind, import_memory
+from onnxplace.devices import DeviceMemory, find_kind, import_memory, is_isolated
 from onnxplace.errors import BundleError, ModelError
 from onnxplace.machine import (
     assign_cores,
@@ -35,7 +35,7 @@ class PlacedDevice:
         self.id = device.id
         self.cores = cores
         self.kind = find_kind(device.kind)
-        memory = IsolatedMemory if device.address.is_isolated else import_memory(self.kind)
+        memory = IsolatedMemory if is_isolated(device.address) else import_memory(self.kind)
         self.memory: DeviceMemory = memory(device.address, cores)
 
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "feeds": "errors utils",
     "graph": "utils",
     "ort": "errors",
-    "devices": "errors ort",
+    "devices": "errors ort utils",
     "target": "devices errors utils",
     "state": "errors target",
     "training_step": "errors",

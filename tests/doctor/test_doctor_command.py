@@ -81,7 +81,7 @@ def test_the_report_of_this_machine_has_no_private_names(complete):
 def test_bad_usage_exits_with_2(run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for arguments, code in (
-        (("--devices", "gpu:0"), "T005"),
+        (("--devices", "cudda:0"), "T005"),
         (("--seconds", "0"), "error[U005] --seconds: expected a positive number of seconds, at most 86400, got 0"),
         (("--output", tmp_path / "none" / "report.json"), "U032"),
         (("model.onnx",), "Error"),
@@ -89,7 +89,7 @@ def test_bad_usage_exits_with_2(run_cli, tmp_path, monkeypatch):
         result = run_cli("doctor", *arguments)
         assert (result.code, result.out) == (2, "")
         assert code in result.err
-    assert only_json(run_cli("doctor", "--devices", "gpu:0", "--json"))["error"]["code"] == "T005"
+    assert only_json(run_cli("doctor", "--devices", "cudda:0", "--json"))["error"]["code"] == "T005"
     assert list(tmp_path.iterdir()) == []
 
 

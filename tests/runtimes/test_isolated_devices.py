@@ -99,8 +99,11 @@ def test_a_process_that_hangs_is_killed_after_a_timeout(bundle, monkeypatch):
     with onnxplace.InferenceSession(bundle) as session:
         (process,) = list_children()
         process.suspend()
-        with pytest.raises(onnxplace.RunTimeoutError, match="X007"):
-            session.run(None, feeds(3), timeout=0.1)
+        for seconds in (0.2, 2.0, 20.0):  # on a busy machine, the device may not have begun after the first
+            with pytest.raises(onnxplace.RunTimeoutError, match="X007") as caught:
+                session.run(None, feeds(3), timeout=seconds)
+            if "cpu:1 runs segment" in caught.value.message:
+                break
         with pytest.raises(onnxplace.ExecutionError, match=r"X016.*cpu:1.*killed, as a run did not end within 0.1 s"):
             session.run(None, feeds(3), timeout=HUNG_SECONDS)
 

@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 
 import onnxplace
-from onnxplace.devices import DeviceAddress, device_kinds
+from onnxplace.devices import DeviceAddress, kind_table
 from onnxplace.devices.cuda import Cuda
 from onnxplace.runtimes.execution import cuda_memory
 from onnxplace.runtimes.execution.cuda_memory import CudaDriver, CudaMemory
@@ -156,7 +156,7 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
 
 
 def test_the_kind_names_this_memory():
-    assert device_kinds.import_memory(Cuda()) is CudaMemory
+    assert kind_table.import_memory(Cuda()) is CudaMemory
 
 
 # ------------------------------------------------------------------------------------------------------- the binding
@@ -236,12 +236,12 @@ class DirectGpu(FakeGpu):
 
 @pytest.fixture
 def direct_kind(monkeypatch):
-    import_path = device_kinds._import
+    import_path = kind_table._import
     own = {"direct kind": DirectGpu, DirectGpu.memory: DirectMemory}
-    monkeypatch.setitem(device_kinds.BUILTIN_KINDS, "direct", "direct kind")
-    monkeypatch.setattr(device_kinds, "_import", lambda path: own[path] if path in own else import_path(path))
+    monkeypatch.setitem(kind_table.BUILTIN_KINDS, "direct", "direct kind")
+    monkeypatch.setattr(kind_table, "_import", lambda path: own[path] if path in own else import_path(path))
     yield
-    device_kinds.find_kind.cache_clear()
+    kind_table.find_kind.cache_clear()
 
 
 @pytest.mark.parametrize("devices", [("direct:0", "direct:1"), ("direct:0", "direct:0/1")], ids=",".join)

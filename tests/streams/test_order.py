@@ -7,7 +7,7 @@ import pytest
 from onnx import helper, numpy_helper, parser
 
 import onnxplace
-from onnxplace.devices import DeviceKind
+from onnxplace.devices import DeviceKind, device_kinds
 from onnxplace.machine import make_session_options, open_session, ort_sessions
 from onnxplace.runtimes.execution import stream_memory
 from onnxplace.target import Device, Target
@@ -191,7 +191,7 @@ def test_sessions_get_the_options_of_their_memory(monkeypatch):
 
     monkeypatch.setattr(ort_sessions, "find_kind", lambda name: Provided())
     options = make_session_options([0])
-    monkeypatch.setattr(ort_sessions, "import_onnxruntime", lambda: Runtime)
+    monkeypatch.setattr(device_kinds, "import_onnxruntime", lambda: Runtime)
     with pytest.raises(onnxplace.OnnxplaceError, match="seen"):
         open_session(b"", options, provider_options={"user_compute_stream": "77"})
     assert seen == [("CUDAExecutionProvider", {"device_id": "1", "user_compute_stream": "77"}), "CPUExecutionProvider"]

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 import onnxruntime
 
-from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, device_kinds
+from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, kind_table
 from onnxplace.runtimes.execution.device_streams import DeviceTensor, Driver, DriverError
 from onnxplace.runtimes.execution.stream_memory import RunOutput, SessionPlaces, StreamMemory
 
@@ -438,14 +438,14 @@ _drivers: list[FakeDriver] = []
 @contextmanager
 def register_fake_kind() -> Iterator[None]:
     """Let devices `fake:N` exist."""
-    before = dict(device_kinds.BUILTIN_KINDS)
-    device_kinds.BUILTIN_KINDS["fake"] = f"{__name__}:FakeGpu"
+    before = dict(kind_table.BUILTIN_KINDS)
+    kind_table.BUILTIN_KINDS["fake"] = f"{__name__}:FakeGpu"
     try:
         yield
     finally:
         if "fake" not in before:
-            device_kinds.BUILTIN_KINDS.pop("fake", None)
-        device_kinds.find_kind.cache_clear()
+            kind_table.BUILTIN_KINDS.pop("fake", None)
+        kind_table.find_kind.cache_clear()
 
 
 @contextmanager

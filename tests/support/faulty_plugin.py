@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.devices import device_kinds
+from onnxplace.devices import kind_table
 from tests.pipeline.test_plugins import install
 
 SOURCE = Path(__file__).parent / "faulty_device.py"
 
 
 def _forget_plugins() -> None:
-    device_kinds._list_plugins.cache_clear()
-    device_kinds.find_kind.cache_clear()
+    kind_table._list_plugins.cache_clear()
+    kind_table.find_kind.cache_clear()
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def test_bad_host_names_are_refused_with_an_example(name):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("node1/gpu:0", ("T005", "unknown device 'gpu:0'", "cuda:0")),
+        ("node1/cudda:0", ("T005", "unknown device 'cudda:0'", "cuda:0")),
         ("node1/cpu", ("T005", "unknown device 'node1/cpu'")),
         ("node1/cpu:0,cpu:0", ("T005", "cpu:0 names no host, node1/cpu:0 does", "node1/cpu:0")),
         ("node1/cuda:0,node1/cuda:0/1", ("T005", "node1/cuda:0 is named as a whole and in parts")),

@@ -63,7 +63,7 @@ def test_device_ids_are_parsed_in_order(ids, blank):
 
 @pytest.mark.parametrize(
     ("text", "meant"),
-    [("gpu1", "cuda:1"), ("cuda7", "cuda:7"), ("CPU2", "cpu:2"), ("gpu", "cuda:0"), ("gpu:3", "cuda:3")],
+    [("gpu1", "cuda:1"), ("cuda7", "cuda:7"), ("CPU2", "cpu:2"), ("cud", "cuda:0"), ("cudda:3", "cuda:3")],
 )
 def test_an_id_without_its_colon_gets_a_suggestion(text, meant):
     with pytest.raises(TargetError, match="T005") as caught:

@@ -1,0 +1,399 @@
+"""Devices of execution providers that come as packages of their own, beside one plain onnxruntime, or built into it.
+
+A kind of such devices is called after the package and the hardware: `qnn/npu`, `openvino/gpu`. Packages are found, not
+listed: any that is called `onnxruntime_ep_NAME` and has `get_library_path`, and any library that the environment
+variable ONNXPLACE_PROVIDER_LIBRARIES names. A record says what is special about a provider; most need none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import pkgutil
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar
+
+from onnxplace.devices.device_kinds import DeviceAddress, DeviceKind, Hardware
+from onnxplace.devices.provider_lock import ProviderLock
+from onnxplace.devices.webgpu import WEBGPU_LOCK
+from onnxplace.errors import OnnxplaceError, format_one_line
+from onnxplace.ort import import_onnxruntime
+from onnxplace.utils import run_in_child
+
+# name=path of libraries, separated as in PATH.
+LIBRARIES_VARIABLE = "ONNXPLACE_PROVIDER_LIBRARIES"
+TYPES = ("npu", "gpu", "igpu", "cpu")
+_TITLES = {"npu": "NPU", "gpu": "GPU", "igpu": "integrated GPU", "cpu": "processor"}
+
+
+@dataclass(frozen=True)
+class ProviderRecord:
+    """What is known of an execution provider; the defaults hold for one that nobody has heard of."""
+
+    vendor: str = ""
+    package: str = ""
+    """What to install; by default `onnxruntime-ep-NAME`."""
+    built_in: str = ""
+    """The name of the provider in builds of ONNX Runtime that contain it."""
+    types: Sequence[str] = ()
+    """Of its devices: assumed while nothing can be asked, and those of a provider that is built in."""
+    needs_static_shapes: bool = False
+    computes_in: Mapping[str, str] = field(default_factory=dict)
+    """By type of device, the type that float32 is computed in, if it is another one."""
+    caches_contexts: bool = False
+    """Whether it writes compiled models (EPContext nodes)."""
+    lock: ProviderLock | None = None
+    """Of a provider that is not safe for threads."""
+    is_tried_in_child: bool = False
+    """Whether its library is loaded in a process of its own first, in case that ends the process."""
+
+
+_ON_FLOAT16 = {"npu": "float16", "gpu": "float16", "igpu": "float16"}
+RECORDS = {
+    "qnn": ProviderRecord(
+        "Qualcomm",
+        "onnxruntime-qnn",
+        types=("npu",),
+        needs_static_shapes=True,
+        computes_in=_ON_FLOAT16,
+        caches_contexts=True,
+    ),
+    "openvino": ProviderRecord("Intel", types=("npu", "gpu", "cpu"), computes_in=_ON_FLOAT16, caches_contexts=True),
+    "webgpu": ProviderRecord(types=("gpu",), lock=WEBGPU_LOCK),
+    "nv-tensorrt-rtx": ProviderRecord("NVIDIA", types=("gpu",), caches_contexts=True),
+    "vitisai": ProviderRecord("AMD", types=("npu",), needs_static_shapes=True, caches_contexts=True),
+    "directml": ProviderRecord("Microsoft", "onnxruntime-directml", "DmlExecutionProvider", ("gpu",)),
+    "coreml": ProviderRecord("Apple", "onnxruntime", "CoreMLExecutionProvider", ("npu",), computes_in=_ON_FLOAT16),
+    "migraphx": ProviderRecord("AMD", "onnxruntime-migraphx", "MIGraphXExecutionProvider", ("gpu",)),
+}
+_UNKNOWN = ProviderRecord(types=("npu",), is_tried_in_child=True)
+
+
+def find_record(family: str) -> ProviderRecord:
+    """Return what is known of a provider, by the first part of the names of its kinds."""
+    return RECORDS.get(family, _UNKNOWN)
+
+
+def list_families() -> tuple[str, ...]:
+    """Return the providers whose packages or libraries are installed, or that this ONNX Runtime has built in."""
+    packages = [item.name for item in pkgutil.iter_modules() if item.name.startswith("onnxruntime_ep_")]
+    names = [*RECORDS, *_list_named(), *(name.removeprefix("onnxruntime_ep_").replace("_", "-") for name in packages)]
+    return tuple(name for name in dict.fromkeys(names) if has_family(name))
+
+
+@cache
+def has_family(family: str) -> bool:
+    """Return whether a provider is installed, without loading it."""
+    return bool(family in _list_named() or _find_module(family) or _is_built_in(family))
+
+
+def _list_named() -> dict[str, str]:
+    items = os.environ.get(LIBRARIES_VARIABLE, "").split(os.pathsep)
+    return {name: path for name, _, path in (item.partition("=") for item in items if item)}
+
+
+def _find_module(family: str) -> str | None:
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", family):
+        return None
+    package = find_record(family).package or f"onnxruntime-ep-{family}"
+    module = package.replace("-", "_")
+    return module if package.count("-") and importlib.util.find_spec(module) else None
+
+
+def _is_built_in(family: str) -> bool:
+    name = find_record(family).built_in
+    return bool(name) and name in import_onnxruntime().get_available_providers()
+
+
+@dataclass(frozen=True)
+class LoadedProvider:
+    """A provider's devices by type, or why there are none."""
+
+    devices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """ONNX Runtime's OrtEpDevice objects."""
+    problem: str = ""
+    module: Any = None
+    is_simulator: bool = False
+
+
+_loading = threading.Lock()
+_loaded: dict[str, LoadedProvider] = {}
+
+
+def load_provider(family: str) -> LoadedProvider:
+    """Register a provider's library with ONNX Runtime, once in a process, and return its devices."""
+    with _loading:
+        if family not in _loaded:
+            _loaded[family] = _load(family)
+        return _loaded[family]
+
+
+def _load(family: str) -> LoadedProvider:
+    module, path = None, _list_named().get(family, "")
+    if not path:
+        if (name := _find_module(family)) is None:
+            return LoadedProvider(problem=f"{_package(family)} is not installed")
+        try:
+            module = importlib.import_module(name)
+            path = str(module.get_library_path())
+        except Exception as problem:  # noqa: BLE001 - a package may fail in any way; the text names it
+            return LoadedProvider(problem=f"its package {name} cannot be used: {format_one_line(problem)}")
+    if not os.path.isfile(path):
+        return LoadedProvider(problem=f"its library {path} does not exist")
+    try:
+        if find_record(family).is_tried_in_child:
+            run_in_child(_try_library, (family, path), "loading its library", family)
+        found = _register(family, path)
+    except OnnxplaceError as problem:
+        return LoadedProvider(problem=problem.message)
+    except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        text = format_one_line(problem).rpartition("[ONNXRuntimeError] : ")[2]
+        return LoadedProvider(problem=f"ONNX Runtime cannot load its library {path}: {text}")
+    by_type: dict[str, list[Any]] = {}
+    is_simulator = False
+    for device in found:
+        name = _find_type(device)
+        if name == "cpu" and family == "qnn":  # its library of x86-64 simulates the NPU
+            name, is_simulator = "npu", True
+        by_type.setdefault(name, []).append(device)
+    nothing = "" if found else f"{_package(family)} finds no device of its own on this machine"
+    return LoadedProvider(by_type, nothing, module, is_simulator)
+
+
+def _package(family: str) -> str:
+    return find_record(family).package or f"onnxruntime-ep-{family}"
+
+
+def _try_library(job: tuple[str, str]) -> None:
+    _register(*job)
+
+
+def _register(family: str, path: str) -> list[Any]:
+    """Register a library; return the devices that are new."""
+    runtime = import_onnxruntime()
+    known = {device.ep_name for device in runtime.get_ep_devices()}
+    with keep_stdout():
+        runtime.register_execution_provider_library(family, path)
+        return [device for device in runtime.get_ep_devices() if device.ep_name not in known]
+
+
+def _find_type(device: Any) -> str:
+    kind = str(device.device.type).rpartition(".")[2].lower()
+    is_integrated = dict(device.device.metadata).get("Discrete", "1") == "0"
+    return "igpu" if kind == "gpu" and is_integrated else kind
+
+
+@contextlib.contextmanager
+def keep_stdout() -> Iterator[None]:
+    """Send what native code prints to stdout to stderr meanwhile: QNN's simulator greets there."""
+    sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # one of them is closed
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).fflush(None)
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+class ProviderKind(DeviceKind):
+    """Devices of one type of one provider; subclasses are made by `make_provider_kind`.
+
+    Values lie in the host's memory: sessions copy them where a device has its own.
+    """
+
+    family: ClassVar[str]
+    type: ClassVar[str]
+    memory: ClassVar[str] = "onnxplace.runtimes.execution:HostMemory"
+
+    def list_hardware(self) -> tuple[Hardware, ...]:
+        """Return the provider's devices of this type; one that cannot be used where the provider has a problem."""
+        import psutil
+
+        memory = psutil.virtual_memory()
+        loaded = load_provider(self.family)
+        count = 1 if self._is_built_in or not loaded.devices else len(loaded.devices.get(self.type, ()))
+        return tuple(
+            Hardware(index, self.describe(index), int(memory.total), int(memory.available), memory_is_known=False)
+            for index in range(count)
+        )
+
+    @property
+    def _is_built_in(self) -> bool:
+        return not has_library(self.family) and _is_built_in(self.family)
+
+    def describe(self, index: int) -> str:
+        """Return vendor, type and version of a device, for people."""
+        loaded = load_provider(self.family)
+        devices = loaded.devices.get(self.type, ())
+        if index >= len(devices):
+            return self.title
+        device = devices[index]
+        name = dict(device.device.metadata).get("Description") or f"{device.ep_vendor} {_TITLES[self.type]}"
+        return name + (", simulated on the processor" if loaded.is_simulator else "")
+
+    def find_problem(self, address: DeviceAddress) -> str | None:
+        """Return why ONNX Runtime cannot use a device: no library, no such device, or it takes no node."""
+        if not self.family:
+            return f"ONNX Runtime has no {_TITLES[self.type]} here that it can use"
+        if not self._is_built_in:
+            loaded = load_provider(self.family)
+            devices = loaded.devices.get(self.type, ())
+            if loaded.problem:
+                return loaded.problem
+            if address.index >= len(devices):
+                offered = [
+                    f"{self.family}/{name}:{i}" for name, items in loaded.devices.items() for i in range(len(items))
+                ]
+                return f"{_package(self.family)} offers {', '.join(offered)} on this machine"
+            if self.family == "webgpu" and address.index:
+                return "its sessions run on the first adapter whatever they are told (onnxruntime #32561)"
+        return _probe(self, address.index, tuple(sorted(address.options.items())))
+
+    def list_providers(self, address: DeviceAddress) -> list[tuple[str, dict[str, str]]]:
+        """Return the provider with its options."""
+        return [(self.provider(address.options), self._provider_options(address))]
+
+    def create_session(
+        self, model: str | bytes, options: Any, address: DeviceAddress, provider_options: Mapping[str, str]
+    ) -> Any:
+        """Return ONNX Runtime's session on the device that its provider listed."""
+        if self._is_built_in:
+            return super().create_session(model, options, address, provider_options)
+        device = load_provider(self.family).devices[self.type][address.index]
+        options.add_provider_for_devices([device], {**self._provider_options(address), **provider_options})
+        return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
+
+    def provider(self, options: Mapping[str, str]) -> str:
+        """Return the name that ONNX Runtime has for the provider."""
+        if self._is_built_in:
+            return find_record(self.family).built_in
+        devices = load_provider(self.family).devices.get(self.type, ())
+        return str(devices[0].ep_name) if devices else self.family
+
+    def precision(self, address: DeviceAddress) -> str:
+        """Return the type in which it computes float32."""
+        usual = find_record(self.family).computes_in.get(self.type, "float32")
+        if self.family == "qnn" and load_provider(self.family).is_simulator:
+            usual = "float32"
+        return address.options.get("precision", usual)
+
+    def _provider_options(self, address: DeviceAddress) -> dict[str, str]:
+        loaded = load_provider(self.family)
+        if self._is_built_in:
+            return {"device_id": str(address.index)} if self.type == "gpu" else {}
+        if self.family != "qnn":
+            return {}
+        library = loaded.module.get_qnn_htp_path() if self.type == "npu" else loaded.module.get_qnn_gpu_path()
+        options = {"backend_path": str(library)}
+        if loaded.is_simulator and address.options.get("precision") == "float16":
+            options["soc_model"] = "60"  # a chip that computes in float16; the simulator's own computes in float32
+        return options
+
+    def find_link(self, first: int, second: int) -> str:
+        """Return `memory`: values of two devices of one provider lie in the host's memory."""
+        return "memory"
+
+
+def has_library(family: str) -> bool:
+    """Return whether a provider comes as a library of its own."""
+    return bool(family in _list_named() or _find_module(family))
+
+
+def parse_kind_name(name: str) -> tuple[str, str] | None:
+    """Return provider and type of the name of a kind such as `qnn/npu`, if the provider is known or installed.
+
+    >>> parse_kind_name("qnn/npu")
+    ('qnn', 'npu')
+    """
+    family, slash, kind = name.partition("/")
+    if not slash or kind not in TYPES or not (family in RECORDS or has_family(family)):
+        return None
+    return family, kind
+
+
+def list_provider_kinds() -> tuple[str, ...]:
+    """Return the kinds of the providers that are installed; one for a provider without devices, which says why."""
+    names = []
+    for family in list_families():
+        types = list(load_provider(family).devices) if has_library(family) else []
+        names += [f"{family}/{kind}" for kind in types or find_record(family).types[:1]]
+    return tuple(names)
+
+
+# Deliberately round: operations and bytes per second, seconds of an operator, latency and rate of a link.
+_RATES = {
+    "npu": (5e12, 50e9, 20e-6, 100e-6, 5e9),
+    "gpu": (5e12, 200e9, 10e-6, 50e-6, 8e9),
+    "igpu": (1e12, 50e9, 20e-6, 50e-6, 10e9),
+    "cpu": (40e9, 8e9, 5e-6, 50e-6, 10e9),
+}
+
+
+@cache
+def make_provider_kind(name: str) -> DeviceKind:
+    """Return the kind of devices of a name that `parse_kind_name` accepts, or of a type alone, which has none here."""
+    family, kind = parse_kind_name(name) or ("", name)
+    record, rates = find_record(family), _RATES[kind]
+    hint = f"pip install {_package(family)}" if family else ""
+    fields: dict[str, Any] = {
+        "name": name,
+        "title": f"{record.vendor} {_TITLES[kind]}".strip() + f" by {family}" * bool(family),
+        "family": family,
+        "type": kind,
+        "providers": {family: record.built_in or family},
+        "lock": record.lock,
+        **({"memory": "onnxplace.runtimes.execution:BoundMemory"} if record.lock else {}),
+        "needs_static_shapes": record.needs_static_shapes,
+        "value_options": {"precision": ("float32", "float16")} if family == "qnn" else {},
+        "operations_per_second": rates[0],
+        "memory_bytes_per_second": rates[1],
+        "kernel_seconds": rates[2],
+        "link_latency_seconds": rates[3],
+        "link_bytes_per_second": rates[4],
+        "install_hint": "" if has_family(family) else hint,
+    }
+    made: DeviceKind = type("ProviderKind", (ProviderKind,), fields)()
+    return made
+
+
+def _build_probe() -> bytes:
+    """Return a model of one operator in float32, and one between quantisers: some devices take only one of them."""
+    from onnx import parser
+
+    text = """<ir_version: 8, opset_import: ["": 17]> probe (float[1, 8] x) => (float[1, 8] y, float[1, 8] z)
+        <float[1] scale = {0.5}, uint8[1] zero = {128}> {
+        y = Relu(x) a = QuantizeLinear(x, scale, zero) b = DequantizeLinear(a, scale, zero) c = Relu(b)
+        d = QuantizeLinear(c, scale, zero) z = DequantizeLinear(d, scale, zero) }"""
+    return bytes(parser.parse_model(text).SerializeToString())
+
+
+@cache
+def _probe(kind: ProviderKind, index: int, options: tuple[tuple[str, str], ...]) -> str | None:
+    """Return why a device does not compute; a backend that is missing leaves all nodes to the CPU without an error."""
+    runtime, address = import_onnxruntime(), DeviceAddress(kind.name, index, options=dict(options))
+    settings = runtime.SessionOptions()
+    settings.log_severity_level = 4
+    settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    try:
+        with keep_stdout():
+            session = kind.create_session(_build_probe(), settings, address, {})
+        taken = {item.ep_name for item in session.get_provider_graph_assignment_info()}
+    except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        return f"ONNX Runtime cannot open it: {format_one_line(problem).rpartition('[ONNXRuntimeError] : ')[2]}"
+    if kind.provider(address.options) not in taken:
+        return "it opens, but leaves every node to the CPU: its driver or backend is missing"
+    return None
