@@ -2,13 +2,12 @@
 
 All sessions of an isolated device live in one child process. It starts with the first of them, and ends with the last
 one, or with this process, however that ends. Requests go to it one at a time, as pickles by pipes. The bytes of arrays
-go through memory that both processes map, where the system has such memory. A run that is to end is told so; if that
-does not help, the process is killed.
+of types that numpy has go through memory that both processes map, where the system has such memory. A run that is to end
+is told so; if that does not help, the process is killed.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import mmap
 import os
@@ -16,15 +15,11 @@ import pickle
 import queue
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from operator import methodcaller
-from pathlib import Path
 from typing import Any, BinaryIO
-
-import numpy as np
 
 from onnxplace.devices import ISOLATE, DeviceAddress
 from onnxplace.errors import ExecutionError
@@ -47,14 +42,6 @@ _ALIGNED_BYTES, _LEAST_BYTES = 64, 1 << 16
 
 
 # ------------------------------------------------------------------------------------------------------------- messages
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, item: Any) -> Any:
-        """Let the bytes of types that numpy lacks, such as bfloat16, stay outside of the pickle, too."""
-        if isinstance(item, np.ndarray) and item.dtype.isbuiltin == 2:
-            return np.ndarray, (item.shape, item.dtype, np.ascontiguousarray(item).reshape(-1).view(np.uint8))
-        return NotImplemented
 
 
 class _SharedBlock:
@@ -88,11 +75,10 @@ class _Channel:
     def send(self, message: Any) -> None:
         """Send a message; raises OSError if the other side has ended."""
         buffers: list[pickle.PickleBuffer] = []
-        stream = io.BytesIO()
-        _Pickler(stream, 5, buffer_callback=buffers.append).dump(message)
+        data = pickle.dumps(message, 5, buffer_callback=buffers.append)
         raw = [item.raw() for item in buffers]
         places: list[Any] = [bytes(item) for item in raw] if not self._blocks else self._write(raw)
-        pickle.dump((stream.getvalue(), places), self._writing)
+        pickle.dump((data, places), self._writing)
         self._writing.flush()
 
     def _write(self, buffers: Sequence[memoryview]) -> list[slice]:
@@ -141,13 +127,13 @@ def serve_sessions(blocks: Sequence[int]) -> None:
         (dropped, function, number, arguments), options = requests.get()
         for item in dropped:
             sessions.pop(item, None)
-        value = failure = None
+        answer: tuple[Any, Any]
         try:
-            value = function(sessions, number, options, *arguments)
+            answer = function(sessions, number, options, *arguments), None
         except Exception as problem:  # noqa: BLE001 - the parent raises it
-            failure = problem.with_traceback(None)
-        channel.send((value, failure))
-        del value, failure, arguments
+            answer = None, problem
+        channel.send(answer)
+        del answer, arguments
 
 
 def _open(sessions: dict[int, Any], number: int, _: Any, source: Any, recipe: Any, *more: Any) -> Any:
@@ -171,7 +157,7 @@ class DeviceProcess:
         self.numbers = itertools.count()
         self.sessions: set[int] = set()
         self.ended = threading.Event()
-        self._dropped: deque[int] = deque()
+        self._dropped: list[int] = []
         self._owner, self._stack, self._lock = os.getpid(), ExitStack(), threading.Lock()
         self._child: Any = None
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -222,7 +208,7 @@ class DeviceProcess:
             if not self.ended.is_set():
                 if self._child is None:
                     self._start()
-                dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+                dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
                 try:
                     self._send((dropped, function, number, arguments))
                     answer = self._await_answer(options)
@@ -301,7 +287,7 @@ _processes: dict[tuple[object, ...], DeviceProcess] = {}
 
 
 def open_isolated_session(
-    model: str | Path | bytes, options: Any, device: DeviceAddress, where: str, provider_options: Any
+    model: Any, options: Any, device: DeviceAddress, where: str, provider_options: Any
 ) -> IsolatedSession:
     """Open a session in the process of its device, as `open_session` does.
 
