@@ -2,7 +2,7 @@
 
 All sessions of an isolated device live in one child process. It starts with the first of them, and ends with the last
 one, or with this process, however that ends. Requests go to it one at a time, as pickles by pipes. The bytes of arrays
-of types that numpy has go through memory that both processes map, where the system has such memory. A run that is to end
+go through memory that both processes map, where the system has such memory, and numpy their type. A run that is to end
 is told so; if that does not help, the process is killed.
 """
 
@@ -17,18 +17,20 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from operator import methodcaller
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from onnxplace.devices import ISOLATE, DeviceAddress
+from onnxplace.devices import DeviceAddress, is_isolated
 from onnxplace.errors import ExecutionError
 from onnxplace.machine.ort_sessions import (
+    CPU,
     SessionHandle,
     create_session_options,
     describe_session,
     describe_session_options,
-    open_session,
+    list_taken_nodes as list_taken_here,
+    open_session as open_session_here,
 )
 from onnxplace.machine.ort_values import make_array_runner, to_ort_value, to_python
 from onnxplace.ort import import_onnxruntime
@@ -137,7 +139,7 @@ def serve_sessions(blocks: Sequence[int]) -> None:
 
 
 def _open(sessions: dict[int, Any], number: int, _: Any, source: Any, recipe: Any, *more: Any) -> Any:
-    sessions[number] = open_session(source, create_session_options(*recipe), *more)
+    sessions[number] = open_session_here(source, create_session_options(*recipe), *more)
     return describe_session(sessions[number])
 
 
@@ -286,25 +288,50 @@ class IsolatedSession(SessionHandle):
 _processes: dict[tuple[object, ...], DeviceProcess] = {}
 
 
-def open_isolated_session(
-    model: Any, options: Any, device: DeviceAddress, where: str, provider_options: Any
-) -> IsolatedSession:
-    """Open a session in the process of its device, as `open_session` does.
+def open_session(
+    model: str | Path | bytes,
+    options: Any,
+    device: DeviceAddress = CPU,
+    where: str = "",
+    provider_options: Mapping[str, str] | None = None,
+) -> Any:
+    """Open a session for a model on a device, in the process of the device if it is isolated.
 
-    Raises ExecutionError if the process ends meanwhile, and what `open_session` raises there.
+    Args:
+        model: Path or bytes of an ONNX model.
+        options: As `make_session_options` returns them.
+        device: By default the CPU.
+        where: Place for error messages; by default the path.
+        provider_options: More options of the device's execution providers.
+
+    Raises:
+        ModelError: ONNX Runtime refuses the model.
+        ExecutionError: ONNX Runtime falls back to another device, or has no space to write; or the process of an
+            isolated device has ended.
     """
+    if not is_isolated(device):
+        return open_session_here(model, options, device, where, provider_options)
     key = (os.getpid(), device.id, *sorted(device.options.items()))
     process = _processes.get(key)
     if process is None or process.ended.is_set():
         process = _processes[key] = DeviceProcess(device)
-    number, there = next(process.numbers), replace(device, options={**device.options, ISOLATE: "false"})
+    number, recipe = next(process.numbers), describe_session_options(options)
     place = where or ("model" if isinstance(model, bytes) else str(model))
     source = model if isinstance(model, bytes) else os.path.abspath(model)
-    recipe = describe_session_options(options)
     process.sessions.add(number)
     try:
-        description = process.call(place, _open, number, source, recipe, there, place, provider_options)
+        description = process.call(place, _open, number, source, recipe, device, place, provider_options)
     except BaseException:
         process.drop(number)
         raise
     return IsolatedSession(process, number, place, description)
+
+
+def list_taken_nodes(session: Any, device: DeviceAddress) -> frozenset[str]:
+    """Return the names of the nodes that a device's provider took; the CPU computes the others of the session.
+
+    The session must have been opened with the entry `session.record_ep_graph_assignment_info` = 1.
+    """
+    if isinstance(session, IsolatedSession):
+        return frozenset(session.call(list_taken_here, device))
+    return list_taken_here(session, device)

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from onnxplace.devices import ISOLATE, DeviceAddress, ProviderLock, find_kind, is_isolated
+from onnxplace.devices import DeviceAddress, ProviderLock, find_kind
 from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line, format_value
 from onnxplace.machine.interrupts import interruptible
 from onnxplace.machine.refusals import explain_refusal, find_written_folder
@@ -320,7 +320,7 @@ def open_session(
     where: str = "",
     provider_options: Mapping[str, str] | None = None,
 ) -> Any:
-    """Open a session for a model on a device.
+    """Open a session for a model on a device, in this process.
 
     Args:
         model: Path or bytes of an ONNX model.
@@ -331,13 +331,8 @@ def open_session(
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
-        ExecutionError: ONNX Runtime falls back to another device, or has no space to write; or the process of an
-            isolated device has ended.
+        ExecutionError: ONNX Runtime falls back to another device, or has no space to write.
     """
-    if is_isolated(device):
-        from onnxplace.machine.isolated_sessions import open_isolated_session
-
-        return open_isolated_session(model, options, device, where, provider_options)
     kind = find_kind(device.kind)
     for key, value in kind.session_entries(device).items():
         options.add_session_config_entry(key, value)
@@ -371,9 +366,6 @@ def list_taken_nodes(session: Any, device: DeviceAddress) -> frozenset[str]:
 
     The session must have been opened with the entry `session.record_ep_graph_assignment_info` = 1.
     """
-    if is_isolated(device):
-        there = replace(device, options={**device.options, ISOLATE: "false"})
-        return frozenset(session.call(list_taken_nodes, there))
     provider = find_kind(device.kind).provider(device.options)
     groups = session.get_provider_graph_assignment_info()
     return frozenset(node.name for group in groups if group.ep_name == provider for node in group.get_nodes())

@@ -80,3 +80,16 @@ def test_a_crash_while_opening_is_an_error_of_one_line(run_cli, model_file, tmp_
         )
         assert run_cli("compile", model_file, *SHAPE, "--pipeline", FAST_PIPELINE, "-o", "plain").code == 0
         assert run_cli("run", "plain").code == 0
+
+
+@pytest.mark.slow
+def test_costs_and_memory_of_an_isolated_device_are_measured(run_cli, model_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_cli("compile", model_file, "--devices", "cpu:0{isolate=true}", *SHAPE, "-o", "isolated").code == 0
+    bundle = onnxplace.load("isolated")
+    assert bundle.manifest.trial is not None
+    result = run_cli("bench", "isolated", "--repeat", 1, "--json")
+    (device,) = only_json(result)["devices"]
+    weights = bundle.manifest.devices[0].weights_bytes
+    assert device["peak_bytes"] > weights > 0, "its sessions are counted, although they are in another process"
+    assert not list_children()
