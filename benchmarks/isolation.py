@@ -5,6 +5,7 @@ It prints a table for docs/target.md: medians in milliseconds, by the bytes of t
 
 import time
 from statistics import median
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,7 +20,7 @@ SIZES = (1 << 10, 1 << 20, 16 << 20)
 RUNS = 200
 
 
-def time_runs(session: object, size: int) -> float:
+def time_runs(session: Any, size: int) -> float:
     """Return the median time of a run in milliseconds."""
     feeds, seconds = {"x": np.ones(size // 4, np.float32)}, []
     for _ in range(RUNS):

@@ -75,13 +75,14 @@ class _Channel:
         self._blocks = [_SharedBlock(descriptor) for descriptor in blocks]
 
     def send(self, message: Any) -> None:
-        """Send a message; raises OSError if the other side has ended."""
+        """Send a message, unless the other side has ended."""
         buffers: list[pickle.PickleBuffer] = []
         data = pickle.dumps(message, 5, buffer_callback=buffers.append)
         raw = [item.raw() for item in buffers]
         places: list[Any] = [bytes(item) for item in raw] if not self._blocks else self._write(raw)
-        pickle.dump((data, places), self._writing)
-        self._writing.flush()
+        with suppress(OSError):
+            pickle.dump((data, places), self._writing)
+            self._writing.flush()
 
     def _write(self, buffers: Sequence[memoryview]) -> list[slice]:
         """Write buffers one after the other; return where they are."""
@@ -129,13 +130,11 @@ def serve_sessions(blocks: Sequence[int]) -> None:
         (dropped, function, number, arguments), options = requests.get()
         for item in dropped:
             sessions.pop(item, None)
-        answer: tuple[Any, Any]
         try:
-            answer = function(sessions, number, options, *arguments), None
+            channel.send((function(sessions, number, options, *arguments), None))
         except Exception as problem:  # noqa: BLE001 - the parent raises it
-            answer = None, problem
-        channel.send(answer)
-        del answer, arguments
+            channel.send((None, problem))
+        del arguments
 
 
 def _open(sessions: dict[int, Any], number: int, _: Any, source: Any, recipe: Any, *more: Any) -> Any:
@@ -174,8 +173,7 @@ class DeviceProcess:
         self._stack.enter_context(suppress(OSError))  # of a pipe with bytes that the child did not read
         self._stack.callback(writing.close)
         self._channel = _Channel(reading, writing, blocks[::-1], copies=True)
-        name = f"onnxplace {self.device.id} answers"
-        start_thread(threading.Thread(target=self._read, args=(reading,), name=name, daemon=True))
+        start_thread(threading.Thread(target=self._read, args=(reading,), name="onnxplace answers", daemon=True))
 
     def _read(self, pipe: BinaryIO) -> None:
         """Pass answers on; None at the end."""
@@ -212,21 +210,20 @@ class DeviceProcess:
                     self._start()
                 dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
                 try:
-                    self._send((dropped, function, number, arguments))
+                    self._channel.send((dropped, function, number, arguments))
                     answer = self._await_answer(options)
                 except BaseException:  # an interrupt: the next call must not get this answer
                     self._stop()
                     raise
             if answer is None:
-                raise self._make_error(where)
+                reason = self._reason or self._child.describe_end()
+                message = f"{where} failed: the process of this device ended: {reason}"
+                hint = "its sessions are isolated, so all else goes on; open a new session, or use --fallback cpu:0"
+                raise ExecutionError("X016", message, where=self.device.id, hint=hint)
         value, problem = answer
         if problem is not None:
             raise problem
         return value
-
-    def _send(self, message: Any) -> None:
-        with suppress(OSError):  # it has ended, as the next answer says
-            self._channel.send(message)
 
     def _await_answer(self, options: Any) -> Any:
         """Return the next answer; None if the process has ended."""
@@ -237,17 +234,12 @@ class DeviceProcess:
 
     def _stop(self) -> Any:
         """End the current request, or else the process; return the answer."""
-        self._send(None)
+        self._channel.send(None)
         with suppress(queue.Empty):
             return self._answers.get(timeout=STOP_SECONDS)
         self._reason = f"it was killed, as a run did not end within {STOP_SECONDS} s"
         self._child.kill()
         return self._answers.get()
-
-    def _make_error(self, where: str) -> ExecutionError:
-        message = f"{where} failed: the process of this device ended: {self._reason or self._child.describe_end()}"
-        hint = "its sessions are isolated, so all else goes on; open a new session, or use --fallback cpu:0"
-        return ExecutionError("X016", message, where=self.device.id, hint=hint)
 
 
 # ------------------------------------------------------------------------------------------------------------- sessions

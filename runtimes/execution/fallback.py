@@ -55,8 +55,7 @@ class Fallback:
 def _is_usable(device: DeviceAddress) -> bool:
     """Return whether a device still runs a node."""
     try:
-        session = open_session(build_one_node_model(), make_session_options(()), device)
-        session.run(None, {"x": np.zeros(1, np.float32)})
+        open_session(build_one_node_model(), make_session_options(()), device).run(None, {"x": np.zeros(1, np.float32)})
     except Exception:  # noqa: BLE001 - a device that is gone may fail in any way
         return False
     return True

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.devices import DeviceAddress, DeviceMemory
+from onnxplace.devices import DeviceMemory
 from onnxplace.machine import (
     is_copyable_tensor,
     is_native_array,
@@ -148,9 +148,7 @@ class HostMemory(DeviceMemory):
 class IsolatedMemory(HostMemory):
     """Memory of the host for a device whose sessions are in a process of their own, which copies their inputs."""
 
-    def __init__(self, address: DeviceAddress, cores: Sequence[int]) -> None:
-        super().__init__(address, cores)
-        self._sessions: list[Any] = []
+    _sessions: tuple[Any, ...] = ()
 
     def session_entries(self) -> dict[str, str]:
         """Return nothing: the shared arena is that of this process."""
@@ -158,7 +156,7 @@ class IsolatedMemory(HostMemory):
 
     def adopt(self, session: Any, name: str) -> None:
         """Note a session, to close it."""
-        self._sessions.append(session)
+        self._sessions += (session,)
 
     def close(self) -> None:
         """Close all sessions, to which the tracebacks of errors may still refer."""

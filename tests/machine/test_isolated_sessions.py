@@ -186,6 +186,7 @@ def faulty_address(tmp_path, monkeypatch):
         yield DeviceAddress("faulty", 0, options={"isolate": "true"})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fault", "reason"), [("opening", "SIGSEGV"), ("leaving", "the firmware of the device is too old")]
 )

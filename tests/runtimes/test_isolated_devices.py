@@ -54,6 +54,7 @@ def kill_soon(number):
 # -------------------------------------------------------------------------------------------------------------- crashes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL])
 def test_a_crash_fails_requests_with_device_segment_and_signal(bundle, number):
     with onnxplace.InferenceSession(bundle) as session:
@@ -150,6 +151,7 @@ def test_a_request_whose_device_crashes_is_repeated_on_the_fallback_which_is_sai
         assert_expected(session.run(None, feeds(6)), 6)
 
 
+@pytest.mark.slow
 def test_a_crash_during_a_long_run_is_survived(bundle):
     with onnxplace.InferenceSession(bundle, fallback="cpu:0") as session:
         killer = kill_soon(signal.SIGSEGV)
