@@ -15,6 +15,7 @@ import pickle
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from operator import methodcaller
@@ -277,7 +278,7 @@ class IsolatedSession(SessionHandle):
         return self._process.call(self._where, _call, self._number, function, *arguments)
 
 
-_processes: dict[tuple[object, ...], DeviceProcess] = {}
+_processes: weakref.WeakValueDictionary[tuple[object, ...], DeviceProcess] = weakref.WeakValueDictionary()
 
 
 def open_session(
