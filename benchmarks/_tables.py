@@ -41,6 +41,8 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "expert_seconds": ("expert ms", format_milliseconds),
     "baechi_seconds": ("Baechi ms", format_milliseconds),
     "to_baechi": ("to Baechi", "{:.2f}x".format),
+    "taken": ("taken by the NPU", "{:.0%}".format),
+    "to_better": ("best of the others / placed", "{:.3f}".format),
     "best": ("our best with", str),
     "peak_bytes": ("peak MiB", format_mebibytes),
     "place_seconds": ("ms to place", format_milliseconds),

@@ -164,7 +164,7 @@ def _quantise(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
     float_path, fused_path, path = (str(folder / f"{name}.onnx") for name in ("float", "fused", "int8"))
     onnx.save(onnx.version_converter.convert_version(model, 13), float_path)
     quant_pre_process(float_path, fused_path, skip_symbolic_shape=True)
-    quantize_static(fused_path, path, OneImage(), quant_format=QuantFormat.QOperator)
+    quantize_static(fused_path, path, OneImage(), quant_format=QuantFormat.QDQ)
     return onnx.load(path)
 
 

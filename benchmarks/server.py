@@ -1,17 +1,22 @@
 """A server next to a stream of one session: python benchmarks/server.py [--requests 10000] [--turns 3].
 
-A network of convolutions, with most of the work of ResNet-50, takes and returns images of 602 112 bytes. A copy of it
-is on each of two CPU devices of one core. These take turns: `session.stream` in this process; tritonclient over HTTP,
-and over gRPC, to `onnxplace serve` in a process of its own, with many requests in flight. The table has requests per
-second as ratios to the stream, taken in one run, and counts answers that are wrong and requests without one. Then the
-server gets `--hostile` requests over each protocol, and those without a clear status are counted. The exit code is 1 if
-anything is wrong, lost or unclear. Nothing else should run meanwhile: client and server share the cores. Needs
+A network of convolutions, by default with most of the work of ResNet-50, takes and returns images of 602 112 bytes. A
+copy of it is on each of two CPU devices of one core. These take turns: `session.stream` in this process; tritonclient
+over HTTP, and over gRPC, to `onnxplace serve` in a process of its own, with many requests in flight. The table has
+requests per second as ratios to the stream, taken in one run, the time of cores that a request takes from this process,
+its client, and from the server, and counts answers that are wrong and requests without one. Then the server gets
+`--hostile` requests over each protocol, and those without a clear status are counted. The exit code is 1 if anything is
+wrong, lost or unclear. Nothing else should run meanwhile: client and server share the cores. Needs
 `pip install -e '.[cpu,dev,serve]'`.
+
+Over HTTP, the client is `tritonclient.http.aio`: `async_infer` of `tritonclient.http` waits for 10 ms in each call, so
+that one client sends fewer than 100 requests per second to any server.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import queue
 import sys
@@ -29,8 +34,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import onnx
+import psutil
 import tritonclient.grpc
 import tritonclient.http
+import tritonclient.http.aio
 from _tables import report_progress
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper, parser
@@ -40,19 +47,19 @@ from tests.support.hostile_requests import HOSTILE_MODEL, MAX_REQUEST_BYTES, lis
 from tests.support.servers import ServerProcess, serve_in_process
 
 IMAGE = (1, 3, 224, 224)
-CHANNELS, LAYERS = 48, 5
+LAYERS = 5
 # A copy of the model on each of two devices of one core.
 COPIES = "optimize,profile{estimate=true},coplace{join=never},fuse,single,split,replicate{routes=cpu:1},emit"
 IMAGES = 8
-HEADER = ("what", "requests/s", "/ stream", "wrong", "lost")
+HEADER = ("what", "requests/s", "/ stream", "client ms", "server ms", "wrong", "lost")
 Image = NDArray[np.float32]
 
 
-def make_model() -> onnx.ModelProto:
+def make_model(channels: int) -> onnx.ModelProto:
     """Return a network of convolutions from images to images of the same size."""
     random, nodes, weights = np.random.default_rng(0), [], []
     for layer in range(LAYERS):
-        sizes = 3 if layer == LAYERS - 1 else CHANNELS, 3 if layer == 0 else CHANNELS, 3, 3
+        sizes = 3 if layer == LAYERS - 1 else channels, 3 if layer == 0 else channels, 3, 3
         weight = random.standard_normal(sizes).astype("f4") / np.sqrt(np.prod(sizes[1:]), dtype="f4")
         weights.append(numpy_helper.from_array(weight, f"w{layer}"))
         names = "x" if layer == 0 else f"r{layer - 1}", "y" if layer == LAYERS - 1 else f"c{layer}"
@@ -71,16 +78,25 @@ def stream_session(session: onnxplace.InferenceSession, images: Sequence[Image],
 
 def stream_http(url: str, images: Sequence[Image], in_flight: int) -> Iterator[Image]:
     """Yield the answers over HTTP."""
-    pending: deque[Any] = deque()
-    with tritonclient.http.InferenceServerClient(url, concurrency=in_flight, network_timeout=600) as client:
+    pending: deque[asyncio.Task[Image]] = deque()
+
+    async def open_client() -> Any:
+        return tritonclient.http.aio.InferenceServerClient(url, conn_limit=in_flight, conn_timeout=600)
+
+    async def ask(client: Any, image: Image) -> Image:
+        tensor = tritonclient.http.InferInput("x", list(image.shape), "FP32")
+        tensor.set_data_from_numpy(image)
+        return (await client.infer("model", [tensor])).as_numpy("y")  # type: ignore[no-any-return]
+
+    with asyncio.Runner() as runner:
+        loop, client = runner.get_loop(), runner.run(open_client())
         for image in images:
             if len(pending) == in_flight:
-                yield pending.popleft().get_result().as_numpy("y")
-            tensor = tritonclient.http.InferInput("x", list(image.shape), "FP32")
-            tensor.set_data_from_numpy(image)
-            pending.append(client.async_infer("model", [tensor]))
+                yield loop.run_until_complete(pending.popleft())
+            pending.append(loop.create_task(ask(client, image)))
         while pending:
-            yield pending.popleft().get_result().as_numpy("y")
+            yield loop.run_until_complete(pending.popleft())
+        runner.run(client.close())
 
 
 def stream_grpc(url: str, images: Sequence[Image], in_flight: int) -> Iterator[Image]:
@@ -109,18 +125,24 @@ def stream_grpc(url: str, images: Sequence[Image], in_flight: int) -> Iterator[I
 def measure(
     stream: Callable[[Sequence[Image]], Iterator[Image]], images: Sequence[Image], expected: Sequence[Image], count: int
 ) -> tuple[float, int, int]:
-    """Return requests per second, wrong answers, and requests without one."""
+    """Return seconds, wrong answers, and requests without one."""
     began, wrong, answered = time.perf_counter(), 0, 0
     for answer in stream([images[number % len(images)] for number in range(count)]):
         wrong += not np.allclose(answer, expected[answered % len(images)], rtol=1e-4, atol=1e-5)
         answered += 1
-    return count / (time.perf_counter() - began), wrong, count - answered
+    return time.perf_counter() - began, wrong, count - answered
 
 
 def compare(bundle: onnxplace.Bundle, server: ServerProcess, options: argparse.Namespace) -> bool:
     """Print the table; return whether all answers were right."""
-    random, rates, problems = np.random.default_rng(1), dict[str, list[float]](), dict[str, list[int]]()
+    random, figures, problems = np.random.default_rng(1), dict[str, list[NDArray[Any]]](), dict[str, list[int]]()
     images = [random.standard_normal(IMAGE).astype("f4") for _ in range(IMAGES)]
+    processes = [psutil.Process(), psutil.Process(server.process.pid)]
+
+    def read_clocks() -> NDArray[Any]:
+        times = [process.cpu_times() for process in processes]
+        return np.array([item.user + item.system for item in times])
+
     with onnxplace.InferenceSession(bundle) as session:
         expected = [session.run(None, {"x": image})[0] for image in images]
         streams: dict[str, Callable[[Sequence[Image]], Iterator[Image]]] = {
@@ -132,15 +154,18 @@ def compare(bundle: onnxplace.Bundle, server: ServerProcess, options: argparse.N
             count = options.requests // options.turns if turn else 2 * options.in_flight
             for what, stream in streams.items():
                 report_progress(f"turn {turn}: {what}")
-                rate, wrong, lost = measure(stream, images, expected, count)
+                clocks = read_clocks()
+                seconds, wrong, lost = measure(stream, images, expected, count)
                 if turn:
-                    rates.setdefault(what, []).append(rate)
+                    figures.setdefault(what, []).append(np.array([seconds, *(read_clocks() - clocks)]) / count)
                 sums = problems.setdefault(what, [0, 0])
                 problems[what] = [sums[0] + wrong, sums[1] + lost]
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
-    for what, values in rates.items():
-        ratio = median(value / base for value, base in zip(values, rates["session.stream"], strict=True))
-        print(f"| {what} | {median(values):.1f} | {ratio:.2f} | {problems[what][0]} | {problems[what][1]} |")
+    for what, values in figures.items():
+        ratio = median(base[0] / value[0] for value, base in zip(values, figures["session.stream"], strict=True))
+        seconds, client, server_seconds = np.median(values, 0)
+        cells = f"{1 / seconds:.1f}", f"{ratio:.2f}", f"{client * 1e3:.2f}", f"{server_seconds * 1e3:.2f}"
+        print(f"| {what} | {' | '.join(cells)} | {problems[what][0]} | {problems[what][1]} |")
     return not any(map(sum, problems.values()))
 
 
@@ -148,13 +173,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the hostile requests without a clear status."""
     arguments_parser = argparse.ArgumentParser(description=__doc__)
     arguments_parser.add_argument("--requests", type=int, default=10_000, help="of each protocol")
+    arguments_parser.add_argument("--channels", type=int, default=48, help="of the convolutions; 12 for light work")
     arguments_parser.add_argument("--in-flight", type=int, default=32)
     arguments_parser.add_argument("--turns", type=int, default=3)
     arguments_parser.add_argument("--hostile", type=int, default=1000)
     options = arguments_parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         report_progress("compiling")
-        onnx.save(make_model(), Path(folder, "model.onnx"))
+        onnx.save(make_model(options.channels), Path(folder, "model.onnx"))
         path = Path(folder, "model.bundle")
         settings: dict[str, Any] = {"devices": "cpu:0,cpu:1", "shape": {"n": 1}, "pipeline": COPIES}
         bundle = onnxplace.compile(Path(folder, "model.onnx"), output=path, **settings)

@@ -161,7 +161,7 @@ def generate(bundle: Bundle, session: InferenceSession, prompt: Sequence[int], c
         (logits,) = session.run([logits_name], {**make_feeds(inputs, tokens, past), **feeds})
         feeds, past, waiting = {}, past + len(tokens), waiting[len(tokens) :]  # from now on the session has the cache
         if not logits.size:
-            raise SystemExit(f"the context of the model is full after {past} tokens")
+            raise SystemExit(f"\nthe context of the model is full after {past} tokens")
         if not waiting:
             waiting = [choose(np.asarray(logits, np.float32).reshape(-1, logits.shape[-1])[-1])]
             yield waiting[0]
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     folder = options.tokenizer or find_tokenizer(options.bundle)
     tokenizer, ends = open_tokenizer(folder, options.prompt), read_ends(folder)
-    prompt, count = tokenizer.encode(options.prompt), 0
+    prompt, count, shown = tokenizer.encode(options.prompt), 0, ""
     if not prompt:
         parser.error("expected a prompt of at least one token")
 
@@ -221,16 +221,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         bundle = onnxplace.load(options.bundle)
         if not bundle.manifest.states:
-            raise SystemExit(f"{options.bundle} has no states: compile the decoder with --llm")
-        print(options.prompt, end="", flush=True)
+            parser.error(f"{options.bundle} has no states: compile the decoder with --llm")
         with onnxplace.InferenceSession(bundle) as session:
+            shown = options.prompt
+            print(shown, end="", flush=True)
             start = time.perf_counter()
             choose = make_chooser(options.temperature, options.top_k, options.seed)
             for text in stream_text(tokenizer, limit(generate(bundle, session, prompt, choose))):
                 print(text, end="", flush=True)
             seconds = time.perf_counter() - start
     except OnnxplaceError as error:
-        raise SystemExit(str(error)) from None
+        print("\n" * bool(shown) + str(error), file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
     print(f"\n{count} tokens, {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 

@@ -74,7 +74,8 @@ def compile(model: str | Path | ModelProto | Any, settings: CompileSettings) -> 
 
     - `devices`: "cuda:0,cuda:1" or a list, of this machine; or `target`: devices of any machine, or their file; or
       `machine`: "8xH100-NVLink", a name of docs/machines.md; `max_memory`: "16GiB", or "cuda:0=16GiB,cpu:0=64GiB".
-    - `shape`: {"batch": 8}, sizes of symbolic dimensions; `inputs`: arrays by name, for measurements.
+    - `shape`: {"batch": 8}, sizes of symbolic dimensions; `fixed_sizes`: take these alone, as NPUs
+      like it; `inputs`: arrays by name, for measurements.
     - `placer`: may carry options, "auto{seconds=10}"; default: the one for the `objective` ("latency", "throughput",
       "fit"); `budget_seconds`: limit of its search; `seed`; `pipeline`: text of all passes, which replaces these.
     - `device_map`: {"encoder.*": "cpu:0"} or a file, `colocate`: regular expressions, `strict`: fail if a device
@@ -202,6 +203,7 @@ class InferenceSession(SessionMethods):
         self._split_states = self._checks.split_states
         self._recorder = recorder
         self._callbacks = Callbacks()
+        self._is_closed = False
 
     def run(
         self,
@@ -253,7 +255,7 @@ class InferenceSession(SessionMethods):
     def _run(
         self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None, run_options: Any = None
     ) -> Result:
-        feeds, states = self._checks.check_feeds(input_feed, names)
+        feeds, states = self._check_feeds(input_feed, names)
         if self._recorder is None and run_options is None:
             return self._session.run(feeds, states, check_timeout(timeout))
         called = time.perf_counter()
@@ -264,6 +266,10 @@ class InferenceSession(SessionMethods):
         if self._recorder is not None:
             self._recorder.add(called, result, "" if run_options is None else run_options.logid)
         return result
+
+    def _check_feeds(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """Return the feeds as arrays, and the states among the names; a closed session says so, whatever they are."""
+        return ({}, []) if self._is_closed else self._checks.check_feeds(input_feed, names)
 
     def run_async(
         self,
@@ -323,7 +329,7 @@ class InferenceSession(SessionMethods):
         return self._submit(input_feed, self._checks.resolve_parts(output_names))
 
     def _submit(self, input_feed: Mapping[str, Any], names: Sequence[str], run_options: Any = None) -> Future[Result]:
-        feeds, states = self._checks.check_feeds(input_feed, names)
+        feeds, states = self._check_feeds(input_feed, names)
         if run_options is not None:
             require_run_options(run_options)
         called = time.perf_counter() if self._recorder else 0.0
@@ -382,11 +388,13 @@ class InferenceSession(SessionMethods):
         Runs that last longer than `timeout` seconds are stopped, and fail. ONNX Runtime stops at the end of a node; a
         thread that does not return even then is abandoned with a RuntimeWarning.
         """
-        self._session.close(check_timeout(timeout, minimum=0))
+        timeout = check_timeout(timeout, minimum=0)
+        self._is_closed = True
+        self._session.close(timeout)
         self._callbacks.close()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} of {self._bundle!r}"
+        return f"{'closed ' * self._is_closed}{type(self).__name__} of {self._bundle!r}"
 
     def _repr_html_(self) -> str | None:
         return show_bundle(self._bundle)

@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -53,7 +53,7 @@ from onnxplace.traces import (
     predict_timelines,
     read_segment_nodes,
 )
-from onnxplace.utils import require_writable, write_file
+from onnxplace.utils import format_milliseconds, format_object, require_writable, write_file
 
 # Rounds that fill caches and are not counted.
 WARM_UPS = 2
@@ -76,7 +76,7 @@ class Rates:
     """Of one session with all cores, one request after the other."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Benchmark:
     """Measured times of a bundle next to predicted ones; the fields are those of `onnxplace bench --json`."""
 
@@ -104,8 +104,18 @@ class Benchmark:
     """Share of the time in which a thread waited for a core that another one used; None if the steps are too short."""
     copies: tuple[CopyStatus, ...] = ()
     """The copies of the bundle, if the session has several."""
-    diagnostics: tuple[Diagnostic, ...] = field(default=(), repr=False)
+    diagnostics: tuple[Diagnostic, ...] = ()
     """Notes, such as that the machine was busy meanwhile."""
+
+    def __repr__(self) -> str:
+        rates, bundle = self.requests_per_second, format_milliseconds(self.bundle.median_seconds)
+        model, one_device = (format_milliseconds(item.median_seconds) for item in (self.model, self.one_device))
+        in_flight = [f"in flight: {rates.measured:.4g} requests/s, predicted {rates.predicted:.4g}"] if rates else []
+        return format_object(
+            f"Benchmark: step {bundle}, predicted {format_milliseconds(self.predicted_seconds)}",
+            f"one session: {model} with all cores, {one_device} with those of one device",
+            *in_flight,
+        )
 
 
 @checks_arguments

@@ -14,13 +14,16 @@
     |-- BrokenPassError       exit 4: a pass that does not keep its own declaration
     `-- PluginError           exit 4: a plugin that cannot be loaded
 
-Every error has a code, a place, a message that says what is wrong, and mostly a hint that says what to try.
+Every error has a code, a place, a message that says what is wrong, and mostly a hint that says what to try. These name
+options as commands have them, `--max-memory 1GiB`; outside of a command, the text of an error has the argument instead.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -34,6 +37,52 @@ MAX_NAME_CHARACTERS = 300
 MAX_CHARACTERS = 4096
 # Names that people know from other programs; by spelling alone, the nearest to `gpu` would be `cpu`.
 _ALIASES = {"gpu": "cuda"}
+# A command to type, which stays as it is; or an option, with the next word if that is a value: it has a digit or is a
+# placeholder, or ends a part of the sentence.
+_OPTION = re.compile(
+    r"`[^`]*`|\b(?:onnxplace|optimum|optimum-cli|pip|python)[ :][^;,)\n]*"
+    r"|(?<![^\s(])(?P<option>--(?!verbose|save-target)[a-z][a-z-]+|-o\b)"
+    r"(?: (?P<value>'[^'\n]+'|[^\s-]*\d\S*?(?=[,;:)]?(?:\s|$))|[A-Z]+\b(?!=)(?:\.\w+)?|\w[^\s,;:)]*(?=[,;:)]|$)))?",
+    re.MULTILINE,
+)
+# Arguments of Python whose names are not those of the options.
+_ARGUMENTS = {
+    "-o": "output", "--budget": "budget_seconds", "--custom-op-library": "custom_op_libraries", "--force": "force=True",
+    "--no-cache": "cache=False", "--no-trial": "trial=False", "--start-timeout": "timeout",
+}  # fmt: skip
+_in_command = False
+
+
+@contextmanager
+def name_options() -> Iterator[None]:
+    """Let errors name options rather than arguments of Python, for what the command line runs."""
+    global _in_command
+    before, _in_command = _in_command, True
+    try:
+        yield
+    finally:
+        _in_command = before
+
+
+def name_arguments(text: str) -> str:
+    """Return a text about options with the arguments of Python in their place.
+
+    >>> print(name_arguments("raise --max-memory, try --placer m-etf, or omit --shape 'a b=8'; see `run --json`"))
+    raise `max_memory`, try `placer="m-etf"`, or omit `shape={"a b": 8}`; see `run --json`
+    """
+    return _OPTION.sub(_name_argument, text)
+
+
+def _name_argument(match: re.Match[str]) -> str:
+    option, value = match["option"], (match["value"] or "").strip("'")
+    if option is None:
+        return match[0]
+    name = _ARGUMENTS.get(option, option.lstrip("-").replace("-", "_"))
+    if name == "shape" and (sizes := re.findall(r"([^=]+)=(\d+),?", value)):
+        return "`shape={{{}}}`".format(", ".join(f'"{key}": {size}' for key, size in sizes))
+    if re.fullmatch(r"[A-Z]*(\.\w+)?", value):  # none, or what stands for a value: F.npz
+        return f"`{name}`"
+    return f"`{name}={value}`" if value.isdecimal() else f'`{name}="{value}"`'
 
 
 class OnnxplaceError(Exception):
@@ -56,7 +105,8 @@ class OnnxplaceError(Exception):
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
         hint = f"\n  hint: {self.hint}" if self.hint else ""
-        return f"error[{self.code}] {place}{self.message}{hint}"
+        text = f"error[{self.code}] {place}{self.message}{hint}"
+        return text if _in_command else name_arguments(text)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.code, self.message, self.where, self.hint)

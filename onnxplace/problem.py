@@ -6,8 +6,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnxplace.errors import InfeasibleError
-from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Segments
+from onnxplace.errors import BrokenPassError, InfeasibleError
+from onnxplace.facts import (
+    REFUSED_SECONDS,
+    Clusters,
+    Groups,
+    Placement,
+    Profile,
+    Schedule,
+    Segments,
+    is_refused,
+)
 from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.simulation import Simulation, device_weights, lower_bound_seconds, simulate
 from onnxplace.state import State
@@ -24,7 +33,7 @@ class PlacementProblem:
     graph: OpGraph
     """Contracted, if there are clusters."""
     seconds: Floats
-    """Costs [device, node]."""
+    """Costs [device, node]; `REFUSED_SECONDS` or more where a device refuses the node, or another one of its group."""
     target: Target
     limit_bytes: Longs
     """Memory limit per device."""
@@ -35,8 +44,35 @@ class PlacementProblem:
     members: Ints
     """Per node of the profile's graph, the node of this graph that contains it."""
 
+    @property
+    def refused(self) -> Bools:
+        """Return [device, node]: whether the device does not take the node, or another one of its group."""
+        return is_refused(self.seconds)
+
+    @property
+    def refused_groups(self) -> Bools:
+        """Return [device, group]: whether the device does not take the group."""
+        refused = np.zeros((len(self.seconds), len(self.pinned)), dtype=bool)
+        refused[:, self.group] = self.refused
+        return refused
+
+    def refuses(self, device: Ints) -> bool:
+        """Return whether a placement of this graph has a node on a device that refuses it."""
+        return bool(is_refused(self.seconds[device, np.arange(len(device))]).any())
+
+    def find_homes(self) -> Ints:
+        """Return, per node, where its group is pinned to, or else the device that is fastest for the group."""
+        group_seconds = np.stack([sum_by(self.group, row, len(self.pinned)) for row in self.seconds])
+        return np.where(self.pinned >= 0, self.pinned, group_seconds.argmin(axis=0))[self.group].astype(np.int32)
+
+    def avoid_refused(self, device: Ints) -> Ints:
+        """Return a placement with groups on their fastest device where the given one refuses them."""
+        is_misplaced = is_refused(self.seconds[device, np.arange(len(device))])
+        return np.where(is_misplaced, self.find_homes(), device) if is_misplaced.any() else device
+
     def simulate(self, device: Ints, order: Ints) -> Simulation:
-        """Return the simulated step of a placement of this graph."""
+        """Return the simulated step of a placement of this graph; raises BrokenPassError unless it is one."""
+        _require_devices(self.target, device)
         return simulate(self.graph, self.seconds, self.target, device, order)
 
     def contracted(self, cluster: Ints) -> PlacementProblem:
@@ -64,6 +100,12 @@ class PlacementProblem:
         return excess
 
 
+def _require_devices(target: Target, device: Ints) -> None:
+    """Raise BrokenPassError for an index that is none of a device."""
+    if not ((device >= 0) & (device < len(target.devices))).all():
+        raise BrokenPassError("B002", "its Placement is wrong: a node is on no device")
+
+
 def predict_step_seconds(state: State) -> float:
     """Return the predicted step of a split model, from the call to the last output."""
     return state[Segments].simulation.makespan_seconds + predict_request_seconds(state)
@@ -77,7 +119,7 @@ def predict_request_seconds(state: State) -> float:
 def predict_single_device_seconds(state: State, *, must_fit: bool = False) -> Floats:
     """Return, per device, the predicted step of the whole model on it, from the call to the last output.
 
-    With `must_fit`, it is infinite where the model does not fit into the memory.
+    It is infinite where the device refuses a node and, with `must_fit`, where the memory is too small for the model.
     """
     seconds: Floats = single_device_seconds(state[Profile], state.target) + request_overhead_seconds(1)
     return np.where(fits_single_device(state), seconds, np.inf) if must_fit else seconds
@@ -94,20 +136,20 @@ def list_transfer_bytes(state: State) -> list[int]:
 def single_device_seconds(profile: Profile, target: Target) -> Floats:
     """Return, per device, the seconds of a step that it runs alone, as one segment, without the request's overhead.
 
-    For a sharded model, that is the step of the original.
+    It is infinite where the device refuses a node. For a sharded model, that is the step of the original.
     """
     call_seconds = np.array([device.segment_seconds for device in target.devices])
     node_seconds = device_seconds(profile, target).sum(axis=1)
     if profile.unsharded_seconds:
         node_seconds = np.array([profile.unsharded_seconds[device.cost_class] for device in target.devices])
-    step_seconds: Floats = node_seconds + call_seconds
+    step_seconds: Floats = np.where(is_refused(node_seconds), np.inf, node_seconds + call_seconds)
     return step_seconds
 
 
 def fits_single_device(state: State) -> Bools:
-    """Return, per device, whether the whole model fits into its memory."""
+    """Return, per device, whether it takes every node, and the whole model fits into its memory."""
     problem = placement_problem(state)
-    fits: Bools = problem.alone_bytes() <= problem.limit_bytes
+    fits: Bools = (problem.alone_bytes() <= problem.limit_bytes) & ~problem.refused.any(axis=1)
     return fits
 
 
@@ -117,7 +159,11 @@ def device_seconds(profile: Profile, target: Target) -> Floats:
 
 
 def placement_problem(state: State) -> PlacementProblem:
-    """Return the placement problem of a state; Groups and Clusters are optional facts."""
+    """Return the placement problem of a state; Groups and Clusters are optional facts.
+
+    Raises:
+        InfeasibleError: No device takes all nodes of a group, or the device that it is pinned to does not.
+    """
     profile = state[Profile]
     graph, seconds = profile.graph, device_seconds(profile, state.target)
     limits = np.array([device.memory_bytes for device in state.target.devices], dtype=np.int64)
@@ -125,6 +171,11 @@ def placement_problem(state: State) -> PlacementProblem:
     group, pinned = single, np.full(len(graph), -1, dtype=np.int32)
     if Groups in state:
         group, pinned = state[Groups].group, state[Groups].pinned
+    # A device takes all nodes of a group, or the group cannot be there.
+    refusals = np.zeros((len(seconds), len(pinned)), dtype=bool)
+    devices, nodes = np.nonzero(is_refused(seconds))
+    refusals[devices, group[nodes]] = True
+    seconds = np.where(refusals[:, group], REFUSED_SECONDS, seconds)
     problem = PlacementProblem(
         graph=graph,
         seconds=seconds,
@@ -134,6 +185,8 @@ def placement_problem(state: State) -> PlacementProblem:
         pinned=pinned,
         members=single,
     )
+    if refusals.any():
+        require_taken(state, problem.find_homes(), "")
     return problem.contracted(state[Clusters].cluster) if Clusters in state else problem
 
 
@@ -161,8 +214,11 @@ def commit_placement(
     """Return `state` with a placer's Placement and Schedule, as `simulate_plan` computes them.
 
     `bound_seconds` is a lower bound that the placer proved for the profile's graph: the better bound is kept. Raises
-    InfeasibleError, naming devices and missing bytes, if the simulated peak exceeds a limit.
+    InfeasibleError, naming devices and missing bytes, if the simulated peak exceeds a limit, or naming device and node
+    if a device refuses one of its nodes, and BrokenPassError for a device that the target does not have.
     """
+    _require_devices(state.target, device)
+    require_taken(state, device[problem.members], placer)
     fine_device, order, simulation = simulate_plan(state, problem, device, start_seconds)
     require_memory(state.target, simulation.peak_bytes, placer)
     groups = (state[Groups].group, state[Groups].pinned) if Groups in state else (None, None)
@@ -196,6 +252,19 @@ def schedule_order(graph: OpGraph, problem: PlacementProblem, start_seconds: Flo
 def sort_by_start(graph: OpGraph, start_seconds: Floats) -> Ints:
     """Return the nodes by planned start; ties are in topological order."""
     return np.lexsort((graph.positions, start_seconds)).astype(np.int32)
+
+
+def require_taken(state: State, device: Ints, where: str) -> None:
+    """Raise InfeasibleError if a node is on a device that refuses it; `device` is per node of the profile's graph."""
+    graph, devices = state[Profile].graph, state.target.devices
+    seconds = device_seconds(state[Profile], state.target)[device, np.arange(len(device))]
+    for node in np.flatnonzero(is_refused(seconds)).tolist():
+        refusing = devices[device[node]].id
+        hosts = [f"put it on {item.id}" for item in devices if item.kind == "cpu"]
+        elsewhere = hosts[0] if hosts else "add cpu:0 to the devices"
+        message = f"{refusing} does not take {graph.ops[node]} {graph.names[node]!r}"
+        hint = f"{elsewhere}, or let sessions of the device run it on the host: {refusing}{{fallback=true}}"
+        raise InfeasibleError("P004", message, where=where, hint=hint)
 
 
 def require_memory(target: Target, peak_bytes: Longs, placer: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ from onnxplace.feeds import Array
 from onnxplace.machine import available_cores, use_custom_operators, without_optimisations
 from onnxplace.pipeline import Observer
 from onnxplace.runtime import CopyStatus, make_no_outputs_error
-from onnxplace.utils import report_progress
+from onnxplace.utils import format_first, format_object, report_progress
 
 # Calls that are compared for a bundle with states: each of the later ones reads states of the one before.
 STEPS_WITH_STATES = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """How a bundle compares with the unsplit model; the fields are those of `onnxplace verify --json`."""
 
@@ -48,8 +48,14 @@ class Verification:
     """Whether ONNX Runtime's optimisations were on: docs/correctness.md says when they are not."""
     sizes: tuple[SizeComparison, ...]
     """The sizes that were tried, the given or compiled ones first."""
-    copies: tuple[CopyStatus, ...] = field(default=(), repr=False)
+    copies: tuple[CopyStatus, ...] = ()
     """The copies of the bundle, if the session has several."""
+
+    def __repr__(self) -> str:
+        outputs = [f"{item.name}: max abs error {item.max_abs_error:.3g}" for item in self.outputs]
+        sizes = [f"{item.text or 'fixed sizes'}: {item.result}" for item in self.sizes]
+        verdict = f"Verification: {'equal' if self.equal else 'DIFFERS'}"
+        return format_object(verdict, format_first(outputs), format_first(sizes))
 
 
 @checks_arguments

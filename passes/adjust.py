@@ -76,7 +76,7 @@ class Adjust(Pass):
             weights = Csr.grouped(group_on_device[graph.weights.rows], graph.weights.items, groups * devices)
             attraction = sum_by(group_on_device, graph.workspace_bytes, groups * devices)
             attraction += sum_by(weights.rows, graph.weight_bytes[weights.items], groups * devices)
-        return attraction.reshape(groups, devices)
+        return np.where(problem.refused_groups.T, -1.0, attraction.reshape(groups, devices))
 
     def _place_groups(self, state: State, problem: PlacementProblem, ranking: Ints, start_seconds: Floats) -> State:
         """Place each group on the first device of its ranking with room."""

@@ -16,7 +16,7 @@ class Coplace(Pass):
 
     Groups come from, in this order: carried states, the user's wishes, fused kernels, parameters, training and
     traffic. A carried state (`--state OUT=IN`) joins the producer of OUT with all readers of IN: its value stays on one
-    device.
+    device. From fused kernels on, only nodes are joined that the same devices take.
 
     In a training step in ONNX, `parameters=together` keeps the nodes of one parameter together: those that read it, or
     what follows from it alone, such as its transpose; and of the others those that compute its gradient, its moments

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge
-from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.machine import make_session_options, open_session
@@ -22,6 +22,7 @@ from onnxplace.model import (
     iterate_subgraphs,
     tensor_size,
 )
+from onnxplace.passes.sharding import infer_shapes_and_values
 from onnxplace.state import Pass, State
 
 # Folding these would undo a quantisation that ONNX Runtime can still fuse.
@@ -45,10 +46,12 @@ class Optimize(Pass):
 
     fold_up_to: Annotated[int, Ge(0)] = 65536
     """Limit in bytes of a weight, and of a result, for folding; larger ones would bloat the bundle."""
+    fixed_sizes: bool = False
+    """Fix the sizes of inputs to those of `--shape`, so that what follows from them becomes constant."""
 
     def run(self, state: State) -> State:
         before = state[Model]
-        model = _duplicate_dequantisers(_drop_unused(before))
+        model = _duplicate_dequantisers(_drop_unused(_fix_sizes(before) if self.fixed_sizes else before))
         foldable = _find_foldable(model, self.fold_up_to)
         if not foldable:
             return state.with_facts(_record_removed_nodes(model, before))
@@ -64,6 +67,30 @@ def _record_removed_nodes(model: Model, before: Model) -> Model:
     """Record in the model the nodes that were dropped since `before`."""
     remaining_names = {node.name for node in model.nodes}
     return replace(model, removed=(*before.removed, *(n.name for n in before.nodes if n.name not in remaining_names)))
+
+
+def _fix_sizes(model: Model) -> Model:
+    """Return the model with the sizes that it is bound to, and the small values that follow from them as constants.
+
+    Some providers take a Reshape or Expand only if its target is a constant.
+    """
+    shapes, values = infer_shapes_and_values(model)
+    returned = {model.sources.get(output.name, output.name) for output in model.outputs}
+    computed = {name for node in model.nodes for name in node.output if name in values} - returned
+    nodes = [node for node in model.nodes if not all(name in computed for name in node.output if name)]
+    kept = {name for node in nodes for name in node.output}
+    constants = {name: values[name] for name in computed - kept}
+    return replace(
+        model.replacing(nodes, {**model.initializers, **constants}),
+        inputs=tuple(_with_sizes(value, model.input_shapes().get(value.name)) for value in model.inputs),
+        outputs=tuple(_with_sizes(value, shapes.get(value.name)) for value in model.outputs),
+    )
+
+
+def _with_sizes(value: ValueInfoProto, shape: Sequence[int] | None) -> ValueInfoProto:
+    if shape is None or not value.type.HasField("tensor_type"):
+        return value
+    return helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, shape)
 
 
 def _drop_unused(model: Model) -> Model:

@@ -81,7 +81,7 @@ class Pipelined(Pass):
         stages = int(stage.max()) + 1
         device = (batches.replica * devices + stage % devices).astype(np.int32)
         pinned = problem.pinned[problem.group]
-        device = np.where(pinned >= 0, pinned, device).astype(np.int32)
+        device = problem.avoid_refused(np.where(pinned >= 0, pinned, device).astype(np.int32))
         latency, per_byte = state.target.link_arrays()
         cells = Cells(stage, batches.part, layers.is_backward, device, stages, batches.count)
         start = order_parts(problem.graph, cells, problem.seconds, latency, per_byte, self.schedule)
@@ -113,7 +113,7 @@ def _read_parts(state: State) -> MicroBatches:
 
 def _shares(problem: PlacementProblem, stages: int, replicas: int) -> list[float]:
     """Return the share of the time of each stage, by the speed of its devices in all replicas."""
-    totals: Floats = problem.seconds.sum(axis=1)
+    totals: Floats = np.where(problem.refused, problem.seconds.min(axis=0), problem.seconds).sum(axis=1)
     speeds = (1.0 / np.maximum(totals, 1e-30)).reshape(replicas, -1).sum(axis=0)
     return [float(speeds[stage % len(speeds)]) for stage in range(stages)]
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 
 from onnxplace.errors import InfeasibleError, UsageError
-from onnxplace.facts import Profile, Routes, Segments
+from onnxplace.facts import Placement, Profile, Routes, Segments
 from onnxplace.graph import Ints
 from onnxplace.passes.segments import measure_route_memory, predict_routes
-from onnxplace.problem import describe_shortage
+from onnxplace.problem import describe_shortage, require_taken
 from onnxplace.state import Pass, State
 
 
@@ -25,11 +25,11 @@ class Replicate(Pass):
 
     Raises:
         UsageError: a route does not name a device of the target for each device with segments.
-        InfeasibleError: a copy does not fit into the memory of its device.
+        InfeasibleError: a copy does not fit into the memory of its device, or has a node that the device refuses.
     """
 
     name: ClassVar[str] = "replicate"
-    requires: ClassVar[tuple[type, ...]] = (Profile, Segments)
+    requires: ClassVar[tuple[type, ...]] = (Profile, Placement, Segments)
     provides: ClassVar[tuple[type, ...]] = (Routes,)
 
     routes: tuple[str, ...] = ()
@@ -46,6 +46,7 @@ class Replicate(Pass):
             taken.add(tuple(stand_ins))
             device_map: Ints = np.full(len(state.target.devices), -1, dtype=np.int32)
             device_map[used] = stand_ins
+            require_taken(state, device_map[state[Placement].device], self.name)
             device_maps.append(device_map)
         own = np.full(len(state.target.devices), -1, dtype=np.int32)
         own[used] = used

@@ -10,7 +10,7 @@ import numpy as np
 from annotated_types import Ge
 
 from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
-from onnxplace.facts import Placement, Profile, Schedule, Shards
+from onnxplace.facts import REFUSED_SECONDS, Placement, Profile, Schedule, Shards
 from onnxplace.graph import Ints, Longs
 from onnxplace.passes.placement.stages import (
     DUPLEX,
@@ -70,6 +70,13 @@ class Stages(Pass):
         problem = placement_problem(state)
         if self.replicas:
             problem = _merge_devices(problem, self.replicas)
+            if (untaken := problem.refused.all(axis=0)).any():
+                node, counts = int(untaken.argmax()), " + ".join(map(str, self.replicas))
+                message = (
+                    f"no stage on {counts} devices can hold {problem.graph.ops[node]} {problem.graph.names[node]!r}"
+                )
+                hint = "all devices of a stage have to take its nodes: name devices of one kind next to each other"
+                raise InfeasibleError("P004", message, where=self.name, hint=hint)
         if not len(problem.graph):
             no_devices = np.zeros(0, dtype=np.int32)
             return commit_placement(state, problem, no_devices, np.zeros(0), self.name)
@@ -200,6 +207,7 @@ def _merge_devices(problem: PlacementProblem, replicas: Sequence[int]) -> Placem
 
     A group of r equal devices takes 1 / r of the time for a request, and so do its channels. Its memory is that of the
     smallest one, since each holds the whole stage. Nodes that are pinned to a device outside of all groups fit nowhere.
+    A group refuses what one of its devices refuses.
 
     Raises UsageError if there are fewer devices than the groups need.
     """
@@ -212,6 +220,7 @@ def _merge_devices(problem: PlacementProblem, replicas: Sequence[int]) -> Placem
     groups = [list(range(first, first + count)) for first, count in zip(firsts, replicas)]
     with np.errstate(divide="ignore"):
         seconds = np.stack([1.0 / (1.0 / problem.seconds[group]).sum(axis=0) for group in groups])
+    seconds[np.stack([problem.refused[group].any(axis=0) for group in groups])] = REFUSED_SECONDS
     limits = [int(problem.limit_bytes[group].min()) for group in groups]
     devices = tuple(replace(target.devices[first], memory_bytes=limit) for first, limit in zip(firsts, limits))
     latency, per_byte = target.link_arrays()

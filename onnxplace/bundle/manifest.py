@@ -217,9 +217,9 @@ class Predicted(Record):
     step_seconds: Seconds
     """From the call to the last output, one request at a time."""
     single_device_seconds: Seconds
-    """On the best single device, whether the model fits there or not."""
+    """On the best single device, whether the model fits there or not; 0 if each refuses some node."""
     single_device_fits: bool = True
-    """Whether the whole model would fit on one device."""
+    """Whether some device takes every node of the model, and has room for it."""
     lower_bound_seconds: Seconds
     """Lower bound over all placements, by the costs of nodes; at most the time of this one in its trial."""
     interval_seconds: Seconds

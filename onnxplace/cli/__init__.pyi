@@ -7,5 +7,6 @@ from onnxplace.cli.shared_options import (
     print_text as print_text,
     seed_option as seed_option,
     shape_option as shape_option,
+    with_machine as with_machine,
 )
 from onnxplace.cli.terminal import show_progress as show_progress

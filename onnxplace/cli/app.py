@@ -36,7 +36,7 @@ from onnxplace.cli.shared_options import as_json, print_json, print_text, sugges
 from onnxplace.cli.terminal import add_verbosity_options, is_terminal, report_total_time
 from onnxplace.cli.train import train
 from onnxplace.cli.verify import verify
-from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, suggest_nearest
+from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, name_options, suggest_nearest
 from onnxplace.machine import register_ending_handler
 
 # Errors about paths that are not a model, a bundle or a cost graph, with the command that takes such a path.
@@ -203,6 +203,7 @@ for command in cli.commands.values():
 SIGTERM_EXIT_CODE = 143
 
 
+@name_options()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 

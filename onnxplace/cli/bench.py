@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -64,18 +64,12 @@ if TYPE_CHECKING:
 def bench(
     bundle: Path,
     *,
-    against: Path | None,
-    inputs: Path | None,
     shape: str,
-    repeat: int,
     in_flight: int,
-    trace: Path | None,
     no_memory: bool,
-    record: bool,
     max_ratio: float | None,
-    seed: int,
     json_: bool,
-    session_options: Mapping[str, Any],
+    **options: Any,
 ) -> None:
     """Compare predictions for BUNDLE with measurements: steps, devices, links, memory.
 
@@ -90,17 +84,11 @@ def bench(
     with show_progress(json_, "timing steps", similar=True) as observer:
         result = measure(
             opened,
-            against=against,
-            inputs=inputs,
             shape=parse_shape(shape),
-            repeat=repeat,
             in_flight=in_flight,
-            trace=trace,
             memory=not no_memory,
-            record=record,
-            seed=seed,
-            session_options=session_options,
             observer=observer,
+            **options,
         )
     with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:

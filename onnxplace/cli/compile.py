@@ -16,6 +16,7 @@ from onnxplace.cli.shared_options import (
     as_json,
     budget_option,
     describe_note,
+    fixed_sizes_option,
     inputs_option,
     llm_option,
     objective_option,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB  [default: 90 % of the free memory]",
 )
 @shape_option
+@fixed_sizes_option
 @inputs_option
 @click.option(
     "--state",

@@ -10,7 +10,9 @@ GROUPS = {
     "Devices": "devices target machine save_target max_memory links strict runtime fallback",
     "Choice of a machine": "latency rate fit price",
     "Addresses": "host port grpc_port",
-    "Sizes and inputs": "shape inputs against state llm sizes steps seed custom_op_library graph_format data batch",
+    "Sizes and inputs": (
+        "shape fixed_sizes inputs against state llm sizes steps seed custom_op_library graph_format data batch"
+    ),
     "Search": "objective placer budget pipeline costs save_costs no_cache estimate no_trial placement",
     "Splitting and constraints": (
         "shard shard_map shard_metadata recompute device_map colocate groups fuse forward_only post_adjust"

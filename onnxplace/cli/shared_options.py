@@ -86,6 +86,9 @@ budget_option = click.option(
 )
 shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
 
+fixed_sizes_option = click.option(
+    "--fixed-sizes", is_flag=True, help="Take the sizes of --shape alone: NPUs run more of the model then."
+)
 llm_option = click.option(
     "--llm", is_flag=True, help="MODEL is a decoder with a cache: recognise its states and sizes (docs/models.md)."
 )

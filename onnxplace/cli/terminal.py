@@ -104,7 +104,7 @@ def report_total_time(context: click.Context) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------- progress
 
 
-# Between two lines where there is no terminal.
+# Between two lines where there is no terminal; the first one comes after a third of it.
 LINE_SECONDS = 15.0
 # Often enough to look alive, and rarely enough not to disturb what is measured meanwhile.
 REFRESHES_PER_SECOND = 2
@@ -224,13 +224,13 @@ class LineDisplay(Display):
 
     def __init__(self, first: str, similar: bool = False) -> None:
         super().__init__(first, similar)
-        self._last_line = time.monotonic()
+        self._next_line = time.monotonic() + LINE_SECONDS / 3
 
     def _show(self) -> None:
         now = time.monotonic()
-        if now - self._last_line < LINE_SECONDS:
+        if now < self._next_line:
             return
-        self._last_line, share = now, self.total_share
+        self._next_line, share = now + LINE_SECONDS, self.total_share
         done = f", {share:.0%}" if share is not None else ""
         remaining = self.estimate_remaining()
         left = f", {format_duration(remaining)} left" if remaining is not None else ""

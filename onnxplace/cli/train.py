@@ -87,15 +87,15 @@ def train(bundle: Path, json_: bool, **options: Any) -> None:
     plan = TrainOptions(**{**options, "batch": options["batch"] or 0, "save_every": options["save_every"] or 0})
     _check_files(plan, bundle)
     opened = load(bundle)
-    note_core_shortage(opened)
     with Trainer(opened, seed=plan.seed or 0, on_nan=plan.on_nan) as trainer:
         notes = trainer.load(plan.resume) if plan.resume else {}
         if plan.seed is not None and plan.seed != trainer.seed:
             message = f"the checkpoint was trained with seed {trainer.seed}, got {plan.seed}"
             raise UsageError("U042", message, where="--seed", hint="leave --seed out")
         sampler = BatchSampler(opened, plan.data, plan.batch, trainer.seed)
-        _note_other_data(notes, sampler)
         _Run(trainer, sampler, plan, json_).run(bundle)
+    note_core_shortage(opened)
+    _note_other_data(notes, sampler)
 
 
 def _check_files(plan: TrainOptions, bundle: Path) -> None:

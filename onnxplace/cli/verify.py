@@ -49,17 +49,7 @@ if TYPE_CHECKING:
 @seed_option
 @with_operator_libraries
 @as_json
-def verify(
-    bundle: Path,
-    against: Path | None,
-    inputs: Path | None,
-    shape: str,
-    session_options: Mapping[str, Any],
-    steps: int | None,
-    sizes: int,
-    seed: int,
-    json_: bool,
-) -> None:
+def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
     """Compare BUNDLE with the unsplit model at several sizes.
 
     Exit 1 if they differ, or if BUNDLE refuses sizes that the model takes. Both carry their states on. Outputs that
@@ -68,17 +58,7 @@ def verify(
     from onnxplace.verification import verify as compare
 
     with show_progress(json_, "comparing") as display:
-        result = compare(
-            bundle,
-            against=against,
-            inputs=inputs,
-            shape=parse_shape(shape),
-            steps=steps,
-            sizes=sizes,
-            seed=seed,
-            session_options=session_options,
-            observer=display,
-        )
+        result = compare(bundle, shape=parse_shape(shape), observer=display, **options)
     with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:
             outputs = [_replace_non_finite(vars(item)) for item in result.outputs]

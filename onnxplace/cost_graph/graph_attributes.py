@@ -14,7 +14,7 @@ import numpy as np
 
 from onnxplace.cost_graph.graphml import AttributedGraph
 from onnxplace.errors import Diagnostic, InputError, format_value
-from onnxplace.facts import Profile, Source
+from onnxplace.facts import REFUSED_SECONDS, Profile, Source
 from onnxplace.graph import Csr, Floats, OpGraph
 from onnxplace.target import Target
 from onnxplace.utils import parse_json
@@ -250,12 +250,20 @@ def _require_same_sizes(tables: Sequence[Mapping[str, int] | None], where: str) 
 def _class_seconds(
     nodes: Sequence[tuple[Hashable, Mapping[str, Any]]], seconds: Floats, where: str
 ) -> dict[str, Floats]:
-    """Return the times that nodes give for classes of devices, `seconds:cpu/1`; others take `seconds` there."""
+    """Return the times that nodes give for classes of devices, `seconds:cpu/1`; others take `seconds` there.
+
+    Infinity says that the class refuses the node.
+    """
     keys = dict.fromkeys(key for _, data in nodes for key in data if str(key).startswith("seconds:"))
     classes = {}
     for key in keys:
-        column = [_number(data, key, where, node) if key in data else math.nan for node, data in nodes]
-        classes[key.partition(":")[2]] = np.where(np.isnan(column), seconds, np.array(column, dtype=float))
+        refused = np.array([data.get(key) == math.inf for _, data in nodes])
+        column = [
+            math.nan if key not in data else _number({} if is_refused else data, key, where, node)
+            for is_refused, (node, data) in zip(refused, nodes)
+        ]
+        times = np.where(np.isnan(column), seconds, np.array(column, dtype=float))
+        classes[key.partition(":")[2]] = np.where(refused, REFUSED_SECONDS, times)
     return classes
 
 

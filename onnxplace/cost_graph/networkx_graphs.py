@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from onnxplace.errors import InputError, format_value
-from onnxplace.facts import Groups, Placement, Profile, Schedule
+from onnxplace.facts import Groups, Placement, Profile, Schedule, is_refused
 from onnxplace.graph import Floats, Ints, OpGraph, sum_by
 from onnxplace.state import State
 from onnxplace.target import Device
@@ -163,13 +163,19 @@ def _node_columns(
 def _time_columns(
     profile: Profile, devices: Sequence[Device], placed_nodes: _PlacedNodes | None
 ) -> dict[str, Sequence[Any]]:
-    """Return the seconds of each node on its device, or on the first one; on each class, if classes differ."""
+    """Return the seconds of each node on its device, or on the first one; on each class, if classes differ.
+
+    They are infinite where a class refuses the node.
+    """
     classes = list(dict.fromkeys(device.cost_class for device in devices))
     table = np.array([profile.seconds[name] for name in classes]).reshape(len(classes), -1)
     row = np.array([classes.index(device.cost_class) for device in devices])
     own = row[placed_nodes.device] if placed_nodes is not None else np.full(table.shape[1], row[0])
-    columns: dict[str, Sequence[Any]] = {"seconds": table[own, np.arange(table.shape[1])].tolist()}
+    own_seconds = table[own, np.arange(table.shape[1])]
+    taken_seconds = np.where(is_refused(own_seconds), table.min(axis=0, initial=np.inf), own_seconds)
+    columns: dict[str, Sequence[Any]] = {"seconds": taken_seconds.tolist()}
     if (table != table[0]).any():
+        table = np.where(is_refused(table), np.inf, table)
         columns |= {f"seconds:{name}": seconds.tolist() for name, seconds in zip(classes, table)}
     return columns
 

@@ -22,7 +22,8 @@ class Cuda(DeviceKind):
     operations_per_second: ClassVar[float] = 15e12
     memory_bytes_per_second: ClassVar[float] = 800e9
     kernel_seconds: ClassVar[float] = 5e-6
-    # PCIe 4.0 x16 through host memory: deliberately cautious; `devices --calibrate` measures the actual values.
+    # PCIe 4.0 x16 through host memory, where CUDA's p2pBandwidthLatencyTest shows 11 to 25 us: deliberately cautious;
+    # `devices --calibrate` measures the actual values.
     link_latency_seconds: ClassVar[float] = 20e-6
     link_bytes_per_second: ClassVar[float] = 12e9
     install_hint: ClassVar[str] = (

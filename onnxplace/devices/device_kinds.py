@@ -93,6 +93,8 @@ class DeviceKind(ABC):
     """Assumed bandwidth of a link with such a device."""
     needs_static_shapes: ClassVar[bool] = False
     """Whether its sessions need the sizes of all inputs."""
+    compiles: ClassVar[bool] = False
+    """Whether its provider makes one kernel of neighbouring nodes, and refuses some nodes."""
     install_hint: ClassVar[str] = ""
     """How to get what it needs."""
 
@@ -137,6 +139,11 @@ class DeviceKind(ABC):
     def session_entries(self, address: DeviceAddress) -> dict[str, str]:
         """Return entries for the configuration of sessions on a device."""
         return {}
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Return the paths of libraries of its own, on which measurements depend."""
+        return ()
 
     def precision(self, address: DeviceAddress) -> str:
         """Return the type in which a device computes float32, such as `float16`."""

@@ -45,6 +45,8 @@ class ProviderRecord:
     types: Sequence[str] = ()
     """Of its devices: assumed while nothing can be asked, and those of a provider that is built in."""
     needs_static_shapes: bool = False
+    compiles: bool = True
+    """Whether it makes one kernel of neighbouring nodes."""
     computes_in: Mapping[str, str] = field(default_factory=dict)
     """By type of device, the type that float32 is computed in, if it is another one."""
     caches_contexts: bool = False
@@ -66,10 +68,10 @@ RECORDS = {
         caches_contexts=True,
     ),
     "openvino": ProviderRecord("Intel", types=("npu", "gpu", "cpu"), computes_in=_ON_FLOAT16, caches_contexts=True),
-    "webgpu": ProviderRecord(types=("gpu",), lock=WEBGPU_LOCK),
+    "webgpu": ProviderRecord(types=("gpu",), compiles=False, lock=WEBGPU_LOCK),
     "nv-tensorrt-rtx": ProviderRecord("NVIDIA", types=("gpu",), caches_contexts=True),
     "vitisai": ProviderRecord("AMD", types=("npu",), needs_static_shapes=True, caches_contexts=True),
-    "directml": ProviderRecord("Microsoft", "onnxruntime-directml", "DmlExecutionProvider", ("gpu",)),
+    "directml": ProviderRecord("Microsoft", "onnxruntime-directml", "DmlExecutionProvider", ("gpu",), compiles=False),
     "coreml": ProviderRecord("Apple", "onnxruntime", "CoreMLExecutionProvider", ("npu",), computes_in=_ON_FLOAT16),
     "migraphx": ProviderRecord("AMD", "onnxruntime-migraphx", "MIGraphXExecutionProvider", ("gpu",)),
 }
@@ -284,6 +286,12 @@ class ProviderKind(DeviceKind):
         devices = load_provider(self.family).devices.get(self.type, ())
         return str(devices[0].ep_name) if devices else self.family
 
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Return the path of the provider's library."""
+        found = [item for items in load_provider(self.family).devices.values() for item in items]
+        return tuple(dict.fromkeys(dict(item.ep_metadata).get("library_path", "") for item in found))
+
     def precision(self, address: DeviceAddress) -> str:
         """Return the type in which it computes float32."""
         usual = find_record(self.family).computes_in.get(self.type, "float32")
@@ -358,7 +366,11 @@ def make_provider_kind(name: str) -> DeviceKind:
         "lock": record.lock,
         **({"memory": "onnxplace.runtimes.execution:BoundMemory"} if record.lock else {}),
         "needs_static_shapes": record.needs_static_shapes,
-        "value_options": {"precision": ("float32", "float16")} if family == "qnn" else {},
+        "compiles": record.compiles,
+        "value_options": {
+            **({"precision": ("float32", "float16")} if family == "qnn" else {}),
+            **({"fallback": ("false", "true")} if record.compiles else {}),
+        },
         "operations_per_second": rates[0],
         "memory_bytes_per_second": rates[1],
         "kernel_seconds": rates[2],

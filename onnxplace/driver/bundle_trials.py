@@ -27,10 +27,11 @@ from onnxplace.evaluation import (
     find_trial_obstacle,
     replace_manifest,
     report_doubt,
+    report_host_nodes,
     run_rate_trials,
     run_trials,
 )
-from onnxplace.facts import Groups, Placement, Profile, Schedule, Segments, Source
+from onnxplace.facts import Groups, Placement, Profile, Schedule, Segments, Source, is_refused
 from onnxplace.feeds import Array
 from onnxplace.graph import Floats
 from onnxplace.model import Model
@@ -90,7 +91,7 @@ def finish_bundle(
     else:
         faster = _report_faster_device(kept, manifest.predicted.step_seconds)
     manifest = manifest if rate is None else apply_rate_trial(manifest, rate)
-    kept = kept.with_notes(*(obstacles or ()), *faster)
+    kept = kept.with_notes(*(obstacles or ()), *faster, *report_host_nodes(bundle))
     # Emitting twice repeats notes.
     notes = tuple(_name_result(note, staging) for note in dict.fromkeys(kept.state.diagnostics))
     kept = replace(kept, state=replace(kept.state, diagnostics=notes))
@@ -285,7 +286,10 @@ def _balance(stages: BuiltStrategy, trial: RateTrial) -> BuiltStrategy:
     """Return the stages placed by costs that are scaled to what each segment took with requests in flight."""
     base = stages.profiled.state
     profile, scale = base[Profile], _measure_ratios(stages, trial)
-    scaled = replace(profile, seconds={kind: seconds * scale for kind, seconds in profile.seconds.items()})
+    scaled_seconds = {
+        kind: np.where(is_refused(seconds), seconds, seconds * scale) for kind, seconds in profile.seconds.items()
+    }
+    scaled = replace(profile, seconds=scaled_seconds)
     placing = tuple(step for step in stages.strategy.passes if Segments not in step.provides)
     after, _ = Pipeline(placing).run(base.with_facts(scaled))
     grouped = base.with_facts(after[Groups]) if Groups in after else base

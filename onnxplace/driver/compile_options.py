@@ -43,6 +43,7 @@ class CompileSettings:
     inputs: Mapping[str, Array] | None = None
     state: StateRequest = ()
     llm: bool = False
+    fixed_sizes: bool = False
     example_inputs: Sequence[object] | Mapping[str, object] | None = None
     costs: str | Path | None = None
     save_costs: str | Path | None = None
@@ -200,7 +201,7 @@ def _build_default(settings: CompileSettings) -> Pipeline:
         "device_map": settings.device_map_text,
     }
     specs = [
-        PassSpec("optimize"),
+        PassSpec("optimize", {"fixed_sizes": "true"} if settings.fixed_sizes else {}),
         PassSpec("profile", _drop_empty(profile)),
         *_build_shard(settings),
         PassSpec("coplace", _drop_empty(coplace)),
@@ -269,7 +270,7 @@ def require_one_target(devices: object, target: object, machine: object = None) 
     given = {"--devices": devices, "--target": target, "--machine": machine}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        hint = "name the devices in the target file" if machine is None else "--save-target writes a machine to a file"
+        hint = "name the devices in the target file" if machine is None else "`plan --save-target F` writes its target"
         raise UsageError("U042", f"{' and '.join(names)} exclude each other", hint=hint)
 
 

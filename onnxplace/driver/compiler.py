@@ -68,12 +68,12 @@ def compile_with(model: str | Path | ModelProto | Any, settings: CompileSettings
 def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settings: CompileSettings) -> Compiled:
     """Compile a model that can be loaded."""
     path = choose_output(source.origin, settings.output, steps)
-    # A file that is no model is reported before an output that another model of this name has.
+    # A file that is no model, and wrong sizes, are reported before an output that another model of this name has.
     model = load_model(source.path)
-    swept = _prepare_paths(source.origin, path, steps, settings.force)
     loaded, assumed = bind_source(
         source, model, shape=settings.shape, inputs=settings.inputs, state=settings.state, llm=settings.llm
     )
+    swept = _prepare_paths(source.origin, path, steps, settings.force)
     with use_custom_operators(settings.custom_op_libraries):
         require_operators(loaded)
     notes = (*assumed, *_report_unused_gpus(target, settings.devices), *_report_assumed_links(target))

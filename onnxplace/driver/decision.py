@@ -24,7 +24,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, InfeasibleError
-from onnxplace.facts import Emitted, Placement, Routes, Segments, Shards
+from onnxplace.facts import Emitted, Placement, Profile, Routes, Segments, Shards, is_refused
 from onnxplace.pipeline import Observer, Pipeline, Timing
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.state import Pass, State
@@ -133,10 +133,14 @@ class BuiltStrategy:
         return predict_step_seconds(self.state)
 
     @cached_property
+    def routes(self) -> Routes:
+        """Return the routes of requests in flight; raises InfeasibleError without room for them."""
+        return (self.state if Routes in self.state else Pipeline.parse("replicate").run(self.state)[0])[Routes]
+
+    @property
     def interval_seconds(self) -> float:
         """Return the time between two results with requests in flight; raises InfeasibleError without room for them."""
-        state = self.state if Routes in self.state else Pipeline.parse("replicate").run(self.state)[0]
-        return state[Routes].interval_seconds
+        return self.routes.interval_seconds
 
     @property
     def sent_bytes(self) -> int:
@@ -269,6 +273,8 @@ def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:
     if not routes:
         has_work = any(state[Segments].programs)
         reason = "there is no room for a second copy" if has_work else "the model has no nodes to copy"
+        if any(is_refused(seconds).any() for seconds in state[Profile].seconds.values()):
+            reason = "no other device takes all nodes of a copy and has room for it"
         raise InfeasibleError("P001", reason, where="replicate")
     replicate: Any = parse_passes("replicate")[0]
     replicate = replace(replicate, routes=tuple(routes))

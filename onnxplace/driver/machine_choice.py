@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxplace.driver.planning import Plan, PlannedStrategy
 from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value
 from onnxplace.target import Machine, parse_machine, read_toml
+from onnxplace.utils import format_milliseconds
 
 SECONDS_PER_HOUR, REQUESTS = 3600, 1_000_000
 
@@ -29,6 +30,11 @@ class Goals:
         if item.step_seconds is None or item.interval_seconds is None:
             return False
         return item.step_seconds <= self.latency_seconds and item.interval_seconds * self.rate <= 1
+
+    def describe(self) -> str:
+        """Return them in a few words; empty if there are none."""
+        latency = [format_milliseconds(self.latency_seconds)] if self.latency_seconds < math.inf else []
+        return " and ".join([*latency, *([f"{self.rate:.4g} requests/s"] if self.rate else [])])
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,8 @@ def list_machine_rows(plans: Mapping[str, Plan], goals: Goals, prices: Mapping[s
     rows = []
     for machine, plan in plans.items():
         meeting = [item for item in plan.strategies if goals.are_met(item)]
-        fastest = min(meeting, key=lambda item: item.step_seconds or 0.0, default=None)
-        most = min(meeting, key=lambda item: item.interval_seconds or 0.0, default=None)
-        for item in (item for item in meeting if item is fastest or item is most):
+        best = replace(plan, strategies=tuple(meeting)).find_best()
+        for item in (item for item in meeting if item in best):
             price = prices[machine] if prices else None
             answered = goals.rate or 1 / (item.interval_seconds or math.inf)
             cost = None if price is None or not answered else price / SECONDS_PER_HOUR / answered * REQUESTS
@@ -73,8 +78,8 @@ def read_prices(path: str | Path, machines: Mapping[str, Machine]) -> dict[str, 
 
     Raises TargetError for a file that is wrong, or lacks a machine.
     """
-    data, where = read_toml(path, "T015"), str(path)
     hint = 'write prices per hour below [per_hour], such as "8xH100-NVLink" = 20.0 or "H100-SXM" = 2.5'
+    data, where = read_toml(path, "T015", hint), str(path)
     listed = data.get("per_hour")
     if not isinstance(listed, dict) or len(data) > 1:
         raise TargetError("T015", "expected one table [per_hour]", where=where, hint=hint)

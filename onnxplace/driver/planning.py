@@ -10,14 +10,16 @@ from typing import Any
 from onnxplace.driver.compile_options import choose_target
 from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all
 from onnxplace.driver.sources import bind_source, open_source
-from onnxplace.driver.throughput import list_copied_stages, list_sharded, list_simple
+from onnxplace.driver.throughput import format_rate, list_copied_stages, list_sharded, list_simple
 from onnxplace.driver.training_steps import list_step_strategies
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
+from onnxplace.feeds import Array
 from onnxplace.model import StateRequest, load
 from onnxplace.pipeline import Observer, Pipeline, make_pass
-from onnxplace.state import State
+from onnxplace.state import Pass, State
 from onnxplace.target import Target
+from onnxplace.utils import format_milliseconds, format_object
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class PlannedStrategy:
     """Time from the call to the last output, one request at a time; None if it does not fit."""
     interval_seconds: float | None = None
     """Time between two results, with requests in flight."""
+    limit: str = ""
+    """What takes all of that time: `Python`, or what the busiest device does: `computes`, `sends`, `receives`."""
     peak_bytes: int | None = None
     """Memory on the device that needs most: weights and values."""
     weight_bytes: int | None = None
@@ -42,8 +46,17 @@ class PlannedStrategy:
     pipeline: str = ""
     """Text with which `onnxplace compile --pipeline` builds it."""
 
+    @property
+    def times(self) -> tuple[str, str]:
+        """Return its latency and its requests per second, as texts."""
+        return format_milliseconds(self.step_seconds or 0.0), format_rate(self.interval_seconds or 0.0)
 
-@dataclass(frozen=True)
+    def describe(self) -> str:
+        """Return its name and times in a few words."""
+        return "{}, {}, {} requests/s".format(self.name, *self.times)
+
+
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Strategies for a model on a target; the fields are those of `onnxplace plan --json`."""
 
@@ -52,6 +65,21 @@ class Plan:
     """Whether all costs were measured; otherwise some are estimates."""
     strategies: tuple[PlannedStrategy, ...]
     diagnostics: tuple[Diagnostic, ...]
+
+    def find_best(self) -> tuple[PlannedStrategy | None, PlannedStrategy | None]:
+        """Return the strategies of least latency and of most requests, of those that fit; None if none does."""
+        fitting = [item for item in self.strategies if item.step_seconds is not None]
+        fastest = min(fitting, key=lambda item: item.step_seconds or 0.0, default=None)
+        return fastest, min(fitting, key=lambda item: item.interval_seconds or 0.0, default=None)
+
+    def __repr__(self) -> str:
+        fastest, most = self.find_best()
+        basis = "costs measured" if self.is_measured else "costs are estimates"
+        return format_object(
+            f"Plan of {self.model!r}: {len(self.strategies)} strategies, {basis}",
+            f"least latency: {fastest.describe()}" if fastest else f"nothing fits: {self.strategies[0].problem}",
+            *([f"most requests: {most.describe()}"] if most else []),
+        )
 
 
 def plan_model(
@@ -62,8 +90,10 @@ def plan_model(
     machine: str | None = None,
     max_memory: str | int | None = None,
     shape: Mapping[str, int] | None = None,
+    inputs: Mapping[str, Array] | None = None,
     state: StateRequest = (),
     llm: bool = False,
+    fixed_sizes: bool = False,
     costs: str | Path = "",
     cache: bool = True,
     estimate: bool = False,
@@ -78,8 +108,10 @@ def plan_model(
         machine: The name of a machine instead, such as 8xH100-NVLink.
         max_memory: Limit of each device.
         shape: Sizes of symbolic dimensions.
+        inputs: Arrays by name, for measurements.
         state: Carried states, as for `compile`.
         llm: Whether states and sizes of a decoder are recognised.
+        fixed_sizes: Whether bundles would take these sizes alone.
         costs: A cost file to use instead of measuring.
         cache: Whether earlier measurements may be used.
         estimate: Measure nothing.
@@ -95,16 +127,16 @@ def plan_model(
     profile: Any = make_pass("profile")
     profile = replace(profile, costs=str(costs), cache=cache, estimate=estimate)
     with open_source(model) as source:
-        bound, notes = bind_source(source, load(source.path), shape=shape, inputs=None, state=state, llm=llm)
+        bound, notes = bind_source(source, load(source.path), shape=shape, inputs=inputs, state=state, llm=llm)
         name = bound.name or Path(model).name
-        return _plan_state(State(target).with_facts(bound).with_notes(*notes), profile, name, observer)
+        optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
+        return _plan_state(State(target).with_facts(bound).with_notes(*notes), (optimize, profile), name, observer)
 
 
-def _plan_state(state: State, profile: Any, name: str, observer: Observer | None) -> Plan:
-    """Predict the strategies for a model on a target, with costs by the pass `profile`."""
+def _plan_state(state: State, front: tuple[Pass, ...], name: str, observer: Observer | None) -> Plan:
+    """Predict the strategies for a model on a target, with the passes before placers."""
     if observer:
         observer("profile", 0, 1)
-    front = (make_pass("optimize"), profile)
     state_with_costs, _ = Pipeline(front).run(state)
     rest = parse_passes("coplace{join=never},fuse,stages{seconds=2},split")
     profiled = Profiled(front, state_with_costs, rest, make_pass("emit"))
@@ -143,6 +175,7 @@ def _describe(result: Result) -> PlannedStrategy:
         devices=result.devices,
         step_seconds=result.step_seconds,
         interval_seconds=result.interval_seconds,
+        limit=result.routes.limit,
         peak_bytes=int(state[Schedule].simulation.peak_bytes.max()),
         weight_bytes=int(state[Segments].simulation.weights_bytes.max()),
         exchanges=dict(state[Shards].exchanges) if result.strategy.kind == "sharded" else {},

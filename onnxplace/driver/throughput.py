@@ -203,10 +203,11 @@ def _describe(
 def format_rate(interval_seconds: float) -> str:
     """Format a time between results as a number of requests per second.
 
-    >>> format_rate(0.01)
-    '100'
+    >>> format_rate(0.01), format_rate(1e-5)
+    ('100', '100000')
     """
-    return f"{1 / interval_seconds:.4g}" if interval_seconds > 0 else "no bound"
+    form = ".4g" if interval_seconds > 1e-3 else ".0f"
+    return f"{1 / interval_seconds:{form}}" if interval_seconds > 0 else "no bound"
 
 
 def report_plain_session(trial: RateTrial, predicted_seconds: float) -> list[Diagnostic]:

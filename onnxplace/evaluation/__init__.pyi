@@ -15,6 +15,7 @@ from onnxplace.evaluation.device_usage import (
     TracedRequests as TracedRequests,
     measure_usage as measure_usage,
 )
+from onnxplace.evaluation.host_nodes import report_host_nodes as report_host_nodes
 from onnxplace.evaluation.memory_use import (
     MEMORY_RUNS as MEMORY_RUNS,
     ProcessMemory as ProcessMemory,

@@ -71,19 +71,15 @@ def compare_output(name: str, actual: Any, reference: Any, lineage: Lineage | No
 
 def _compare_values(name: str, actual: Any, reference: Any, lineage: Lineage) -> OutputDifference:
     """Compare two values of any ONNX type: sequences, maps, optionals and tensors."""
-    if _are_both((list, tuple), actual, reference):
+    if isinstance(actual, (list, tuple)) and isinstance(reference, (list, tuple)):
         parts = [_compare_values(name, a, b, lineage) for a, b in zip(actual, reference)]
         return _summarise_parts(name, parts, len(actual) == len(reference))
-    if _are_both(Mapping, actual, reference):
+    if isinstance(actual, Mapping) and isinstance(reference, Mapping):
         parts = [_compare_values(name, actual[key], reference[key], lineage) for key in reference if key in actual]
         return _summarise_parts(name, parts, actual.keys() == reference.keys())
     if _is_array(reference) != _is_array(actual) or reference is None or actual is None:
         return OutputDifference(name, reference is None and actual is None, 0.0, 0.0)
     return _compare_arrays(name, np.asarray(actual), np.asarray(reference), lineage)
-
-
-def _are_both(kinds: Any, first: Any, second: Any) -> bool:
-    return isinstance(first, kinds) and isinstance(second, kinds)
 
 
 def _compare_arrays(name: str, actual: Array, reference: Array, lineage: Lineage) -> OutputDifference:
@@ -139,7 +135,7 @@ def _compare_floats(name: str, actual: Array, reference: Array, tolerance: float
 
 def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:
     """Return whether types and shapes are equal, and `actual` is finite if `reference` is."""
-    if _are_both((list, tuple), actual, reference):
+    if isinstance(actual, (list, tuple)) and isinstance(reference, (list, tuple)):
         parts = zip(actual, reference)
         return (any_shape or len(actual) == len(reference)) and all(_has_same_form(a, b, any_shape) for a, b in parts)
     if not _is_array(reference) or not _is_array(actual):

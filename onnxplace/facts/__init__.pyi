@@ -1,4 +1,5 @@
 from onnxplace.facts.fact_records import (
+    REFUSED_SECONDS as REFUSED_SECONDS,
     Clusters as Clusters,
     Emitted as Emitted,
     Groups as Groups,
@@ -18,4 +19,5 @@ from onnxplace.facts.fact_records import (
     Shards as Shards,
     Source as Source,
     SplitState as SplitState,
+    is_refused as is_refused,
 )

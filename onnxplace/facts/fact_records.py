@@ -37,6 +37,17 @@ def require_memory(state: State, simulation: Simulation) -> None:
 # ---------------------------------------------------------------------------------------------------------------- costs
 
 
+# The time of a node on a device that refuses it: longer than any real time (`MAX_SECONDS`), and finite. What a refused
+# node is part of is refused too, since times add up.
+REFUSED_SECONDS = 1e9
+
+
+def is_refused(seconds: Floats) -> NDArray[np.bool_]:
+    """Return, per time, whether it says that a device does not take a node, or a group with such a node."""
+    refused: NDArray[np.bool_] = np.asarray(seconds) >= REFUSED_SECONDS
+    return refused
+
+
 class Source(IntEnum):
     """The origin of a node's time."""
 
@@ -95,7 +106,7 @@ class Profile:
 
     graph: OpGraph
     seconds: Mapping[str, Floats]
-    """Cost class (`Device.cost_class`) -> seconds, per node."""
+    """Cost class (`Device.cost_class`) -> seconds, per node; `REFUSED_SECONDS` where devices do not take the node."""
     sources: Mapping[str, NDArray[np.uint8]]
     """Cost class -> `Source`, per node."""
     unit: Ints
@@ -140,7 +151,8 @@ class Profile:
         for name, times in self.seconds.items():
             is_measured = bool(np.isin(self.sources[name], (Source.MEASURED, Source.KNOWN)).all())
             new_source = np.uint8(Source.MEASURED if is_measured else Source.ESTIMATED)
-            seconds[name] = np.where(is_new, new_seconds, times[source] * share)
+            scaled = np.where(is_refused(times[source]), REFUSED_SECONDS, times[source] * share)
+            seconds[name] = np.where(is_new, new_seconds, scaled)
             sources[name] = np.where(is_new, new_source, self.sources[name][source]).astype(np.uint8)
         workspace = np.where(is_new, 0, self.graph.workspace_bytes[source] * share).astype(np.int64)
         return Profile(
@@ -355,6 +367,8 @@ class Routes:
     """Without the first one: the programs on their own devices."""
     interval_seconds: float
     """Between two results, with requests in flight on all routes; at least Python's part of a request."""
+    limit: str
+    """What takes all of the interval: `Python`, or what the busiest device does: `computes`, `sends`, `receives`."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless each route gives each program to a device of its own."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -368,7 +369,9 @@ def list_taken_nodes(session: Any, device: DeviceAddress) -> frozenset[str]:
     """
     provider = find_kind(device.kind).provider(device.options)
     groups = session.get_provider_graph_assignment_info()
-    return frozenset(node.name for group in groups if group.ep_name == provider for node in group.get_nodes())
+    names = (node.name for group in groups if group.ep_name == provider for node in group.get_nodes())
+    # A convolution whose layout was changed for the provider has a new name.
+    return frozenset(item for name in names for item in (name, re.sub(r"_token_\d+$", "", name)))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from onnxplace.model.cut_constraints import (
     find_scales_to_protect as find_scales_to_protect,
     is_quantization_node as is_quantization_node,
     join_quantised_units as join_quantised_units,
+    list_quantised_kernels as list_quantised_kernels,
 )
 from onnxplace.model.decoders import Decoder as Decoder, recognise_decoder as recognise_decoder
 from onnxplace.model.lineage import (

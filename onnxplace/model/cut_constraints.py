@@ -1,10 +1,10 @@
-"""What a cut of a model must respect: nodes that belong together, and fusions that must not happen in a segment."""
+"""What ONNX Runtime fuses: nodes that a cut must keep together, their kernels, and fusions that must not happen."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +73,64 @@ def is_quantization_node(node: NodeProto, op_type: str) -> bool:
     return node.op_type == op_type and node.domain in _DOMAINS
 
 
+# Nodes that ONNX Runtime removes in front of a QuantizeLinear, which clips as they do.
+_CLIPPING = ("Relu", "Clip")
+# Operators that run on integers between quantisers, by ONNX Runtime's qdq_selector_action_transformer.cc -> how many of
+# their inputs have to be dequantised: a third one is a bias, which may stay in float, and a shape is no value.
+_QUANTISED_INPUTS = {
+    **dict.fromkeys(("MatMul", "Gemm", "Conv", "Add", "Mul", "Concat"), 2),
+    **dict.fromkeys(("MaxPool", "AveragePool", "GlobalAveragePool", "Resize", "Softmax", "Sigmoid", "LeakyRelu"), 1),
+    **dict.fromkeys(
+        ("Gather", "Slice", "Expand", "Tile", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze"), 1
+    ),
+}
+
+
+def list_quantised_kernels(model: Model, integers: Collection[str]) -> list[tuple[NodeProto, tuple[str, ...]] | None]:
+    """Return for each node the kernel that runs in its place, and the names that this reads.
+
+    A provider makes one kernel of an operator, the dequantisers of its inputs and the quantiser of its result, which
+    reads and writes integers. None stands for the nodes in such a kernel: the quantiser, clipping in front of it, and
+    dequantisers that nothing else reads.
+
+    Args:
+        model: The model.
+        integers: Names of the values from whose types a kernel can be made.
+    """
+    readers = defaultdict[str, list[int]](list, {value.name: [-1] for value in model.outputs})  # -1: the caller
+    for index, reads in enumerate(model.reads):
+        for name in reads:
+            readers[name].append(index)
+    sources = {node.output[0]: node.input[0] for node in model.nodes if is_quantization_node(node, DEQUANTIZE)}
+    kernels: dict[int, tuple[NodeProto, tuple[str, ...]] | None] = {}
+    for index, node in enumerate(model.nodes):
+        count = _QUANTISED_INPUTS.get(node.op_type, 0)
+        path = _find_quantiser(model, readers, node.output[0]) if count else []
+        if path and all(sources.get(name) in integers for name in node.input[:count]):
+            kernel = NodeProto()
+            kernel.CopyFrom(node)
+            kernel.input[:] = [sources.get(name, name) for name in node.input]
+            kernel.output[:] = model.nodes[path[-1]].output
+            kernels[index] = kernel, tuple(dict.fromkeys(filter(None, kernel.input)))
+            kernels |= dict.fromkeys(path)
+    for index, node in enumerate(model.nodes):
+        if is_quantization_node(node, DEQUANTIZE) and kernels.keys() >= set(readers.get(node.output[0], (-1,))):
+            kernels[index] = None
+    return [kernels.get(index, as_it_stands) for index, as_it_stands in enumerate(zip(model.nodes, model.reads))]
+
+
+def _find_quantiser(model: Model, readers: Mapping[str, Sequence[int]], name: str) -> list[int]:
+    """Return the nodes from a value to its quantiser, if nothing else reads on the way; else none."""
+    path: list[int] = []
+    while len(following := readers.get(name, ())) == 1 and following[0] >= 0:
+        path.append(following[0])
+        node = model.nodes[following[0]]
+        if is_quantization_node(node, QUANTIZE):
+            return path
+        name = node.output[0] if node.op_type in _CLIPPING else ""
+    return []
+
+
 @dataclass(frozen=True)
 class HostValue:
     """A value in host memory, whatever its device.
@@ -124,8 +182,6 @@ _SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _PRODUCTS = ("MatMul", "Gemm")
 # Nodes that ONNX Runtime may remove; the nodes before and after them then become neighbours.
 _REMOVABLE = ("Identity", "Cast")
-# Nodes that ONNX Runtime removes in front of a QuantizeLinear, which clips as they do.
-_CLIPPING = ("Relu", "Clip")
 
 
 def find_scales_to_protect(model: Model, segments: Sequence[Ints]) -> list[frozenset[str]]:

@@ -137,7 +137,7 @@ def _find_tokens(inputs: Iterator[Declared]) -> Declared:
         return tokens
     known = format_names(item.name for item in candidates) or "none"
     message = f"no input takes new tokens, as input_ids [batch, sequence]; others than states: {known}"
-    hint = "omit --llm, and give --state OUT=IN and --shape yourself"
+    hint = "omit --llm, and give your own --state OUT=IN and --shape"
     raise ModelError("S002", message, where=LLM_OPTION, hint=hint)
 
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from onnxplace.errors import BrokenPassError, InfeasibleError, OnnxplaceError, UsageError
 from onnxplace.facts import Placement, Schedule
-from onnxplace.pipeline.registry import find_plugin
+from onnxplace.pipeline.registry import find_plugin, list_entries
 from onnxplace.pipeline.text_form import build_pass, format_pipeline, make_spec, parse_pipeline
 from onnxplace.state import Fact, Pass, State
 from onnxplace.utils import budget_clock, report_time_limit
@@ -112,19 +112,24 @@ def run_pass(step: Pass, state: State) -> State:
     before = dict(state.facts)
     try:
         after = step.run(state)
+    except BrokenPassError as problem:
+        raise _make_defect(step, problem.code, problem.message) from problem
     except (OnnxplaceError, KeyboardInterrupt, OSError, MemoryError):
         raise
     except Exception as problem:
-        raise BrokenPassError(
-            "B001",
-            f"{type(problem).__name__}: {problem}",
-            where=f"pass {step.name!r}",
-            hint="this is a defect of the pass, please report it; --verbose shows where",
-        ) from problem
+        raise _make_defect(step, "B001", f"{type(problem).__name__}: {problem}") from problem
     if not isinstance(after, State):
-        raise BrokenPassError("B002", f"expected it to return a State, got {after!r}", where=f"pass {step.name!r}")
+        raise _make_defect(step, "B002", f"expected it to return a State, got {after!r}")
     _check_declaration(step, state, before, after)
     return after.without(*find_stale_facts(step, after.facts))
+
+
+def _make_defect(step: Pass, code: str, message: str) -> BrokenPassError:
+    """Return the error of a pass that fails or breaks its contract; it names the plugin that the pass is from."""
+    entry = list_entries("passes").get(step.name)
+    where = f"pass {step.name!r}{f' from {entry.distribution}' if entry and entry.distribution else ''}"
+    hint = f"this is a defect of the pass, please report it{'; --verbose shows where' * (code == 'B001')}"
+    return BrokenPassError(code, message, where=where, hint=hint)
 
 
 # Placers that take milliseconds, the most useful suggestions first.
@@ -151,25 +156,21 @@ def _suggest_placer(problem: InfeasibleError, failed: Pass, state: State) -> Inf
 def _check_declaration(step: Pass, state: State, before: dict[type, Fact], after: State) -> None:
     """Raise BrokenPassError unless a pass changed only valid facts that it provides."""
     if list(state.facts) != list(before) or any(state.facts[kind] is not fact for kind, fact in before.items()):
-        raise BrokenPassError("B002", "it altered its input", where=f"pass {step.name!r}")
+        raise _make_defect(step, "B002", "it altered its input")
     if after.target != state.target or after.diagnostics[: len(state.diagnostics)] != state.diagnostics:
         changed = "the target" if after.target != state.target else "earlier diagnostics"
-        raise BrokenPassError("B002", f"it changed {changed}", where=f"pass {step.name!r}")
+        raise _make_defect(step, "B002", f"it changed {changed}")
     for kind in step.provides:
         if kind not in after:
-            raise BrokenPassError("B002", f"it did not provide {kind.__name__}", where=f"pass {step.name!r}")
+            raise _make_defect(step, "B002", f"it did not provide {kind.__name__}")
     changed_kinds = [kind for kind in {**before, **after.facts} if before.get(kind) is not after.facts.get(kind)]
     for kind in changed_kinds:
         if kind not in step.provides:
-            raise BrokenPassError(
-                "B002", f"it changed {kind.__name__}, which it does not list in `provides`", where=f"pass {step.name!r}"
-            )
+            raise _make_defect(step, "B002", f"it changed {kind.__name__}, which it does not list in `provides`")
         try:
             after.facts[kind].check(after)
         except Exception as problem:
-            raise BrokenPassError(
-                "B002", f"its {kind.__name__} is wrong: {problem}", where=f"pass {step.name!r}"
-            ) from problem
+            raise _make_defect(step, "B002", f"its {kind.__name__} is wrong: {problem}") from problem
 
 
 def _suggest_providers(kind: type) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module, metadata
 from types import MappingProxyType
@@ -98,7 +98,9 @@ def list_entries(kind: Kind) -> Mapping[str, RegistryEntry]:
     table = {name: RegistryEntry(name, path, summary) for name, (path, summary) in BUILTIN.get(kind, {}).items()}
     for point in metadata.entry_points(group=f"onnxplace.{kind}"):
         distribution = point.dist.name if point.dist else "an unnamed distribution"
-        if point.name not in table:
+        if known := table.get(point.name):
+            table[point.name] = replace(known, summary=f"{known.summary}; that of {distribution} is ignored")
+        else:
             table[point.name] = RegistryEntry(point.name, point.value, f"plugin from {distribution}", distribution)
     return MappingProxyType(table)
 

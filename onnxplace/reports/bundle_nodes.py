@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -49,7 +49,8 @@ def read_nodes(bundle: Bundle) -> BundleNodes:
         shapes, members = _infer_shapes(model, bundle.manifest.dimensions), []
         for node in model.graph.node:
             cost = costs.nodes.get(node.name, _NodeCosts())
-            seconds, source = cost.seconds.get(cost_class, 0.0), cost.source.get(cost_class, "")
+            planned, source = cost.seconds.get(cost_class, 0.0), cost.source.get(cost_class, "")
+            seconds = 0.0 if planned == "refused" else planned
             shape = ", ".join(shapes[name] for name in node.output if name in shapes)
             name = node.name or node.op_type
             members.append(LayerNode(name, node.op_type, index, seconds, -1, number, shape, source))
@@ -95,7 +96,7 @@ def _format_size(size: TensorShapeProto.Dimension, dimensions: Mapping[str, int]
 class _NodeCosts(BaseModel):
     """The costs of a node, by class of device."""
 
-    seconds: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    seconds: dict[str, Annotated[float, Field(allow_inf_nan=False)] | Literal["refused"]] = {}
     source: dict[str, str] = {}
 
 

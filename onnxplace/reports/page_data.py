@@ -17,7 +17,7 @@ from onnxplace.bundle import (
 )
 from onnxplace.cost_graph import CostGraph
 from onnxplace.errors import Diagnostic, UsageError
-from onnxplace.facts import Schedule
+from onnxplace.facts import Schedule, is_refused
 from onnxplace.graph import Ints, OpGraph
 from onnxplace.pipeline import parse_pipeline
 from onnxplace.reports.bundle_nodes import read_nodes
@@ -153,7 +153,8 @@ def _summarise(manifest: Manifest) -> Iterator[Quantity]:
         yield _quantify_time("Whole step in the trial", trial.step_seconds)
         yield _quantify_time("Step, from node costs", trial.planned_seconds)
     fits = "" if predicted.single_device_fits else " (does not fit)"
-    single = format_time(predicted.single_device_seconds) + fits
+    is_refused_everywhere = not predicted.single_device_fits and predicted.single_device_seconds == 0
+    single = "refused" if is_refused_everywhere else format_time(predicted.single_device_seconds) + fits
     yield Quantity("Best single device", single, predicted.single_device_seconds)
     yield Quantity("Lower bound", format_time(predicted.lower_bound_seconds), predicted.lower_bound_seconds)
     if predicted.interval_seconds > 0:
@@ -345,6 +346,7 @@ def describe_placement(placed: PlacedGraph) -> PageData:
     graph, schedule = placed.graph.profile.graph, placed.schedule
     target, profile = placed.graph.target, placed.graph.profile
     seconds = np.stack([profile.seconds[device.cost_class] for device in target.devices])
+    seconds = np.where(is_refused(seconds), np.nan, seconds)
     own = seconds[placed.device, np.arange(len(graph))].tolist()
     step = PlacedStep(
         graph=graph,
@@ -357,7 +359,7 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         details=graph.ops,
     )
     simulation = schedule.simulation
-    alone = float(seconds.sum(axis=1).min())
+    alone = float(np.nan_to_num(np.fmin.reduce(seconds.sum(axis=1))))  # 0 where each device refuses some node
     nodes = [
         LayerNode(*item, index, index)
         for index, item in enumerate(zip(graph.names, graph.ops, placed.device.tolist(), own))

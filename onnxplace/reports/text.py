@@ -76,6 +76,8 @@ def _format_steps(manifest: Manifest) -> list[str]:
     step, best = format_milliseconds(predicted.step_seconds), format_milliseconds(predicted.single_device_seconds)
     bound = format_milliseconds(predicted.lower_bound_seconds)
     suffix = "" if predicted.single_device_fits else ", where it does not fit"
+    if not predicted.single_device_fits and predicted.single_device_seconds == 0:
+        best, suffix = "none: each refuses some node", ""
     lines = [f"predicted step {step}; best single device {best}{suffix}; lower bound {bound}"]
     notes = {(note.code, note.where): note.message for note in manifest.diagnostics}
     if manifest.placer == OBJECTIVES["throughput"] or manifest.routes or ("P043", "throughput") in notes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ async def infer(models: ServedModels, data: bytes) -> Any:
         )
 
 
-async def stream_inferences(models: ServedModels, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+async def stream_inferences(models: ServedModels, requests: AsyncIterator[bytes], _: Any) -> AsyncIterator[Any]:
     """Yield the answers to the requests of a stream in their order; they run at the same time."""
     response = load_messages()["ModelStreamInferResponse"]
     pending: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(MAX_STREAMED)
@@ -135,20 +135,13 @@ def make_handlers(models: ServedModels) -> dict[str, Any]:
 
         return grpc.unary_unary_rpc_method_handler(call, None, messages[f"{name}Response"].SerializeToString)
 
-    def make_answer(name: str) -> Callable[[bytes], Awaitable[Any]]:
-        async def respond(data: bytes) -> Any:
-            described, response = answers[name](parse(f"{name}Request", data)), messages[f"{name}Response"]()
-            return json_format.ParseDict(described, response, ignore_unknown_fields=True)
+    async def answer(name: str, data: bytes) -> Any:
+        described, response = answers[name](parse(f"{name}Request", data)), messages[f"{name}Response"]()
+        return json_format.ParseDict(described, response, ignore_unknown_fields=True)
 
-        return respond
-
-    async def stream(requests: AsyncIterator[bytes], _: Any) -> AsyncIterator[Any]:
-        async for answer in stream_inferences(models, requests):
-            yield answer
-
-    handlers = {name: make_handler(name, make_answer(name)) for name in answers}
-    handlers["ModelInfer"] = make_handler("ModelInfer", lambda data: infer(models, data))
-    write = messages["ModelStreamInferResponse"].SerializeToString
+    handlers = {name: make_handler(name, partial(answer, name)) for name in answers}
+    handlers["ModelInfer"] = make_handler("ModelInfer", partial(infer, models))
+    stream, write = partial(stream_inferences, models), messages["ModelStreamInferResponse"].SerializeToString
     return {**handlers, "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(stream, None, write)}
 
 

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from onnxplace.errors import format_value
 from onnxplace.serving.metrics import format_metrics
@@ -202,10 +202,14 @@ def make_app(models: ServedModels, limits: Limits) -> Starlette:
     return Starlette(routes=routes, exception_handlers={RequestError: refuse, HTTPException: refuse})
 
 
-class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type] # uvicorn chooses it when it is imported
-    """uvicorn's protocol, which also closes connections whose headers do not come."""
+class ImpatientProtocol(H11Protocol):
+    """uvicorn's protocol, which also closes connections whose headers do not come.
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    Its other one, over httptools, reads headers of any length, and no body behind `Upgrade: h2c`, which Java's client
+    sends (uvicorn's issue 2722).
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
         """Begin to wait for headers."""
         super().connection_made(transport)
         self._limit_headers()

@@ -118,6 +118,8 @@ class RequestRates:
     """Per route, the time of each node on its device, while the other devices are as busy as in this state."""
     busy: Floats
     """Per device, the share of its time in which it computes."""
+    limit: str
+    """The activity of the busiest resource, as `Loads.by_resource` names it."""
 
 
 def predict_request_rates(graph: OpGraph, seconds: Floats, target: Target, devices: Sequence[Ints]) -> RequestRates:
@@ -153,7 +155,9 @@ def predict_request_rates(graph: OpGraph, seconds: Floats, target: Target, devic
         busy = (busy + np.minimum(compute, 1.0)) / 2 if previous else np.minimum(compute, 1.0)
     shares = rates / total if total > 0 else np.full(len(devices), 1 / len(devices))
     route_seconds = tuple(np.asarray(slowed[device, nodes]) for device in devices)
-    return RequestRates(shares, interval, route_seconds, busy)
+    by_resource = [load.by_resource for load in loads]
+    limit = max(by_resource[0], key=lambda name: float((shares @ [loads[name] for loads in by_resource]).max()))
+    return RequestRates(shares, interval, route_seconds, busy, limit)
 
 
 def predict_python_seconds(target: Target, devices: Sequence[Ints | list[str]]) -> float:

@@ -121,6 +121,11 @@ class Device:
         return find_kind(self.kind).is_host
 
     @property
+    def compiles(self) -> bool:
+        """Return whether its provider makes one kernel of neighbouring nodes, and refuses some nodes."""
+        return find_kind(self.kind).compiles
+
+    @property
     def address(self) -> DeviceAddress:
         """Return what ONNX Runtime has to know about it, on its host."""
         return replace(DeviceAddress.of(split_host(self.id)[1]), options=self.options, memory_bytes=self.memory_bytes)
@@ -132,9 +137,9 @@ class Device:
         if not self.options:
             return name
         defaults = find_kind(self.kind).options
+        values = [(key, value) for key, value in sorted(self.options.items()) if value != defaults[key][0]]
         # Nodes are measured within the process of an isolated device, and cost the same there.
-        options = sorted((key, value) for key, value in self.options.items() if key != ISOLATE)
-        return "/".join([name, *(value for key, value in options if value != defaults[key][0])])
+        return "/".join([name, *(key if value == "true" else value for key, value in values if key != ISOLATE)])
 
 
 @dataclass(frozen=True)

@@ -40,16 +40,16 @@ def read_target(path: str | Path) -> Target:
         raise TargetError("T007", f"not a target: {problem}", where=str(path), hint="see docs/target.md") from None
 
 
-def read_toml(path: str | Path, code: str) -> dict[str, object]:
-    """Read a TOML file; raises TargetError with this code."""
+def read_toml(path: str | Path, code: str, hint: str = "see docs/target.md") -> dict[str, object]:
+    """Read a TOML file; raises TargetError with this code, and this hint at its syntax."""
     try:
         return tomllib.loads(read_text(path, code, "TOML"))
     except InputError as problem:
         raise TargetError(code, problem.message, where=problem.where, hint=problem.hint) from None
     except RecursionError:
-        raise TargetError(code, "not TOML: it is nested too deeply", where=str(path)) from None
+        raise TargetError(code, "not TOML: it is nested too deeply", where=str(path), hint=hint) from None
     except ValueError as problem:  # a syntax error, or a number of thousands of digits
-        raise TargetError(code, f"not TOML: {format_one_line(problem)}", where=str(path)) from None
+        raise TargetError(code, f"not TOML: {format_one_line(problem)}", where=str(path), hint=hint) from None
 
 
 def _parse_target(data: dict[str, object]) -> Target:

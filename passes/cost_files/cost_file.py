@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.errors import Diagnostic, InputError, ModelError, format_value
-from onnxplace.facts import Profile, Quality, Source
+from onnxplace.facts import REFUSED_SECONDS, Profile, Quality, Source
 from onnxplace.model import Model, build_op_graph, infer_static_shapes, value_bytes
 from onnxplace.passes.profiling import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX_WHOLE_SECONDS, fingerprints
 from onnxplace.target import MAX_SECONDS, Target
@@ -29,7 +29,9 @@ CostEntry = Mapping[str, Any]
 
 # The source of a time that a file holds. It was not measured by this process.
 _SOURCES = {"measured": Source.GIVEN, "given": Source.GIVEN, "estimated": Source.ESTIMATED, "known": Source.KNOWN}
-_SECONDS_HINT = f"write a number of seconds, from 0 to {MAX_SECONDS:g}"
+# In the place of a time: devices of the class do not take the node.
+REFUSED = "refused"
+_SECONDS_HINT = f"write a number of seconds, from 0 to {MAX_SECONDS:g}, or {REFUSED!r} if devices do not take the node"
 _BYTES_HINT = f"write a whole number of bytes, from 0 to {MAX_BYTES}"
 _ENTRY_HINT = 'write it like {"unit": 0, "seconds": {"cpu/1": 1e-5}}'
 
@@ -164,7 +166,7 @@ class _NodeCosts:
         return int(unit)
 
     def seconds(self, cost_class: str) -> float:
-        """Return the time of the node on a class of device."""
+        """Return the time of the node on a class of device; `REFUSED_SECONDS` where it is refused."""
         times = self.entry["seconds"]
         value = times.get(cost_class)
         if value is None:
@@ -176,6 +178,8 @@ class _NodeCosts:
                 hint = _ENTRY_HINT
             message = f"no seconds on {cost_class!r} for node {self.name!r}"
             raise InputError("C010", message, where=str(self.path), hint=hint)
+        if value == REFUSED:
+            return REFUSED_SECONDS
         return _require_seconds(value, f"the cost of node {self.name!r} on {cost_class!r}", self.path)
 
     def source(self, cost_class: str) -> Source:
@@ -268,7 +272,8 @@ _MEASURED_PREFIX = "measured."
 
 def node_entries(profile: Profile) -> Iterator[dict[str, Any]]:
     """Yield the entry of each node in a cost file."""
-    seconds = {kind: array.tolist() for kind, array in profile.seconds.items()}
+    times = profile.seconds.items()
+    seconds = {kind: [REFUSED if item >= REFUSED_SECONDS else item for item in array.tolist()] for kind, array in times}
     sources = {kind: [Source(index).name.lower() for index in array] for kind, array in profile.sources.items()}
     spread = {kind: array.tolist() for kind, array in profile.spread.items()}
     workspace = profile.graph.workspace_bytes.tolist()

@@ -189,22 +189,8 @@ def _run_chunk(
     options: MeasurementOptions,
 ) -> _ChunkRun | None:
     """Measure a chunk; None if it cannot be run alone."""
-    nodes = model.nodes[chunk.start : chunk.stop]
-    inner = {name for node in nodes for name in node.output}
-    reads = dict.fromkeys(name for index in chunk for name in model.reads[index] if name not in inner)
-    weights = {name: model.initializers[name] for name in reads if name in model.initializers and name not in values}
-    feeds = {name: values[name] for name in reads if name in values}
-    if len(feeds) + len(weights) < len(reads):
-        return None
     try:
-        part = replace(
-            model,
-            nodes=nodes,
-            initializers=MappingProxyType(weights),
-            inputs=tuple(_describe_input(model, name, value) for name, value in feeds.items()),
-            outputs=tuple(ValueInfoProto(name=name) for name in slots),
-            sources=MappingProxyType({}),
-        )
+        part, feeds = extract_nodes(model, chunk, slots, values)
         measurement, results = options.measure(part, feeds)
     except (OnnxplaceError, KeyError):  # a type without a form in numpy, a missing kernel, no memory
         return None
@@ -212,9 +198,31 @@ def _run_chunk(
     return _ChunkRun(chunk, measurement, outputs)
 
 
-def _describe_input(model: Model, name: str, value: Any) -> ValueInfoProto:
+def extract_nodes(
+    model: Model, nodes: Sequence[int], outputs: Iterable[str], values: Mapping[str, Any], *, is_static: bool = False
+) -> tuple[Model, dict[str, Any]]:
+    """Return some nodes as a model, and its inputs among `values`; raises KeyError if one is missing.
+
+    With `is_static`, the inputs declare the sizes that they have here.
+    """
+    inner = {name for index in nodes for name in model.nodes[index].output}
+    reads = dict.fromkeys(name for index in nodes for name in model.reads[index] if name not in inner)
+    weights = {name: model.initializers[name] for name in reads if name in model.initializers and name not in values}
+    feeds = {name: values[name] for name in reads if name not in weights}
+    part = replace(
+        model,
+        nodes=tuple(model.nodes[index] for index in nodes),
+        initializers=MappingProxyType(weights),
+        inputs=tuple(_describe_input(model, name, value, is_static) for name, value in feeds.items()),
+        outputs=tuple(ValueInfoProto(name=name) for name in outputs),
+        sources=MappingProxyType({}),
+    )
+    return part, feeds
+
+
+def _describe_input(model: Model, name: str, value: Any, is_static: bool) -> ValueInfoProto:
     """Return the declaration of an input; raises KeyError without a type."""
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUS":
         element = helper.np_dtype_to_tensor_dtype(value.dtype)
-        return helper.make_tensor_value_info(name, element, [None] * value.ndim)
+        return helper.make_tensor_value_info(name, element, value.shape if is_static else [None] * value.ndim)
     return ValueInfoProto(name=name, type=model.types[name])

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from onnxplace.devices import find_kind
 from onnxplace.errors import Diagnostic, format_count
-from onnxplace.facts import Profile, Quality, Repeat, Source
+from onnxplace.facts import REFUSED_SECONDS, Profile, Quality, Repeat, Source
 from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.machine import (
     DOUBTFUL_WAITING_SHARE,
@@ -27,6 +28,7 @@ from onnxplace.machine import (
 from onnxplace.model import Model, build_op_graph
 from onnxplace.ort import import_onnxruntime
 from onnxplace.passes.profiling.chunks import cut_into_chunks, measure_chunks, session_bytes
+from onnxplace.passes.profiling.compiled_runs import RunMeasurer
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
 from onnxplace.passes.profiling.repeated_layers import (
     find_repeats,
@@ -35,7 +37,8 @@ from onnxplace.passes.profiling.repeated_layers import (
     pool_by_kind,
     small_integer_bytes,
 )
-from onnxplace.target import MAX_SECONDS, Device
+from onnxplace.passes.profiling.roofline import device_peaks, estimate_seconds
+from onnxplace.target import Device
 
 # Of one value or weight, and of all together: sums of such amounts are still 64-bit integers.
 MAX_BYTES = 1 << 50
@@ -95,7 +98,9 @@ class ModelProfiler:
         if not self.use_cache:
             return self._measure_now(feeds)
         structure, cost_class = self.structure, self.device.cost_class
-        limit = None if self._fits_whole() else self.limit_bytes
+        limit: float | None = None if self._fits_whole() else self.limit_bytes
+        if self.device.compiles:
+            limit = self.device.segment_seconds
         settings = (self.options.repeat, self.options.seconds, self.options.tolerance, limit)
         key = measurement_key(structure.model, structure.graph, structure.prints, self.device, feeds, settings)
         problems = []
@@ -117,8 +122,12 @@ class ModelProfiler:
         return session_bytes(self.structure.graph) <= self.limit_bytes
 
     def _measure_now(self, feeds: Mapping[str, Any]) -> tuple[Measurement, list[Diagnostic]]:
-        """Measure the whole model if it fits, else in chunks."""
+        """Measure the whole model if it fits, else in chunks; in runs where the provider compiles."""
         model, graph, kinds = self.structure.model, self.structure.graph, self.structure.kinds
+        if self.device.compiles:
+            peaks = device_peaks(self.device)
+            weights = estimate_seconds(model, self.structure.shapes, self.device.cost_class, peaks)
+            return RunMeasurer(model, graph, kinds, self.device, self.options, weights).measure(feeds)
         if self._fits_whole():
             measurement = self.options.measure(model, feeds)[0]
             pooled = pool_by_kind(measurement.seconds, measurement.unit, measurement.ran, kinds)
@@ -220,6 +229,7 @@ def assemble_profile(
         known = np.where(measurement.ran, Source.MEASURED, Source.KNOWN)
         sources[cost_class] = np.where(measured, known, Source.ESTIMATED).astype(np.uint8)
     whole_seconds = {name: m.whole_seconds for name, m in measurements.items() if m.whole_seconds is not None}
+    units = [m.unit for m in sorted(measurements.values(), key=lambda m: m.quality is None)]  # whole models first
     return Profile(
         graph=replace(
             structure.graph,
@@ -227,7 +237,7 @@ def assemble_profile(
         ),
         seconds=MappingProxyType(seconds),
         sources=MappingProxyType(sources),
-        unit=next(iter(measurements.values())).unit if measurements else np.arange(count, dtype=np.int32),
+        unit=units[0] if units else np.arange(count, dtype=np.int32),
         whole_seconds=MappingProxyType(whole_seconds),
         repeats=structure.repeats,
         spread=MappingProxyType({name: m.spread for name, m in measurements.items()}),
@@ -241,7 +251,7 @@ def assemble_profile(
 
 # The fields with one entry per node.
 _NODE_LISTS = ("seconds", "spread", "unit", "ran")
-_Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0, le=REFUSED_SECONDS, allow_inf_nan=False)]
 _Figure = Annotated[int, Field(ge=0, le=MAX_FIGURE)] | Annotated[float, Field(ge=0, le=MAX_FIGURE)]
 
 
@@ -288,7 +298,7 @@ def measurement_key(
             graph.inputs.items.tobytes(),
             *graph.names,
             *graph.value_names,
-            *map(measurement_cache.file_described, list_operator_libraries()),
+            *map(measurement_cache.file_described, (*list_operator_libraries(), *find_kind(device.kind).libraries)),
             *(f"{name} {measurement_cache.described(value)}" for name, value in sorted(feeds.items())),
             *(output.name for output in model.outputs),
         ]

@@ -17,7 +17,7 @@ from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
 from onnxplace.devices import find_kind
 from onnxplace.graph import Floats
 from onnxplace.machine import RepeatPolicy, make_session_options, open_session, pin_thread
-from onnxplace.model import Model, iterate_subgraphs, packed_size, tensor_size, value_bytes
+from onnxplace.model import Model, iterate_subgraphs, list_quantised_kernels, packed_size, tensor_size, value_bytes
 from onnxplace.target import Device
 
 
@@ -127,7 +127,9 @@ def estimate_seconds(
     sizes |= {name: tensor_size(tensor) for name, tensor in model.initializers.items()}
     known = {**shapes, **{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}}
     roof = _Roofline(cost_class, peaks, sizes, known, known_types, model.initializers)
-    return np.array([roof.seconds(node, reads) for node, reads in zip(model.nodes, model.reads)], dtype=np.float64)
+    rates = roof.peaks.type_operations_per_second
+    kernels = list_quantised_kernels(model, {name for name, kind in known_types.items() if _RATES.get(kind) in rates})
+    return np.array([roof.seconds(*kernel) if kernel else 0.0 for kernel in kernels], dtype=np.float64)
 
 
 class _Roofline:

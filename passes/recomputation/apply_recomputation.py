@@ -9,7 +9,7 @@ import numpy as np
 from onnx import NodeProto
 
 from onnxplace.errors import Diagnostic, format_count
-from onnxplace.facts import Profile, Recomputation
+from onnxplace.facts import Profile, Recomputation, is_refused
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import RANDOM_OPERATORS, Model, build_op_graph, has_subgraphs
 from onnxplace.passes.recomputation.clone_choice import CloneChoice, TurnProblem, choose_clones, held_bytes
@@ -53,7 +53,8 @@ def recompute_state(state: State, limit_bytes: int) -> State:
     kinds = {name: kind for name, value in model.types.items() if (kind := TensorKind.of(value)) is not None}
     work = _Work(model, profile, kinds)
     before = work.peak_bytes
-    seconds = device_seconds(profile, state.target).mean(axis=0)
+    seconds = device_seconds(profile, state.target)
+    seconds = seconds.mean(axis=0, where=~is_refused(seconds))
     if before > limit_bytes:
         work = _reduce_memory(work, _share_kernel_seconds(profile, seconds), limit_bytes)
     if work.clones == 0 and work.peak_bytes >= before:

@@ -136,9 +136,10 @@ def _output_records(model: Model) -> tuple[OutputRecord, ...]:
 
 def _prediction(state: State) -> Predicted:
     """Return the prediction for one inference, request overhead included."""
+    single = float(predict_single_device_seconds(state).min())
     return Predicted(
         step_seconds=predict_step_seconds(state),
-        single_device_seconds=float(predict_single_device_seconds(state).min()),
+        single_device_seconds=single if np.isfinite(single) else 0.0,
         single_device_fits=bool(fits_single_device(state).any()),
         lower_bound_seconds=state[Schedule].lower_bound_seconds,
         interval_seconds=predict_interval_seconds(state),

@@ -57,7 +57,10 @@ def predict_routes(state: State, device_maps: Sequence[Ints]) -> Routes:
     for device_map, device, share in zip(device_maps, devices[1:], rates.shares[1:].tolist()):
         simulation = simulate_with_contention(coarse, seconds, target, device, order)
         routes.append(Route(device_map, simulation.finish_seconds - simulation.start_seconds, share))
-    return Routes(tuple(routes), max(rates.interval_seconds, predict_python_seconds(target, devices)))
+    python_seconds = predict_python_seconds(target, devices)
+    if python_seconds >= rates.interval_seconds:
+        return Routes(tuple(routes), python_seconds, "Python")
+    return Routes(tuple(routes), rates.interval_seconds, rates.limit)
 
 
 def predict_interval_seconds(state: State) -> float:

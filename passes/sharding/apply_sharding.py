@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.errors import Diagnostic, UsageError
-from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState
+from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState, is_refused
 from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.model import Model, tensor_size
 from onnxplace.passes.sharding.known_shapes import fix_sizes, report_fixed_sizes
@@ -27,7 +27,7 @@ from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts, p
 from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space, restrict_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from onnxplace.passes.sharding.whole_model import annotate_model, build_whole_model
-from onnxplace.problem import device_seconds, placement_problem
+from onnxplace.problem import device_seconds, fits_single_device, placement_problem
 from onnxplace.state import State
 from onnxplace.target import Target
 
@@ -85,7 +85,7 @@ class _Room:
         """Return the room on the devices; None if some device has room for the whole model."""
         problem = placement_problem(state)
         alone = problem.alone_bytes()
-        if (alone <= problem.limit_bytes).any():
+        if fits_single_device(state).any():
             return None
         weights = sum(tensor_size(tensor) for tensor in state[Model].initializers.values())
         return _Room(problem.limit_bytes, max(int(alone.min()) - weights, 0))
@@ -107,7 +107,7 @@ def shard_state(state: State, options: ShardingOptions) -> State:
     candidates = [_choose(facts, state, seconds, group, options, room) for group in groups]
     useful = [candidate for candidate in candidates if candidate is not None and is_sharded(candidate.choice)]
     if not useful:
-        return _leave_whole(state).with_notes(_report_nothing_split(candidates))
+        return _leave_whole(state).with_notes(_report_nothing_split(candidates, bool(is_refused(seconds).any())))
     best = min(useful, key=lambda candidate: candidate.choice.seconds)
     if options.may_leave_whole and room is None:
         alone = float(seconds.sum(axis=1).min())
@@ -128,12 +128,15 @@ def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> l
 
     With several stages there is one size: that of the groups.
     """
-    order = np.argsort(seconds.sum(axis=1), kind="stable").tolist()
+    # Each device of a group computes a part of every node, or the whole node.
+    totals = seconds.sum(axis=1)
+    order = [index for index in np.argsort(totals, kind="stable").tolist() if not is_refused(totals)[index]]
     most = min(options.ways or len(order), len(order))
     if options.exact and options.stages == 1:
         return [tuple(sorted(order[:most]))] if most > 1 else []
     if options.stages != 1:
-        return [tuple(sorted(order[: options.ways or len(order) // max(options.stages, 1)]))]
+        group = tuple(sorted(order[: options.ways or len(order) // max(options.stages, 1)]))
+        return [group] if len(group) >= min(options.ways, len(target.devices)) else []
     sizes = sorted({size for size in (2, 4, 8, 16, 32) if size < most} | {most})
     return [tuple(sorted(order[:size])) for size in sizes if size > 1]
 
@@ -204,8 +207,10 @@ def _report_no_gain(alone: float, best: _GroupChoice) -> Diagnostic:
     return Diagnostic("P064", message, hint="shard{exact=true} in a --pipeline splits all the same")
 
 
-def _report_nothing_split(candidates: Sequence[_GroupChoice | None]) -> Diagnostic:
-    """Return why nothing is split: no operator has a rule, exchanges cost more, or weights do not fit."""
+def _report_nothing_split(candidates: Sequence[_GroupChoice | None], has_refusals: bool) -> Diagnostic:
+    """Return why nothing is split: devices refuse nodes, no operator has a rule, exchanges cost more, or memory."""
+    if has_refusals and not candidates:
+        return Diagnostic("P064", "no operator is split: fewer than two devices take every node", hint="add devices")
     if candidates and all(candidate is None for candidate in candidates):
         message = "no operator is split: even in parts, the weights do not fit"
         return Diagnostic("P064", message, hint="add devices, or raise --max-memory")

@@ -29,6 +29,11 @@ def test_what_is_no_model_is_reported_before_an_output_that_exists(refused, tmp_
     assert "U030" not in refused(2, (name, words), "compile", name, "-o", "model.bundle")
 
 
+def test_wrong_sizes_are_reported_before_an_output_that_exists(refused, model_file, compiled):
+    shutil.copytree(compiled, model_file.with_suffix(".bundle"))
+    refused(2, ("M022", "'bach'", "did you mean 'batch'?"), "compile", model_file, "--shape", "bach=4")
+
+
 def test_a_folder_is_not_a_model(refused, tmp_path):
     (tmp_path / "folder").mkdir()
     refused(2, ("folder", "cannot be read", "directory"), "compile", "folder")

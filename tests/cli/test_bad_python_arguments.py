@@ -1,7 +1,9 @@
 """Wrong arguments of the Python interface are refused."""
 
 import inspect
+import json
 
+import numpy as np
 import pytest
 from onnx import parser
 
@@ -9,6 +11,7 @@ import onnxplace
 from onnxplace.cli.app import cli
 from onnxplace.cost_graph import GENERATORS
 from onnxplace.driver import place_cost_graph
+from onnxplace.model import load
 from onnxplace.target import Device, Target, format_target
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
@@ -55,6 +58,32 @@ def test_wrong_options_in_python_are_refused_by_name(model_file, tmp_path, optio
         onnxplace.compile(model_file, tmp_path / "refused.bundle", **all_options)
     assert [word for word in words if word not in str(refused.value)] == []
     assert not (tmp_path / "refused.bundle").exists()
+
+
+def test_errors_name_arguments_in_python_and_options_in_commands(run_cli, model_file, tmp_path, compiled):
+    for function in (onnxplace.compile, onnxplace.plan):
+        with pytest.raises(onnxplace.FeedError) as missing:
+            function(model_file, devices="cpu:0")
+        assert str(missing.value).endswith('such as `shape={"batch": 1}`, or real inputs with `inputs`')
+    options = ("--shape batch=1", "--inputs F.npz")
+    for command in ("compile", "plan"):
+        assert [word for word in options if word not in run_cli(command, model_file, "--devices", "cpu:0").err] == []
+        assert run_cli(command, "--help").out.count("--inputs F.npz") == 1
+    with pytest.raises(onnxplace.UsageError, match="choose another `output`, or replace it with `force=True`"):
+        onnxplace.compile(model_file, compiled, shape={"batch": 1})
+    with pytest.raises(onnxplace.UsageError, match=r"U005. `recompute`: expected auto, off, always or a size"):
+        onnxplace.compile(model_file, recompute="often", budget_seconds=1)
+    with pytest.raises(onnxplace.UsageError, match="`pipeline` excludes `placer`, `objective` and `budget_seconds`"):
+        onnxplace.compile(model_file, pipeline="emit", placer="auto")
+
+
+def test_a_plan_takes_real_inputs(run_cli, model_file, tmp_path):
+    arrays = {item.name: np.ones((3, 64), np.float32) for item in load(model_file).inputs}
+    np.savez(tmp_path / "feeds.npz", **arrays)
+    options = ("--devices", "cpu:0", "--estimate", "--json")
+    given = run_cli("plan", model_file, "--inputs", tmp_path / "feeds.npz", *options)
+    assert json.loads(given.out) == json.loads(run_cli("plan", model_file, "--shape", "batch=3", *options).out)
+    assert onnxplace.plan(model_file, devices="cpu:0", inputs=arrays, estimate=True).strategies
 
 
 def test_a_target_may_be_the_path_of_its_file(model_file, tmp_path):

@@ -10,6 +10,7 @@ from onnx import parser
 
 from onnxplace.driver import plan_model
 from onnxplace.target import parse_machine, read_target
+from onnxplace.utils import format_milliseconds
 
 # At 4096 rows, a machine's speed is longer than the start of a kernel.
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
@@ -50,9 +51,32 @@ def test_a_plan_names_its_machine_and_says_that_it_is_an_estimate(run_cli, model
     assert result.code == 0, result.err
     assert result.out.startswith("g on 2xH100-SXM-NVLink4: costs are estimates")
     assert "docs/machines.md says how far off they are" in result.out
+    assert (
+        "requests/s limited by Python, which hands each request to each device: 2 copies of the model\n" in result.out
+    )
     assert "estimated from the target's peaks" in result.err
     data = json.loads(run_cli("plan", model, "--shape", "batch=64", "--machine", "H100", "--json").out)
     assert (data["machine"], data["is_measured"]) == ("H100-SXM", False)
+
+
+QUANTISED = """<ir_version: 8, opset_import: ["": 17]>
+g (int8[batch, 1024] x, int8[1024, 1024] w) => (int8[batch, 1024] y)
+<float s = {0.1}, int8 z = {0}> {
+    [dx] fx = DequantizeLinear(x, s, z)  [dw] fw = DequantizeLinear(w, s, z)
+    [mul] fy = MatMul(fx, fw)  [q] y = QuantizeLinear(fy, s, z)
+}"""
+
+
+def test_a_quantised_model_is_estimated_by_its_machines_rate_of_integers(run_cli, model):
+    onnx.save(parser.parse_model(QUANTISED), "quantised.onnx")
+    steps = {}
+    for name in (model, "quantised.onnx"):
+        result = run_cli("plan", name, "--shape", "batch=4096", "--machine", "T4", "--json")
+        assert result.code == 0, result.err
+        steps[name] = json.loads(result.out)["strategies"][0]["step_seconds"]
+    # 65 and 130 * 10^12 operations/s; the float model has a Relu behind the product
+    assert steps["quantised.onnx"] < steps[model] / 2
+    assert steps["quantised.onnx"] > 2 * 4096 * 1024**2 / 130e12
 
 
 def test_several_machines_are_one_table_the_cheapest_request_first(run_cli, model, prices):
@@ -65,6 +89,8 @@ def test_several_machines_are_one_table_the_cheapest_request_first(run_cli, mode
     data = json.loads(run_cli("plan", model, *MACHINES, "--price", prices, "--json").out)
     costs = [row["requests_price"] for row in data["rows"]]
     assert costs == sorted(costs)
+    assert rows[-1].startswith(f"cheapest: {data['rows'][0]['machine']}, {data['rows'][0]['strategy']['name']}, ")
+    assert rows[-1].endswith(f" requests/s, {costs[0]:.4g} per million requests")
     for row in data["rows"]:
         expected = row["price_per_hour"] / 3600 * row["strategy"]["interval_seconds"] * 1e6
         assert row["requests_price"] == pytest.approx(expected)
@@ -85,11 +111,14 @@ def test_goals_keep_the_machines_that_meet_them_and_say_why_others_do_not(run_cl
         name: min(item.step_seconds for item in plan.strategies if item.step_seconds) for name, plan in plans.items()
     }
     assert least["H100"] < least["2xL4"]
-    between = f"{(least['H100'] + least['2xL4']) / 2 * 1e6:.3f}us"
+    goal = (least["H100"] + least["2xL4"]) / 2
+    between = f"{goal * 1e6:.3f}us"
     result = run_cli("plan", model, *MACHINES, "--latency", between)
     assert result.code == 0, result.err
     assert "\nH100-SXM" in result.out
     assert "\n2xL4-PCIe4 does not meet the goals: at least" in result.out
+    last = result.out.splitlines()[-1]
+    assert last.startswith(f"least latency that meets {format_milliseconds(goal)}: H100-SXM, one device, ")
     alone = run_cli("plan", model, *MACHINES, "--latency", between, "--fit")
     assert "2xL4" not in alone.out
     missed = run_cli("plan", model, *MACHINES, "--rate", "1000000000/s")
@@ -172,7 +201,7 @@ def test_other_commands_than_plan_take_one_machine(refused, command):
         ("[per_hour]\nL4 = -1\n", ("expected a price of 0 or more for 'L4', got -1",)),
         ("[per_hour]\nL4 = 'cheap'\n", ("expected a price of 0 or more for 'L4', got 'cheap'",)),
         ("L4 = 0.5\n", ("expected one table [per_hour]", '"8xH100-NVLink" = 20.0')),
-        ("[per_hour\n", ("not TOML",)),
+        ("[per_hour]\nL4 = 1,8\n", ("not TOML", "line 2", '"H100-SXM" = 2.5')),
     ],
 )
 def test_a_wrong_price_file_is_refused(refused, tmp_path, text, words):

@@ -208,10 +208,10 @@ def test_what_was_done_earlier_says_nothing_about_the_speed(clock):
 def test_lines_are_rare_and_say_what_is_left(clock, capsys, monkeypatch):
     monkeypatch.setattr(terminal, "LINE_SECONDS", LINE_SECONDS)
     display = terminal.LineDisplay("verify")
-    for _ in range(10):
+    for _ in range(12):
         clock.now += 2
         display.advance((clock.now - 100) / 40)
-    assert capsys.readouterr().err == "verify, 40%, 0:24 left\n"
+    assert capsys.readouterr().err == "verify, 15%, 0:34 left\nverify, 55%, 0:18 left\n"
 
 
 class Recorder:

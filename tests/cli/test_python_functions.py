@@ -114,6 +114,34 @@ def test_objects_show_themselves_in_five_lines(compiled):
             assert [word for word in words if word not in text] == []
 
 
+def test_results_show_themselves_in_five_lines(compiled, model_file):
+    plan = onnxplace.plan(model_file, devices=["cpu:0", "cpu:1"], shape={"batch": 4}, estimate=True)
+    tight = onnxplace.plan(model_file, devices=["cpu:0"], shape={"batch": 4}, estimate=True, max_memory=10)
+    objects = [
+        (plan, ("Plan of 'branches': ", "costs are estimates", "least latency: ", "most requests: ", " requests/s")),
+        (tight, ("nothing fits: ",)),
+        (onnxplace.verify(compiled), ("Verification: equal", "max abs error 0", "batch=4: equal; ")),
+        (
+            onnxplace.bench(compiled, memory=False, repeat=1, in_flight=2),
+            ("Benchmark: step ", "predicted ", " with all cores, ", "in flight: "),
+        ),
+    ]
+    for item, words in objects:
+        text = repr(item)
+        assert text.count("\n") < 5
+        assert [word for word in words if word not in text] == []
+
+
+def test_a_closed_session_says_so(compiled):
+    session = onnxplace.InferenceSession(compiled)
+    assert repr(session).startswith("InferenceSession of Bundle")
+    session.close()
+    assert repr(session).startswith("closed InferenceSession of Bundle")
+    for call in (lambda: session.run(None, {}), lambda: session.submit({}), lambda: session.run_timed({"no": 1})):
+        with pytest.raises(onnxplace.ExecutionError, match=r"X002.*the session is closed"):
+            call()
+
+
 def test_notebooks_show_the_timeline_and_the_tables(compiled):
     bundle = onnxplace.load(compiled)
     placed = place_cost_graph(GENERATORS["layered"](30, seed=0), "m-etf")

@@ -222,7 +222,7 @@ def test_a_file_nested_too_deeply_is_refused_and_long_names_take_no_memory(file)
 
 
 def test_xml_where_json_is_expected_is_called_by_its_name(file):
-    with pytest.raises(InputError, match=r"expected JSON, found XML\n  hint: say what it is with --graph-format"):
+    with pytest.raises(InputError, match=r"expected JSON, found XML\n  hint: say what it is with `graph_format="):
         read_cost_graph(file(GRAPHML, "g.json"))
     with pytest.raises(InputError, match=r"line 1: expected XML, found at column 1: not well-formed"):
         read_cost_graph(file(json.dumps(fork()), "g.graphml"))

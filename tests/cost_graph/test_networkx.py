@@ -1,5 +1,6 @@
 """Cost graphs, profiles and placements as networkx digraphs, and digraphs as cost graphs."""
 
+import math
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -261,6 +262,17 @@ def test_a_digraph_is_placed_on_a_target_with_times_for_each_class():
     assert evaluate_placement(graph, {"x": "cpu:0", "y": "cpu:1"}).makespan_seconds == 1.0 + 0.125 + 4 / 8 + 0.25
 
 
+def test_a_class_that_refuses_a_node_takes_infinitely_long_in_and_out():
+    digraph = two_nodes()
+    digraph.nodes["y"]["seconds:cpu/1"] = math.inf
+    target = Target((Device("cpu:0", 100), Device("cpu:1", 100, cores=2)), (Link("cpu:0", "cpu:1", 0.125, 8.0),))
+    graph = from_networkx(digraph, target)
+    assert place_cost_graph(graph, "m-etf").placement["y"] == "cpu:1"
+    back = to_networkx(graph)
+    assert [back.nodes["y"][key] for key in ("seconds", "seconds:cpu/1", "seconds:cpu/2")] == [2.0, math.inf, 2.0]
+    assert from_networkx(back, target).profile.seconds["cpu/1"].tolist() == graph.profile.seconds["cpu/1"].tolist()
+
+
 def test_nodes_may_be_any_object_and_edges_may_be_parallel():
     graph = networkx.MultiDiGraph(**MACHINE)
     graph.add_node((0, 1), seconds=np.float32(0.5), backward=np.True_, group=("g", 1))
@@ -334,7 +346,7 @@ def test_an_empty_group_or_tensor_is_none():
         ({"graph": {"latency_seconds": -1}}, "D002", "latency_seconds of the graph is -1, expected a number"),
         ({"graph": {"bytes_per_second": 0}}, "D002", "bytes_per_second of the graph is 0, expected a number above 0"),
         ({"graph": {"devices": None}}, "D002", "expected a graph that names devices, found none"),
-        ({"graph": {"devices": []}}, "D002", "give --devices N and --max-memory SIZE, or the graph"),
+        ({"graph": {"devices": []}}, "D002", "give `devices` and `max_memory`, or the graph"),
         ({"graph": {"devices": 3}}, "D002", 'the graph\'s devices are 3, expected a list such as [{"id": 0'),
         ({"graph": {"devices": "[{"}}, "D002", "not a list of devices such as"),
         ({"graph": {"devices": [{"id": 0}, {"id": 0}]}}, "D002", "two devices have the id 0"),

@@ -28,9 +28,13 @@ def test_options_come_from_the_text_the_budget_and_the_seed():
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("m-etf", "fit"), "U042", ["--placer and --objective", "'fit'"]),
-        (("m-etf", "latency", 3.0), "U042", ["'m-etf' does not search", "--budget", "auto"]),
-        ((None, "latency", 0.0), "U005", ["--budget", "0 seconds", "more than 0", "auto{seconds=0,proposals=N}"]),
+        (("m-etf", "fit"), "U042", ["`placer` and `objective`", "'fit'"]),
+        (("m-etf", "latency", 3.0), "U042", ["'m-etf' does not search", "`budget_seconds`", "auto"]),
+        (
+            (None, "latency", 0.0),
+            "U005",
+            ["`budget_seconds`", "0 seconds", "more than 0", "auto{seconds=0,proposals=N}"],
+        ),
         ((None, "throughput", -1.0), "U005", ["-1 seconds"]),
         ((None, "fit", float("nan")), "U005", ["nan seconds"]),
         (("split",), "U001", ["'split' is not a placer"]),

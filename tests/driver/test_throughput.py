@@ -99,7 +99,7 @@ def test_requests_of_tiny_models_queue_in_python_so_that_one_device_serves_most(
     compiled = predicted(mlp(layers=1, width=8, rows=1), make_target(2))
     (text,) = notes(compiled, "P043")
     assert text.startswith("requests per second by prediction: one device: ")
-    assert "2 copies of the model: 1e+04" in text
+    assert "2 copies of the model: 10000" in text
     assert not compiled.bundle.manifest.routes
     assert "requests/s), predicted\n" in compile_summary(compiled.bundle)
 

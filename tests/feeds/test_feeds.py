@@ -87,7 +87,7 @@ def test_all_unbound_dimensions_are_listed_once_with_an_example():
 def test_an_input_that_cannot_be_generated_is_named(dtype):
     with pytest.raises(FeedError) as caught:
         random_feeds([Declared("x", dtype, ())], {})
-    for words in ("'x'", dtype, "--inputs"):
+    for words in ("'x'", dtype, "`inputs`"):
         assert words in str(caught.value)
 
 

@@ -25,7 +25,7 @@ def test_lists_of_hosts_are_expanded_in_order(text, names):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ("K001", "expected two or more hosts", "--hosts node1,node2")),
+        ("", ("K001", "expected two or more hosts", '`hosts="node1,node2"`')),
         ("node1", ("K001", "got 'node1'")),
         ("localhost:2", ("K001", "got 'localhost:2'", "`onnxplace devices --calibrate`")),
         ("node1,node1", ("K001", "'node1' is named twice")),

@@ -79,7 +79,7 @@ def test_a_package_that_the_first_host_does_not_have_is_named():
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e9, float("nan")])
 def test_impossible_times_are_refused_before_anything_runs(seconds):
-    with pytest.raises(UsageError, match=r"K001.*--seconds"):
+    with pytest.raises(UsageError, match=r"K001.*`seconds`"):
         survey_hosts(["a", "b"], seconds=seconds)
 
 

@@ -311,6 +311,13 @@ class Bad(Pass):
     def run(self, state):
         raise KeyError("lost")
 """
+OUT_OF_RANGE = """
+        import numpy as np
+        from onnxplace.problem import commit_placement, placement_problem
+        problem = placement_problem(state)
+        device = np.full(len(problem.graph), len(state.target.devices), dtype=np.int32)
+        return commit_placement(state, problem, device, np.zeros(len(device)), self.name)
+"""
 
 
 @pytest.fixture
@@ -373,6 +380,19 @@ def test_a_broken_plugin_fails_on_use_and_is_named_with_its_distribution(broken_
         if name != "stranger":
             assert "acme-plugins" in result.err
     assert {path.name for path in model_file.parent.iterdir()} == {"model.onnx", "broken"}
+
+
+def test_defects_and_names_that_are_taken_name_the_distribution(tmp_path, commands, model_file):
+    raising = BAD_PASS.replace('"bad"', '"raising"').replace("Bad(", "Raising(").partition("import Pass")[2]
+    modules = {"bad_pass": BAD_PASS.replace('raise KeyError("lost")', OUT_OF_RANGE) + raising}
+    names = {"auto": "bad_pass:Bad", "bad": "bad_pass:Bad", "raising": "bad_pass:Raising"}
+    install(tmp_path / "site", "acme-bad", {"onnxplace.passes": names}, modules)
+    compiling = ["compile", "model.onnx", "--shape", "batch=4", "--placer"]
+    listed, bad, raising = commands(tmp_path / "site", ["passes"], [*compiling, "bad"], [*compiling, "raising"]).results
+    assert re.search("^auto  +placer: .*; that of acme-bad is ignored$", listed.out, re.MULTILINE)
+    place, hint = "pass 'bad' from acme-bad", "hint: this is a defect of the pass, please report it"
+    assert bad.err == f"error[B002] {place}: its Placement is wrong: a node is on no device\n  {hint}\n"
+    assert raising.err.startswith("error[B001] pass 'raising' from acme-bad: KeyError: 'lost'\n")
 
 
 @pytest.mark.slow

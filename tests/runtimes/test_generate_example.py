@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import numpy as np
 import onnx
@@ -120,11 +121,19 @@ def test_the_package_that_a_tokenizer_needs_is_named(tmp_path, monkeypatch):
     assert read_ends(tmp_path) == set()
 
 
-def test_other_bundles_are_refused_with_what_to_do(tmp_path, model):
+def test_other_bundles_are_refused_with_what_to_do(tmp_path, model, capsys):
     onnx.save(model, tmp_path / "model.onnx")
     shape = {"batch_size": 1, "sequence_length": 1, "past_sequence_length": 4, "total_sequence_length": 5}
     onnxplace.compile(tmp_path / "model.onnx", devices="cpu:0", shape=shape, pipeline=PIPELINE, trial=False)
-    with pytest.raises(SystemExit, match="compile the decoder with --llm"):
-        example.main([str(tmp_path / "model.bundle")])
-    with pytest.raises(SystemExit, match="not a bundle"):
-        example.main([str(tmp_path / "none.bundle")])
+    for name, words in (("model.bundle", "compile the decoder with --llm\n"), ("none.bundle", "not a bundle")):
+        with pytest.raises(SystemExit) as ended:
+            example.main([str(tmp_path / name)])
+        assert ended.value.code == 2
+        assert words in capsys.readouterr().err
+
+
+def test_an_error_while_generating_has_a_line_of_its_own(bundle, capsys):
+    with pytest.raises(SystemExit) as ended:
+        example.main([str(bundle.path), "--prompt", "7 999999"])
+    assert ended.value.code == 4
+    assert re.match(r"\nerror\[X001\] cpu:\d: segment", capsys.readouterr().err)

@@ -39,13 +39,13 @@ def two_hosts(tmp_path_factory):
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
-        ("localhost:1", "error[K001] --hosts: 2 devices of the bundle on host localhost (cpu:0, cpu:1), got 1 slot"),
-        ("a:1,b:1", "error[K001] --hosts: its devices name no host, expected one host, got a, b"),
-        ("localhost:0", "error[K001] --hosts: expected a number of devices from 1 to 1024 after the colon"),
-        ("localhost:x", "error[K001] --hosts: expected a number of devices from 1 to 1024 after the colon"),
-        ("localhost:1,localhost:1", "error[K001] --hosts: host 'localhost' is named twice"),
-        (",", "error[K001] --hosts: expected 1 to 64 hosts"),
-        ("No Host", "error[T005] --hosts: expected a host name"),
+        ("localhost:1", "error[K001] `hosts`: 2 devices of the bundle on host localhost (cpu:0, cpu:1), got 1 slot"),
+        ("a:1,b:1", "error[K001] `hosts`: its devices name no host, expected one host, got a, b"),
+        ("localhost:0", "error[K001] `hosts`: expected a number of devices from 1 to 1024 after the colon"),
+        ("localhost:x", "error[K001] `hosts`: expected a number of devices from 1 to 1024 after the colon"),
+        ("localhost:1,localhost:1", "error[K001] `hosts`: host 'localhost' is named twice"),
+        (",", "error[K001] `hosts`: expected 1 to 64 hosts"),
+        ("No Host", "error[T005] `hosts`: expected a host name"),
     ],
 )
 def test_hosts_that_do_not_fit_a_bundle_are_refused(bundle, hosts, message):

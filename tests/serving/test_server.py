@@ -390,6 +390,33 @@ def test_headers_that_do_not_come_end_the_connection(server, monkeypatch):
     assert b"the headers were not complete within 0.1 s" in text
 
 
+CHUNKED = b"POST /v2/models/m/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"GET /v2 HTTP/1.1\r\nhost: x\r\nx: ", b"a" * 16),
+        (b"GET /v2 HTTP/1.1\r\nhost: x\r\n", b"x: bcdefghijkl\r\n"),
+        (CHUNKED + b"\r\n{\r\n0\r\n", b"x: bcdefghijkl\r\n"),
+        (CHUNKED + b";a=", b"a" * 16),
+    ],
+    ids=["a header", "many headers", "headers behind the body", "an extension of a chunk"],
+)
+def test_headers_without_end_are_refused(server, begin, more):
+    # Not kept in memory for PATIENCE_SECONDS, as httptools does, which uvicorn prefers where it is installed.
+    status, text = send(server.http_port, begin + more * (1 << 16))
+    assert status == 400
+    assert b"Invalid HTTP request" in text
+
+
+def test_a_body_behind_an_offer_of_http2_is_read(server):
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQCAAAAAAIAAAAA"}
+    with tritonclient.http.InferenceServerClient(server.http) as client:  # Java's client makes it with each request
+        result = client.infer("m", [make_input(tritonclient.http, "x", np.ones((2, 64), "f4"))], headers=offer)
+    assert result.as_numpy("y").shape == (2, 64)
+
+
 def test_hostile_requests_are_answered_with_a_clear_status(server):
     assert list_unclear_answers(server.http_port, 80, seed=1) == []
     assert list_unclear_calls(server.grpc_port, 40, seed=1) == []

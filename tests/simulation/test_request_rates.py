@@ -50,8 +50,9 @@ def test_one_route_has_the_interval_of_its_loads(seed, count):
     graph, seconds = state[Profile].graph, device_seconds(state[Profile], state.target)
     device = np.random.default_rng(seed).integers(0, count, len(graph)).astype(np.int32)
     rates = predict_request_rates(graph, seconds, state.target, [device])
-    expected = steady_state_loads(graph, seconds, state.target, device).interval_seconds
-    assert rates.interval_seconds == pytest.approx(expected)
+    loads = steady_state_loads(graph, seconds, state.target, device)
+    assert rates.interval_seconds == pytest.approx(loads.interval_seconds)
+    assert rates.limit == loads.largest[1]
     assert rates.shares.tolist() == [1]
     assert rates.seconds[0] == pytest.approx(seconds[device, np.arange(len(graph))])
 

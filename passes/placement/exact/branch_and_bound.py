@@ -131,10 +131,11 @@ def _needed_bytes(problem: PlacementProblem) -> Floats:
 
 
 def _allowed(problem: PlacementProblem, weight_bytes: Floats, needed_bytes: Floats) -> Bools:
-    """Return [group, device]: whether pins and memory allow the group there."""
+    """Return [group, device]: whether the device takes the group, and pins and memory allow it there."""
     largest = np.zeros(len(problem.pinned))
     np.maximum.at(largest, problem.group, needed_bytes)
     allowed: Bools = weight_bytes[:, None] + largest[:, None] <= problem.limit_bytes[None]
+    allowed &= ~problem.refused_groups.T
     allowed &= (problem.pinned[:, None] < 0) | (problem.pinned[:, None] == np.arange(len(problem.limit_bytes)))
     return allowed
 

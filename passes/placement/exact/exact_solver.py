@@ -63,6 +63,8 @@ class Incumbent:
 
     def offer_step(self, device: Ints, order: Ints) -> None:
         """Take a step if it fits and is shorter."""
+        if self.problem.refuses(device):
+            return
         step = self.problem.simulate(device, order)
         if step.makespan_seconds < self.makespan_seconds and not self.problem.excess_bytes(step).any():
             self.makespan_seconds, self.device, self.order = step.makespan_seconds, device, order

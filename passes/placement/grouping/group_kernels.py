@@ -20,11 +20,12 @@ def find_root(parent, node):
 
 
 @linear_loop
-def join_sets(parent, pinned, reason, first, second, code):
+def join_sets(parent, pinned, refused_by, reason, first, second, code, is_required):
     """Join `first[i]` and `second[i]`, in that order, unless they are pinned to different devices.
 
-    The root of a set is its lowest node and holds its pin and its reason: the lowest code that joined two of its
-    nodes. Returns which pairs were refused.
+    Unless `is_required`, those are not joined either that other devices refuse. The root of a set is its lowest node
+    and holds its pin, the set of classes of devices that refuse it, as bits, and its reason: the lowest code that
+    joined two of its nodes. Returns which pairs were refused.
     """
     refused = np.zeros(len(first), np.bool_)
     # Refuse a pair whose sets are pinned to two devices; else the lower root keeps the pin and the earliest reason.
@@ -35,9 +36,12 @@ def join_sets(parent, pinned, reason, first, second, code):
         if pinned[a] >= 0 and pinned[b] >= 0 and pinned[a] != pinned[b]:
             refused[k] = True
             continue
+        if refused_by[a] != refused_by[b] and not is_required:
+            continue
         low, high = min(a, b), max(a, b)
         parent[high] = low
         pinned[low] = max(pinned[low], pinned[high])
+        refused_by[low] |= refused_by[high]
         best = code
         if reason[low] > 0:
             best = min(best, reason[low])
@@ -48,15 +52,16 @@ def join_sets(parent, pinned, reason, first, second, code):
 
 
 @linear_in_place
-def join_light_groups(parent, pinned, load, first, second, max_load):
+def join_light_groups(parent, pinned, taken_by, load, first, second, max_load):
     """Join `first[i]` and `second[i]`, in that order, unless they are pinned apart or together heavier than `max_load`.
 
-    The root of a set holds its load and its pin.
+    Nor are those joined that other devices take: `taken_by` is a number per node for the set of devices. The root of a
+    set holds its load and its pin.
     """
     # In the given order, so that the caller decides which pairs take the room that the limit leaves.
     for k in range(len(first)):
         a, b = find_root(parent, np.int64(first[k])), find_root(parent, np.int64(second[k]))
-        if a == b or load[a] + load[b] > max_load:
+        if a == b or load[a] + load[b] > max_load or taken_by[a] != taken_by[b]:
             continue
         if pinned[a] >= 0 and pinned[b] >= 0 and pinned[a] != pinned[b]:
             continue

@@ -2,7 +2,8 @@
 
 Each source of groups (carried states, patterns, host values, colours, kernels, parameters, forward nodes, only readers)
 is a list of pairs to join. Sets of nodes are a union-find structure; two sets that are pinned to different devices are
-never joined, and the first reason of a set stays.
+never joined, and the first reason of a set stays. What only should share a device does so only where the same devices
+take it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.errors import Diagnostic, UsageError
-from onnxplace.facts import Groups, Profile, Shards
-from onnxplace.graph import Bools, Floats, Ints, OpGraph
+from onnxplace.facts import Groups, Profile, Shards, is_refused
+from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph
 from onnxplace.model import HostValue, Model, find_host_values
 from onnxplace.passes.placement.grouping.device_maps import (
     format_list,
@@ -74,9 +75,9 @@ def group_nodes(
     keep = keep and Groups in state
     if keep:
         pinned = np.where(pinned >= 0, pinned, state[Groups].pinned[state[Groups].group])
-    union = Union(pinned)
+    union = Union(pinned, _refusing_classes(profile))
     if keep:
-        union.join(first_equal(state[Groups].group), np.arange(len(graph)), "grouped before")
+        union.join(first_equal(state[Groups].group), np.arange(len(graph)), "grouped before", is_required=True)
     if Model in state:
         _join_carried_states(union, graph, state[Model], target)
     notes += _join_patterns(union, graph, colocate, removed)
@@ -84,7 +85,8 @@ def group_nodes(
         notes += _pin_to_host(union, graph, state[Model], target)
     if given and profile.user_groups is not None:
         colored = np.flatnonzero(profile.user_groups >= 0)
-        union.join(colored[first_equal(profile.user_groups[colored])], colored, "the graph's own group")
+        leaders = colored[first_equal(profile.user_groups[colored])]
+        union.join(leaders, colored, "the graph's own group", is_required=True)
     split_kernels = union.join(first_equal(profile.unit), np.arange(len(graph)), "one kernel")
     if split_kernels.any():
         first_split = graph.names[int(split_kernels.argmax())]
@@ -124,19 +126,30 @@ def find_forward_owners(profile: Profile) -> Ints:
 
 
 class Union:
-    """Disjoint sets of nodes; nodes pinned to different devices are not joined."""
+    """Disjoint sets of nodes; nodes pinned to different devices are not joined.
 
-    def __init__(self, pinned: Ints) -> None:
+    `refused_by`: per node, the classes of devices that refuse it, as bits.
+    """
+
+    def __init__(self, pinned: Ints, refused_by: Longs | None = None) -> None:
         self._parent = np.arange(len(pinned), dtype=np.int32)
         self._pinned = pinned
+        self._refused_by = np.zeros(len(pinned), dtype=np.int64) if refused_by is None else refused_by
         self._reason = np.zeros(len(pinned), dtype=np.int32)
         self._labels = [""]
 
-    def join(self, first: NDArray[np.integer], second: NDArray[np.integer], reason: str) -> Bools:
-        """Join nodes pair by pair; return which pairs are pinned apart. A set keeps its earliest reason."""
+    def join(
+        self, first: NDArray[np.integer], second: NDArray[np.integer], reason: str, *, is_required: bool = False
+    ) -> Bools:
+        """Join nodes pair by pair; return which pairs are pinned apart. A set keeps its earliest reason.
+
+        Unless `is_required`, sets that other devices refuse stay apart: else one node that an NPU does not take would
+        keep all nodes around it from the NPU.
+        """
         self._labels.append(reason)
         first, second = first.astype(np.int32), second.astype(np.int32)
-        refused: Bools = join_sets(self._parent, self._pinned, self._reason, first, second, len(self._labels) - 1)
+        sets = self._parent, self._pinned, self._refused_by, self._reason
+        refused: Bools = join_sets(*sets, first, second, len(self._labels) - 1, is_required)
         return refused
 
     def pin_to(self, node: int, device: int) -> None:
@@ -153,6 +166,15 @@ class Union:
         assert len(roots) == count
         reasons = tuple(self._labels[code] for code in self._reason[roots].tolist())
         return Groups(group, self._pinned[roots], reasons)
+
+
+def _refusing_classes(profile: Profile) -> Longs:
+    """Return, per node, the classes of devices that refuse it, as bits."""
+    refused_by = np.zeros(len(profile.graph), dtype=np.int64)
+    refusing = [is_refused(seconds) for seconds in profile.seconds.values() if is_refused(seconds).any()]
+    for index, is_in in enumerate(refusing):
+        refused_by |= is_in.astype(np.int64) << min(index, 62)
+    return refused_by
 
 
 def first_equal(keys: Ints) -> NDArray[np.int64]:
@@ -208,7 +230,7 @@ def _join_carried_states(union: Union, graph: OpGraph, model: Model, target: Tar
     for name, output in model.states.items():
         producer = int(graph.producer[index[model.sources.get(output, output)]])
         readers = graph.readers[index[name]]
-        refused = union.join(np.full_like(readers, producer), readers, CARRIED_STATE)
+        refused = union.join(np.full_like(readers, producer), readers, CARRIED_STATE, is_required=True)
         if refused.any():
             pins = [
                 f"node {graph.names[node]!r} to {target.devices[union.pin(node)].id}"
@@ -231,7 +253,8 @@ def _pin_to_host(union: Union, graph: OpGraph, model: Model, target: Target) -> 
         return []
     host_values = list(find_host_values(model))
     for value in host_values:
-        union.join(np.full_like(value.nodes, value.nodes[0]), value.nodes, "values that only a host can hold")
+        first, reason = np.full_like(value.nodes, value.nodes[0]), "values that only a host can hold"
+        union.join(first, value.nodes, reason, is_required=True)
     # The first CPU device is the host; groups that are pinned elsewhere stay there.
     host = next((index for index, device in enumerate(target.devices) if device.kind == "cpu"), -1)
     values_by_device: dict[int, list[HostValue]] = {}
@@ -264,7 +287,8 @@ def _join_patterns(union: Union, graph: OpGraph, patterns: Sequence[str], remove
         if not len(matching):
             unmatched.append(pattern)
             continue
-        refused = union.join(np.broadcast_to(matching[0], matching.shape), matching, f"--colocate {pattern}")
+        first = np.broadcast_to(matching[0], matching.shape)
+        refused = union.join(first, matching, f"--colocate {pattern}", is_required=True)
         if refused.any():
             conflicts.append(f"{pattern!r}, with {graph.names[matching[refused.argmax()]]!r}")
     removed_matches = match_removed(unmatched, removed, where)

@@ -61,7 +61,7 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
     used = np.zeros(devices, dtype=np.int64)
     stored = np.zeros((devices, len(graph.weight_bytes)), dtype=bool)
     stored_bytes = np.zeros(devices, dtype=np.int64)
-    group_device = problem.pinned.copy()
+    group_device, takes = problem.pinned.copy(), ~problem.refused_groups
     for group in np.flatnonzero(group_device >= 0).tolist():
         used[group_device[group]] += need_bytes[group]
         stored[group_device[group], weights[group]] = True
@@ -74,13 +74,18 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
             added_bytes = ~stored[:, group_weights] @ graph.weight_bytes[group_weights]
             within_limit = stored_bytes + added_bytes <= problem.limit_bytes
             has_room = within_limit & ((used + reserved[group] < fill_bytes) | (used == 0))
-            destination = next((index for index in range(current, devices) if has_room[index]), None)
-            if destination is None:
+            has_room &= takes[:, group]
+            destination = next((index for index in range(current, devices) if has_room[index]), -1)
+            if destination < 0 and not takes.all():  # even shares are not possible where devices refuse groups
+                destination = next(iter(np.flatnonzero(within_limit & takes[:, group]).tolist()), -1)
+            if destination < 0:
                 raise out_of_memory_error(problem, placer)
-            group_device[group] = current = destination
-            used[current] += need_bytes[group]
-            stored_bytes[current] += added_bytes[current]
-            stored[current, group_weights] = True
+            # Where the current device refuses the group, filling goes on there with the next one.
+            current = max(current, destination) if takes[current, group] else current
+            group_device[group] = destination
+            used[destination] += need_bytes[group]
+            stored_bytes[destination] += added_bytes[destination]
+            stored[destination, group_weights] = True
     return group_device[problem.group].astype(np.int32)
 
 

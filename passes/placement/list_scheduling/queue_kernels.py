@@ -148,10 +148,10 @@ def room_left(node, d, nodes, groups, devices):
 
 
 @compiled_part
-def may_run(node, d, nodes, groups):
-    """Return whether `node` is unplaced and its group allows device `d`."""
+def may_run(node, d, nodes, groups, duration):
+    """Return whether `node` is unplaced, device `d` takes it, and its group allows the device."""
     home = groups[nodes[node].group].home
-    return nodes[node].device < 0 and (home < 0 or home == d)
+    return nodes[node].device < 0 and (home == d or (home < 0 and duration[d, node] >= 0))
 
 
 @compiled_part

@@ -94,7 +94,7 @@ def enqueue(node, work, queues, has_favourites):
     devices = len(work.devices)
     home, rank, latest = work.groups[work.nodes[node].group].home, work.nodes[node].position, 0
     for d in range(devices):
-        if home < 0 or home == d:
+        if may_run(node, d, work.nodes, work.groups, work.duration):
             ready = inputs_arrival(node, d, work)
             latest = max(latest, ready)
             at_once = ready <= work.devices[d].free
@@ -147,7 +147,8 @@ def choose_node(clock, work, queues):
         if work.devices[d].last >= 0:
             # The favourite child of the last node may take precedence.
             child = work.nodes[work.devices[d].last].favourite
-            if child >= 0 and work.nodes[child].waiting == 0 and may_run(child, d, work.nodes, work.groups):
+            is_ready = child >= 0 and work.nodes[child].waiting == 0
+            if is_ready and may_run(child, d, work.nodes, work.groups, work.duration):
                 node, time = choose_for_favourite(d, child, node, time, clock, work, queues)
         if node >= 0 and (
             time < best_start or (time == best_start and work.nodes[node].position < work.nodes[best_node].position)
@@ -171,7 +172,7 @@ def find_earliest(d, clock, work, queues):
             return -1, NEVER
         rank = np.int64(queues.heap[q, 0])
         node = work.nodes[rank].in_order
-        if not may_run(node, d, work.nodes, work.groups):
+        if not may_run(node, d, work.nodes, work.groups, work.duration):
             pop(q, queues)
             continue
         ready = inputs_arrival(node, d, work)
@@ -200,7 +201,7 @@ def choose_for_favourite(d, child, node, time, clock, work, queues):
         return node, time
     chosen, start = child, max(since, inputs_arrival(child, d, work))
     for e in range(devices):
-        if e != d and may_run(child, e, work.nodes, work.groups):
+        if e != d and may_run(child, e, work.nodes, work.groups, work.duration):
             elsewhere = max(max(since, work.devices[e].free), inputs_arrival(child, e, work))
             if elsewhere < start:
                 return node, time
@@ -213,7 +214,7 @@ def choose_for_favourite(d, child, node, time, clock, work, queues):
                 busy = max(busy, work.devices[e].free)
         urgent, deadline = find_most_urgent(bound_to, busy, work, queues)
         deadline = max(deadline, since)
-        if urgent >= 0 and deadline <= start:
+        if urgent >= 0 and deadline <= start and may_run(urgent, d, work.nodes, work.groups, work.duration):
             first = chosen == child or deadline < start or work.nodes[urgent].position < work.nodes[chosen].position
             needed = need_bytes(urgent, d, work)
             if first and needed <= room_left(urgent, d, work.nodes, work.groups, work.devices):
@@ -246,7 +247,7 @@ def find_most_urgent(bound_to, busy, work, queues):
             continue
         latest = 0
         for d in range(devices):
-            if home < 0 or home == d:
+            if may_run(node, d, work.nodes, work.groups, work.duration):
                 latest = max(latest, inputs_arrival(node, d, work))
         if latest <= (busy if q == now else queues.key[q, rank]):
             return node, max(latest, busy)
@@ -268,7 +269,7 @@ def unblock_nodes(work, queues):
         for slot in range(count):
             rank = np.int64(queues.heap[blocked, slot])
             node = work.nodes[rank].in_order
-            if may_run(node, d, work.nodes, work.groups):
+            if may_run(node, d, work.nodes, work.groups, work.duration):
                 need = need_bytes(node, d, work)
                 fits = need <= room_left(node, d, work.nodes, work.groups, work.devices)
                 any_fits = any_fits or fits

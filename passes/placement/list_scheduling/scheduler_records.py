@@ -82,7 +82,7 @@ class Work(NamedTuple):
     items: Longs
     """All lists, one after the other."""
     duration: Longs
-    """Ticks [device, node]."""
+    """Ticks [device, node]; -1 where the device refuses the node."""
     arrival: Longs
     """[value, device]: tick at which the value arrives there; -1 if it is not sent there."""
     stored: Bools
@@ -158,7 +158,7 @@ def start_plan(problem: PlacementProblem, limit: Longs, extra: Longs, share: flo
         groups=groups,
         devices=device,
         items=np.concatenate([part.items for part in lists], dtype=np.int64),
-        duration=np.rint(problem.seconds / tick).astype(np.int64),
+        duration=np.where(problem.refused, -1, np.rint(problem.seconds / tick)).astype(np.int64),
         arrival=np.full((len(graph.producer), devices), -1, dtype=np.int64),
         stored=np.zeros((devices, len(graph.weight_bytes)), dtype=bool),
         weight_bytes=graph.weight_bytes,
@@ -189,7 +189,7 @@ def choose_tick_seconds(problem: PlacementProblem, latency: Floats, per_byte: Fl
     """Return the seconds of a tick: a picosecond, or the least power of ten of it that avoids overflow."""
     graph, devices = problem.graph, len(latency)
     transfers = len(graph.value_bytes) * latency.max() + graph.value_bytes.sum() * per_byte.max()
-    longest = float(problem.seconds.max(axis=0).sum() + devices * transfers)
+    longest = float(problem.seconds.max(axis=0, initial=0.0, where=~problem.refused).sum() + devices * transfers)
     return float(10.0 ** max(-12, math.ceil(math.log10(max(longest, 1e-300) / MAX_TICKS))))
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.graph import Csr, Floats, Ints, Longs
+from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
 from onnxplace.passes.placement.search.decode_kernels import AHEAD, FROM_THERE, decode
 from onnxplace.problem import PlacementProblem
 from onnxplace.utils import compiled_part, in_place, linear_in_place
@@ -36,6 +36,8 @@ class Atoms(NamedTuple):
     reader_count: Longs
     """How many of the neighbours are readers."""
     pinned: Ints
+    refused: Bools
+    """[device, atom]: whether the device does not take the atom."""
 
 
 class Walk(NamedTuple):
@@ -105,6 +107,7 @@ def build_atoms(problem: PlacementProblem) -> Atoms:
         neighbours=neighbours.items,
         reader_count=np.diff(readers.starts),
         pinned=problem.pinned.astype(np.int32),
+        refused=problem.refused_groups,
     )
 
 
@@ -239,13 +242,18 @@ def propose(devices, atoms, walk):
             target = _random_below(walk.rng, devices - 1)
             if target >= origin:
                 target += 1
-    # Move the region, and remember where each atom was for `undo`.
+    # Move the region, but for what the device refuses, and remember where each atom was for `undo`.
+    moved = 0
     for r in range(size):
         atom = walk.region[r]
-        walk.old_device[r] = _device_of_atom(walk.device, atoms.members, atoms.member_starts, atom)
+        if atoms.refused[target, atom]:
+            continue
+        walk.region[moved] = atom
+        walk.old_device[moved] = _device_of_atom(walk.device, atoms.members, atoms.member_starts, atom)
         for m in range(atoms.member_starts[atom], atoms.member_starts[atom + 1]):
             walk.device[atoms.members[m]] = target
-    walk.counts[REGION_SIZE] = size
+        moved += 1
+    walk.counts[REGION_SIZE] = moved
 
 
 @linear_in_place

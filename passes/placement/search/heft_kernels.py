@@ -29,7 +29,7 @@ def critical_path_plan(problem: PlacementProblem, wiring: Wiring, weight: float)
     """
     graph = problem.graph
     bottom_level = np.zeros(len(graph))
-    mean_levels(wiring, problem.seconds.mean(axis=0), weight, bottom_level)
+    mean_levels(wiring, problem.seconds.mean(axis=0, where=~problem.refused), weight, bottom_level)
     order = np.lexsort((graph.positions, -bottom_level)).astype(np.int32)
     weights = Csr.grouped(problem.group[graph.weights.rows].astype(np.int32), graph.weights.items, len(problem.pinned))
     plan = empty_plan(problem)

@@ -91,7 +91,8 @@ def _coarsen_once(fine: PlacementProblem, max_seconds: float) -> Level:
     pin = fine.pinned[fine.group].astype(np.int32)
     parent, load, nodes = np.arange(count, dtype=np.int32), fine.seconds.min(axis=0), np.arange(count, dtype=np.int32)
     # Groups of the finer problem stay together, whatever they weigh; then edges join up to the limit.
-    join_light_groups(parent, pin, load, first_equal(fine.group).astype(np.int32), nodes, np.inf)
+    taken_by = np.unique(fine.refused, axis=1, return_inverse=True)[1].astype(np.int32)
+    join_light_groups(parent, pin, taken_by, load, first_equal(fine.group).astype(np.int32), nodes, np.inf)
     inner = graph.producer[graph.inputs.items] >= 0
     value, reader = graph.inputs.items[inner], graph.inputs.rows[inner]
     latency, per_byte = fine.target.link_arrays()
@@ -99,7 +100,7 @@ def _coarsen_once(fine: PlacementProblem, max_seconds: float) -> Level:
     transfer = latency[remote].mean() + graph.value_bytes[value] * per_byte[remote].mean()
     # The saving per reader, largest first; ties by value and reader, so that the result is deterministic.
     heaviest = np.lexsort((reader, value, -transfer / np.bincount(value)[value]))
-    join_light_groups(parent, pin, load, graph.producer[value[heaviest]], reader[heaviest], max_seconds)
+    join_light_groups(parent, pin, taken_by, load, graph.producer[value[heaviest]], reader[heaviest], max_seconds)
     group, groups = number_sets(parent)
     cluster = contract(group, nodes, graph.producer, graph.inputs.starts, graph.inputs.items)
     pinned = np.full(groups, -1, dtype=np.int32)
@@ -129,7 +130,9 @@ class SearchSpace:
         return bool((self.problem.limit_bytes < max_bytes).any())
 
     def fits(self, device: Ints, order: Ints) -> bool:
-        """Return whether a placement fits into memory if it runs in this order."""
+        """Return whether devices take their nodes, and a placement fits into memory if it runs in this order."""
+        if self.problem.refuses(device):
+            return False
         if not self.memory_binds:
             return True
         simulation = self.problem.simulate(device, order)
@@ -368,8 +371,9 @@ def _construct_candidate(space: SearchSpace) -> Candidate | None:
 
 
 def place_on_one_device(problem: PlacementProblem, device: int) -> Ints:
-    """Return the placement with every free group on one device."""
-    return np.where(problem.pinned >= 0, problem.pinned, device)[problem.group].astype(np.int32)
+    """Return the placement with every free group on one device, but for those that it refuses."""
+    placement = np.where(problem.pinned >= 0, problem.pinned, device)[problem.group].astype(np.int32)
+    return problem.avoid_refused(placement)
 
 
 def list_distinct_devices(problem: PlacementProblem) -> list[int]:

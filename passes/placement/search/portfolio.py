@@ -76,9 +76,13 @@ class SimulatedPlan:
 
 
 def published_plans(problem: PlacementProblem) -> list[PlacerPlan]:
-    """Return the fitting plans of single devices, m-TOPO, m-ETF and m-SCT."""
+    """Return the fitting plans of single devices, m-TOPO, m-ETF and m-SCT.
+
+    What a device refuses is on the fastest device that takes it.
+    """
     graph, no_favourite = problem.graph, np.full(len(problem.graph), -1, dtype=np.int32)
-    names = [device.id for device in problem.target.devices]
+    ids, refusing = [device.id for device in problem.target.devices], np.flatnonzero(problem.refused.any(axis=1))
+    names = [f"{name} first" if index in refusing else name for index, name in enumerate(ids)]
     plans = [
         PlacerPlan(names[index], place_on_one_device(problem, index), graph.order)
         for index in list_distinct_devices(problem)
@@ -231,7 +235,7 @@ def _simulate_if_fitting(
 ) -> list[SimulatedPlan]:
     """Return a plan with its simulated step, or nothing if it does not fit."""
     _, _, simulation = simulate_plan(state, problem, plan.device, plan.rank)
-    if describe_shortage(problem.target, simulation.peak_bytes):
+    if describe_shortage(problem.target, simulation.peak_bytes) or problem.refuses(plan.device):
         return []
     seconds = simulation.makespan_seconds
     if candidate and any(device.segment_seconds for device in problem.target.devices):

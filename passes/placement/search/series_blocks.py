@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from onnxplace.facts import REFUSED_SECONDS, is_refused
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.problem import PlacementProblem, sort_by_start
 
@@ -115,7 +116,7 @@ def isolate_block(problem: PlacementProblem, block: Block) -> PlacementProblem:
     nodes = block.nodes
     seconds = np.ascontiguousarray(problem.seconds[:, nodes])
     if block.enters:
-        seconds[:, 0] = 0.0
+        seconds[:, 0] = np.where(is_refused(seconds[:, 0]), REFUSED_SECONDS, 0.0)
     _, begins, rank = np.unique(problem.group[nodes], return_index=True, return_inverse=True)
     group: Ints = np.argsort(np.argsort(begins))[rank].astype(np.int32)
     pinned = problem.pinned[problem.group[nodes[np.sort(begins)]]]
@@ -166,7 +167,8 @@ def compose_blocks(
     for node in graph.order.tolist():
         _join_neighbours(node, graph.predecessors[node], problem.group, group_device)
         rank[node] = max(rank[node], rank[graph.predecessors[node]].max(initial=-np.inf))
-    return np.maximum(group_device, 0)[problem.group].astype(np.int32), sort_by_start(graph, rank)
+    device = np.maximum(group_device, 0)[problem.group].astype(np.int32)
+    return problem.avoid_refused(device), sort_by_start(graph, rank)
 
 
 def _join_neighbours(node: int, neighbours: Ints, group: Ints, group_device: Ints) -> None:

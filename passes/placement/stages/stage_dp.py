@@ -43,7 +43,7 @@ class Cutting:
     kinds: tuple[tuple[int, ...], ...]
     """Groups of interchangeable devices."""
     seconds: Floats
-    """[kind, node]; infinite where a pin forbids it."""
+    """[kind, node]; infinite where a pin forbids it, or the device refuses it."""
     send: Floats
     """[kind, value]: seconds of the channel for sending it to one other device, the closest if links differ."""
     receive: Floats
@@ -193,9 +193,10 @@ def _add_resident_weights(graph: OpGraph, fine: OpGraph, unit: Ints, share: floa
 
 
 def unit_seconds(problem: PlacementProblem, unit: Ints) -> Floats:
-    """Return [device, unit]: seconds of each unit, infinite where a pin forbids the device."""
+    """Return [device, unit]: seconds of each unit, infinite where a pin forbids the device, or it refuses a node."""
     count = int(unit.max(initial=-1)) + 1
     seconds = np.stack([sum_by(unit, row, count) for row in problem.seconds])
+    seconds[np.stack([sum_by(unit, row, count) for row in problem.refused]) > 0] = np.inf
     pin = problem.pinned[problem.group]
     for node in np.flatnonzero(pin >= 0):
         other_devices = np.arange(len(seconds)) != pin[node]

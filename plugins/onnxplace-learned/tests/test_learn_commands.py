@@ -3,12 +3,15 @@
 import json
 import sys
 
+import click
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from onnxplace.cost_graph import read_cost_graph
 from onnxplace.errors import InputError
-from onnxplace.target import read_target
+from onnxplace.target import parse_machine, read_target
+from onnxplace_learned.commands.learning_options import learning_options
 from onnxplace_learned.graphs.graph_sets import FAMILIES, GraphSet, graph_fingerprint
 from onnxplace_learned.policy_training.learning_graphs import draw_mixture, draw_problems, read_problems
 from onnxplace_learned.policy_training.training_loop import CurvePoint, plot_curve, read_curve, write_curve
@@ -164,11 +167,24 @@ def test_models_have_the_devices_of_a_target(tmp_path, target_file):
     assert graph.state is not None
 
 
+def test_a_machine_by_name_gives_the_devices_to_learn_for(tmp_path):
+    requests, saved = [], tmp_path / "machine.toml"
+    command = click.command()(learning_options()(requests.append))
+    options = ("--machine", "3xL4", "--save-target", saved, "-o", tmp_path / "p.safetensors")
+    result = CliRunner().invoke(command, ["--family", "chains", *map(str, options)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    expected = parse_machine("3xL4").to_target()
+    assert (requests[0].devices, requests[0].target, read_target(saved)) == (3, expected, expected)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--devices", "2", "--target", "target.toml"), "--devices and --target exclude each other"),
+        (("--devices", "2", "--machine", "2xL4"), "--devices and --machine exclude each other"),
+        (("--target", "target.toml", "--machine", "2xL4"), "--target and --machine exclude each other"),
         (("--target", "absent.toml"), "error[T007] absent.toml"),
+        (("--machine", "2xL44"), "error[T014] --machine: unknown machine '2xL44'"),
         (("--devices", "cpu:0,gpx:1"), "unknown device 'gpx:1'"),
         (("--devices", "٢"), "unknown device"),
         (("--devices", "0"), "0 is not in the range 1<=x<=256"),

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from onnx import parser
 
 from onnxplace.errors import InputError, ModelError
-from onnxplace.facts import Profile, Quality, Source
+from onnxplace.facts import Profile, Quality, Source, is_refused
 from onnxplace.machine import local_target
 from onnxplace.model import Model, bind, infer_static_shapes, load
 from onnxplace.passes.cost_files import format_costs, format_costs_csv, read_costs
@@ -358,3 +358,26 @@ def test_saving_to_a_missing_folder_is_refused(run_cli, model_file, tmp_path):
     ran = run_cli("compile", model_file, "--shape", "batch=4", "--save-costs", tmp_path / "none" / "costs.json")
     assert ran.code == 2
     assert "cannot write there" in ran.err
+
+
+@pytest.mark.parametrize("ending", [".json", ".csv"])
+def test_refused_nodes_are_written_as_a_word_and_read_back(tmp_path, ending):
+    model = small_model()
+    profile = profile_model(model)
+    gpu = profile.seconds["cuda/NVIDIA H100"]
+    profile = replace(profile, seconds={**profile.seconds, "cuda/NVIDIA H100": np.where(gpu == gpu[0], 1e9, gpu)})
+    path = write_costs(tmp_path, ending, model, profile)
+    assert "refused" in path.read_text()
+    assert "1000000000" not in path.read_text()
+    restored, _ = read_costs(path, model, GPU)
+    assert is_refused(restored.seconds["cuda/NVIDIA H100"]).tolist() == (gpu == gpu[0]).tolist()
+    assert (restored.seconds["cpu/1"] == profile.seconds["cpu/1"]).all()
+
+
+def test_another_word_in_the_place_of_a_time_names_the_one_that_is_known(tmp_path):
+    model = small_model()
+    path = write_costs(tmp_path, ".json", model, profile_model(model))
+    path.write_text(re.sub(r'"cuda/NVIDIA H100": [0-9.e-]+', '"cuda/NVIDIA H100": "never"', path.read_text(), count=1))
+    with pytest.raises(InputError, match=r"the cost of node 'mul' on 'cuda/NVIDIA H100' is 'never'") as error:
+        read_costs(path, model, GPU)
+    assert "or 'refused' if devices do not take the node" in error.value.hint

@@ -162,6 +162,65 @@ def test_a_node_is_estimated_at_the_rate_of_its_own_type(kind, product, result, 
     assert seconds.tolist() == pytest.approx([2 * 256**3 / rate], rel=1e-3)
 
 
+QUANTISED = """<ir_version: 10, opset_import: ["": 21]>
+g (int8[64, 64] x, int8[64, 64] w, float scale, int8 zero) => (int8[64, 64] y, {more}) {{
+    [dx] fx = DequantizeLinear(x, scale, zero)  [dw] fw = DequantizeLinear(w, scale, zero)  {product}
+}}"""
+OPERATOR = """<ir_version: 10, opset_import: ["": 21]>
+g (int8[64, 64] x, int8[64, 64] w, float scale, int8 zero) => (int8[64, 64] y) {
+    y = QLinearMatMul(x, scale, zero, w, scale, zero, scale, zero)
+}"""
+INTEGER_PEAKS = PeakRates(1e9, 1e6, 1e-3, {"tf32": 2e9, "int8": 8e9})
+
+
+def estimate(text, peaks=INTEGER_PEAKS):
+    model = load(parser.parse_model(text.replace(", )", ")")))
+    seconds = estimate_seconds(model, infer_static_shapes(model), "cuda/unknown", peaks)
+    return dict(zip((node.name for node in model.nodes), seconds.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("product", "parts"),
+    [
+        ("[mul] f = MatMul(fx, fw)", "dx dw q"),
+        ("[mul] f = Gemm<transB = 1>(fx, fw)", "dx dw q"),
+        ("[mul] m = MatMul(fx, fw)  [relu] f = Relu(m)", "dx dw q relu"),
+        ("[mul] m = MatMul(fx, fw)  [clip] f = Clip(m, scale)", "dx dw q clip"),
+    ],
+)
+@pytest.mark.parametrize("peaks", [INTEGER_PEAKS, PeakRates(1e9, 1e30, 0.0, {"tf32": 2e9, "int8": 8e9})])
+def test_a_product_between_quantisers_is_estimated_as_the_kernel_of_integers_that_runs(product, parts, peaks):
+    seconds = estimate(QUANTISED.format(more="", product=f"{product}  [q] y = QuantizeLinear(f, scale, zero)"), peaks)
+    (kernel,) = estimate(OPERATOR, peaks).values()  # also reads the scales
+    assert seconds.pop("mul") == pytest.approx(kernel, rel=1e-3)
+    assert seconds == dict.fromkeys(parts.split(), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("product", "more"),
+    [
+        ("[mul] f = MatMul(fx, fw)", "float[64, 64] f"),
+        ("[mul] f = MatMul(fx, fw)  [other] g = Sqrt(f)", "float[64, 64] g"),
+        ("[root] r = Sqrt(fx)  [mul] f = MatMul(r, fw)", ""),
+        ("[mul] m = MatMul(fx, fw)  [root] f = Sqrt(m)", ""),
+        ("[mul] f = Sub(fx, fw)", ""),
+    ],
+)
+def test_a_product_whose_values_something_else_reads_or_writes_runs_in_float(product, more):
+    text = QUANTISED.format(more=more, product=f"{product}  [q] y = QuantizeLinear(f, scale, zero)")
+    seconds = estimate(text)
+    assert min(seconds.values()) > 0
+    assert seconds == estimate(text, PeakRates(1e9, 1e6, 1e-3, {"tf32": 2e9}))  # a device without the rate
+
+
+def test_a_dequantiser_that_something_else_reads_too_runs_as_it_stands():
+    product = "[mul] f = MatMul(fx, fw)  [q] y = QuantizeLinear(f, scale, zero)  [root] r = Sqrt(fx)"
+    seconds = estimate(QUANTISED.format(more="float[64, 64] r", product=product))
+    assert seconds["dx"] == pytest.approx(1e-3 + 64 * 64 * (1 + 4) / 1e6, rel=1e-3)
+    assert seconds["dw"] == seconds["q"] == 0
+    assert seconds["mul"] == pytest.approx(1e-3 + 64 * 64 * 3 / 1e6)
+
+
 def test_rates_of_types_hold_for_all_cores_of_a_processor():
     device = Device("cpu:0", 1, cores=4, operations_per_second=4e9, type_operations_per_second={"float16": 8e9})
     peaks = device_peaks(device)

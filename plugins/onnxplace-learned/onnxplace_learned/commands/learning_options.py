@@ -20,6 +20,7 @@ from onnxplace.cli import (
     seed_option,
     shape_option,
     show_progress,
+    with_machine,
 )
 from onnxplace.errors import UsageError, format_count, suggest_nearest
 
@@ -100,12 +101,21 @@ def learning_options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def run(*, family: Any, devices: str, target: Path | None, shape: str, json_: bool, **given: Any) -> None:
+        def run(
+            *,
+            family: Any,
+            devices: str,
+            target: Path | None,
+            machine: str | None,
+            shape: str,
+            json_: bool,
+            **given: Any,
+        ) -> None:
             from onnxplace_learned.graphs.architectures import ARCHITECTURES
 
             shared = {name: given.pop(name) for name in SHARED_OPTIONS if name in given}
             _require_policy_name(shared["output"])
-            number, chosen = _choose_devices(devices, target)
+            number, chosen = _choose_devices(devices, target, machine)
             families = tuple(family) if several else (family,) if family else ()
             if several and not families and shared["source"] is None:
                 families = tuple(ARCHITECTURES)
@@ -163,26 +173,26 @@ def _graph_options(count: int, devices: int, several: bool) -> list[Callable[...
             metavar="F.toml",
             help="Devices and links from a file instead (docs/target.md).",
         ),
+        with_machine(),
     ]
 
 
-def _choose_devices(devices: str, target: Path | None) -> tuple[int, Target | None]:
+def _choose_devices(devices: str, target: Path | None, machine: str | None) -> tuple[int, Target | None]:
     """Return the number of devices, and the target unless only their number is given.
 
     Raises:
         UsageError: Devices are given in two ways.
-        TargetError: A device or the file is wrong.
+        TargetError: A device, the file or the machine is wrong.
     """
+    from onnxplace.driver import require_one_target
     from onnxplace.machine import local_target
-    from onnxplace.target import read_target
+    from onnxplace.target import parse_machine, read_target
 
-    if target is not None:
-        source = click.get_current_context().get_parameter_source("devices")
-        if source is not None and source.name != "DEFAULT":
-            hint = "name the devices in the target file"
-            raise UsageError("U042", "--devices and --target exclude each other", hint=hint)
-        chosen = read_target(target)
-        return len(chosen.devices), chosen
+    source = click.get_current_context().get_parameter_source("devices")
+    require_one_target(devices if source is not None and source.name != "DEFAULT" else None, target, machine)
+    named = read_target(target) if target is not None else parse_machine(machine).to_target() if machine else None
+    if named is not None:
+        return len(named.devices), named
     if devices.isascii() and devices.strip().isdecimal():
         number = int(devices) if len(devices.strip()) <= len(str(MAX_DEVICES)) else 0
         if not 1 <= number <= MAX_DEVICES:

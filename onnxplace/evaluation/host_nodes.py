@@ -1,0 +1,42 @@
+"""Which nodes of a bundle's segments its devices leave to the host."""
+
+from __future__ import annotations
+
+from onnxplace.bundle import Bundle
+from onnxplace.errors import Diagnostic, OnnxplaceError, format_count
+from onnxplace.machine import find_device_problem, list_taken_nodes, make_session_options, open_session
+from onnxplace.target import Device
+
+
+def report_host_nodes(bundle: Bundle) -> list[Diagnostic]:
+    """Return a note for each device of this machine that leaves nodes of its segments to the host.
+
+    Their results are right, but their time is not what was planned. Only providers that compile are asked, by a session
+    for each segment, and not those that may leave nodes to the host (`fallback=true`).
+    """
+    notes = []
+    for device in bundle.target.devices:
+        records = [record for record in bundle.manifest.segments if record.device == device.id]
+        is_asked = device.compiles and device.options.get("fallback") != "true"
+        if not (records and is_asked) or find_device_problem(device):
+            continue
+        left = [node for record in records for node in _list_host_nodes(bundle, record.file, device)]
+        if left:
+            message = f"the host computes {format_count(len(left), 'node')} of its segments, such as {left[0]}"
+            hint = f"measure the costs here; to allow it, and to count its time: {device.id}{{fallback=true}}"
+            notes.append(Diagnostic("C007", message, where=device.id, hint=hint))
+    return notes
+
+
+def _list_host_nodes(bundle: Bundle, file: str, device: Device) -> list[str]:
+    """Return the nodes of a segment, as operator and name, that its provider does not take."""
+    import onnx
+
+    entries = {**bundle.session_entries, "session.record_ep_graph_assignment_info": "1"}
+    try:
+        session = open_session(bundle.file(file), make_session_options([0], "none", entries), device.address, file)
+    except OnnxplaceError:  # the trial, or whoever opens the bundle, reports it
+        return []
+    taken = list_taken_nodes(session, device.address)
+    nodes = onnx.load(bundle.file(file), load_external_data=False).graph.node
+    return [f"{node.op_type} {node.name!r}" for node in nodes if node.name not in taken]

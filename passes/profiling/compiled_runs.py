@@ -1,0 +1,215 @@
+"""Measure a model on a device whose provider compiles: in the runs of nodes that it takes.
+
+Such a provider refuses some nodes, and makes one kernel of neighbours that it takes. So a session of the whole model
+says which nodes it takes, and each run of them is measured in a session of its own, as a segment would be. Inputs come
+from a run on the CPU, equal runs are measured once, and the nodes of a run share its time as estimates say. The trial
+of a bundle corrects that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxplace.devices import DeviceAddress
+from onnxplace.errors import Diagnostic, OnnxplaceError, format_count
+from onnxplace.facts import REFUSED_SECONDS, is_refused
+from onnxplace.graph import Bools, Floats, Ints, OpGraph
+from onnxplace.machine import (
+    RepeatPolicy,
+    list_taken_nodes,
+    make_runner,
+    make_session_options,
+    open_session,
+    pin_thread,
+)
+from onnxplace.model import Model, join_quantised_units, store_for_session
+from onnxplace.passes.profiling.chunks import extract_nodes
+from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions, run_repeatedly
+from onnxplace.target import Device
+from onnxplace.utils import progress_part, temporary_folder
+
+# Operators that a note lists at most.
+MAX_LISTED_OPERATORS = 5
+
+
+@dataclass(frozen=True)
+class RunMeasurer:
+    """Measures a model on a device that compiles runs of nodes."""
+
+    model: Model
+    graph: OpGraph
+    kinds: Ints
+    """Per node, the same for nodes that do the same."""
+    device: Device
+    options: MeasurementOptions
+    weights: Floats
+    """Per node, its part of the time of its run: its estimated seconds."""
+
+    def measure(self, feeds: Mapping[str, Any]) -> tuple[Measurement, list[Diagnostic]]:
+        """Return the time of each node, `REFUSED_SECONDS` where the device does not take it, with a note.
+
+        With the device option `fallback=true`, refused nodes have the time that they take on the host.
+        """
+        began, seconds = time.perf_counter(), np.full(len(self.graph), REFUSED_SECONDS)
+        taken, problems = self._find_taken(feeds)
+        opening = time.perf_counter() - began
+        has_fallback = self.device.options.get("fallback") == "true"
+        runs = [nodes for nodes in list_runs(self.graph, taken) if has_fallback or taken[nodes[0]]]
+        values, times = self._compute_inputs(runs, feeds), dict[object, float]()
+        keys = [self._describe_run(nodes) for nodes in runs]
+        for number, (key, nodes) in enumerate(zip(keys, runs)):
+            if key in times:
+                continue
+            device = self.options.device if taken[nodes[0]] else DeviceAddress.of("cpu:0")
+            try:
+                with progress_part(number, len(runs)):
+                    times[key], opened = self._time_run(nodes, device, values, self.options.seconds / len(set(keys)))
+                opening += opened
+            except OnnxplaceError as problem:
+                times[key] = REFUSED_SECONDS
+                problems.append(problem.message)
+        # Each segment has the cost of its call from its device: here, it would count twice.
+        call_seconds = min([self.device.segment_seconds, *times.values()])
+        for key, nodes in zip(keys, runs):
+            share = self.weights[nodes] / max(float(self.weights[nodes].sum()), 1e-30)
+            computing = (times[key] - call_seconds) * share
+            seconds[nodes] = REFUSED_SECONDS if times[key] == REFUSED_SECONDS else computing
+        return _build(seconds), [self._report(taken & ~is_refused(seconds), len(runs), opening, problems)]
+
+    def _find_taken(self, feeds: Mapping[str, Any]) -> tuple[Bools, list[str]]:
+        """Return, per node, whether the device takes it, with all of its quantised unit; and problems of opening.
+
+        The whole model says so. If a provider fails to open it, one or a few nodes are to blame, which it claims and
+        then cannot compile: they are found by halves, and they and their equals count as refused.
+        """
+        unit = join_quantised_units(self.model, np.arange(len(self.graph), dtype=np.int32))
+        units = unit[self.graph.order][np.sort(np.unique(unit[self.graph.order], return_index=True)[1])]
+        names, problems, values = set[str](), dict[bytes, str](), None
+        kind = {name: self.kinds[unit == name].tobytes() for name in units.tolist()}
+        pending = [units]
+        while pending:
+            units = np.array([name for name in pending.pop().tolist() if kind[name] not in problems])
+            nodes = np.flatnonzero(np.isin(unit, units)).astype(np.int32)
+            if not len(units):
+                continue
+            try:
+                names |= self._list_taken(nodes, feeds if values is None else values)
+            except OnnxplaceError as problem:
+                if len(units) == 1:
+                    problems[kind[units[0]]] = problem.message
+                    continue
+                values = (
+                    self._compute_inputs([nodes[[at]] for at in range(len(nodes))], feeds) if values is None else values
+                )
+                pending += np.array_split(units, 2)
+        refused = np.bincount(unit, [name not in names for name in self.graph.names]) > 0
+        return ~refused[unit], list(problems.values())
+
+    def _list_taken(self, nodes: Ints, values: Mapping[str, Any]) -> frozenset[str]:
+        outputs = [self.graph.value_names[value] for value in self._list_outputs(nodes)[1]]
+        part, _ = extract_nodes(self.model, nodes.tolist(), outputs, values, is_static=True)
+        with self._open(part, self.options.device, "none") as session:
+            return list_taken_nodes(session, self.options.device)
+
+    @contextmanager
+    def _open(self, part: Model, device: DeviceAddress, level: Any) -> Iterator[Any]:
+        """Open a session while inside, which records which nodes its provider takes."""
+        with temporary_folder() as folder, pin_thread(self.options.cores):
+            source, entries = store_for_session(part, folder)
+            entries = {**entries, "session.record_ep_graph_assignment_info": "1"}
+            options = make_session_options(self.options.cores, level, entries)
+            yield open_session(source, options, device, self.model.name)
+
+    def _compute_inputs(self, runs: Sequence[Ints], feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that enter runs, computed on the CPU, and the inputs of the model."""
+        run_of = np.full(len(self.graph) + 1, -1)  # the last entry is for values without a producer (-1)
+        for index, nodes in enumerate(runs):
+            run_of[nodes] = index
+        reads = self.graph.inputs
+        source, reader = self.graph.producer[reads.items], reads.rows
+        enters = (source >= 0) & (run_of[reader] >= 0) & (run_of[source] != run_of[reader])
+        names = [self.graph.value_names[value] for value in np.unique(reads.items[enters])]
+        if not names:
+            return dict(feeds)
+        part, inputs = extract_nodes(self.model, range(len(self.graph)), names, feeds, is_static=True)
+        with self._open(part, DeviceAddress.of("cpu:0"), "basic") as session:
+            return {**feeds, **dict(zip(names, make_runner(session, self.model.name)(inputs)))}
+
+    def _list_outputs(self, nodes: Ints) -> tuple[list[int], list[int]]:
+        """Return the values that a run makes, and those of them that leave it."""
+        graph, inside = self.graph, set(nodes.tolist())
+        made = [value for node in nodes.tolist() for value in graph.outputs[node].tolist()]
+        leaving = [value for value in made if graph.is_output[value] or set(graph.readers[value].tolist()) - inside]
+        return made, leaving or made  # a session without outputs cannot be run
+
+    def _describe_run(self, nodes: Ints) -> object:
+        """Return what equal runs share: kinds of nodes, who reads what, and what leaves."""
+        made, leaving = self._list_outputs(nodes)
+        number = {value: index for index, value in enumerate(made)}
+        reads = tuple(number.get(value, -1) for node in nodes for value in self.graph.inputs[node].tolist())
+        return self.kinds[nodes].tobytes(), reads, tuple(number[value] for value in leaving)
+
+    def _time_run(
+        self, nodes: Ints, device: DeviceAddress, values: Mapping[str, Any], seconds: float
+    ) -> tuple[float, float]:
+        """Return the seconds of a run, and of opening its session."""
+        outputs = [self.graph.value_names[value] for value in self._list_outputs(nodes)[1]]
+        part, inputs = extract_nodes(self.model, nodes.tolist(), outputs, values, is_static=True)
+        began = time.perf_counter()
+        with self._open(part, device, "all") as session:
+            opened = time.perf_counter() - began
+            policy = RepeatPolicy(self.options.repeat, seconds, self.options.tolerance)
+            return run_repeatedly(session, self.model.name, inputs, self.options.cores, policy)[0].seconds, opened
+
+    def _report(self, taken: Bools, runs: int, opening: float, problems: Sequence[str]) -> Diagnostic:
+        """Return the note that says what the device takes, and how long its sessions took to open."""
+        message = f"takes {int(taken.sum())} of {format_count(len(taken), 'node')}"
+        if not taken.all():
+            operators = Counter(self.graph.ops[node] for node in np.flatnonzero(~taken))
+            counts = operators.most_common(MAX_LISTED_OPERATORS)
+            message += f", not {', '.join(f'{number} {op}' for op, number in counts)}"
+        message += f"; measured in {format_count(runs, 'run')} of nodes; opening took {opening:.1f} s"
+        if problems:
+            message += f"; {len(problems)} could not be run, such as: {problems[0]}"
+        return Diagnostic("C003", message, where=self.device.id)
+
+
+def list_runs(graph: OpGraph, taken: Bools) -> list[Ints]:
+    """Return the runs: linked nodes that are all taken, or all refused, in the order in which they can be computed.
+
+    Runs are convex: no path between two of their nodes leaves them. A node's depth is how often a path to it changes
+    between taken and refused nodes at most; runs are linked nodes of one depth. O(N + E).
+    """
+    import networkx
+
+    depth = np.where(taken, 0, 1)
+    links = networkx.Graph()
+    links.add_nodes_from(graph.order.tolist())
+    for node in graph.order.tolist():
+        sources = graph.predecessors[node]
+        depth[node] = np.max(depth[sources] + (taken[sources] != taken[node]), initial=depth[node])
+        links.add_edges_from((node, source) for source in sources[depth[sources] == depth[node]].tolist())
+    runs = [np.array(sorted(nodes), dtype=np.int32) for nodes in networkx.connected_components(links)]
+    return sorted(runs, key=lambda nodes: (depth[nodes[0]], nodes[0]))
+
+
+def _build(seconds: Floats) -> Measurement:
+    """Return a measurement of all nodes, each a kernel of its own as long as runs may be cut."""
+    count = len(seconds)
+    return Measurement(
+        seconds=seconds,
+        unit=np.arange(count, dtype=np.int32),
+        ran=np.ones(count, dtype=bool),
+        measured=np.ones(count, dtype=bool),
+        whole_seconds=None,
+        value_bytes={},
+        spread=np.zeros(count),
+        quality=None,
+    )

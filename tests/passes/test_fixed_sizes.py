@@ -1,0 +1,59 @@
+"""`--fixed-sizes`: what follows from the sizes becomes constant, and other sizes are refused."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import parser
+
+import onnxplace
+from onnxplace.errors import FeedError
+from onnxplace.machine import local_target
+from onnxplace.model import Model, bind, load
+from onnxplace.passes.optimize import Optimize
+from onnxplace.state import State
+
+# A Reshape whose target is computed from the size of the input, as exporters write `x.view(batch, -1)`.
+TEXT = """<ir_version: 8, opset_import: ["": 17]> model (float[batch, 4, 6] x) => (float[batch, flat] y, int64[1] size)
+    <int64[1] first = {0}, int64[1] rest = {-1}> {
+    shape = Shape(x) size = Gather(shape, first) target = Concat<axis = 0>(size, rest) flat = Reshape(x, target)
+    y = Relu(flat) }"""
+
+
+@pytest.fixture
+def model_path(tmp_path):
+    onnx.save(parser.parse_model(TEXT), tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+def optimize(batch, **options):
+    model = bind(load(parser.parse_model(TEXT)), {"batch": batch}, {})
+    return Optimize(**options).run(State(local_target("cpu:0")).with_facts(model))[Model]
+
+
+def test_values_that_follow_from_sizes_become_constants_and_outputs_stay_computed():
+    before, after = optimize(3), optimize(3, fixed_sizes=True)
+    assert [node.op_type for node in before.nodes] == ["Shape", "Gather", "Concat", "Reshape", "Relu"]
+    assert [node.op_type for node in after.nodes if node.op_type in ("Concat", "Reshape", "Relu")] == [
+        "Reshape",
+        "Relu",
+    ]
+    assert "size" in {name for node in after.nodes for name in node.output}, "an output of the model is still computed"
+    assert [dim.dim_value for dim in after.inputs[0].type.tensor_type.shape.dim] == [3, 4, 6]
+    assert after.initializers["target"].raw_data == np.array([3, -1]).tobytes()
+
+
+def test_the_bundle_computes_the_same_and_refuses_other_sizes(model_path, tmp_path, run_cli):
+    bundle = tmp_path / "bundle"
+    options = ("--shape", "batch=3", "--devices", "cpu:0,cpu:1", "--no-trial")
+    result = run_cli("compile", model_path, "-o", bundle, *options, "--fixed-sizes")
+    assert result.code == 0, result.err
+    x = np.random.default_rng(0).standard_normal((3, 4, 6)).astype(np.float32)
+    with onnxplace.InferenceSession(bundle) as session:
+        y, size = session.run(None, {"x": x})
+        np.testing.assert_array_equal(y, np.maximum(x.reshape(3, 24), 0))
+        assert size.tolist() == [3]
+        with pytest.raises(FeedError, match="3"):
+            session.run(None, {"x": x[:2]})
+    assert run_cli("verify", bundle, "--against", model_path).code == 0
+    plan = run_cli("plan", model_path, *options[:-1], "--fixed-sizes", "--estimate", "--json")
+    assert plan.code == 0, plan.err
