@@ -204,7 +204,7 @@ def test_a_fallback_that_cannot_run_the_segments_is_named(bundle, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"fallback": "cuba:0"}, onnxplace.TargetError, ("T005", "--fallback: unknown device 'cuba:0'")),
+        ({"fallback": "cuba:0"}, onnxplace.TargetError, ("T005", "fallback`: unknown device 'cuba:0'")),
         ({"fallback": "webgpu:7"}, onnxplace.TargetError, ("T011", "webgpu:7")),
         (
             {"fallback": "cpu:0", "runtime": "simulated"},
