@@ -116,7 +116,7 @@ def serve_sessions(blocks: Sequence[int]) -> None:
 
     def read() -> None:
         options = make_options()
-        with suppress(EOFError, OSError):
+        with suppress(Exception):
             while True:
                 if (message := channel.receive()) is None:
                     options.terminate = True
@@ -181,6 +181,7 @@ class DeviceProcess:
         with suppress(Exception), pipe:
             while True:
                 self._answers.put(self._channel.receive())
+        self._child.kill()  # if it has sent what cannot be read
         self.ended.set()
         self._answers.put(None)
 

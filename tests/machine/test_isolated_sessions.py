@@ -210,6 +210,25 @@ def test_a_crash_while_a_device_is_looked_for_is_an_error(faulty_address, monkey
         find_device_problem(device)
 
 
+def unreadable(_: object) -> object:
+    return Unreadable()
+
+
+class Unreadable:
+    """A value that can be sent, and not received."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_an_answer_that_cannot_be_read_is_an_error():
+    session = open_session(
+        identity("float"), make_session_options(()), DeviceAddress("cpu", 3, options=ISOLATED.options)
+    )
+    with pytest.raises(ExecutionError, match="X016"):
+        session.call(unreadable)
+
+
 def test_a_process_that_does_not_answer_is_killed_with_an_interrupted_call(monkeypatch):
     monkeypatch.setattr("onnxplace.machine.isolated_sessions.STOP_SECONDS", 0.1)
     before, address = set(list_children()), DeviceAddress("cpu", 2, options=ISOLATED.options)
