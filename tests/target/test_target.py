@@ -159,6 +159,9 @@ def test_options_are_part_of_the_cost_class_unless_they_are_the_default():
     plain = Device("cuda:0", 1, model="H100")
     assert replace(plain, options={"provider": "cuda"}).cost_class == plain.cost_class == "cuda/H100"
     assert replace(plain, options={"provider": "tensorrt"}).cost_class == "cuda/H100/tensorrt"
+    npu = Device("qnn/npu:0", 1, model="NPU", options={"fallback": "true"})
+    assert npu.cost_class == "qnn/npu/NPU/fallback"
+    assert replace(npu, options={"fallback": "false"}).cost_class == "qnn/npu/NPU"
     assert Device("cuda:0/1", 1, model="H100").cost_class == plain.cost_class
     assert replace(plain, options={"isolate": "true"}).cost_class == plain.cost_class, "nodes cost the same there"
     with pytest.raises(TargetError, match=r"T005.*cuda:0 has no option 'graph'"):

@@ -1,5 +1,7 @@
 """Measuring in runs, as devices need whose providers compile: which nodes form runs, and who gets which time."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -9,6 +11,7 @@ from onnxplace.devices import DeviceAddress
 from onnxplace.errors import ModelError
 from onnxplace.facts import REFUSED_SECONDS, is_refused
 from onnxplace.graph import Bools, OpGraph
+from onnxplace.machine import open_session
 from onnxplace.model import bind, infer_static_shapes, load, value_bytes
 from onnxplace.passes.profiling import MeasurementOptions, compiled_runs
 from onnxplace.passes.profiling.compiled_runs import RunMeasurer, list_runs
@@ -27,6 +30,7 @@ g (float[N, 8] x, float[8, 8] w) => (float[N, 8] y, float[N, 8] z) {
     [fourth] y = MatMul(e, w)
 }"""
 OPTIONS = MeasurementOptions(DeviceAddress("cpu", 0), (0,), repeat=3, seconds=0.1)
+ON_NPU = replace(OPTIONS, device=DeviceAddress("qnn/npu", 0))
 
 
 def reachable(graph: OpGraph, start: set[int], forward: bool) -> set[int]:
@@ -97,7 +101,7 @@ def test_the_call_that_each_segment_has_anyway_is_not_counted_twice(monkeypatch)
     monkeypatch.setattr(RunMeasurer, "_time_run", lambda self, nodes, *_: (len(nodes) * 0.25, 0.0))
     measured = measurer(monkeypatch, {"erf", "last"})
     device = Device("qnn/npu:0", 1 << 30, segment_seconds=0.125)
-    measurement, _ = RunMeasurer(**{**vars(measured), "device": device}).measure(measured.model.feeds())
+    measurement, _ = replace(measured, device=device).measure(measured.model.feeds())
     times = dict(zip(measured.graph.names, measurement.seconds.tolist()))
     assert times["first"] == times["fourth"] == 0.125
     assert times["second"] + times["relu"] + times["third"] == pytest.approx(0.625)
@@ -107,16 +111,14 @@ def test_with_fallback_refused_nodes_have_their_time_on_the_host(monkeypatch):
     devices = []
 
     def record(self, nodes, device, values, seconds):
-        devices.append((self.graph.names[nodes[0]], device.id))
+        devices.append((self.graph.names[nodes[0]], device.kind))
         return 1.0, 0.0
 
     monkeypatch.setattr(RunMeasurer, "_time_run", record)
+    monkeypatch.setattr(compiled_runs, "open_session", lambda source, options, *_: open_session(source, options))
     measured = measurer(monkeypatch, {"erf"}, fallback=True)
-    measured = RunMeasurer(**{**vars(measured), "options": MeasurementOptions(DeviceAddress("npu", 0), (0,), 3, 0.1)})
-    monkeypatch.setattr(RunMeasurer, "_find_taken", lambda self, feeds: (self.graph_taken, []))
-    monkeypatch.setattr(RunMeasurer, "graph_taken", np.array(measured.graph.names) != "erf", raising=False)
-    measurement, (note,) = measured.measure(measured.model.feeds())
-    assert devices == [("first", "npu:0"), ("erf", "cpu:0"), ("second", "npu:0")]
+    measurement, (note,) = replace(measured, options=ON_NPU).measure(measured.model.feeds())
+    assert devices == [("first", "qnn/npu"), ("erf", "cpu"), ("second", "qnn/npu")]
     assert not is_refused(measurement.seconds).any()
     assert note.message.startswith("takes 6 of 7 nodes, not 1 Erf")
 
@@ -131,6 +133,19 @@ def test_a_run_that_fails_is_refused_and_the_note_says_why(monkeypatch):
     assert is_refused(measurement.seconds).all()
     assert "takes 0 of 7 nodes" in note.message
     assert note.message.endswith("1 could not be run, such as: no memory for the graph")
+
+
+def test_a_device_that_cannot_open_the_model_gets_no_nodes_and_the_note_says_why(monkeypatch):
+    def refuse(source, options, device, where):
+        if device.kind == "cpu":
+            return open_session(source, options)
+        raise ModelError("M012", "the backend lacks an operator", where=where)
+
+    monkeypatch.setattr(compiled_runs, "open_session", refuse)
+    measured = measurer(monkeypatch, set())
+    measurement, (note,) = replace(measured, options=ON_NPU).measure(measured.model.feeds())
+    assert is_refused(measurement.seconds).all()
+    assert "the backend lacks an operator" in note.message
 
 
 @pytest.mark.parametrize("culprits", [{"Erf"}, {"MatMul", "Relu"}, {"Relu"}])
