@@ -144,6 +144,8 @@ class InferenceSession(SessionMethods):
         custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
         max_in_flight: Number of requests in flight, 1 to 1024; further ones wait until one ends.
         batching: Joins requests of several callers into one, `Batching(max_batch=8)`; see docs/serving.md.
+        fallback: A device of this machine, "cpu:0", that takes over the segments of a device that is lost while the
+            session is open; a FallbackWarning says so. See docs/faults.md.
         hosts: For the runtime `mpi`: where its processes run, "localhost:2" or "node1:1,node2:1"; see docs/hosts.md.
         timeout: For the runtime `mpi`: seconds that its processes may take to start and to open the bundle.
         replicas: For the runtime `mpi`: copies of the bundle, 1 to 64, each on hosts, or slots, of its own. Each
@@ -165,6 +167,7 @@ class InferenceSession(SessionMethods):
         custom_op_libraries: Sequence[str | Path] = (),
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         batching: Batching | None = None,
+        fallback: str | None = None,
         hosts: str | None = None,
         timeout: float | None = None,
         replicas: int | None = None,
@@ -183,6 +186,7 @@ class InferenceSession(SessionMethods):
         created = create_runtime(
             runtime_class,
             runtime,
+            fallback=fallback,
             hosts=hosts,
             timeout=timeout,
             replicas=replicas,

@@ -168,6 +168,10 @@ class PluginError(OnnxplaceError):
     """A plugin that cannot be loaded; names its distribution."""
 
 
+class FallbackWarning(RuntimeWarning):
+    """A device was lost while a session was open, and another one has taken over its segments."""
+
+
 def format_one_line(problem: BaseException) -> str:
     r"""Return the message of an error in one line, a hint behind a semicolon.
 

@@ -11,24 +11,34 @@ from __future__ import annotations
 from typing import ClassVar
 
 from onnxplace.bundle import Bundle, list_route_devices
-from onnxplace.machine import require_device
+from onnxplace.machine import local_target, require_device
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
-from onnxplace.runtimes.execution import Engine, EngineSession, PlacedDevice, find_cores, open_routes
+from onnxplace.runtimes.execution import Engine, EngineSession, Fallback, PlacedDevice, find_cores, open_routes
+from onnxplace.target import parse_device_spec
 
 
 class OnnxRuntime(Runtime):
-    """ONNX Runtime on the devices that the bundle names."""
+    """ONNX Runtime on the devices that the bundle names.
+
+    Args:
+        fallback: The device that takes over the segments of a device that is lost while a session is open, such as
+            `cpu:0`; empty for none, so that requests fail then.
+    """
 
     name: ClassVar[str] = "onnxruntime"
     summary: ClassVar[str] = "run segments with ONNX Runtime, a worker per device"
     keeps_state: ClassVar[bool] = True
+
+    def __init__(self, fallback: str = "") -> None:
+        self._fallback = fallback and parse_device_spec(fallback, "--fallback") and fallback
 
     def open(
         self, bundle: Bundle, *, trace: bool = False, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     ) -> RuntimeSession:
         """Open all segments, then start the workers.
 
-        Raises TargetError before any thread starts if a device is missing.
+        Raises TargetError before any thread starts if a device is missing, and ExecutionError if the process of an
+        isolated device ends.
         """
         used = [bundle.target.devices[bundle.target.position(name)] for name in list_route_devices(bundle.manifest)]
         alternative = "without it, `onnxplace run --runtime simulated` predicts the time"
@@ -36,4 +46,8 @@ class OnnxRuntime(Runtime):
             require_device(device, "" if bundle.manifest.states else alternative)
         cores = find_cores(bundle.target.devices)
         devices = {device.id: PlacedDevice(device, cores.get(device.id, ())) for device in used}
-        return EngineSession(Engine(bundle, devices, open_routes(bundle, devices), trace, max_in_flight))
+        fallback = None
+        if self._fallback:
+            (stand_in,) = local_target(self._fallback).devices
+            fallback = Fallback(bundle, stand_in, cores.get(stand_in.id) or find_cores([stand_in]).get(stand_in.id, ()))
+        return EngineSession(Engine(bundle, devices, open_routes(bundle, devices), trace, max_in_flight, fallback))

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from onnxplace.cli.terminal import (
     print_text as print_text,
     show_progress as show_progress,
 )
-from onnxplace.errors import UsageError, format_name, format_value
+from onnxplace.errors import Diagnostic, FallbackWarning, UsageError, format_name, format_value
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
@@ -47,6 +47,7 @@ runtime_option = click.option(
     shell_complete=complete_runtimes,
     help="`onnxplace runtimes` lists them.",
 )
+_fallback_option = click.option("--fallback", metavar="cpu:0", help="Takes over the segments of a device that is lost.")
 _MPI_OPTIONS = (
     click.option(
         "--hosts", metavar="node1:1,node2:1", help="Hosts, and how many devices may run on each."
@@ -94,24 +95,34 @@ llm_option = click.option(
 
 
 def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
-    """Add `--runtime` and the options of the runtime `mpi`; the command gets them as `session_options`.
+    """Add `--runtime` and the options of the runtimes; the command gets them as `session_options`.
 
     These are arguments of `InferenceSession`.
     """
 
     @wraps(command)
     def run(*arguments: Any, start_timeout: float | None, **options: Any) -> None:
-        names = ("runtime", "hosts", "replicas", "remote_shell", "interface")
+        names = ("runtime", "fallback", "hosts", "replicas", "remote_shell", "interface")
         session_options = {**{name: options.pop(name) for name in names}, "timeout": start_timeout}
         with warnings.catch_warnings():
             # `note_left_out_copies` says so at the end.
             warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)
+            warnings.simplefilter("always", FallbackWarning)
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
             command(*arguments, session_options=session_options, **options)
 
     decorated: Callable[..., None] = run
-    for option in reversed((runtime_option, *_MPI_OPTIONS)):
+    for option in reversed((runtime_option, _fallback_option, *_MPI_OPTIONS)):
         decorated = option(decorated)
     return decorated
+
+
+def _show_warning(show: Callable[..., None], warning: Warning | str, *details: Any) -> None:
+    """Show a warning as Python does, except for a note that a device was lost."""
+    if isinstance(warning, FallbackWarning):
+        print_notes([Diagnostic("X016", str(warning))])
+    else:
+        show(warning, *details)
 
 
 def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,5 @@
 from onnxplace.devices.device_kinds import (
+    ISOLATE as ISOLATE,
     DeviceAddress as DeviceAddress,
     DeviceKind as DeviceKind,
     Hardware as Hardware,
@@ -8,6 +9,7 @@ from onnxplace.devices.kind_table import (
     SHORT_NAMES as SHORT_NAMES,
     find_kind as find_kind,
     import_memory as import_memory,
+    is_isolated as is_isolated,
     is_known_kind as is_known_kind,
     list_kind_names as list_kind_names,
     resolve_short_name as resolve_short_name,

@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 from onnxplace.devices.provider_lock import ProviderLock
 from onnxplace.ort import import_onnxruntime
 
+# The option of all devices that puts their sessions in a process of their own.
+ISOLATE = "isolate"
+
 
 @dataclass(frozen=True)
 class DeviceAddress:
@@ -77,6 +80,8 @@ class DeviceKind(ABC):
     """Whether it has processor cores, and its values lie in the host's memory."""
     is_divisible: ClassVar[bool] = False
     """Whether one may stand for several logical devices, `cuda:0/0` and `cuda:0/1`."""
+    isolates: ClassVar[bool] = False
+    """Whether sessions are in a process of their own by default: the provider is known to crash."""
     value_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Further options of a device, with their values; the first one is the default."""
     lock: ClassVar[ProviderLock | None] = None
@@ -102,7 +107,7 @@ class DeviceKind(ABC):
     def options(self) -> Mapping[str, tuple[str, ...]]:
         """Return the options of a device of this kind with their values, the default first."""
         own = {"provider": tuple(self.providers)} if len(self.providers) > 1 else {}
-        return {**own, **self.value_options}
+        return {**own, **self.value_options, ISOLATE: ("true", "false") if self.isolates else ("false", "true")}
 
     def provider(self, options: Mapping[str, str]) -> str:
         """Return the execution provider of a device with these options."""

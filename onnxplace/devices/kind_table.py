@@ -7,7 +7,7 @@ from importlib import import_module, metadata
 from itertools import islice
 from typing import Any
 
-from onnxplace.devices.device_kinds import DeviceAddress, DeviceKind
+from onnxplace.devices.device_kinds import ISOLATE, DeviceAddress, DeviceKind
 from onnxplace.devices.plugin_providers import list_provider_kinds, make_provider_kind, parse_kind_name
 from onnxplace.errors import PluginError
 
@@ -90,6 +90,11 @@ def find_kind(name: str) -> DeviceKind:
     if missing := getattr(plugin, "__abstractmethods__", None):
         raise PluginError("G001", f"{point.value} does not define {', '.join(sorted(missing))}", where=where)
     return plugin()
+
+
+def is_isolated(address: DeviceAddress) -> bool:
+    """Return whether the sessions of a device are in a process of their own."""
+    return address.options.get(ISOLATE, find_kind(address.kind).options[ISOLATE][0]) == "true"
 
 
 def import_memory(kind: DeviceKind) -> Any:

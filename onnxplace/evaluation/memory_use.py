@@ -11,13 +11,14 @@ import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from onnxplace.bundle import Bundle, extract_device_part, list_route_devices
+from onnxplace.devices import ISOLATE
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.machine import (
@@ -188,7 +189,7 @@ def _run_in_child(job: MemoryJob) -> ProcessMemory:
 
 def run_memory_job(job: MemoryJob) -> ProcessMemory:
     """Open and run a bundle in this process, which should be fresh."""
-    bundle = Bundle.open(job.bundle)
+    bundle = _without_isolation(Bundle.open(job.bundle))
     if job.device:
         bundle = extract_device_part(bundle, job.device)
     # A caller keeps the feeds of the whole bundle; the values sent to a part are freed by its program.
@@ -209,6 +210,14 @@ def run_memory_job(job: MemoryJob) -> ProcessMemory:
             running = _read_memory_status("VmHWM")
     own_bytes = max(running - before - (_sum_library_bytes() - code), 0)
     return ProcessMemory(opening, running, own_bytes, gpu_bytes)
+
+
+def _without_isolation(bundle: Bundle) -> Bundle:
+    """Return a bundle whose devices are all in this process, so that their memory is counted."""
+    target = bundle.manifest.target
+    devices = tuple(replace(item, options={**item.options, ISOLATE: "false"}) for item in target.devices)
+    manifest = bundle.manifest.model_copy(update={"target": target.model_copy(update={"devices": devices})})
+    return replace(bundle, manifest=manifest)
 
 
 def _read_memory_status(field_name: str) -> int:

@@ -18,14 +18,17 @@ from onnxplace.machine.interrupts import (
     prepare_interrupts as prepare_interrupts,
     register_ending_handler as register_ending_handler,
 )
+from onnxplace.machine.isolated_sessions import (
+    IsolatedSession as IsolatedSession,
+    list_taken_nodes as list_taken_nodes,
+    open_session as open_session,
+)
 from onnxplace.machine.ort_sessions import (
     GuardedSession as GuardedSession,
     end_openings as end_openings,
     is_foreign_error as is_foreign_error,
     list_operator_libraries as list_operator_libraries,
-    list_taken_nodes as list_taken_nodes,
     make_session_options as make_session_options,
-    open_session as open_session,
     pin_thread as pin_thread,
     require_interpreter as require_interpreter,
     use_custom_operators as use_custom_operators,

@@ -16,6 +16,7 @@ from onnxplace.devices import (
     DeviceKind,
     Hardware,
     find_kind,
+    is_isolated,
     list_kind_names,
     list_unused_hardware,
     resolve_short_name,
@@ -23,6 +24,7 @@ from onnxplace.devices import (
 from onnxplace.errors import PluginError, TargetError
 from onnxplace.ort import import_onnxruntime, list_installed_wheels
 from onnxplace.target import Device, DeviceSpec, Target, parse_devices, split_host
+from onnxplace.utils import run_in_child
 
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
 RUNTIME_BYTES = 141 << 20
@@ -160,7 +162,13 @@ def find_device_problem(device: Device) -> str | None:
     """Return why ONNX Runtime cannot use a device on this machine; None if it can."""
     if device.host:
         return f"it is a device of host {device.host}, and this runtime uses devices of this machine only"
-    return find_kind(device.kind).find_problem(device.address)
+    if not is_isolated(device.address) or device.is_host:
+        return _find_problem(device.address)
+    return run_in_child(_find_problem, device.address, "the search for it", device.id)
+
+
+def _find_problem(address: DeviceAddress) -> str | None:
+    return find_kind(address.kind).find_problem(address)
 
 
 def require_device(device: Device, instead: str = "") -> None:

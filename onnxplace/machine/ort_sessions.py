@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -38,20 +39,21 @@ class TensorInfo:
     shape: list[Any]
 
 
-class GuardedSession:
-    """A session whose calls hold the lock of its provider, and which is freed while it is held.
+SessionDescription = tuple[list[TensorInfo], list[TensorInfo], list[TensorInfo], list[str]]
 
-    It has those of ONNX Runtime's methods that onnxplace uses. Only the lock refers to the session itself, so that no
-    frame, exception or cycle of a caller can keep it and free it at another time.
-    """
 
-    def __init__(self, session: Any, lock: ProviderLock) -> None:
-        self.lock = lock
-        self._inputs = _copy_infos(session.get_inputs())
-        self._outputs = _copy_infos(session.get_outputs())
-        self._overridable = _copy_infos(session.get_overridable_initializers())
-        self._providers = list(session.get_providers())
-        self._owned = lock.own(self, session)
+def describe_session(session: Any) -> SessionDescription:
+    """Return the description that `SessionHandle` takes, which does not refer to the session."""
+    items = (session.get_inputs(), session.get_outputs(), session.get_overridable_initializers())
+    inputs, outputs, more = ([TensorInfo(item.name, item.type, list(item.shape)) for item in part] for part in items)
+    return inputs, outputs, more, list(session.get_providers())
+
+
+class SessionHandle:
+    """What a session says of itself, without a reference to it."""
+
+    def __init__(self, description: SessionDescription) -> None:
+        self._inputs, self._outputs, self._overridable, self._providers = description
 
     def get_inputs(self) -> list[TensorInfo]:
         """Return the required inputs."""
@@ -68,6 +70,19 @@ class GuardedSession:
     def get_providers(self) -> list[str]:
         """Return the names of its execution providers, the preferred one first."""
         return self._providers
+
+
+class GuardedSession(SessionHandle):
+    """A session whose calls hold the lock of its provider, and which is freed while it is held.
+
+    It has those of ONNX Runtime's methods that onnxplace uses. Only the lock refers to the session itself, so that no
+    frame, exception or cycle of a caller can keep it and free it at another time.
+    """
+
+    def __init__(self, session: Any, lock: ProviderLock) -> None:
+        super().__init__(describe_session(session))
+        self.lock = lock
+        self._owned = lock.own(self, session)
 
     def run(self, names: Sequence[str] | None, feeds: Mapping[str, Any], options: Any = None) -> list[Any]:
         """Return outputs as numpy arrays."""
@@ -91,10 +106,6 @@ class GuardedSession:
         Returns a list that ends with the value, as `ProviderLock.own` does.
         """
         return self.lock.own(handle, self._owned[0], value)
-
-
-def _copy_infos(items: Sequence[Any]) -> list[TensorInfo]:
-    return [TensorInfo(item.name, item.type, list(item.shape)) for item in items]
 
 
 # -------------------------------------------------------------------------------------------------------- open sessions
@@ -193,29 +204,50 @@ def make_session_options(
             ones. Otherwise ONNX Runtime goes back from the last output depth first, and gradients pile up.
     """
     runtime = import_onnxruntime()
-    options = runtime.SessionOptions()
+    properties: dict[str, Any] = {}
     if keeps_order:
         # Of the nodes whose inputs are there, the first in the file.
-        options.execution_order = runtime.ExecutionOrder.PRIORITY_BASED
+        properties["execution_order"] = runtime.ExecutionOrder.PRIORITY_BASED
         # Reuse gives large buffers to small values that live long: a step held a half more than its values.
-        options.enable_mem_reuse = False
+        properties["enable_mem_reuse"] = False
         level = "none"
-    options.log_severity_level = 4  # failures arrive as exceptions, and need not be repeated on stderr
-    options.graph_optimization_level = getattr(
+    properties["log_severity_level"] = 4  # failures arrive as exceptions, and need not be repeated on stderr
+    properties["graph_optimization_level"] = getattr(
         runtime.GraphOptimizationLevel, _GRAPH_OPTIMIZATION_LEVELS[level or _default_level.get()]
     )
-    options.intra_op_num_threads = max(len(cores), 1)
-    options.inter_op_num_threads = 1
+    properties["intra_op_num_threads"] = max(len(cores), 1)
+    properties["inter_op_num_threads"] = 1
+    all_entries: dict[str, str] = {}
     if len(cores) > 1 and hasattr(os, "sched_setaffinity"):
         # The entry counts cores from 1, and leaves out the calling thread.
-        affinities = ";".join(str(core + 1) for core in cores[1:])
-        options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
-        options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
-    for key, value in (entries or {}).items():
+        all_entries["session.intra_op_thread_affinities"] = ";".join(str(core + 1) for core in cores[1:])
+        all_entries["session.intra_op.spin_duration_us"] = str(SPIN_MICROSECONDS)
+    return create_session_options(properties, {**all_entries, **(entries or {})}, list_operator_libraries())
+
+
+@cache
+def _options_class() -> Any:
+    """Return a subclass of ONNX Runtime's session options, whose objects may have further attributes."""
+    return type("SessionOptions", (import_onnxruntime().SessionOptions,), {})
+
+
+def create_session_options(properties: Mapping[str, Any], entries: Mapping[str, str], libraries: Sequence[str]) -> Any:
+    """Return options with these properties, entries of the configuration, and libraries of custom operators."""
+    options = _options_class()()
+    options.entries, options.libraries = dict(entries), tuple(libraries)  # which ONNX Runtime does not tell
+    for name, value in properties.items():
+        setattr(options, name, value)
+    for key, value in entries.items():
         options.add_session_config_entry(key, value)
-    for path in list_operator_libraries():
+    for path in libraries:
         _register_library(options, path)
     return options
+
+
+def describe_session_options(options: Any) -> tuple[Mapping[str, Any], Mapping[str, str], Sequence[str]]:
+    """Return the arguments of `create_session_options` for such options, also if properties were set later."""
+    names = [name for name, item in vars(import_onnxruntime().SessionOptions).items() if isinstance(item, property)]
+    return {name: getattr(options, name) for name in names}, options.entries, options.libraries
 
 
 _openings_under_way = 0
@@ -289,7 +321,7 @@ def open_session(
     where: str = "",
     provider_options: Mapping[str, str] | None = None,
 ) -> Any:
-    """Open a session for a model on a device.
+    """Open a session for a model on a device, in this process.
 
     Args:
         model: Path or bytes of an ONNX model.

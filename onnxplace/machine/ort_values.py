@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -225,21 +225,29 @@ def _open_graph(graph: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------- whole models
 
 
+def make_array_runner(session: Any) -> Callable[..., Sequence[Any]]:
+    """Return a function like `session.run` that also takes and returns arrays of types that numpy lacks."""
+    inputs = {item.name: item.type for item in (*session.get_inputs(), *session.get_overridable_initializers())}
+    outputs = {item.name: item.type for item in session.get_outputs()}
+
+    def run(names: Sequence[str] | None, feeds: Mapping[str, Any], options: Any = None) -> list[Any]:
+        values = {name: to_ort_value(value, inputs.get(name, "")) for name, value in feeds.items()}
+        return [to_python(item) for item in session.run_with_ort_values(names or list(outputs), values, options)]
+
+    needs_values = any(map(needs_ort_value, (*inputs.values(), *outputs.values())))
+    return run if needs_values else session.run
+
+
 def make_runner(session: Any, where: str) -> Callable[[Mapping[str, Any]], list[Any]]:
     """Return a function from feeds to all outputs of a whole model.
 
     It raises ModelError with ONNX Runtime's message if the model cannot run with these inputs.
     """
-    inputs = {item.name: item.type for item in (*session.get_inputs(), *session.get_overridable_initializers())}
-    outputs = {item.name: item.type for item in session.get_outputs()}
-    needs_values = any(map(needs_ort_value, (*inputs.values(), *outputs.values())))
+    run_arrays = make_array_runner(session)
 
     def run(feeds: Mapping[str, Any]) -> list[Any]:
         try:
-            if not needs_values:
-                return list(run_interruptibly(session.run, None, dict(feeds)))
-            values = {name: to_ort_value(value, inputs.get(name, "")) for name, value in feeds.items()}
-            return [to_python(item) for item in run_interruptibly(session.run_with_ort_values, list(outputs), values)]
+            return list(run_interruptibly(run_arrays, None, dict(feeds)))
         except Exception as problem:
             if is_foreign_error(problem):
                 raise

@@ -6,6 +6,7 @@ from onnxplace.target.parsing import (
     DeviceSpec as DeviceSpec,
     parse_bytes as parse_bytes,
     parse_device_ids as parse_device_ids,
+    parse_device_spec as parse_device_spec,
     parse_devices as parse_devices,
     parse_memory as parse_memory,
 )

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.devices import DeviceAddress, find_kind
+from onnxplace.devices import ISOLATE, DeviceAddress, find_kind
 from onnxplace.errors import MAX_LISTED, TargetError, format_count, format_names, format_value, suggest_nearest
 from onnxplace.target.hosts import (
     ALL_TO_ALL,
@@ -145,7 +145,8 @@ class Device:
             return name
         defaults = find_kind(self.kind).options
         values = [(key, value) for key, value in sorted(self.options.items()) if value != defaults[key][0]]
-        return "/".join([name, *(key if value == "true" else value for key, value in values)])
+        # Nodes are measured within the process of an isolated device, and cost the same there.
+        return "/".join([name, *(key if value == "true" else value for key, value in values if key != ISOLATE)])
 
 
 @dataclass(frozen=True)

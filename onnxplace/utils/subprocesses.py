@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.utils.leases import hold_lease
@@ -63,6 +63,8 @@ class ChildProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
         self._process, self._output = process, output
+        self.pipes: Any = process.stdout, process.stdin
+        """Its stdout, to read, and its stdin, to write; None each unless `start_child` connects them."""
 
     @property
     def exit_code(self) -> int | None:
@@ -97,7 +99,9 @@ class ChildProcess:
 
 
 @contextmanager
-def start_child(work: Callable[[Job], object], job: Job, **environment: str) -> Iterator[ChildProcess]:
+def start_child(
+    work: Callable[[Job], object], job: Job, connects: Sequence[int] | None = None, **environment: str
+) -> Iterator[ChildProcess]:
     """Start `work(job)` in a fresh process, which ends with this block or with this process at the latest.
 
     The result of `work` is not returned: it has to write to a file what it finds out. Its own output is kept from the
@@ -106,6 +110,8 @@ def start_child(work: Callable[[Job], object], job: Job, **environment: str) -> 
     Args:
         work: a function at the top level of a module.
         job: its argument, which must be picklable.
+        connects: file descriptors that it inherits under the same numbers, perhaps none; its stdin and stdout are pipes
+            then, which the caller closes.
         environment: additional environment variables of the process.
     """
     with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
@@ -115,11 +121,11 @@ def start_child(work: Callable[[Job], object], job: Job, **environment: str) -> 
             process = subprocess.Popen(
                 command,
                 env=_make_environment(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
+                stdin=subprocess.DEVNULL if connects is None else subprocess.PIPE,
+                stdout=stream if connects is None else subprocess.PIPE,
                 stderr=stream,
                 start_new_session=True,
-                pass_fds=lease.descriptors,
+                pass_fds=(*lease.descriptors, *(connects or ())),
             )
         child = ChildProcess(process, output)
         try:

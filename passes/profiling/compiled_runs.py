@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from onnxplace.machine import (
 )
 from onnxplace.model import Model, join_quantised_units, store_for_session
 from onnxplace.passes.profiling.chunks import extract_nodes
-from onnxplace.passes.profiling.node_measurement import WARM_UP_RUNS, Measurement, MeasurementOptions
+from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions, run_repeatedly
 from onnxplace.target import Device
 from onnxplace.utils import progress_part, temporary_folder
 
@@ -173,11 +172,8 @@ class RunMeasurer:
         began = time.perf_counter()
         with self._open(part, device, "all") as session:
             opened = time.perf_counter() - began
-            call = partial(make_runner(session, self.model.name), inputs)
-            for _ in range(WARM_UP_RUNS):
-                call()
             policy = RepeatPolicy(self.options.repeat, seconds, self.options.tolerance)
-            return policy.run(call, pool=len(self.options.cores) > 1)[0].seconds, opened
+            return run_repeatedly(session, self.model.name, inputs, self.options.cores, policy)[0].seconds, opened
 
     def _report(self, taken: Bools, runs: int, opening: float, problems: Sequence[str]) -> Diagnostic:
         """Return the note that says what the device takes, and how long its sessions took to open."""

@@ -24,6 +24,7 @@ from onnxplace.facts import Quality
 from onnxplace.graph import Floats, Ints
 from onnxplace.machine import (
     BUSY_WAITING_SHARE,
+    IsolatedSession,
     RepeatPolicy,
     Runs,
     find_disk_full,
@@ -117,7 +118,8 @@ class MeasurementOptions:
                         source, make_session_options(self.cores, "all", entries), self.device, model.name
                     )
             with progress_part(1, 2):
-                runs, results = _run_repeatedly(session, job, RepeatPolicy(self.repeat, self.seconds, self.tolerance))
+                policy = RepeatPolicy(self.repeat, self.seconds, self.tolerance)
+                runs, results = run_repeatedly(session, job.where, job.feeds, job.cores, policy)
             del session
             fused, ran = (
                 onnx.load(folder / f"{level}.onnx", load_external_data=False) for level in ("extended", "all")
@@ -173,7 +175,7 @@ def profile(job: ProfilingJob) -> tuple[Kernels, Any]:
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(job.folder) / "profile")
         session = open_session(job.source, options, job.device, job.where)
-        runs, _ = _run_repeatedly(session, job, job.policy)
+        runs, _ = run_repeatedly(session, job.where, job.feeds, job.cores, job.policy)
     return collect_kernels(_read_events(session.end_profiling(), job.folder), runs), session
 
 
@@ -202,12 +204,17 @@ def _saving_options(job: ProfilingJob, level: Any) -> Any:
     return options
 
 
-def _run_repeatedly(session: Any, job: ProfilingJob, policy: RepeatPolicy) -> tuple[Runs, list[Any]]:
+def run_repeatedly(
+    session: Any, where: str, feeds: Mapping[str, Any], cores: Sequence[int], policy: RepeatPolicy
+) -> tuple[Runs, list[Any]]:
     """Warm up and run repeatedly; return times and last results."""
-    call = partial(make_runner(session, job.where), job.feeds)
+    if isinstance(session, IsolatedSession):  # in its process, since the way there is no part of a node's time
+        runs: tuple[Runs, list[Any]] = session.call(run_repeatedly, where, feeds, cores, policy)
+        return runs
+    call = partial(make_runner(session, where), feeds)
     for _ in range(WARM_UP_RUNS):
         call()
-    return policy.run(call, pool=len(job.cores) > 1)
+    return policy.run(call, pool=len(cores) > 1)
 
 
 _KERNEL_SUFFIX = "_kernel_time"

@@ -2,6 +2,7 @@ from onnxplace.runtimes.execution.bound_memory import BoundMemory as BoundMemory
 from onnxplace.runtimes.execution.device_streams import DeviceTensor as DeviceTensor, StreamValue as StreamValue
 from onnxplace.runtimes.execution.engine import Engine as Engine
 from onnxplace.runtimes.execution.failures import describe_step_failure as describe_step_failure
+from onnxplace.runtimes.execution.fallback import Fallback as Fallback
 from onnxplace.runtimes.execution.futures import Outcome as Outcome, ResultFuture as ResultFuture, WaitList as WaitList
 from onnxplace.runtimes.execution.host_memory import HostMemory as HostMemory
 from onnxplace.runtimes.execution.programs import ProgramLoop as ProgramLoop, drop_last_frees as drop_last_frees

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -38,9 +38,11 @@ from onnxplace.feeds import Array
 from onnxplace.machine import end_openings, interruptible, prepare_interrupts, require_interpreter
 from onnxplace.runtime import Result, forked_session_error, run_timeout_error
 from onnxplace.runtimes.execution.bells import CALLERS
+from onnxplace.runtimes.execution.fallback import Fallback
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
+from onnxplace.runtimes.execution.host_memory import HostMemory
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
-from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice, choose_route
+from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice, choose_route
 from onnxplace.runtimes.execution.workers import Worker, WorkLoop
 from onnxplace.utils import start_thread
 
@@ -92,8 +94,10 @@ class Engine(WorkLoop):
         routes: Sequence[OpenRoute],
         trace: bool,
         max_in_flight: int,
+        fallback: Fallback | None = None,
     ) -> None:
         super().__init__(bundle, devices, routes, trace)
+        self._fallback = fallback
         self._max_in_flight = max_in_flight
         self._numbers = itertools.count()
         self._conversation_numbers = itertools.count(1)
@@ -227,6 +231,7 @@ class Engine(WorkLoop):
                 request.callers_device = route.devices[callers_device.id]
             # No call between these, so that no interrupt of the main thread comes between them either.
             request.resets_states = conversation.reset_pending
+            request.replacements = self._replacement_count
             self._in_flight[request.number] = request
             conversation.reset_pending = False
             return None
@@ -269,6 +274,29 @@ class Engine(WorkLoop):
         waiting = f"{len(self._in_flight)} requests before it are in flight"
         progress = request.describe_progress() if admitted else waiting
         return run_timeout_error(timeout, progress, str(self.bundle.path))
+
+    # -- lost devices -------------------------------------------------------------------------------------
+
+    def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
+        """Run one segment; if its device is lost, the fallback runs all segments of that device from then on.
+
+        Where its values are in the host's memory, nothing else is lost, and the request goes on. Else it begins again.
+        But states in the memory of the device are lost with it: it is not replaced, and its requests fail.
+        """
+        try:
+            super().run_segment(device, segment, values, request)
+        except ExecutionError as failure:
+            fallback, values_remain = self._fallback, isinstance(device.memory, HostMemory)
+            if fallback is None or request.failure is not None or not fallback.is_needed(device, failure):
+                raise
+            if self._state_table.value_names and not values_remain:
+                message = f"{failure.message}; the carried states are lost with this device"
+                raise ExecutionError("X016", message, where=device.id, hint="open a new session") from failure
+            fallback.take_over(device, self._routes, failure)
+            self._replacement_count += 1
+            if not values_remain:
+                raise  # the request begins again
+            super().run_segment(device, request.route.segments[segment.record.id], values, request)
 
     # -- conversations ------------------------------------------------------------------------------------
 

@@ -143,3 +143,29 @@ class HostMemory(DeviceMemory):
     def keep(self, value: Any) -> Any:
         """Return a copy: sequences and optionals may refer to memory of feeds."""
         return self.receive(value, self)
+
+
+class IsolatedMemory(HostMemory):
+    """Memory of the host for a device whose sessions are in a process of their own, which copies their inputs."""
+
+    _sessions: tuple[Any, ...] = ()
+
+    def session_entries(self) -> dict[str, str]:
+        """Return nothing: the shared arena is that of this process."""
+        return {}
+
+    def adopt(self, session: Any, name: str) -> None:
+        """Note a session, to close it."""
+        self._sessions += (session,)
+
+    def close(self) -> None:
+        """Close all sessions, to which the tracebacks of errors may still refer."""
+        for session in self._sessions:
+            session.close()
+
+    def run(
+        self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any
+    ) -> list[Any]:
+        """Run a session and wait for its outputs."""
+        results = session.run(outputs, {name: to_python(value) for name, value in inputs.items()}, options)
+        return [item if is_native_array(item) else to_ort_value(item) for item in results]

@@ -167,7 +167,19 @@ class Request:
         self.conversation = conversation
         """The states that it takes and leaves."""
         self.route = route
-        self.unfinished = set(route.programs)
+        self.options = import_onnxruntime().RunOptions()
+        """Run options of all its segments: `terminate` ends them at the next node."""
+        self.future = future
+        self.start_time = time.perf_counter()
+        self.replacements = 0
+        """How many lost devices had been replaced when it began."""
+        self._lock = threading.Lock()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin, or begin again after a failure."""
+        self.options.terminate = False
+        self.unfinished = set(self.route.programs)
         """Devices that have not finished their part."""
         self.callers_device = ""
         """The device whose program the thread of the caller follows; empty if it follows none."""
@@ -179,10 +191,6 @@ class Request:
         """States of the previous request, by state input; None until it is this request's turn."""
         self.next_states: dict[str, Any] = {}
         """States for the next request, by state input."""
-        self.options = import_onnxruntime().RunOptions()
-        """Run options of all its segments: `terminate` ends them at the next node."""
-        self.future = future
-        self.start_time = time.perf_counter()
         self.outputs: dict[str, Any] = {}
         self.events: list[Event] = []
         self.kept_alive: list[Any] = []
@@ -191,10 +199,9 @@ class Request:
         self.current_steps: dict[str, Step] = {}
         """The current or last step of each device of its route."""
         self.failure: BaseException | None = None
-        self._lock = threading.Lock()
         # By the device whose program is followed, which is the same on all routes.
-        self._arrived: dict[str, dict[str, Any]] = {home: {} for home in route.devices}
-        self._wait_lists = {home: WaitList() for home in route.devices}
+        self._arrived: dict[str, dict[str, Any]] = {home: {} for home in self.route.devices}
+        self._wait_lists = {home: WaitList() for home in self.route.devices}
 
     def take_route(self, route: OpenRoute) -> None:
         """Take a route, before any device begins."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle import Bundle, SegmentRecord, list_routes
-from onnxplace.devices import DeviceMemory, find_kind, import_memory
+from onnxplace.devices import DeviceMemory, find_kind, import_memory, is_isolated
 from onnxplace.errors import BundleError, ModelError
 from onnxplace.machine import (
     assign_cores,
@@ -22,7 +22,7 @@ from onnxplace.machine import (
     to_ort_value_if_possible,
     to_python,
 )
-from onnxplace.runtimes.execution.host_memory import return_freed_memory
+from onnxplace.runtimes.execution.host_memory import IsolatedMemory, return_freed_memory
 from onnxplace.target import Device
 
 MAX_PATTERN_BYTES = 4 << 20
@@ -35,7 +35,8 @@ class PlacedDevice:
         self.id = device.id
         self.cores = cores
         self.kind = find_kind(device.kind)
-        self.memory: DeviceMemory = import_memory(self.kind)(device.address, cores)
+        memory = IsolatedMemory if is_isolated(device.address) else import_memory(self.kind)
+        self.memory: DeviceMemory = memory(device.address, cores)
 
 
 def find_cores(devices: Iterable[Device]) -> dict[str, tuple[int, ...]]:

@@ -73,6 +73,8 @@ class WorkLoop(ProgramLoop):
         self._stored_values = {value for states in self._state_table.value_names.values() for value in states.values()}
         self._states = CarriedStates(self._state_table)
         """The states of requests outside of conversations."""
+        self._replacement_count = 0
+        """How many lost devices the fallback has replaced."""
         self._ready: list[Request] = []
         """Requests with states whose turn it is, in the order in which they became ready."""
 
@@ -168,6 +170,10 @@ class WorkLoop(ProgramLoop):
             is_enqueued = last and bool(checkpoints) and self._broken is None
             if is_enqueued:
                 self._deliveries[checkpoints[-1][1]].put(request)  # which then comes here again
+            elif last and self._may_repeat(request):
+                last = False
+                request.begin()
+                self._wake()
             elif last:
                 request.deliverer = device
                 self._store_states(request)
@@ -186,6 +192,12 @@ class WorkLoop(ProgramLoop):
                 self._bells[device].plan_ring(self._bells[CALLERS])
         if more and (self._closed or request.callers_device or (last and self._state_table.value_names)):
             self._wake()
+
+    def _may_repeat(self, request: Request) -> bool:
+        """Return whether a request without states failed while a lost device was replaced, for the first time."""
+        previous, request.replacements = request.replacements, self._replacement_count
+        failed = isinstance(request.failure, ExecutionError) and request.failure.code in ("X001", "X016")
+        return failed and previous < self._replacement_count and not self._state_table.value_names
 
     def _wake(self, excluded: str = "") -> None:
         """Make all workers look for work, except that of the device `excluded`."""

@@ -76,8 +76,10 @@ MAY_IMPORT = {
     "calibration": "bundle devices errors feeds graph machine pipeline runtime target utils",
     "hosts": "calibration errors machine ort target utils",
     "runtimes.ranks": "bundle devices errors feeds hosts machine model runtime runtimes.execution target utils",
-    "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks runtimes.replicas traces",
-    "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
+    "runtimes": (
+        "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks runtimes.replicas target traces"
+    ),
+    "evaluation": "bundle devices errors feeds machine model ort pipeline runtime target traces utils",
     "reports": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (

@@ -5,27 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.devices import kind_table
 from onnxplace.doctor.check_context import CheckContext
-from tests.pipeline.test_plugins import install
-
-SOURCE = Path(__file__).parents[1] / "support" / "faulty_device.py"
-
-
-def _forget_plugins() -> None:
-    kind_table._list_plugins.cache_clear()
-    kind_table.find_kind.cache_clear()
+from tests.support.faulty_plugin import install_faulty_kind
 
 
 @pytest.fixture
 def faulty_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    site = tmp_path / "site"
-    entries = {"onnxplace.device_kinds": {"faulty": "faulty_device:Faulty"}}
-    install(site, "onnxplace-faulty", entries, {"faulty_device": SOURCE.read_text()})
-    monkeypatch.syspath_prepend(str(site))
-    _forget_plugins()
-    yield
-    _forget_plugins()
+    with install_faulty_kind(tmp_path, monkeypatch):
+        yield
 
 
 @pytest.fixture

@@ -24,6 +24,14 @@ def assert_expected(outputs, rounds):
         np.testing.assert_array_equal(output, reference)
 
 
+def run_at_once(session, *rounds):
+    """Run an endless bundle for several numbers of rounds, all in flight at once."""
+    futures = [session.submit(feeds(number)) for number in rounds]
+    for number, future in zip(rounds, futures, strict=True):
+        outputs = future.result(HUNG_SECONDS).outputs
+        assert_expected([outputs["y"], outputs["z"]], number)
+
+
 def wait_until(condition):
     deadline = time.monotonic() + HUNG_SECONDS
     while not condition():

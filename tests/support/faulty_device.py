@@ -42,10 +42,17 @@ class Faulty(DeviceKind):
 
     def find_problem(self, address: DeviceAddress) -> str | None:
         """Return a problem if the environment says so; its text has a path."""
+        if os.environ.get("FAULTY_DEVICE") == "looking":
+            os.kill(os.getpid(), signal.SIGSEGV)
         return "cannot open /opt/secret/driver.so" if os.environ.get("FAULTY_DEVICE") == "problem" else None
 
     def list_providers(self, address: DeviceAddress) -> list[tuple[str, dict[str, str]]]:
-        """Return nothing: each session has the CPU's provider."""
+        """Return nothing: each session has the CPU's provider; end the process if the environment says so."""
+        if os.environ.get("FAULTY_DEVICE") == "opening":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if os.environ.get("FAULTY_DEVICE") == "leaving":
+            os.write(2, b"the firmware of the device is too old\n")
+            os._exit(3)
         return []
 
 

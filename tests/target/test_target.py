@@ -135,7 +135,8 @@ def test_devices_have_parts_and_options(text, device, options):
     [
         ("cuda:0{provder=tensorrt}", ("T005", "cuda:0 has no option 'provder'", "did you mean 'provider'?")),
         ("cuda:0{provider=tensorflow}", ("T005", "expected one of cuda, tensorrt", "did you mean 'tensorrt'?")),
-        ("cpu:0{provider=cpu}", ("T005", "cpu:0 has no option 'provider'", "without options")),
+        ("cpu:0{provider=cpu}", ("T005", "cpu:0 has no option 'provider'", "isolate")),
+        ("cpu:0{isolate=yes}", ("T005", "expected one of false, true for isolate, got 'yes'")),
         ("cuda:0{provider}", ("T005", "name=value", "'provider'")),
         ("cuda:0{provider=cuda,provider=cuda}", ("T005", "each once")),
         ("cuda:0{provider=cuda", ("T005", "have no end", "cuda:0{name=value}")),
@@ -162,6 +163,7 @@ def test_options_are_part_of_the_cost_class_unless_they_are_the_default():
     assert npu.cost_class == "qnn/npu/NPU/fallback"
     assert replace(npu, options={"fallback": "false"}).cost_class == "qnn/npu/NPU"
     assert Device("cuda:0/1", 1, model="H100").cost_class == plain.cost_class
+    assert replace(plain, options={"isolate": "true"}).cost_class == plain.cost_class, "nodes cost the same there"
     with pytest.raises(TargetError, match=r"T005.*cuda:0 has no option 'graph'"):
         Device("cuda:0", 1, options={"graph": "true"})
 
