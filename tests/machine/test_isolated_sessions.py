@@ -52,6 +52,7 @@ def open_identity():
 
     yield open_it
     sessions.clear()
+    gc.collect()  # errors may keep a session
     assert not list_children()
 
 
