@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
         (("--placer", "fuse"), ("'fuse'", "not a placer", "m-etf")),
         (("--placer", "refine"), ("not a placer", "starts from a placement", "m-etf,refine", "--placer auto")),
         (("--placer", "m-etf,refine"), ("not a placer but a pipeline", "--pipeline")),
-        (("--devices", "gpu:1"), ("'gpu:1'", "did you mean 'cuda:1'?")),
+        (("--devices", "cudda:1"), ("'cudda:1'", "did you mean 'cuda:1'?")),
         (("--max-memory", "cpu:0=1GiB,cpu:0=2GiB"), ("--max-memory", "cpu:0", "twice")),
         (("--max-memory", "gpu:0=1GiB"), ("'gpu:0'", "known: cpu:0, cpu:1")),
         (("--shape", "batch=1,batch=2"), ("--shape", "'batch'", "twice")),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
         (("verify", "none"), "N001", 2),
         (("bench", "none"), "N001", 2),
         (("place", "none"), "D001", 2),
-        (("devices", "--devices", "gpu:0"), "T005", 2),
+        (("devices", "--devices", "cudda:0"), "T005", 2),
         (("passes", "none"), "U001", 2),
         (("runtimes", "none"), "U001", 2),
         (("place", "none", "--devices", "0"), "U000", 2),

@@ -156,7 +156,7 @@ def test_a_time_that_is_not_a_number_of_seconds_is_refused(seconds):
         examine("cpu:0", seconds=seconds)
 
 
-@pytest.mark.parametrize(("devices", "code"), [("gpu:0", "T005"), ("", "T005"), ("cpu:0,cpu:0", "T005")])
+@pytest.mark.parametrize(("devices", "code"), [("cudda:0", "T005"), ("", "T005"), ("cpu:0,cpu:0", "T005")])
 def test_what_is_not_a_device_is_refused(devices, code):
     with pytest.raises(TargetError, match=code):
         examine(devices)
