@@ -101,7 +101,7 @@ def test_devices_describes_the_npu(run_cli):
         "vendor": "Qualcomm",
         "provider": "qnn",
         "package": "onnxruntime-qnn",
-        "precision": "float32",
+        "precision": "float16",
         "needs_static_shapes": True,
         "problem": None,
     }
