@@ -4,12 +4,14 @@ import json
 from importlib.util import find_spec
 
 import numpy as np
+import onnx
 import pytest
 
 import onnxplace
+from examples import models
 from tests.support.commands import only_json, run_unsplit
 from tests.support.fault_checks import HUNG_SECONDS
-from tests.support.npu_models import NPU, fixed_branches
+from tests.support.npu_models import NPU, fixed_branches, quantised_mobilenet
 
 pytestmark = pytest.mark.skipif(find_spec("onnxruntime_qnn") is None, reason="the NPU's simulator is not installed")
 
@@ -39,6 +41,35 @@ def test_each_of_many_requests_in_flight_gets_its_own_results(bundle_path):
         results = [future.result(HUNG_SECONDS) for future in [session.submit(item) for item in feeds]]
     for item, result in zip(feeds, results):
         np.testing.assert_allclose(result.outputs["y"], run_unsplit(item), rtol=1e-3, atol=1e-4)
+
+
+def place_quantised() -> tuple[onnx.ModelProto, dict[str, str]]:
+    return quantised_mobilenet(), {"(stem|image).*": "cpu:0", "(flat|head|logits|pool).*": "webgpu:0", ".*": NPU}
+
+
+def place_transformer() -> tuple[onnx.ModelProto, dict[str, str]]:
+    model = models.build("transformer", layers=2, hidden=64, vocab=100, positions=32)
+    refused = "|".join(node.name for node in model.graph.node if node.op_type in ("Gather", "Where", "Shape", "Erf"))
+    return model, {refused: "cpu:0", ".*1.*": NPU, ".*": "webgpu:0"}
+
+
+@pytest.mark.parametrize("place", [place_quantised, place_transformer])
+def test_whole_models_agree_within_the_precision_of_the_devices(run_cli, tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    model, places = place()
+    onnx.save(model, "model.onnx")
+    (tmp_path / "map.json").write_text(json.dumps(places))
+    shape = () if place is place_quantised else ("--shape", "batch=1,seq=16")
+    pipeline = (
+        "optimize{fixed_sizes=true},profile{estimate=true},coplace{device_map=map.json,join=never},m-etf,split,emit"
+    )
+    result = run_cli(
+        "compile", "model.onnx", "-o", "b", "--devices", "cpu:0,webgpu:0,npu:0", *shape, "--pipeline", pipeline
+    )
+    assert result.code == 0, result.err
+    assert {segment.device for segment in onnxplace.load("b").manifest.segments} == {"cpu:0", "webgpu:0", NPU}
+    verified = run_cli("verify", "b", "--json")
+    assert (verified.code, only_json(verified)["equal"]) == (0, True), verified.out
 
 
 def test_the_machine_has_both_accelerators(run_cli):
