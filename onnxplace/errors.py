@@ -168,10 +168,6 @@ class PluginError(OnnxplaceError):
     """A plugin that cannot be loaded; names its distribution."""
 
 
-class FallbackWarning(RuntimeWarning):
-    """A device was lost while a session was open, and another one has taken over its segments."""
-
-
 def format_one_line(problem: BaseException) -> str:
     r"""Return the message of an error in one line, a hint behind a semicolon.
 
@@ -295,3 +291,15 @@ class Diagnostic:
     hint: str = ""
     figures: tuple[Figure, ...] = ()
     """The times that the message compares; the first one is that of what was kept."""
+
+
+class NoteWarning(RuntimeWarning):
+    """A note of a session at work, as a warning: commands print the note, and Python shows it once."""
+
+    def __init__(self, note: Diagnostic) -> None:
+        super().__init__(f"{note.where}: {note.message}")
+        self.note = note
+
+
+class FallbackWarning(NoteWarning):
+    """A device was lost while a session was open, and another one has taken over its segments."""

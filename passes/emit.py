@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +12,8 @@ from onnxplace.facts import Emitted, Placement, Profile, Recomputation, Schedule
 from onnxplace.model import Model, require_unchanged
 from onnxplace.passes.batching import find_batch_axes
 from onnxplace.passes.cost_files import format_costs
-from onnxplace.passes.segments import write_bundle_files
+from onnxplace.passes.segments import KnownValues, write_bundle_files
+from onnxplace.passes.sharding import infer_shapes_and_values
 from onnxplace.state import Pass, State
 from onnxplace.utils import disk_error, format_path
 
@@ -45,7 +46,9 @@ class Emit(Pass):
         costs, batching = format_costs(profile), BatchingRecord(**asdict(find_batch_axes(model)))
         with stage_output(path, self.force) as staging:
             try:
-                written = write_bundle_files(state, staging.folder, self.pipeline, costs, linkable_folder, batching)
+                written = write_bundle_files(
+                    state, staging.folder, self.pipeline, costs, linkable_folder, batching, _list_sizes(state)
+                )
             except OSError as error:
                 raise disk_error(error, format_path(path)) from None
             require_unchanged(state[Model])
@@ -59,7 +62,16 @@ class Emit(Pass):
         if self.link_weights and not written.is_linked:
             message = "there is nothing to link to: the model has no weights file of its own"
             state = state.with_notes(Diagnostic("N011", message, where=state[Model].name))
-        return state.with_facts(Emitted(path))
+        return state.with_facts(Emitted(path)).with_notes(*written.notes)
+
+
+def _list_sizes(state: State) -> list[KnownValues]:
+    """Return what follows from each of the compiled sizes, if a device needs static shapes."""
+    if not any(device.needs_static_shapes for device in state.target.devices):
+        return []
+    model = state[Model]
+    others = (replace(model, dimensions=sizes, samples={}) for sizes in model.other_sizes)
+    return [KnownValues(*infer_shapes_and_values(item)) for item in (model, *others)]
 
 
 def _find_whole(state: State) -> tuple[Model, Profile]:

@@ -109,14 +109,17 @@ class Bundle:
         manifest = _read_manifest(path)
         bundle = Bundle(path, manifest)
         try:
-            bundle.check_files(*manifest.files, check=check)
+            bundle.check_files(*bundle.list_files(with_compiled=check == "all"), check=check)
             for name, link in manifest.linked.items():
                 _check_link(bundle.linked_file(name), link, check)
         except OSError as problem:
             message = f"a file listed in the manifest cannot be read: {problem.strerror}"
             raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED_HINT) from None
         weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
-        for name in (WHOLE_MODEL_FILE, weights, *(segment.file for segment in manifest.segments)):
+        models = [
+            name for segment in manifest.segments for name in (segment.file, *(item.file for item in segment.sized))
+        ]
+        for name in (WHOLE_MODEL_FILE, weights, *models, *sorted(bundle.compiled_files)):
             if name not in manifest.files:
                 raise BundleError(
                     "N002", f"expected {name!r} among the files of the manifest", where=str(path / MANIFEST_FILE)
@@ -127,6 +130,17 @@ class Bundle:
     def file(self, name: str) -> Path:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
         return self._resolve_inside(self._root, name, "the bundle")
+
+    @cached_property
+    def compiled_files(self) -> frozenset[str]:
+        """Return the files of compiled models, which users may remove."""
+        return frozenset(name for segment in self.manifest.segments for item in segment.compiled for name in item.files)
+
+    def list_files(self, with_compiled: bool) -> list[str]:
+        """Return the files that have to be here, and those of compiled models that are, if asked for."""
+        files = self.manifest.files
+        is_here = {name: with_compiled and self.file(name).exists() for name in self.compiled_files}
+        return [name for name in files if is_here.get(name, True)]
 
     def check_files(self, *names: str, check: Check = "all") -> None:
         """Raise BundleError unless these files are as the compiler wrote them."""

@@ -85,6 +85,31 @@ class ValueRecord(Record):
     readers: tuple[str, ...]
 
 
+class SizedRecord(Record):
+    """A segment for devices that need static shapes: its model for one size."""
+
+    file: str
+    shapes: dict[str, Annotated[tuple[Dimension, ...], Field(max_length=MAX_RANK)]] = {}
+    """Shapes of the inputs whose sizes vary in other requests."""
+    values: dict[str, str] = {}
+    """Inputs that follow from the sizes and are constants in this model: their bytes, as hexadecimal digits."""
+
+
+class CompiledRecord(Record):
+    """A segment as a provider compiled it: a model whose EPContext nodes refer to binary files beside it."""
+
+    source: str
+    """The file of the segment, or of its model for one size."""
+    files: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The model, then its binary files; a bundle works without them."""
+    made_for: str
+    """Provider, hardware, ONNX Runtime and options that it was compiled for, and is opened with."""
+    compile_seconds: Seconds
+    """Measured time to open its source."""
+    open_seconds: Seconds
+    """Measured time to open it."""
+
+
 class SegmentRecord(Record):
     """A part of the model that one device runs in one call."""
 
@@ -102,6 +127,10 @@ class SegmentRecord(Record):
     """Whether its session computes the nodes one by one in the order of the file, without fusing them."""
     planned_seconds: Seconds | None = None
     """Predicted from the costs of its nodes; None if there was no trial."""
+    sized: tuple[SizedRecord, ...] = ()
+    """Its models for devices that need static shapes; the host computes it at other sizes."""
+    compiled: tuple[CompiledRecord, ...] = ()
+    """Compiled models of it, by source and hardware."""
 
 
 class Step(Record):

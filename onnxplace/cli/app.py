@@ -32,7 +32,7 @@ from onnxplace.cli.plan import plan
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
 from onnxplace.cli.serve import serve
-from onnxplace.cli.shared_options import as_json, print_json, print_text, suggest_command
+from onnxplace.cli.shared_options import as_json, print_json, print_text, show_session_notes, suggest_command
 from onnxplace.cli.terminal import add_verbosity_options, is_terminal, report_total_time
 from onnxplace.cli.train import train
 from onnxplace.cli.verify import verify
@@ -83,7 +83,7 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; with `--verbose`, print its time. Raises PluginError for a defect of a plugin's command."""
         try:
-            with report_total_time(ctx):
+            with report_total_time(ctx), show_session_notes():
                 return super().invoke(ctx)
         except (OnnxplaceError, click.ClickException, click.exceptions.Exit, click.Abort, OSError, MemoryError):
             raise

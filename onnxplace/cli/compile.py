@@ -20,7 +20,7 @@ from onnxplace.cli.shared_options import (
     inputs_option,
     llm_option,
     objective_option,
-    parse_shape,
+    parse_sizes,
     print_json,
     print_notes,
     print_text,
@@ -159,7 +159,7 @@ def compile(  # noqa: A001
         compiled = compile_model(
             model,
             target=target,
-            shape=parse_shape(shape),
+            shape=parse_sizes(shape),
             inputs=read_npz(inputs) if inputs else None,
             pipeline=pipeline,
             budget_seconds=budget,

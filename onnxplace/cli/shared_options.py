@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial, wraps
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from onnxplace.cli.terminal import (
     print_text as print_text,
     show_progress as show_progress,
 )
-from onnxplace.errors import Diagnostic, FallbackWarning, UsageError, format_name, format_value
+from onnxplace.errors import NoteWarning, UsageError, format_name, format_value
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
@@ -107,22 +107,12 @@ def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
         with warnings.catch_warnings():
             # `note_left_out_copies` says so at the end.
             warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)
-            warnings.simplefilter("always", FallbackWarning)
-            warnings.showwarning = partial(_show_warning, warnings.showwarning)
             command(*arguments, session_options=session_options, **options)
 
     decorated: Callable[..., None] = run
     for option in reversed((runtime_option, _fallback_option, *_MPI_OPTIONS)):
         decorated = option(decorated)
     return decorated
-
-
-def _show_warning(show: Callable[..., None], warning: Warning | str, *details: Any) -> None:
-    """Show a warning as Python does, except for a note that a device was lost."""
-    if isinstance(warning, FallbackWarning):
-        print_notes([Diagnostic("X016", str(warning))])
-    else:
-        show(warning, *details)
 
 
 def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]:
@@ -217,16 +207,33 @@ def parse_shape(text: str) -> dict[str, int]:
     >>> parse_shape("batch=8, min(a, b)=2")
     {'batch': 8, 'min(a, b)': 2}
     """
-    sizes: dict[str, int] = {}
+    return {key: sizes[0] for key, sizes in parse_sizes(text, max_sizes=1).items()}
+
+
+def parse_sizes(text: str, max_sizes: int = 1024) -> dict[str, tuple[int, ...]]:
+    """Read `batch=1,4,8,seq=128`, where dimensions may have several sizes.
+
+    >>> parse_sizes("batch=1,4, seq=128")
+    {'batch': (1, 4), 'seq': (128,)}
+    """
+    sizes: dict[str, tuple[int, ...]] = {}
     for item in filter(None, (part.strip() for part in re.split(r",(?![^()]*\))", text))):
         key, _, size = item.rpartition("=")
         key, size = key.strip(), size.strip()
+        if (
+            sizes
+            and "=" not in item
+            and _SIZE.fullmatch(size)
+            and len(sizes[last := next(reversed(sizes))]) < max_sizes
+        ):
+            sizes[last] += (int(size),)
+            continue
         if not key or not _SIZE.fullmatch(size):
             hint = "write dimensions as batch=8,seq=128"
             raise UsageError("M022", f"not a dimension: {format_value(item)}", where="--shape", hint=hint)
         if key in sizes:
             raise UsageError("M022", f"dimension {key!r} is given twice", where="--shape", hint="give it once")
-        sizes[key] = int(size)
+        sizes[key] = (int(size),)
     return sizes
 
 
@@ -264,6 +271,23 @@ def print_notes(diagnostics: Sequence[Diagnostic]) -> None:
             print_text(text, err=True)
     if is_cut and is_terminal() and not is_verbose():
         print_hint("  more about notes: -v, or onnxplace explain CODE")
+
+
+@contextmanager
+def show_session_notes() -> Iterator[None]:
+    """Print the notes of sessions at work, which come as warnings, as notes."""
+    show = warnings.showwarning
+
+    def show_note(message: Warning | str, *others: Any, **options: Any) -> None:
+        if isinstance(message, NoteWarning):
+            print_notes([message.note])
+        else:
+            show(message, *others, **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", NoteWarning)
+        warnings.showwarning = show_note
+        yield
 
 
 def print_hint(text: str) -> None:

@@ -148,6 +148,13 @@ class DeviceKind(ABC):
         providers = [*own, "CPUExecutionProvider"]
         return import_onnxruntime().InferenceSession(model, options, providers=providers, enable_fallback=0)
 
+    def describe_compiler(self, address: DeviceAddress) -> str:
+        """Return all that a compiled model for a device depends on; empty if its provider writes none.
+
+        Such a model may be opened wherever the text is the same.
+        """
+        return ""
+
     def session_entries(self, address: DeviceAddress) -> dict[str, str]:
         """Return entries for the configuration of sessions on a device."""
         return {}

@@ -357,6 +357,17 @@ class ProviderKind(DeviceKind):
         # QNN's simulator adds and multiplies in float32, but Softmax and normalisation have errors of float16.
         return address.options.get("precision", find_record(self.family).computes_in.get(self.type, "float32"))
 
+    def describe_compiler(self, address: DeviceAddress) -> str:
+        """Return provider, hardware, ONNX Runtime, precision and options, if the provider writes compiled models."""
+        if self._is_built_in or not find_record(self.family).caches_contexts:
+            return ""
+        loaded = load_provider(self.family)
+        hardware = loaded.devices[self.type][address.index].device
+        options = {"precision": self.precision(address), **self._provider_options(address)}
+        software = f"{self.family} {loaded.version}, onnxruntime {import_onnxruntime().__version__}"
+        device = f"{self.describe(address.index)} ({hardware.vendor_id:x}:{hardware.device_id:x})"
+        return ", ".join([software, device, *(f"{key}={value}" for key, value in options.items())])
+
     def _provider_options(self, address: DeviceAddress) -> dict[str, str]:
         if self._is_built_in:
             return {"device_id": str(address.index)} if self.type == "gpu" else {}

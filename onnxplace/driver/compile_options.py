@@ -40,7 +40,7 @@ class CompileSettings:
     target: Target | str | Path | None = None
     machine: str | None = None
     max_memory: str | int | None = None
-    shape: Mapping[str, int] | None = None
+    shape: Mapping[str, int | Sequence[int]] | None = None
     inputs: Mapping[str, Array] | None = None
     state: StateRequest = ()
     llm: bool = False

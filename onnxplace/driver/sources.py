@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,7 @@ def bind_source(
     source: ModelSource,
     model: Model,
     *,
-    shape: Mapping[str, int] | None,
+    shape: Mapping[str, int | Sequence[int]] | None,
     inputs: Mapping[str, Any] | None,
     state: StateRequest,
     llm: bool,
@@ -126,12 +127,16 @@ def bind_source(
     Args:
         source: Where the model is from.
         model: The model.
-        shape: Sizes of symbolic dimensions that the user gave.
+        shape: Sizes of symbolic dimensions that the user gave; of several, costs are for the first.
         inputs: Samples, which determine all sizes.
         state: Carried states that the user gave.
         llm: Whether states and sizes of a decoder are recognised.
     """
-    given, notes = dict(shape or {}), source.diagnostics
+    several = {
+        name: tuple(size) if isinstance(size, list | tuple) and size else (size,)
+        for name, size in (shape or {}).items()
+    }
+    given, notes = {name: sizes[0] for name, sizes in several.items()}, source.diagnostics
     if llm:
         decoder = recognise_decoder(model, state, given)
         model, state, notes = decoder.model, decoder.states, (*notes, decoder.note)
@@ -141,4 +146,6 @@ def bind_source(
         text = ", ".join(f"{name}={size}" for name, size in assumed.items())
         notes += (Diagnostic("M003", f"sizes of its example inputs hold: {text}", hint="--shape gives others"),)
         given |= assumed
-    return bind_states(bind(model, given, inputs or {}), state), notes
+    others = [{**given, **dict(zip(several, sizes))} for sizes in list(product(*several.values()))[1:]]
+    other_sizes = tuple(bind(model, sizes, inputs or {}).dimensions for sizes in others)
+    return bind_states(replace(bind(model, given, inputs or {}), other_sizes=other_sizes), state), notes

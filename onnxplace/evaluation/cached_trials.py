@@ -91,7 +91,8 @@ def recall_trials(name: str, kind: type[AnyTrial], bundles: Sequence[Bundle]) ->
 def build_trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
     """Return the cache key of a trial: segments and their devices, machine, inputs."""
     manifest = bundle.manifest
-    run_files = {name: record for name, record in manifest.files.items() if name not in (COSTS_FILE, WHOLE_MODEL_FILE)}
+    unread = {COSTS_FILE, WHOLE_MODEL_FILE, *bundle.compiled_files}  # equal models may be compiled to other bytes
+    run_files = {name: record for name, record in manifest.files.items() if name not in unread}
     return measurement_cache.key(
         [
             *(measurement_cache.processor(), import_onnxruntime().__version__),

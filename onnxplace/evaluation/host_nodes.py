@@ -20,7 +20,9 @@ def report_host_nodes(bundle: Bundle) -> list[Diagnostic]:
         is_asked = device.compiles and device.options.get("fallback") != "true"
         if not (records and is_asked) or find_device_problem(device):
             continue
-        left = [node for record in records for node in _list_host_nodes(bundle, record.file, device)]
+        # With static shapes, one size stands for all: for none of them, the host computes the segment, which says so.
+        files = [item.file for record in records for item in (record.sized[:1] or [record])]
+        left = [node for file in files for node in _list_host_nodes(bundle, file, device)]
         if left:
             message = f"the host computes {format_count(len(left), 'node')} of its segments, such as {left[0]}"
             hint = f"measure the costs here; to allow it, and to count its time: {device.id}{{fallback=true}}"

@@ -318,7 +318,7 @@ def write_python_model(models: BundleModels, folder: Path, max_batch: int) -> No
 def copy_bundle(models: BundleModels, folder: Path) -> None:
     """Copy a bundle, and the weights files that it links to, with their times."""
     bundle = models.bundle
-    copies = {f"{BUNDLE_FOLDER}/{file}": bundle.file(file) for file in (MANIFEST_FILE, *models.manifest.files)}
+    copies = {f"{BUNDLE_FOLDER}/{file}": bundle.file(file) for file in (MANIFEST_FILE, *bundle.list_files(True))}
     copies |= {file: bundle.linked_file(file) for file in models.manifest.linked}
     for index, (destination, source) in enumerate(copies.items()):
         report_progress(index, len(copies))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from onnxplace.errors import format_count, format_name
+from onnxplace.errors import format_count, format_name, format_names
 from onnxplace.utils import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def compile_summary(bundle: Bundle) -> str:
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({transfer_size})",
             *_format_routes(manifest),
             *_format_steps(manifest),
+            *_format_openings(manifest),
             f"bundle: {bundle.path}",
         ]
     )
@@ -98,6 +99,17 @@ def _format_steps(manifest: Manifest) -> list[str]:
 
 # Routes of the summary; the manifest has all of them.
 MAX_LISTED_ROUTES = 8
+
+
+def _format_openings(manifest: Manifest) -> list[str]:
+    """Return a line with the times to open compiled models, if there are some."""
+    times = [
+        f"{item.source.removeprefix('segments/').removesuffix('.onnx')} "
+        f"{format_milliseconds(item.open_seconds)} ({format_milliseconds(item.compile_seconds)})"
+        for segment in manifest.segments
+        for item in segment.compiled
+    ]
+    return [f"opening compiled segments (compiling anew): {format_names(times, quoted=False)}"] if times else []
 
 
 def _format_routes(manifest: Manifest) -> list[str]:

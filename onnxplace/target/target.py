@@ -123,6 +123,11 @@ class Device:
         return find_kind(self.kind).is_host
 
     @property
+    def needs_static_shapes(self) -> bool:
+        """Return whether its sessions need the sizes of all inputs."""
+        return find_kind(self.kind).needs_static_shapes
+
+    @property
     def precision(self) -> str:
         """Return the least precise type in which it computes values of float32."""
         return find_kind(self.kind).precision(self.address)

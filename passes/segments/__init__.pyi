@@ -1,3 +1,4 @@
+from onnxplace.passes.segments.compile_segments import KnownValues as KnownValues
 from onnxplace.passes.segments.cut_segments import (
     cut_into_segments as cut_into_segments,
     describe_segments as describe_segments,

@@ -13,6 +13,7 @@ from onnxplace.bundle import (
     SCHEMA_VERSION,
     SEGMENTS_FOLDER,
     BatchingRecord,
+    CompiledRecord,
     DeviceRecord,
     DiagnosticRecord,
     FileRecord,
@@ -26,6 +27,7 @@ from onnxplace.bundle import (
     SegmentRecord,
     ShardedKindRecord,
     ShardingRecord,
+    SizedRecord,
     SplitStateRecord,
     StateRecord,
     Step,
@@ -64,6 +66,10 @@ class WrittenFiles:
     """Path -> record."""
     initial_states: Mapping[str, InitialRecord]
     """Where the initial value of a state is, by its input."""
+    sized: Sequence[tuple[SizedRecord, ...]]
+    """Per segment, its models for devices with static shapes."""
+    compiled: Sequence[tuple[CompiledRecord, ...]]
+    """Per segment, its compiled models."""
 
 
 def build_manifest(
@@ -103,7 +109,7 @@ def build_manifest(
         inputs=tuple(InputRecord(**asdict(declaration_of(value, model))) for value in model.inputs),
         outputs=_output_records(model),
         states=_state_records(state, written.initial_states),
-        segments=_segment_records(state, ids),
+        segments=_segment_records(state, ids, written),
         values=_value_records(state, ids, types),
         programs=_program_records(state, ids),
         routes=_route_records(state, ids),
@@ -208,7 +214,7 @@ def _package_versions() -> dict[str, str]:
     return versions
 
 
-def _segment_records(state: State, ids: Sequence[str]) -> tuple[SegmentRecord, ...]:
+def _segment_records(state: State, ids: Sequence[str], written: WrittenFiles) -> tuple[SegmentRecord, ...]:
     segments, simulation, graph = state[Segments].segments, state[Segments].simulation, state[Profile].graph
     segment_of = index_segments(segments, len(graph))
     coarse = graph.contract(segment_of)
@@ -226,6 +232,8 @@ def _segment_records(state: State, ids: Sequence[str]) -> tuple[SegmentRecord, .
             weights_bytes=int(weights_bytes[i]),
             workspace_bytes=int(coarse.workspace_bytes[i]),
             keeps_order=state[Model].keeps_order,
+            sized=written.sized[i],
+            compiled=written.compiled[i],
         )
         for i, (name, segment) in enumerate(zip(ids, segments))
     )

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnx import TensorProto, TypeProto, ValueInfoProto, helper
+from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper
 
 from onnxplace.bundle import (
     COSTS_FILE,
@@ -22,12 +22,16 @@ from onnxplace.bundle import (
     BatchingRecord,
     FileRecord,
     InitialRecord,
+    SizedRecord,
+    compute_sha256,
     describe_linked_file,
+    external_data_options,
 )
-from onnxplace.errors import ModelError
+from onnxplace.errors import Diagnostic, ModelError
 from onnxplace.facts import Recomputation, Segment, Segments, Shards
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.model import Model, WeightFile, find_scales_to_protect, parse_type, store_for_session
+from onnxplace.passes.segments.compile_segments import KnownValues, compile_segments, needs_sizes, specialise
 from onnxplace.passes.segments.fill_manifest import WrittenFiles, build_manifest
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -100,6 +104,11 @@ class _BundleFolder:
         (self.path / name).write_bytes(data)
         self.records[name] = FileRecord(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
 
+    def record(self, name: str) -> None:
+        """Record a file that something else wrote."""
+        path = self.path / name
+        self.records[name] = FileRecord(sha256=compute_sha256(path), bytes=path.stat().st_size)
+
 
 @dataclass(frozen=True)
 class WrittenWeights:
@@ -109,15 +118,24 @@ class WrittenWeights:
     """Whether it refers to weights files of the model."""
     copied: tuple[str, ...]
     """Parts of weights that were copied nevertheless: they are not contiguous in their file."""
+    notes: tuple[Diagnostic, ...] = ()
+    """Why segments have no compiled model."""
 
 
 def write_bundle_files(
-    state: State, path: Path, pipeline: str, costs: str, linkable_folder: Path | None, batching: BatchingRecord
+    state: State,
+    path: Path,
+    pipeline: str,
+    costs: str,
+    linkable_folder: Path | None,
+    batching: BatchingRecord,
+    sizes: Sequence[KnownValues],
 ) -> WrittenWeights:
     """Create and fill the folder of a bundle.
 
     `costs` is the text of its cost file, `batching` says whether requests can be joined. Weights files in
-    `linkable_folder` are referred to; without such a folder all weights are copied.
+    `linkable_folder` are referred to; without such a folder all weights are copied. `sizes` has what follows from each
+    compiled size, for devices that need static shapes.
     """
     path.mkdir()
     (path / SEGMENTS_FOLDER).mkdir()
@@ -125,23 +143,33 @@ def write_bundle_files(
     ids = name_segments(segments, state.target)
     crossing = {name for segment in segments for name in (*segment.inputs, *segment.outputs)}
     types = infer_boundary_types(model, crossing)
+    sized = [tuple[SizedRecord, ...]()] * len(segments)
     with WeightFile(path / SEGMENTS_FOLDER / WEIGHTS_FILE, WEIGHTS_FILE, linkable_folder) as weights:
         initial_states = store_initial_states(model, weights)
         protected_scales = find_scales_to_protect(model, [segment.nodes for segment in segments])
         for number, (segment, name, scales) in enumerate(zip(segments, ids, protected_scales)):
             report_progress(number, len(segments))
-            proto = _segment_bytes(model, segment, name, weights, types, scales, initial_states)
-            folder.write(f"{SEGMENTS_FOLDER}/{name}.onnx", proto)
+            proto = _segment_proto(model, segment, name, weights, types, scales, initial_states)
+            folder.write(f"{SEGMENTS_FOLDER}/{name}.onnx", proto.SerializeToString())
+            if needs_sizes(state, segment):
+                models = list(specialise(proto, f"{SEGMENTS_FOLDER}/{name}", sizes))
+                sized[number] = tuple(item for item, _ in models)
+                for item, data in models:
+                    folder.write(item.file, data)
         folder.write(WHOLE_MODEL_FILE, _whole_model(state, linkable_folder).whole_proto(weights).SerializeToString())
     record = FileRecord(sha256=weights.digest, bytes=weights.bytes_written)
     folder.records[f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"] = record
     folder.write(COSTS_FILE, costs.encode())
-    written = WrittenFiles(dict(sorted(folder.records.items())), initial_states)
+    entries = external_data_options(linkable_folder.resolve()) if linkable_folder and weights.linked else {}
+    compiled, notes = compile_segments(state, path, ids, sized, entries)
+    for file in (file for records in compiled for record in records for file in record.files):
+        folder.record(file)
+    written = WrittenFiles(dict(sorted(folder.records.items())), initial_states, sized, compiled)
     manifest = build_manifest(state, ids, types, written, pipeline, batching)
     linked = {location: describe_linked_file(file) for location, file in sorted(weights.linked.items())}
     text = manifest.model_copy(update={"linked": linked}).model_dump_json(indent=1)
     (path / MANIFEST_FILE).write_text(text, encoding="utf-8")
-    return WrittenWeights(bool(linked), tuple(weights.copied))
+    return WrittenWeights(bool(linked), tuple(weights.copied), tuple(notes))
 
 
 def _whole_model(state: State, linkable_folder: Path | None) -> Model:
@@ -170,7 +198,7 @@ def name_segments(segments: Sequence[Segment], target: Target) -> list[str]:
     return ids
 
 
-def _segment_bytes(
+def _segment_proto(
     model: Model,
     segment: Segment,
     name: str,
@@ -178,8 +206,8 @@ def _segment_bytes(
     types: Mapping[str, TypeProto],
     protected_scales: Collection[str],
     initial_states: Collection[str],
-) -> bytes:
-    """Return the ONNX file of a segment.
+) -> ModelProto:
+    """Return the model of a segment.
 
     Protected scales are inputs with a default value in it. Initial values of states are not: the runtime has them.
     """
@@ -194,4 +222,4 @@ def _segment_bytes(
         if tensor.name in protected_scales
     ]
     outputs = [ValueInfoProto(name=value, type=types[value]) for value in segment.outputs]
-    return model.proto(nodes, tensors, inputs, outputs, name=name).SerializeToString()
+    return model.proto(nodes, tensors, inputs, outputs, name=name)

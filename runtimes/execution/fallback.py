@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.devices import DeviceAddress
-from onnxplace.errors import ExecutionError, FallbackWarning, OnnxplaceError
+from onnxplace.errors import Diagnostic, ExecutionError, FallbackWarning, OnnxplaceError
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.ort import build_one_node_model
 from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice, open_routes
@@ -48,8 +48,8 @@ class Fallback:
         for route, part in zip(routes, opened):
             route.segments.update(part.segments)
         device.cores, device.kind, device.memory = stand_in.cores, stand_in.kind, stand_in.memory
-        message = f"{device.id}: {failure.message}; {self._device.id} runs its segments from now on"
-        call_guarded(warnings.warn, message, FallbackWarning)
+        message = f"{failure.message}; {self._device.id} runs its segments from now on"
+        call_guarded(warnings.warn, FallbackWarning(Diagnostic("X016", message, where=device.id)))
 
 
 def _is_usable(device: DeviceAddress) -> bool:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, SegmentRecord, list_routes
+from onnxplace.bundle import Bundle, SegmentRecord, SizedRecord, list_routes
 from onnxplace.devices import DeviceMemory, find_kind, import_memory, is_isolated
-from onnxplace.errors import BundleError, ModelError
+from onnxplace.errors import BundleError, Diagnostic, ModelError, NoteWarning, OnnxplaceError
 from onnxplace.machine import (
     assign_cores,
+    available_cores,
     is_absent,
     is_native_type,
     make_session_options,
@@ -21,9 +24,11 @@ from onnxplace.machine import (
     pin_thread,
     to_ort_value_if_possible,
     to_python,
+    uses_optimisations,
 )
 from onnxplace.runtimes.execution.host_memory import IsolatedMemory, return_freed_memory
 from onnxplace.target import Device
+from onnxplace.utils import call_guarded, format_milliseconds
 
 MAX_PATTERN_BYTES = 4 << 20
 
@@ -37,6 +42,26 @@ class PlacedDevice:
         self.kind = find_kind(device.kind)
         memory = IsolatedMemory if is_isolated(device.address) else import_memory(self.kind)
         self.memory: DeviceMemory = memory(device.address, cores)
+        self.slow_openings: list[tuple[str, float]] = []
+        """Why a segment was compiled anew although it has a compiled model, and the seconds to open it."""
+        self._has_warned = False
+
+    def report_host(self, message: str) -> None:
+        """Warn, once, that the host computes in the place of this device."""
+        if not self._has_warned:
+            hint = "compile for further sizes by --shape batch=1,4"
+            note = Diagnostic("F009", f"{message}; the host computes it", where=self.id, hint=hint)
+            call_guarded(warnings.warn, NoteWarning(note))
+        self._has_warned = True
+
+    def report_slow_openings(self) -> None:
+        """Warn, once for all segments, that compiled models were not used."""
+        if self.slow_openings:
+            seconds = format_milliseconds(sum(seconds for _, seconds in self.slow_openings))
+            message = f"{self.slow_openings[0][0]}; compiling anew took {seconds}"
+            self.slow_openings.clear()
+            note = Diagnostic("N012", message, where=self.id, hint="compile the model again on this machine")
+            call_guarded(warnings.warn, NoteWarning(note))
 
 
 def find_cores(devices: Iterable[Device]) -> dict[str, tuple[int, ...]]:
@@ -59,7 +84,7 @@ class OpenSegment:
         """Whether all inputs and outputs are tensors whose bytes ONNX Runtime owns."""
         self._maps = any("map(" in kind for kind in types)  # these exist only as Python objects
         self._native = device.kind.is_host and all(is_native_type(kind) for kind in types)
-        self._names = list(record.outputs)
+        self._inputs, self._names = record.inputs, list(record.outputs)
         self._leaving = leaving
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
@@ -71,14 +96,14 @@ class OpenSegment:
             options: ONNX Runtime's RunOptions.
         """
         if self._native:  # the cheapest call, with no more copies than the others
-            inputs = {name: values[name] for name in self.record.inputs if name in values}
+            inputs = {name: values[name] for name in self._inputs if name in values}
             for name, value in inputs.items():
                 if type(value) is not np.ndarray:
                     inputs[name] = to_python(value)
             values.update(zip(self._names, self._session.run(self._names, inputs, options)))
             return
         memory = self._device.memory
-        inputs = {name: values[name] for name in self.record.inputs if name in values}
+        inputs = {name: values[name] for name in self._inputs if name in values}
         if self.owns_buffers:
             outputs = memory.run(self._session, inputs, self._names, self._leaving, options)
         else:
@@ -97,12 +122,98 @@ class OpenSegment:
         return list(self._session.run_with_ort_values(self._names, feeds, options))
 
 
+class SizedSegment(OpenSegment):
+    """A segment on a device that needs static shapes: a session for each compiled size, and one on the host.
+
+    Args:
+        sessions: With the size of each.
+        open_host: Opens the session for other sizes, when the first request has them.
+    """
+
+    def __init__(
+        self,
+        record: SegmentRecord,
+        device: PlacedDevice,
+        leaving: Collection[str],
+        sessions: Sequence[tuple[SizedRecord, Any]],
+        open_host: Callable[[], Any],
+    ) -> None:
+        self._sessions, self._open_host = sessions, open_host
+        self._host = None if sessions else open_host()
+        super().__init__(record, self._host or sessions[0][1], device, leaving)
+
+    def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
+        """Compute the outputs with the session for the sizes of the inputs."""
+        for size, session in self._sessions:
+            if _has_size(size, values):
+                self._session, self._inputs = session, _list_inputs(self.record, size)
+                break
+        else:
+            self._host = self._host or self._open_host()
+            self._session, self._inputs = self._host, self.record.inputs
+            varying = dict.fromkeys(name for size, _ in self._sessions for name in size.shapes)
+            found = ", ".join(f"{name!r} {list(_shape_of(values[name]))}" for name in varying if name in values)
+            self._device.report_host(f"no session of segment {self.record.id} is for {found or 'these sizes'}")
+        super().run(values, kept_alive, options)
+
+
+def _list_inputs(record: SegmentRecord, size: SizedRecord) -> tuple[str, ...]:
+    """Return the inputs of a segment that are not constants in its model for a size."""
+    return tuple(name for name in record.inputs if name not in size.values)
+
+
+def _has_size(size: SizedRecord, values: Mapping[str, Any]) -> bool:
+    """Return whether the inputs of a segment are those that its model for a size is for."""
+    return all(name in values and _shape_of(values[name]) == shape for name, shape in size.shapes.items()) and all(
+        to_python(values[name]).tobytes().hex() == digits for name, digits in size.values.items()
+    )
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor in the host's memory."""
+    return tuple(value.shape if isinstance(value, np.ndarray) else value.shape())
+
+
 def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -> OpenSegment:
     """Open a segment on its device.
 
     Raises BundleError if its file changed since the compile or contradicts the manifest, and ModelError if ONNX Runtime
     refuses it although it did not change.
     """
+    leaving = _find_leaving(bundle, record)
+    if not device.kind.needs_static_shapes:
+        return OpenSegment(record, _open_fastest(bundle, record, device), device, leaving)
+    sessions = []
+    for size in record.sized:
+        sized = record.model_copy(update={"file": size.file, "inputs": _list_inputs(record, size)})
+        try:
+            sessions.append((size, _open_fastest(bundle, sized, device)))
+        except ModelError as problem:  # a provider may claim nodes and then fail to compile them
+            device.report_host(f"segment {record.id} cannot be opened on it: {problem.message}")
+    return SizedSegment(record, device, leaving, sessions, lambda: _open_on_host(bundle, record))
+
+
+def _open_fastest(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -> Any:
+    """Return the session of a segment on its device, from a compiled model if one was made for this device."""
+    address, reason = device.memory.address, ""
+    fitting = [item for item in record.compiled if item.source == record.file] if uses_optimisations() else []
+    made_for = device.kind.describe_compiler(address) if fitting else ""
+    for item in (item for item in fitting if item.made_for == made_for):
+        try:
+            bundle.check_files(*item.files, check="small")
+            return _open(bundle, record, item.files[0], device)
+        except OnnxplaceError as problem:
+            reason = f"its compiled model {item.files[0]} cannot be used: {problem.message}"
+    start = time.perf_counter()
+    session = _open(bundle, record, record.file, device)
+    if made_for:
+        reason = reason or f"its segments were compiled for {fitting[0].made_for}; here is {made_for}"
+        device.slow_openings.append((reason, time.perf_counter() - start))
+    return session
+
+
+def _open(bundle: Bundle, record: SegmentRecord, file: str, device: PlacedDevice) -> Any:
+    """Return a session of a segment, whose model is in `file`, on its device."""
     with pin_thread(device.cores):
         options = make_session_options(
             device.cores,
@@ -114,19 +225,27 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
         options.enable_mem_pattern = is_small and not record.keeps_order
         try:
             session = open_session(
-                bundle.file(record.file),
+                bundle.file(file),
                 options,
                 device.memory.address,
                 f"segment {record.id}",
                 device.memory.provider_options(),
             )
         except ModelError:
-            bundle.check_files(record.file)  # larger files were not hashed when the bundle was opened
+            bundle.check_files(file)  # larger files were not hashed when the bundle was opened
             raise
     _require_declared_interface(bundle, record, session)
     device.memory.adopt(session, f"segment {record.id}")
     return_freed_memory(record.weights_bytes)
-    return OpenSegment(record, session, device, _find_leaving(bundle, record))
+    return session
+
+
+def _open_on_host(bundle: Bundle, record: SegmentRecord) -> Any:
+    """Return a session of a segment on all cores, for any sizes."""
+    options = make_session_options(available_cores(), entries=bundle.session_entries, keeps_order=record.keeps_order)
+    session = open_session(bundle.file(record.file), options, where=f"segment {record.id}")
+    _require_declared_interface(bundle, record, session)
+    return session
 
 
 def _find_leaving(bundle: Bundle, record: SegmentRecord) -> frozenset[str]:
@@ -217,6 +336,8 @@ def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[Ope
             segments[record.id] = opened[record.id, device.id]
         programs = {device: home for home, device in route.devices.items()}
         routes.append(OpenRoute(index, route.devices, programs, segments, max(route.share, MIN_SHARE)))
+    for device in devices.values():
+        device.report_slow_openings()
     return routes
 
 

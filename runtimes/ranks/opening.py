@@ -160,7 +160,7 @@ def read_piece(bundle: Bundle, name: str, offset: int, length: int) -> bytes:
 def _is_here(bundle: Bundle) -> bool:
     """Return whether the bundle's files are here, all bytes as compiled."""
     try:
-        for name in bundle.manifest.files:
+        for name in bundle.list_files(with_compiled=True):
             _check_once(bundle, name)
     except (BundleError, OSError):
         return False

@@ -49,7 +49,9 @@ MAY_IMPORT = {
     "passes.placement.pipelining": "facts graph state training_roles",
     "passes.placement.exact": "graph passes.placement.search problem simulation utils",
     "passes.placement.stages": "graph problem simulation utils",
-    "passes.segments": "bundle errors facts graph machine model problem simulation state target training_roles utils",
+    "passes.segments": (
+        "bundle devices errors facts graph machine model problem simulation state target training_roles utils"
+    ),
     "passes.sharding": (
         "errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state target "
         "training_step utils"

@@ -1,0 +1,146 @@
+"""Fix the sizes of segments for devices that need static shapes, and let providers compile segments.
+
+ONNX Runtime writes a compiled model while it opens a segment on the device. So it is exactly what opening the segment
+would compile, and the time that it saves is measured. It is opened once, too: one that cannot be used is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from onnx import ModelProto, TensorProto, TypeProto, helper, numpy_helper
+
+from onnxplace.bundle import SEGMENTS_FOLDER, CompiledRecord, SizedRecord
+from onnxplace.devices import find_kind
+from onnxplace.errors import Diagnostic, OnnxplaceError
+from onnxplace.facts import Segment, Segments
+from onnxplace.machine import find_device_problem, make_session_options, open_session
+from onnxplace.model import Model, read_shape_entries
+from onnxplace.passes.segments.segment_predictions import list_device_maps
+from onnxplace.state import State
+from onnxplace.target import Device
+from onnxplace.utils import report_progress
+
+
+@dataclass(frozen=True)
+class KnownValues:
+    """What follows from the sizes of a model's inputs alone."""
+
+    shapes: Mapping[str, Sequence[int]]
+    """By value."""
+    values: Mapping[str, TensorProto]
+    """Small values, such as targets of Reshape, and constants."""
+
+
+def needs_sizes(state: State, segment: Segment) -> bool:
+    """Return whether a segment runs on a device that needs static shapes, on any route."""
+    return any(device.needs_static_shapes for device in _list_devices(state, segment))
+
+
+def _list_devices(state: State, segment: Segment) -> list[Device]:
+    devices = dict.fromkeys(int(route[segment.device]) for route in list_device_maps(state))
+    return [state.target.devices[index] for index in devices if index >= 0]
+
+
+def specialise(proto: ModelProto, stem: str, sizes: Iterable[KnownValues]) -> Iterator[tuple[SizedRecord, bytes]]:
+    """Yield a segment's models for each of the sizes that fix the shapes of all its inputs, each different one once.
+
+    Inputs whose values follow from the sizes are constants in it: providers take few nodes, such as Reshape, without.
+
+    Args:
+        proto: The segment.
+        stem: Path of its file in the bundle, without the ending.
+        sizes: What follows from each size.
+    """
+    contents = set[bytes]()
+    for known in sizes:
+        model, shapes, values = ModelProto(), dict[str, tuple[int, ...]](), dict[str, str]()
+        model.CopyFrom(proto)
+        optional = {tensor.name for tensor in proto.graph.initializer}
+        for item in (item for item in proto.graph.input if item.name not in optional):
+            if item.name in known.values:
+                model.graph.initializer.append(known.values[item.name])
+                model.graph.input.remove(item)
+                values[item.name] = numpy_helper.to_array(known.values[item.name]).tobytes().hex()
+            elif item.name in known.shapes and not is_static(item.type):
+                shapes[item.name] = tuple(known.shapes[item.name])
+                position = [value.name for value in model.graph.input].index(item.name)
+                kind = item.type.tensor_type.elem_type
+                model.graph.input[position].CopyFrom(helper.make_tensor_value_info(item.name, kind, shapes[item.name]))
+        data = model.SerializeToString()
+        if data not in contents and all(is_static(item.type) for item in model.graph.input):
+            ending = f".size{len(contents)}" if shapes or values else ""
+            yield SizedRecord(file=f"{stem}{ending}.onnx", shapes=shapes, values=values), data
+            contents.add(data)
+
+
+def is_static(value_type: TypeProto) -> bool:
+    """Return whether all sizes of a type are known; those of sequences do not matter."""
+    shape = read_shape_entries(value_type)
+    return not value_type.HasField("tensor_type") or (shape is not None and all(isinstance(n, int) for n in shape))
+
+
+def compile_segments(
+    state: State, folder: Path, ids: Sequence[str], sized: Sequence[Sequence[SizedRecord]], entries: Mapping[str, str]
+) -> tuple[list[tuple[CompiledRecord, ...]], list[Diagnostic]]:
+    """Write the compiled models of all segments for devices of this machine; return their records, and notes.
+
+    Args:
+        state: With Model and Segments.
+        folder: The bundle, with segments and weights.
+        ids: The name of each segment.
+        sized: Per segment, its models for devices with static shapes.
+        entries: Entries for the configuration of sessions.
+    """
+    records, notes = list[tuple[CompiledRecord, ...]](), list[Diagnostic]()
+    for number, (segment, name) in enumerate(zip(state[Segments].segments, ids)):
+        report_progress(number, len(ids))
+        compiled: dict[tuple[str, str], CompiledRecord] = {}
+        for device in _list_devices(state, segment):
+            kind = find_kind(device.kind)
+            if find_device_problem(device) or not (made_for := kind.describe_compiler(device.address)):
+                continue
+            files = [item.file for item in sized[number]]
+            sources = files if kind.needs_static_shapes else [f"{SEGMENTS_FOLDER}/{name}.onnx"]
+            for source in (item for item in sources if (item, made_for) not in compiled):  # by equal hardware
+                path = folder / SEGMENTS_FOLDER / f"{name}.{len(compiled)}.compiled.onnx"
+                try:
+                    seconds = _compile(folder / source, path, device, entries, state[Model].keeps_order)
+                except OnnxplaceError as problem:
+                    for file in path.parent.glob(f"{path.stem}*"):
+                        file.unlink()
+                    message = f"it has no compiled model: {problem.message}"
+                    notes.append(Diagnostic("N012", message, where=f"segment {name}, {device.id}"))
+                    continue
+                if not path.exists():  # its provider takes none of the nodes
+                    continue
+                written = [path, *sorted(set(path.parent.glob(f"{path.stem}*")) - {path})]
+                compiled[source, made_for] = CompiledRecord(
+                    source=source,
+                    files=tuple(f"{SEGMENTS_FOLDER}/{file.name}" for file in written),
+                    made_for=made_for,
+                    compile_seconds=seconds[0],
+                    open_seconds=seconds[1],
+                )
+        records.append(tuple(compiled.values()))
+    return records, notes
+
+
+def _compile(source: Path, path: Path, device: Device, entries: Mapping[str, str], keeps_order: bool) -> list[float]:
+    """Write a compiled model, if its provider takes a node, and open it; return the seconds of both.
+
+    Raises OnnxplaceError.
+    """
+    writing = {"ep.context_enable": "1", "ep.context_file_path": str(path), "ep.context_embed_mode": "0"}
+    sessions, times = [], [time.perf_counter()]
+    for model, more in ((source, writing), (path, {})):
+        if not model.exists():
+            break
+        options = make_session_options((), entries={**entries, **more}, keeps_order=keeps_order)
+        sessions.append(open_session(model, options, device.address, device.id))  # the last one ends its process
+        times.append(time.perf_counter())
+    return [after - before for before, after in pairwise(times)]
