@@ -16,7 +16,7 @@ from onnxplace.errors import OnnxplaceError, suggest_nearest
 CLASSES = {
     name: kind
     for name, kind in vars(errors).items()
-    if inspect.isclass(kind) and issubclass(kind, Exception) and kind.__module__ == errors.__name__
+    if inspect.isclass(kind) and issubclass(kind, OnnxplaceError) and kind.__module__ == errors.__name__
 }
 FOR_EVERY_CLASS = pytest.mark.parametrize("name", CLASSES)
 

@@ -49,7 +49,10 @@ def is_native_type(declared: str) -> bool:
 
 def is_native_array(value: Any) -> bool:
     """Return whether a value is an array of a type that numpy has."""
-    return isinstance(value, np.ndarray) and value.dtype.isbuiltin == 1 and value.dtype.kind in _NATIVE_KINDS
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in _NATIVE_KINDS:
+        return False
+    # One that was unpickled may not be numpy's own object for its type.
+    return value.dtype.isbuiltin != 2 and bool(value.dtype == np.dtype(value.dtype.type))
 
 
 def to_ort_value(array: Any, declared: str = "") -> Any:
@@ -118,7 +121,9 @@ def count_bytes(value: Any) -> int | None:
 
 def _tensor_to_array(value: Any) -> Array:
     if not needs_ort_value(value.data_type()):
-        return np.asarray(value.numpy())
+        # An OrtValue made of an array keeps it, and `numpy()` a view of it that does not.
+        given = getattr(value, "_numpy_obj", None)
+        return np.asarray(value.numpy() if given is None else given)
     from onnx import TensorProto, numpy_helper
 
     size = value.tensor_size_in_bytes()

@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +18,7 @@ from onnxplace.errors import ExecutionError, ModelError
 from onnxplace.machine import find_device_problem, make_session_options, open_session
 from onnxplace.machine.isolated_sessions import DeviceProcess
 from onnxplace.machine.ort_sessions import create_session_options, describe_session_options
-from onnxplace.machine.ort_values import to_ort_value, to_python
+from onnxplace.machine.ort_values import is_native_array, to_ort_value, to_python
 from onnxplace.target import Device
 from tests.support.fault_checks import wait_until
 from tests.support.faulty_plugin import install_faulty_kind
@@ -26,6 +27,7 @@ from tests.support.isolated import list_children
 ISOLATED = DeviceAddress("cpu", 0, options={"isolate": "true"})
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 NUMBERS = ["float", "float16", "double", "bool", *INTEGERS]
+NUMPY_NAMES = {"float": "float32", "double": "float64"}
 FOREIGN = {"bfloat16": "bfloat16", "float8e4m3fn": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
 
 
@@ -247,3 +249,19 @@ def test_a_process_that_does_not_answer_is_killed_with_an_interrupted_call(monke
     with pytest.raises(ExecutionError, match=r"X016.*it was killed, as a run did not end within 0.1 s"):
         session.run(None, {"x": np.zeros(1, np.float32)})
     assert not process.is_running()
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_results_of_the_process_are_of_numpy_s_own_types(open_identity, kind):
+    (result,) = open_identity(kind).run(["y"], {"x": np.ones(3, NUMPY_NAMES.get(kind, kind))})
+    assert is_native_array(result)
+
+
+def test_an_array_that_became_an_ort_value_outlives_it():
+    array = np.random.default_rng(0).random(1 << 16, dtype=np.float32)
+    reference, copy = weakref.ref(array), array.copy()
+    result = to_python(to_ort_value(array))
+    del array
+    gc.collect()
+    assert reference() is not None, "the result would read freed memory"
+    np.testing.assert_array_equal(result, copy)

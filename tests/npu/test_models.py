@@ -6,8 +6,8 @@ from pathlib import Path
 import onnx
 import pytest
 
+import models
 import onnxplace
-from examples import models
 from tests.support.commands import only_json
 from tests.support.npu_models import NPU, quantised_mobilenet, scale_costs
 

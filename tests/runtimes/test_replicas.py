@@ -64,12 +64,12 @@ def test_the_first_copy_of_a_bundle_with_hosts_takes_those_and_the_others_take_f
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
-        ("", "error[K001] --hosts: 2 copies of the bundle need a host with 2 slots each, got no list of hosts"),
+        ("", "error[K001] `hosts`: 2 copies of the bundle need a host with 2 slots each, got no list of hosts"),
         (
             "localhost:3",
-            "error[K001] --hosts: 2 copies of the bundle need a host with 2 slots each, got localhost:3, w",
+            "error[K001] `hosts`: 2 copies of the bundle need a host with 2 slots each, got localhost:3, w",
         ),
-        ("a,b:1", "error[K001] --hosts: 2 copies of the bundle need a host with 2 slots each, got a,b:1, where 1 of"),
+        ("a,b:1", "error[K001] `hosts`: 2 copies of the bundle need a host with 2 slots each, got a,b:1, where 1 of"),
     ],
 )
 def test_too_few_hosts_are_refused_before_any_process_starts(bundle, hosts, message):

@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
+import models
 import onnxplace
-from examples import models
 from tests.support.commands import only_json, run_unsplit
 from tests.support.fault_checks import HUNG_SECONDS
 from tests.support.npu_models import NPU, fixed_branches, quantised_mobilenet
