@@ -12,12 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from onnxplace.devices import DeviceAddress
+from onnxplace.devices import ISOLATE, DeviceAddress, find_kind, is_isolated
 from onnxplace.errors import Diagnostic, OnnxplaceError, format_count
 from onnxplace.facts import REFUSED_SECONDS, is_refused
 from onnxplace.graph import Bools, Floats, Ints, OpGraph
@@ -51,6 +51,8 @@ class RunMeasurer:
     options: MeasurementOptions
     weights: Floats
     """Per node, its part of the time of its run: its estimated seconds."""
+    _kept: list[Any] = field(default_factory=list)
+    """The last session, which keeps the device's process from ending before the next one is open."""
 
     def measure(self, feeds: Mapping[str, Any]) -> tuple[Measurement, list[Diagnostic]]:
         """Return the time of each node, `REFUSED_SECONDS` where the device does not take it, with a note.
@@ -127,12 +129,20 @@ class RunMeasurer:
 
     @contextmanager
     def _open(self, part: Model, device: DeviceAddress, level: Any) -> Iterator[Any]:
-        """Open a session while inside, which records which nodes its provider takes."""
+        """Open a session while inside, which records which nodes its provider takes.
+
+        Those of the device are in a process of their own, since compilers may crash on nodes that they claim.
+        """
+        if not find_kind(device.kind).is_host:
+            device = replace(device, options={**device.options, ISOLATE: "true"})
         with temporary_folder() as folder, pin_thread(self.options.cores):
             source, entries = store_for_session(part, folder)
             entries = {**entries, "session.record_ep_graph_assignment_info": "1"}
             options = make_session_options(self.options.cores, level, entries)
-            yield open_session(source, options, device, self.model.name)
+            session = open_session(source, options, device, self.model.name)
+            if is_isolated(device):
+                self._kept[:] = [session]
+            yield session
 
     def _compute_inputs(self, runs: Sequence[Ints], feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that enter runs, computed on the CPU, and the inputs of the model."""
