@@ -100,7 +100,9 @@ SETUPS: Mapping[str, Setup] = {
             "cuda:0,cuda:1,cpu:0": "cpu:0,cpu:1,cpu:2",
         },
     ),
-    "docs/faults.md": setup(replaced={"benchmarks/": f"{ROOT}/benchmarks/", "--seconds 600": "--seconds 5"}),
+    "docs/faults.md": setup(
+        "model.onnx", replaced={"benchmarks/": f"{ROOT}/benchmarks/", "--seconds 600": "--seconds 5"}
+    ),
     "docs/hosts-first-steps.md": setup(
         *("fixed/model.onnx", "model.bundle"),
         prelude=TOKENS,
