@@ -91,7 +91,8 @@ def _coarsen_once(fine: PlacementProblem, max_seconds: float) -> Level:
     pin = fine.pinned[fine.group].astype(np.int32)
     parent, load, nodes = np.arange(count, dtype=np.int32), fine.seconds.min(axis=0), np.arange(count, dtype=np.int32)
     # Groups of the finer problem stay together, whatever they weigh; then edges join up to the limit.
-    taken_by = np.unique(fine.refused, axis=1, return_inverse=True)[1].astype(np.int32)
+    # numpy 2.0 gives the inverse two dimensions.
+    taken_by = np.unique(fine.refused, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int32)
     join_light_groups(parent, pin, taken_by, load, first_equal(fine.group).astype(np.int32), nodes, np.inf)
     inner = graph.producer[graph.inputs.items] >= 0
     value, reader = graph.inputs.items[inner], graph.inputs.rows[inner]
