@@ -321,19 +321,7 @@ def open_session(
     where: str = "",
     provider_options: Mapping[str, str] | None = None,
 ) -> Any:
-    """Open a session for a model on a device, in this process.
-
-    Args:
-        model: Path or bytes of an ONNX model.
-        options: As `make_session_options` returns them.
-        device: By default the CPU.
-        where: Place for error messages; by default the path.
-        provider_options: More options of the device's execution providers.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-        ExecutionError: ONNX Runtime falls back to another device, or has no space to write.
-    """
+    """Open a session in this process; arguments and errors are those of `open_session` in isolated_sessions.py."""
     kind = find_kind(device.kind)
     for key, value in kind.session_entries(device).items():
         options.add_session_config_entry(key, value)

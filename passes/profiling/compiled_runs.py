@@ -95,10 +95,10 @@ class RunMeasurer:
         unit = join_quantised_units(self.model, np.arange(len(self.graph), dtype=np.int32))
         units = list(dict.fromkeys(unit[self.graph.order].tolist()))
         kind = {name: self.kinds[unit == name].tobytes() for name in units}
-        names, problems, values, opening = frozenset[str](), list[str](), feeds, 0
+        names, problems, values, openable = frozenset[str](), list[str](), feeds, 0
         count = len(units)
         while units:
-            # The first `opening` units open together, more than `failing` do not.
+            # The first `openable` units open together, the first `failing` do not.
             try:
                 taken = self._list_taken(np.flatnonzero(np.isin(unit, units[:count])).astype(np.int32), values)
             except OnnxplaceError as problem:
@@ -106,18 +106,18 @@ class RunMeasurer:
                     values = self._compute_inputs(list(np.arange(len(self.graph), dtype=np.int32)[:, None]), feeds)
                 failing, message = count, problem.message
             else:
-                opening = count
+                openable = count
                 if count == len(units):
                     names = taken
                     break
-            if failing - opening == 1:
+            if failing - openable == 1:
                 problems.append(message)
                 culprit = kind[units[failing - 1]]
-                opening = sum(kind[name] != culprit for name in units[:opening])
+                openable = sum(kind[name] != culprit for name in units[:openable])
                 units = [name for name in units if kind[name] != culprit]
                 count = len(units)
             else:
-                count = (opening + failing) // 2
+                count = (openable + failing) // 2
         refused = np.bincount(unit, [name not in names for name in self.graph.names]) > 0
         return ~refused[unit], problems
 

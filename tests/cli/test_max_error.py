@@ -13,7 +13,7 @@ from onnxplace.evaluation import run_trials
 from tests.conftest import FAST_PIPELINE
 from tests.support.bad_input import SHAPE
 from tests.support.commands import only_json
-from tests.support.half_device import half_kind
+from tests.support.half_device import half_kind as half_kind
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
 DEVICES = ("--devices", "half:0,cpu:0")
@@ -26,12 +26,6 @@ CANCELLING = """<ir_version: 8, opset_import: ["": 17]> cancelling (float[4, 64]
     [right] b = MatMul(x, w)
     [difference] y = Sub(a, b)
 }"""
-
-
-@pytest.fixture(autouse=True)
-def half():
-    with half_kind():
-        yield
 
 
 @pytest.fixture

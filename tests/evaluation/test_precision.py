@@ -8,13 +8,7 @@ from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.evaluation import find_bundle_lineages, list_precisions
 from onnxplace.evaluation.compare import compare_output
 from tests.conftest import FAST_PIPELINE
-from tests.support.half_device import Half, half_kind
-
-
-@pytest.fixture(autouse=True)
-def half():
-    with half_kind():
-        yield
+from tests.support.half_device import Half, half_kind as half_kind
 
 
 @pytest.fixture

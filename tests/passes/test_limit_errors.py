@@ -12,15 +12,9 @@ from onnxplace.pipeline import Pipeline, make_pass
 from onnxplace.state import State
 from onnxplace.target import Device, Target
 from tests.conftest import branches
-from tests.support.half_device import half_kind
+from tests.support.half_device import half_kind as half_kind
 
 PROFILE = "optimize,profile{estimate=true}"
-
-
-@pytest.fixture(autouse=True)
-def half():
-    with half_kind():
-        yield
 
 
 def limit(maximum, devices="half:0,cpu:0", target=None):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 
 from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, ProviderLock, kind_table
 from onnxplace.machine import to_python
@@ -64,9 +64,9 @@ class HalfMemory(HostMemory):
         return results
 
 
-@contextmanager
+@pytest.fixture(autouse=True)
 def half_kind() -> Iterator[None]:
-    """Let `half:0` be a device of this machine."""
+    """Let `half:0` be a device of this machine, for the tests of modules that import this."""
     kind_table.BUILTIN_KINDS["half"] = f"{__name__}:Half"
     kind_table.find_kind.cache_clear()
     try:

@@ -10,7 +10,7 @@ from onnxplace.machine import local_target
 from onnxplace.model import RANDOM_OPERATORS, bind, build_op_graph, infer_static_shapes, load, value_bytes
 from onnxplace.passes.profiling import choose_refused, measure_errors, node_errors
 from onnxplace.utils import relative_error
-from tests.support.half_device import half_kind
+from tests.support.half_device import half_kind as half_kind
 from tests.support.random_models import RandomModel, random_models, reference
 
 HALF_ROUND_OFF = 2.0**-11
@@ -21,12 +21,6 @@ TOWER = """<ir_version: 8, opset_import: ["": 17]> tower (float[4, 64] x) => (fl
     [second] y = MatMul(b, w)
     [choice] i = ArgMax<axis = 1, keepdims = 0>(y)
 }"""
-
-
-@pytest.fixture(autouse=True)
-def half():
-    with half_kind():
-        yield
 
 
 @pytest.fixture
