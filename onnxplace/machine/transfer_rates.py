@@ -92,11 +92,10 @@ def _copy(device: Device) -> float:
     else:
         from onnx import parser
 
-        text = f"""<ir_version: 8, opset_import: ["": 17]> upload (float[{values.size}] x) => (float[1] y) {{
-            i = Constant <value = int64[1] {{0}}> ()
-            y = Gather (x, i)
-        }}"""
-        session = open_session(parser.parse_model(text).SerializeToString(), make_session_options(()), device.address)
+        nodes = "{ i = Constant <value = int64[1] {0}> () y = Gather (x, i) }"
+        graph = f"upload (float[{values.size}] x) => (float[1] y) {nodes}"
+        model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {graph}').SerializeToString()
+        session = open_session(model, make_session_options(()), device.address)
         copy = partial(session.run, None, {"x": values})
     copy()
     return COPY_BYTES / RepeatPolicy(COPIES, 0.0, 0.0).run(copy, pool=False)[0].seconds

@@ -28,11 +28,12 @@ from pydantic import TypeAdapter
 
 from onnxplace.devices import find_kind
 from onnxplace.errors import OnnxplaceError
-from onnxplace.facts import Profile, Source, is_refused
+from onnxplace.facts import Profile, Source
 from onnxplace.feeds import Declared, random_feeds
 from onnxplace.graph import Csr, Floats, Ints
 from onnxplace.machine import (
     RepeatPolicy,
+    Runs,
     available_cores,
     find_measurement_obstacle,
     list_operator_libraries,
@@ -53,7 +54,7 @@ from onnxplace.utils import progress_part, temporary_folder
 MIN_STREAMED_BYTES = 1 << 20
 """Smaller weights stay on their devices: each input of a segment takes time as well."""
 # Turns of both sessions: until a time is over, but not fewer and not more than these.
-TURN_SECONDS, MIN_TURNS, MAX_TURNS = 0.3, 3, 30
+TURN_SECONDS, MIN_TURNS, MAX_TURNS = 0.3, 5, 30
 # Written before each run: of a model that is larger than memory, no weight is still in a cache from the step before.
 CACHED_BYTES = 64 << 20
 # What the CPU's provider takes to unpack one byte of a weight of a quantised kernel, which it does in each run unless
@@ -98,10 +99,8 @@ def measure_streamed(
     chosen = [unit for unit in chosen if units.list_weights(unit)]
     classes, factors = {device.cost_class: device for device in devices}, dict[str, Floats]()
     for number, (cost_class, device) in enumerate(classes.items()):
-        factors[cost_class] = np.ones(len(profile.graph))
         with progress_part(number, len(classes)):
-            for unit, factor in zip(chosen, units.find_factors(chosen, device, cache)):
-                factors[cost_class][unit] = factor
+            factors[cost_class] = units.find_factors(chosen, device, cache)
     return factors
 
 
@@ -124,33 +123,29 @@ class _StreamedUnits:
         weights = dict.fromkeys(weight for node in unit for weight in graph.weights[node].tolist())
         return [graph.weight_names[item] for item in weights if graph.weight_bytes[item] >= MIN_STREAMED_BYTES]
 
-    def find_factors(self, units: Sequence[Ints], device: Device, cache: bool) -> list[float]:
-        """Return the factor of each unit on a class of device."""
-        key, is_here = _make_key(device), find_measurement_obstacle(device) is None
-        known = _read_factors(key) if cache else {}
-        count, factors = len(known), list[float]()
+    def find_factors(self, units: Sequence[Ints], device: Device, cache: bool) -> Floats:
+        """Return, per node, the factor of its unit on a class of device, for some units."""
+        key, factors = _make_key(device), np.ones(len(self.profile.graph))
+        known: dict[str, float | None] = {**_read_factors(key)} if cache else {}
+        count, is_here = len(known), find_measurement_obstacle(device) is None
         for number, unit in enumerate(units):
             with progress_part(number, len(units)):
-                factors.append(self._find_factor(unit, device, known if is_here else None))
+                factors[unit] = self._find_factor(unit, device, known if is_here else None)
         if cache and len(known) > count:
             with suppress(ValueError):  # a cache that cannot be written only costs time
-                measurement_cache.write(key, {"factors": known})
+                sure = {equal: factor for equal, factor in known.items() if factor is not None}
+                measurement_cache.write(key, {"factors": sure})
         return factors
 
     def _find_factor(self, unit: Ints, device: Device, known: dict[str, float | None] | None) -> float:
         """Return the factor of a unit, of which `known` takes those that are measured; None if the device is not here.
 
-        A factor in `known` is None if even constants are refused.
+        A factor in `known` is None if the unit cannot be run by itself.
         """
         if device.compiles or not self._list_entering(unit):
             return math.inf
-        is_estimated = (self.profile.sources[device.cost_class][unit] == Source.ESTIMATED).any()
         factor = None
-        if (
-            known is not None
-            and not is_estimated
-            and not is_refused(self.profile.seconds[device.cost_class][unit]).any()
-        ):
+        if known is not None and (self.profile.sources[device.cost_class][unit] != Source.ESTIMATED).all():
             equal = self._describe(unit)
             if equal not in known:
                 known[equal] = self._measure(unit, device)
@@ -175,10 +170,8 @@ class _StreamedUnits:
     def _estimate(self, unit: Ints, device: Device) -> float:
         graph, seconds = self.profile.graph, float(self.profile.seconds[device.cost_class][unit].sum())
         rates = UNPACKING_SECONDS_PER_BYTE if device.is_host else {}
-        unpacking = sum(
-            rates.get(graph.ops[node], 0.0) * float(graph.weight_bytes[graph.weights[node]].max(initial=0))
-            for node in unit.tolist()
-        )
+        largest_bytes = [float(graph.weight_bytes[graph.weights[node]].max(initial=0)) for node in unit]
+        unpacking = sum(rates.get(graph.ops[node], 0.0) * size for node, size in zip(unit.tolist(), largest_bytes))
         return 1 + unpacking / seconds if seconds > 0 else 1.0
 
     def _measure(self, unit: Ints, device: Device) -> float | None:
@@ -208,7 +201,7 @@ def _move_weights(model: Model, folder: Path) -> Model:
 
 
 def _compare(models: Sequence[Model], feeds: Mapping[str, Any], device: Device, folder: Path) -> float | None:
-    """Return the time of the second of two models over that of the first, in the median of turns.
+    """Return the time of the second of two models over that of the first.
 
     It is infinite if the second cannot be run, None if the first cannot.
     """
@@ -222,15 +215,15 @@ def _compare(models: Sequence[Model], feeds: Mapping[str, Any], device: Device, 
                 runs[-1]()
             except OnnxplaceError:
                 return None if model is models[0] else math.inf
-        policy, began, ratios = RepeatPolicy(1, 0.0, 0.0), time.perf_counter(), list[float]()
+        policy, began, turns = RepeatPolicy(1, 0.0, 0.0), time.perf_counter(), list[list[Runs]]()
         cached = np.empty(CACHED_BYTES, dtype=np.uint8)
-        while len(ratios) < MIN_TURNS or (len(ratios) < MAX_TURNS and time.perf_counter() - began < TURN_SECONDS):
-            seconds = []
+        while len(turns) < MIN_TURNS or (len(turns) < MAX_TURNS and time.perf_counter() - began < TURN_SECONDS):
+            turns.append([])
             for run in runs:
-                cached.fill(len(ratios))
-                seconds.append(policy.run(run, pool=len(cores) > 1)[0].seconds)
-            ratios.append(seconds[1] / seconds[0])
-    return float(np.median(ratios))
+                cached.fill(len(turns))
+                turns[-1].append(policy.run(run, pool=len(cores) > 1)[0])
+    constant, streamed = (Runs.join(of_model).seconds for of_model in zip(*turns))
+    return streamed / constant
 
 
 def _make_key(device: Device) -> str:
@@ -241,9 +234,9 @@ def _make_key(device: Device) -> str:
     return measurement_cache.key(["streamed", device.cost_class, hardware, *versions])
 
 
-def _read_factors(key: str) -> dict[str, float | None]:
+def _read_factors(key: str) -> dict[str, float]:
     """Return the factors that are stored under a key, by unit; none if they are damaged."""
-    with suppress(ValueError):  # a damaged file is removed
+    with suppress(ValueError):
         entry = measurement_cache.read(key) or {}
-        return TypeAdapter(dict[str, Annotated[float, Ge(0)] | None]).validate_python(entry.get("factors", {}))
+        return TypeAdapter(dict[str, Annotated[float, Ge(0)]]).validate_python(entry.get("factors", {}))
     return {}
