@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "problem": "errors facts graph simulation state target",
     "cost_graph": "errors facts graph state target utils",
     # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
-    "passes.profiling": "devices errors facts graph machine model ort target utils",
+    "passes.profiling": "devices errors facts feeds graph machine model ort target utils",
     "passes.cost_files": "errors facts model passes.profiling target utils",
     "passes.step_recognition": "errors graph model training_roles training_step utils",
     "passes.placement.grouping": "errors facts graph model passes.step_recognition problem state target utils",
