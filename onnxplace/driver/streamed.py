@@ -10,7 +10,7 @@ import numpy as np
 from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, predict
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Placement, Profile, Streaming
-from onnxplace.passes.streaming import MIN_STREAMED_BYTES
+from onnxplace.passes.profiling import MIN_STREAMED_BYTES
 from onnxplace.pipeline import OBJECTIVES
 from onnxplace.problem import fits_single_device, placement_problem, predict_waiting_seconds
 from onnxplace.utils import format_bytes, format_time
