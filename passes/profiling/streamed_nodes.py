@@ -164,8 +164,8 @@ class _StreamedUnits:
     def _estimate(self, unit: Ints, device: Device) -> float:
         graph, seconds = self.profile.graph, float(self.profile.seconds[device.cost_class][unit].sum())
         rates = UNPACKING_SECONDS_PER_BYTE if device.is_host else {}
-        largest_bytes = [float(graph.weight_bytes[graph.weights[node]].max(initial=0)) for node in unit]
-        unpacking = sum(rates.get(graph.ops[node], 0.0) * size for node, size in zip(unit.tolist(), largest_bytes))
+        sizes = [int(graph.weight_bytes[graph.weights[node]].max(initial=0)) for node in unit]
+        unpacking = sum(rates.get(graph.ops[node], 0.0) * size for node, size in zip(unit, sizes))
         return 1 + unpacking / seconds if seconds > 0 else 1.0
 
     def _measure(self, unit: Ints, device: Device) -> float | None:
