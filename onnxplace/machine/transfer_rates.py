@@ -70,8 +70,8 @@ def find_host_rate(target: Target, device: Device) -> float:
     machine, where the runtime copies as it is measured here: in the host's memory, and to devices that only sessions
     reach. Then what is published of PCIe for the device's model, then the default of links with such devices.
     """
-    hosts = [item.id for item in target.devices if item.is_host and item.host == device.host]
-    pairs = {(host, device.id) for host in hosts}.difference(target.list_assumed_links())
+    pairs = {(item.id, device.id) for item in target.devices if item.is_host and item.host == device.host}
+    pairs -= set(target.list_assumed_links())
     links = [link for link in target.with_all_links().links if (link.source, link.destination) in pairs]
     if links:
         return max(link.bytes_per_second for link in links)

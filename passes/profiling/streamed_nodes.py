@@ -92,8 +92,8 @@ def measure_streamed(
     """
     units = _StreamedUnits(model, profile, shapes, types, fingerprints(model, shapes))
     members = Csr.grouped(profile.unit, np.arange(len(profile.unit), dtype=np.int32), len(profile.unit))
-    wanted = [members[unit] for unit in dict.fromkeys(profile.unit[list(nodes)].tolist())]
-    chosen = [unit for unit in wanted if units.list_weights(unit)]
+    wanted = dict.fromkeys(profile.unit[list(nodes)].tolist())
+    chosen = [members[unit] for unit in wanted if units.list_weights(members[unit])]
     classes, factors = {device.cost_class: device for device in devices}, dict[str, Floats]()
     for number, (cost_class, device) in enumerate(classes.items()):
         with progress_part(number, len(classes)):
