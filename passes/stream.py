@@ -19,8 +19,8 @@ from onnxplace.facts import (
 )
 from onnxplace.graph import Csr, OpGraph
 from onnxplace.model import Model
-from onnxplace.passes.segments import PAGE_BYTES
 from onnxplace.problem import commit_placement, out_of_memory_error, placement_problem
+from onnxplace.simulation import PAGE_BYTES
 from onnxplace.state import Pass, State
 from onnxplace.target import parse_bytes
 

@@ -8,9 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.bundle.bundle_routes import list_route_devices, list_routes
-from onnxplace.bundle.manifest import Manifest
-from onnxplace.graph import Csr, Floats, OpGraph
-from onnxplace.simulation import Simulation, predict_python_seconds, simulate, steady_state_loads
+from onnxplace.bundle.manifest import Manifest, RouteRecord
+from onnxplace.graph import Csr, Floats, Longs, OpGraph
+from onnxplace.simulation import (
+    Simulation,
+    WeightStream,
+    find_distances,
+    measure_block,
+    predict_python_seconds,
+    simulate,
+    simulate_settled,
+    steady_state_loads,
+)
 
 # ---------------------------------------------------------------------------------------------------------- one request
 
@@ -40,14 +49,48 @@ def build_segment_graph(manifest: Manifest) -> OpGraph:
 def simulate_manifest(manifest: Manifest) -> Simulation:
     """Run a bundle's segments in simulated time.
 
-    The segments' seconds include the slowdown by other busy devices. The simulation leaves out the time of a request
-    before the first segment and after the last.
+    The segments' seconds include the slowdown by other busy devices, but no waiting for weights, which is simulated:
+    the step follows many others. The simulation leaves out the time of a request before the first segment and after the
+    last.
     """
     target = manifest.target.target()
     device = np.array([target.position(segment.device) for segment in manifest.segments], dtype=np.int32)
+    order = np.arange(len(device), dtype=np.int32)
     segment_seconds = np.array([segment.seconds for segment in manifest.segments], dtype=np.float64)
     seconds = np.broadcast_to(segment_seconds, (len(target.devices), len(segment_seconds)))
-    return simulate(build_segment_graph(manifest), seconds, target, device, np.arange(len(device), dtype=np.int32))
+    graph, load_seconds = build_segment_graph(manifest), list_load_seconds(manifest, list_routes(manifest)[0])
+    stream = WeightStream.of(load_seconds, _find_distances(manifest), device, order, len(target.devices))
+    return simulate_settled(
+        lambda stream: simulate(graph, seconds, target, device, order, stream=stream), stream, device
+    )
+
+
+def predict_weight_wait_seconds(manifest: Manifest) -> float:
+    """Return the part of a step in which it waits for weights that stream."""
+    if not manifest.streams:
+        return 0.0
+    resident = manifest.model_copy(update={"streams": ()})
+    return simulate_manifest(manifest).makespan_seconds - simulate_manifest(resident).makespan_seconds
+
+
+def list_load_seconds(manifest: Manifest, route: RouteRecord) -> Floats:
+    """Return, per segment, the time in which its weights that stream come to its device of a route, without waits."""
+    streams = {stream.device: stream for stream in manifest.streams}
+    seconds = np.zeros(len(manifest.segments))
+    for index, segment in enumerate(manifest.segments):
+        if stream := streams.get(route.devices[segment.device]):
+            weights = [manifest.streamed[name] for name in segment.streamed]
+            seconds[index] = sum(measure_block([item.bytes]) / stream.bytes_per_second[item.home] for item in weights)
+    return seconds
+
+
+def _find_distances(manifest: Manifest) -> Longs:
+    """Return what `find_distances` does, for the bundle's segments."""
+    sizes = [measure_block(manifest.streamed[name].bytes for name in item.streamed) for item in manifest.segments]
+    names = [device.id for device in manifest.target.devices]
+    pools = {names.index(stream.device): stream.pool_bytes for stream in manifest.streams}
+    device = np.array([names.index(segment.device) for segment in manifest.segments], dtype=np.int32)
+    return find_distances(np.array(sizes, dtype=np.int64), pools, device, np.arange(len(device), dtype=np.int32))
 
 
 def predict_interval_seconds(manifest: Manifest) -> float:
@@ -55,7 +98,7 @@ def predict_interval_seconds(manifest: Manifest) -> float:
 
     Requests divide over routes by their shares. The segments' times include the slowdown by devices that are busy with
     the same request, not by those that are busy with others. Python does its part of one request after the other, so
-    the time is at least `predict_serial_seconds`.
+    the time is at least `predict_serial_seconds`. A device's weights come for one request after the other.
     """
     target, graph, routes = manifest.target.target(), build_segment_graph(manifest), list_routes(manifest)
     loads = []
@@ -64,9 +107,13 @@ def predict_interval_seconds(manifest: Manifest) -> float:
         seconds = np.array([route.seconds[segment.id] for segment in manifest.segments])
         device = np.array(home, dtype=np.int32)
         table = np.broadcast_to(seconds, (len(target.devices), len(seconds)))
-        loads.append(steady_state_loads(graph, table, target, device).by_resource)
+        streamed = np.bincount(device, list_load_seconds(manifest, route), len(target.devices))
+        loads.append({**steady_state_loads(graph, table, target, device).by_resource, "reads weights": streamed})
     totals = [sum(route.share * load[kind] for route, load in zip(routes, loads)) for kind in loads[0]]
-    return max(float(max(np.max(total) for total in totals)), predict_serial_seconds(manifest))
+    bounds = [float(max(np.max(total) for total in totals)), predict_serial_seconds(manifest)]
+    if manifest.streams and len(list_route_devices(manifest)) == 1:  # nothing overlaps with its waits for weights
+        bounds.append(simulate_manifest(manifest).makespan_seconds)
+    return max(bounds)
 
 
 def predict_serial_seconds(manifest: Manifest) -> float:
@@ -110,6 +157,15 @@ class SimulatedTransfer:
 
 
 @dataclass(frozen=True)
+class SimulatedLoad:
+    """The weights of a segment that stream, on their way to its device."""
+
+    segment: str
+    start_seconds: float
+    finish_seconds: float
+
+
+@dataclass(frozen=True)
 class SimulatedRequest:
     """The simulated time of one request, on the same clock as its submission."""
 
@@ -117,6 +173,8 @@ class SimulatedRequest:
     """Per segment of the manifest."""
     finish_seconds: Floats
     transfers: tuple[SimulatedTransfer, ...]
+    loads: tuple[SimulatedLoad, ...]
+    """Without those that were over when the first request was submitted; others may begin before this one is."""
     end_seconds: float
     """When its last segment or transfer ends."""
 
@@ -167,17 +225,22 @@ def _simulate_in_order(
     """Simulate requests whose devices take them in one order."""
     target, routes, count = manifest.target.target(), list_routes(manifest), len(manifest.segments)
     taken = [routes[request.route] for request in requests]
-    device = [target.position(route.devices[item.device]) for route in taken for item in manifest.segments]
+    homes = [target.position(route.devices[item.device]) for route in taken for item in manifest.segments]
+    device = np.array(homes, dtype=np.int32)
     own_seconds = np.array([route.seconds[item.id] for route in taken for item in manifest.segments], dtype=np.float64)
+    sequence = np.array([index * count + node for index in order for node in range(count)], dtype=np.int32)
+    load_seconds = np.concatenate([list_load_seconds(manifest, route) for route in taken])
+    distances = np.tile(_find_distances(manifest), len(requests))
     simulation = simulate(
         _repeat_graph(manifest, len(requests), previous),
         np.broadcast_to(own_seconds, (len(target.devices), len(own_seconds))),
         target,
-        np.array(device, dtype=np.int32),
-        np.array([index * count + node for index in order for node in range(count)], dtype=np.int32),
+        device,
+        sequence,
         np.repeat([request.submitted_seconds for request in requests], count),
+        WeightStream.of(load_seconds, distances, device, sequence, len(target.devices)),
     )
-    return _cut_simulation(manifest, requests, simulation)
+    return _cut_simulation(manifest, requests, simulation, load_seconds)
 
 
 def _repeat_graph(manifest: Manifest, count: int, previous: Mapping[int, int]) -> OpGraph:
@@ -216,9 +279,9 @@ def _repeat_graph(manifest: Manifest, count: int, previous: Mapping[int, int]) -
 
 
 def _cut_simulation(
-    manifest: Manifest, requests: Sequence[SubmittedRequest], simulation: Simulation
+    manifest: Manifest, requests: Sequence[SubmittedRequest], simulation: Simulation, load_seconds: Floats
 ) -> tuple[SimulatedRequest, ...]:
-    """Return the part of each request."""
+    """Return the part of each request; `load_seconds` are those of all their blocks."""
     count, names = len(manifest.segments), list(manifest.values)
     transfers: list[list[SimulatedTransfer]] = [[] for _ in requests]
     sent = simulation.transfers
@@ -234,5 +297,12 @@ def _cut_simulation(
         finish_seconds = simulation.finish_seconds[own]
         arrivals = [transfer.finish_seconds for transfer in transfers[index]]
         end = max([float(finish_seconds.max(initial=request.submitted_seconds)), *arrivals])
-        results.append(SimulatedRequest(simulation.start_seconds[own], finish_seconds, tuple(transfers[index]), end))
+        loads = tuple(
+            SimulatedLoad(segment.id, float(arrival - seconds), float(arrival))
+            for segment, arrival, seconds in zip(manifest.segments, simulation.arrival_seconds[own], load_seconds[own])
+            if np.isfinite(arrival)
+        )
+        results.append(
+            SimulatedRequest(simulation.start_seconds[own], finish_seconds, tuple(transfers[index]), loads, end)
+        )
     return tuple(results)

@@ -27,6 +27,7 @@ from onnxplace.bundle import (
     list_routes,
     move_to_route,
     predict_interval_seconds,
+    predict_weight_wait_seconds,
     simulate_manifest,
     sum_device_seconds,
 )
@@ -233,6 +234,7 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
             "lower_bound_seconds": min(manifest.predicted.lower_bound_seconds, step_seconds),
             "single_device_seconds": single_seconds,
             "interval_seconds": predict_interval_seconds(changed),
+            "weight_wait_seconds": predict_weight_wait_seconds(changed),
         }
     )
     record = TrialRecord(
@@ -335,6 +337,8 @@ def measure_segment_seconds(events: Sequence[Event]) -> dict[str, float]:
     gaps: dict[str, float] = {}
     seconds = {}
     for event in sorted(events, key=lambda event: event.start_seconds):
+        if event.kind == "load":  # weights come while the device does something else
+            continue
         # Time between two events on a device is overhead of the segment that follows.
         gap = event.start_seconds - finish.get(event.device, event.start_seconds)
         gaps[event.device] = gaps.get(event.device, 0.0) + gap
