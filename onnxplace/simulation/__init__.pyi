@@ -33,5 +33,4 @@ from onnxplace.simulation.weight_streams import (
     WeightStream as WeightStream,
     find_distances as find_distances,
     measure_block as measure_block,
-    predict_arrivals as predict_arrivals,
 )

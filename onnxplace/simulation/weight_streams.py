@@ -61,36 +61,6 @@ class PoolLayout:
         return PoolLayout(tuple(offsets), tuple(distances))
 
 
-def predict_arrivals(
-    layout: PoolLayout, load_seconds: Floats, start_seconds: Floats, finish_seconds: Floats, step_seconds: float
-) -> Floats:
-    """Return when the blocks of a device have arrived, after the begin of a step that follows many others.
-
-    Args:
-        layout: Where blocks lie in the pool.
-        load_seconds: Per block, the time to read it.
-        start_seconds: Per block, when its run would start in a step without waiting for weights.
-        finish_seconds: Per block, when that run would end.
-        step_seconds: The time of such a step.
-    """
-    count = len(load_seconds)
-    if not count:
-        return np.zeros(0)
-    released, arrived, delay = list[float](), 0.0, 0.0
-    arrivals = np.zeros(count)
-    for step in range(SETTLING_STEPS):
-        begin = step * step_seconds + delay
-        for block in range(count):
-            index = step * count + block
-            freed = released[index - layout.distances[block]] if index >= layout.distances[block] else 0.0
-            arrived = max(arrived, freed) + float(load_seconds[block])
-            arrivals[block] = arrived - begin
-            start = step * step_seconds + float(start_seconds[block]) + delay
-            delay += max(arrived - start, 0.0)
-            released.append(step * step_seconds + float(finish_seconds[block]) + delay)
-    return np.maximum(arrivals, 0.0)
-
-
 def measure_block(sizes: Iterable[int]) -> int:
     """Return the bytes that weights take in a pool, given the bytes of each."""
     return sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes)
