@@ -388,6 +388,7 @@ class Engine(WorkLoop):
             return
         for route in self._routes:
             route.segments.clear()
+        self._weight_files.close()
         for conversation in list(self._conversations):
             conversation.clear()
         for device in self._devices.values():

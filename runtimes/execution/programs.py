@@ -18,6 +18,7 @@ from onnxplace.runtimes.execution.bells import Bell
 from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
 from onnxplace.runtimes.execution.requests import CancelledError, Request, StateTable
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
+from onnxplace.runtimes.execution.weight_files import WeightFiles
 from onnxplace.runtimes.execution.weight_streams import read_block
 
 
@@ -47,6 +48,7 @@ class ProgramLoop(ABC):
         self._segments = segments
         self._index_values(bundle, homes)
         self._state_table = StateTable(bundle)
+        self._weight_files = WeightFiles(bundle)
 
     def _index_values(self, bundle: Bundle, homes: Sequence[str]) -> None:
         """Build the tables of values that each request needs; those by device are by the home of its program."""
@@ -69,7 +71,13 @@ class ProgramLoop(ABC):
         self._programs = {device: drop_last_frees(program) for device, program in manifest.programs.items()}
 
     def follow_program(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
-        """Execute the steps of a device's program for one request."""
+        """Execute the steps of a device's program for one request; raises ExecutionError if its weights changed."""
+        try:
+            self._follow_steps(device, program, request)
+        finally:
+            self._weight_files.check()
+
+    def _follow_steps(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
         home = request.route.programs[device.id]
         bell = self._bells.get(device.id)
         stored, states = self._take_states(request), self._state_table.value_names.get(home, {})
