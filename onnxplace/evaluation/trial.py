@@ -335,6 +335,8 @@ def measure_segment_seconds(events: Sequence[Event]) -> dict[str, float]:
     gaps: dict[str, float] = {}
     seconds = {}
     for event in sorted(events, key=lambda event: event.start_seconds):
+        if event.kind == "load":  # weights come while the device does something else
+            continue
         # Time between two events on a device is overhead of the segment that follows.
         gap = event.start_seconds - finish.get(event.device, event.start_seconds)
         gaps[event.device] = gaps.get(event.device, 0.0) + gap

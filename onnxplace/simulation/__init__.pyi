@@ -25,4 +25,9 @@ from onnxplace.simulation.step_kernels import (
     device_peaks as device_peaks,
     run_events as run_events,
 )
-from onnxplace.simulation.weight_streams import PoolLayout as PoolLayout, predict_arrivals as predict_arrivals
+from onnxplace.simulation.weight_streams import (
+    PAGE_BYTES as PAGE_BYTES,
+    PoolLayout as PoolLayout,
+    measure_block as measure_block,
+    predict_arrivals as predict_arrivals,
+)

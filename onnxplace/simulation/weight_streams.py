@@ -8,13 +8,15 @@ released, after the runs that read them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from onnxplace.graph import Floats
 
+# Weights are aligned to pages within a pool.
+PAGE_BYTES = 4096
 # Steps after which the waits of a stream are taken as those of all later steps.
 SETTLING_STEPS = 4
 
@@ -84,3 +86,8 @@ def predict_arrivals(
             delay += max(arrived - start, 0.0)
             released.append(step * step_seconds + float(finish_seconds[block]) + delay)
     return np.maximum(arrivals, 0.0)
+
+
+def measure_block(sizes: Iterable[int]) -> int:
+    """Return the bytes that weights take in a pool, given the bytes of each."""
+    return sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes)

@@ -69,7 +69,7 @@ MAY_IMPORT = {
     # running bundles
     "runtime": "bundle errors feeds",
     "traces": "bundle runtime",
-    "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
+    "runtimes.execution": "bundle devices errors feeds machine ort runtime simulation target utils",
     "runtimes.replicas": "bundle errors feeds runtime runtimes.execution utils",
     "serving": "bundle errors feeds runtime runtimes.execution utils",
     "drop_in": "bundle devices errors feeds machine model_metadata ort runtime serving traces utils",
