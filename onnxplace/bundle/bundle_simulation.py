@@ -78,7 +78,8 @@ def list_load_seconds(manifest: Manifest, route: RouteRecord) -> Floats:
     streams = {stream.device: stream for stream in manifest.streams}
     seconds = np.zeros(len(manifest.segments))
     for index, segment in enumerate(manifest.segments):
-        if stream := streams.get(route.devices[segment.device]):
+        if segment.streamed and manifest.streams:
+            stream = streams.get(route.devices[segment.device]) or streams[segment.device]
             weights = [manifest.streamed[name] for name in segment.streamed]
             seconds[index] = sum(measure_block([item.bytes]) / stream.bytes_per_second[item.home] for item in weights)
     return seconds

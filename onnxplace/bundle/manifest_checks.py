@@ -297,13 +297,13 @@ def _list_stream_faults(manifest: Manifest) -> Iterator[str]:
             continue
         size = measure_block(manifest.streamed[name].bytes for name in segment.streamed)
         homes = {manifest.streamed[name].home for name in segment.streamed}
-        for device in dict.fromkeys(route.devices[segment.device] for route in list_routes(manifest)):
-            stream = streams.get(device)
-            if stream is None or not homes <= stream.bytes_per_second.keys():
-                yield f"weights of segment {segment.id} stream to {device}, and its stream is not described"
-            elif size > stream.pool_bytes:
-                room = f"the pool of {device} has {stream.pool_bytes}"
-                yield f"the weights of segment {segment.id} take {size} bytes, {room}"
+        stream = streams.get(segment.device)
+        if stream is None or not homes <= stream.bytes_per_second.keys():
+            yield f"weights of segment {segment.id} stream to {segment.device}, and its stream is not described"
+            continue
+        devices = (route.devices[segment.device] for route in list_routes(manifest))
+        if size > (room := min(streams.get(device, stream).pool_bytes for device in devices)):
+            yield f"the weights of segment {segment.id} take {size} bytes, and their pool has {room}"
 
 
 def _list_batching_faults(manifest: Manifest) -> Iterator[str]:

@@ -17,7 +17,7 @@ from onnxplace.bundle import (
 )
 from onnxplace.errors import BundleError
 from tests.bundle.test_hostile_bundles import edit
-from tests.support.streamed_chains import compile_chain, write_chain
+from tests.support.large_chains import compile_chain, write_chain
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def change_stream(**values):
         (lambda data: data["streams"].clear(), "stream to cpu:0, and its stream is not described"),
         (change_stream(bytes_per_second={"host": 1e9}), "stream to cpu:0, and its stream is not described"),
         (change_stream(device="cpu:7"), "weights stream to 'cpu:7', which the target does not have"),
-        (change_stream(pool_bytes=4096), "take 1048576 bytes, the pool of cpu:0 has 4096"),
+        (change_stream(pool_bytes=4096), "take 1048576 bytes, and their pool has 4096"),
         (change_stream(bytes_per_second={"disk": 0}), "the manifest is malformed at 'streams.0.bytes_per_second"),
     ],
 )
