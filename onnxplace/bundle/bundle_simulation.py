@@ -58,11 +58,22 @@ def simulate_manifest(manifest: Manifest) -> Simulation:
     order = np.arange(len(device), dtype=np.int32)
     segment_seconds = np.array([segment.seconds for segment in manifest.segments], dtype=np.float64)
     seconds = np.broadcast_to(segment_seconds, (len(target.devices), len(segment_seconds)))
-    graph, load_seconds = build_segment_graph(manifest), list_load_seconds(manifest, list_routes(manifest)[0])
-    stream = WeightStream.of(load_seconds, _find_distances(manifest), device, order, len(target.devices))
+    graph = build_segment_graph(manifest)
     return simulate_settled(
-        lambda stream: simulate(graph, seconds, target, device, order, stream=stream), stream, device
+        lambda stream: simulate(graph, seconds, target, device, order, stream=stream),
+        build_weight_stream(manifest),
+        device,
     )
+
+
+def build_weight_stream(manifest: Manifest) -> WeightStream:
+    """Return the weights that the segments of the first route wait for."""
+    if not manifest.streams:
+        return WeightStream.none(len(manifest.target.devices))
+    names = [device.id for device in manifest.target.devices]
+    device = np.array([names.index(segment.device) for segment in manifest.segments], dtype=np.int32)
+    load_seconds, order = list_load_seconds(manifest, list_routes(manifest)[0]), np.arange(len(device), dtype=np.int32)
+    return WeightStream.of(load_seconds, _find_distances(manifest), device, order, len(names))
 
 
 def predict_weight_wait_seconds(manifest: Manifest) -> float:
@@ -71,6 +82,17 @@ def predict_weight_wait_seconds(manifest: Manifest) -> float:
         return 0.0
     resident = manifest.model_copy(update={"streams": ()})
     return simulate_manifest(manifest).makespan_seconds - simulate_manifest(resident).makespan_seconds
+
+
+def list_weight_waits(manifest: Manifest) -> dict[str, float]:
+    """Return, per device, the time of a step in which it is idle before runs whose weights come last."""
+    simulation, free, waits = simulate_manifest(manifest), dict[str, float](), dict[str, float]()
+    times = zip(simulation.start_seconds, simulation.finish_seconds, simulation.arrival_seconds)
+    for segment, (start, finish, arrival) in zip(manifest.segments, times):
+        if start == arrival:
+            waits[segment.device] = waits.get(segment.device, 0.0) + float(start) - free.get(segment.device, 0.0)
+        free[segment.device] = float(finish)
+    return waits
 
 
 def list_load_seconds(manifest: Manifest, route: RouteRecord) -> Floats:

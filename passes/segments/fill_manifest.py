@@ -157,11 +157,12 @@ def _output_records(model: Model) -> tuple[OutputRecord, ...]:
 
 def _prediction(state: State) -> Predicted:
     """Return the prediction for one inference, request overhead included."""
+    whole = state.with_facts(state[Streaming].whole_profile) if Streaming in state else state
     single = float(predict_single_device_seconds(state).min())
     return Predicted(
         step_seconds=predict_step_seconds(state),
         single_device_seconds=single if np.isfinite(single) else 0.0,
-        single_device_fits=bool(fits_single_device(state).any()),
+        single_device_fits=bool(fits_single_device(whole).any()),
         lower_bound_seconds=state[Schedule].lower_bound_seconds,
         interval_seconds=predict_interval_seconds(state),
         request_seconds=predict_request_seconds(state),
