@@ -22,6 +22,7 @@ from onnxplace.evaluation import (
     RequestStream,
     StateCarrier,
     StepInputs,
+    StreamUse,
     Timings,
     choose_step_inputs,
     find_core_shortage,
@@ -102,6 +103,8 @@ class Benchmark:
     """Where a timeline of the bundle differs most from the predicted one."""
     waiting: float | None = None
     """Share of the time in which a thread waited for a core that another one used; None if the steps are too short."""
+    streams: tuple[StreamUse, ...] = ()
+    """Weights that stream, by device, if some do."""
     copies: tuple[CopyStatus, ...] = ()
     """The copies of the bundle, if the session has several."""
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -200,6 +203,7 @@ def bench(
         predicted_one_device_seconds=expected.single_device_seconds,
         devices=usage.devices,
         links=usage.links,
+        streams=usage.streams,
         process=usage.process,
         timeline=compare_timelines(opened.manifest, usage.timelines, predicted),
         waiting=waiting,
