@@ -264,10 +264,9 @@ def _time_steps(
     largest = max(
         (device.cores for device in bundle.target.devices if device.kind == "cpu"), default=len(available_cores())
     )
-    whole, one = (
-        StateCarrier(open_reference(bundle, against, used), bundle)
-        for used in (available_cores(), available_cores()[:largest])
-    )
+    cores = available_cores(), available_cores()[:largest]
+    models = {used: open_reference(bundle, against, used) for used in dict.fromkeys(cores)}  # one if they are the same
+    whole, one = (StateCarrier(models[used], bundle) for used in cores)
     if bundle.manifest.states:
         whole(steps.first)
         steps.learn(whole.states)
