@@ -20,7 +20,7 @@ from onnxplace.bundle import (
     record_crossing_values,
 )
 from onnxplace.errors import Diagnostic, OnnxplaceError
-from onnxplace.evaluation.memory_use import BundleMemory, measure_memory
+from onnxplace.evaluation.memory_use import BundleMemory, Opening, measure_memory
 from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.evaluation.trial import count_process_bytes, measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
@@ -76,6 +76,8 @@ class DeviceUsage:
     devices: tuple[DeviceUse, ...]
     links: tuple[LinkUse, ...]
     process: ProcessUse
+    opening: Opening | None
+    """What it took to open the bundle, if memory was measured."""
     timelines: tuple[RequestTimeline, ...]
     """Timelines of the requests in flight together, or else of those that followed one another."""
     notes: tuple[Diagnostic, ...]
@@ -147,6 +149,7 @@ def measure_usage(
         devices=_compare_devices(bundle, busy, memory),
         links=_compare_links(bundle, traced, crossed),
         process=_describe_process(memory),
+        opening=memory.process.opening if memory.process else None,
         timelines=traced.timelines,
         notes=(*notes, *memory.notes),
     )
