@@ -23,6 +23,7 @@ from onnxplace.evaluation import (
     RequestStream,
     StateCarrier,
     StepInputs,
+    StreamUse,
     Timings,
     choose_step_inputs,
     find_core_shortage,
@@ -113,6 +114,8 @@ class Benchmark:
     """Where a timeline of the bundle differs most from the predicted one."""
     waiting: float | None = None
     """Share of the time in which a thread waited for a core that another one used; None if the steps are too short."""
+    streams: tuple[StreamUse, ...] = ()
+    """Weights that stream, by device, if some do."""
     copies: tuple[CopyStatus, ...] = ()
     """The copies of the bundle, if the session has several."""
     opening: Openings | None = None
@@ -214,6 +217,7 @@ def bench(
         predicted_one_device_seconds=expected.single_device_seconds,
         devices=usage.devices,
         links=usage.links,
+        streams=usage.streams,
         process=usage.process,
         timeline=compare_timelines(opened.manifest, usage.timelines, predicted),
         waiting=waiting,

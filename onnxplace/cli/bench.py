@@ -34,7 +34,7 @@ from onnxplace.utils import format_bytes, format_milliseconds
 if TYPE_CHECKING:
     from onnxplace.benchmark import Benchmark, Openings, Rates
     from onnxplace.bundle import Bundle
-    from onnxplace.evaluation import LinkUse
+    from onnxplace.evaluation import LinkUse, StreamUse
     from onnxplace.traces import Difference, TimelineComparison
 
 
@@ -118,7 +118,9 @@ def _require_ratio(ratio: float, max_ratio: float | None) -> None:
 def _build_json(result: Benchmark) -> dict[str, Any]:
     """Return the figures without those that were not asked for; notes are on stderr."""
     unmeasured = [
-        name for name in ("in_flight", "requests_per_second", "copies", "opening") if not getattr(result, name)
+        name
+        for name in ("in_flight", "requests_per_second", "streams", "copies", "opening")
+        if not getattr(result, name)
     ]
     return {key: value for key, value in asdict(result).items() if key not in ("diagnostics", *unmeasured)}
 
@@ -126,10 +128,10 @@ def _build_json(result: Benchmark) -> dict[str, Any]:
 def _format_summary(bundle: Bundle, result: Benchmark, in_flight: int) -> str:
     """Compare measured with predicted figures, on one screen."""
     steps = "\n".join([_format_steps(bundle, result), *_format_rates(result.requests_per_second)])
-    links = [_format_links(result.links)] if result.links else []
-    opening = [_format_openings(result.opening)] if result.opening else []
-    blocks = [steps, _format_devices(result), *links, *opening, _format_comparison(result.timeline, in_flight)]
-    return "\n\n".join(blocks)
+    tables = [_format_links(result.links)] if result.links else []
+    tables += [_format_streams(result.streams)] if result.streams else []
+    tables += [_format_openings(result.opening)] if result.opening else []
+    return "\n\n".join([steps, _format_devices(result), *tables, _format_comparison(result.timeline, in_flight)])
 
 
 def _format_steps(bundle: Bundle, result: Benchmark) -> str:
@@ -207,6 +209,22 @@ def _format_links(links: Sequence[LinkUse]) -> str:
         for link in links
     ]
     return format_table(("", "values", "size", "predicted", "time", "predicted"), rows)
+
+
+def _format_streams(streams: Sequence[StreamUse]) -> str:
+    """Return a table of the weights that stream in one step."""
+    rows = [
+        (
+            f"weights -> {stream.device}",
+            _format_size(stream.bytes),
+            "-" if stream.bytes_per_second is None else f"{format_bytes(int(stream.bytes_per_second))}/s",
+            f"{format_bytes(int(stream.predicted_bytes_per_second))}/s",
+            format_milliseconds(stream.wait_seconds),
+            format_milliseconds(stream.predicted_wait_seconds),
+        )
+        for stream in streams
+    ]
+    return format_table(("", "size", "rate", "predicted", "waited for", "predicted"), rows)
 
 
 def _format_comparison(comparison: TimelineComparison, in_flight: int) -> str:

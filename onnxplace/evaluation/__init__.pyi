@@ -13,6 +13,7 @@ from onnxplace.evaluation.device_usage import (
     DeviceUse as DeviceUse,
     LinkUse as LinkUse,
     ProcessUse as ProcessUse,
+    StreamUse as StreamUse,
     TracedRequests as TracedRequests,
     measure_usage as measure_usage,
 )

@@ -154,11 +154,11 @@ class SizedSegment(OpenSegment):
         """Compute the outputs with the session for the sizes of the inputs."""
         for size, session in self._sessions:
             if _has_size(size, values):
-                self._session, self._inputs = session, _list_inputs(self.record, size)
+                self._session, self._inputs = session, (*_list_inputs(self.record, size), *self.record.streamed)
                 break
         else:
             self._host = self._host or self._open_host()
-            self._session, self._inputs = self._host, self.record.inputs
+            self._session, self._inputs = self._host, (*self.record.inputs, *self.record.streamed)
             varying = dict.fromkeys(name for size, _ in self._sessions for name in size.shapes)
             found = ", ".join(f"{name!r} {list(_shape_of(values[name]))}" for name in varying if name in values)
             self._device.report_host(f"no session of segment {self.record.id} is for {found or 'these sizes'}")
