@@ -24,9 +24,7 @@ def make_problem(slots, devices=2, room=0.5, seed=0, kinds=3):
         held_bytes=np.full((devices, slots), 1000),
         streamed_bytes=np.tile(size, (devices, 1)),
         crossing_seconds=np.full((devices, slots), 1e-4),
-        room_bytes=np.array(
-            [int(room * size.sum()) + (8 << 20) - 2000 * (seed % 2), *[2 * int(size.sum())] * (devices - 1)]
-        ),
+        room_bytes=np.array([first, *[2 * int(size.sum())] * (devices - 1)]),
         pool_bytes=np.full(devices, 8 << 20),
         host_bytes=float(size.sum()) / 3,
         rates=np.stack([np.full(devices, np.inf), [2e9] + [0.0] * (devices - 1), np.full(devices, 0.7e9)]),
