@@ -71,7 +71,9 @@ class Stream(Pass):
             largest, least = int(weights.block_bytes.max(initial=0)), int(problem.limit_bytes.min())
             sizes = {*(int(share * least) for share in POOL_SHARES), *(count * largest for count in POOL_BLOCKS), 1}
             candidates = sorted(size for size in sizes if size >= (largest if self.always else 1))
-        rates, host = self._find_rates(state, weights), parse_bytes(self.host) if self.host else np.inf
+        rates, host = self._find_rates(state, weights), float(parse_bytes(self.host)) if self.host else np.inf
+        if all(device.is_host for device in state.target.devices):  # they hold the rest in the same memory
+            host = max(host - float(problem.limit_bytes.sum()), 0.0)
         best: State | None = None
         least_seconds = np.inf
         for pool in candidates:
