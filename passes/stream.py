@@ -25,7 +25,7 @@ from onnxplace.state import Pass, State
 from onnxplace.target import parse_bytes
 
 # Sizes of the pool that are tried: shares of the least memory of a device, and multiples of the largest block.
-POOL_SHARES, POOL_BLOCKS = (1 / 16, 1 / 8, 1 / 4), (1, 2)
+POOL_SHARES, POOL_BLOCKS = (1 / 32, 1 / 16, 1 / 8), (1, 2)
 # Assumed where nothing is known.
 DISK_BYTES_PER_SECOND = 1.5e9
 
