@@ -175,6 +175,9 @@ class _HomesProgram:
         """
         import highspy
 
+        def is_feasible(solver: Any) -> bool:
+            return bool(solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible)
+
         problem, count = self.problem, len(self.slot)
         devices, slots = problem.seconds.shape
         scale = max(float(np.where(np.isfinite(problem.seconds), problem.seconds, 0.0).sum(axis=1).max()), 1e-9)
@@ -201,9 +204,10 @@ class _HomesProgram:
             kinds[:count] = kinds[pool : pool + devices] = highspy.HighsVarType.kInteger
             program.integrality_ = kinds.tolist()
         solver = run_highs(program, MIP_OPTIONS)
-        values = np.asarray(solver.getSolution().col_value, dtype=np.float64)
-        info = solver.getInfo()
-        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        if solver.getModelStatus() == highspy.HighsModelStatus.kSolutionLimit and not is_feasible(solver):
+            solver = run_highs(program, {"random_seed": 0, "mip_max_improving_sols": 1})
+        values, info = np.asarray(solver.getSolution().col_value, dtype=np.float64), solver.getInfo()
+        if not is_feasible(solver):
             return None
         least = info.mip_dual_bound if is_integral else info.objective_function_value
         # Ties add at most this share, since neither computing nor a stream takes longer than a step.
