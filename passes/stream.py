@@ -35,10 +35,9 @@ class Stream(Pass):
     """Let weights stream that devices have no room for.
 
     It decides which weights stay on their devices, which ones come to them in time for each run, from the host's memory
-    or from disk, and which nodes another device computes instead, such as the host. The predicted step is the longest
-    of computing and of each stream. An integer program minimises it; a note says how far it may be from the best
-    choice. Weights stay first whose nodes lose most with weights as inputs. What streams is spread evenly over the
-    step.
+    or from disk, and which nodes another device computes instead, such as the host. An integer program minimises the
+    predicted step: computing, crossings, and waits where the pool is empty. A note says how far the choice may be from
+    the best one. Weights stay first whose nodes lose most with weights as inputs.
     """
 
     name: ClassVar[str] = "stream"
