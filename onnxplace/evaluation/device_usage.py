@@ -23,7 +23,7 @@ from onnxplace.bundle import (
     record_crossing_values,
 )
 from onnxplace.errors import Diagnostic, OnnxplaceError
-from onnxplace.evaluation.memory_use import BundleMemory, measure_memory
+from onnxplace.evaluation.memory_use import BundleMemory, Opening, measure_memory
 from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.evaluation.trial import count_process_bytes, measure_load_seconds, measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
@@ -94,6 +94,8 @@ class DeviceUsage:
     links: tuple[LinkUse, ...]
     streams: tuple[StreamUse, ...]
     process: ProcessUse
+    opening: Opening | None
+    """What it took to open the bundle, if memory was measured."""
     timelines: tuple[RequestTimeline, ...]
     """Timelines of the requests in flight together, or else of those that followed one another."""
     notes: tuple[Diagnostic, ...]
@@ -181,6 +183,7 @@ def measure_usage(
         links=_compare_links(bundle, traced, crossed),
         streams=tuple(_compare_streams(bundle.manifest, traced)),
         process=_describe_process(memory),
+        opening=memory.process.opening if memory.process else None,
         timelines=traced.timelines,
         notes=(*notes, *memory.notes),
     )
