@@ -360,5 +360,6 @@ def choose_streaming(settings: CompileSettings, target: Target) -> str:
         "pool": str(settings.pool or ""),
         "host": "" if host is None else str(host),
         "always": "true" if settings.stream == "always" else "",
+        "cache": "" if settings.cache else "false",
     }
     return format_pipeline([PassSpec("stream", _drop_empty(options))])

@@ -57,7 +57,7 @@ MAY_IMPORT = {
         "training_step utils"
     ),
     "passes.batching": "errors feeds model passes.sharding",
-    "passes.streaming": "errors facts graph model passes.segments problem simulation state utils",
+    "passes.streaming": "errors facts graph model passes.profiling passes.segments problem simulation state utils",
     "passes.recomputation": "errors facts graph model problem state training_step utils",
     "passes": (
         "bundle errors facts graph machine model passes.batching passes.cost_files passes.placement.exact "
@@ -86,7 +86,7 @@ MAY_IMPORT = {
     "reports": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model passes.streaming pipeline problem reports "
+        "bundle cost_graph errors evaluation facts feeds graph machine model passes.profiling pipeline problem reports "
         "state target torch utils"
     ),
     "export": "bundle devices errors model target training_step utils",
