@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from onnxplace.bundle import BatchingRecord, require_output_free, stage_output
 from onnxplace.errors import Diagnostic, format_count
-from onnxplace.facts import Emitted, Placement, Profile, Recomputation, Schedule, Segments, Shards
+from onnxplace.facts import Emitted, Placement, Profile, Recomputation, Schedule, Segments, Shards, Streaming
 from onnxplace.model import Model, require_unchanged
 from onnxplace.passes.batching import find_batch_axes
 from onnxplace.passes.cost_files import format_costs
@@ -75,8 +75,8 @@ def _list_sizes(state: State) -> list[KnownValues]:
 
 
 def _find_whole(state: State) -> tuple[Model, Profile]:
-    """Return model and costs as they were given: before nodes ran a second time, and before operators were split."""
-    model, profile = state[Model], state[Profile]
+    """Return model and costs as they were given: before weights streamed, nodes ran twice, or operators were split."""
+    model, profile = state[Model], state[Streaming].whole_profile if Streaming in state else state[Profile]
     facts: list[Recomputation | Shards] = [state[Recomputation]] if Recomputation in state else []
     for fact in (*facts, *([state[Shards]] if Shards in state else [])):
         model, profile = fact.whole or model, fact.whole_profile or profile

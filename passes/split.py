@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from onnxplace.errors import Diagnostic
-from onnxplace.facts import Placement, Profile, Schedule, Segments
+from onnxplace.facts import Placement, Profile, Schedule, Segments, Streaming
 from onnxplace.passes.segments import (
+    cut_blocks,
     cut_into_segments,
     cut_within_limits,
     describe_segments,
@@ -27,6 +28,7 @@ class Split(Pass):
     segment starts before a node that needs a value which, by the schedule, arrives after the segment would have begun.
     Run in schedule order, such segments cannot deadlock, whatever the placement (docs/decisions/0004-segments.md has
     the proof). Where a device would hold more than its limit while a segment runs, that segment is cut further.
+    So is one whose weights come in time for its run and would fill their pool.
     """
 
     name: ClassVar[str] = "split"
@@ -37,7 +39,7 @@ class Split(Pass):
         require_states_together(state)
         profile = state[Profile]
         nodes = cut_into_segments(profile.graph, state[Placement].device, state[Schedule], profile.unit)
-        nodes = merge_segments(state, nodes)
+        nodes = cut_blocks(state, merge_segments(state.without(Streaming), nodes))
         plan = cut_within_limits(state, nodes)
         segments = describe_segments(profile.graph, plan)
         programs = write_programs(segments, profile.graph, len(state.target.devices))

@@ -51,11 +51,13 @@ from onnxplace.bundle.manifest import (
     SplitStateRecord as SplitStateRecord,
     StateRecord as StateRecord,
     Step as Step,
+    StreamRecord as StreamRecord,
     TargetRecord as TargetRecord,
     TrainingNodesRecord as TrainingNodesRecord,
     TrainingRecord as TrainingRecord,
     TrialRecord as TrialRecord,
     ValueRecord as ValueRecord,
+    WeightRecord as WeightRecord,
 )
 from onnxplace.bundle.split_states import SplitStates as SplitStates
 from onnxplace.bundle.staging import (

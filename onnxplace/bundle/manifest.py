@@ -63,6 +63,25 @@ class InitialRecord(Record):
     shape: Annotated[tuple[Dimension, ...], Field(max_length=MAX_RANK)]
 
 
+class WeightRecord(InitialRecord):
+    """Where a weight is that streams: its segments take it as an input."""
+
+    dtype: str
+    """ONNX Runtime's name of its type, such as `tensor(float16)`."""
+    home: Literal["host", "disk"]
+    """Whether the host's memory keeps it between runs, or it is read from its file each time."""
+
+
+class StreamRecord(Record):
+    """How weights stream to a device, in the order in which its program runs the segments that read them."""
+
+    device: str
+    pool_bytes: Annotated[int, Field(ge=1, lt=1 << 62)]
+    """Memory on the device for weights that have arrived or are on their way."""
+    bytes_per_second: dict[Literal["host", "disk"], Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    """Predicted rate from each home."""
+
+
 class StateRecord(Record):
     """A carried state: `input` takes the value that `output` had in the previous call, unless it is fed."""
 
@@ -125,6 +144,8 @@ class SegmentRecord(Record):
     workspace_bytes: Bytes
     keeps_order: bool = False
     """Whether its session computes the nodes one by one in the order of the file, without fusing them."""
+    streamed: tuple[str, ...] = ()
+    """Weights that stream: they are inputs of its model, in addition to `inputs`, and one block in the pool."""
     planned_seconds: Seconds | None = None
     """Predicted from the costs of its nodes; None if there was no trial."""
     sized: tuple[SizedRecord, ...] = ()
@@ -363,6 +384,10 @@ class Manifest(Record):
     repeats: tuple[RepeatRecord, ...] = ()
     sharding: ShardingRecord | None = None
     """None if no operator is split."""
+    streamed: dict[str, WeightRecord] = {}
+    """Weights that stream, by name."""
+    streams: tuple[StreamRecord, ...] = ()
+    """Of each device with such weights."""
     routes: tuple[RouteRecord, ...] = ()
     """Further routes of requests; the programs, on their own devices, are the first route."""
     batching: BatchingRecord | None = None

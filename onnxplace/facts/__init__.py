@@ -3,6 +3,7 @@
     Model -> Shards, MicroBatches
     Model -> Profile -> Groups -> Clusters
                      -> Placement -> Schedule -> Segments -> Routes -> Emitted
+                                  -> Streaming
 
 An arrow means "makes stale": a new Profile drops Groups, Placement and all that derives from them.
 """

@@ -1,8 +1,10 @@
 from onnxplace.facts.fact_records import (
     REFUSED_SECONDS as REFUSED_SECONDS,
     Clusters as Clusters,
+    DeviceStream as DeviceStream,
     Emitted as Emitted,
     Groups as Groups,
+    Home as Home,
     Instruction as Instruction,
     MicroBatches as MicroBatches,
     Placement as Placement,
@@ -19,5 +21,6 @@ from onnxplace.facts.fact_records import (
     Shards as Shards,
     Source as Source,
     SplitState as SplitState,
+    Streaming as Streaming,
     is_refused as is_refused,
 )

@@ -289,6 +289,47 @@ class Schedule:
         require_memory(state, self.simulation)
 
 
+Home = Literal["host", "disk"]
+"""Where the bytes of a weight that streams are between its runs: in the host's memory, or in a file of the bundle."""
+
+
+@dataclass(frozen=True)
+class DeviceStream:
+    """How weights stream to a device."""
+
+    pool_bytes: int
+    """Memory on the device for weights that have arrived or are on their way."""
+    bytes_per_second: Mapping[Home, float]
+    """The rate at which weights come from each home."""
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Weights that are not held by the devices that read them, but come in time for each run.
+
+    In the profile's graph, such weights have no bytes, and a pool counts as a weight of the first node that reads one.
+    """
+
+    derived_from: ClassVar[tuple[type, ...]] = (Placement,)
+
+    homes: Mapping[str, Home]
+    """Weight -> where its bytes are."""
+    weight_bytes: Mapping[str, int]
+    """Weight -> its bytes."""
+    streams: Mapping[int, DeviceStream]
+    """Index of each device that reads such weights -> how they come."""
+    whole_profile: Profile
+    """The costs with all weights held by their devices, which is what other compilations can use."""
+
+    def check(self, state: State) -> None:
+        """Raise ValueError unless every device that reads such a weight has a stream."""
+        require(self.homes.keys() == self.weight_bytes.keys(), "expected a home and a size per weight")
+        graph, device = state[Profile].graph, state[Placement].device
+        weights = np.array([name in self.homes for name in graph.weight_names], dtype=bool)
+        readers = set(device[graph.weights.rows[weights[graph.weights.items]]].tolist())
+        require(readers <= self.streams.keys(), "a device reads weights that do not come to it")
+
+
 # -------------------------------------------------------------------------------------------------- programs of devices
 
 

@@ -40,6 +40,7 @@ _PASSES = {
     "stages": ("Stages", "placer: pipeline stages with the least maximum load, for throughput"),
     "pipelined": ("Pipelined", "placer: layers of a training step on one device each, with micro-batches in turns"),
     "fit": ("Fit", "placer: a placement that fits, with the least traffic"),
+    "stream": ("Stream", "placer: hold more than fits, by weights that come in time for each run"),
     "exact": ("Exact", "placer: the best step of a small graph, with a proven gap"),
     "split": ("Split", "cut the placed model into segments and programs"),
     "replicate": ("Replicate", "copy segments to further devices, as routes of requests"),

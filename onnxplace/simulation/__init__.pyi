@@ -25,3 +25,4 @@ from onnxplace.simulation.step_kernels import (
     device_peaks as device_peaks,
     run_events as run_events,
 )
+from onnxplace.simulation.weight_streams import PoolLayout as PoolLayout, predict_arrivals as predict_arrivals

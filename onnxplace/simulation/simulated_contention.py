@@ -13,16 +13,23 @@ from onnxplace.target import Shared, Target
 RELATIVE_TOLERANCE, MAX_ROUNDS = 1e-4, 50
 
 
-def simulate_with_contention(graph: OpGraph, seconds: Floats, target: Target, device: Ints, order: Ints) -> Simulation:
+def simulate_with_contention(
+    graph: OpGraph,
+    seconds: Floats,
+    target: Target,
+    device: Ints,
+    order: Ints,
+    earliest_seconds: Floats | None = None,
+) -> Simulation:
     """Simulate a step as `simulate` does, with contention between devices in `target.shared`.
 
-    `seconds` [device, node] are the times of nodes that run alone. While k other devices of the same memory are busy, a
-    node runs at 1 / (1 + k (s - 1)) of its speed. s lies between the slowdowns of work that does not wait for memory
-    and of work that does, by the share of its time in which the node moves bytes (`memory_share`). Start and finish of
-    all nodes depend on each other: they are a fixed point, iterated from the times without contention. Returns the last
-    simulation, whose `compute_seconds` include contention.
+    Arguments are those of `simulate`; `seconds` are the times of nodes that run alone. While k other devices of one
+    memory are busy, a node runs at 1 / (1 + k (s - 1)) of its speed. s lies between the slowdowns of work that does not
+    wait for memory and of work that does, by the share of its time in which the node moves bytes (`memory_share`).
+    Start and finish of all nodes depend on each other: they are a fixed point, iterated from the times without
+    contention. Returns the last simulation, whose `compute_seconds` include contention.
     """
-    simulation = simulate(graph, seconds, target, device, order)
+    simulation = simulate(graph, seconds, target, device, order, earliest_seconds)
     own_seconds = seconds[device, np.arange(len(graph))]
     if not target.shared or not len(graph):
         return simulation
@@ -38,7 +45,8 @@ def simulate_with_contention(graph: OpGraph, seconds: Floats, target: Target, de
         previous, node_seconds = node_seconds, own_seconds + lost_seconds
         if np.abs(node_seconds - previous).max() <= RELATIVE_TOLERANCE * max(simulation.makespan_seconds, 1e-12):
             break
-        simulation = simulate(graph, np.broadcast_to(node_seconds, seconds.shape), target, device, order)
+        table = np.broadcast_to(node_seconds, seconds.shape)
+        simulation = simulate(graph, table, target, device, order, earliest_seconds)
     return simulation
 
 

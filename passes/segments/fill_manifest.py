@@ -31,12 +31,14 @@ from onnxplace.bundle import (
     SplitStateRecord,
     StateRecord,
     Step,
+    StreamRecord,
     TargetRecord,
     TrainingNodesRecord,
     TrainingRecord,
     ValueRecord,
+    WeightRecord,
 )
-from onnxplace.facts import Instruction, Placement, Profile, Routes, Schedule, Segments, Shards
+from onnxplace.facts import Instruction, Placement, Profile, Routes, Schedule, Segment, Segments, Shards, Streaming
 from onnxplace.graph import Ints
 from onnxplace.model import Model, declaration_of, format_type, list_custom_operators, read_shape_entries
 from onnxplace.passes.segments.segment_predictions import (
@@ -66,6 +68,8 @@ class WrittenFiles:
     """Path -> record."""
     initial_states: Mapping[str, InitialRecord]
     """Where the initial value of a state is, by its input."""
+    streamed: Mapping[str, WeightRecord]
+    """Where each weight is that streams."""
     sized: Sequence[tuple[SizedRecord, ...]]
     """Per segment, its models for devices with static shapes."""
     compiled: Sequence[tuple[CompiledRecord, ...]]
@@ -112,6 +116,8 @@ def build_manifest(
         segments=_segment_records(state, ids, written),
         values=_value_records(state, ids, types),
         programs=_program_records(state, ids),
+        streamed=dict(written.streamed),
+        streams=_stream_records(state),
         routes=_route_records(state, ids),
         predicted=_prediction(state),
         devices=_device_records(state),
@@ -232,10 +238,31 @@ def _segment_records(state: State, ids: Sequence[str], written: WrittenFiles) ->
             weights_bytes=int(weights_bytes[i]),
             workspace_bytes=int(coarse.workspace_bytes[i]),
             keeps_order=state[Model].keeps_order,
+            streamed=_list_streamed(state, segment),
             sized=written.sized[i],
             compiled=written.compiled[i],
         )
         for i, (name, segment) in enumerate(zip(ids, segments))
+    )
+
+
+def _list_streamed(state: State, segment: Segment) -> tuple[str, ...]:
+    """Return the weights of a segment that stream, in the order in which its nodes read them."""
+    if Streaming not in state:
+        return ()
+    graph, homes = state[Profile].graph, state[Streaming].homes
+    names = (graph.weight_names[weight] for node in segment.nodes.tolist() for weight in graph.weights[node].tolist())
+    return tuple(dict.fromkeys(name for name in names if name in homes))
+
+
+def _stream_records(state: State) -> tuple[StreamRecord, ...]:
+    return tuple(
+        StreamRecord(
+            device=state.target.devices[device].id,
+            pool_bytes=stream.pool_bytes,
+            bytes_per_second=dict(stream.bytes_per_second),
+        )
+        for device, stream in sorted(state[Streaming].streams.items() if Streaming in state else ())
     )
 
 

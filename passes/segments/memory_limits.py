@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.errors import InfeasibleError
-from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.facts import Placement, Profile, Schedule, Streaming
 from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.passes.segments.streamed_blocks import find_arrivals, list_blocks
 from onnxplace.problem import describe_shortage, device_seconds
 from onnxplace.simulation import Simulation, simulate_with_contention
 from onnxplace.state import State
@@ -172,6 +173,10 @@ def simulate_segments(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
     order = np.arange(len(nodes), dtype=np.int32)
     seconds = segment_seconds(state, segment_of, coarse)
     simulation = simulate_with_contention(coarse, seconds, target, device, order)
+    if Streaming in state:
+        blocks = list_blocks(state, segment_of, len(nodes))
+        arrivals = find_arrivals(blocks, state[Streaming].streams, device, simulation)
+        simulation = simulate_with_contention(coarse, seconds, target, device, order, arrivals)
     return SegmentPlan(nodes=tuple(nodes), segment_of=segment_of, graph=coarse, device=device, simulation=simulation)
 
 

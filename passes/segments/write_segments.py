@@ -23,14 +23,22 @@ from onnxplace.bundle import (
     FileRecord,
     InitialRecord,
     SizedRecord,
+    WeightRecord,
     compute_sha256,
     describe_linked_file,
     external_data_options,
 )
 from onnxplace.errors import Diagnostic, ModelError
-from onnxplace.facts import Recomputation, Segment, Segments, Shards
+from onnxplace.facts import Home, Recomputation, Segment, Segments, Shards, Streaming
 from onnxplace.machine import make_session_options, open_session
-from onnxplace.model import Model, WeightFile, find_scales_to_protect, parse_type, store_for_session
+from onnxplace.model import (
+    Model,
+    WeightFile,
+    find_scales_to_protect,
+    format_type,
+    parse_type,
+    store_for_session,
+)
 from onnxplace.passes.segments.compile_segments import KnownValues, compile_segments, needs_sizes, specialise
 from onnxplace.passes.segments.fill_manifest import WrittenFiles, build_manifest
 from onnxplace.state import State
@@ -79,18 +87,38 @@ def store_initial_states(model: Model, weights: WeightFile) -> dict[str, Initial
     In a segment they would be weights: a second copy, in memory for as long as its session is open. States of types
     without plain bytes, such as strings, stay there.
     """
+    found = {name: _store(model, name, weights) for name in model.states if model.overridable(name)}
+    return {name: record for name, record in found.items() if record is not None}
+
+
+def store_streamed_weights(model: Model, weights: WeightFile, homes: Mapping[str, Home]) -> dict[str, WeightRecord]:
+    """Write the weights that stream; return where each is."""
     records = {}
-    for name in model.states:
-        if not model.overridable(name) or (stored := weights.store(model.initializers[name], model.folder)) is None:
-            continue
-        records[name] = InitialRecord(
-            file=stored.location if stored.is_linked else f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}",
-            linked=stored.is_linked,
-            offset=stored.offset,
-            bytes=stored.size,
-            shape=tuple(model.initializers[name].dims),
-        )
+    for name, home in homes.items():
+        record = _store(model, name, weights)
+        assert record is not None, f"{name} has no plain bytes"
+        records[name] = WeightRecord(**record.model_dump(), dtype=format_type(_type_of(model, name)), home=home)
     return records
+
+
+def _store(model: Model, name: str, weights: WeightFile) -> InitialRecord | None:
+    """Return where the bytes of an initializer are, which are written; None for types without plain bytes."""
+    tensor = model.initializers[name]
+    if (stored := weights.store(tensor, model.folder)) is None:
+        return None
+    return InitialRecord(
+        file=stored.location if stored.is_linked else f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}",
+        linked=stored.is_linked,
+        offset=stored.offset,
+        bytes=stored.size,
+        shape=tuple(tensor.dims),
+    )
+
+
+def _type_of(model: Model, name: str) -> TypeProto:
+    """Return the type of an initializer."""
+    tensor = model.initializers[name]
+    return helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
 
 
 @dataclass(frozen=True)
@@ -146,10 +174,11 @@ def write_bundle_files(
     sized = [tuple[SizedRecord, ...]()] * len(segments)
     with WeightFile(path / SEGMENTS_FOLDER / WEIGHTS_FILE, WEIGHTS_FILE, linkable_folder) as weights:
         initial_states = store_initial_states(model, weights)
+        streamed = store_streamed_weights(model, weights, state[Streaming].homes if Streaming in state else {})
         protected_scales = find_scales_to_protect(model, [segment.nodes for segment in segments])
         for number, (segment, name, scales) in enumerate(zip(segments, ids, protected_scales)):
             report_progress(number, len(segments))
-            proto = _segment_proto(model, segment, name, weights, types, scales, initial_states)
+            proto = _segment_proto(model, segment, name, weights, types, scales, initial_states, streamed)
             folder.write(f"{SEGMENTS_FOLDER}/{name}.onnx", proto.SerializeToString())
             if needs_sizes(state, segment):
                 models = list(specialise(proto, f"{SEGMENTS_FOLDER}/{name}", sizes))
@@ -164,7 +193,7 @@ def write_bundle_files(
     compiled, notes = compile_segments(state, path, ids, sized, entries)
     for file in (file for records in compiled for record in records for file in record.files):
         folder.record(file)
-    written = WrittenFiles(dict(sorted(folder.records.items())), initial_states, sized, compiled)
+    written = WrittenFiles(dict(sorted(folder.records.items())), initial_states, streamed, sized, compiled)
     manifest = build_manifest(state, ids, types, written, pipeline, batching)
     linked = {location: describe_linked_file(file) for location, file in sorted(weights.linked.items())}
     text = manifest.model_copy(update={"linked": linked}).model_dump_json(indent=1)
@@ -206,14 +235,17 @@ def _segment_proto(
     types: Mapping[str, TypeProto],
     protected_scales: Collection[str],
     initial_states: Collection[str],
+    streamed: Collection[str],
 ) -> ModelProto:
     """Return the model of a segment.
 
     Protected scales are inputs with a default value in it. Initial values of states are not: the runtime has them.
+    Weights that stream are inputs without one.
     """
     nodes = [model.nodes[index] for index in segment.nodes]
     reads = dict.fromkeys(value for index in segment.nodes for value in model.reads[index])
-    stored = [value for value in reads if value in model.initializers and value not in initial_states]
+    given = {*initial_states, *streamed}
+    stored = [value for value in reads if value in model.initializers and value not in given]
     tensors = [weights.place(model.initializers[value], model.folder) for value in stored]
     inputs = [ValueInfoProto(name=value, type=types[value]) for value in segment.inputs]
     inputs += [
@@ -221,5 +253,6 @@ def _segment_proto(
         for tensor in tensors
         if tensor.name in protected_scales
     ]
+    inputs += [ValueInfoProto(name=value, type=_type_of(model, value)) for value in reads if value in streamed]
     outputs = [ValueInfoProto(name=value, type=types[value]) for value in segment.outputs]
     return model.proto(nodes, tensors, inputs, outputs, name=name)

@@ -18,6 +18,7 @@ from onnxplace.runtimes.execution.bells import Bell
 from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
 from onnxplace.runtimes.execution.requests import CancelledError, Request, StateTable
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
+from onnxplace.runtimes.execution.weight_streams import read_block
 
 
 class ProgramLoop(ABC):
@@ -133,6 +134,8 @@ class ProgramLoop(ABC):
 
     def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
         """Run one segment; raises ExecutionError naming segment and device."""
+        if segment.record.streamed:
+            values |= read_block(self.bundle, segment.record, device)
         began = time.perf_counter()
         try:
             segment.run(values, request.kept_alive, request.options)
@@ -144,6 +147,9 @@ class ProgramLoop(ABC):
             if is_foreign_error(problem) and not is_out_of_memory(problem):
                 raise
             raise describe_segment_failure(problem, segment.record, self.bundle.manifest, device.id) from problem
+        finally:
+            for name in segment.record.streamed:
+                values.pop(name, None)
         self._record(request, device, "run", segment.record.id, began)
 
     def _detach(self, device: PlacedDevice, name: str, value: Any) -> Any:

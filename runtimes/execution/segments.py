@@ -84,7 +84,7 @@ class OpenSegment:
         """Whether all inputs and outputs are tensors whose bytes ONNX Runtime owns."""
         self._maps = any("map(" in kind for kind in types)  # these exist only as Python objects
         self._native = device.kind.is_host and all(is_native_type(kind) for kind in types)
-        self._inputs, self._names = record.inputs, list(record.outputs)
+        self._inputs, self._names = (*record.inputs, *record.streamed), list(record.outputs)
         self._leaving = leaving
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
@@ -262,7 +262,7 @@ def _require_declared_interface(bundle: Bundle, record: SegmentRecord, session: 
     values, inputs = bundle.manifest.values, {item.name: item for item in bundle.manifest.inputs}
     defaults = session.get_overridable_initializers()  # some exist only to keep ONNX Runtime from folding them
     for kind, names, items, optional in (
-        ("inputs", record.inputs, session.get_inputs(), defaults),
+        ("inputs", (*record.inputs, *record.streamed), session.get_inputs(), defaults),
         ("outputs", record.outputs, session.get_outputs(), ()),
     ):
         actual = {item.name: item for item in (*items, *optional)}
