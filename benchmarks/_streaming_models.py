@@ -75,7 +75,7 @@ class UNet:
 LLAMA_3_8B = Decoder(layers=32, width=4096, inner=14336, heads=32, kv_heads=8, vocab=128_256)
 # A Llama-3.2-1B with more layers and a smaller vocabulary: 6.1 GB of float32.
 SIX_GIGABYTES = Decoder(layers=23, width=2048, inner=8192, heads=32, kv_heads=8, vocab=32_000)
-SMALL_DECODER = Decoder(layers=3, width=64, inner=128, heads=4, kv_heads=2, vocab=100)
+SMALL_DECODER = Decoder(layers=6, width=256, inner=2048, heads=4, kv_heads=2, vocab=100)
 SDXL = UNet()
 SMALL_UNET = UNet(latent=16, channels=(32, 64, 128), depths=(0, 1, 2), cross=48, head=16, added=40, groups=8)
 # As published: by Meta (8.03 billion) and in the paper on SDXL (2.6 billion), there without its added embeddings.
@@ -161,7 +161,7 @@ class _Network(Builder):
         """Add a decoder; return its inputs and outputs."""
         angles = np.outer(np.arange(POSITIONS), THETA ** -(np.arange(0, sizes.head, 2) / sizes.head))
         for name, table in (("cos", np.cos(angles)), ("sin", np.sin(angles))):
-            self.constant(name, table, self.dtype.type)  # type: ignore[arg-type]
+            self.constant(name, table, self.dtype.type)
         value = self.add("Gather", self.weight("embedding", sizes.vocab, sizes.width), "input_ids")
         for layer in range(sizes.layers):
             self.prefix = f"layer{layer}/"
