@@ -219,11 +219,11 @@ def run_child(job: Job, root: Path = ROOT) -> Row:
 
 
 def compile_bundle(path: Path, output: Path, **options: Any) -> Any:
-    """Compile a model; its weights stay in its file."""
+    """Compile a model, and say so."""
     import onnxplace
 
     report_progress(f"compiling {output.name}")
-    return onnxplace.compile(path, output, link_weights=True, force=True, **options)
+    return onnxplace.compile(path, output, force=True, **options)
 
 
 def measure_group(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
@@ -250,6 +250,7 @@ def measure_group(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         plain = {**job, "session": "mapped", "reads": False, "turns": 1}
         enough = run_child({**plain, "outputs": files["reference"]})
         options = {"devices": "cpu:0", "max_memory": f"cpu:0={args.memory}", "inputs": feeds, **args.compile}
+        options["link_weights"] = True  # both read one file
         shape = {"batch": 1, "sequence": tokens, "past": args.past}
         bundle = compile_bundle(path, folder / "bundle", shape=shape, **options)
         job |= {"reference": files["reference"], "reads": True, "turns": args.turns}
@@ -510,6 +511,7 @@ def compare_versions(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
             costs = str(folder / "costs.json")
             job = {"session": "compile", "model": str(path)}
             arguments = {"devices": devices, "shape": SHAPES.get(name, {}), "force": True, "trial": False}
+            arguments["max_memory"] = "4GiB"  # by default, what is free now
             first = {"output": str(folder / "first"), "save_costs": costs}
             run_child({**job, "arguments": {**arguments, **first}}, before)
             bundles = {version: folder / version / "bundle" for version in versions}
@@ -541,9 +543,11 @@ def compare_bundles(
         version: {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
         for version, path in bundles.items()
     }
-    differing = sorted(
-        name for name in {*files["before"], *files["after"]} if files["before"].get(name) != files["after"].get(name)
-    )
+    differing = [
+        name for name in sorted({*files["before"], *files["after"]}) if len({files[v].get(name) for v in files}) > 1
+    ]
+    fields = list_differing_fields(*(json.loads(files[version]["manifest.json"]) for version in ("before", "after")))
+    differing = [f"manifest.json ({', '.join(fields)})" if name == "manifest.json" else name for name in differing]
     found: dict[str, list[Row]] = {version: [] for version in versions}
     for turn in range(args.rounds):
         for version in sorted(versions, reverse=bool(turn % 2)):
@@ -565,6 +569,17 @@ def compare_bundles(
         ]
         row |= {f"{name} before": medians[0], f"{name} after": medians[1], f"{name}_ratio": medians[1] / medians[0]}
     return row
+
+
+def list_differing_fields(before: Any, after: Any, name: str = "") -> list[str]:
+    """Return the names of fields that differ; those that only one has with its sign."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        only = [f"-{key}" for key in before.keys() - after.keys()] + [f"+{key}" for key in after.keys() - before.keys()]
+        pairs = [(before[key], after[key], key) for key in before if key in after]
+        return sorted({*only, *(field for pair in pairs for field in list_differing_fields(*pair))})
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        return sorted({field for pair in zip(before, after) for field in list_differing_fields(*pair, name)})
+    return [] if before == after else [name]
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -622,11 +637,11 @@ def parse_arguments() -> argparse.Namespace:
         item.add_argument("--turns", type=int, default=turns, help="of reading, or opening, and steps in a process")
         item.add_argument("--steps", type=int, default=steps, help="of each turn")
     webgpu.add_argument("--device", default="webgpu:0")
-    webgpu.add_argument("--layers", type=int, default=12)
+    webgpu.add_argument("--layers", type=int, default=4)
     webgpu.add_argument("--width", type=int, default=512)
-    webgpu.add_argument("--rows", type=int, default=32)
+    webgpu.add_argument("--rows", type=int, default=4)
     webgpu.add_argument("--multiple", type=int, default=4, help="weights / --max-memory")
-    webgpu.add_argument("--steps", type=int, default=20)
+    webgpu.add_argument("--steps", type=int, default=8)
     machines.add_argument("--gpu", default="RTX-4090")
     machines.add_argument("--cpu", default="Ryzen-7950X")
     machines.add_argument("--link", default="PCIe4")
