@@ -19,9 +19,6 @@ from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.machine import (
     DOUBTFUL_WAITING_SHARE,
     MIN_RUNS,
-    available_cores,
-    find_device_problem,
-    find_hardware,
     list_operator_libraries,
     measurement_cache,
 )
@@ -158,24 +155,6 @@ def report_doubts(measurement: Measurement, device: Device, tolerance: float) ->
     )
     hint = "profile again when the machine is idle; costs like these are not kept"
     return [Diagnostic(DOUBTFUL_CODE, message, where=device.cost_class, hint=hint)]
-
-
-def find_measurement_obstacle(device: Device) -> str | None:
-    """Return why a device cannot be measured on this machine, if so.
-
-    The device in the same place here stands for that of another host.
-    """
-    device = device.local
-    if not device.is_host:
-        hardware = find_hardware(device)
-        if device.model and hardware is not None and device.model != hardware.name:
-            return f"{device.id} on this machine is a {hardware.name or 'GPU without a name'}"
-        return find_device_problem(device)
-    if device.cores > len(available_cores()):
-        return f"it has {device.cores} cores, this machine {len(available_cores())}"
-    if device.model not in measurement_cache.processor():
-        return f"it stands for {device.model}, and this machine has another processor"
-    return None
 
 
 def report_unknown_sizes(model: Model, sizes: Mapping[str, int], unit: Ints) -> list[Diagnostic]:

@@ -7,7 +7,10 @@ from onnxplace.passes.segments.cut_segments import (
     require_states_together as require_states_together,
     write_programs as write_programs,
 )
-from onnxplace.passes.segments.memory_limits import cut_within_limits as cut_within_limits
+from onnxplace.passes.segments.memory_limits import (
+    cut_within_limits as cut_within_limits,
+    simulate_segments as simulate_segments,
+)
 from onnxplace.passes.segments.segment_predictions import (
     measure_route_memory as measure_route_memory,
     predict_routes as predict_routes,

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "problem": "errors facts graph simulation state target",
     "cost_graph": "errors facts graph state target utils",
     # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
-    "passes.profiling": "devices errors facts graph machine model ort target utils",
+    "passes.profiling": "devices errors facts feeds graph machine model ort target utils",
     "passes.cost_files": "errors facts model passes.profiling target utils",
     "passes.step_recognition": "errors graph model training_roles training_step utils",
     "passes.placement.grouping": "errors facts graph model passes.step_recognition problem state target utils",
@@ -57,12 +57,13 @@ MAY_IMPORT = {
         "training_step utils"
     ),
     "passes.batching": "errors feeds model passes.sharding",
+    "passes.streaming": "errors facts graph model passes.segments problem state utils",
     "passes.recomputation": "errors facts graph model problem state training_step utils",
     "passes": (
         "bundle errors facts graph machine model passes.batching passes.cost_files passes.placement.exact "
         "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining "
         "passes.placement.search passes.placement.stages passes.profiling passes.recomputation passes.segments "
-        "passes.sharding passes.step_recognition problem simulation state target training_roles utils"
+        "passes.sharding passes.step_recognition passes.streaming problem simulation state target training_roles utils"
     ),
     # training steps of PyTorch modules
     "torch": "errors training_step",
@@ -85,8 +86,8 @@ MAY_IMPORT = {
     "reports": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem reports state target "
-        "torch utils"
+        "bundle cost_graph errors evaluation facts feeds graph machine model passes.streaming pipeline problem reports "
+        "state target torch utils"
     ),
     "export": "bundle devices errors model target training_step utils",
     "api": "bundle driver drop_in errors machine pipeline reports runtime serving traces utils",
