@@ -28,6 +28,7 @@ READ_SECONDS, MAX_READ_BYTES, MIN_SHARED_BYTES = 0.3, 1 << 30, 4 * PIECE_BYTES
 COPY_BYTES, COPIES = 64 << 20, 5
 # Disks and links are shared with others, and change: rates are kept for a day.
 MAX_AGE_SECONDS = 24 * 3600.0
+_UPLOAD = '<ir_version: 8, opset_import: ["": 17]> g (float[N] x) => (float[1] y) <int64[1] i = {0}> {y = Gather(x, i)}'
 
 
 def measure_read_rate(path: Path) -> float:
@@ -69,19 +70,18 @@ def find_host_rate(target: Target, device: Device) -> float:
     machine, where the runtime copies as it is measured here: in the host's memory, and to devices that only sessions
     reach. Then what is published of PCIe for the device's model, then the default of links with such devices.
     """
-    hosts = {item.id for item in target.devices if item.is_host and item.host == device.host}
-    assumed = set(target.list_assumed_links())
-    links = [link for link in target.with_all_links().links if link.source in hosts and link.destination == device.id]
-    if given := [link.bytes_per_second for link in links if (link.source, link.destination) not in assumed]:
-        return max(given)
+    pairs = {(item.id, device.id) for item in target.devices if item.is_host and item.host == device.host}
+    pairs -= set(target.list_assumed_links())
+    links = [link for link in target.with_all_links().links if (link.source, link.destination) in pairs]
+    if links:
+        return max(link.bytes_per_second for link in links)
     kind = find_kind(device.kind)
     is_copied_alike = kind.lock is not None or kind.shares_memory(device.address.index)
     if is_copied_alike and find_measurement_obstacle(device) is None:
         return _recall(("copy", device.cost_class, device.id), partial(_copy, device))
     catalogue = read_catalogue()
-    models = [item for item in catalogue.devices.values() if item.model == device.model]
-    fabrics = [catalogue.fabrics[name] for item in models for name in item.fabrics]
-    published = [fabric.bytes_per_second for fabric in fabrics if fabric.family == "PCIe"]
+    names = {name for item in catalogue.devices.values() if item.model == device.model for name in item.fabrics}
+    published = [catalogue.fabrics[name].bytes_per_second for name in names if catalogue.fabrics[name].family == "PCIe"]
     return max(published, default=default_link(device, device).bytes_per_second)
 
 
@@ -92,9 +92,7 @@ def _copy(device: Device) -> float:
     else:
         from onnx import parser
 
-        nodes = "{ i = Constant <value = int64[1] {0}> () y = Gather (x, i) }"
-        graph = f"upload (float[{values.size}] x) => (float[1] y) {nodes}"
-        model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {graph}').SerializeToString()
+        model = parser.parse_model(_UPLOAD).SerializeToString()
         session = open_session(model, make_session_options(()), device.address)
         copy = partial(session.run, None, {"x": values})
     copy()

@@ -252,6 +252,14 @@ class _StoredMeasurement(BaseModel):
     notes: list[dict[str, str]]
 
 
+def describe_class(device: Device) -> tuple[str, ...]:
+    """Return what all measurements on a class of device depend on: hardware, versions and libraries."""
+    hardware = measurement_cache.processor() if device.kind == "cpu" else device.model
+    libraries = (*list_operator_libraries(), *find_kind(device.kind).libraries)
+    files = map(measurement_cache.file_described, libraries)
+    return device.cost_class, hardware, import_onnxruntime().__version__, *files
+
+
 def measurement_key(
     model: Model,
     graph: OpGraph,
@@ -265,11 +273,10 @@ def measurement_key(
     It covers nodes, wiring, inputs, device, versions and settings. Inputs and small integers count with their bytes,
     since the work of some models depends on them.
     """
-    hardware = measurement_cache.processor() if device.kind == "cpu" else device.model
     small_integers = (small_integer_bytes(tensor) for tensor in model.initializers.values())
     return measurement_cache.key(
         [
-            *(device.cost_class, hardware, import_onnxruntime().__version__),
+            *describe_class(device),
             *map(repr, settings),
             *prints,
             *small_integers,
@@ -277,7 +284,6 @@ def measurement_key(
             graph.inputs.items.tobytes(),
             *graph.names,
             *graph.value_names,
-            *map(measurement_cache.file_described, (*list_operator_libraries(), *find_kind(device.kind).libraries)),
             *(f"{name} {measurement_cache.described(value)}" for name, value in sorted(feeds.items())),
             *(output.name for output in model.outputs),
         ]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -26,7 +26,6 @@ from annotated_types import Ge
 from onnx import helper
 from pydantic import TypeAdapter
 
-from onnxplace.devices import find_kind
 from onnxplace.errors import OnnxplaceError
 from onnxplace.facts import Profile, Source
 from onnxplace.feeds import Declared, random_feeds
@@ -36,7 +35,6 @@ from onnxplace.machine import (
     Runs,
     available_cores,
     find_measurement_obstacle,
-    list_operator_libraries,
     make_runner,
     make_session_options,
     measurement_cache,
@@ -44,9 +42,9 @@ from onnxplace.machine import (
     pin_thread,
 )
 from onnxplace.model import Model, WeightFile, format_type, store_for_session
-from onnxplace.ort import import_onnxruntime
 from onnxplace.passes.profiling.chunks import extract_nodes
 from onnxplace.passes.profiling.compiled_runs import describe_run, list_outputs
+from onnxplace.passes.profiling.profile_model import describe_class
 from onnxplace.passes.profiling.repeated_layers import fingerprints
 from onnxplace.target import Device
 from onnxplace.utils import progress_part, temporary_folder
@@ -92,11 +90,10 @@ def measure_streamed(
         types: Element types of values whose types ONNX cannot infer (`infer_with_runtime`).
         cache: Use earlier measurements of equal units, and store new ones.
     """
-    units = _StreamedUnits(model, profile, shapes, types)
-    count = int(profile.unit.max(initial=-1)) + 1
-    members = Csr.grouped(profile.unit, np.arange(len(profile.unit), dtype=np.int32), count)
-    chosen = [members[unit] for unit in dict.fromkeys(profile.unit[list(nodes)].tolist())]
-    chosen = [unit for unit in chosen if units.list_weights(unit)]
+    units = _StreamedUnits(model, profile, shapes, types, fingerprints(model, shapes))
+    members = Csr.grouped(profile.unit, np.arange(len(profile.unit), dtype=np.int32), len(profile.unit))
+    wanted = dict.fromkeys(profile.unit[list(nodes)].tolist())
+    chosen = [members[unit] for unit in wanted if units.list_weights(members[unit])]
     classes, factors = {device.cost_class: device for device in devices}, dict[str, Floats]()
     for number, (cost_class, device) in enumerate(classes.items()):
         with progress_part(number, len(classes)):
@@ -112,10 +109,7 @@ class _StreamedUnits:
     profile: Profile
     shapes: Mapping[str, Sequence[int]]
     types: Mapping[str, int]
-
-    @cached_property
-    def _prints(self) -> tuple[str, ...]:
-        return fingerprints(self.model, self.shapes)  # a profile that was rewritten has none
+    prints: Sequence[str]
 
     def list_weights(self, unit: Ints) -> list[str]:
         """Return the names of the large weights that a unit reads."""
@@ -125,7 +119,7 @@ class _StreamedUnits:
 
     def find_factors(self, units: Sequence[Ints], device: Device, cache: bool) -> Floats:
         """Return, per node, the factor of its unit on a class of device, for some units."""
-        key, factors = _make_key(device), np.ones(len(self.profile.graph))
+        key, factors = measurement_cache.key(("streamed", *describe_class(device))), np.ones(len(self.profile.graph))
         known: dict[str, float | None] = {**_read_factors(key)} if cache else {}
         count, is_here = len(known), find_measurement_obstacle(device) is None
         for number, unit in enumerate(units):
@@ -155,7 +149,7 @@ class _StreamedUnits:
     def _describe(self, unit: Ints) -> str:
         """Return the key of all equal units, also of other models."""
         entering = [(self._format_type(name), self.shapes.get(name)) for name in self._list_entering(unit)]
-        return measurement_cache.key([repr((describe_run(self.profile.graph, self._prints, unit), entering))])
+        return measurement_cache.key([repr((describe_run(self.profile.graph, self.prints, unit), entering))])
 
     def _format_type(self, name: str) -> str:
         kind = self.model.types.get(name)
@@ -170,8 +164,8 @@ class _StreamedUnits:
     def _estimate(self, unit: Ints, device: Device) -> float:
         graph, seconds = self.profile.graph, float(self.profile.seconds[device.cost_class][unit].sum())
         rates = UNPACKING_SECONDS_PER_BYTE if device.is_host else {}
-        largest_bytes = [float(graph.weight_bytes[graph.weights[node]].max(initial=0)) for node in unit]
-        unpacking = sum(rates.get(graph.ops[node], 0.0) * size for node, size in zip(unit.tolist(), largest_bytes))
+        sizes = [int(graph.weight_bytes[graph.weights[node]].max(initial=0)) for node in unit]
+        unpacking = sum(rates.get(graph.ops[node], 0.0) * size for node, size in zip(unit, sizes))
         return 1 + unpacking / seconds if seconds > 0 else 1.0
 
     def _measure(self, unit: Ints, device: Device) -> float | None:
@@ -224,14 +218,6 @@ def _compare(models: Sequence[Model], feeds: Mapping[str, Any], device: Device, 
                 turns[-1].append(policy.run(run, pool=len(cores) > 1)[0])
     constant, streamed = (Runs.join(of_model).seconds for of_model in zip(*turns))
     return streamed / constant
-
-
-def _make_key(device: Device) -> str:
-    """Return the key of the factors of a class of device."""
-    hardware = measurement_cache.processor() if device.kind == "cpu" else device.model
-    libraries = (*list_operator_libraries(), *find_kind(device.kind).libraries)
-    versions = import_onnxruntime().__version__, *map(measurement_cache.file_described, libraries)
-    return measurement_cache.key(["streamed", device.cost_class, hardware, *versions])
 
 
 def _read_factors(key: str) -> dict[str, float]:
