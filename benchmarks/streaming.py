@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -320,14 +321,13 @@ def measure_webgpu(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     from _streaming_models import Weights
 
     import onnxplace
-    from onnxplace.evaluation import measure_process_memory
+    from onnxplace.evaluation import time_in_turns
     from onnxplace.machine import find_device_problem
     from onnxplace.target import Device
 
     if problem := find_device_problem(Device(args.device, 1)):
         raise SystemExit(f"{args.device} cannot be used here, so nothing is measured: {problem}")
-    path = folder / "transformer.onnx"
-    weights = Weights(folder / "transformer.onnx.data", np.float32)
+    path, weights = folder / "transformer.onnx", Weights(folder / "transformer.onnx.data", np.float32)
     path.write_bytes(build_transformer(args.layers, args.width, args.rows, weights).SerializeToString())
     limit = 4 * weights.parameters // args.multiple
     feeds = {"x": np.random.default_rng(0).standard_normal((1, args.rows, args.width), np.float32)}
@@ -336,68 +336,45 @@ def measure_webgpu(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     bundle = compile_bundle(path, folder / "bundle", max_memory=limit, **options, **args.compile)
     report_progress("verifying")
     verification = onnxplace.verify(bundle, against=path, inputs=feeds)
-    memory = [measure_process_memory(item, feeds).own_bytes for item in (bundle, resident)]
-    with onnxplace.InferenceSession(resident) as whole, onnxplace.InferenceSession(bundle) as streaming:
-        upload = prepare_upload(bundle, args.device)
-        runs = {
-            "computing": lambda: whole.run(None, feeds),
-            "streaming": upload,
-            "step": lambda: streaming.run(None, feeds),
-        }
-        seconds = time_in_turns(runs, args.steps)
-    row: Row = {f"{name}_seconds": statistics.median(items) for name, items in seconds.items()}
-    row |= {"samples": seconds, "error": max(item.max_abs_error for item in verification.outputs)}
+    row: Row = {"session": f"{args.device}, {weights.parameters * 4 / 1e6:.0f} MB"}
     row |= {
         "equal": "equal" if verification.equal else "DIFFER",
         "step_bytes": sum(r[2] for r in list_streamed(bundle)),
     }
-    row |= {"session": f"{args.device}, {path.stem}", "own_bytes": memory[0], "resident_own_bytes": memory[1]}
-    row["to_larger"] = row["step_seconds"] / max(row["computing_seconds"], row["streaming_seconds"])
+    with onnxplace.InferenceSession(resident) as whole, onnxplace.InferenceSession(bundle) as streaming:
+        upload = prepare_upload(bundle, args.device)
+        calls: Row = {"computing": partial(whole.run, None, feeds), "streaming": upload}
+        timings = time_in_turns({**calls, "step": partial(streaming.run, None, feeds)}, args.steps)
+    row |= {f"{name}_seconds": item.median_seconds for name, item in timings.items()}
+    row["to_larger"] = divide(row["step_seconds"], max(row["computing_seconds"], row["streaming_seconds"]))
+    np.savez(folder / "feeds.npz", **dict[str, Any](feeds))
+    for name, item in {"anonymous_bytes": bundle, "resident_anonymous_bytes": resident}.items():
+        job = {"session": "bundle", "bundle": str(item.path), "feeds": str(folder / "feeds.npz"), "reads": False}
+        with ControlGroup(NO_LIMIT) as group:  # it only counts
+            row[name] = run_in_group(group, {**job, "turns": 1, "steps": 3})["anonymous_bytes"]
     yield add_prediction(row, bundle)
 
 
+UPLOAD = '<ir_version: 8, opset_import: ["": 17]> g (float[N] x) => (float[1] y) <int64[1] i = {0}> {y = Gather(x, i)}'
+NO_LIMIT = 1 << 50
+
+
 def prepare_upload(bundle: Any, device: str) -> Callable[[], None]:
-    """Return a function that brings the weights of a step to a device, for nodes that read one number of each."""
-    from onnx import TensorProto, helper, numpy_helper
+    """Return a function that brings the weights of a step to a device, for a node that reads one number of each."""
+    from onnx import parser
 
     from onnxplace.devices import DeviceAddress
     from onnxplace.machine import make_session_options, open_session
 
-    arrays, sessions = [], {}
-    shapes = {(item.file, item.offset): item.shape for item in bundle.manifest.streamed.values()}
-    names = {str((bundle.linked_file if item.linked else bundle.file)(item.file)): item.file
-             for item in bundle.manifest.streamed.values()}  # fmt: skip
-    for path, offset, size in list_streamed(bundle):
-        shape = shapes[names[path], offset]
-        arrays.append(np.fromfile(path, np.float32, size // 4, offset=offset).reshape(shape))
-        if shape not in sessions:
-            ends = [numpy_helper.from_array(np.full(len(shape), value), name) for value, name in enumerate(("a", "b"))]
-            graph = helper.make_graph(
-                [helper.make_node("Slice", ["w", "a", "b"], ["y"])], "upload",
-                [helper.make_tensor_value_info("w", TensorProto.FLOAT, shape)],
-                [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1] * len(shape))], ends,
-            )  # fmt: skip
-            model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-            address = DeviceAddress.of(device)
-            sessions[shape] = open_session(model.SerializeToString(), make_session_options(()), address)
+    model = parser.parse_model(UPLOAD).SerializeToString()
+    session = open_session(model, make_session_options(()), DeviceAddress.of(device))
+    arrays = [np.fromfile(path, np.float32, size // 4, offset=start) for path, start, size in list_streamed(bundle)]
 
     def upload() -> None:
         for array in arrays:
-            sessions[array.shape].run(None, {"w": array})
+            session.run(None, {"x": array})
 
     return upload
-
-
-def time_in_turns(runs: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
-    """Return the seconds of each function, after two turns that do not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(turns + 2):
-        for name, run in runs.items():
-            began = time.perf_counter()
-            run()
-            if turn > 1:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
 
 
 # --------------------------------------------------------------------------------------------------------- simulated
@@ -595,8 +572,9 @@ COMMANDS: Mapping[str, tuple[Measure, str, tuple[str, ...]]] = {
     "webgpu": (
         measure_webgpu,
         "A transformer with little memory on a GPU",
-        ("session", "limit_bytes", "peak_bytes", "step_bytes", "computing_seconds", "streaming_seconds", "step_seconds",
-         "to_larger", "predicted_seconds", "to_predicted", "equal"),
+        ("session", "limit_bytes", "peak_bytes", "anonymous_bytes", "resident_anonymous_bytes", "step_bytes",
+         "computing_seconds", "streaming_seconds", "step_seconds", "to_larger", "predicted_seconds", "to_predicted",
+         "equal"),
     ),
     "machines": (
         simulate_machines,
