@@ -59,6 +59,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "tokens": ("tokens", str),
     "allowed_bytes": ("allowed GiB", format_gibibytes),
     "streamed_bytes": ("streams GiB", format_gibibytes),
+    "host_weight_bytes": ("on the CPU GiB", format_gibibytes),
     "step_bytes": ("reads MB a step", format_megabytes),
     "bytes_per_second": ("MB/s of the step", format_megabytes),
     "read_rate": ("MB/s of reading alone", format_megabytes),

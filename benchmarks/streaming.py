@@ -415,11 +415,11 @@ def make_target(args: argparse.Namespace, allowed: float = 0.0) -> Any:
 def compare_ways(state: Any, target: Any) -> Row:
     """Return the predicted steps of a model on a GPU that may use little of its memory.
 
-    `one device ms` has room for everything. `bound` is the larger of computing on the GPU and of bringing, at the
-    link's rate, what its memory does not hold.
+    `one device` has room for everything. `bound` is the least of streaming alone: the larger of computing on the GPU
+    and of bringing, at the link's rate, what its memory does not hold.
     """
     from onnxplace.errors import InfeasibleError
-    from onnxplace.facts import Profile, Schedule, Streaming
+    from onnxplace.facts import Profile, Schedule, Segments, Streaming
     from onnxplace.pipeline import Pipeline
     from onnxplace.problem import predict_single_device_seconds, predict_step_seconds
 
@@ -441,6 +441,7 @@ def compare_ways(state: Any, target: Any) -> Row:
     row["streamed"] = seconds.get("stream", "does not fit")
     if "stream" in found and Streaming in found["stream"]:
         row["streamed_bytes"] = sum(found["stream"][Streaming].weight_bytes.values())
+        row["host_weight_bytes"] = int(found["stream"][Segments].simulation.weights_bytes[1])
     return row
 
 
@@ -579,7 +580,7 @@ COMMANDS: Mapping[str, tuple[Measure, str, tuple[str, ...]]] = {
     "machines": (
         simulate_machines,
         "Estimated steps on a GPU that may use little of its memory",
-        ("model", "allowed_bytes", "streamed_bytes", "one_device_seconds", "bound_seconds", "streamed",
+        ("model", "allowed_bytes", "streamed_bytes", "host_weight_bytes", "one_device_seconds", "bound_seconds", "streamed",
          "rest on the CPU", "layer by layer"),
     ),
     "unchanged": (
