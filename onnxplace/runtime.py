@@ -16,7 +16,7 @@ from onnxplace.feeds import Array
 # Requests in flight that a session accepts before it lets callers wait.
 DEFAULT_MAX_IN_FLIGHT = 8
 
-EventKind = Literal["run", "copy", "wait"]
+EventKind = Literal["run", "copy", "wait", "load"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Event:
     device: str
     kind: EventKind
     name: str
-    """The segment that ran, or the value that was copied or waited for."""
+    """The segment that ran or whose weights were loaded or waited for, or the value that was copied or waited for."""
     start_seconds: float
     """Time since the request was submitted."""
     finish_seconds: float
@@ -42,7 +42,7 @@ class Event:
     conversation: int = 0
     """Number of the request's conversation in its session; 0 outside of conversations."""
     bytes: int | None = None
-    """Size of the value that was copied; None if the runtime does not say."""
+    """Size of the value that was copied, or the weights that were loaded; None if the runtime does not say."""
     copy: int = 0
     """Index of the copy of the bundle that did it, in a session of several."""
 

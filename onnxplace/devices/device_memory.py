@@ -114,5 +114,9 @@ class DeviceMemory(ABC):
     def finish(self) -> None:  # noqa: B027 - synchronous devices have nothing to wait for
         """Wait until everything that was enqueued is complete; raises the error of an enqueued run or copy."""
 
+    def open_weight_pool(self, size: int) -> Any:
+        """Return memory on the device for weights that stream; None if its runs read them in the host's memory."""
+        return None
+
     def close(self) -> None:  # noqa: B027 - most memories are freed with their values
         """Free what the memory itself holds."""

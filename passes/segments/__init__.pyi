@@ -15,5 +15,5 @@ from onnxplace.passes.segments.segment_predictions import (
     measure_route_memory as measure_route_memory,
     predict_routes as predict_routes,
 )
-from onnxplace.passes.segments.streamed_blocks import PAGE_BYTES as PAGE_BYTES, cut_blocks as cut_blocks
+from onnxplace.passes.segments.streamed_blocks import cut_blocks as cut_blocks
 from onnxplace.passes.segments.write_segments import write_bundle_files as write_bundle_files

@@ -78,6 +78,8 @@ def keep_sessions_in_child() -> None:
 
 T = TypeVar("T")
 
+# The end of the names of threads that read weights.
+WEIGHTS_PART = " weights"
 # Time for ended requests to reach the end of a node. Workers that take longer are left behind.
 END_GRACE_SECONDS = 2.0
 
@@ -109,6 +111,7 @@ class Engine(WorkLoop):
         # One thread per device follows programs; devices that run ahead have one more, which waits for their results.
         self._workers = [Worker(device, self.work) for device in devices.values()]
         self._workers += [Worker(devices[device], self.deliver, " deliveries") for device in self._deliveries]
+        self._workers += [Worker(item.device, item.read, WEIGHTS_PART) for item in self._weight_streams.values()]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
 
     def start(self) -> None:
@@ -295,8 +298,18 @@ class Engine(WorkLoop):
             fallback.take_over(device, self._routes, failure)
             self._replacement_count += 1
             if not values_remain:
+                self._replace_streams(device)
                 raise  # the request begins again
             super().run_segment(device, request.route.segments[segment.record.id], values, request)
+
+    def _replace_streams(self, device: PlacedDevice) -> None:
+        """Let weights stream to the memory that a device has now."""
+        for key, stream in list(self._weight_streams.items()):
+            if stream.device is device:
+                stream.end()
+                self._weight_streams[key] = stream.reopen()
+                self._workers.append(Worker(device, self._weight_streams[key].read, WEIGHTS_PART))
+                start_thread(self._workers[-1])
 
     # -- conversations ------------------------------------------------------------------------------------
 
@@ -388,6 +401,7 @@ class Engine(WorkLoop):
             return
         for route in self._routes:
             route.segments.clear()
+        self._weight_files.close()
         for conversation in list(self._conversations):
             conversation.clear()
         for device in self._devices.values():

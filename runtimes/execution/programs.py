@@ -18,7 +18,8 @@ from onnxplace.runtimes.execution.bells import Bell
 from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
 from onnxplace.runtimes.execution.requests import CancelledError, Request, StateTable
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
-from onnxplace.runtimes.execution.weight_streams import read_block
+from onnxplace.runtimes.execution.weight_files import WeightFiles
+from onnxplace.runtimes.execution.weight_streams import open_weight_streams
 
 
 class ProgramLoop(ABC):
@@ -47,6 +48,8 @@ class ProgramLoop(ABC):
         self._segments = segments
         self._index_values(bundle, homes)
         self._state_table = StateTable(bundle)
+        self._weight_files = WeightFiles(bundle)
+        self._weight_streams = open_weight_streams(bundle, devices, trace)
 
     def _index_values(self, bundle: Bundle, homes: Sequence[str]) -> None:
         """Build the tables of values that each request needs; those by device are by the home of its program."""
@@ -69,7 +72,16 @@ class ProgramLoop(ABC):
         self._programs = {device: drop_last_frees(program) for device, program in manifest.programs.items()}
 
     def follow_program(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
-        """Execute the steps of a device's program for one request."""
+        """Execute the steps of a device's program for one request; raises ExecutionError if its weights changed."""
+        try:
+            self._follow_steps(device, program, request)
+        except BaseException as failure:
+            if getattr(failure, "code", "") != "X017":  # which says already what happened to the weights
+                self._weight_files.check()
+            raise
+        self._weight_files.check()
+
+    def _follow_steps(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
         home = request.route.programs[device.id]
         bell = self._bells.get(device.id)
         stored, states = self._take_states(request), self._state_table.value_names.get(home, {})
@@ -135,7 +147,7 @@ class ProgramLoop(ABC):
     def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
         """Run one segment; raises ExecutionError naming segment and device."""
         if segment.record.streamed:
-            values |= read_block(self.bundle, segment.record, device)
+            self._take_weights(device, segment, values, request)
         began = time.perf_counter()
         try:
             segment.run(values, request.kept_alive, request.options)
@@ -148,9 +160,32 @@ class ProgramLoop(ABC):
                 raise
             raise describe_segment_failure(problem, segment.record, self.bundle.manifest, device.id) from problem
         finally:
-            for name in segment.record.streamed:
-                values.pop(name, None)
+            if segment.record.streamed:
+                self._release_weights(device, segment, values, request)
         self._record(request, device, "run", segment.record.id, began)
+
+    def _take_weights(
+        self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request
+    ) -> None:
+        """Add the weights of a segment that stream to the values on its device; waits for them."""
+        began, name = time.perf_counter(), segment.record.id
+        stream = self._weight_streams[device.id, request.route.programs[device.id]]
+        weights = stream.take(name, request)
+        # What is not a plain tensor may refer to its inputs after the run.
+        values |= weights if segment.owns_buffers else {key: device.memory.keep(item) for key, item in weights.items()}
+        self._record(request, device, "wait", name, began)
+        for load in stream.pop_loads():
+            if load.finish > request.start_time:  # else it was read before, for the first request
+                self._add_event(request, device, "load", load.segment, load.start, load.finish, load.bytes)
+
+    def _release_weights(
+        self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request
+    ) -> None:
+        """Take weights that stream from the values again, whose room is then free for others."""
+        for name in segment.record.streamed:
+            values.pop(name, None)
+        stream = self._weight_streams[device.id, request.route.programs[device.id]]
+        stream.release(device.memory.checkpoint() if device.memory.runs_ahead else None)
 
     def _detach(self, device: PlacedDevice, name: str, value: Any) -> Any:
         """Return a value that outlives its request: sequences and optionals may refer to memory of its feeds."""
@@ -161,21 +196,34 @@ class ProgramLoop(ABC):
     ) -> None:
         """Note what a device did from `began` until now, such as a copy of `value`; does nothing without a trace."""
         if self._trace:
-            now, origin = time.perf_counter(), request.start_time
-            request.events.append(
-                Event(
-                    device=device.id,
-                    kind=kind,
-                    name=name,
-                    start_seconds=began - origin,
-                    finish_seconds=now - origin,
-                    request=request.number,
-                    submitted_seconds=origin,
-                    route=request.route.index,
-                    conversation=request.conversation.number,
-                    bytes=count_bytes(value) if kind == "copy" else None,
-                )
+            size = count_bytes(value) if kind == "copy" else None
+            self._add_event(request, device, kind, name, began, time.perf_counter(), size)
+
+    def _add_event(
+        self,
+        request: Request,
+        device: PlacedDevice,
+        kind: EventKind,
+        name: str,
+        start: float,
+        finish: float,
+        size: int | None,
+    ) -> None:
+        origin = request.start_time
+        request.events.append(
+            Event(
+                device=device.id,
+                kind=kind,
+                name=name,
+                start_seconds=max(start - origin, 0.0),
+                finish_seconds=finish - origin,
+                request=request.number,
+                submitted_seconds=origin,
+                route=request.route.index,
+                conversation=request.conversation.number,
+                bytes=size,
             )
+        )
 
     @abstractmethod
     def _take_states(self, request: Request) -> dict[str, Any]:

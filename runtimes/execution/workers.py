@@ -34,6 +34,7 @@ from onnxplace.runtimes.execution.futures import WaitList
 from onnxplace.runtimes.execution.programs import ProgramLoop
 from onnxplace.runtimes.execution.requests import CancelledError, CarriedStates, Request
 from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice
+from onnxplace.runtimes.execution.weight_streams import WeightStream
 
 # Idle workers check this often whether their engine still has an owner.
 OWNER_CHECK_SECONDS = 3.0
@@ -93,6 +94,13 @@ class WorkLoop(ProgramLoop):
                         self._finish_part(request, device.id)
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
             self._mark_broken(device, cause, request)
+        finally:
+            for stream in self._list_streams(device):
+                stream.end()
+
+    def _list_streams(self, device: PlacedDevice) -> list[WeightStream]:
+        """Return the streams of weights to a device."""
+        return [stream for stream in self._weight_streams.values() if stream.device is device]
 
     def _await_token(self, tokens: queue.SimpleQueue[None]) -> None:
         """Wait for a token.

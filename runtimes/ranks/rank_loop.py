@@ -35,6 +35,7 @@ from onnxplace.runtimes.execution import (
     PlacedDevice,
     ProgramLoop,
     Request,
+    Worker,
     describe_step_failure,
     drop_last_frees,
     find_cores,
@@ -48,6 +49,9 @@ from onnxplace.target import Device
 
 # A look for later values delays the value that is awaited by some us, so most looks are for that one alone.
 LOOKS_PER_LOOK_AHEAD = 10
+
+# Time for a thread to read its last piece of weights.
+END_GRACE_SECONDS = 2.0
 
 Waiter = Callable[..., None]
 """Waits, while messages are looked for, until its first argument holds; it naps only while its second one does not."""
@@ -93,6 +97,9 @@ class RankLoop(ProgramLoop):
         self.shares_memory = self._blocks.try_probe(opening.probe)
         """Whether inputs can come by memory of the driver."""
         self._entries = device.memory.run_entries()
+        self._readers = [Worker(device, stream.read, " weights") for stream in self._weight_streams.values()]
+        for reader in self._readers:
+            reader.start()
         self.cores = device.cores
         self.clock_offset_seconds = 0.0
         """What the clock of this machine shows more than the driver's."""
@@ -275,6 +282,9 @@ class RankLoop(ProgramLoop):
     def close(self) -> None:
         """Close sessions and memory."""
         self._channels.close()
+        for thread, stream in zip(self._readers, self._weight_streams.values()):
+            stream.end()
+            thread.join(END_GRACE_SECONDS)
         for route in self._routes:
             route.segments.clear()
         self._device.memory.close()

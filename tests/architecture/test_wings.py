@@ -57,7 +57,7 @@ MAY_IMPORT = {
         "training_step utils"
     ),
     "passes.batching": "errors feeds model passes.sharding",
-    "passes.streaming": "errors facts graph model passes.segments problem state utils",
+    "passes.streaming": "errors facts graph model passes.segments problem simulation state utils",
     "passes.recomputation": "errors facts graph model problem state training_step utils",
     "passes": (
         "bundle errors facts graph machine model passes.batching passes.cost_files passes.placement.exact "
@@ -70,7 +70,7 @@ MAY_IMPORT = {
     # running bundles
     "runtime": "bundle errors feeds",
     "traces": "bundle runtime",
-    "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
+    "runtimes.execution": "bundle devices errors feeds machine ort runtime simulation target utils",
     "runtimes.replicas": "bundle errors feeds runtime runtimes.execution utils",
     "serving": "bundle errors feeds runtime runtimes.execution utils",
     "drop_in": "bundle devices errors feeds machine model_metadata ort runtime serving traces utils",
