@@ -74,7 +74,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "predicted_seconds": ("predicted ms", format_milliseconds),
     "to_predicted": ("predicted / measured", "{:.2f}".format),
     "equal": ("outputs", str),
-    "to_larger": ("step / larger of the two", "{:.2f}".format),
+    "to_larger": ("step / larger of computing and streaming", "{:.2f}".format),
     "files": ("files", str),
     "opening_ratio": ("after / before", "{:.3f}".format),
     "step_ratio": ("after / before", "{:.3f}".format),

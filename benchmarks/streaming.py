@@ -241,40 +241,34 @@ def measure_group(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         report_progress("writing the model")
         write_model(sizes, path, np.float32)
     for tokens in args.tokens:
-        feeds, files = (
-            sizes.feeds(1, tokens, args.past),
-            {key: str(folder / f"{key}.npz") for key in ("feeds", "reference")},
-        )
+        files = {name: str(folder / f"{name}.npz") for name in ("feeds", "reference")}
+        feeds = sizes.feeds(1, tokens, args.past)
         np.savez(files["feeds"], **dict[str, Any](feeds))
         job: Row = {"model": str(path), "bundle": str(folder / "bundle"), "feeds": files["feeds"], "steps": args.steps}
         report_progress("the reference, without a limit")
-        plain = {**job, "session": "mapped", "reads": False, "turns": 1}
-        enough = run_child({**plain, "outputs": files["reference"]})
+        reference = {"session": "prepacked", "reads": False, "turns": 1, "outputs": files["reference"]}
+        enough = summarise([run_child({**job, **reference})])
         options = {"devices": "cpu:0", "max_memory": f"cpu:0={args.memory}", "inputs": feeds, **args.compile}
-        options["link_weights"] = True  # both read one file
         shape = {"batch": 1, "sequence": tokens, "past": args.past}
-        bundle = compile_bundle(path, folder / "bundle", shape=shape, **options)
+        # Linked, so that all sessions read one file.
+        bundle = compile_bundle(path, folder / "bundle", shape=shape, link_weights=True, **options)
         job |= {"reference": files["reference"], "reads": True, "turns": args.turns}
-        found: dict[str, list[Row]] = {"prepacked": [], "mapped": [], "bundle": []}
+        found = {name: list[Row]() for name in ("prepacked", "mapped", "bundle")}
         for turn in range(args.rounds):
-            for session, rows in found.items():
-                if session != "prepacked" or not turn:
-                    report_progress(f"{tokens} tokens, round {turn + 1}: {session}")
-                    forget_pages(path.with_name(f"{path.name}.data"))
-                    with ControlGroup(limit_bytes) as group:
-                        rows.append(run_in_group(group, {**job, "session": session}))
-        yield {"tokens": str(tokens), **summarise("ONNX Runtime's mapping, enough memory", [enough])}
-        table = {name: {"tokens": str(tokens), **summarise(TITLES[name], items)} for name, items in found.items()}
-        table["bundle"]["to_mapped"] = divide(table["mapped"]["step_seconds"], table["bundle"]["step_seconds"])
-        add_prediction(table["bundle"], bundle)
-        yield from table.values()
-
-
-TITLES = {
-    "prepacked": "ONNX Runtime",
-    "mapped": "ONNX Runtime's mapping",
-    "bundle": "bundle",
-}
+            for session in found if not turn else ("mapped", "bundle"):  # once is enough to be killed
+                report_progress(f"{tokens} tokens, round {turn + 1}: {session}")
+                forget_pages(path.with_name(f"{path.name}.data"))
+                with ControlGroup(limit_bytes) as group:
+                    found[session].append(run_in_group(group, {**job, "session": session}))
+        table = {name: summarise(items) for name, items in found.items()}
+        row = add_prediction(table["bundle"], bundle)
+        row["to_mapped"] = divide(table["mapped"]["step_seconds"], row["step_seconds"])
+        if "read_rate" in row:
+            larger = max(row["step_bytes"] / row["read_rate"], enough["step_seconds"])
+            row["to_larger"] = row["step_seconds"] / larger
+        titles = ("ONNX Runtime, no limit", "ONNX Runtime", "ONNX Runtime's mapping", "bundle")
+        for title, item in zip(titles, (enough, *table.values())):
+            yield {"tokens": str(tokens), "session": title, **item}
 
 
 def run_in_group(group: ControlGroup, job: Job) -> Row:
@@ -286,9 +280,9 @@ def run_in_group(group: ControlGroup, job: Job) -> Row:
     return {**json.loads(process.stdout.splitlines()[-1]), **memory}
 
 
-def summarise(title: str, rows: Sequence[Row]) -> Row:
-    """Return the medians of equal jobs."""
-    row: Row = {"session": title}
+def summarise(rows: Sequence[Row]) -> Row:
+    """Return the medians of equal jobs, and their largest memory."""
+    row: Row = {}
     for key in ("anonymous_bytes", "group_bytes"):
         row |= {key: max(item[key] for item in rows)} if key in rows[0] else {}
     if failure := next((item["failure"] for item in rows if "failure" in item), ""):
@@ -567,7 +561,8 @@ COMMANDS: Mapping[str, tuple[Measure, str, tuple[str, ...]]] = {
     "group": (
         measure_group,
         "A decoder in a control group",
-        ("tokens", "session", "step_seconds", "step_bytes", "bytes_per_second", "read_rate", "to_reading", "to_mapped",
+        ("tokens", "session", "step_seconds", "step_bytes", "bytes_per_second", "read_rate", "to_reading", "to_larger",
+         "to_mapped",
          "anonymous_bytes", "group_bytes", "predicted_seconds", "to_predicted", "equal"),
     ),
     "webgpu": (
@@ -580,8 +575,8 @@ COMMANDS: Mapping[str, tuple[Measure, str, tuple[str, ...]]] = {
     "machines": (
         simulate_machines,
         "Estimated steps on a GPU that may use little of its memory",
-        ("model", "allowed_bytes", "streamed_bytes", "host_weight_bytes", "one_device_seconds", "bound_seconds", "streamed",
-         "rest on the CPU", "layer by layer"),
+        ("model", "allowed_bytes", "streamed_bytes", "host_weight_bytes", "one_device_seconds", "bound_seconds",
+         "streamed", "rest on the CPU", "layer by layer"),
     ),
     "unchanged": (
         compare_versions,
