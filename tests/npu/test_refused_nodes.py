@@ -9,6 +9,8 @@ import pytest
 from onnx import ModelProto, numpy_helper, parser
 
 from onnxplace.bundle import Bundle
+from onnxplace.evaluation import host_nodes, report_host_nodes
+from tests.conftest import FAST_PIPELINE
 from tests.support.commands import only_json
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
@@ -92,6 +94,19 @@ def test_a_bundle_whose_costs_are_wrong_is_told_what_the_host_computes(run_cli, 
     assert note["message"] == "the host computes 1 node of its segments, such as Erf 'erf'"
     assert note["hint"] == "measure the costs here; to allow it, and to count its time: qnn/npu:0{fallback=true}"
     assert run_cli("verify", "out").code == 0
+
+
+def test_what_the_host_computes_is_read_from_compiled_models_else_segments_are_opened(run_cli, folder, monkeypatch):
+    Path("map.json").write_text('{".*": "qnn/npu:0"}')
+    pipeline = FAST_PIPELINE.replace("join=never", "join=never,device_map=map.json")
+    assert run_cli("compile", "model.onnx", "--devices", "qnn/npu:0", "--pipeline", pipeline, "-o", "out").code == 0
+    bundle = Bundle.open("out")
+    records = tuple(item.model_copy(update={"compiled": ()}) for item in bundle.manifest.segments)
+    uncompiled = Bundle(bundle.path, bundle.manifest.model_copy(update={"segments": records}))
+    (note,) = report_host_nodes(uncompiled)
+    assert note.message == "the host computes 1 node of its segments, such as Erf 'erf'"
+    monkeypatch.setattr(host_nodes, "open_session", lambda *_: pytest.fail("it was opened when it was written"))
+    assert report_host_nodes(bundle) == [note]
 
 
 def test_alone_it_is_infeasible_unless_the_host_may_run_what_it_refuses(run_cli, folder):

@@ -11,7 +11,7 @@ import light_models
 DIVISOR = 8
 """Of channels. It divides those of each layer of these models."""
 PIXEL_CHANNELS, CLASSES = 3, 1000
-# Models of 32 MB and more whose channels can be divided. Where memory is slow, bundles of the largest take minutes to write.
+# Models of 32 MB and more. Where memory is slow, bundles of the largest take minutes to write.
 WIDE = ("alexnet", "densenet121", "inception-v2", "resnet50", "vgg19", "zfnet512")
 
 
