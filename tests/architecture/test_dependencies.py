@@ -57,9 +57,8 @@ def read_imported_packages(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             modules.add(node.module or "")
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            modules |= (
-                {node.args[0].value} if ast.unparse(node.func) in ("pytest.importorskip", "import_module") else set()
-            )
+            if ast.unparse(node.func) in ("pytest.importorskip", "import_module"):
+                modules.add(node.args[0].value)
     return {module.partition(".")[0] for module in modules}
 
 
