@@ -63,7 +63,9 @@ def _unknown_device_error(text: str, kind: str, index: str, where: str) -> Targe
     if match := re.fullmatch(r"([A-Za-z]+)([0-9]+)", text):  # the colon is missing
         kind, index = match.groups()
     number = index if _is_number(index) else "0"
-    hint = suggest_nearest(f"{kind}:{number}", [f"{known}:{number}" for known in (*list_kind_names(), *SHORT_NAMES)])
+    # Options name devices of this machine; files have whole names.
+    names = (*list_kind_names(), *(SHORT_NAMES if where.startswith("--") else ()))
+    hint = suggest_nearest(f"{kind}:{number}", [f"{known}:{number}" for known in names])
     hint += " (devices are written kind:index, such as cpu:0)"
     if _is_number(text):
         hint = "name each device, as in cpu:0,cpu:1 or cuda:0,cuda:1"
