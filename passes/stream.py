@@ -20,7 +20,7 @@ from onnxplace.passes.streaming import (
     describe_choice,
     predict_step,
 )
-from onnxplace.problem import out_of_memory_error, placement_problem
+from onnxplace.problem import commit_placement, out_of_memory_error, placement_problem
 from onnxplace.state import Pass, State
 from onnxplace.target import parse_bytes
 
@@ -58,6 +58,9 @@ class Stream(Pass):
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)
+        if not len(problem.graph):
+            nothing = commit_placement(state, problem, np.zeros(0, np.int32), np.zeros(0), self.name)
+            return nothing.with_facts(Streaming({}, {}, {}, state[Profile]))
         weights = StreamableWeights(state[Model], state[Profile], problem, {}, 0)
         if not weights.may_stream.any() and problem.graph.total_weight_bytes > problem.limit_bytes.max():
             raise out_of_memory_error(problem, self.name)
@@ -66,9 +69,11 @@ class Stream(Pass):
             candidates = [parse_bytes(self.pool)]
         else:
             largest, least = int(weights.block_bytes.max(initial=0)), int(problem.limit_bytes.min())
-            sizes = {*(int(share * least) for share in POOL_SHARES), *(count * largest for count in POOL_BLOCKS)}
-            candidates = sorted(sizes - {0}) or [1]
-        rates, host = self._find_rates(state, weights), parse_bytes(self.host) if self.host else np.inf
+            sizes = {*(int(share * least) for share in POOL_SHARES), *(count * largest for count in POOL_BLOCKS), 1}
+            candidates = sorted(size for size in sizes if size >= (largest if self.always else 1))
+        rates, host = self._find_rates(state, weights), float(parse_bytes(self.host)) if self.host else np.inf
+        if all(device.is_host for device in state.target.devices):  # they hold the rest in the same memory
+            host = max(host - float(problem.limit_bytes.sum()), 0.0)
         best: State | None = None
         least_seconds = np.inf
         for pool in candidates:
@@ -104,11 +109,11 @@ class Stream(Pass):
         host = np.array([find_host_rate(state.target, device) for device in devices])
         keeps = np.array([not device.is_host or bool(self.host) for device in devices])
         disk_rate = DISK_BYTES_PER_SECOND
-        largest = graph.weight_names[int(np.where(weights.may_stream, graph.weight_bytes, -1).argmax())]
-        tensor, sources = state[Model].initializers[largest], state[Profile].sources.values()
-        is_here = not any(find_measurement_obstacle(device) for device in devices)
-        if is_here and tensor.external_data and any((source == Source.MEASURED).any() for source in sources):
-            disk_rate = measure_read_rate(find_external_range(tensor, state[Model].folder)[0])
+        names = [graph.weight_names[weight] for weight in np.flatnonzero(weights.may_stream)]
+        stored = [tensor for name in names if (tensor := state[Model].initializers[name]).external_data]
+        is_measured = any((source == Source.MEASURED).any() for source in state[Profile].sources.values())
+        if stored and is_measured and not any(find_measurement_obstacle(device) for device in devices):
+            disk_rate = measure_read_rate(find_external_range(stored[0], state[Model].folder)[0])
         return np.stack([np.full(len(devices), np.inf), np.where(keeps, host, 0.0), np.minimum(host, disk_rate)])
 
     def _describe_shortage(

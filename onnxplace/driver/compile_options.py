@@ -153,7 +153,7 @@ class CompileSettings:
         given = {"--stream always": self.stream == "always", "--pool": self.pool is not None}
         if any(given.values()) and not self.may_stream:
             names = " and ".join(name for name, is_given in given.items() if is_given)
-            message = f"{names}: excludes --stream off, --pipeline, --placer, --shard and objectives of many requests"
+            message = f"{names} excludes --stream off, --pipeline, --placer, --shard and --objective throughput, step"
             hint = "in a pipeline, name the placer: optimize,profile,coplace,fuse,stream{pool=2GiB},split,emit"
             raise UsageError("U042", message, where="--stream", hint=hint)
 

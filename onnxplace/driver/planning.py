@@ -136,8 +136,8 @@ def plan_model(
         bound, notes = bind_source(source, load(source.path), shape=shape, inputs=inputs, state=state, llm=llm)
         name = bound.name or Path(model).name
         optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
-        state = State(target).with_facts(bound).with_notes(*notes)
-        return _plan_state(state, (optimize, profile), name, choose_streaming(settings, target), stream, observer)
+        start = State(target).with_facts(bound).with_notes(*notes)
+        return _plan_state(start, (optimize, profile), name, choose_streaming(settings, target), stream, observer)
 
 
 def _plan_state(

@@ -87,7 +87,7 @@ def find_streaming_device(built: BuiltStrategy) -> int:
 def describe_streaming(kept: BuiltStrategy, others: Sequence[BuiltStrategy]) -> Diagnostic:
     """Return the note about the step of weights that stream, its waits, and what more memory would give."""
     step, waiting, device = kept.step_seconds, predict_waiting_seconds(kept.state), find_streaming_device(kept)
-    texts = [f"step {format_time(step)}, of which {format_time(waiting)} waits for weights"]
+    texts = [f"planned step {format_time(step)}, of which {format_time(waiting)} waits for weights"]
     limit = kept.state.target.devices[device].memory_bytes
     more = max(whole_bytes(kept) - limit, 0) // 2
     for point in stream_curve(kept, [limit + more]) if more else ():

@@ -28,7 +28,7 @@ MAX_BINARIES = 1500
 # after a time, so that results are the same everywhere.
 MIP_OPTIONS = {"mip_rel_gap": 2e-3, "mip_max_nodes": 100, "random_seed": 0}
 # What else a shorter computation and fewer streamed bytes are worth, where they do not decide about the step.
-TIE_WEIGHT = 1e-3
+TIE_WEIGHT = 1e-4
 # The solver's tolerance is 1e-6 of a device's memory.
 MEMORY_MARGIN = 1e-5
 
@@ -200,11 +200,12 @@ class _HomesProgram:
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None
         least = info.mip_dual_bound if is_integral else info.objective_function_value
-        least_seconds = bound.bound_seconds if bound else float(least) * scale
+        # Ties add at most this share, since neither computing nor a stream takes longer than a step.
+        least_seconds = bound.bound_seconds if bound else float(least) * scale / (1 + TIE_WEIGHT * (1 + devices))
         order = np.lexsort((values[:count], self.slot))
         last = order[np.searchsorted(self.slot, np.arange(slots), "right") - 1]
         device, home = (column[last].astype(np.int32) for column in (self.device, self.home))
-        gap = 1 - least_seconds / max(float(info.objective_function_value) * scale, 1e-12)
+        gap = 1 - least_seconds / max(float(values[step]) * scale, 1e-12)
         return Choice(device, home, max(gap, 0.0), least_seconds)
 
     def _build_rows(self, scale: float, step: int, pool: int, crossing: int | None) -> _Rows:
