@@ -73,10 +73,11 @@ def compile(model: str | Path | ModelProto | Any, settings: CompileSettings) -> 
     default the model's path with the ending `.bundle`. Options are those of `onnxplace compile`:
 
     - `devices`: "cuda:0,cuda:1" or a list, of this machine; or `target`: devices of any machine, or their file; or
-      `machine`: "8xH100-NVLink", a name of docs/machines.md; `max_memory`: "16GiB", or "cuda:0=16GiB,cpu:0=64GiB".
+      `machine`: "8xH100-NVLink", a name of docs/machines.md; `max_memory`: "16GiB", or "cuda:0=16GiB,cpu:0=64GiB", or
+      with "host=32GiB" too, the host's memory for weights that stream.
     - `shape`: {"batch": 8}, sizes of symbolic dimensions, or {"batch": [1, 4, 8]}, of which devices with static shapes
-      get a session for each (docs/compiled-segments.md); `fixed_sizes`: take the first of them alone, as NPUs like it;
-      `inputs`: arrays by name, for measurements.
+      get a session for each (docs/compiled-segments.md); `fixed_sizes`: take one size alone, as NPUs like it; `inputs`:
+      arrays by name, for measurements.
     - `placer`: may carry options, "auto{seconds=10}"; default: the one for the `objective` ("latency", "throughput",
       "fit"); `budget_seconds`: limit of its search; `seed`; `pipeline`: text of all passes, which replaces these.
     - `device_map`: {"encoder.*": "cpu:0"} or a file, `colocate`: regular expressions, `strict`: fail if a device
@@ -85,6 +86,8 @@ def compile(model: str | Path | ModelProto | Any, settings: CompileSettings) -> 
       file (docs/sharding.md); `shard_metadata`: write the layouts into the bundle's whole model too.
     - `recompute`: "auto", "off", "always", or a size: compute values again instead of keeping them, by default where
       nothing fits otherwise.
+    - `stream`: "auto", "off", "always": weights come in time for the runs that read them, by default where no device
+      holds the model; `pool`: "2GiB", the memory of each device for them (docs/streaming.md).
     - `max_error`: 1e-3, the largest error of an output, relative to its largest magnitude; it bounds what less precise
       devices compute (docs/correctness.md).
     - `costs`: a cost file; `save_costs`: path of a new one; `cache`: whether earlier measurements may be used; `trial`:

@@ -14,18 +14,21 @@ from typing import Any, cast
 from onnxplace.api import InferenceSession, load
 from onnxplace.bundle import MANIFEST_FILE, Bundle
 from onnxplace.driver import checks_arguments
-from onnxplace.errors import Diagnostic, UsageError
+from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
 from onnxplace.evaluation import (
     DeviceUse,
     LinkUse,
+    Opening,
     ProcessUse,
     RequestStream,
     StateCarrier,
     StepInputs,
+    StreamUse,
     Timings,
     choose_step_inputs,
     find_core_shortage,
     find_trial_doubt,
+    measure_model_opening,
     measure_usage,
     open_reference,
     record_trial,
@@ -76,6 +79,15 @@ class Rates:
     """Of one session with all cores, one request after the other."""
 
 
+@dataclass(frozen=True)
+class Openings:
+    """What opening takes, each in a process of its own."""
+
+    bundle: Opening
+    model: Opening
+    """The unsplit model in one session with all cores."""
+
+
 @dataclass(frozen=True, repr=False)
 class Benchmark:
     """Measured times of a bundle next to predicted ones; the fields are those of `onnxplace bench --json`."""
@@ -102,8 +114,12 @@ class Benchmark:
     """Where a timeline of the bundle differs most from the predicted one."""
     waiting: float | None = None
     """Share of the time in which a thread waited for a core that another one used; None if the steps are too short."""
+    streams: tuple[StreamUse, ...] = ()
+    """Weights that stream, by device, if some do."""
     copies: tuple[CopyStatus, ...] = ()
     """The copies of the bundle, if the session has several."""
+    opening: Openings | None = None
+    """Seconds and memory of opening, if memory was measured."""
     diagnostics: tuple[Diagnostic, ...] = ()
     """Notes, such as that the machine was busy meanwhile."""
 
@@ -145,7 +161,7 @@ def bench(
         repeat: Rounds, after two for warming up.
         in_flight: If more than 1, a result with so many requests in flight is timed, too.
         trace: File for a timeline of requests and the predicted one, for Perfetto.
-        memory: Whether memory is measured, which needs a process for each device.
+        memory: Whether memory and opening are measured, which needs a process for each device.
         record: Whether the times of segments are written into the bundle, so that predictions follow them.
         seed: Seed of random inputs.
         custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
@@ -180,6 +196,7 @@ def bench(
         with_memory = memory and options["runtime"] == "onnxruntime"
         rounds = min(repeat, MAX_TRACED)
         usage = measure_usage(opened, steps.first, rounds, with_memory, observer, in_flight, runtime)
+        opening, failures = _compare_openings(opened, against, usage.opening)
     predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
     if trace:
         _write_trace(Path(trace), opened, usage.timelines, predict_timelines(opened.manifest, usage.timelines))
@@ -200,17 +217,33 @@ def bench(
         predicted_one_device_seconds=expected.single_device_seconds,
         devices=usage.devices,
         links=usage.links,
+        streams=usage.streams,
         process=usage.process,
         timeline=compare_timelines(opened.manifest, usage.timelines, predicted),
         waiting=waiting,
         copies=copies,
+        opening=opening,
         diagnostics=(
             *([shortage] if shortage else []),
             *notes,
             *_report_load(waiting, opened.manifest.model),
             *usage.notes,
+            *failures,
         ),
     )
+
+
+def _compare_openings(
+    bundle: Bundle, against: str | Path | None, opening: Opening | None
+) -> tuple[Openings | None, list[Diagnostic]]:
+    """Return the opening of a bundle next to that of the model, and a note if that one fails."""
+    if opening is None:
+        return None, []
+    try:
+        return Openings(opening, measure_model_opening(bundle, against)), []
+    except OnnxplaceError as problem:
+        message = f"the opening of the whole model was not measured: {problem.message}"
+        return None, [Diagnostic(problem.code, message, where=problem.where, hint=problem.hint)]
 
 
 def _require_recordable(path: Path, other_sizes: Sequence[Diagnostic]) -> None:
@@ -264,10 +297,9 @@ def _time_steps(
     largest = max(
         (device.cores for device in bundle.target.devices if device.kind == "cpu"), default=len(available_cores())
     )
-    whole, one = (
-        StateCarrier(open_reference(bundle, against, used), bundle)
-        for used in (available_cores(), available_cores()[:largest])
-    )
+    cores = available_cores(), available_cores()[:largest]
+    models = {used: open_reference(bundle, against, used) for used in dict.fromkeys(cores)}  # one if they are the same
+    whole, one = (StateCarrier(models[used], bundle) for used in cores)
     if bundle.manifest.states:
         whole(steps.first)
         steps.learn(whole.states)

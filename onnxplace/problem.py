@@ -116,6 +116,21 @@ def predict_request_seconds(state: State) -> float:
     return request_overhead_seconds(len({segment.device for segment in state[Segments].segments}))
 
 
+def predict_waiting_seconds(state: State) -> float:
+    """Return the part of the predicted step of a split model that is due to waits for weights."""
+    segments, simulation = state[Segments].segments, state[Segments].simulation
+    segment_of = np.zeros(len(state[Profile].graph), dtype=np.int32)
+    for index, segment in enumerate(segments):
+        segment_of[segment.nodes] = index
+    device = np.array([segment.device for segment in segments], dtype=np.int32)
+    seconds = np.broadcast_to(
+        simulation.finish_seconds - simulation.start_seconds, (len(state.target.devices), len(device))
+    )
+    order = np.arange(len(device), dtype=np.int32)
+    held = simulate(state[Profile].graph.contract(segment_of), seconds, state.target, device, order)
+    return max(simulation.makespan_seconds - held.makespan_seconds, 0.0)
+
+
 def predict_single_device_seconds(state: State, *, must_fit: bool = False) -> Floats:
     """Return, per device, the predicted step of the whole model on it, from the call to the last output.
 

@@ -12,7 +12,7 @@ from annotated_types import Ge
 from onnxplace.errors import Diagnostic, format_names
 from onnxplace.facts import Profile
 from onnxplace.graph import Floats
-from onnxplace.machine import available_cores
+from onnxplace.machine import available_cores, find_measurement_obstacle
 from onnxplace.model import Model, infer_static_shapes, join_quantised_units, value_bytes
 from onnxplace.passes.cost_files import format_costs, format_costs_csv, read_costs
 from onnxplace.passes.profiling import (
@@ -23,7 +23,6 @@ from onnxplace.passes.profiling import (
     assemble_profile,
     device_peaks,
     estimate_seconds,
-    find_measurement_obstacle,
     measure_peaks,
     report_unknown_sizes,
 )

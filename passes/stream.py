@@ -7,34 +7,39 @@ from typing import ClassVar
 
 import numpy as np
 
-from onnxplace.facts import (
-    Clusters,
-    DeviceStream,
-    Groups,
-    Home,
-    Placement,
-    Profile,
-    Schedule,
-    Streaming,
+from onnxplace.errors import InfeasibleError
+from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source, Streaming
+from onnxplace.graph import Floats
+from onnxplace.machine import find_host_rate, find_measurement_obstacle, measure_read_rate
+from onnxplace.model import Model, find_external_range, infer_static_shapes
+from onnxplace.passes.profiling import measure_streamed
+from onnxplace.passes.streaming import (
+    StreamableWeights,
+    apply_choice,
+    choose_homes,
+    describe_choice,
+    predict_step,
 )
-from onnxplace.graph import Csr, OpGraph
-from onnxplace.model import Model
-from onnxplace.passes.segments import PAGE_BYTES
 from onnxplace.problem import commit_placement, out_of_memory_error, placement_problem
 from onnxplace.state import Pass, State
 from onnxplace.target import parse_bytes
 
-# Smaller weights always stay.
-MIN_STREAMED_BYTES = 1 << 20
-# Share of a device's memory for the pool, unless the user says how much.
-POOL_SHARE = 0.125
+# Sizes of the pool that are tried: shares of the least memory of a device, and multiples of the largest block.
+POOL_SHARES, POOL_BLOCKS = (1 / 16, 1 / 8, 1 / 4), (1, 2)
 # Assumed where nothing is known.
 DISK_BYTES_PER_SECOND = 1.5e9
 
 
 @dataclass(frozen=True)
 class Stream(Pass):
-    """Put every node on the fastest device, and let weights stream that it has no room for."""
+    """Let weights stream that devices have no room for.
+
+    It decides which weights stay on their devices, which ones come to them in time for each run, from the host's memory
+    or from disk, and which nodes another device computes instead, such as the host. The predicted step is the longest
+    of computing and of each stream. An integer program minimises it; a note says how far it may be from the best
+    choice. Weights stay first whose nodes lose most with weights as inputs. What streams is spread evenly over the
+    step.
+    """
 
     name: ClassVar[str] = "stream"
     requires: ClassVar[tuple[type, ...]] = (Model, Profile)
@@ -42,55 +47,95 @@ class Stream(Pass):
     preserves: ClassVar[tuple[type, ...]] = (Groups, Clusters)
 
     pool: str = ""
-    """Memory of each device for weights that have arrived or are on their way; by default an eighth of its memory."""
+    """Memory of each device for weights that have arrived or are on their way; by default the best of some sizes."""
+    host: str = ""
+    """The host's memory for weights that stream; by default without limit, except for processors, which read theirs
+    from disk."""
+    always: bool = False
+    """Whether all weights stream that can, even where there is room for them."""
+    cache: bool = True
+    """Use earlier measurements of nodes with weights as inputs, and store new ones."""
 
     def run(self, state: State) -> State:
-        model, profile, problem = state[Model], state[Profile], placement_problem(state)
-        graph = profile.graph
-        device = int(problem.seconds.sum(axis=1).argmin())
-        limit = int(problem.limit_bytes[device])
-        pool = parse_bytes(self.pool) if self.pool else int(POOL_SHARE * limit)
-        room = limit - pool - int(problem.alone_bytes()[device] - graph.total_weight_bytes)
-        candidates = [
-            index
-            for index, (name, size) in enumerate(zip(graph.weight_names, graph.weight_bytes.tolist()))
-            if size >= MIN_STREAMED_BYTES and name in model.initializers and not model.overridable(name)
-        ]
-        total, streamable = graph.total_weight_bytes, int(graph.weight_bytes[candidates].sum())
-        excess = total - room
-        if excess > streamable or (candidates and pool < int(graph.weight_bytes[candidates].max()) + PAGE_BYTES):
-            raise out_of_memory_error(problem, self.name)
-        # The weights that stream are spread evenly over the step.
-        first_reader = np.full(len(graph.weight_names), len(graph), dtype=np.int64)
-        np.minimum.at(first_reader, graph.weights.items, graph.positions[graph.weights.rows])
-        chosen, debt = list[int](), 0.0
-        for weight in sorted(candidates, key=lambda item: int(first_reader[item])):
-            debt += int(graph.weight_bytes[weight]) * excess / max(streamable, 1)
-            if debt > 0:
-                chosen.append(weight)
-                debt -= int(graph.weight_bytes[weight])
-        homes: dict[str, Home] = {graph.weight_names[weight]: "disk" for weight in chosen}
-        sizes = {graph.weight_names[weight]: int(graph.weight_bytes[weight]) for weight in chosen}
-        streams = {device: DeviceStream(pool, {"disk": DISK_BYTES_PER_SECOND})} if chosen else {}
-        thinner = replace(profile, graph=without_streamed(graph, chosen, pool)) if chosen else profile
-        state = state.with_facts(thinner)
         problem = placement_problem(state)
-        devices = np.full(len(problem.graph), device, dtype=np.int32)
-        start = problem.simulate(devices, problem.graph.order).start_seconds
-        state = commit_placement(state, problem, devices, start, self.name)
-        return state.with_facts(Streaming(homes, sizes, streams, profile))
+        if not len(problem.graph):
+            nothing = commit_placement(state, problem, np.zeros(0, np.int32), np.zeros(0), self.name)
+            return nothing.with_facts(Streaming({}, {}, {}, state[Profile]))
+        weights = StreamableWeights(state[Model], state[Profile], problem, {}, 0)
+        if not weights.may_stream.any() and problem.graph.total_weight_bytes > problem.limit_bytes.max():
+            raise out_of_memory_error(problem, self.name)
+        weights = replace(weights, factors=self._find_factors(state, weights))
+        if self.pool:
+            candidates = [parse_bytes(self.pool)]
+        else:
+            largest, least = int(weights.block_bytes.max(initial=0)), int(problem.limit_bytes.min())
+            sizes = {*(int(share * least) for share in POOL_SHARES), *(count * largest for count in POOL_BLOCKS), 1}
+            candidates = sorted(size for size in sizes if size >= (largest if self.always else 1))
+        rates, host = self._find_rates(state, weights), float(parse_bytes(self.host)) if self.host else np.inf
+        if all(device.is_host for device in state.target.devices):  # they hold the rest in the same memory
+            host = max(host - float(problem.limit_bytes.sum()), 0.0)
+        best: State | None = None
+        least_seconds = np.inf
+        for pool in candidates:
+            after = self._choose(state, replace(weights, pool_bytes=pool), rates, host)
+            if after is not None and (seconds := predict_step(after)) < least_seconds:
+                best, least_seconds = after, seconds
+        if best is None:
+            raise self._describe_shortage(state, weights, rates, host)
+        return best
 
+    def _choose(self, state: State, weights: StreamableWeights, rates: Floats, host_bytes: float) -> State | None:
+        """Return the state with the best choice for a size of the pool; None if nothing fits."""
+        choice = choose_homes(weights.pose(rates, weights.pool_bytes, host_bytes, always=self.always))
+        if choice is None:
+            return None
+        try:
+            after = apply_choice(state, weights, choice, weights.pool_bytes, rates, self.name)
+        except InfeasibleError:  # values of several devices may live longer than on one alone
+            return None
+        return after.with_notes(describe_choice(after, choice))
 
-def without_streamed(graph: OpGraph, weights: list[int], pool_bytes: int) -> OpGraph:
-    """Return a graph in which weights have no bytes, and the first node that reads one reads the pool as a weight."""
-    size = graph.weight_bytes.copy()
-    size[weights] = 0
-    lists = [graph.weights[node].tolist() for node in range(len(graph))]
-    first = next(node for node in graph.order.tolist() if not {*lists[node]}.isdisjoint(weights))
-    lists[first].append(len(size))
-    return replace(
-        graph,
-        weight_names=(*graph.weight_names, "pool"),
-        weight_bytes=np.append(size, pool_bytes),
-        weights=Csr.of(lists),
-    )
+    def _find_factors(self, state: State, weights: StreamableWeights) -> dict[str, Floats]:
+        model, profile = state[Model], state[Profile]
+        reads = profile.graph.weights
+        nodes = np.unique(reads.rows[weights.may_stream[reads.items]]).tolist()
+        shapes = {**infer_static_shapes(model), **model.input_shapes()}
+        devices = state.target.devices
+        return measure_streamed(model, profile, devices, nodes, shapes=shapes, types={}, cache=self.cache)
+
+    def _find_rates(self, state: State, weights: StreamableWeights) -> Floats:
+        """Return the rates at which weights come, [home, device] in bytes per second."""
+        devices, graph = state.target.devices, state[Profile].graph
+        host = np.array([find_host_rate(state.target, device) for device in devices])
+        keeps = np.array([not device.is_host or bool(self.host) for device in devices])
+        disk_rate = DISK_BYTES_PER_SECOND
+        names = [graph.weight_names[weight] for weight in np.flatnonzero(weights.may_stream)]
+        stored = [tensor for name in names if (tensor := state[Model].initializers[name]).external_data]
+        is_measured = any((source == Source.MEASURED).any() for source in state[Profile].sources.values())
+        if stored and is_measured and not any(find_measurement_obstacle(device) for device in devices):
+            disk_rate = measure_read_rate(find_external_range(stored[0], state[Model].folder)[0])
+        return np.stack([np.full(len(devices), np.inf), np.where(keeps, host, 0.0), np.minimum(host, disk_rate)])
+
+    def _describe_shortage(
+        self, state: State, weights: StreamableWeights, rates: Floats, host_bytes: float
+    ) -> InfeasibleError:
+        """Return the error for limits that are too small even for weights that stream."""
+        graph, problem = state[Profile].graph, weights.problem
+        largest = int(weights.block_bytes.max(initial=0))
+        kernel = int(weights.block_bytes.argmax())
+        node = graph.names[int(np.flatnonzero(state[Profile].unit == kernel)[0])]
+        if self.pool and parse_bytes(self.pool) < largest:
+            wider = replace(weights, pool_bytes=largest)
+            if self._choose(state, wider, rates, host_bytes) is not None:
+                message = f"the weights of node {node!r} must stream, and have {largest} bytes, more than the pool"
+                return InfeasibleError("P066", message, where="--pool", hint=f"--pool {largest} or more")
+        streamed = int(graph.weight_bytes[weights.may_stream].sum())
+        pool = parse_bytes(self.pool) if self.pool else largest
+        needs = weights.value_bytes + graph.total_weight_bytes - streamed + pool
+        device = int((needs - problem.limit_bytes).argmin())
+        item = state.target.devices[device]
+        message = (
+            f"weights cannot stream in so little memory: {item.id} needs at least {int(needs[device])} bytes, of which "
+            f"{pool} for the weights of node {node!r}, and may use {item.memory_bytes}"
+        )
+        return InfeasibleError("P066", message, where=self.name, hint="raise --max-memory, or add devices")

@@ -128,7 +128,8 @@ def own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyte
 
 @pytest.fixture(autouse=True)
 def good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let costs and trials of a machine that is busy with other tests be good enough to be kept, and never doubted."""
+    """Let costs and trials of a machine that is busy with other tests be good enough soon, and never doubted."""
+    monkeypatch.setattr("onnxplace.machine.repeated_runs.MIN_SECONDS", 0.0)
     monkeypatch.setattr("onnxplace.passes.profiling.profile_model.DOUBTFUL_WAITING_SHARE", 1.0)
     monkeypatch.setattr("onnxplace.evaluation.trial.DOUBTFUL_WAITING_SHARE", 1.0)
 

@@ -21,12 +21,17 @@ from onnxplace.bundle.bundle_routes import (
     sum_device_seconds as sum_device_seconds,
 )
 from onnxplace.bundle.bundle_simulation import (
+    SimulatedLoad as SimulatedLoad,
     SimulatedRequest as SimulatedRequest,
     SimulatedTransfer as SimulatedTransfer,
     SubmittedRequest as SubmittedRequest,
     build_segment_graph as build_segment_graph,
+    build_weight_stream as build_weight_stream,
+    list_load_seconds as list_load_seconds,
+    list_weight_waits as list_weight_waits,
     predict_interval_seconds as predict_interval_seconds,
     predict_serial_seconds as predict_serial_seconds,
+    predict_weight_wait_seconds as predict_weight_wait_seconds,
     simulate_manifest as simulate_manifest,
     simulate_requests as simulate_requests,
 )

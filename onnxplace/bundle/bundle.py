@@ -431,6 +431,7 @@ def extract_device_part(bundle: Bundle, device: str) -> Bundle:
         "states": (),
         "routes": (),
         "segments": segments,
+        "streams": tuple(stream for stream in manifest.streams if stream.device == device),
         "values": {name: _keep_segments(record, kept) for name, record in records.items()},
         "programs": {device: tuple(step for step in program if step.op in ("run", "free"))},
     }

@@ -8,9 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.bundle.bundle_routes import list_route_devices, list_routes
-from onnxplace.bundle.manifest import Manifest
-from onnxplace.graph import Csr, Floats, OpGraph
-from onnxplace.simulation import Simulation, predict_python_seconds, simulate, steady_state_loads
+from onnxplace.bundle.manifest import Manifest, RouteRecord
+from onnxplace.graph import Csr, Floats, Longs, OpGraph
+from onnxplace.simulation import (
+    Simulation,
+    WeightStream,
+    find_distances,
+    measure_block,
+    predict_python_seconds,
+    simulate,
+    simulate_settled,
+    steady_state_loads,
+)
 
 # ---------------------------------------------------------------------------------------------------------- one request
 
@@ -40,14 +49,71 @@ def build_segment_graph(manifest: Manifest) -> OpGraph:
 def simulate_manifest(manifest: Manifest) -> Simulation:
     """Run a bundle's segments in simulated time.
 
-    The segments' seconds include the slowdown by other busy devices. The simulation leaves out the time of a request
-    before the first segment and after the last.
+    The segments' seconds include the slowdown by other busy devices, but no waiting for weights, which is simulated:
+    the step follows many others. The simulation leaves out the time of a request before the first segment and after the
+    last.
     """
     target = manifest.target.target()
     device = np.array([target.position(segment.device) for segment in manifest.segments], dtype=np.int32)
+    order = np.arange(len(device), dtype=np.int32)
     segment_seconds = np.array([segment.seconds for segment in manifest.segments], dtype=np.float64)
     seconds = np.broadcast_to(segment_seconds, (len(target.devices), len(segment_seconds)))
-    return simulate(build_segment_graph(manifest), seconds, target, device, np.arange(len(device), dtype=np.int32))
+    graph = build_segment_graph(manifest)
+    return simulate_settled(
+        lambda stream: simulate(graph, seconds, target, device, order, stream=stream),
+        build_weight_stream(manifest),
+        device,
+    )
+
+
+def build_weight_stream(manifest: Manifest) -> WeightStream:
+    """Return the weights that the segments of the first route wait for."""
+    if not manifest.streams:
+        return WeightStream.none(len(manifest.target.devices))
+    names = [device.id for device in manifest.target.devices]
+    device = np.array([names.index(segment.device) for segment in manifest.segments], dtype=np.int32)
+    load_seconds, order = list_load_seconds(manifest, list_routes(manifest)[0]), np.arange(len(device), dtype=np.int32)
+    return WeightStream.of(load_seconds, _find_distances(manifest), device, order, len(names))
+
+
+def predict_weight_wait_seconds(manifest: Manifest) -> float:
+    """Return the part of a step in which it waits for weights that stream."""
+    if not manifest.streams:
+        return 0.0
+    resident = manifest.model_copy(update={"streams": ()})
+    return simulate_manifest(manifest).makespan_seconds - simulate_manifest(resident).makespan_seconds
+
+
+def list_weight_waits(manifest: Manifest) -> dict[str, float]:
+    """Return, per device, the time of a step in which it is idle before runs whose weights come last."""
+    simulation, free, waits = simulate_manifest(manifest), dict[str, float](), dict[str, float]()
+    times = zip(simulation.start_seconds, simulation.finish_seconds, simulation.arrival_seconds)
+    for segment, (start, finish, arrival) in zip(manifest.segments, times):
+        if start == arrival:
+            waits[segment.device] = waits.get(segment.device, 0.0) + float(start) - free.get(segment.device, 0.0)
+        free[segment.device] = float(finish)
+    return waits
+
+
+def list_load_seconds(manifest: Manifest, route: RouteRecord) -> Floats:
+    """Return, per segment, the time in which its weights that stream come to its device of a route, without waits."""
+    streams = {stream.device: stream for stream in manifest.streams}
+    seconds = np.zeros(len(manifest.segments))
+    for index, segment in enumerate(manifest.segments):
+        if segment.streamed and manifest.streams:
+            stream = streams.get(route.devices[segment.device]) or streams[segment.device]
+            weights = [manifest.streamed[name] for name in segment.streamed]
+            seconds[index] = sum(measure_block([item.bytes]) / stream.bytes_per_second[item.home] for item in weights)
+    return seconds
+
+
+def _find_distances(manifest: Manifest) -> Longs:
+    """Return what `find_distances` does, for the bundle's segments."""
+    sizes = [measure_block(manifest.streamed[name].bytes for name in item.streamed) for item in manifest.segments]
+    names = [device.id for device in manifest.target.devices]
+    pools = {names.index(stream.device): stream.pool_bytes for stream in manifest.streams}
+    device = np.array([names.index(segment.device) for segment in manifest.segments], dtype=np.int32)
+    return find_distances(np.array(sizes, dtype=np.int64), pools, device, np.arange(len(device), dtype=np.int32))
 
 
 def predict_interval_seconds(manifest: Manifest) -> float:
@@ -55,7 +121,7 @@ def predict_interval_seconds(manifest: Manifest) -> float:
 
     Requests divide over routes by their shares. The segments' times include the slowdown by devices that are busy with
     the same request, not by those that are busy with others. Python does its part of one request after the other, so
-    the time is at least `predict_serial_seconds`.
+    the time is at least `predict_serial_seconds`. A device's weights come for one request after the other.
     """
     target, graph, routes = manifest.target.target(), build_segment_graph(manifest), list_routes(manifest)
     loads = []
@@ -64,9 +130,13 @@ def predict_interval_seconds(manifest: Manifest) -> float:
         seconds = np.array([route.seconds[segment.id] for segment in manifest.segments])
         device = np.array(home, dtype=np.int32)
         table = np.broadcast_to(seconds, (len(target.devices), len(seconds)))
-        loads.append(steady_state_loads(graph, table, target, device).by_resource)
+        streamed = np.bincount(device, list_load_seconds(manifest, route), len(target.devices))
+        loads.append({**steady_state_loads(graph, table, target, device).by_resource, "reads weights": streamed})
     totals = [sum(route.share * load[kind] for route, load in zip(routes, loads)) for kind in loads[0]]
-    return max(float(max(np.max(total) for total in totals)), predict_serial_seconds(manifest))
+    bounds = [float(max(np.max(total) for total in totals)), predict_serial_seconds(manifest)]
+    if manifest.streams and len(list_route_devices(manifest)) == 1:  # nothing overlaps with its waits for weights
+        bounds.append(simulate_manifest(manifest).makespan_seconds)
+    return max(bounds)
 
 
 def predict_serial_seconds(manifest: Manifest) -> float:
@@ -110,6 +180,15 @@ class SimulatedTransfer:
 
 
 @dataclass(frozen=True)
+class SimulatedLoad:
+    """The weights of a segment that stream, on their way to its device."""
+
+    segment: str
+    start_seconds: float
+    finish_seconds: float
+
+
+@dataclass(frozen=True)
 class SimulatedRequest:
     """The simulated time of one request, on the same clock as its submission."""
 
@@ -117,6 +196,8 @@ class SimulatedRequest:
     """Per segment of the manifest."""
     finish_seconds: Floats
     transfers: tuple[SimulatedTransfer, ...]
+    loads: tuple[SimulatedLoad, ...]
+    """Without those that were over when the first request was submitted; others may begin before this one is."""
     end_seconds: float
     """When its last segment or transfer ends."""
 
@@ -167,17 +248,22 @@ def _simulate_in_order(
     """Simulate requests whose devices take them in one order."""
     target, routes, count = manifest.target.target(), list_routes(manifest), len(manifest.segments)
     taken = [routes[request.route] for request in requests]
-    device = [target.position(route.devices[item.device]) for route in taken for item in manifest.segments]
+    homes = [target.position(route.devices[item.device]) for route in taken for item in manifest.segments]
+    device = np.array(homes, dtype=np.int32)
     own_seconds = np.array([route.seconds[item.id] for route in taken for item in manifest.segments], dtype=np.float64)
+    sequence = np.array([index * count + node for index in order for node in range(count)], dtype=np.int32)
+    load_seconds = np.concatenate([list_load_seconds(manifest, route) for route in taken])
+    distances = np.tile(_find_distances(manifest), len(requests))
     simulation = simulate(
         _repeat_graph(manifest, len(requests), previous),
         np.broadcast_to(own_seconds, (len(target.devices), len(own_seconds))),
         target,
-        np.array(device, dtype=np.int32),
-        np.array([index * count + node for index in order for node in range(count)], dtype=np.int32),
+        device,
+        sequence,
         np.repeat([request.submitted_seconds for request in requests], count),
+        WeightStream.of(load_seconds, distances, device, sequence, len(target.devices)),
     )
-    return _cut_simulation(manifest, requests, simulation)
+    return _cut_simulation(manifest, requests, simulation, load_seconds)
 
 
 def _repeat_graph(manifest: Manifest, count: int, previous: Mapping[int, int]) -> OpGraph:
@@ -216,9 +302,9 @@ def _repeat_graph(manifest: Manifest, count: int, previous: Mapping[int, int]) -
 
 
 def _cut_simulation(
-    manifest: Manifest, requests: Sequence[SubmittedRequest], simulation: Simulation
+    manifest: Manifest, requests: Sequence[SubmittedRequest], simulation: Simulation, load_seconds: Floats
 ) -> tuple[SimulatedRequest, ...]:
-    """Return the part of each request."""
+    """Return the part of each request; `load_seconds` are those of all their blocks."""
     count, names = len(manifest.segments), list(manifest.values)
     transfers: list[list[SimulatedTransfer]] = [[] for _ in requests]
     sent = simulation.transfers
@@ -234,5 +320,12 @@ def _cut_simulation(
         finish_seconds = simulation.finish_seconds[own]
         arrivals = [transfer.finish_seconds for transfer in transfers[index]]
         end = max([float(finish_seconds.max(initial=request.submitted_seconds)), *arrivals])
-        results.append(SimulatedRequest(simulation.start_seconds[own], finish_seconds, tuple(transfers[index]), end))
+        loads = tuple(
+            SimulatedLoad(segment.id, float(arrival - seconds), float(arrival))
+            for segment, arrival, seconds in zip(manifest.segments, simulation.arrival_seconds[own], load_seconds[own])
+            if np.isfinite(arrival)
+        )
+        results.append(
+            SimulatedRequest(simulation.start_seconds[own], finish_seconds, tuple(transfers[index]), loads, end)
+        )
     return tuple(results)

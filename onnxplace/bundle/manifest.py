@@ -279,6 +279,8 @@ class Predicted(Record):
     """
     request_seconds: Seconds = 0
     """Part of a step before its first segment begins and after its last one ends."""
+    weight_wait_seconds: Seconds = 0
+    """Part of a step in which it waits for weights that stream; the times of segments do not include it."""
 
 
 class TrialRecord(Record):

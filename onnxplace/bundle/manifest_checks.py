@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnxplace.bundle.bundle_routes import list_working_devices
+from onnxplace.bundle.bundle_routes import list_routes, list_working_devices
 from onnxplace.errors import BundleError
 from onnxplace.feeds import numpy_type
+from onnxplace.simulation import measure_block
 
 if TYPE_CHECKING:
     from onnxplace.bundle.manifest import InitialRecord, InputRecord, Manifest, SegmentRecord, Step
@@ -28,7 +30,8 @@ def check_manifest(manifest: Manifest, where: Path) -> None:
     """Raise BundleError for the first fault: N002 if nothing could run, N002 if a part does not fit another."""
     check_programs(manifest, where)
     check_routes(manifest, where)
-    for fault in (*list_split_faults(manifest), *_list_initial_faults(manifest), *_list_batching_faults(manifest)):
+    faults = (list_split_faults, _list_initial_faults, _list_stream_faults, _list_batching_faults)
+    for fault in chain.from_iterable(list_faults(manifest) for list_faults in faults):
         raise BundleError("N002", fault, where=str(where), hint=DAMAGED_HINT)
 
 
@@ -251,26 +254,56 @@ def _list_initial_faults(manifest: Manifest) -> Iterator[str]:
     """Name initial values that do not fit their inputs, or are in no file of the bundle."""
     inputs = {item.name: item for item in manifest.inputs}
     for state in manifest.states:
-        if state.initial and (fault := _find_initial_fault(manifest, state.initial, inputs[state.input])):
+        if (state.initial and (fault := _find_stored_fault(manifest, state.initial, inputs[state.input].dtype))) or (
+            state.initial and (fault := _find_shape_fault(state.initial, inputs[state.input]))
+        ):
             yield f"the initial value of state {state.input!r} {fault}"
 
 
-def _find_initial_fault(manifest: Manifest, record: InitialRecord, item: InputRecord) -> str:
+def _find_stored_fault(manifest: Manifest, record: InitialRecord, dtype: str) -> str:
+    """Return what is wrong unless plain bytes of a value are in a file of the bundle."""
     files = manifest.linked if record.linked else manifest.files
-    element, listed = numpy_type(item.dtype), files.get(record.file)
+    element, listed = numpy_type(dtype), files.get(record.file)
     if listed is None:
         return f"is in {record.file!r}, which is not a file of the bundle"
     if record.offset + record.bytes > listed.bytes:
         return f"ends at byte {record.offset + record.bytes} of {record.file!r}, which has {listed.bytes}"
     if element is None:
-        return f"is of type {item.dtype}, which cannot be stored"
+        return f"is of type {dtype}, which cannot be stored"
     if (size := math.prod(record.shape) * element.itemsize) != record.bytes:
         return f"has {record.bytes} bytes, expected {size}"
+    return ""
+
+
+def _find_shape_fault(record: InitialRecord, item: InputRecord) -> str:
     declared = record.shape if item.shape is None else item.shape
     pairs = zip(record.shape, declared)
     if len(record.shape) != len(declared) or any(isinstance(entry, int) and entry != size for size, entry in pairs):
         return f"has the shape {list(record.shape)}, expected {list(declared)}"
     return ""
+
+
+def _list_stream_faults(manifest: Manifest) -> Iterator[str]:
+    """Name weights that stream and are in no file of the bundle, and blocks that do not fit into their pool."""
+    for name, record in manifest.streamed.items():
+        if fault := _find_stored_fault(manifest, record, record.dtype):
+            yield f"weight {name!r}, which streams, {fault}"
+    streams = {stream.device: stream for stream in manifest.streams}
+    for device in streams.keys() - {device.id for device in manifest.target.devices}:
+        yield f"weights stream to {device!r}, which the target does not have"
+    for segment in (segment for segment in manifest.segments if segment.streamed):
+        if unknown := [name for name in segment.streamed if name not in manifest.streamed]:
+            yield f"segment {segment.id} reads weight {unknown[0]!r}, and no file has it"
+            continue
+        size = measure_block(manifest.streamed[name].bytes for name in segment.streamed)
+        homes = {manifest.streamed[name].home for name in segment.streamed}
+        stream = streams.get(segment.device)
+        if stream is None or not homes <= stream.bytes_per_second.keys():
+            yield f"weights of segment {segment.id} stream to {segment.device}, and its stream is not described"
+            continue
+        devices = (route.devices[segment.device] for route in list_routes(manifest))
+        if size > (room := min(streams.get(device, stream).pool_bytes for device in devices)):
+            yield f"the weights of segment {segment.id} take {size} bytes, and their pool has {room}"
 
 
 def _list_batching_faults(manifest: Manifest) -> Iterator[str]:

@@ -32,9 +32,9 @@ from onnxplace.reports import format_table
 from onnxplace.utils import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
-    from onnxplace.benchmark import Benchmark, Rates
+    from onnxplace.benchmark import Benchmark, Openings, Rates
     from onnxplace.bundle import Bundle
-    from onnxplace.evaluation import LinkUse
+    from onnxplace.evaluation import LinkUse, StreamUse
     from onnxplace.traces import Difference, TimelineComparison
 
 
@@ -55,7 +55,9 @@ if TYPE_CHECKING:
     help="Write a timeline of requests and the predicted one, for Perfetto.",
 )  # fmt: skip
 @with_runtime
-@click.option("--no-memory", is_flag=True, help="Do not measure memory, which needs a process for each device.")
+@click.option(
+    "--no-memory", is_flag=True, help="Do not measure memory and opening, which needs a process for each device."
+)
 @click.option("--record", is_flag=True, help="Write the times of segments into BUNDLE: predictions then follow them.")
 @click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
 @seed_option
@@ -75,7 +77,7 @@ def bench(
 
     The bundle, one session with all cores, and one session with the cores of a single device take turns. All carry
     states on, plain sessions as arrays. Then a few traced steps show busy times and transfers. Separate processes show
-    the peak memory of each device, with the runtime onnxruntime only.
+    the peak memory of each device, and what opening takes, with the runtime onnxruntime only.
     """
     from onnxplace.api import load
     from onnxplace.benchmark import bench as measure
@@ -115,15 +117,21 @@ def _require_ratio(ratio: float, max_ratio: float | None) -> None:
 
 def _build_json(result: Benchmark) -> dict[str, Any]:
     """Return the figures without those that were not asked for; notes are on stderr."""
-    unmeasured = [name for name in ("in_flight", "requests_per_second", "copies") if not getattr(result, name)]
+    unmeasured = [
+        name
+        for name in ("in_flight", "requests_per_second", "streams", "copies", "opening")
+        if not getattr(result, name)
+    ]
     return {key: value for key, value in asdict(result).items() if key not in ("diagnostics", *unmeasured)}
 
 
 def _format_summary(bundle: Bundle, result: Benchmark, in_flight: int) -> str:
     """Compare measured with predicted figures, on one screen."""
     steps = "\n".join([_format_steps(bundle, result), *_format_rates(result.requests_per_second)])
-    links = [_format_links(result.links)] if result.links else []
-    return "\n\n".join([steps, _format_devices(result), *links, _format_comparison(result.timeline, in_flight)])
+    tables = [_format_links(result.links)] if result.links else []
+    tables += [_format_streams(result.streams)] if result.streams else []
+    tables += [_format_openings(result.opening)] if result.opening else []
+    return "\n\n".join([steps, _format_devices(result), *tables, _format_comparison(result.timeline, in_flight)])
 
 
 def _format_steps(bundle: Bundle, result: Benchmark) -> str:
@@ -178,6 +186,15 @@ def _format_devices(result: Benchmark) -> str:
     return format_table(("", "busy", "predicted", "process peak", "predicted"), rows)
 
 
+def _format_openings(openings: Openings) -> str:
+    """Return a table of what opening takes."""
+    rows = [
+        (label, format_milliseconds(item.seconds), format_bytes(item.peak_bytes), format_bytes(item.resident_bytes))
+        for label, item in (("bundle", openings.bundle), ("one session, all cores", openings.model))
+    ]
+    return format_table(("", "to open", "memory, peak", "once open"), rows)
+
+
 def _format_links(links: Sequence[LinkUse]) -> str:
     """Return a table of transfers between devices in one step."""
     rows = [
@@ -192,6 +209,22 @@ def _format_links(links: Sequence[LinkUse]) -> str:
         for link in links
     ]
     return format_table(("", "values", "size", "predicted", "time", "predicted"), rows)
+
+
+def _format_streams(streams: Sequence[StreamUse]) -> str:
+    """Return a table of the weights that stream in one step."""
+    rows = [
+        (
+            f"weights -> {stream.device}",
+            _format_size(stream.bytes),
+            "-" if stream.bytes_per_second is None else f"{format_bytes(int(stream.bytes_per_second))}/s",
+            f"{format_bytes(int(stream.predicted_bytes_per_second))}/s",
+            format_milliseconds(stream.wait_seconds),
+            format_milliseconds(stream.predicted_wait_seconds),
+        )
+        for stream in streams
+    ]
+    return format_table(("", "size", "rate", "predicted", "waited for", "predicted"), rows)
 
 
 def _format_comparison(comparison: TimelineComparison, in_flight: int) -> str:

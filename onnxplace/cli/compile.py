@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 @click.option(
     "--max-memory",
     metavar="16GiB",
-    help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB  [default: 90 % of the free memory]",
+    help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB,host=64GiB  [default: 90 % of the free memory]",
 )
 @shape_option
 @fixed_sizes_option
@@ -119,6 +119,14 @@ if TYPE_CHECKING:
     metavar="auto|off|always|SIZE",
     help="Compute values again instead of keeping them; auto: where nothing fits otherwise; SIZE: as if on one device.",
 )
+@click.option(
+    "--stream",
+    default="auto",
+    show_default=True,
+    metavar="auto|off|always",
+    help="Weights come in time for each run; auto: where no device holds the model; always: all that can.",
+)
+@click.option("--pool", metavar="2GiB", help="Memory of each device for weights that stream  [default: the best size]")
 @click.option(
     "--max-error", type=float, metavar="1e-3", help="Largest error of an output, relative to its largest value."
 )

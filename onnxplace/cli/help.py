@@ -15,7 +15,8 @@ GROUPS = {
     ),
     "Search": "objective placer budget pipeline costs save_costs no_cache estimate no_trial placement",
     "Splitting and constraints": (
-        "shard shard_map shard_metadata recompute max_error device_map colocate groups fuse forward_only post_adjust"
+        "shard shard_map shard_metadata recompute stream pool max_error device_map colocate groups fuse forward_only "
+        "post_adjust"
     ),
     "Limits of each model": "max_batch max_delay max_in_flight max_queue max_request max_sequences",
     "Running": "repeat in_flight timeout no_memory max_ratio lr schedule warmup resume on_nan",

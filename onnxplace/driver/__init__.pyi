@@ -26,3 +26,4 @@ from onnxplace.driver.placer import (
 )
 from onnxplace.driver.planning import Plan as Plan, PlannedStrategy as PlannedStrategy, plan_model as plan_model
 from onnxplace.driver.sources import find_in_folder as find_in_folder
+from onnxplace.driver.streamed import StreamPoint as StreamPoint, stream_curve as stream_curve

@@ -12,7 +12,7 @@ from typing import Any
 
 from onnxplace.errors import UsageError, format_value
 from onnxplace.feeds import Array
-from onnxplace.machine import local_target
+from onnxplace.machine import available_memory_bytes, local_target
 from onnxplace.model import StateRequest
 from onnxplace.pipeline import (
     BAECHI,
@@ -26,6 +26,8 @@ from onnxplace.pipeline import (
 )
 from onnxplace.target import Target, parse_bytes, parse_machine, parse_memory, read_target
 
+# How `--max-memory` names the host's memory.
+HOST = "host"
 # No target has as many devices as more digits say.
 _WAYS = re.compile(r"[0-9]{1,4}")
 
@@ -60,6 +62,8 @@ class CompileSettings:
     shard_map: str | Path | Mapping[str, str] | None = None
     shard_metadata: bool = False
     recompute: str = "auto"
+    stream: str = "auto"
+    pool: str | int | None = None
     max_error: float | None = None
     seed: int = 0
     strict: bool = False
@@ -111,6 +115,12 @@ class CompileSettings:
         return self.is_sharding_open and self.objective in ("latency", "fit")
 
     @property
+    def may_stream(self) -> bool:
+        """Return whether weights may stream: one request at a time, over whole operators, placed by no one else."""
+        is_open = self.pipeline is None and self.placer is None and self.shard_ways in (None, 1)
+        return is_open and self.objective in ("latency", "fit") and self.stream != "off"
+
+    @property
     def sets_pass_options(self) -> bool:
         """Return whether options are given that a pipeline would hold itself."""
         files = self.costs or self.save_costs or self.device_map_text
@@ -131,6 +141,21 @@ class CompileSettings:
             raise UsageError("U042", message, hint="name the placer in the pipeline, as in auto{seconds=10}")
         self._check_sharding()
         self._check_recomputation()
+        self._check_streaming()
+
+    def _check_streaming(self) -> None:
+        if self.stream not in ("auto", "off", "always"):
+            hint = "auto: weights stream where no device holds them all; always: all that can, through a --pool"
+            message = f"expected auto, off or always, got {format_value(self.stream)}"
+            raise UsageError("U005", message, where="--stream", hint=hint)
+        if self.pool is not None:
+            parse_pool(self.pool)
+        given = {"--stream always": self.stream == "always", "--pool": self.pool is not None}
+        if any(given.values()) and not self.may_stream:
+            names = " and ".join(name for name, is_given in given.items() if is_given)
+            message = f"{names} excludes --stream off, --pipeline, --placer, --shard and --objective throughput, step"
+            hint = "in a pipeline, name the placer: optimize,profile,coplace,fuse,stream{pool=2GiB},split,emit"
+            raise UsageError("U042", message, where="--stream", hint=hint)
 
     def _check_recomputation(self) -> None:
         if self.recompute in ("auto", "off"):
@@ -299,4 +324,42 @@ def choose_target(
     target = target or local_target(devices)
     if not max_memory:
         return target
-    return target.limiting(parse_memory(str(max_memory), [device.id for device in target.devices]))
+    limits = _parse_limits(max_memory, target)
+    return target.limiting({name: size for name, size in limits.items() if name != HOST})
+
+
+def _parse_limits(max_memory: str | int, target: Target) -> dict[str, int]:
+    """Return the limits of devices and, where all are on one host, of the host's memory for weights that stream."""
+    return parse_memory(str(max_memory), [*(device.id for device in target.devices), *([] if target.hosts else [HOST])])
+
+
+def parse_pool(pool: str | int) -> int:
+    """Return the bytes of a pool; raises UsageError."""
+    try:
+        size = parse_bytes(str(pool))
+    except UsageError as problem:
+        raise UsageError("U005", problem.message, where="--pool", hint=problem.hint) from None
+    if not size:
+        raise UsageError("U005", "a pool needs memory, got 0 bytes", where="--pool", hint="write it as 2GiB")
+    return size
+
+
+def choose_streaming(settings: CompileSettings, target: Target) -> str:
+    """Return the placer that lets weights stream, with its options; empty where they do not.
+
+    The host keeps them in as much memory as the user allows, by default as much as is free on this machine.
+    """
+    if not settings.may_stream or target.hosts:
+        return ""
+    limits = settings.max_memory if "=" in str(settings.max_memory or "") else None
+    host = _parse_limits(limits, target).get(HOST) if limits else None
+    is_here = settings.target is None and settings.machine is None
+    if host is None and is_here and not all(device.is_host for device in target.devices):
+        host = available_memory_bytes()
+    options = {
+        "pool": str(settings.pool or ""),
+        "host": "" if host is None else str(host),
+        "always": "true" if settings.stream == "always" else "",
+        "cache": "" if settings.cache else "false",
+    }
+    return format_pipeline([PassSpec("stream", _drop_empty(options))])

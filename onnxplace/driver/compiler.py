@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
 from onnxplace.driver.bundle_trials import FinishedBundle, finish_bundle
-from onnxplace.driver.compile_options import CompileSettings, choose_output, choose_pipeline, choose_target
+from onnxplace.driver.compile_options import (
+    CompileSettings,
+    choose_output,
+    choose_pipeline,
+    choose_streaming,
+    choose_target,
+)
 from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled, parse_passes
 from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.driver.latency import decide_or_recompute, make_latency_objective
@@ -28,6 +34,7 @@ from onnxplace.model import (
     require_unchanged,
     tensor_size,
 )
+from onnxplace.passes.profiling import MIN_STREAMED_BYTES
 from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -190,8 +197,8 @@ def _profile(steps: Pipeline, state: State, settings: CompileSettings) -> Profil
     measuring = next((index for index, step in enumerate(passes) if Profile in step.provides), 0)
     for _ in range(measuring):
         profiled = profiled.advance(settings.observer)
-    if not any(Streaming in step.provides for step in passes):
-        _require_room(profiled.state)
+    may_stream = bool(choose_streaming(settings, state.target)) or any(Streaming in step.provides for step in passes)
+    _require_room(profiled.state, MIN_STREAMED_BYTES if may_stream else None)
     return profiled.advance(settings.observer)
 
 
@@ -207,6 +214,8 @@ def _choose_objective(settings: CompileSettings, profiled: Profiled) -> Objectiv
         may_shard=settings.compares_sharding,
         shard_metadata=settings.shard_metadata,
         may_group=settings.pipeline is None,
+        stream=choose_streaming(settings, profiled.state.target),
+        stream_mode=settings.stream,
     )
 
 
@@ -238,11 +247,13 @@ def _report_spare_ways(ways: int | None, target: Target) -> list[Diagnostic]:
     return [Diagnostic("U075", message, where="--shard", hint="name more devices with --devices")]
 
 
-def _require_room(state: State) -> None:
-    """Raise InfeasibleError if all devices together cannot hold the weights."""
+def _require_room(state: State, least_streamed: int | None) -> None:
+    """Raise InfeasibleError if all devices together cannot hold the weights; larger ones than a size may stream."""
     model, devices = state[Model], state.target.devices
     read = {name for names in model.reads for name in names if name in model.initializers}
-    lacking = sum(tensor_size(model.initializers[name]) for name in read) - sum(item.memory_bytes for item in devices)
+    sizes = [tensor_size(model.initializers[name]) for name in read]
+    held = sum(size for size in sizes if least_streamed is None or size < least_streamed)
+    lacking = held - sum(item.memory_bytes for item in devices)
     if lacking > 0:
         limits = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in devices)
         raise InfeasibleError(

@@ -6,7 +6,8 @@ loop over them. Nothing is written and nothing runs before `onnxplace.driver.bun
 prediction takes milliseconds to seconds, a trial takes seconds of all devices.
 
     objective    proposes                                            keeps                       runs in a trial
-    latency      whole operators, in groupings; split operators      the shortest step           one device too
+    latency      whole operators, in groupings; split operators;     the shortest step           one device too
+                 weights that stream
     throughput   copies, stages, copies of stages, split operators   up to 4, close ones         all, requests in flight
     step         placed, split, replicas, micro-batches              up to 3 kinds, one device   all, step by step
 """
@@ -24,13 +25,15 @@ import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, InfeasibleError
-from onnxplace.facts import Emitted, Placement, Profile, Routes, Segments, Shards, is_refused
+from onnxplace.facts import Emitted, Placement, Profile, Routes, Segments, Shards, Streaming, is_refused
 from onnxplace.pipeline import Observer, Pipeline, Timing
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.state import Pass, State
 from onnxplace.utils import budget_clock
 
-Kind = Literal["one device", "placed", "copies", "stages", "copied stages", "sharded", "replicas", "micro-batches"]
+Kind = Literal[
+    "one device", "placed", "streamed", "copies", "stages", "copied stages", "sharded", "replicas", "micro-batches"
+]
 Comparison = Literal["none", "one device", "steps", "requests in flight"]
 """What runs in a trial: only the bundle itself; one device too, where it should be faster; or all candidates, one step
 after the other, or with requests in flight."""
@@ -124,8 +127,8 @@ class BuiltStrategy:
 
     @property
     def unsharded(self) -> State:
-        """Return the state with the model as it was before operators or batches were split."""
-        return self.profiled.state if self.is_rewritten else self.state
+        """Return the state with the model as it was before operators or batches were split, and all weights held."""
+        return self.profiled.state if self.is_rewritten or Streaming in self.state else self.state
 
     @property
     def step_seconds(self) -> float:

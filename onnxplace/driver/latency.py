@@ -19,6 +19,7 @@ from onnxplace.driver.decision import (
     decide,
     parse_passes,
 )
+from onnxplace.driver.streamed import STREAMED, describe_streaming, needs_streaming
 from onnxplace.driver.training_steps import choose_grouping, describe_groupings, list_groupings
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Placement, Profile, Recomputation, Routes, Shards
@@ -40,19 +41,27 @@ SHARES_OF_SEVERAL = (0.95, 0.8, 0.65, 0.5, 0.4)
 MAX_RECOMPUTED_NODES = 20_000
 
 
-def make_latency_objective(*, may_shard: bool, shard_metadata: bool, may_group: bool) -> Objective:
+def make_latency_objective(
+    *, may_shard: bool, shard_metadata: bool, may_group: bool, stream: str = "", stream_mode: str = "auto"
+) -> Objective:
     """Return the objective of the least step.
 
     Args:
         may_shard: Whether splitting operators is compared with placing whole ones.
         shard_metadata: Whether the pass `shard` writes ONNX's sharding specifications.
         may_group: Whether groupings of a training step are compared.
+        stream: The placer that lets weights stream; empty if they must not.
+        stream_mode: `auto`, or `always`, which compares nothing with it.
     """
 
     def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
         state, rest = profiled.state, profiled.rest
         has_several = len(state.target.devices) > 1
         is_rewritten = any(Model in step.provides for step in rest)
+        streamed = [Strategy(STREAMED, "streamed", profiled.replace_placer(stream))] if stream else []
+        if streamed and stream_mode == "always":
+            yield streamed
+            return
         if may_group and has_several and state[Profile].training is not None and not is_rewritten:
             yield from list_groupings(profiled, results)
         else:
@@ -60,8 +69,16 @@ def make_latency_objective(*, may_shard: bool, shard_metadata: bool, may_group: 
         if may_shard and has_several and len(state[Profile].graph) <= MAX_NODES:
             shard = parse_passes("shard{metadata=true}" if shard_metadata else "shard")
             yield [Strategy("sharding", "sharded", (*shard, *rest))]
+        if streamed and needs_streaming(profiled, results):
+            yield streamed
 
-    return Objective(propose, choose=lambda fitting: [_choose(fitting)], describe=_describe, is_exploring=False)
+    return Objective(
+        propose,
+        choose=lambda fitting: [_choose(fitting)],
+        describe=_describe,
+        usual_kind="streamed" if stream else "placed",
+        is_exploring=False,
+    )
 
 
 def _name_passes(passes: tuple[Pass, ...]) -> Strategy:
@@ -77,7 +94,7 @@ def _split_by_kind(
     fitting: Sequence[BuiltStrategy],
 ) -> tuple[BuiltStrategy | None, BuiltStrategy | None, list[BuiltStrategy]]:
     """Return the best of whole operators, the sharded candidate, and all groupings."""
-    placed = [item for item in fitting if item.strategy.kind not in ("one device", "sharded")]
+    placed = [item for item in fitting if item.strategy.kind not in ("one device", "sharded", "streamed")]
     alone = next((item for item in fitting if item.strategy.kind == "one device"), None)
     sharded = next((item for item in fitting if item.strategy.kind == "sharded"), None)
     several = choose_grouping(placed) if len(placed) > 1 else placed[0] if placed else None
@@ -85,7 +102,16 @@ def _split_by_kind(
 
 
 def _choose(fitting: Sequence[BuiltStrategy]) -> BuiltStrategy:
-    """Return split operators if their step is clearly shorter; a placement that only has to fit is kept if it does."""
+    """Return split operators, or streamed weights, if their step is clearly shorter.
+
+    A placement that only has to fit is kept if it does.
+    """
+    streamed = next((item for item in fitting if item.strategy.kind == "streamed"), None)
+    others = [item for item in fitting if item is not streamed]
+    if streamed is not None:
+        held = _choose(others) if others else None
+        is_kept = held is None or streamed.step_seconds < MAX_STEP_RATIO * held.step_seconds
+        return streamed if held is None or is_kept else held
     whole, sharded, _ = _split_by_kind(fitting)
     if whole is None or sharded is None:
         kept = whole or sharded
@@ -100,6 +126,8 @@ def _describe(
     fitting: Sequence[BuiltStrategy], infeasible: Sequence[InfeasibleStrategy], kept: BuiltStrategy
 ) -> list[Diagnostic]:
     """Return the notes about groupings, unless operators are split, and about splitting, where that was possible."""
+    if kept.strategy.kind == "streamed":
+        return [describe_streaming(kept, [item for item in fitting if item is not kept])]
     whole, sharded, placed = _split_by_kind(fitting)
     notes = [describe_groupings(placed, kept)] if len(placed) > 1 and kept is not sharded else []
     if sharded is None:

@@ -13,13 +13,16 @@ from onnxplace.evaluation.device_usage import (
     DeviceUse as DeviceUse,
     LinkUse as LinkUse,
     ProcessUse as ProcessUse,
+    StreamUse as StreamUse,
     TracedRequests as TracedRequests,
     measure_usage as measure_usage,
 )
 from onnxplace.evaluation.host_nodes import report_host_nodes as report_host_nodes
 from onnxplace.evaluation.memory_use import (
     MEMORY_RUNS as MEMORY_RUNS,
+    Opening as Opening,
     ProcessMemory as ProcessMemory,
+    measure_model_opening as measure_model_opening,
     measure_process_memory as measure_process_memory,
 )
 from onnxplace.evaluation.rate_trial import (

@@ -100,6 +100,8 @@ def build_trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
             *(f"{device.id} {device.cores} {device.model}" for device in manifest.target.devices),
             manifest.model_dump_json(include={"programs", "states"}),
             *(str(sorted(route.devices.items())) for route in manifest.routes),
+            *(f"pool {stream.device} {stream.pool_bytes}" for stream in manifest.streams),
+            *(f"home {name} {record.home}" for name, record in sorted(manifest.streamed.items())),
             *(f"{name} {record.sha256}" for name, record in sorted({**run_files, **manifest.linked}.items())),
             *(f"{name} {measurement_cache.described(value)}" for name, value in sorted(feeds.items())),
         ]

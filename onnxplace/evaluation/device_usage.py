@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -13,16 +13,19 @@ import numpy as np
 
 from onnxplace.bundle import (
     Bundle,
+    Manifest,
     SegmentRecord,
     list_crossing_values,
+    list_load_seconds,
     list_routes,
+    list_weight_waits,
     move_to_route,
     record_crossing_values,
 )
 from onnxplace.errors import Diagnostic, OnnxplaceError
-from onnxplace.evaluation.memory_use import BundleMemory, measure_memory
+from onnxplace.evaluation.memory_use import BundleMemory, Opening, measure_memory
 from onnxplace.evaluation.step_inputs import RepeatedStep
-from onnxplace.evaluation.trial import count_process_bytes, measure_segment_seconds
+from onnxplace.evaluation.trial import count_process_bytes, measure_load_seconds, measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer, find_plugin
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Event, EventKind, Runtime, RuntimeSession, open_session
@@ -62,6 +65,20 @@ class LinkUse:
 
 
 @dataclass(frozen=True)
+class StreamUse:
+    """Weights that stream to a device in one inference; None for values that were not measured."""
+
+    device: str
+    bytes: int
+    predicted_bytes_per_second: float
+    bytes_per_second: float | None
+    """While weights are on their way."""
+    predicted_wait_seconds: float
+    wait_seconds: float
+    """Time in which the device waits for weights alone."""
+
+
+@dataclass(frozen=True)
 class ProcessUse:
     """Memory of the process that opens and runs the bundle; None for values not measured."""
 
@@ -75,7 +92,10 @@ class DeviceUsage:
 
     devices: tuple[DeviceUse, ...]
     links: tuple[LinkUse, ...]
+    streams: tuple[StreamUse, ...]
     process: ProcessUse
+    opening: Opening | None
+    """What it took to open the bundle, if memory was measured."""
     timelines: tuple[RequestTimeline, ...]
     """Timelines of the requests in flight together, or else of those that followed one another."""
     notes: tuple[Diagnostic, ...]
@@ -88,6 +108,7 @@ class TracedRequests:
     def __init__(self) -> None:
         self._spans: dict[tuple[str, EventKind, str], list[tuple[float, float]]] = {}
         self._segments: dict[str, list[float]] = {}
+        self._loads: dict[str, list[float]] = {}
         self.timelines: tuple[RequestTimeline, ...] = ()
         """Timelines of these requests, or of those that were in flight together afterwards."""
 
@@ -96,8 +117,12 @@ class TracedRequests:
         for event in events:
             span = (event.start_seconds, event.finish_seconds)
             self._spans.setdefault((event.device, event.kind, event.name), []).append(span)
-        for segment, seconds in measure_segment_seconds(events).items():
-            self._segments.setdefault(segment, []).append(seconds)
+        for times, measured in (
+            (self._segments, measure_segment_seconds(events)),
+            (self._loads, measure_load_seconds(events)),
+        ):
+            for segment, seconds in measured.items():
+                times.setdefault(segment, []).append(seconds)
 
     def busy(self, segments: Iterable[SegmentRecord]) -> float:
         """Return the seconds in which the segments' device neither waited nor copied.
@@ -112,6 +137,16 @@ class TracedRequests:
             np.diff(spans) for (owner, kind, _), spans in self._spans.items() if (owner, kind) == (device, "copy")
         )
         return sum((float(np.median(seconds)) for seconds in copies), 0.0)
+
+    @property
+    def load_seconds(self) -> Mapping[str, float]:
+        """Return, by segment, the median seconds in which its weights came that stream."""
+        return {name: float(np.median(seconds)) for name, seconds in self._loads.items()}
+
+    def median_seconds(self, device: str, kind: EventKind, name: str) -> float:
+        """Return the median seconds of an event; 0 if there was none."""
+        spans = self._spans.get((device, kind, name), [])
+        return float(np.median([finish - start for start, finish in spans])) if spans else 0.0
 
     def transfer(self, value: str, producer: str, source: str, destination: str) -> float:
         """Return the median seconds from when a value was computed and requested until it had arrived."""
@@ -146,7 +181,9 @@ def measure_usage(
     return DeviceUsage(
         devices=_compare_devices(bundle, busy, memory),
         links=_compare_links(bundle, traced, crossed),
+        streams=tuple(_compare_streams(bundle.manifest, traced)),
         process=_describe_process(memory),
+        opening=memory.process.opening if memory.process else None,
         timelines=traced.timelines,
         notes=(*notes, *memory.notes),
     )
@@ -257,6 +294,25 @@ def _compare_links(bundle: Bundle, traced: TracedRequests, crossed: Mapping[str,
             )
         )
     return tuple(links)
+
+
+def _compare_streams(manifest: Manifest, traced: TracedRequests) -> Iterator[StreamUse]:
+    """Yield the stream of each device on the first route."""
+    loads = dict(zip((item.id for item in manifest.segments), list_load_seconds(manifest, list_routes(manifest)[0])))
+    waits = list_weight_waits(manifest)
+    for stream in manifest.streams:
+        own = [item for item in manifest.segments if item.device == stream.device and item.streamed]
+        sizes = {item.id: sum(manifest.streamed[name].bytes for name in item.streamed) for item in own}
+        seconds = {item.id: traced.load_seconds[item.id] for item in own if item.id in traced.load_seconds}
+        known = sum(sizes[name] for name in seconds)
+        yield StreamUse(
+            device=stream.device,
+            bytes=sum(sizes.values()),
+            predicted_bytes_per_second=sum(sizes.values()) / max(sum(loads[item.id] for item in own), 1e-12),
+            bytes_per_second=known / sum(seconds.values()) if known else None,
+            predicted_wait_seconds=waits.get(stream.device, 0.0),
+            wait_seconds=sum(traced.median_seconds(stream.device, "wait", item.id) for item in own),
+        )
 
 
 def _describe_process(memory: BundleMemory) -> ProcessUse:

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from onnxplace.bundle import Bundle, extract_device_part, list_route_devices
 from onnxplace.devices import ISOLATE
 from onnxplace.errors import Diagnostic, OnnxplaceError
+from onnxplace.evaluation.compare import open_reference
 from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.machine import (
+    available_cores,
     list_accelerators,
     list_operator_libraries,
     make_session_options,
@@ -33,6 +36,8 @@ from onnxplace.pipeline import Observer, find_plugin
 from onnxplace.runtime import Runtime
 from onnxplace.utils import disk_error, run_in_child, temporary_folder
 
+T = TypeVar("T")
+
 # The arena grows during the first few runs.
 MEMORY_RUNS = 4
 GPU_POLL_SECONDS = 0.002
@@ -42,11 +47,24 @@ _LIBRARY_PATTERN = re.compile(r"\.so(\.|$)")
 
 
 @dataclass(frozen=True)
+class Opening:
+    """What it takes to open sessions, in a process that has loaded ONNX Runtime and opened no model yet."""
+
+    seconds: float
+    peak_bytes: int
+    """Most memory meanwhile, without what the process had before, and without newly loaded library code."""
+    resident_bytes: int
+    """The same, once they are open."""
+
+
+@dataclass(frozen=True)
 class ProcessMemory:
     """Memory of a process that opened a bundle and ran it."""
 
+    opening: Opening
+
     opening_bytes: int
-    """Peak while it opened sessions."""
+    """Peak of the process meanwhile, with all that it had before."""
     running_bytes: int
     """Peak while it ran requests."""
     own_bytes: int
@@ -113,6 +131,15 @@ class MemoryJob:
     runs: int = MEMORY_RUNS
     libraries: tuple[str, ...] = field(default_factory=list_operator_libraries)
     """Libraries of custom operators."""
+
+
+@dataclass(frozen=True)
+class ModelJob:
+    """An unsplit model to open in a process of its own: the arguments of `open_reference`."""
+
+    bundle: Path
+    against: str | Path | None
+    libraries: tuple[str, ...] = field(default_factory=list_operator_libraries)
 
 
 def can_measure_memory() -> bool:
@@ -197,19 +224,51 @@ def run_memory_job(job: MemoryJob) -> ProcessMemory:
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     gpu_ids = [device.id for device in bundle.target.devices if not device.is_host]
     with use_custom_operators(job.libraries), _watch_gpus(gpu_ids) as gpu_bytes:
-        open_session(
-            build_one_node_model(), make_session_options(())
-        )  # memory of the first session belongs to no bundle
+        _open_first_session()
         before, code = _read_memory_status("VmRSS"), _sum_library_bytes()
-        _reset_peak()
-        with runtime.open(bundle) as session:
-            opening = _read_memory_status("VmHWM")
+        session, opening = _measure_opening(lambda: runtime.open(bundle))
+        with session:
+            peak = _read_memory_status("VmHWM")
             _reset_peak()
             for _ in range(job.runs):
                 session.run(step.prepare(session))
             running = _read_memory_status("VmHWM")
     own_bytes = max(running - before - (_sum_library_bytes() - code), 0)
-    return ProcessMemory(opening, running, own_bytes, gpu_bytes)
+    return ProcessMemory(opening, peak, running, own_bytes, gpu_bytes)
+
+
+def measure_model_opening(bundle: Bundle, against: str | Path | None) -> Opening:
+    """Open the unsplit model, the bundle's or the file `against`, with all cores in a fresh process.
+
+    Raises OnnxplaceError if that fails.
+    """
+    job = ModelJob(bundle.path, against)
+    return run_in_child(run_model_job, job, "measuring memory", str(against or bundle.path))
+
+
+def run_model_job(job: ModelJob) -> Opening:
+    """Open an unsplit model in this process, which should be fresh."""
+    bundle = Bundle.open(job.bundle)
+    with use_custom_operators(job.libraries):
+        _open_first_session()
+        return _measure_opening(lambda: open_reference(bundle, job.against, available_cores()))[1]
+
+
+def _open_first_session() -> None:
+    """Open a session of one node: the memory of the first session of a process belongs to no model."""
+    open_session(build_one_node_model(), make_session_options(()))
+
+
+def _measure_opening(open_sessions: Callable[[], T]) -> tuple[T, Opening]:
+    """Return what a function opens, and what that took."""
+    before, code = _read_memory_status("VmRSS"), _sum_library_bytes()
+    _reset_peak()
+    began = time.perf_counter()
+    opened = open_sessions()
+    seconds = time.perf_counter() - began
+    resident, peak = (_read_memory_status(name) for name in ("VmRSS", "VmHWM"))
+    before += _sum_library_bytes() - code
+    return opened, Opening(seconds, max(peak - before, 0), max(resident - before, 0))
 
 
 def _without_isolation(bundle: Bundle) -> Bundle:

@@ -8,9 +8,9 @@ longer depends on model and machine, so it is measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -22,11 +22,14 @@ from onnxplace.bundle import (
     Manifest,
     RouteRecord,
     SplitStates,
+    StreamRecord,
     TrialRecord,
+    list_load_seconds,
     list_route_devices,
     list_routes,
     move_to_route,
     predict_interval_seconds,
+    predict_weight_wait_seconds,
     simulate_manifest,
     sum_device_seconds,
 )
@@ -81,6 +84,8 @@ class Trial:
     """Number of requests that counted."""
     waiting: Share
     """Share of the time of these requests in which a thread waited for a core, also one of another process."""
+    load_seconds: Mapping[str, Seconds] = field(default_factory=dict)
+    """Time in which the weights of a segment came that stream, without those that were on their way before."""
 
     @property
     def is_doubtful(self) -> bool:
@@ -221,7 +226,9 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     measured = manifest.predicted.model_copy(update={"request_seconds": trial.request_seconds})
     routes = _scale_routes(manifest, trial)
     # Simulate the bundle again, with what was measured in the place of what was planned.
-    changed = manifest.model_copy(update={"segments": segments, "routes": routes, "predicted": measured})
+    streams = _scale_streams(manifest, trial)
+    updates = {"segments": segments, "routes": routes, "predicted": measured, "streams": streams}
+    changed = manifest.model_copy(update=updates)
     simulation, busy = simulate_manifest(changed), sum_device_seconds(changed)
     step_seconds = simulation.makespan_seconds + trial.request_seconds
     single_seconds = manifest.predicted.single_device_seconds
@@ -233,6 +240,7 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
             "lower_bound_seconds": min(manifest.predicted.lower_bound_seconds, step_seconds),
             "single_device_seconds": single_seconds,
             "interval_seconds": predict_interval_seconds(changed),
+            "weight_wait_seconds": predict_weight_wait_seconds(changed),
         }
     )
     record = TrialRecord(
@@ -252,6 +260,22 @@ def _scale_routes(manifest: Manifest, trial: Trial) -> tuple[RouteRecord, ...]:
         route.model_copy(update={"seconds": {name: value * ratios[name] for name, value in route.seconds.items()}})
         for route in manifest.routes
     )
+
+
+def _scale_streams(manifest: Manifest, trial: Trial) -> tuple[StreamRecord, ...]:
+    """Return the streams with the rates at which weights came in the trial."""
+    predicted = list_load_seconds(manifest, list_routes(manifest)[0])
+    streams = []
+    for stream in manifest.streams:
+        pairs = [
+            (seconds, trial.load_seconds[segment.id])
+            for segment, seconds in zip(manifest.segments, predicted.tolist())
+            if segment.device == stream.device and segment.id in trial.load_seconds
+        ]
+        ratio = sum(pair[0] for pair in pairs) / max(sum(pair[1] for pair in pairs), 1e-12) if pairs else 1.0
+        rates = {home: rate * ratio for home, rate in stream.bytes_per_second.items()}
+        streams.append(stream.model_copy(update={"bytes_per_second": rates}))
+    return tuple(streams)
 
 
 class _TrialSession:
@@ -323,6 +347,9 @@ class _TrialSession:
             step_seconds=runs.seconds,
             request_seconds=max(float(np.median(request_times)), 0.0),
             segment_seconds=find_median_seconds((events, working_share) for events, _, working_share in steps),
+            load_seconds=find_median_seconds(
+                ((events, working_share) for events, _, working_share in steps), measure_load_seconds
+            ),
             requests=len(runs.undisturbed),
             # Not subtracted from times: other processes may have looked for messages only.
             waiting=max(runs.waiting, self._remote_waiting_share),
@@ -346,11 +373,23 @@ def measure_segment_seconds(events: Sequence[Event]) -> dict[str, float]:
     return seconds
 
 
-def find_median_seconds(requests: Iterable[tuple[Sequence[Event], float]]) -> dict[str, float]:
+def measure_load_seconds(events: Sequence[Event]) -> dict[str, float]:
+    """Return, by segment, the time in which its weights came that stream, if it is known when that began."""
+    return {
+        event.name: event.finish_seconds - event.start_seconds
+        for event in events
+        if event.kind == "load" and event.start_seconds > 0  # others began before the request
+    }
+
+
+def find_median_seconds(
+    requests: Iterable[tuple[Sequence[Event], float]],
+    measure: Callable[[Sequence[Event]], Mapping[str, float]] = measure_segment_seconds,
+) -> dict[str, float]:
     """Return the median seconds of each segment over requests, whose times are multiplied by a factor each."""
     times: dict[str, list[float]] = {}
     for events, factor in requests:
-        for segment, seconds in measure_segment_seconds(events).items():
+        for segment, seconds in measure(events).items():
             times.setdefault(segment, []).append(seconds * factor)
     return {name: float(np.median(values)) for name, values in times.items()}
 

@@ -53,12 +53,17 @@ class BundleModels:
 
     @cached_property
     def segments(self) -> tuple[SegmentModel, ...]:
-        """Return the segments, each after those whose values it reads."""
-        records = order_segments(self.manifest)
-        files = [self.bundle.file(record.file) for record in records]
-        return tuple(
-            SegmentModel(record, ModelProto.FromString(file.read_bytes())) for record, file in zip(records, files)
-        )
+        """Return the segments, each after those whose values it reads; weights that stream are initializers again."""
+        return tuple(SegmentModel(record, self._read_model(record)) for record in order_segments(self.manifest))
+
+    def _read_model(self, segment: SegmentRecord) -> ModelProto:
+        proto, records = ModelProto.FromString(self.bundle.file(segment.file).read_bytes()), self.manifest.streamed
+        kept = [item for item in proto.graph.input if item.name not in segment.streamed]
+        del proto.graph.input[:]
+        proto.graph.input.extend(kept)
+        weights = (self._refer_to_bytes(name, records[name].dtype, records[name]) for name in segment.streamed)
+        proto.graph.initializer.extend(weights)
+        return proto
 
     @cached_property
     def header(self) -> ModelProto:
@@ -80,12 +85,12 @@ class BundleModels:
         """Return the initial values of carried states, which no segment holds, as references to their files."""
         dtypes = {item.name: item.dtype for item in self.manifest.inputs}
         return {
-            state.input: self._refer_to_initial(state.input, dtypes[state.input], state.initial)
+            state.input: self._refer_to_bytes(state.input, dtypes[state.input], state.initial)
             for state in self.manifest.states
             if state.initial is not None
         }
 
-    def _refer_to_initial(self, name: str, dtype: str, record: InitialRecord) -> TensorProto:
+    def _refer_to_bytes(self, name: str, dtype: str, record: InitialRecord) -> TensorProto:
         kind = parse_type(dtype, record.shape)
         assert kind is not None, "checked when the bundle was opened"
         tensor = TensorProto(name=name, data_type=kind.tensor_type.elem_type, dims=record.shape)

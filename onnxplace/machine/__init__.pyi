@@ -8,6 +8,7 @@ from onnxplace.machine.hardware import (
     find_device_problem as find_device_problem,
     find_hardware as find_hardware,
     find_link_technology as find_link_technology,
+    find_measurement_obstacle as find_measurement_obstacle,
     list_accelerators as list_accelerators,
     local_target as local_target,
     require_device as require_device,
@@ -56,4 +57,9 @@ from onnxplace.machine.repeated_runs import (
     Runs as Runs,
     longest_wait as longest_wait,
     read_run_delays as read_run_delays,
+)
+from onnxplace.machine.transfer_rates import (
+    drop_pages as drop_pages,
+    find_host_rate as find_host_rate,
+    measure_read_rate as measure_read_rate,
 )

@@ -22,6 +22,7 @@ from onnxplace.devices import (
     resolve_short_name,
 )
 from onnxplace.errors import PluginError, TargetError
+from onnxplace.machine.measurement_cache import processor
 from onnxplace.ort import import_onnxruntime, list_installed_wheels
 from onnxplace.target import Device, DeviceSpec, Target, parse_devices, split_host
 from onnxplace.utils import run_in_child
@@ -169,6 +170,24 @@ def find_device_problem(device: Device) -> str | None:
 
 def _find_problem(address: DeviceAddress) -> str | None:
     return find_kind(address.kind).find_problem(address)
+
+
+def find_measurement_obstacle(device: Device) -> str | None:
+    """Return why a device cannot be measured on this machine, if so.
+
+    The device in the same place here stands for that of another host.
+    """
+    device = device.local
+    if not device.is_host:
+        hardware = find_hardware(device)
+        if device.model and hardware is not None and device.model != hardware.name:
+            return f"{device.id} on this machine is a {hardware.name or 'GPU without a name'}"
+        return find_device_problem(device)
+    if device.cores > len(available_cores()):
+        return f"it has {device.cores} cores, this machine {len(available_cores())}"
+    if device.model not in processor():
+        return f"it stands for {device.model}, and this machine has another processor"
+    return None
 
 
 def require_device(device: Device, instead: str = "") -> None:

@@ -8,8 +8,8 @@ other systems this is unknown, and counts as zero.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -46,6 +46,11 @@ class Runs:
     """Seconds from start to end of each run."""
     waiting_seconds: Floats
     """Seconds of each run without a core."""
+
+    @staticmethod
+    def join(parts: Sequence[Runs]) -> Runs:
+        """Return runs that were made in several parts."""
+        return Runs(*(np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(Runs)))
 
     @cached_property
     def undisturbed(self) -> Longs:

@@ -68,7 +68,7 @@ class TimelineColumns:
 
 
 def draw_step(step: PlacedStep, name: str, note: str) -> Timeline:
-    """Return the timeline of a simulated step: a row for each device, then one for each link that is used."""
+    """Return the timeline of a simulated step: a row for each device, each link, and each stream of weights."""
     columns, simulation = TimelineColumns(), step.simulation
     rows = [TimelineRow(device, "compute", index) for index, device in enumerate(step.device_names)]
     for row in rows:
@@ -95,7 +95,26 @@ def draw_step(step: PlacedStep, name: str, note: str) -> Timeline:
         readers = [node for node in step.graph.readers[value].tolist() if device[node] == destination]
         first = span[min(readers, key=lambda node: start[node])]
         columns.add(row, begin, end, step.graph.value_names[value], size, first)
+    _add_loads(columns, step, span)
     return columns.build(name, note)
+
+
+def _add_loads(columns: TimelineColumns, step: PlacedStep, span: Mapping[int, int]) -> None:
+    """Add the weights that stream; those that come in the step before are drawn at the end of this one."""
+    if step.stream is None:
+        return
+    end, load = step.simulation.makespan_seconds, step.stream.blocks["load"]
+    for node in (step.order[load[step.order] > 0]).tolist():
+        finish, device = float(step.simulation.arrival_seconds[node]), int(step.device[node])
+        start, row = finish - float(load[node]), _name_stream(step.device_names[device], device)
+        if finish > 0:
+            columns.add(row, max(start, 0.0), finish, step.graph.names[node], "weights", span[node])
+        if start < 0:
+            columns.add(row, max(start + end, 0.0), min(finish, 0.0) + end, step.graph.names[node], "for the next step")
+
+
+def _name_stream(device: str, index: int) -> TimelineRow:
+    return TimelineRow(f"weights → {device}", "link", index)
 
 
 # -------------------------------------------------------------------------------------------------- timelines of traces
@@ -156,8 +175,8 @@ class _TraceEvent(BaseModel):
 
     @property
     def is_span(self) -> bool:
-        """Return whether it is a segment that ran, or a value that was copied."""
-        return self.phase == "X" and self.category in ("run", "copy")
+        """Return whether it is a segment that ran, a value that was copied, or weights that were loaded."""
+        return self.phase == "X" and self.category in ("run", "copy", "load")
 
 
 def read_trace(path: Path, device_names: Sequence[str], segments: Iterable[str]) -> tuple[Timeline, ...]:
@@ -231,10 +250,12 @@ def _draw_events(
 
 
 def _choose_row(span: _TraceEvent, row: str, index: Mapping[str, int]) -> TimelineRow:
-    """Return the row of an event: the compute of a device, or a link."""
+    """Return the row of an event: the compute of a device, a link, or a stream of weights."""
     device, source = row.partition(" ")[0], span.arguments.source
     if span.category == "run":
         return TimelineRow(device, "compute", index.get(device, -1))
+    if span.category == "load":
+        return _name_stream(device, index.get(device, -1))
     if " outgoing" in row:
         return TimelineRow(f"{device} sends", "link", index.get(device, -1))
     return TimelineRow(f"{source} → {device}" if source else f"→ {device}", "link", index.get(source, -1))

@@ -12,6 +12,7 @@ from onnxplace.bundle import (
     Bundle,
     DiagnosticRecord,
     Manifest,
+    build_weight_stream,
     list_routes,
     list_working_devices,
 )
@@ -37,7 +38,9 @@ from onnxplace.reports.page_records import (
     Timeline,
 )
 from onnxplace.reports.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
+from onnxplace.reports.text import count_streamed_bytes
 from onnxplace.reports.verdict import RATE_LABEL, Circumstances, judge_step
+from onnxplace.simulation import WeightStream
 from onnxplace.utils import format_bytes, format_time
 
 # What times follow from.
@@ -105,6 +108,7 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         interval_seconds=predicted.interval_seconds,
         sizes=", ".join(f"{name} = {size}" for name, size in manifest.dimensions.items()),
         attempts=attempts,
+        streams=tuple(_list_stream_changes(manifest)),
     )
     return PageData(
         title=manifest.model or bundle.path.name,
@@ -143,6 +147,41 @@ def _draw_timelines(manifest: Manifest, step: PlacedStep, trace: Path | None) ->
     return (measured, draw_step(planned, FROM_COSTS, "one request, by the costs of nodes"))
 
 
+def _list_stream_changes(manifest: Manifest) -> Iterator[tuple[str, WeightStream | None]]:
+    """Yield changes of how weights stream, in words, with what a step would wait for then."""
+    if not manifest.streams:
+        return
+
+    def change(pools: int, rates: int) -> WeightStream:
+        streams = [
+            stream.model_copy(
+                update={
+                    "pool_bytes": pools * stream.pool_bytes,
+                    "bytes_per_second": {home: rates * rate for home, rate in stream.bytes_per_second.items()},
+                }
+            )
+            for stream in manifest.streams
+        ]
+        return build_weight_stream(manifest.model_copy(update={"streams": tuple(streams)}))
+
+    pool_bytes, homes = sum(item.pool_bytes for item in manifest.streams), count_streamed_bytes(manifest)
+    yield f"Weights that come twice as fast from {' and '.join(homes)}", change(1, 2)
+    yield f"Pools twice as large, {format_bytes(pool_bytes)} more memory", change(2, 1)
+    more = sum(homes.values()) - pool_bytes
+    yield f"Memory for all weights, {format_bytes(max(more, 0))} more", None
+
+
+def _list_streams(manifest: Manifest) -> Iterator[tuple[str, ...]]:
+    """Yield the row of each device to which weights stream."""
+    held = {device.id: device.weights_bytes for device in manifest.devices}
+    for stream in manifest.streams:
+        own = {name for item in manifest.segments if item.device == stream.device for name in item.streamed}
+        for home, rate in stream.bytes_per_second.items():
+            size = sum(manifest.streamed[name].bytes for name in own if manifest.streamed[name].home == home)
+            sizes = (held[stream.device] - stream.pool_bytes, stream.pool_bytes, size)
+            yield stream.device, home, *map(format_bytes, sizes), f"{format_bytes(int(rate))}/s"
+
+
 def _summarise(manifest: Manifest) -> Iterator[Quantity]:
     """Yield the figures on top of the page."""
     predicted, trial = manifest.predicted, manifest.trial
@@ -152,6 +191,9 @@ def _summarise(manifest: Manifest) -> Iterator[Quantity]:
         yield _quantify_time("Step, from trial", predicted.step_seconds)
         yield _quantify_time("Whole step in the trial", trial.step_seconds)
         yield _quantify_time("Step, from node costs", trial.planned_seconds)
+    if manifest.streams:
+        yield _quantify_time("Waits for weights in a step", predicted.weight_wait_seconds)
+        yield _quantify_bytes("Weights that stream", sum(count_streamed_bytes(manifest).values()))
     fits = "" if predicted.single_device_fits else " (does not fit)"
     is_refused_everywhere = not predicted.single_device_fits and predicted.single_device_seconds == 0
     single = "refused" if is_refused_everywhere else format_time(predicted.single_device_seconds) + fits
@@ -303,6 +345,12 @@ def _iterate_tables(manifest: Manifest) -> Iterator[Table]:
                 (str(index), ", ".join(route.devices.values()), f"{route.share:.0%}")
                 for index, route in enumerate(routes)
             ),
+        )
+    if manifest.streams:
+        yield Table(
+            caption="Weights that stream",
+            header=("device", "from", "weights that stay", "pool", "weights that stream", "rate"),
+            rows=tuple(_list_streams(manifest)),
         )
     if manifest.repeats:
         yield Table(

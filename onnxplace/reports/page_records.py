@@ -50,7 +50,8 @@ class Verdict:
     above_bound: float | None
     """Part of the lower bound by which the step is longer than it; None without a bound."""
     limit: str
-    """The device with most of the chain that determines the step; or `transfers`, `waiting` or `the request`."""
+    """The device with most of the chain that determines the step; or `transfers`, `waiting for weights`, `waiting` or
+    `the request`."""
     advice: tuple[Advice, ...]
 
 
@@ -175,7 +176,7 @@ class ChainPart:
     """A part of the chain of events that determines the length of a step."""
 
     kind: str
-    """`compute`, `transfer`, `wait` or `request`."""
+    """`compute`, `transfer`, `weights` (that stream, and are waited for), `wait` or `request`."""
     where: str
     """A device or a link."""
     seconds: float

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnxplace.bundle import Manifest, SegmentRecord, build_segment_graph
+from onnxplace.bundle import Manifest, SegmentRecord, build_segment_graph, build_weight_stream
 from onnxplace.errors import format_count
 from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.reports.page_records import Bound, ChainPart, Crossing
-from onnxplace.simulation import Simulation, simulate
+from onnxplace.simulation import Simulation, WeightStream, simulate, simulate_settled
 from onnxplace.target import Target
 from onnxplace.utils import format_time
 
@@ -31,6 +31,8 @@ class PlacedStep:
     simulation: Simulation
     details: tuple[str, ...]
     """Per node, what a reader may want to know besides its name."""
+    stream: WeightStream | None = None
+    """Weights that nodes wait for; None if all stay on their devices."""
 
     def name_link(self, source: int, destination: int) -> str:
         """Return the name of a link, such as `cpu:0 → cpu:1`."""
@@ -38,7 +40,7 @@ class PlacedStep:
 
     def simulate_moved(self, nodes: Ints, device: int) -> float | None:
         """Return the seconds of the step with some nodes on another device; None if their times there are unknown."""
-        if not np.isfinite(self.seconds[device, nodes]).all():
+        if self.stream is not None or not np.isfinite(self.seconds[device, nodes]).all():
             return None
         moved = self.device.copy()
         moved[nodes] = device
@@ -46,6 +48,14 @@ class PlacedStep:
             return simulate(self.graph, np.nan_to_num(self.seconds), self.target, moved, self.order).makespan_seconds
         except ValueError:  # the order of the bundle is not one of the other placement
             return None
+
+    def simulate_changed(self, target: Target, seconds: Floats, stream: WeightStream | None) -> Simulation:
+        """Return the step with other devices or links, other times of nodes, or other weights that stream."""
+        return simulate_settled(
+            lambda stream: simulate(self.graph, seconds, target, self.device, self.order, stream=stream),
+            stream or WeightStream.none(len(target.devices)),
+            self.device,
+        )
 
 
 def simulate_segments(manifest: Manifest, *, planned: bool = False) -> PlacedStep:
@@ -63,7 +73,7 @@ def simulate_segments(manifest: Manifest, *, planned: bool = False) -> PlacedSte
     rows = [np.where(home == name, own, np.nan) for name in classes]
     seconds = np.stack(rows) if rows else np.zeros((0, len(segments)))
     order = np.arange(len(segments), dtype=np.int32)
-    return PlacedStep(
+    step = PlacedStep(
         graph=graph,
         seconds=seconds,
         target=target,
@@ -72,7 +82,11 @@ def simulate_segments(manifest: Manifest, *, planned: bool = False) -> PlacedSte
         order=order,
         simulation=simulate(graph, np.nan_to_num(seconds), target, device, order),
         details=tuple(format_count(item.nodes, "node") for item in segments),
+        stream=build_weight_stream(manifest) if manifest.streams else None,
     )
+    if step.stream is None:
+        return step
+    return replace(step, simulation=step.simulate_changed(target, np.nan_to_num(seconds), step.stream))
 
 
 def _choose_seconds(segment: SegmentRecord, planned: bool) -> float:
@@ -279,7 +293,9 @@ def _walk_back(step: PlacedStep) -> Iterator[_Link]:
             candidates += [(sent_finish[item], "transfer", item) for item in before_transfer[index]]
         last = max(candidates, default=None)
         pause = begin - (last[0] if last is not None else 0.0)
-        if pause > 1e-12:
+        if pause > 1e-12 and kind == "node" and begin == simulation.arrival_seconds[index]:
+            yield _Link("weights", step.device_names[device], pause)
+        elif pause > 1e-12:
             yield _Link("wait", "", pause)
 
 
@@ -317,6 +333,7 @@ def _remark_on_chain(chain: Sequence[ChainPart], step: float) -> Iterator[str]:
     """Yield sentences about the parts of the chain that do not compute."""
     texts = {
         "transfer": "Transfers that nothing hides take {}.",
+        "weights": "Devices wait for weights that stream for {}.",
         "wait": "Nothing happens for {}.",
         "request": "The request itself, before its first and after its last segment, takes {}.",
     }

@@ -64,6 +64,7 @@ def compile_summary(bundle: Bundle) -> str:
             *_format_sharding(manifest.sharding),
             format_table(header[:columns], (row[:columns] for row in rows)),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({transfer_size})",
+            *_format_streams(manifest),
             *_format_routes(manifest),
             *_format_steps(manifest),
             *_format_openings(manifest),
@@ -82,6 +83,8 @@ def _format_steps(manifest: Manifest) -> list[str]:
     suffix = "" if predicted.single_device_fits else ", where it does not fit"
     if not predicted.single_device_fits and predicted.single_device_seconds == 0:
         best, suffix = "none: each refuses some node", ""
+    if manifest.streams:
+        step += f", of which {format_milliseconds(predicted.weight_wait_seconds)} waits for weights"
     lines = [f"predicted step {step}; best single device {best}{suffix}; lower bound {bound}"]
     notes = {(note.code, note.where): note.message for note in manifest.diagnostics}
     if manifest.placer == OBJECTIVES["throughput"] or manifest.routes or ("P043", "throughput") in notes:
@@ -95,6 +98,28 @@ def _format_steps(manifest: Manifest) -> list[str]:
         measured, planned = format_milliseconds(trial.step_seconds), format_milliseconds(trial.planned_seconds)
         lines.append(f"predicted from a trial, whose steps took {measured}; planned by the costs of nodes: {planned}")
     return lines
+
+
+def count_streamed_bytes(manifest: Manifest) -> dict[str, int]:
+    """Return the bytes of weights that stream, by their homes."""
+    sizes: dict[str, int] = {}
+    for weight in manifest.streamed.values():
+        sizes[weight.home] = sizes.get(weight.home, 0) + weight.bytes
+    return sizes
+
+
+def _format_streams(manifest: Manifest) -> list[str]:
+    """Return a line with the weights that stream, if some do."""
+    if not manifest.streams:
+        return []
+    stay = sum(device.weights_bytes for device in manifest.devices) - sum(item.pool_bytes for item in manifest.streams)
+    sources = [f"{format_bytes(size)} from {home}" for home, size in count_streamed_bytes(manifest).items()]
+    ways = [
+        f"{stream.device} through a pool of {format_bytes(stream.pool_bytes)} at "
+        + " and ".join(f"{format_bytes(int(rate))}/s" for rate in stream.bytes_per_second.values())
+        for stream in manifest.streams
+    ]
+    return [f"weights: {format_bytes(stay)} stay; {' and '.join(sources)} stream in each step, to {', '.join(ways)}"]
 
 
 # Routes of the summary; the manifest has all of them.

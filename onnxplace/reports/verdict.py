@@ -25,7 +25,7 @@ from onnxplace.reports.page_records import (
     Verdict,
 )
 from onnxplace.reports.step_analysis import PlacedStep
-from onnxplace.simulation import simulate
+from onnxplace.simulation import WeightStream
 from onnxplace.target import Target
 from onnxplace.utils import format_bytes, format_time
 
@@ -48,6 +48,8 @@ class Circumstances:
     sizes: str = ""
     """Symbolic dimensions with their sizes; empty without any."""
     attempts: tuple[AttemptGroup, ...] = ()
+    streams: tuple[tuple[str, WeightStream | None], ...] = ()
+    """Changes of how weights stream, in words, with what the step would wait for then; None for all on the devices."""
 
 
 def judge_step(step: PlacedStep, bound: Bound, known: Circumstances) -> Verdict:
@@ -70,7 +72,12 @@ def judge_step(step: PlacedStep, bound: Bound, known: Circumstances) -> Verdict:
 
 def _find_limit(bound: Bound) -> tuple[str, float]:
     """Return what takes most of the chain that determines the step, with its seconds."""
-    names = {"transfer": "transfers", "wait": "waiting", "request": "the request"}
+    names = {
+        "transfer": "transfers",
+        "weights": "waiting for weights",
+        "wait": "waiting",
+        "request": "the request",
+    }
     seconds = defaultdict[str, float](float)
     for part in bound.chain:
         seconds[names.get(part.kind, part.where)] += part.seconds
@@ -127,12 +134,14 @@ def _try_changes(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterat
     """Yield changes of devices, links and operators with the step that each leads to."""
     base, seconds = step.simulation.makespan_seconds, np.nan_to_num(step.seconds)
 
-    def try_step(what: str, target: Target, times: Floats) -> Advice:
-        after = simulate(step.graph, times, target, step.device, step.order).makespan_seconds
+    def try_step(what: str, target: Target, times: Floats, stream: WeightStream | None = step.stream) -> Advice:
+        after = step.simulate_changed(target, times, stream).makespan_seconds
         now = max(bound.step_seconds - base + after, 0.0)
         saved = 1 - now / bound.step_seconds if bound.step_seconds > 0 else 0.0
         return Advice(f"{what}: the step would take {format_time(now)}, {_percent(saved)} less.", now)
 
+    for what, stream in known.streams:
+        yield try_step(what, step.target, seconds, stream)
     if len(step.simulation.transfers):
         links = step.target.with_all_links()
         faster = [

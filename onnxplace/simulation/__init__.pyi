@@ -11,6 +11,7 @@ from onnxplace.simulation.simulator import (
     device_weights as device_weights,
     list_memory_changes as list_memory_changes,
     simulate as simulate,
+    simulate_settled as simulate_settled,
 )
 from onnxplace.simulation.steady_state import (
     RequestRates as RequestRates,
@@ -20,6 +21,7 @@ from onnxplace.simulation.steady_state import (
     steady_state_loads as steady_state_loads,
 )
 from onnxplace.simulation.step_kernels import (
+    BLOCK as BLOCK,
     DEVICE as DEVICE,
     compute_live_spans as compute_live_spans,
     device_peaks as device_peaks,
@@ -28,6 +30,7 @@ from onnxplace.simulation.step_kernels import (
 from onnxplace.simulation.weight_streams import (
     PAGE_BYTES as PAGE_BYTES,
     PoolLayout as PoolLayout,
+    WeightStream as WeightStream,
+    find_distances as find_distances,
     measure_block as measure_block,
-    predict_arrivals as predict_arrivals,
 )

@@ -6,6 +6,7 @@ import numpy as np
 
 from onnxplace.graph import Floats, Ints, OpGraph, sum_by
 from onnxplace.simulation.simulator import Simulation, simulate
+from onnxplace.simulation.weight_streams import WeightStream
 from onnxplace.target import Shared, Target
 
 # Rounds end when times change by less than this share of the step. Each round leaves less than 1 - 1 / slowdown of the
@@ -19,7 +20,7 @@ def simulate_with_contention(
     target: Target,
     device: Ints,
     order: Ints,
-    earliest_seconds: Floats | None = None,
+    stream: WeightStream | None = None,
 ) -> Simulation:
     """Simulate a step as `simulate` does, with contention between devices in `target.shared`.
 
@@ -29,7 +30,7 @@ def simulate_with_contention(
     Start and finish of all nodes depend on each other: they are a fixed point, iterated from the times without
     contention. Returns the last simulation, whose `compute_seconds` include contention.
     """
-    simulation = simulate(graph, seconds, target, device, order, earliest_seconds)
+    simulation = simulate(graph, seconds, target, device, order, stream=stream)
     own_seconds = seconds[device, np.arange(len(graph))]
     if not target.shared or not len(graph):
         return simulation
@@ -46,7 +47,7 @@ def simulate_with_contention(
         if np.abs(node_seconds - previous).max() <= RELATIVE_TOLERANCE * max(simulation.makespan_seconds, 1e-12):
             break
         table = np.broadcast_to(node_seconds, seconds.shape)
-        simulation = simulate(graph, table, target, device, order, earliest_seconds)
+        simulation = simulate(graph, table, target, device, order, stream=stream)
     return simulation
 
 

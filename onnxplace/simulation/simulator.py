@@ -5,12 +5,16 @@ Placers, reports and the `simulated` runtime share this model of time; docs/arch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.simulation.step_kernels import DEVICE, compute_live_spans, device_peaks, run_events
+from onnxplace.simulation.weight_streams import SETTLING_STEPS, WeightStream
 from onnxplace.target import LINK_MODELS, Target
 
 
@@ -45,6 +49,8 @@ class Simulation:
     """Per device: the weights that its nodes read, each once."""
     peak_bytes: Longs
     """Per device: the most bytes at one time, weights included."""
+    arrival_seconds: Floats
+    """Per node: when its weights that stream have arrived; minus infinity where it has none, or they were there."""
 
 
 def simulate(
@@ -54,6 +60,7 @@ def simulate(
     device: Ints,
     order: Ints,
     earliest_seconds: Floats | None = None,
+    stream: WeightStream | None = None,
 ) -> Simulation:
     """Simulate a step of a placed graph, in which each device runs its nodes in the given order.
 
@@ -66,6 +73,7 @@ def simulate(
         device: Per node, an index into the target.
         order: Each node once.
         earliest_seconds: Per node, the time before which it does not start; 0 by default.
+        stream: Weights that nodes wait for; None if all stay on the devices.
 
     Raises:
         ValueError: A device would wait forever for a node that is later in the order.
@@ -73,7 +81,9 @@ def simulate(
     device, order = device.astype(np.int32, copy=False), order.astype(np.int32, copy=False)
     own_seconds = seconds[device, np.arange(len(graph))]
     earliest = np.zeros(len(graph)) if earliest_seconds is None else earliest_seconds.astype(np.float64)
-    start, finish, transfers = _execute(graph, own_seconds, target, device, order, earliest)
+    stream = stream or WeightStream.none(len(target.devices))
+    blocks, loaded = stream.blocks.copy(), stream.loaded_seconds
+    start, finish, transfers = _execute(graph, own_seconds, target, device, order, earliest, blocks, loaded)
     if len(finish) and finish.min() < 0:
         blocked_node = graph.names[int(order[np.argmax(finish[order] < 0)])]
         raise ValueError(f"the order cannot be run: {blocked_node!r} waits for a node that is behind it")
@@ -88,15 +98,48 @@ def simulate(
         compute_seconds=sum_by(device, own_seconds, len(target.devices)),
         weights_bytes=weights,
         peak_bytes=weights + dynamic,
+        arrival_seconds=blocks["arrival"] if len(blocks) else np.full(len(graph), -np.inf),
     )
 
 
+def simulate_settled(
+    simulate_step: Callable[[WeightStream], Simulation], stream: WeightStream, device: Ints
+) -> Simulation:
+    """Return a step that follows many others, each of which starts when the one before ends.
+
+    Args:
+        simulate_step: Simulates a step, given its stream.
+        stream: That of the first step.
+        device: Per node.
+    """
+    simulation = simulate_step(stream)
+    for _ in range(SETTLING_STEPS if len(stream.blocks) else 0):
+        stream = _follow(stream, simulation, device)
+        simulation = simulate_step(stream)
+    return simulation
+
+
+def _follow(stream: WeightStream, simulation: Simulation, device: Ints) -> WeightStream:
+    """Return the stream of the step that follows one at once."""
+    blocks, loaded = stream.blocks.copy(), stream.loaded_seconds.copy()
+    blocks["freed"] = simulation.finish_seconds[stream.earlier_keepers] - simulation.makespan_seconds
+    np.maximum.at(loaded, device, simulation.arrival_seconds)
+    return WeightStream(blocks, loaded - simulation.makespan_seconds, stream.earlier_keepers)
+
+
 def _execute(
-    graph: OpGraph, own_seconds: Floats, target: Target, device: Ints, order: Ints, available: Floats
+    graph: OpGraph,
+    own_seconds: Floats,
+    target: Target,
+    device: Ints,
+    order: Ints,
+    available: Floats,
+    blocks: NDArray[Any],
+    loaded: Floats,
 ) -> tuple[Floats, Floats, Transfers]:
     """Return start and finish of nodes, -1 for those that cannot run in this order, and all transfers.
 
-    `available` holds the earliest start of each node, and is overwritten.
+    `available` holds the earliest start of each node, and is overwritten, as are the arrivals of `blocks`.
     """
     latency, per_byte = target.link_arrays()
     outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
@@ -104,6 +147,7 @@ def _execute(
     queue_starts = np.concatenate([[0], np.cumsum(np.bincount(queue_device, minlength=len(target.devices)))])
     devices = np.zeros(len(target.devices), DEVICE)
     devices["head"], devices["running"], devices["stamp"], devices["touched"] = queue_starts[:-1], -1, -1, 1
+    devices["loaded"] = loaded
     waiting = np.bincount(inputs.rows[graph.producer[inputs.items] >= 0], minlength=len(graph))
     start, finish = np.full(len(graph), -1.0), np.full(len(graph), -1.0)
     max_transfers = len(readers.items)  # each reader gets a value once
@@ -125,6 +169,7 @@ def _execute(
         waiting,
         available,
         devices,
+        blocks,
         start,
         finish,
         sent_nodes,

@@ -20,6 +20,17 @@ DEVICE = np.dtype(
         ("sending", np.float64),
         ("receiving", np.float64),
         ("arrival", np.float64),  # when the value `stamp` arrives
+        ("loaded", np.float64),  # when the last block of weights has arrived
+    ],
+    align=True,
+)
+# The weights of a node that stream, in `run_events`.
+BLOCK = np.dtype(
+    [
+        ("load", np.float64),  # seconds to read them; 0 for nodes without such weights
+        ("keeper", np.int64),  # the node after whose run there is room for them, or -1: it ran in an earlier step
+        ("freed", np.float64),  # when that run ended; for keepers in earlier steps
+        ("arrival", np.float64),  # filled by the loop
     ],
     align=True,
 )
@@ -43,6 +54,7 @@ def run_events(
     waiting,
     available,
     devices,
+    blocks,
     start,
     finish,
     sent_nodes,
@@ -56,8 +68,10 @@ def run_events(
     they become ready, in that order, so none delays one that was ready before it.
 
     `waiting` holds the number of inputs of each node that nodes produce, `available` the earliest start of each node,
-    `devices` records of `DEVICE`. Fills start and finish (seconds per node; they stay -1 where the order deadlocks),
-    and of each transfer `sent_nodes` (value, source, destination) and `sent_times` (ready, start, finish). Returns the
+    `devices` records of `DEVICE`. `blocks` holds a record of `BLOCK` per node, or nothing. A device reads blocks one
+    after the other, in the sequence of its nodes, each as soon as its keeper has run; no node starts before its block
+    is there. Fills start and finish (seconds per node; they stay -1 where the order deadlocks), arrivals of blocks, and
+    of each transfer `sent_nodes` (value, source, destination) and `sent_times` (ready, start, finish). Returns the
     number of transfers.
     """
     device_count, sent = len(devices), 0
@@ -70,6 +84,13 @@ def run_events(
                     devices[d].head += 1
                     devices[d].running = first
                     start[first] = max(devices[d].free, available[first])
+                    if len(blocks) > 0 and blocks[first].load > 0:
+                        freed = blocks[first].freed
+                        if blocks[first].keeper >= 0:  # it ran before: it is earlier in the same queue
+                            freed = finish[blocks[first].keeper]
+                        devices[d].loaded = max(devices[d].loaded, freed) + blocks[first].load
+                        blocks[first].arrival = devices[d].loaded
+                        start[first] = max(start[first], devices[d].loaded)
                     finish[first] = start[first] + seconds[first]
             devices[d].touched = 0
         # Find the node that finishes next; of several, the one of least index.

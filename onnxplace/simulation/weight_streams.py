@@ -8,12 +8,15 @@ released, after the runs that read them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from onnxplace.graph import Floats
+from onnxplace.graph import Floats, Ints, Longs
+from onnxplace.simulation.step_kernels import BLOCK
 
 # Weights are aligned to pages within a pool.
 PAGE_BYTES = 4096
@@ -58,36 +61,61 @@ class PoolLayout:
         return PoolLayout(tuple(offsets), tuple(distances))
 
 
-def predict_arrivals(
-    layout: PoolLayout, load_seconds: Floats, start_seconds: Floats, finish_seconds: Floats, step_seconds: float
-) -> Floats:
-    """Return when the blocks of a device have arrived, after the begin of a step that follows many others.
-
-    Args:
-        layout: Where blocks lie in the pool.
-        load_seconds: Per block, the time to read it.
-        start_seconds: Per block, when its run would start in a step without waiting for weights.
-        finish_seconds: Per block, when that run would end.
-        step_seconds: The time of such a step.
-    """
-    count = len(load_seconds)
-    if not count:
-        return np.zeros(0)
-    released, arrived, delay = list[float](), 0.0, 0.0
-    arrivals = np.zeros(count)
-    for step in range(SETTLING_STEPS):
-        begin = step * step_seconds + delay
-        for block in range(count):
-            index = step * count + block
-            freed = released[index - layout.distances[block]] if index >= layout.distances[block] else 0.0
-            arrived = max(arrived, freed) + float(load_seconds[block])
-            arrivals[block] = arrived - begin
-            start = step * step_seconds + float(start_seconds[block]) + delay
-            delay += max(arrived - start, 0.0)
-            released.append(step * step_seconds + float(finish_seconds[block]) + delay)
-    return np.maximum(arrivals, 0.0)
-
-
 def measure_block(sizes: Iterable[int]) -> int:
     """Return the bytes that weights take in a pool, given the bytes of each."""
     return sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes)
+
+
+def find_distances(sizes: Longs, pools: Mapping[int, int], device: Ints, order: Ints) -> Longs:
+    """Return, per node, how many blocks before its own must be released before it may be read; 0 without a block.
+
+    Args:
+        sizes: Per node, the bytes of its block; 0 without one.
+        pools: Index of each device with blocks -> the bytes of its pool.
+        device: Per node.
+        order: Each node once, in the order in which devices run them.
+    """
+    distances = np.zeros(len(sizes), dtype=np.int64)
+    for index, pool_bytes in pools.items():
+        own = order[(device[order] == index) & (sizes[order] > 0)]
+        distances[own] = PoolLayout.of(sizes[own].tolist(), pool_bytes).distances
+    return distances
+
+
+@dataclass(frozen=True)
+class WeightStream:
+    """The weights of nodes that stream, for `simulate`, and what earlier steps left in the pools."""
+
+    blocks: NDArray[Any]
+    """Per node a record of `BLOCK`; empty if all weights stay on their devices."""
+    loaded_seconds: Floats
+    """Per device, when the last block of the step before had arrived."""
+    earlier_keepers: Ints
+    """Per node, the node that ran in the step before, and whose room its block takes; -1 if it is in this step."""
+
+    @staticmethod
+    def none(device_count: int) -> WeightStream:
+        """Return that of nodes whose weights all stay on their devices."""
+        return WeightStream(np.zeros(0, BLOCK), np.zeros(device_count), np.zeros(0, dtype=np.int32))
+
+    @staticmethod
+    def of(load_seconds: Floats, distances: Longs, device: Ints, order: Ints, device_count: int) -> WeightStream:
+        """Return the stream of a step before which nothing ran for long, so that all pools are full.
+
+        Args:
+            load_seconds: Per node, the time to read its block.
+            distances: As `find_distances` returns them.
+            device: Per node.
+            order: Each node once, in the order in which devices run them.
+            device_count: Number of devices of the target.
+        """
+        blocks = np.zeros(len(device), BLOCK)
+        blocks["load"] = np.where(distances > 0, load_seconds, 0.0)
+        blocks["keeper"], blocks["freed"], blocks["arrival"] = -1, -np.inf, -np.inf
+        earlier = np.full(len(device), -1, dtype=np.int32)
+        for index in range(device_count):
+            own = order[(device[order] == index) & (distances[order] > 0)]
+            before = np.arange(len(own)) - distances[own]
+            blocks["keeper"][own] = np.where(before >= 0, own[before], -1)
+            earlier[own] = np.where(before < 0, own[before], -1)
+        return WeightStream(blocks, np.full(device_count, -np.inf), earlier)

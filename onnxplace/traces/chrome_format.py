@@ -43,7 +43,7 @@ _COLORS = (
 # Times are multiples of an eighth of a microsecond. Readers multiply by 1000 and cut off: such numbers stay exact, so
 # that events that touch do not overlap afterwards.
 _TICKS_PER_MICROSECOND = 8
-_ROWS = ("compute", "incoming", "outgoing")
+_ROWS = ("compute", "incoming", "outgoing", "weights")
 # A thread with the number of a process would be its main thread.
 FIRST_THREAD = 100
 
@@ -101,8 +101,9 @@ def chrome_trace(
     """Return timelines in Chrome's trace format, in microseconds since the first submission.
 
     There are two processes, "measured" and "predicted". Each has a row for the segments that a device runs, for values
-    that it waits for and receives, for values that it sends where that takes time of its own, and rows for requests in
-    flight. Arrows lead from the segment that computes a value over its transfer to the segment that reads it first.
+    that it waits for and receives, for values that it sends where that takes time of its own, for weights that stream
+    to it, and rows for requests in flight. Arrows lead from the segment that computes a value over its transfer to the
+    segment that reads it first.
 
     Args:
         measured: The requests as they ran.
@@ -177,8 +178,8 @@ class _ProcessWriter:
 
     def _choose_row(self, event: Event) -> str:
         """Return the row of an event: a copy that the producer of a value does is outgoing."""
-        if event.kind == "run":
-            return "compute"
+        if event.kind in ("run", "load"):
+            return "compute" if event.kind == "run" else "weights"
         return "outgoing" if event.kind == "copy" and self._find_source(event) == event.device else "incoming"
 
     def _find_source(self, event: Event) -> str | None:

@@ -109,8 +109,8 @@ _Span = tuple[str, EventKind, str, float, float, int | None]
 def predict_timelines(manifest: Manifest, requests: Sequence[RequestTimeline]) -> tuple[RequestTimeline, ...]:
     """Return the predicted timelines of requests that are submitted at the same times, with the same routes.
 
-    The events of `requests` do not matter. A predicted event is a segment that runs, or a value on its way. Copies of
-    the bundle do not delay each other.
+    The events of `requests` do not matter. A predicted event is a segment that runs, a value on its way, or weights
+    that stream. Copies of the bundle do not delay each other.
     """
     predicted: dict[int, RequestTimeline] = {}
     for copy in sorted({item.copy for item in requests}):
@@ -152,7 +152,7 @@ def _predict_timeline(manifest: Manifest, request: RequestTimeline, simulated: S
 
 
 def _list_events(manifest: Manifest, request: RequestTimeline, simulated: SimulatedRequest) -> tuple[Event, ...]:
-    """Return runs and copies of a request, ordered by start."""
+    """Return runs, copies and loads of a request, ordered by start."""
     devices, origin, values = list_routes(manifest)[request.route].devices, request.submitted_seconds, manifest.values
     runs: list[_Span] = [
         (devices[segment.device], "run", segment.id, float(start), float(finish), None)
@@ -162,6 +162,12 @@ def _list_events(manifest: Manifest, request: RequestTimeline, simulated: Simula
         (item.destination, "copy", item.value, item.start_seconds, item.finish_seconds, values[item.value].bytes)
         for item in simulated.transfers
     ]
+    segments = {segment.id: segment for segment in manifest.segments}
+    loads: list[_Span] = []
+    for item in simulated.loads:
+        segment = segments[item.segment]
+        size = sum(manifest.streamed[name].bytes for name in segment.streamed)
+        loads.append((devices[segment.device], "load", item.segment, item.start_seconds, item.finish_seconds, size))
     events = [
         Event(
             device=device,
@@ -176,6 +182,6 @@ def _list_events(manifest: Manifest, request: RequestTimeline, simulated: Simula
             bytes=size,
             copy=request.copy,
         )
-        for device, kind, name, start, finish, size in runs + copies
+        for device, kind, name, start, finish, size in runs + copies + loads
     ]
     return tuple(sorted(events, key=lambda event: (event.start_seconds, event.device)))

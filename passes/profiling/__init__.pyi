@@ -12,7 +12,6 @@ from onnxplace.passes.profiling.profile_model import (
     ModelProfiler as ModelProfiler,
     ModelStructure as ModelStructure,
     assemble_profile as assemble_profile,
-    find_measurement_obstacle as find_measurement_obstacle,
     report_unknown_sizes as report_unknown_sizes,
 )
 from onnxplace.passes.profiling.repeated_layers import (
@@ -29,4 +28,8 @@ from onnxplace.passes.profiling.roofline import (
     estimate_seconds as estimate_seconds,
     measure_peaks as measure_peaks,
     typical_peaks as typical_peaks,
+)
+from onnxplace.passes.profiling.streamed_nodes import (
+    MIN_STREAMED_BYTES as MIN_STREAMED_BYTES,
+    measure_streamed as measure_streamed,
 )

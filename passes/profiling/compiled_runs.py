@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,7 +65,7 @@ class RunMeasurer:
         has_fallback = self.device.options.get("fallback") == "true"
         runs = [nodes for nodes in list_runs(self.graph, taken) if has_fallback or taken[nodes[0]]]
         values, times = self._compute_inputs(runs, feeds), dict[object, float]()
-        keys = [self._describe_run(nodes) for nodes in runs]
+        keys = [describe_run(self.graph, self.kinds.tolist(), nodes) for nodes in runs]
         for number, (key, nodes) in enumerate(zip(keys, runs)):
             if key in times:
                 continue
@@ -122,7 +122,7 @@ class RunMeasurer:
         return ~refused[unit], problems
 
     def _list_taken(self, nodes: Ints, values: Mapping[str, Any]) -> frozenset[str]:
-        outputs = [self.graph.value_names[value] for value in self._list_outputs(nodes)[1]]
+        outputs = [self.graph.value_names[value] for value in list_outputs(self.graph, nodes)[1]]
         part, _ = extract_nodes(self.model, nodes.tolist(), outputs, values, is_static=True)
         with self._open(part, self.options.device, "none") as session:
             return list_taken_nodes(session, self.options.device)
@@ -159,25 +159,11 @@ class RunMeasurer:
         with self._open(part, DeviceAddress.of("cpu:0"), "basic") as session:
             return {**feeds, **dict(zip(names, make_runner(session, self.model.name)(inputs)))}
 
-    def _list_outputs(self, nodes: Ints) -> tuple[list[int], list[int]]:
-        """Return the values that a run makes, and those of them that leave it."""
-        graph, inside = self.graph, set(nodes.tolist())
-        made = [value for node in nodes.tolist() for value in graph.outputs[node].tolist()]
-        leaving = [value for value in made if graph.is_output[value] or set(graph.readers[value].tolist()) - inside]
-        return made, leaving or made  # a session without outputs cannot be run
-
-    def _describe_run(self, nodes: Ints) -> object:
-        """Return what equal runs share: kinds of nodes, who reads what, and what leaves."""
-        made, leaving = self._list_outputs(nodes)
-        number = {value: index for index, value in enumerate(made)}
-        reads = tuple(number.get(value, -1) for node in nodes for value in self.graph.inputs[node].tolist())
-        return self.kinds[nodes].tobytes(), reads, tuple(number[value] for value in leaving)
-
     def _time_run(
         self, nodes: Ints, device: DeviceAddress, values: Mapping[str, Any], seconds: float
     ) -> tuple[float, float]:
         """Return the seconds of a run, and of opening its session."""
-        outputs = [self.graph.value_names[value] for value in self._list_outputs(nodes)[1]]
+        outputs = [self.graph.value_names[value] for value in list_outputs(self.graph, nodes)[1]]
         part, inputs = extract_nodes(self.model, nodes.tolist(), outputs, values, is_static=True)
         began = time.perf_counter()
         with self._open(part, device, "all") as session:
@@ -196,6 +182,22 @@ class RunMeasurer:
         if problems:
             message += f"; {len(problems)} could not be run, such as: {problems[0]}"
         return Diagnostic("C003", message, where=self.device.id)
+
+
+def list_outputs(graph: OpGraph, nodes: Ints) -> tuple[list[int], list[int]]:
+    """Return the values that some nodes make, and those of them that others read, or that are outputs."""
+    inside = set(nodes.tolist())
+    made = [value for node in nodes.tolist() for value in graph.outputs[node].tolist()]
+    leaving = [value for value in made if graph.is_output[value] or set(graph.readers[value].tolist()) - inside]
+    return made, leaving or made  # a session without outputs cannot be run
+
+
+def describe_run(graph: OpGraph, kinds: Sequence[Hashable], nodes: Ints) -> tuple[Hashable, ...]:
+    """Return what equal runs share: kinds of nodes, who reads what, and what leaves."""
+    made, leaving = list_outputs(graph, nodes)
+    number = {value: index for index, value in enumerate(made)}
+    reads = tuple(number.get(value, -1) for node in nodes for value in graph.inputs[node].tolist())
+    return tuple(kinds[node] for node in nodes.tolist()), reads, tuple(number[value] for value in leaving)
 
 
 def list_runs(graph: OpGraph, taken: Bools) -> list[Ints]:

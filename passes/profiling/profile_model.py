@@ -19,9 +19,6 @@ from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.machine import (
     DOUBTFUL_WAITING_SHARE,
     MIN_RUNS,
-    available_cores,
-    find_device_problem,
-    find_hardware,
     list_operator_libraries,
     measurement_cache,
 )
@@ -160,24 +157,6 @@ def report_doubts(measurement: Measurement, device: Device, tolerance: float) ->
     return [Diagnostic(DOUBTFUL_CODE, message, where=device.cost_class, hint=hint)]
 
 
-def find_measurement_obstacle(device: Device) -> str | None:
-    """Return why a device cannot be measured on this machine, if so.
-
-    The device in the same place here stands for that of another host.
-    """
-    device = device.local
-    if not device.is_host:
-        hardware = find_hardware(device)
-        if device.model and hardware is not None and device.model != hardware.name:
-            return f"{device.id} on this machine is a {hardware.name or 'GPU without a name'}"
-        return find_device_problem(device)
-    if device.cores > len(available_cores()):
-        return f"it has {device.cores} cores, this machine {len(available_cores())}"
-    if device.model not in measurement_cache.processor():
-        return f"it stands for {device.model}, and this machine has another processor"
-    return None
-
-
 def report_unknown_sizes(model: Model, sizes: Mapping[str, int], unit: Ints) -> list[Diagnostic]:
     """Return a note on values without a size.
 
@@ -273,6 +252,14 @@ class _StoredMeasurement(BaseModel):
     notes: list[dict[str, str]]
 
 
+def describe_class(device: Device) -> tuple[str, ...]:
+    """Return what all measurements on a class of device depend on: hardware, versions and libraries."""
+    hardware = measurement_cache.processor() if device.kind == "cpu" else device.model
+    libraries = (*list_operator_libraries(), *find_kind(device.kind).libraries)
+    files = map(measurement_cache.file_described, libraries)
+    return device.cost_class, hardware, import_onnxruntime().__version__, *files
+
+
 def measurement_key(
     model: Model,
     graph: OpGraph,
@@ -286,11 +273,10 @@ def measurement_key(
     It covers nodes, wiring, inputs, device, versions and settings. Inputs and small integers count with their bytes,
     since the work of some models depends on them.
     """
-    hardware = measurement_cache.processor() if device.kind == "cpu" else device.model
     small_integers = (small_integer_bytes(tensor) for tensor in model.initializers.values())
     return measurement_cache.key(
         [
-            *(device.cost_class, hardware, import_onnxruntime().__version__),
+            *describe_class(device),
             *map(repr, settings),
             *prints,
             *small_integers,
@@ -298,7 +284,6 @@ def measurement_key(
             graph.inputs.items.tobytes(),
             *graph.names,
             *graph.value_names,
-            *map(measurement_cache.file_described, (*list_operator_libraries(), *find_kind(device.kind).libraries)),
             *(f"{name} {measurement_cache.described(value)}" for name, value in sorted(feeds.items())),
             *(output.name for output in model.outputs),
         ]

@@ -7,10 +7,13 @@ from onnxplace.passes.segments.cut_segments import (
     require_states_together as require_states_together,
     write_programs as write_programs,
 )
-from onnxplace.passes.segments.memory_limits import cut_within_limits as cut_within_limits
+from onnxplace.passes.segments.memory_limits import (
+    cut_within_limits as cut_within_limits,
+    simulate_segments as simulate_segments,
+)
 from onnxplace.passes.segments.segment_predictions import (
     measure_route_memory as measure_route_memory,
     predict_routes as predict_routes,
 )
-from onnxplace.passes.segments.streamed_blocks import PAGE_BYTES as PAGE_BYTES, cut_blocks as cut_blocks
+from onnxplace.passes.segments.streamed_blocks import cut_blocks as cut_blocks
 from onnxplace.passes.segments.write_segments import write_bundle_files as write_bundle_files

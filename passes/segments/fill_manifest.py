@@ -37,6 +37,8 @@ from onnxplace.bundle import (
     TrainingRecord,
     ValueRecord,
     WeightRecord,
+    predict_interval_seconds as predict_bundle_interval_seconds,
+    predict_weight_wait_seconds,
 )
 from onnxplace.facts import Instruction, Placement, Profile, Routes, Schedule, Segment, Segments, Shards, Streaming
 from onnxplace.graph import Ints
@@ -96,7 +98,7 @@ def build_manifest(
     """
     model, target = state[Model], state.target
     sent_bytes = list_transfer_bytes(state)
-    return Manifest(
+    manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         model=model.name,
         model_digest=model.digest,
@@ -132,6 +134,13 @@ def build_manifest(
         training=_training_record(state),
         metadata=model.metadata,
     )
+    if not manifest.streams:
+        return manifest
+    updates = {
+        "interval_seconds": max(manifest.predicted.interval_seconds, predict_bundle_interval_seconds(manifest)),
+        "weight_wait_seconds": predict_weight_wait_seconds(manifest),
+    }
+    return manifest.model_copy(update={"predicted": manifest.predicted.model_copy(update=updates)})
 
 
 def _output_records(model: Model) -> tuple[OutputRecord, ...]:
@@ -148,11 +157,12 @@ def _output_records(model: Model) -> tuple[OutputRecord, ...]:
 
 def _prediction(state: State) -> Predicted:
     """Return the prediction for one inference, request overhead included."""
+    whole = state.with_facts(state[Streaming].whole_profile) if Streaming in state else state
     single = float(predict_single_device_seconds(state).min())
     return Predicted(
         step_seconds=predict_step_seconds(state),
         single_device_seconds=single if np.isfinite(single) else 0.0,
-        single_device_fits=bool(fits_single_device(state).any()),
+        single_device_fits=bool(fits_single_device(whole).any()),
         lower_bound_seconds=state[Schedule].lower_bound_seconds,
         interval_seconds=predict_interval_seconds(state),
         request_seconds=predict_request_seconds(state),

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.errors import InfeasibleError
-from onnxplace.facts import Placement, Profile, Schedule, Streaming
+from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.passes.segments.streamed_blocks import find_arrivals, list_blocks
+from onnxplace.passes.segments.streamed_blocks import find_stream
 from onnxplace.problem import describe_shortage, device_seconds
-from onnxplace.simulation import Simulation, simulate_with_contention
+from onnxplace.simulation import Simulation, simulate_settled, simulate_with_contention
 from onnxplace.state import State
 from onnxplace.target import Target
 
@@ -172,11 +172,11 @@ def simulate_segments(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
     device = np.array([placed[members[0]] for members in nodes], dtype=np.int32)
     order = np.arange(len(nodes), dtype=np.int32)
     seconds = segment_seconds(state, segment_of, coarse)
-    simulation = simulate_with_contention(coarse, seconds, target, device, order)
-    if Streaming in state:
-        blocks = list_blocks(state, segment_of, len(nodes))
-        arrivals = find_arrivals(blocks, state[Streaming].streams, device, simulation)
-        simulation = simulate_with_contention(coarse, seconds, target, device, order, arrivals)
+    simulation = simulate_settled(
+        lambda stream: simulate_with_contention(coarse, seconds, target, device, order, stream),
+        find_stream(state, segment_of, device),
+        device,
+    )
     return SegmentPlan(nodes=tuple(nodes), segment_of=segment_of, graph=coarse, device=device, simulation=simulation)
 
 

@@ -2,61 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from onnxplace.facts import DeviceStream, Placement, Profile, Streaming
-from onnxplace.graph import Csr, Floats, Ints, Longs
-from onnxplace.simulation import PoolLayout, Simulation, predict_arrivals
+from onnxplace.facts import Placement, Profile, Streaming
+from onnxplace.graph import Csr, Ints
+from onnxplace.simulation import WeightStream, find_distances, measure_block
 from onnxplace.state import State
 
 # So many blocks fit into a pool: while one is read by a run, the next ones arrive.
 BLOCKS_IN_POOL = 4
-# Weights are aligned to pages within the pool.
-PAGE_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The block of each segment."""
-
-    size: Longs
-    """Per segment, in bytes; 0 for segments without weights that stream."""
-    load_seconds: Floats
-    """Per segment, the time in which its block comes from the homes of its weights."""
-
-
-def list_blocks(state: State, segment_of: Ints, count: int) -> Blocks:
-    """Return the blocks of `count` segments, to which nodes belong as `segment_of` says."""
-    graph, streaming, device = state[Profile].graph, state[Streaming], state[Placement].device
-    names = graph.weight_names
-    size = np.array([_align(streaming.weight_bytes.get(name, 0)) for name in names], dtype=np.int64)
+def find_stream(state: State, segment_of: Ints, device: Ints) -> WeightStream:
+    """Return the weights that segments wait for, given the segment of each node and the device of each segment."""
+    if Streaming not in state:
+        return WeightStream.none(len(state.target.devices))
+    graph, streaming, count = state[Profile].graph, state[Streaming], len(device)
     reads = Csr.grouped(segment_of[graph.weights.rows].astype(np.int32), graph.weights.items, count)
-    home_of = np.full(count, -1)
-    home_of[segment_of] = device
-    load = np.zeros(count)
+    sizes, load = np.zeros(count, dtype=np.int64), np.zeros(count)
     for segment, weight in zip(reads.rows.tolist(), reads.items.tolist()):
-        if size[weight]:
-            rate = streaming.streams[int(home_of[segment])].bytes_per_second[streaming.homes[names[weight]]]
-            load[segment] += size[weight] / rate
-    return Blocks(np.bincount(reads.rows, size[reads.items], count).astype(np.int64), load)
-
-
-def find_arrivals(blocks: Blocks, streams: Mapping[int, DeviceStream], device: Ints, simulation: Simulation) -> Floats:
-    """Return the time in a step before which no segment can start, as its block has not arrived.
-
-    `simulation` is a step of the segments that waits for no weights; `device` is per segment.
-    """
-    arrivals = np.zeros(len(device))
-    for index, stream in streams.items():
-        own = np.flatnonzero((device == index) & (blocks.size > 0))
-        own = own[np.argsort(simulation.start_seconds[own], kind="stable")]
-        layout = PoolLayout.of(blocks.size[own].tolist(), stream.pool_bytes)
-        start, finish = simulation.start_seconds[own], simulation.finish_seconds[own]
-        arrivals[own] = predict_arrivals(layout, blocks.load_seconds[own], start, finish, simulation.makespan_seconds)
-    return arrivals
+        if (name := graph.weight_names[weight]) in streaming.homes:
+            size = measure_block([streaming.weight_bytes[name]])
+            rates = streaming.streams[int(device[segment])].bytes_per_second
+            sizes[segment] += size
+            load[segment] += size / rates[streaming.homes[name]]
+    pools, order = (
+        {index: stream.pool_bytes for index, stream in streaming.streams.items()},
+        np.arange(count, dtype=np.int32),
+    )
+    distances = find_distances(sizes, pools, device, order)
+    return WeightStream.of(load, distances, device, order, len(state.target.devices))
 
 
 def cut_blocks(state: State, nodes: Sequence[Ints]) -> list[Ints]:
@@ -67,7 +44,8 @@ def cut_blocks(state: State, nodes: Sequence[Ints]) -> list[Ints]:
     if Streaming not in state:
         return list(nodes)
     graph, unit, streaming = state[Profile].graph, state[Profile].unit, state[Streaming]
-    size = np.array([_align(streaming.weight_bytes.get(name, 0)) for name in graph.weight_names], dtype=np.int64)
+    sizes = [measure_block([streaming.weight_bytes.get(name, 0)]) for name in graph.weight_names]
+    size = np.array(sizes, dtype=np.int64)
     parts: list[Ints] = []
     for members in nodes:
         stream = streaming.streams.get(int(state[Placement].device[members[0]]))
@@ -86,7 +64,3 @@ def cut_blocks(state: State, nodes: Sequence[Ints]) -> list[Ints]:
             filled += added
         parts.append(members[begin:])
     return parts
-
-
-def _align(size: int) -> int:
-    return -(-size // PAGE_BYTES) * PAGE_BYTES

@@ -75,8 +75,11 @@ class ProgramLoop(ABC):
         """Execute the steps of a device's program for one request; raises ExecutionError if its weights changed."""
         try:
             self._follow_steps(device, program, request)
-        finally:
-            self._weight_files.check()
+        except BaseException as failure:
+            if getattr(failure, "code", "") != "X017":  # which says already what happened to the weights
+                self._weight_files.check()
+            raise
+        self._weight_files.check()
 
     def _follow_steps(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
         home = request.route.programs[device.id]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from onnxplace.machine import (
     to_python,
     uses_optimisations,
 )
-from onnxplace.runtimes.execution.host_memory import IsolatedMemory, return_freed_memory
+from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory
 from onnxplace.target import Device
 from onnxplace.utils import call_guarded, format_milliseconds
 
@@ -86,6 +88,12 @@ class OpenSegment:
         self._native = device.kind.is_host and all(is_native_type(kind) for kind in types)
         self._inputs, self._names = (*record.inputs, *record.streamed), list(record.outputs)
         self._leaving = leaving
+
+    def on(self, device: PlacedDevice) -> OpenSegment:
+        """Return the same session for another device."""
+        twin = copy.copy(self)
+        twin._device = device
+        return twin
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
         """Compute this segment's outputs from `values` and add them there.
@@ -320,7 +328,7 @@ class OpenRoute:
 
 
 def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[OpenRoute]:
-    """Open the segments of all routes that run on some devices, each once on each of these.
+    """Open the segments of all routes that run on some devices, each once on each of these, or on several at once.
 
     Raises the errors of `open_segment`.
     """
@@ -331,14 +339,28 @@ def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[Ope
         for record in bundle.manifest.segments:
             if (device := devices.get(route.devices[record.device])) is None:
                 continue  # another process has it
-            if (record.id, device.id) not in opened:
-                opened[record.id, device.id] = open_segment(bundle, record, device)
-            segments[record.id] = opened[record.id, device.id]
+            own, shared = (record.id, device.id), (record.id, _find_sharing_group(device))
+            if own not in opened:
+                opened[own] = opened[shared].on(device) if shared in opened else open_segment(bundle, record, device)
+                opened[shared] = opened[own]
+            segments[record.id] = opened[own]
         programs = {device: home for home, device in route.devices.items()}
         routes.append(OpenRoute(index, route.devices, programs, segments, max(route.share, MIN_SHARE)))
     for device in devices.values():
         device.report_slow_openings()
     return routes
+
+
+def _find_sharing_group(device: PlacedDevice) -> str:
+    """Return the name of the devices that can run one session, with one copy of its weights; otherwise the device's.
+
+    A session on one core has no threads of its own: those of its callers compute. Weights are shared in one node of
+    memory only, since others are slower to reach.
+    """
+    if type(device.memory) is not HostMemory or len(device.cores) != 1:
+        return device.id
+    nodes = sorted(path.name for path in Path(f"/sys/devices/system/cpu/cpu{device.cores[0]}").glob("node*"))
+    return f"cores of {', '.join(nodes)} {sorted(device.memory.address.options.items())}"
 
 
 def choose_route(routes: Sequence[OpenRoute], taken: Iterable[int]) -> OpenRoute:

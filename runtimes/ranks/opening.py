@@ -208,9 +208,9 @@ def _copy(
             parent = os.path.dirname(segment.file)
             for location, offset, length in list_external_ranges(copy.file(segment.file)):
                 ranges.add((os.path.normpath(f"{parent}/{location}"), offset, length))
-        for state in bundle.manifest.states:
-            if state.initial is not None and state.input in states:
-                ranges.add((state.initial.file, state.initial.offset, state.initial.bytes))
+        stored = [state.initial for state in bundle.manifest.states if state.initial and state.input in states]
+        stored += [bundle.manifest.streamed[name] for segment in segments for name in segment.streamed]
+        ranges |= {(record.file, record.offset, record.bytes) for record in stored}
         for name, offset, length in sorted(ranges):
             _fetch_range(copy, name, offset, length, fetch)
         with suppress(OSError):  # another rank was faster

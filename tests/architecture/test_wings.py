@@ -6,6 +6,7 @@ names that their `__init__` lists.
 
 import ast
 import inspect
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "problem": "errors facts graph simulation state target",
     "cost_graph": "errors facts graph state target utils",
     # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
-    "passes.profiling": "devices errors facts graph machine model ort target utils",
+    "passes.profiling": "devices errors facts feeds graph machine model ort target utils",
     "passes.cost_files": "errors facts model passes.profiling target utils",
     "passes.step_recognition": "errors graph model training_roles training_step utils",
     "passes.placement.grouping": "errors facts graph model passes.step_recognition problem state target utils",
@@ -57,12 +58,13 @@ MAY_IMPORT = {
         "training_step utils"
     ),
     "passes.batching": "errors feeds model passes.sharding",
+    "passes.streaming": "errors facts graph model passes.profiling passes.segments problem simulation state utils",
     "passes.recomputation": "errors facts graph model problem state training_step utils",
     "passes": (
         "bundle errors facts graph machine model passes.batching passes.cost_files passes.placement.exact "
         "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining "
         "passes.placement.search passes.placement.stages passes.profiling passes.recomputation passes.segments "
-        "passes.sharding passes.step_recognition problem simulation state target training_roles utils"
+        "passes.sharding passes.step_recognition passes.streaming problem simulation state target training_roles utils"
     ),
     # training steps of PyTorch modules
     "torch": "errors training_step",
@@ -85,8 +87,8 @@ MAY_IMPORT = {
     "reports": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem reports state target "
-        "torch utils"
+        "bundle cost_graph errors evaluation facts feeds graph machine model passes.profiling pipeline problem reports "
+        "state target torch utils"
     ),
     "export": "bundle devices errors model target training_step utils",
     "api": "bundle driver drop_in errors machine pipeline reports runtime serving traces utils",
@@ -126,8 +128,9 @@ def find_wing(name: str) -> str:
     return next((wing for n in range(len(parts), 0, -1) if (wing := ".".join(parts[:n])) in MAY_IMPORT), parts[0])
 
 
-def read_imports(path: Path) -> list[tuple[str, str]]:
-    """Return all imports from `onnxplace` in a file as (module, name), also in functions and for type checking."""
+@cache
+def read_all_imports(path: Path) -> list[tuple[str, str]]:
+    """Return all imports in a file as (module, name), also in functions and for type checking."""
     pairs = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
@@ -135,6 +138,12 @@ def read_imports(path: Path) -> list[tuple[str, str]]:
             pairs += [(node.module or "", alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
             pairs += [(alias.name, "") for alias in node.names]
+    return pairs
+
+
+def read_imports(path: Path) -> list[tuple[str, str]]:
+    """Return the imports from `onnxplace` in a file, relative to it."""
+    pairs = read_all_imports(path)
     inside = [(module, name) for module, name in pairs if module.split(".")[0] == "onnxplace"]
     return [(module.removeprefix("onnxplace").removeprefix("."), name) for module, name in inside]
 
@@ -194,12 +203,7 @@ def test_a_plugin_uses_only_what_wings_list(path):
 
 def test_nothing_imports_a_plugin():
     packages = {path.parent.name for path in PLUGIN_SOURCES if path.name == "__init__.py"}
-    imported = set()
-    for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            imported |= {name.partition(".")[0] for name in names}
+    imported = {module.partition(".")[0] for path in MODULES.values() for module, _ in read_all_imports(path)}
     assert "onnxplace_learned" in packages
     assert not packages & imported
 

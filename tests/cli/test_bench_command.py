@@ -71,13 +71,18 @@ def test_all_predictions_are_compared_with_measurements(run_cli, compiled):
     assert set(process) == PROCESS_KEYS
     assert 50 << 20 < process["opening_bytes"] < 1 << 30
     assert 50 << 20 < process["running_bytes"] < 1 << 30
+    assert set(data["opening"]) == {"bundle", "model"}
+    for opening in data["opening"].values():
+        assert set(opening) == {"seconds", "peak_bytes", "resident_bytes"}
+        assert 0 < opening["seconds"] < 60
+        assert 0 <= opening["resident_bytes"] <= opening["peak_bytes"] < 100 << 20
 
 
 @only_linux
 def test_the_text_has_a_row_for_each_device_link_and_the_process(run_cli, compiled):
     result = run_cli("bench", compiled, "--repeat", "2")
     assert (result.code, result.err) == (0, "")
-    steps, devices, links, timeline = (block.splitlines() for block in result.out.strip("\n").split("\n\n"))
+    steps, devices, links, opening, timeline = (block.splitlines() for block in result.out.strip("\n").split("\n\n"))
     assert steps[0].split() == ["median", "p90", "predicted", "/", "all", "cores"]
     assert devices[0].split() == ["busy", "predicted", "process", "peak", "predicted"]
     assert [line.split("  ")[0] for line in devices[1:]] == ["cpu:0", "cpu:1", "process, opening", "process, running"]
@@ -89,6 +94,9 @@ def test_the_text_has_a_row_for_each_device_link_and_the_process(run_cli, compil
     manifest = onnxplace.load(compiled).manifest
     sent = {f"{device} -> {s.peer}" for device, program in manifest.programs.items() for s in program if s.op == "send"}
     assert {line.split("  ")[0] for line in links[1:]} == sent
+    assert re.split(" {2,}", opening[0])[1:] == ["to open", "memory, peak", "once open"]
+    for line, label in zip(opening[1:], ("bundle", "one session, all cores"), strict=True):
+        assert re.fullmatch(rf"{label} +[\d.e+-]+ ms( +[\d.]+ ([KM]i)?B){{2}}", line), line
     share = r"\d+% \(predicted \d+%\)"
     assert re.fullmatch(rf"busy with 1 in flight, over 2 requests: cpu:0 {share}, cpu:1 {share}", timeline[0])
     times = r"predicted [\d.e+-]+ ms, measured [\d.e+-]+ ms"
@@ -132,8 +140,21 @@ def test_memory_is_omitted_on_request_and_on_other_systems(run_cli, compiled, mo
     for seen in (data, bench(run_cli, compiled, "--repeat", "1")):
         assert [device["peak_bytes"] for device in seen["devices"]] == [None, None]
         assert (seen["process"]["running_bytes"], seen["process"]["opening_bytes"]) == (None, None)
+        assert "opening" not in seen
     rows = [row for row in run_cli("bench", compiled, *QUICK).out.splitlines() if row.startswith(("cpu", "process"))]
     assert all(re.search(r" -  +(-|[\d.]+ [KM]?i?B)$", row) for row in rows if "->" not in row)
+
+
+@only_linux
+def test_a_model_that_cannot_be_opened_again_is_a_note(run_cli, compiled, monkeypatch):
+    def fail(*_):
+        raise onnxplace.ExecutionError("X004", "it was killed", where="whole.onnx")
+
+    monkeypatch.setattr(benchmark, "measure_model_opening", fail)
+    result = run_cli("bench", compiled, "--repeat", "1")
+    assert result.code == 0
+    assert "note[X004] whole.onnx: the opening of the whole model was not measured: it was killed" in result.err
+    assert "to open" not in result.out
 
 
 @only_linux

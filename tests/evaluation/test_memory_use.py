@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, save
 
 import onnxplace
-from onnxplace.evaluation import measure_process_memory
+from onnxplace.evaluation import measure_model_opening, measure_process_memory
 from onnxplace.evaluation.memory_use import can_measure_memory
 from onnxplace.evaluation.trial import count_process_bytes
 from onnxplace.feeds import random_feeds
@@ -45,6 +45,10 @@ def test_what_a_trial_needs_is_close_to_the_measurement(large_bundle):
     needs = count_process_bytes(large_bundle.manifest)
     assert measured.running_bytes > 96 * MIB
     assert needs / 1.5 <= measured.running_bytes <= needs * 1.5
+    for opening in (measured.opening, measure_model_opening(large_bundle, None)):
+        assert 90 * MIB < opening.resident_bytes < 130 * MIB, "96 MiB of weights"
+        assert opening.resident_bytes <= opening.peak_bytes < 200 * MIB
+        assert 0 < opening.seconds < 60
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc keeps it")

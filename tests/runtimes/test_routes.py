@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 import onnxplace
 from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError
+from onnxplace.machine import hardware
 from onnxplace.passes.emit import Emit
 from onnxplace.passes.optimize import Optimize
 from onnxplace.passes.profile import ProfileCosts
@@ -33,6 +34,19 @@ def replicas(tmp_path_factory):
 
 def devices_of(result) -> set[str]:
     return {event.device for event in result.events}
+
+
+@pytest.mark.parametrize(("cores", "shared"), [(1, True), (2, False)])
+def test_copies_of_one_core_each_share_a_session_and_its_weights(tmp_path, monkeypatch, cores, shared):
+    bundle = compile_copies(tmp_path, cores)
+    monkeypatch.setattr(hardware, "available_cores", lambda: (0, 0, 0, 0))
+    with onnxplace.InferenceSession(bundle) as session:
+        first, second = (item.segments["cpu0-000"] for item in session._session.engine._routes)
+        assert (first._session is second._session) == shared
+        assert [first._device.id, second._device.id] == ["cpu:0", "cpu:1"]
+        futures = [session.submit(make_feeds(number)) for number in range(8)]
+        for number, future in enumerate(futures):
+            assert_same(future.result().outputs["y"], session.run(["y"], make_feeds(number))[0])
 
 
 def route(index: int, share: float) -> SimpleNamespace:

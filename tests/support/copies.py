@@ -13,10 +13,10 @@ from tests.conftest import branches
 COPIES = "optimize,profile{estimate=true},coplace{join=never},single,split,replicate{routes=cpu:1},emit"
 
 
-def compile_copies(folder: Path) -> onnxplace.Bundle:
+def compile_copies(folder: Path, cores: int = 1) -> onnxplace.Bundle:
     """Compile a model of one segment, with a route on each of two devices."""
     onnx.save(branches(), folder / "m.onnx")
-    target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
+    target = Target(tuple(Device(name, 1 << 30, cores=cores) for name in ("cpu:0", "cpu:1")))
     return onnxplace.compile(folder / "m.onnx", folder / "b", target=target, shape={"batch": 2}, pipeline=COPIES)
 
 

@@ -53,6 +53,8 @@ class BatchScratch(NamedTuple):
     waiting: Longs
     available: Floats
     devices: NDArray[Any]
+    blocks: NDArray[Any]
+    """Empty: no weights stream."""
     sent_nodes: Ints
     """[3, transfer]."""
     sent_times: Floats
@@ -126,6 +128,7 @@ def simulate_one(graph, device, order, scratch, start, finish):
         scratch.waiting,
         scratch.available,
         scratch.devices,
+        scratch.blocks,
         start,
         finish,
         scratch.sent_nodes,
