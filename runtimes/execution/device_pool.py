@@ -49,25 +49,24 @@ class DevicePool(WeightPool):
     def __init__(self, driver: Driver, computing: WorkQueue, buffers: PinnedPool, allocation: Allocation) -> None:
         self._driver, self._computing, self._buffers = driver, computing, buffers
         self._allocation: Allocation | None = allocation
-        self._queue = self._make_queue()
+        self._queue = WorkQueue(driver, computing.device, computing.name)
         self._kept: dict[tuple[Path, int, int], int] = {}
         """Page-locked memory by file, offset and bytes."""
         self._staged: deque[Mark] = deque()
 
     def load(self, block: Block, read: ReadPiece, freed: Mark | None, waits: bool) -> Mapping[str, Any]:
-        """Enqueue the copies of a block to its place, after the run that frees it."""
-        try:
-            self._queue.release()
-            if freed is not None:
-                self._queue.wait(freed)
-            for extent in block.extents:
-                self._copy_kept(extent, read) if extent.is_kept else self._copy_through_buffers(extent, read)
-            ready = self._queue.mark(f"the copy of weights of segment {block.segment}")
-            if waits:
-                ready.synchronize()
-        except (DriverError, ExecutionError):
-            self._give_up()
-            raise
+        """Enqueue the copies of a block to its place, after the run that frees it.
+
+        After an error, copies that were enqueued before are still in order before those of the next call.
+        """
+        self._queue.release()
+        if freed is not None:
+            self._queue.wait(freed)
+        for extent in block.extents:
+            self._copy_kept(extent, read) if extent.is_kept else self._copy_through_buffers(extent, read)
+        ready = self._queue.mark(f"the copy of weights of segment {block.segment}")
+        if waits:
+            ready.synchronize()
         return {weight.name: StreamValue(tensor=self._describe(weight, ready)) for weight in block.weights}
 
     def _copy_kept(self, extent: Extent, read: ReadPiece) -> None:
@@ -114,21 +113,12 @@ class DevicePool(WeightPool):
             ready=ready,
         )
 
-    def _make_queue(self) -> WorkQueue:
-        return WorkQueue(self._driver, self._computing.device, self._computing.name)
-
-    def _give_up(self) -> None:
-        """Wait for copies, whatever they do, and begin with a new queue: a failed one may not recover."""
-        with suppress(DriverError, ExecutionError):
+    def close(self) -> None:
+        """Free the memory: that of the device after the runs that are enqueued."""
+        with suppress(DriverError, ExecutionError):  # of copies that nothing waits for
             self._queue.finish()
         self._queue.discard()
         self._staged.clear()
-        self._queue = self._make_queue()
-
-    def close(self) -> None:
-        """Free the memory: that of the device after the runs that are enqueued."""
-        with suppress(DriverError):
-            self._give_up()
         self._allocation = None
         for address in self._kept.values():
             with suppress(DriverError):  # nothing waits for an answer

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given, settings, strategies as st
 from onnx import parser
 
 import onnxplace
@@ -17,6 +18,7 @@ from tests.support.isolated import crash_at_next_run
 from tests.support.small_programs import Talker
 from tests.support.static_device import static_kind
 from tests.support.streamed_chains import StreamedChain
+from tests.support.weight_faults import MEANINGS, draw_fault, inject
 
 HOMES = ("disk", "host", "disk", "disk")
 
@@ -121,3 +123,10 @@ def test_ranks_read_weights_that_stream(tmp_path):
         converse(session, chain, 10, random.Random(2))
         events = session.list_timelines()[-1].events
     assert {event.device for event in events if event.kind == "load"} == {"cpu:0", "cpu:1"}
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(sorted(MEANINGS)), st.integers(0, 1 << 30))
+def test_faults_of_reads_and_copies_give_no_wrong_answer_and_leave_nothing(tmp_path_factory, kind, seed):
+    with register_fake_kind():
+        inject(tmp_path_factory.mktemp("faults"), draw_fault(random.Random(seed), kind), seed)

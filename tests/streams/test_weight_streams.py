@@ -35,7 +35,7 @@ def assert_nothing_left(driver):
     assert driver.counts.get("free_host", 0) == driver.counts.get("allocate_host", 0)
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(st.integers(0, 1 << 30))
 def test_random_chains_compute_what_the_whole_model_does(tmp_path_factory, seed):
     draw = random.Random(seed)
