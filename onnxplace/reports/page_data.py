@@ -54,6 +54,7 @@ _TITLES = {
     "P042": "Several devices or one: time of a step, from trial",
     "P043": "Strategies: time between two results, from node costs",
     "P046": "Groups of a training step: time of a step, from node costs",
+    "P068": "Weights that stream, or all weights held: time of a step, from node costs",
     "P062": "Whole or split operators: time of a step, from node costs",
 }
 
