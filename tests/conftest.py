@@ -20,6 +20,10 @@ import pytest
 from hypothesis import is_hypothesis_test, settings
 from onnx import numpy_helper, parser
 
+# Without compiled modules, each process that a test starts takes a second more to import its own.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # No deadline: a first call may have to compile a kernel. `--hypothesis-profile=thorough` tries all examples.
 settings.register_profile("fast", deadline=None)
 settings.register_profile("thorough", deadline=None)
