@@ -20,6 +20,16 @@ def format_mebibytes(size: float) -> str:
     return f"{size / 2**20:.0f}"
 
 
+def format_megabytes(size: float) -> str:
+    """Format a size, or a rate, in MB."""
+    return f"{size / 1e6:.0f}"
+
+
+def format_gibibytes(size: float) -> str:
+    """Format a size in GiB."""
+    return f"{size / 2**30:.2f}"
+
+
 COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "graph": ("graph", str),
     "model": ("model", str),
@@ -45,6 +55,29 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "to_better": ("best of the others / placed", "{:.3f}".format),
     "best": ("our best with", str),
     "peak_bytes": ("peak MiB", format_mebibytes),
+    "session": ("session", str),
+    "tokens": ("tokens", str),
+    "allowed_bytes": ("allowed GiB", format_gibibytes),
+    "streamed_bytes": ("streams GiB", format_gibibytes),
+    "host_weight_bytes": ("on the CPU GiB", format_gibibytes),
+    "step_bytes": ("reads MB a step", format_megabytes),
+    "bytes_per_second": ("MB/s of the step", format_megabytes),
+    "read_rate": ("MB/s of reading alone", format_megabytes),
+    "to_reading": ("of that", "{:.0%}".format),
+    "to_mapped": ("mapping / bundle", "{:.2f}".format),
+    "anonymous_bytes": ("process, anonymous MiB", format_mebibytes),
+    "group_bytes": ("peak of the group MiB", format_mebibytes),
+    "limit_bytes": ("limit MiB", format_mebibytes),
+    "computing_seconds": ("computing alone ms", format_milliseconds),
+    "streaming_seconds": ("streaming alone ms", format_milliseconds),
+    "resident_anonymous_bytes": ("all resident MiB", format_mebibytes),
+    "predicted_seconds": ("predicted ms", format_milliseconds),
+    "to_predicted": ("predicted / measured", "{:.2f}".format),
+    "equal": ("outputs", str),
+    "to_larger": ("step / larger of computing and streaming", "{:.2f}".format),
+    "files": ("files", str),
+    "opening_ratio": ("after / before", "{:.3f}".format),
+    "step_ratio": ("after / before", "{:.3f}".format),
     "place_seconds": ("ms to place", format_milliseconds),
     "exponent": ("exponent", "{:.2f}".format),
     "last_exponent": ("of the last two", "{:.2f}".format),
