@@ -246,8 +246,9 @@ def test_a_cancelled_request_ends_at_once_and_the_stream_begins_again(bundle, fa
     released = threading.Event()
     with onnxplace.InferenceSession(bundle) as session:
         engine = session._session.engine
-        stream = engine._weight_streams["cpu:0", "cpu:0"]
-        wait_until(lambda: stream._arrived == 2)
+        streams = engine._weight_streams
+        stream = streams["cpu:0", "cpu:0"]
+        wait_until(lambda: (stream._arrived, streams["cpu:1", "cpu:1"]._arrived) == (2, 1))
         faulty_reads += [lambda: released.wait(HUNG_SECONDS)] * 2
         future = session.submit({**CHAIN.make_feeds(0), **CHAIN.make_start(0)})
         wait_until(lambda: stream._waiting is not None)  # in the middle of its program
