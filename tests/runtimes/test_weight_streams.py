@@ -1,6 +1,7 @@
 """Weights that stream: bundles compute what whole models do, with any pools, orders of requests, and faults."""
 
 import random
+import signal
 import threading
 import time
 
@@ -225,6 +226,37 @@ def test_requests_end_at_once_while_a_read_hangs(bundle, faulty_reads):
     finally:
         released.set()
     wait_until(lambda: not list_worker_threads())
+
+
+def test_an_interrupt_ends_the_wait_for_weights_and_the_session_goes_on(bundle, faulty_reads):
+    released = threading.Event()
+    faulty_reads += [lambda: released.wait(HUNG_SECONDS)] * 2
+    with onnxplace.InferenceSession(bundle) as session:
+        interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            session.run(None, {**CHAIN.make_feeds(0), **CHAIN.make_start(0)})
+        interrupt.join()
+        released.set()
+        ask_often(Talker(session, CHAIN), 2)
+    assert not list_worker_threads()
+
+
+def test_a_cancelled_request_ends_at_once_and_the_stream_begins_again(bundle, faulty_reads):
+    released = threading.Event()
+    with onnxplace.InferenceSession(bundle) as session:
+        engine = session._session.engine
+        streams = engine._weight_streams
+        stream = streams["cpu:0", "cpu:0"]
+        wait_until(lambda: (stream._arrived, streams["cpu:1", "cpu:1"]._arrived) == (2, 1))
+        faulty_reads += [lambda: released.wait(HUNG_SECONDS)] * 2
+        future = session.submit({**CHAIN.make_feeds(0), **CHAIN.make_start(0)})
+        wait_until(lambda: stream._waiting is not None)  # in the middle of its program
+        engine.cancel(future)
+        with pytest.raises(onnxplace.ExecutionError, match="X011"):
+            future.result(HUNG_SECONDS)
+        released.set()
+        ask_often(Talker(session, CHAIN), 2)
 
 
 def test_a_slow_read_only_slows(bundle, faulty_reads):
