@@ -1,4 +1,4 @@
-"""Thousands of faults, one at a time: python benchmarks/faults.py [--faults 2000] [--seed 0] [--streams].
+"""Thousands of faults, one at a time: python benchmarks/faults.py [--faults 2000] [--seed 0] [--streams | --weights].
 
 Each fault hits one instruction of one device for one request, among others in flight, in a session of its own. The
 programs are those of two fixed models with states and of random ones. After each fault, answers and errors, the other
@@ -6,6 +6,7 @@ requests, the next ones, states, closing and threads are checked (tests/support/
 if anything hung or was wrong.
 
 With --streams, some of the devices are fake GPUs, which execute late what is enqueued (tests/support/fake_streams.py).
+With --weights, faults hit reads and copies of weights that stream, in random chains (tests/support/weight_faults.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import onnxplace
 from tests.support.fake_streams import FakeDriver, register_fake_kind, use_fake_driver
 from tests.support.fault_injection import KINDS, Fault, inject, list_faults
 from tests.support.small_programs import SmallModel, make_ping_pong, make_random_model
+from tests.support.weight_faults import MEANINGS as WEIGHT_MEANINGS, draw_fault, inject as inject_weight_fault
 
 MEANINGS = {
     "ort": "ONNX Runtime's error",
@@ -76,14 +78,43 @@ def compile_in(folder: Path, name: str, model: SmallModel, names: Sequence[str])
     return model.compile(folder / name, names), model
 
 
+def try_weight_faults(count: int, seed: int) -> int:
+    """Inject faults into reads and copies of weights that stream; print a table, and return 1 after any problem."""
+    draw, problems = random.Random(seed), 0
+    times, answers, slowest = Counter[str](), defaultdict[str, Counter[str]](Counter), defaultdict[str, float](float)
+    with register_fake_kind():
+        for index in range(count):
+            kind = list(WEIGHT_MEANINGS)[index % len(WEIGHT_MEANINGS)]
+            fault, number = draw_fault(draw, kind), draw.randrange(1 << 30)
+            with tempfile.TemporaryDirectory(prefix="onnxplace-faults-") as folder:
+                try:
+                    outcome = inject_weight_fault(Path(folder), fault, number)
+                except AssertionError as problem:
+                    problems += 1
+                    print(f"{problem} (chain {number})", file=sys.stderr)
+                    continue
+            times[kind] += 1
+            answers[kind].update(outcome.answers)
+            slowest[kind] = max(slowest[kind], outcome.slowest_seconds)
+    print("| fault | times | answers of requests in flight | slowest end of one |\n|---|---|---|---|")
+    for kind, meaning in WEIGHT_MEANINGS.items():
+        texts = ", ".join(f"{number} {answer}" for answer, number in sorted(answers[kind].items()))
+        print(f"| {meaning} | {times[kind]} | {texts} | {slowest[kind] * 1e3:.0f} ms |")
+    print(f"\nseed {seed}: {count} faults, {problems} problems")
+    return 1 if problems else 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Inject faults, print a table, and return 1 after any problem."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--faults", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--streams", action="store_true", help="on fake GPUs, whose work is enqueued")
+    parser.add_argument("--weights", action="store_true", help="of reads and copies of weights that stream")
     options = parser.parse_args(arguments)
     logging.disable()
+    if options.weights:
+        return try_weight_faults(options.faults, options.seed)
     answers, slowest, problems = defaultdict[str, Counter[str]](Counter), Counter[str](), list[str]()
     with tempfile.TemporaryDirectory(prefix="onnxplace-faults-") as folder, ExitStack() as stack:
         if options.streams:

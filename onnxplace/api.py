@@ -76,8 +76,8 @@ def compile(model: str | Path | ModelProto | Any, settings: CompileSettings) -> 
       `machine`: "8xH100-NVLink", a name of docs/machines.md; `max_memory`: "16GiB", or "cuda:0=16GiB,cpu:0=64GiB", or
       with "host=32GiB" too, the host's memory for weights that stream.
     - `shape`: {"batch": 8}, sizes of symbolic dimensions, or {"batch": [1, 4, 8]}, of which devices with static shapes
-      get a session for each (docs/compiled-segments.md); `fixed_sizes`: take the first of them alone, as NPUs like it;
-      `inputs`: arrays by name, for measurements.
+      get a session for each (docs/compiled-segments.md); `fixed_sizes`: take one size alone, as NPUs like it; `inputs`:
+      arrays by name, for measurements.
     - `placer`: may carry options, "auto{seconds=10}"; default: the one for the `objective` ("latency", "throughput",
       "fit"); `budget_seconds`: limit of its search; `seed`; `pipeline`: text of all passes, which replaces these.
     - `device_map`: {"encoder.*": "cpu:0"} or a file, `colocate`: regular expressions, `strict`: fail if a device

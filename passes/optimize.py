@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from onnxplace.errors import Diagnostic, OnnxplaceError
+from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.model import (
     DEQUANTIZE,
@@ -51,6 +51,10 @@ class Optimize(Pass):
 
     def run(self, state: State) -> State:
         before = state[Model]
+        if self.fixed_sizes and before.other_sizes:
+            message = f"--fixed-sizes takes one size, and --shape gives {1 + len(before.other_sizes)}"
+            hint = "give one size; or omit --fixed-sizes, and devices that need fixed sizes get a session for each"
+            raise UsageError("U042", message, where=before.name, hint=hint)
         model = _duplicate_dequantisers(_drop_unused(_fix_sizes(before) if self.fixed_sizes else before))
         foldable = _find_foldable(model, self.fold_up_to)
         if not foldable:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from onnxplace.errors import InfeasibleError
-from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Streaming
+from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source, Streaming
 from onnxplace.graph import Floats
-from onnxplace.model import Model
+from onnxplace.machine import find_host_rate, find_measurement_obstacle, measure_read_rate
+from onnxplace.model import Model, find_external_range, infer_static_shapes
+from onnxplace.passes.profiling import measure_streamed
 from onnxplace.passes.streaming import (
     StreamableWeights,
     apply_choice,
@@ -19,12 +20,12 @@ from onnxplace.passes.streaming import (
     describe_choice,
     predict_step,
 )
-from onnxplace.problem import out_of_memory_error, placement_problem
+from onnxplace.problem import commit_placement, out_of_memory_error, placement_problem
 from onnxplace.state import Pass, State
-from onnxplace.target import default_link, parse_bytes
+from onnxplace.target import parse_bytes
 
 # Sizes of the pool that are tried: shares of the least memory of a device, and multiples of the largest block.
-POOL_SHARES, POOL_BLOCKS = (1 / 32, 1 / 16, 1 / 8, 1 / 4), (1, 2, 4)
+POOL_SHARES, POOL_BLOCKS = (1 / 16, 1 / 8, 1 / 4), (1, 2)
 # Assumed where nothing is known.
 DISK_BYTES_PER_SECOND = 1.5e9
 
@@ -52,19 +53,27 @@ class Stream(Pass):
     from disk."""
     always: bool = False
     """Whether all weights stream that can, even where there is room for them."""
+    cache: bool = True
+    """Use earlier measurements of nodes with weights as inputs, and store new ones."""
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)
-        weights = StreamableWeights(state[Model], state[Profile], problem, self._find_factors(state), 0)
+        if not len(problem.graph):
+            nothing = commit_placement(state, problem, np.zeros(0, np.int32), np.zeros(0), self.name)
+            return nothing.with_facts(Streaming({}, {}, {}, state[Profile]))
+        weights = StreamableWeights(state[Model], state[Profile], problem, {}, 0)
         if not weights.may_stream.any() and problem.graph.total_weight_bytes > problem.limit_bytes.max():
             raise out_of_memory_error(problem, self.name)
+        weights = replace(weights, factors=self._find_factors(state, weights))
         if self.pool:
             candidates = [parse_bytes(self.pool)]
         else:
             largest, least = int(weights.block_bytes.max(initial=0)), int(problem.limit_bytes.min())
-            sizes = {*(int(share * least) for share in POOL_SHARES), *(count * largest for count in POOL_BLOCKS)}
-            candidates = sorted(sizes - {0}) or [1]
-        rates, host = self._find_rates(state), parse_bytes(self.host) if self.host else np.inf
+            sizes = {*(int(share * least) for share in POOL_SHARES), *(count * largest for count in POOL_BLOCKS), 1}
+            candidates = sorted(size for size in sizes if size >= (largest if self.always else 1))
+        rates, host = self._find_rates(state, weights), float(parse_bytes(self.host)) if self.host else np.inf
+        if all(device.is_host for device in state.target.devices):  # they hold the rest in the same memory
+            host = max(host - float(problem.limit_bytes.sum()), 0.0)
         best: State | None = None
         least_seconds = np.inf
         for pool in candidates:
@@ -86,16 +95,26 @@ class Stream(Pass):
             return None
         return after.with_notes(describe_choice(after, choice))
 
-    def _find_factors(self, state: State) -> Mapping[str, Floats]:
-        return {}
-
-    def _find_rates(self, state: State) -> Floats:
-        """Return the rates at which weights come, [home, device] in bytes per second."""
+    def _find_factors(self, state: State, weights: StreamableWeights) -> dict[str, Floats]:
+        model, profile = state[Model], state[Profile]
+        reads = profile.graph.weights
+        nodes = np.unique(reads.rows[weights.may_stream[reads.items]]).tolist()
+        shapes = {**infer_static_shapes(model), **model.input_shapes()}
         devices = state.target.devices
-        host = np.array([default_link(device, device).bytes_per_second for device in devices])
+        return measure_streamed(model, profile, devices, nodes, shapes=shapes, types={}, cache=self.cache)
+
+    def _find_rates(self, state: State, weights: StreamableWeights) -> Floats:
+        """Return the rates at which weights come, [home, device] in bytes per second."""
+        devices, graph = state.target.devices, state[Profile].graph
+        host = np.array([find_host_rate(state.target, device) for device in devices])
         keeps = np.array([not device.is_host or bool(self.host) for device in devices])
-        disk = np.minimum(host, DISK_BYTES_PER_SECOND)
-        return np.stack([np.full(len(devices), np.inf), np.where(keeps, host, 0.0), disk])
+        disk_rate = DISK_BYTES_PER_SECOND
+        names = [graph.weight_names[weight] for weight in np.flatnonzero(weights.may_stream)]
+        stored = [tensor for name in names if (tensor := state[Model].initializers[name]).external_data]
+        is_measured = any((source == Source.MEASURED).any() for source in state[Profile].sources.values())
+        if stored and is_measured and not any(find_measurement_obstacle(device) for device in devices):
+            disk_rate = measure_read_rate(find_external_range(stored[0], state[Model].folder)[0])
+        return np.stack([np.full(len(devices), np.inf), np.where(keeps, host, 0.0), np.minimum(host, disk_rate)])
 
     def _describe_shortage(
         self, state: State, weights: StreamableWeights, rates: Floats, host_bytes: float

@@ -20,6 +20,10 @@ import pytest
 from hypothesis import is_hypothesis_test, settings
 from onnx import numpy_helper, parser
 
+# Without compiled modules, each process that a test starts takes a second more to import its own.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # No deadline: a first call may have to compile a kernel. `--hypothesis-profile=thorough` tries all examples.
 settings.register_profile("fast", deadline=None)
 settings.register_profile("thorough", deadline=None)
@@ -128,7 +132,8 @@ def own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyte
 
 @pytest.fixture(autouse=True)
 def good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let costs and trials of a machine that is busy with other tests be good enough to be kept, and never doubted."""
+    """Let costs and trials of a machine that is busy with other tests be good enough soon, and never doubted."""
+    monkeypatch.setattr("onnxplace.machine.repeated_runs.MIN_SECONDS", 0.0)
     monkeypatch.setattr("onnxplace.passes.profiling.profile_model.DOUBTFUL_WAITING_SHARE", 1.0)
     monkeypatch.setattr("onnxplace.evaluation.trial.DOUBTFUL_WAITING_SHARE", 1.0)
 

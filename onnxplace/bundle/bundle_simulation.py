@@ -17,7 +17,7 @@ from onnxplace.simulation import (
     measure_block,
     predict_python_seconds,
     simulate,
-    simulate_settled,
+    simulate_stream,
     steady_state_loads,
 )
 
@@ -58,18 +58,14 @@ def simulate_manifest(manifest: Manifest) -> Simulation:
     order = np.arange(len(device), dtype=np.int32)
     segment_seconds = np.array([segment.seconds for segment in manifest.segments], dtype=np.float64)
     seconds = np.broadcast_to(segment_seconds, (len(target.devices), len(segment_seconds)))
-    graph = build_segment_graph(manifest)
-    return simulate_settled(
-        lambda stream: simulate(graph, seconds, target, device, order, stream=stream),
-        build_weight_stream(manifest),
-        device,
-    )
+    graph, stream = build_segment_graph(manifest), build_weight_stream(manifest)
+    return simulate_stream(graph, seconds, target, device, order, stream)
 
 
 def build_weight_stream(manifest: Manifest) -> WeightStream:
     """Return the weights that the segments of the first route wait for."""
     if not manifest.streams:
-        return WeightStream.none(len(manifest.target.devices))
+        return WeightStream.none()
     names = [device.id for device in manifest.target.devices]
     device = np.array([names.index(segment.device) for segment in manifest.segments], dtype=np.int32)
     load_seconds, order = list_load_seconds(manifest, list_routes(manifest)[0]), np.arange(len(device), dtype=np.int32)

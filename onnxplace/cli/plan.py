@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 @click.option("--latency", metavar="20ms", help="Of machines, keep what answers in this time.")
 @click.option("--rate", metavar="500/s", help="Of machines, keep what answers so many requests.")
 @click.option("--fit", is_flag=True, help="Of machines, keep what fits into memory.")
-@click.option("--max-memory", metavar="16GiB", help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB.")
+@click.option("--max-memory", metavar="16GiB", help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB,host=64GiB.")
+@click.option("--stream", is_flag=True, help="The step for several limits, where weights stream to the device.")
 @shape_option
 @fixed_sizes_option
 @inputs_option
@@ -167,7 +168,8 @@ def _recommend(rows: Sequence[MachineRow], goals: Goals) -> str:
 
 def _explain_limits(strategies: Iterable[tuple[str, PlannedStrategy]]) -> list[str]:
     """Return what limits the requests per second of named strategies, where it is not computing."""
-    causes, limited = {"Python": "Python, which hands each request to each device"}, defaultdict[str, list[str]](list)
+    causes, limited = dict.fromkeys(["weights that stream"], "weights that stream"), defaultdict[str, list[str]](list)
+    causes["Python"] = "Python, which hands each request to each device"
     for name, item in strategies:
         if item.limit not in ("", "computes"):
             limited[causes.get(item.limit, f"what a device {item.limit}")].append(name)
@@ -200,7 +202,20 @@ def _format_plan(plan: Plan, machine: str) -> str:
     legend = "* least latency, ** most requests; memory and weights: of the device that needs most"
     limits = _explain_limits((item.name, item) for item in plan.strategies)
     estimates = [_ESTIMATES] if machine and not plan.is_measured else []
-    return "\n".join([title, format_table(header, rows), legend, *limits, *estimates, *problems])
+    curve = [_format_curve(plan)] if plan.stream_curve else []
+    return "\n".join([title, format_table(header, rows), legend, *limits, *estimates, *problems, *curve])
+
+
+def _format_curve(plan: Plan) -> str:
+    """Return the steps for several memory limits as a table."""
+    from onnxplace.reports import format_table
+    from onnxplace.utils import format_bytes, format_milliseconds
+
+    rows = [
+        (format_bytes(point.memory_bytes), *map(format_milliseconds, (point.step_seconds, point.waiting_seconds)))
+        for point in plan.stream_curve
+    ]
+    return format_table(("memory, with weights that stream", "step", "waits for weights"), rows)
 
 
 def _format_row(item: PlannedStrategy, alone: float | None, is_fastest: bool, is_most: bool) -> tuple[str, ...]:

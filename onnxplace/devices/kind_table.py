@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any
 
 from onnxplace.devices.device_kinds import ISOLATE, DeviceAddress, DeviceKind
-from onnxplace.devices.plugin_providers import list_provider_kinds, make_provider_kind, parse_kind_name
 from onnxplace.errors import PluginError
 
 # Kinds by name, in the order in which the default devices of a machine are looked for.
@@ -28,7 +27,11 @@ def is_known_kind(name: str) -> bool:
     >>> is_known_kind("cuda")
     True
     """
-    return name in BUILTIN_KINDS or name in SHORT_NAMES or name in _list_plugins() or parse_kind_name(name) is not None
+    if name in BUILTIN_KINDS or name in SHORT_NAMES or name in _list_plugins():
+        return True
+    from onnxplace.devices.plugin_providers import parse_kind_name
+
+    return parse_kind_name(name) is not None
 
 
 def list_kind_names(*, plugins: bool = True) -> tuple[str, ...]:
@@ -39,6 +42,8 @@ def list_kind_names(*, plugins: bool = True) -> tuple[str, ...]:
     """
     if not plugins:
         return tuple(BUILTIN_KINDS)
+    from onnxplace.devices.plugin_providers import list_provider_kinds
+
     return tuple(dict.fromkeys((*BUILTIN_KINDS, *_list_plugins(), *list_provider_kinds())))
 
 
@@ -72,6 +77,8 @@ def find_kind(name: str) -> DeviceKind:
     if name not in _list_plugins():
         if name in SHORT_NAMES and (found := resolve_short_name(name, 0)):
             return find_kind(found[0])
+        from onnxplace.devices.plugin_providers import make_provider_kind
+
         return make_provider_kind(name)
     point = _list_plugins()[name]
     distribution = point.dist.name if point.dist else "an unnamed distribution"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnxplace.devices.kind_table import BUILTIN_KINDS, find_kind
-from onnxplace.devices.plugin_providers import has_family
 from onnxplace.ort import import_onnxruntime
 
 SYSFS = Path("/sys/class")
@@ -56,4 +55,6 @@ def _find_unused() -> Iterator[UnusedHardware]:
 def _is_installed(kind: str) -> bool:
     if kind in BUILTIN_KINDS:
         return find_kind(kind).provider({}) in import_onnxruntime().get_available_providers()
+    from onnxplace.devices.plugin_providers import has_family
+
     return has_family(kind.partition("/")[0])

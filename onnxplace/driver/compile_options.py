@@ -153,7 +153,7 @@ class CompileSettings:
         given = {"--stream always": self.stream == "always", "--pool": self.pool is not None}
         if any(given.values()) and not self.may_stream:
             names = " and ".join(name for name, is_given in given.items() if is_given)
-            message = f"{names}: excludes --stream off, --pipeline, --placer, --shard and objectives of many requests"
+            message = f"{names} excludes --stream off, --pipeline, --placer, --shard and --objective throughput, step"
             hint = "in a pipeline, name the placer: optimize,profile,coplace,fuse,stream{pool=2GiB},split,emit"
             raise UsageError("U042", message, where="--stream", hint=hint)
 
@@ -360,5 +360,6 @@ def choose_streaming(settings: CompileSettings, target: Target) -> str:
         "pool": str(settings.pool or ""),
         "host": "" if host is None else str(host),
         "always": "true" if settings.stream == "always" else "",
+        "cache": "" if settings.cache else "false",
     }
     return format_pipeline([PassSpec("stream", _drop_empty(options))])

@@ -34,7 +34,7 @@ from onnxplace.model import (
     require_unchanged,
     tensor_size,
 )
-from onnxplace.passes.streaming import MIN_STREAMED_BYTES
+from onnxplace.passes.profiling import MIN_STREAMED_BYTES
 from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
 from onnxplace.target import Target

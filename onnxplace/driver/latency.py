@@ -19,7 +19,7 @@ from onnxplace.driver.decision import (
     decide,
     parse_passes,
 )
-from onnxplace.driver.streamed import describe_streaming, needs_streaming
+from onnxplace.driver.streamed import STREAMED, describe_streaming, needs_streaming
 from onnxplace.driver.training_steps import choose_grouping, describe_groupings, list_groupings
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Placement, Profile, Recomputation, Routes, Shards
@@ -58,7 +58,7 @@ def make_latency_objective(
         state, rest = profiled.state, profiled.rest
         has_several = len(state.target.devices) > 1
         is_rewritten = any(Model in step.provides for step in rest)
-        streamed = [Strategy("streamed weights", "streamed", profiled.replace_placer(stream))] if stream else []
+        streamed = [Strategy(STREAMED, "streamed", profiled.replace_placer(stream))] if stream else []
         if streamed and stream_mode == "always":
             yield streamed
             return

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from onnxplace.driver.compile_options import choose_target
+from onnxplace.driver.compile_options import CompileSettings, choose_streaming, choose_target
 from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all
 from onnxplace.driver.sources import bind_source, open_source
+from onnxplace.driver.streamed import STREAMED, StreamPoint, needs_streaming, stream_curve
 from onnxplace.driver.throughput import format_rate, list_copied_stages, list_sharded, list_simple
 from onnxplace.driver.training_steps import list_step_strategies
 from onnxplace.errors import Diagnostic
@@ -65,6 +66,8 @@ class Plan:
     """Whether all costs were measured; otherwise some are estimates."""
     strategies: tuple[PlannedStrategy, ...]
     diagnostics: tuple[Diagnostic, ...]
+    stream_curve: tuple[StreamPoint, ...] = ()
+    """Steps for several memory limits, with weights that stream; only if asked for."""
 
     def find_best(self) -> tuple[PlannedStrategy | None, PlannedStrategy | None]:
         """Return the strategies of least latency and of most requests, of those that fit; None if none does."""
@@ -97,6 +100,7 @@ def plan_model(
     costs: str | Path = "",
     cache: bool = True,
     estimate: bool = False,
+    stream: bool = False,
     observer: Observer | None = None,
 ) -> Plan:
     """Predict the strategies that `onnxplace plan` lists, without building a bundle.
@@ -115,6 +119,7 @@ def plan_model(
         costs: A cost file to use instead of measuring.
         cache: Whether earlier measurements may be used.
         estimate: Measure nothing.
+        stream: Predict the step for several memory limits, with weights that stream, too (`Plan.stream_curve`).
         observer: Called before each strategy with its name, its position and their number.
 
     Raises:
@@ -124,28 +129,40 @@ def plan_model(
     >>> [(item.name, item.step_seconds) for item in plan.strategies]  # doctest: +SKIP
     """
     target = choose_target(devices, target, max_memory, machine)
+    settings = CompileSettings(target=None if devices else target, machine=machine, max_memory=max_memory, cache=cache)
     profile: Any = make_pass("profile")
     profile = replace(profile, costs=str(costs), cache=cache, estimate=estimate)
     with open_source(model) as source:
         bound, notes = bind_source(source, load(source.path), shape=shape, inputs=inputs, state=state, llm=llm)
         name = bound.name or Path(model).name
         optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
-        return _plan_state(State(target).with_facts(bound).with_notes(*notes), (optimize, profile), name, observer)
+        start = State(target).with_facts(bound).with_notes(*notes)
+        return _plan_state(start, (optimize, profile), name, choose_streaming(settings, target), stream, observer)
 
 
-def _plan_state(state: State, front: tuple[Pass, ...], name: str, observer: Observer | None) -> Plan:
-    """Predict the strategies for a model on a target, with the passes before placers."""
+def _plan_state(
+    state: State, front: tuple[Pass, ...], name: str, stream: str, has_curve: bool, observer: Observer | None
+) -> Plan:
+    """Predict the strategies for a model on a target, with the passes before placers, and the curve of one."""
     if observer:
         observer("profile", 0, 1)
     state_with_costs, _ = Pipeline(front).run(state)
     rest = parse_passes("coplace{join=never},fuse,stages{seconds=2},split")
     profiled = Profiled(front, state_with_costs, rest, make_pass("emit"))
     is_step = profiled.state[Profile].training is not None
-    results = predict_all(list_step_strategies if is_step else _list_strategies, profiled, observer)
+
+    def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
+        yield from (list_step_strategies if is_step else _list_strategies)(profiled, results)
+        if stream and (has_curve or needs_streaming(profiled, results)):
+            yield [Strategy(STREAMED, "streamed", profiled.replace_placer(stream))]
+
+    results = predict_all(propose, profiled, observer)
+    streamed = [item for item in results if isinstance(item, BuiltStrategy) and item.strategy.kind == "streamed"]
+    curve = tuple(stream_curve(streamed[0])) if streamed and has_curve else ()
     sources = profiled.state[Profile].sources
     is_measured = all(bool((sources[device.cost_class] != Source.ESTIMATED).all()) for device in state.target.devices)
     strategies = tuple(_describe(item) for item in _omit_copied_stages(results))
-    return Plan(name, is_measured, strategies, profiled.state.diagnostics)
+    return Plan(name, is_measured, strategies, profiled.state.diagnostics, curve)
 
 
 def _list_strategies(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, predict
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Placement, Profile, Streaming
-from onnxplace.passes.streaming import MIN_STREAMED_BYTES
+from onnxplace.passes.profiling import MIN_STREAMED_BYTES
 from onnxplace.pipeline import OBJECTIVES
 from onnxplace.problem import fits_single_device, placement_problem, predict_waiting_seconds
 from onnxplace.utils import format_bytes, format_time
 
-# Limits of a curve, as parts of the way from the memory that is given to that of the whole model.
-CURVE_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+STREAMED = "streamed weights"
+"""The name of the strategy."""
+# Limits of a curve: so many parts of the memory of the whole model.
+CURVE_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -43,32 +46,32 @@ def needs_streaming(profiled: Profiled, results: Sequence[Result]) -> bool:
     return not fits_single_device(state).any()
 
 
-def stream_curve(built: BuiltStrategy, limits: Iterable[int] | None = None) -> list[StreamPoint]:
+def stream_curve(built: BuiltStrategy, limits: Iterable[int] = ()) -> list[StreamPoint]:
     """Predict the step of a strategy with weights that stream, for several limits of the device they stream to most.
 
-    The pool keeps its size. By default, limits are from the one that is given to the memory of the whole model. Limits
-    that are too small are left out. Nothing is measured but what weights as inputs cost.
+    By default, limits are parts of the memory that the whole model needs there. Those that are too small are left out.
+    Where a limit leaves room for it, the pool keeps its size.
     """
-    target = built.state.target
-    device = find_streaming_device(built)
-    if limits is None:
-        given = target.devices[device].memory_bytes
-        whole = max(int(placement_problem(built.profiled.state).alone_bytes()[device] * 1.01), given)
-        limits = sorted({given + int(part * (whole - given)) for part in CURVE_PARTS})
-    streams = built.state[Streaming].streams
-    passes = built.strategy.passes
-    if device in streams:
-        pool = {"pool": str(streams[device].pool_bytes)}
-        passes = tuple(replace(step, **pool) if Streaming in step.provides else step for step in passes)
-    points = []
-    for limit in limits:
+    target, device = built.state.target, find_streaming_device(built)
+    whole = int(whole_bytes(built) * 1.01)
+    stream, points = built.state[Streaming].streams.get(device), list[StreamPoint]()
+    for limit in limits or [whole * (part + 1) // CURVE_PARTS for part in range(CURVE_PARTS)]:
         limited = replace(built.profiled.state, target=target.limiting({target.devices[device].id: limit}))
+        passes = built.strategy.passes
+        if stream and stream.pool_bytes <= limit // 4:
+            pool: Any = {"pool": str(stream.pool_bytes)}
+            passes = tuple(replace(step, **pool) if Streaming in step.provides else step for step in passes)
         try:
             item = predict(replace(built.strategy, passes=passes), replace(built.profiled, state=limited))
         except InfeasibleError:
             continue
         points.append(StreamPoint(limit, item.step_seconds, predict_waiting_seconds(item.state)))
     return points
+
+
+def whole_bytes(built: BuiltStrategy) -> int:
+    """Return the memory that the whole model needs on the device to which most weights stream."""
+    return int(placement_problem(built.profiled.state).alone_bytes()[find_streaming_device(built)])
 
 
 def find_streaming_device(built: BuiltStrategy) -> int:
@@ -83,18 +86,16 @@ def find_streaming_device(built: BuiltStrategy) -> int:
 
 def describe_streaming(kept: BuiltStrategy, others: Sequence[BuiltStrategy]) -> Diagnostic:
     """Return the note about the step of weights that stream, its waits, and what more memory would give."""
-    step, waiting = kept.step_seconds, predict_waiting_seconds(kept.state)
-    texts = [f"step {format_time(step)}, of which {format_time(waiting)} waits for weights"]
-    now, *more = stream_curve(kept)
-    if more:
-        half = more[len(more) // 2]
-        texts.append(
-            f"with {format_bytes(half.memory_bytes - now.memory_bytes)} more: {format_time(half.step_seconds)}"
-        )
-    figures = [Figure("streamed weights", step)]
+    step, waiting, device = kept.step_seconds, predict_waiting_seconds(kept.state), find_streaming_device(kept)
+    texts = [f"planned step {format_time(step)}, of which {format_time(waiting)} waits for weights"]
+    limit = kept.state.target.devices[device].memory_bytes
+    more = max(whole_bytes(kept) - limit, 0) // 2
+    for point in stream_curve(kept, [limit + more]) if more else ():
+        texts.append(f"with {format_bytes(more)} more: {format_time(point.step_seconds)}")
+    figures = [Figure(STREAMED, step)]
     for other in others:
         texts.append(f"{other.name}, all weights held: {format_time(other.step_seconds)}")
         figures.append(Figure(other.name, other.step_seconds))
-    where = kept.state.target.devices[find_streaming_device(kept)].id
+    where = kept.state.target.devices[device].id
     hint = "--stream off prevents it; docs/streaming.md"
     return Diagnostic("P068", "; ".join(texts), where=where, hint=hint, figures=tuple(figures))

@@ -163,6 +163,8 @@ def open_reference(
         message = "expected a model file, got a folder" if os.path.isdir(model) else "there is no such file"
         raise ModelError("M001", message, where=str(model))
     entries = {} if against else bundle.session_entries
+    if bundle.manifest.streams:  # the model may be larger than the memory: map it, and make no second copy of weights
+        entries = {**entries, "session.disable_prepacking": "1"}
     with pin_thread(all_cores):
         session = open_session(model, make_session_options(all_cores, entries=entries), where=str(model))
     names, run_whole = [output.name for output in session.get_outputs()], make_runner(session, str(model))

@@ -25,7 +25,7 @@ from onnxplace.bundle import (
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation.memory_use import BundleMemory, Opening, measure_memory
 from onnxplace.evaluation.step_inputs import RepeatedStep
-from onnxplace.evaluation.trial import count_process_bytes, measure_load_seconds, measure_segment_seconds
+from onnxplace.evaluation.trial import count_process_bytes, measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer, find_plugin
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Event, EventKind, Runtime, RuntimeSession, open_session
@@ -108,7 +108,6 @@ class TracedRequests:
     def __init__(self) -> None:
         self._spans: dict[tuple[str, EventKind, str], list[tuple[float, float]]] = {}
         self._segments: dict[str, list[float]] = {}
-        self._loads: dict[str, list[float]] = {}
         self.timelines: tuple[RequestTimeline, ...] = ()
         """Timelines of these requests, or of those that were in flight together afterwards."""
 
@@ -117,12 +116,8 @@ class TracedRequests:
         for event in events:
             span = (event.start_seconds, event.finish_seconds)
             self._spans.setdefault((event.device, event.kind, event.name), []).append(span)
-        for times, measured in (
-            (self._segments, measure_segment_seconds(events)),
-            (self._loads, measure_load_seconds(events)),
-        ):
-            for segment, seconds in measured.items():
-                times.setdefault(segment, []).append(seconds)
+        for segment, seconds in measure_segment_seconds(events).items():
+            self._segments.setdefault(segment, []).append(seconds)
 
     def busy(self, segments: Iterable[SegmentRecord]) -> float:
         """Return the seconds in which the segments' device neither waited nor copied.
@@ -138,15 +133,10 @@ class TracedRequests:
         )
         return sum((float(np.median(seconds)) for seconds in copies), 0.0)
 
-    @property
-    def load_seconds(self) -> Mapping[str, float]:
-        """Return, by segment, the median seconds in which its weights came that stream."""
-        return {name: float(np.median(seconds)) for name, seconds in self._loads.items()}
-
     def median_seconds(self, device: str, kind: EventKind, name: str) -> float:
-        """Return the median seconds of an event; 0 if there was none."""
-        spans = self._spans.get((device, kind, name), [])
-        return float(np.median([finish - start for start, finish in spans])) if spans else 0.0
+        """Return the median seconds of an event that began after its request; 0 if there was none."""
+        seconds = [finish - start for start, finish in self._spans.get((device, kind, name), []) if start > 0]
+        return float(np.median(seconds)) if seconds else 0.0
 
     def transfer(self, value: str, producer: str, source: str, destination: str) -> float:
         """Return the median seconds from when a value was computed and requested until it had arrived."""
@@ -303,8 +293,8 @@ def _compare_streams(manifest: Manifest, traced: TracedRequests) -> Iterator[Str
     for stream in manifest.streams:
         own = [item for item in manifest.segments if item.device == stream.device and item.streamed]
         sizes = {item.id: sum(manifest.streamed[name].bytes for name in item.streamed) for item in own}
-        seconds = {item.id: traced.load_seconds[item.id] for item in own if item.id in traced.load_seconds}
-        known = sum(sizes[name] for name in seconds)
+        seconds = {name: traced.median_seconds(stream.device, "load", name) for name in sizes}
+        known = sum(size for name, size in sizes.items() if seconds[name])
         yield StreamUse(
             device=stream.device,
             bytes=sum(sizes.values()),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle import Bundle, SegmentRecord
+from onnxplace.devices import find_kind
 from onnxplace.errors import Diagnostic, OnnxplaceError, format_count
 from onnxplace.machine import find_device_problem, list_taken_nodes, make_session_options, open_session
 from onnxplace.target import Device
@@ -11,8 +12,9 @@ from onnxplace.target import Device
 def report_host_nodes(bundle: Bundle) -> list[Diagnostic]:
     """Return a note for each device of this machine that leaves nodes of its segments to the host.
 
-    Their results are right, but their time is not what was planned. Only providers that compile are asked, by a session
-    for each segment, and not those that may leave nodes to the host (`fallback=true`).
+    Their results are right, but their time is not what was planned. Only providers that compile are asked, and not
+    those that may leave nodes to the host (`fallback=true`). The compiled model of a segment tells; without one, a
+    session does.
     """
     notes = []
     for device in bundle.target.devices:
@@ -20,9 +22,7 @@ def report_host_nodes(bundle: Bundle) -> list[Diagnostic]:
         is_asked = device.compiles and device.options.get("fallback") != "true"
         if not (records and is_asked) or find_device_problem(device):
             continue
-        # With static shapes, one size stands for all: for none of them, the host computes the segment, which says so.
-        files = [item.file for record in records for item in (record.sized[:1] or [record])]
-        left = [node for file in files for node in _list_host_nodes(bundle, file, device)]
+        left = [node for record in records for node in _list_host_nodes(bundle, record, device)]
         if left:
             message = f"the host computes {format_count(len(left), 'node')} of its segments, such as {left[0]}"
             hint = f"measure the costs here; to allow it, and to count its time: {device.id}{{fallback=true}}"
@@ -30,15 +30,26 @@ def report_host_nodes(bundle: Bundle) -> list[Diagnostic]:
     return notes
 
 
-def _list_host_nodes(bundle: Bundle, file: str, device: Device) -> list[str]:
+def _list_host_nodes(bundle: Bundle, record: SegmentRecord, device: Device) -> list[str]:
     """Return the nodes of a segment, as operator and name, that its provider does not take."""
-    import onnx
-
+    # With static shapes, one size stands for all: for none of them, the host computes the segment, which says so.
+    file = (record.sized or (record,))[0].file
+    made_for = find_kind(device.kind).describe_compiler(device.address)
+    for item in record.compiled:
+        if (item.source, item.made_for) == (file, made_for):  # its nodes of EPContext stand for those that are taken
+            return [text for text in _list_nodes(bundle, item.files[0]).values() if not text.startswith("EPContext ")]
     entries = {**bundle.session_entries, "session.record_ep_graph_assignment_info": "1"}
     try:
         session = open_session(bundle.file(file), make_session_options([0], "none", entries), device.address, file)
     except OnnxplaceError:  # the trial, or whoever opens the bundle, reports it
         return []
     taken = list_taken_nodes(session, device.address)
+    return [text for name, text in _list_nodes(bundle, file).items() if name not in taken]
+
+
+def _list_nodes(bundle: Bundle, file: str) -> dict[str, str]:
+    """Return operator and name of each node of a file, by its name."""
+    import onnx
+
     nodes = onnx.load(bundle.file(file), load_external_data=False).graph.node
-    return [f"{node.op_type} {node.name!r}" for node in nodes if node.name not in taken]
+    return {node.name: f"{node.op_type} {node.name!r}" for node in nodes}

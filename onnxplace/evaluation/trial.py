@@ -347,9 +347,8 @@ class _TrialSession:
             step_seconds=runs.seconds,
             request_seconds=max(float(np.median(request_times)), 0.0),
             segment_seconds=find_median_seconds((events, working_share) for events, _, working_share in steps),
-            load_seconds=find_median_seconds(
-                ((events, working_share) for events, _, working_share in steps), measure_load_seconds
-            ),
+            # The thread that reads waits for the disk, and seldom for a core.
+            load_seconds=find_median_seconds(((events, 1.0) for events, _, _ in steps), measure_load_seconds),
             requests=len(runs.undisturbed),
             # Not subtracted from times: other processes may have looked for messages only.
             waiting=max(runs.waiting, self._remote_waiting_share),

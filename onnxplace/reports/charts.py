@@ -101,10 +101,8 @@ def draw_step(step: PlacedStep, name: str, note: str) -> Timeline:
 
 def _add_loads(columns: TimelineColumns, step: PlacedStep, span: Mapping[int, int]) -> None:
     """Add the weights that stream; those that come in the step before are drawn at the end of this one."""
-    if step.stream is None:
-        return
     end, load = step.simulation.makespan_seconds, step.stream.blocks["load"]
-    for node in (step.order[load[step.order] > 0]).tolist():
+    for node in (step.order[load[step.order] > 0] if len(load) else step.order[:0]).tolist():
         finish, device = float(step.simulation.arrival_seconds[node]), int(step.device[node])
         start, row = finish - float(load[node]), _name_stream(step.device_names[device], device)
         if finish > 0:

@@ -54,6 +54,7 @@ _TITLES = {
     "P042": "Several devices or one: time of a step, from trial",
     "P043": "Strategies: time between two results, from node costs",
     "P046": "Groups of a training step: time of a step, from node costs",
+    "P068": "Weights that stream, or all weights held: time of a step, from node costs",
     "P062": "Whole or split operators: time of a step, from node costs",
 }
 
@@ -147,7 +148,7 @@ def _draw_timelines(manifest: Manifest, step: PlacedStep, trace: Path | None) ->
     return (measured, draw_step(planned, FROM_COSTS, "one request, by the costs of nodes"))
 
 
-def _list_stream_changes(manifest: Manifest) -> Iterator[tuple[str, WeightStream | None]]:
+def _list_stream_changes(manifest: Manifest) -> Iterator[tuple[str, WeightStream]]:
     """Yield changes of how weights stream, in words, with what a step would wait for then."""
     if not manifest.streams:
         return
@@ -168,7 +169,7 @@ def _list_stream_changes(manifest: Manifest) -> Iterator[tuple[str, WeightStream
     yield f"Weights that come twice as fast from {' and '.join(homes)}", change(1, 2)
     yield f"Pools twice as large, {format_bytes(pool_bytes)} more memory", change(2, 1)
     more = sum(homes.values()) - pool_bytes
-    yield f"Memory for all weights, {format_bytes(max(more, 0))} more", None
+    yield f"Memory for all weights, {format_bytes(max(more, 0))} more", WeightStream.none()
 
 
 def _list_streams(manifest: Manifest) -> Iterator[tuple[str, ...]]:

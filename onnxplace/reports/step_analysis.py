@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from onnxplace.bundle import Manifest, SegmentRecord, build_segment_graph, build
 from onnxplace.errors import format_count
 from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.reports.page_records import Bound, ChainPart, Crossing
-from onnxplace.simulation import Simulation, WeightStream, simulate, simulate_settled
+from onnxplace.simulation import Simulation, WeightStream, simulate, simulate_stream
 from onnxplace.target import Target
 from onnxplace.utils import format_time
 
@@ -31,8 +31,8 @@ class PlacedStep:
     simulation: Simulation
     details: tuple[str, ...]
     """Per node, what a reader may want to know besides its name."""
-    stream: WeightStream | None = None
-    """Weights that nodes wait for; None if all stay on their devices."""
+    stream: WeightStream = field(default_factory=WeightStream.none)
+    """Weights that nodes wait for."""
 
     def name_link(self, source: int, destination: int) -> str:
         """Return the name of a link, such as `cpu:0 → cpu:1`."""
@@ -40,7 +40,7 @@ class PlacedStep:
 
     def simulate_moved(self, nodes: Ints, device: int) -> float | None:
         """Return the seconds of the step with some nodes on another device; None if their times there are unknown."""
-        if self.stream is not None or not np.isfinite(self.seconds[device, nodes]).all():
+        if len(self.stream.blocks) or not np.isfinite(self.seconds[device, nodes]).all():
             return None
         moved = self.device.copy()
         moved[nodes] = device
@@ -48,14 +48,6 @@ class PlacedStep:
             return simulate(self.graph, np.nan_to_num(self.seconds), self.target, moved, self.order).makespan_seconds
         except ValueError:  # the order of the bundle is not one of the other placement
             return None
-
-    def simulate_changed(self, target: Target, seconds: Floats, stream: WeightStream | None) -> Simulation:
-        """Return the step with other devices or links, other times of nodes, or other weights that stream."""
-        return simulate_settled(
-            lambda stream: simulate(self.graph, seconds, target, self.device, self.order, stream=stream),
-            stream or WeightStream.none(len(target.devices)),
-            self.device,
-        )
 
 
 def simulate_segments(manifest: Manifest, *, planned: bool = False) -> PlacedStep:
@@ -73,20 +65,18 @@ def simulate_segments(manifest: Manifest, *, planned: bool = False) -> PlacedSte
     rows = [np.where(home == name, own, np.nan) for name in classes]
     seconds = np.stack(rows) if rows else np.zeros((0, len(segments)))
     order = np.arange(len(segments), dtype=np.int32)
-    step = PlacedStep(
+    times, stream = np.nan_to_num(seconds), build_weight_stream(manifest)
+    return PlacedStep(
         graph=graph,
         seconds=seconds,
         target=target,
         device_names=tuple(item.id for item in target.devices),
         device=device,
         order=order,
-        simulation=simulate(graph, np.nan_to_num(seconds), target, device, order),
+        simulation=simulate_stream(graph, times, target, device, order, stream),
         details=tuple(format_count(item.nodes, "node") for item in segments),
-        stream=build_weight_stream(manifest) if manifest.streams else None,
+        stream=stream,
     )
-    if step.stream is None:
-        return step
-    return replace(step, simulation=step.simulate_changed(target, np.nan_to_num(seconds), step.stream))
 
 
 def _choose_seconds(segment: SegmentRecord, planned: bool) -> float:

@@ -25,7 +25,7 @@ from onnxplace.reports.page_records import (
     Verdict,
 )
 from onnxplace.reports.step_analysis import PlacedStep
-from onnxplace.simulation import WeightStream
+from onnxplace.simulation import WeightStream, simulate_stream
 from onnxplace.target import Target
 from onnxplace.utils import format_bytes, format_time
 
@@ -48,8 +48,8 @@ class Circumstances:
     sizes: str = ""
     """Symbolic dimensions with their sizes; empty without any."""
     attempts: tuple[AttemptGroup, ...] = ()
-    streams: tuple[tuple[str, WeightStream | None], ...] = ()
-    """Changes of how weights stream, in words, with what the step would wait for then; None for all on the devices."""
+    streams: tuple[tuple[str, WeightStream], ...] = ()
+    """Changes of how weights stream, in words, with what the step would wait for then."""
 
 
 def judge_step(step: PlacedStep, bound: Bound, known: Circumstances) -> Verdict:
@@ -134,8 +134,8 @@ def _try_changes(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterat
     """Yield changes of devices, links and operators with the step that each leads to."""
     base, seconds = step.simulation.makespan_seconds, np.nan_to_num(step.seconds)
 
-    def try_step(what: str, target: Target, times: Floats, stream: WeightStream | None = step.stream) -> Advice:
-        after = step.simulate_changed(target, times, stream).makespan_seconds
+    def try_step(what: str, target: Target, times: Floats, stream: WeightStream = step.stream) -> Advice:
+        after = simulate_stream(step.graph, times, target, step.device, step.order, stream).makespan_seconds
         now = max(bound.step_seconds - base + after, 0.0)
         saved = 1 - now / bound.step_seconds if bound.step_seconds > 0 else 0.0
         return Advice(f"{what}: the step would take {format_time(now)}, {_percent(saved)} less.", now)

@@ -11,7 +11,7 @@ from onnxplace.simulation.simulator import (
     device_weights as device_weights,
     list_memory_changes as list_memory_changes,
     simulate as simulate,
-    simulate_settled as simulate_settled,
+    simulate_stream as simulate_stream,
 )
 from onnxplace.simulation.steady_state import (
     RequestRates as RequestRates,

@@ -81,7 +81,7 @@ def simulate(
     device, order = device.astype(np.int32, copy=False), order.astype(np.int32, copy=False)
     own_seconds = seconds[device, np.arange(len(graph))]
     earliest = np.zeros(len(graph)) if earliest_seconds is None else earliest_seconds.astype(np.float64)
-    stream = stream or WeightStream.none(len(target.devices))
+    stream = stream or WeightStream.none()
     blocks, loaded = stream.blocks.copy(), stream.loaded_seconds
     start, finish, transfers = _execute(graph, own_seconds, target, device, order, earliest, blocks, loaded)
     if len(finish) and finish.min() < 0:
@@ -102,20 +102,24 @@ def simulate(
     )
 
 
-def simulate_settled(
-    simulate_step: Callable[[WeightStream], Simulation], stream: WeightStream, device: Ints
+def simulate_stream(
+    graph: OpGraph,
+    seconds: Floats,
+    target: Target,
+    device: Ints,
+    order: Ints,
+    stream: WeightStream,
+    simulate_step: Callable[..., Simulation] = simulate,
 ) -> Simulation:
-    """Return a step that follows many others, each of which starts when the one before ends.
+    """Return a step with weights that stream, which follows many others: each starts when the one before ends.
 
-    Args:
-        simulate_step: Simulates a step, given its stream.
-        stream: That of the first step.
-        device: Per node.
+    Arguments are those of `simulate`; `stream` is that of the first step. `simulate_step` may be
+    `simulate_with_contention`.
     """
-    simulation = simulate_step(stream)
+    simulation = simulate_step(graph, seconds, target, device, order, stream=stream)
     for _ in range(SETTLING_STEPS if len(stream.blocks) else 0):
         stream = _follow(stream, simulation, device)
-        simulation = simulate_step(stream)
+        simulation = simulate_step(graph, seconds, target, device, order, stream=stream)
     return simulation
 
 

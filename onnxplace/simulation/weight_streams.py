@@ -94,9 +94,9 @@ class WeightStream:
     """Per node, the node that ran in the step before, and whose room its block takes; -1 if it is in this step."""
 
     @staticmethod
-    def none(device_count: int) -> WeightStream:
+    def none() -> WeightStream:
         """Return that of nodes whose weights all stay on their devices."""
-        return WeightStream(np.zeros(0, BLOCK), np.zeros(device_count), np.zeros(0, dtype=np.int32))
+        return WeightStream(np.zeros(0, BLOCK), np.zeros(1), np.zeros(0, dtype=np.int32))
 
     @staticmethod
     def of(load_seconds: Floats, distances: Longs, device: Ints, order: Ints, device_count: int) -> WeightStream:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onnxplace.devices import find_kind, is_known_kind, list_kind_names
+from onnxplace.devices import SHORT_NAMES, find_kind, is_known_kind, list_kind_names
 from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value, suggest_nearest
 from onnxplace.target.hosts import require_host_name, require_hosts_on_all, split_host
 from onnxplace.target.limits import MAX_INDEX, MAX_MEMORY_BYTES, require_device_limit
@@ -63,7 +63,9 @@ def _unknown_device_error(text: str, kind: str, index: str, where: str) -> Targe
     if match := re.fullmatch(r"([A-Za-z]+)([0-9]+)", text):  # the colon is missing
         kind, index = match.groups()
     number = index if _is_number(index) else "0"
-    hint = suggest_nearest(f"{kind}:{number}", [f"{known}:{number}" for known in list_kind_names()])
+    # Options name devices of this machine; files have whole names.
+    names = (*list_kind_names(), *(SHORT_NAMES if where.startswith("--") else ()))
+    hint = suggest_nearest(f"{kind}:{number}", [f"{known}:{number}" for known in names])
     hint += " (devices are written kind:index, such as cpu:0)"
     if _is_number(text):
         hint = "name each device, as in cpu:0,cpu:1 or cuda:0,cuda:1"

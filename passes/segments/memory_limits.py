@@ -16,7 +16,7 @@ from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.passes.segments.streamed_blocks import find_stream
 from onnxplace.problem import describe_shortage, device_seconds
-from onnxplace.simulation import Simulation, simulate_settled, simulate_with_contention
+from onnxplace.simulation import Simulation, simulate_stream, simulate_with_contention
 from onnxplace.state import State
 from onnxplace.target import Target
 
@@ -172,11 +172,8 @@ def simulate_segments(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
     device = np.array([placed[members[0]] for members in nodes], dtype=np.int32)
     order = np.arange(len(nodes), dtype=np.int32)
     seconds = segment_seconds(state, segment_of, coarse)
-    simulation = simulate_settled(
-        lambda stream: simulate_with_contention(coarse, seconds, target, device, order, stream),
-        find_stream(state, segment_of, device),
-        device,
-    )
+    stream = find_stream(state, segment_of, device)
+    simulation = simulate_stream(coarse, seconds, target, device, order, stream, simulate_with_contention)
     return SegmentPlan(nodes=tuple(nodes), segment_of=segment_of, graph=coarse, device=device, simulation=simulation)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.facts import Profile, Route, Routes, Segment, Segments
+from onnxplace.facts import Profile, Route, Routes, Segment, Segments, Streaming
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.segments.memory_limits import segment_seconds
 from onnxplace.simulation import predict_python_seconds, predict_request_rates, simulate_with_contention
@@ -57,6 +57,8 @@ def predict_routes(state: State, device_maps: Sequence[Ints]) -> Routes:
     for device_map, device, share in zip(device_maps, devices[1:], rates.shares[1:].tolist()):
         simulation = simulate_with_contention(coarse, seconds, target, device, order)
         routes.append(Route(device_map, simulation.finish_seconds - simulation.start_seconds, share))
+    if Streaming in state and (step := state[Segments].simulation.makespan_seconds) > rates.interval_seconds:
+        return Routes(tuple(routes), step, "weights that stream")  # streams serve one request after the other
     python_seconds = predict_python_seconds(target, devices)
     if python_seconds >= rates.interval_seconds:
         return Routes(tuple(routes), python_seconds, "Python")

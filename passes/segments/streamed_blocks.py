@@ -18,7 +18,7 @@ BLOCKS_IN_POOL = 4
 def find_stream(state: State, segment_of: Ints, device: Ints) -> WeightStream:
     """Return the weights that segments wait for, given the segment of each node and the device of each segment."""
     if Streaming not in state:
-        return WeightStream.none(len(state.target.devices))
+        return WeightStream.none()
     graph, streaming, count = state[Profile].graph, state[Streaming], len(device)
     reads = Csr.grouped(segment_of[graph.weights.rows].astype(np.int32), graph.weights.items, count)
     sizes, load = np.zeros(count, dtype=np.int64), np.zeros(count)

@@ -1,8 +1,5 @@
 from onnxplace.passes.streaming.homes_program import choose_homes as choose_homes
-from onnxplace.passes.streaming.streamable_weights import (
-    MIN_STREAMED_BYTES as MIN_STREAMED_BYTES,
-    StreamableWeights as StreamableWeights,
-)
+from onnxplace.passes.streaming.streamable_weights import StreamableWeights as StreamableWeights
 from onnxplace.passes.streaming.streamed_placement import (
     apply_choice as apply_choice,
     describe_choice as describe_choice,

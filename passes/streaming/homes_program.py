@@ -6,18 +6,17 @@ one after the other, and streams work all the time. So a step takes at least the
 the streams. The program minimises the larger one. Memory of devices and host bounds what stays. Where the next slot is
 on another device, values cross, so that runs of slots stay together.
 
-Beyond `MAX_BINARIES` choices, the program is solved with fractions. Then each slot goes where most of it is, and on
-each device the weights stay whose nodes lose most per byte.
+Beyond `MAX_BINARIES` choices, neighbours are joined until there are fewer: that gives the devices, and the homes follow
+slot by slot. The program with fractions then gives the bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.utils import make_program, run_highs
@@ -29,7 +28,7 @@ MAX_BINARIES = 1500
 # after a time, so that results are the same everywhere.
 MIP_OPTIONS = {"mip_rel_gap": 2e-3, "mip_max_nodes": 100, "random_seed": 0}
 # What else a shorter computation and fewer streamed bytes are worth, where they do not decide about the step.
-TIE_WEIGHT = 1e-3
+TIE_WEIGHT = 1e-4
 # The solver's tolerance is 1e-6 of a device's memory.
 MEMORY_MARGIN = 1e-5
 
@@ -69,7 +68,9 @@ class Choice:
     device: Ints
     home: Ints
     gap: float
-    """Distance of the step from a lower bound of the program, as a share of it."""
+    """Distance of the step from a lower bound, as a share of it."""
+    bound_seconds: float = 0.0
+    """The lower bound, by the program."""
 
 
 @dataclass
@@ -95,13 +96,52 @@ class _Rows:
 def choose_homes(problem: HomesProblem) -> Choice | None:
     """Return the choice with the shortest step; None if nothing fits."""
     program = _HomesProgram(problem)
-    if len(program.slot) > MAX_BINARIES:
-        solution = program.solve({}, is_integral=False)
-        choice = None if solution is None else _round(problem, program, solution)
+    if (parts := -(-len(program.slot) // MAX_BINARIES)) <= 1:
+        choice = program.solve()
+    elif (rough := _HomesProgram(_join_neighbours(problem, parts)).solve()) is not None:
+        elsewhere = np.arange(len(problem.seconds))[:, None] != np.repeat(rough.device, parts)[: len(problem.group)]
+        seconds, streaming = (
+            np.where(elsewhere, np.inf, times) for times in (problem.seconds, problem.streaming_seconds)
+        )
+        placed = _HomesProgram(replace(problem, seconds=seconds, streaming_seconds=streaming))
+        choice = placed.solve(program.solve(is_integral=False))
     else:
-        solution = program.solve(MIP_OPTIONS, is_integral=True)
-        choice = None if solution is None else program.read(solution)
+        choice = None
     return None if choice is None else _spread(problem, choice)
+
+
+def _join_neighbours(problem: HomesProblem, count: int) -> HomesProblem:
+    """Return the problem with `count` neighbours joined to one slot each."""
+    part = np.arange(len(problem.group)) // count
+    first = np.unique(part, return_index=True)[1]
+    seconds, streaming, held, streamed = (
+        np.add.reduceat(table, first, axis=1)
+        for table in (
+            problem.seconds,
+            np.minimum(problem.streaming_seconds, problem.seconds),
+            problem.held_bytes,
+            problem.streamed_bytes,
+        )
+    )
+    # Groups that share a joined slot are one.
+    group = part.copy()
+    for _ in range(len(first)):
+        least = np.full(int(problem.group.max()) + 1, len(part))
+        np.minimum.at(least, problem.group, group)
+        joined = np.minimum.reduceat(least[problem.group], first)[part]
+        if (joined == group).all():
+            break
+        group = joined
+    return replace(
+        problem,
+        seconds=seconds,
+        streaming_seconds=streaming,
+        held_bytes=held,
+        streamed_bytes=streamed,
+        crossing_seconds=problem.crossing_seconds[:, first],
+        group=group[first].astype(np.int32),
+        kind=np.arange(len(first), dtype=np.int32),
+    )
 
 
 class _HomesProgram:
@@ -128,8 +168,11 @@ class _HomesProgram:
         self.stream_seconds = self.stream_bytes / problem.rates[self.home, self.device]
         self.device_bytes = np.where(is_held, bytes_held[at], problem.held_bytes[at])
 
-    def solve(self, options: dict[str, Any], *, is_integral: bool) -> tuple[Floats, float] | None:
-        """Return the part of each choice and the distance from the bound; None if nothing fits."""
+    def solve(self, bound: Choice | None = None, *, is_integral: bool = True) -> Choice | None:
+        """Return the best choice; None if nothing fits.
+
+        With fractions, only its bound counts, which another choice can be compared with.
+        """
         import highspy
 
         problem, count = self.problem, len(self.slot)
@@ -151,14 +194,19 @@ class _HomesProgram:
             kinds = np.full(len(cost), highspy.HighsVarType.kContinuous, dtype=object)
             kinds[:count] = kinds[pool : pool + devices] = highspy.HighsVarType.kInteger
             program.integrality_ = kinds.tolist()
-        solver = run_highs(program, options)
+        solver = run_highs(program, MIP_OPTIONS)
         values = np.asarray(solver.getSolution().col_value, dtype=np.float64)
         info = solver.getInfo()
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None
-        bound = info.mip_dual_bound if is_integral else info.objective_function_value
-        self.bound_seconds = float(bound) * scale
-        return values[:count], max(1 - bound / max(info.objective_function_value, 1e-12), 0.0)
+        least = info.mip_dual_bound if is_integral else info.objective_function_value
+        # Ties add at most this share, since neither computing nor a stream takes longer than a step.
+        least_seconds = bound.bound_seconds if bound else float(least) * scale / (1 + TIE_WEIGHT * (1 + devices))
+        order = np.lexsort((values[:count], self.slot))
+        last = order[np.searchsorted(self.slot, np.arange(slots), "right") - 1]
+        device, home = (column[last].astype(np.int32) for column in (self.device, self.home))
+        gap = 1 - least_seconds / max(float(values[step]) * scale, 1e-12)
+        return Choice(device, home, max(gap, 0.0), least_seconds)
 
     def _build_rows(self, scale: float, step: int, pool: int, crossing: int | None) -> _Rows:
         problem, rows = self.problem, _Rows()
@@ -202,61 +250,6 @@ class _HomesProgram:
                     rows.add([(start, 1), *((c, -1) for c in on[device][slot]), *leaving], 0, infinite)
         return rows
 
-    def read(self, solution: tuple[Floats, float]) -> Choice:
-        """Return the choice that has most of each slot."""
-        values, gap = solution
-        order = np.lexsort((values, self.slot))
-        last = order[np.searchsorted(self.slot, np.arange(self.problem.seconds.shape[1]), "right") - 1]
-        return Choice(self.device[last].astype(np.int32), self.home[last].astype(np.int32), gap)
-
-
-def _round(problem: HomesProblem, program: _HomesProgram, solution: tuple[Floats, float]) -> Choice | None:
-    """Return each slot where most of it is, with weights held in the order of what their nodes lose per byte."""
-    devices, slots = problem.seconds.shape
-    part = np.zeros((devices, slots))
-    np.add.at(part, (program.device, program.slot), solution[0])
-    together = np.zeros((devices, int(problem.group.max()) + 1))
-    np.add.at(together.T, problem.group, part.T)
-    device = together.argmax(axis=0)[problem.group]
-    at = device, np.arange(slots)
-    streamed, must_hold = problem.streamed_bytes[at], ~np.isfinite(problem.streaming_seconds[at])
-    loss = np.where(must_hold, np.inf, problem.streaming_seconds[at] - problem.seconds[at])
-    may_hold = np.isfinite(problem.seconds[at]) & ((streamed > 0) | must_hold)
-    home = np.where(streamed > 0, DISK, HELD)
-    host_room = problem.host_bytes
-    for index in range(devices):
-        own = np.flatnonzero(device == index)
-        room = int(problem.room_bytes[index] - problem.held_bytes[index, own].sum())
-        if streamed[own].sum() > room or not may_hold[own].all():
-            room -= int(problem.pool_bytes[index])
-        if room < 0:
-            return None
-        ranked = own[np.lexsort((own, -loss[own] / np.maximum(streamed[own], 1)))]
-        for slot in ranked.tolist():
-            if may_hold[slot] and streamed[slot] <= room:
-                home[slot], room = HELD, room - int(streamed[slot])
-            elif must_hold[slot]:
-                return None
-            elif streamed[slot] and problem.rates[HOST, index] > 0 and streamed[slot] <= host_room:
-                home[slot], host_room = HOST, host_room - int(streamed[slot])
-            elif streamed[slot] and not problem.rates[DISK, index]:
-                return None
-    step = _predict(problem, device, home)
-    return Choice(
-        device.astype(np.int32), home.astype(np.int32), max(1 - program.bound_seconds / max(step, 1e-12), 0.0)
-    )
-
-
-def _predict(problem: HomesProblem, device: NDArray[Any], home: NDArray[Any]) -> float:
-    """Return the step of a choice, as the program counts it."""
-    at = device, np.arange(len(device))
-    seconds = np.where(home == HELD, problem.seconds[at], problem.streaming_seconds[at]).sum()
-    seconds += problem.crossing_seconds[at][1:][device[1:] != device[:-1]].sum()
-    size = np.where(home == HELD, 0, problem.streamed_bytes[at])
-    streams = np.bincount(device, size / problem.rates[home, device])
-    disk = size[home == DISK].sum() / max(float(problem.rates[DISK].max()), 1.0)
-    return float(max(seconds, streams.max(), disk))
-
 
 def _spread(problem: HomesProblem, choice: Choice) -> Choice:
     """Return the choice with the homes of equal slots spread evenly over the step.
@@ -276,4 +269,4 @@ def _spread(problem: HomesProblem, choice: Choice) -> Choice:
                 shift = (0.5 + index / len(kinds)) % 1
                 place[chosen] = (np.arange(len(chosen)) + shift) / len(chosen)
             home[own] = ranked[np.lexsort((ranked, place))]
-    return Choice(choice.device, home, choice.gap)
+    return replace(choice, home=home)

@@ -12,12 +12,11 @@ from onnx import TensorProto
 from onnxplace.facts import Profile
 from onnxplace.graph import Bools, Floats, Ints, Longs, sum_by
 from onnxplace.model import Model
+from onnxplace.passes.profiling import MIN_STREAMED_BYTES
 from onnxplace.passes.streaming.homes_program import HELD, Choice, HomesProblem
 from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import PAGE_BYTES
 
-# Smaller weights always stay: each input of a segment takes time as well.
-MIN_STREAMED_BYTES = 1 << 20
 # Types whose elements are no whole bytes, or no bytes at all: ONNX Runtime takes them as constants only.
 _CONSTANT_TYPES = frozenset(
     getattr(TensorProto, name)

@@ -228,7 +228,7 @@ class WorkQueue:
     """A stream of a device. Any thread may use it; work and its mark are enqueued by `with queue.lock`."""
 
     def __init__(self, driver: Driver, device: int, name: str) -> None:
-        self.driver = driver
+        self.driver, self.device = driver, device
         self.stream = driver.create_stream(device)
         self.name = name
         """The id of its device, for error messages."""

@@ -393,7 +393,8 @@ class Engine(WorkLoop):
         if alive := [worker for worker in self._workers if worker.is_alive()]:
             names = ", ".join(worker.name.removeprefix("onnxplace ") for worker in alive)
             progress = "; ".join(request.describe_progress() for request in list(self._in_flight.values()))
-            message = f"{self.bundle.path}: {names} did not return from ONNX Runtime ({progress or 'just ending'})"
+            what = "a read" if all(worker.name.endswith(WEIGHTS_PART) for worker in alive) else "ONNX Runtime"
+            message = f"{self.bundle.path}: {names} did not return from {what} ({progress or 'just ending'})"
             for request in list(self._in_flight.values()):  # their callers may wait without a timeout
                 reason = ExecutionError("X002", f"the session was closed: {progress}", where=str(self.bundle.path))
                 request.future.finish(None, request.failure or reason)

@@ -28,6 +28,7 @@ from onnxplace.machine import (
     to_ort_value_if_possible,
     to_python,
 )
+from onnxplace.runtimes.execution.device_pool import DevicePool
 from onnxplace.runtimes.execution.device_streams import (
     Allocation,
     DeviceTensor,
@@ -213,6 +214,12 @@ class StreamMemory(DeviceMemory):
         if not (is_native_array(host) or is_copyable_tensor(host)):
             return value
         return StreamValue(to_ort_value(np.array(to_python(host))))
+
+    def open_weight_pool(self, size: int) -> DevicePool:
+        """Return a pool on the device; raises ExecutionError if it has no memory for that."""
+        allocation = self._allocate(size)
+        self.incoming.mark("the allocation of a pool").synchronize()
+        return DevicePool(self.driver, self.computing, self.pool, allocation)
 
     def checkpoint(self) -> Any:
         """Return the mark of the last run; None if none is under way."""

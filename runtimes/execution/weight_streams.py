@@ -252,7 +252,8 @@ class WeightStream:
         self._waiting: Request | None = None
         self._failure: ExecutionError | None = None
         """Why the next block cannot be read."""
-        self._death: ExecutionError | None = None
+        self._death = ""
+        """Why the thread does not read any more."""
         self._is_ended = False
         self._loads: deque[Load] = deque()
 
@@ -270,10 +271,13 @@ class WeightStream:
                 self._begin_at(index)
         while True:
             with self._lock:
+                if self._death:
+                    raise ExecutionError("X005", self._death, where=self.device.id, hint="open a new session")
                 if self._taken < self._arrived:
                     self._taken += 1
                     return self._values[index]
-                if (failure := self._death or self._failure) is not None:
+                if (failure := self._failure) is not None:
+                    self._begin_at(index)  # the error, whose traceback has the frames of its caller, is not kept
                     raise failure
                 self._waiting = request
             request.receive("", self._home)  # no value has an empty name: it is the arrival of a block
@@ -314,8 +318,7 @@ class WeightStream:
                 else:
                     self._changes.get()
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
-            message = f"the thread that reads its weights died: {type(cause).__name__}: {cause}".rstrip(": ")
-            self._death = ExecutionError("X005", message, where=device.id, hint="open a new session")
+            self._death = f"the thread that reads its weights died: {type(cause).__name__}: {cause}".rstrip(": ")
             self._announce()
         finally:
             for file in self._files.values():

@@ -56,8 +56,9 @@ def read_imported_packages(source: str) -> set[str]:
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             modules.add(node.module or "")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("pytest.importorskip", "import_module"):
-            modules |= {item.value for item in node.args[:1] if isinstance(item, ast.Constant)}
+        elif isinstance(node, ast.Call) and any(isinstance(item, ast.Constant) for item in node.args[:1]):
+            name = ast.unparse(node.func)
+            modules |= {node.args[0].value} if name in ("pytest.importorskip", "import_module") else set()
     return {module.partition(".")[0] for module in modules}
 
 

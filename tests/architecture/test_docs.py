@@ -8,6 +8,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
+from typing import Any
 
 import pytest
 
@@ -55,13 +56,18 @@ def test_examples_in_docstrings_show_what_they_do(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_the_published_schema_matches_the_manifest():
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return build_manifest_schema()
+
+
+def test_the_published_schema_matches_the_manifest(schema):
     published = json.loads((ROOT / "docs/manifest.schema.json").read_text(encoding="utf-8"))
-    assert published == json.loads(json.dumps(build_manifest_schema()))
+    assert published == json.loads(json.dumps(schema))
 
 
-def test_the_schema_describes_the_fields_of_predictions_and_trial():
-    parts = build_manifest_schema()["$defs"]
+def test_the_schema_describes_the_fields_of_predictions_and_trial(schema):
+    parts = schema["$defs"]
     for name in ("Predicted", "TrialRecord"):
         descriptions = [field.get("description") for field in parts[name]["properties"].values()]
         assert sum(map(bool, descriptions)) > len(descriptions) // 2

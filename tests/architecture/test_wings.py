@@ -6,6 +6,7 @@ names that their `__init__` lists.
 
 import ast
 import inspect
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -57,7 +58,7 @@ MAY_IMPORT = {
         "training_step utils"
     ),
     "passes.batching": "errors feeds model passes.sharding",
-    "passes.streaming": "errors facts graph model passes.segments problem simulation state utils",
+    "passes.streaming": "errors facts graph model passes.profiling passes.segments problem simulation state utils",
     "passes.recomputation": "errors facts graph model problem state training_step utils",
     "passes": (
         "bundle errors facts graph machine model passes.batching passes.cost_files passes.placement.exact "
@@ -86,7 +87,7 @@ MAY_IMPORT = {
     "reports": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model passes.streaming pipeline problem reports "
+        "bundle cost_graph errors evaluation facts feeds graph machine model passes.profiling pipeline problem reports "
         "state target torch utils"
     ),
     "export": "bundle devices errors model target training_step utils",
@@ -127,8 +128,9 @@ def find_wing(name: str) -> str:
     return next((wing for n in range(len(parts), 0, -1) if (wing := ".".join(parts[:n])) in MAY_IMPORT), parts[0])
 
 
-def read_imports(path: Path) -> list[tuple[str, str]]:
-    """Return all imports from `onnxplace` in a file as (module, name), also in functions and for type checking."""
+@cache
+def read_all_imports(path: Path) -> list[tuple[str, str]]:
+    """Return all imports in a file as (module, name), also in functions and for type checking."""
     pairs = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
@@ -136,6 +138,12 @@ def read_imports(path: Path) -> list[tuple[str, str]]:
             pairs += [(node.module or "", alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
             pairs += [(alias.name, "") for alias in node.names]
+    return pairs
+
+
+def read_imports(path: Path) -> list[tuple[str, str]]:
+    """Return the imports from `onnxplace` in a file, relative to it."""
+    pairs = read_all_imports(path)
     inside = [(module, name) for module, name in pairs if module.split(".")[0] == "onnxplace"]
     return [(module.removeprefix("onnxplace").removeprefix("."), name) for module, name in inside]
 
@@ -195,12 +203,7 @@ def test_a_plugin_uses_only_what_wings_list(path):
 
 def test_nothing_imports_a_plugin():
     packages = {path.parent.name for path in PLUGIN_SOURCES if path.name == "__init__.py"}
-    imported = set()
-    for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            imported |= {name.partition(".")[0] for name in names}
+    imported = {module.partition(".")[0] for path in MODULES.values() for module, _ in read_all_imports(path)}
     assert "onnxplace_learned" in packages
     assert not packages & imported
 

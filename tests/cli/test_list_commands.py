@@ -27,9 +27,7 @@ def test_a_target_that_devices_wrote_compiles(run_cli, model_file):
 
 
 def test_a_target_of_another_machine_compiles_with_estimates(run_cli, model_file, monkeypatch):
-    monkeypatch.setattr(
-        "onnxplace.passes.profiling.profile_model.find_device_problem", lambda device: "there is none here"
-    )
+    monkeypatch.setattr("onnxplace.machine.hardware.find_device_problem", lambda device: "there is none here")
     device = '[[devices]]\nid = "cuda:{}"\nmemory_bytes = 80000000000\nmodel = "Imaginary 9000"\n'
     Path("target.toml").write_text(device.format(0) + device.format(1))
     result = run_cli("compile", model_file, *SHAPE, "--target", "target.toml", "--json")

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import onnxruntime
@@ -46,6 +47,14 @@ def name_library(monkeypatch):
     yield name
     has_family.cache_clear()
     resolve_short_name.cache_clear()
+
+
+def test_commands_on_other_devices_do_not_load_the_code_for_providers():
+    script = "from onnxplace.machine import local_target; local_target('cpu:0'); import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert "onnxplace.devices.kind_table" in loaded
+    assert "onnxplace.devices.plugin_providers" not in loaded
 
 
 def build_library(folder, name):

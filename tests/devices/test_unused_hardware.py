@@ -2,7 +2,7 @@
 
 import pytest
 
-from onnxplace.devices import list_unused_hardware, unused_hardware
+from onnxplace.devices import list_unused_hardware, plugin_providers, unused_hardware
 from tests.support.commands import only_json
 
 
@@ -10,7 +10,7 @@ from tests.support.commands import only_json
 def add_device(tmp_path, monkeypatch):
     """Let Linux list a device; no provider is installed."""
     monkeypatch.setattr(unused_hardware, "SYSFS", tmp_path)
-    monkeypatch.setattr(unused_hardware, "has_family", lambda family: False)
+    monkeypatch.setattr(plugin_providers, "has_family", lambda family: False)
 
     def add(path, vendor):
         folder = tmp_path / path / "device"
@@ -52,7 +52,7 @@ def test_equal_devices_are_named_once_and_others_not(add_device):
 def test_hardware_with_a_provider_is_not_named(add_device, monkeypatch):
     add_device("accel/accel0", "0x8086")
     add_device("drm/card0", "0x8086")
-    monkeypatch.setattr(unused_hardware, "has_family", lambda family: family == "openvino")
+    monkeypatch.setattr(plugin_providers, "has_family", lambda family: family == "openvino")
     assert list_unused_hardware() == ()
 
 

@@ -15,6 +15,7 @@ from onnxplace.errors import ExecutionError, InfeasibleError
 from onnxplace.evaluation import RateTrial, trial as step_trial
 from onnxplace.evaluation.trial import count_process_bytes
 from onnxplace.passes import profile
+from onnxplace.passes.profiling import PeakRates
 from onnxplace.reports import compile_summary
 from onnxplace.target import Device, Target
 from tests.driver.test_strategies import make_target
@@ -41,6 +42,7 @@ def short_trials(monkeypatch):
 def use_estimates(monkeypatch):
     """Let costs be the same in each run, whatever else the machine does."""
     monkeypatch.setattr(profile, "find_measurement_obstacle", lambda device: "costs that are the same in each run")
+    monkeypatch.setattr(profile, "measure_peaks", lambda core: PeakRates(40e9, 8e9, 5e-6))
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.conformance import Case, case, failures, outcome, placements, sample_cases, surrounded
 
-PARTS = 12
+PARTS = 24
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 def test_cases_that_onnxruntime_passes_pass_in_every_split(part: int):
     cases = [*sample_cases(hard=3, other=24), ("light", "test_shufflenet")]
     outcomes = [outcome(kind, name) for kind, name in cases[part::PARTS]]

@@ -1,7 +1,7 @@
 """Real architectures, every placer, one to three devices: valid ONNX files, equal results.
 
-The nine light architectures of the onnx wheel and the examples of this repository, with random weights. The three with
-240 MB of weights and more have an eighth of their channels; alexnet as a whole is in tests/export/test_merge.py.
+The nine light architectures of the onnx wheel and the examples of this repository, with random weights. The six with
+32 MB of weights and more have an eighth of their channels; alexnet as a whole is in tests/export/test_merge.py.
 """
 
 import json

@@ -8,7 +8,10 @@ import onnx
 import pytest
 from onnx import ModelProto, numpy_helper, parser
 
+import onnxplace
 from onnxplace.bundle import Bundle
+from onnxplace.evaluation import host_nodes, report_host_nodes
+from tests.conftest import FAST_PIPELINE
 from tests.support.commands import only_json
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
@@ -48,34 +51,48 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def measure(run_cli, name: str = "model.onnx") -> tuple[dict, list[str]]:
-    """Compile with measured costs; return the costs on the NPU by node, and the notes C003."""
-    data = only_json(run_cli("compile", name, *DEVICES, "-o", "measured", "--save-costs", "costs.json", "--json"))
-    nodes = json.loads(Path("costs.json").read_text())["nodes"]
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the bundle `measured`, and with its costs, measured once: `costs.json`."""
+    folder = tmp_path_factory.mktemp("measured")
+    measure(model(), folder)
+    return folder
+
+
+def measure(proto: ModelProto, folder: Path) -> None:
+    """Compile with measured costs, and save these."""
+    options = {"devices": "cpu:0,qnn/npu:0", "placer": "auto{seconds=0.1}", "save_costs": folder / "costs.json"}
+    onnxplace.compile(proto, output=folder / "measured", cache=False, **options)
+
+
+def read_npu_seconds(folder: Path) -> dict[str, float | str]:
+    """Return the measured costs on the NPU by node."""
+    nodes = json.loads((folder / "costs.json").read_text())["nodes"]
     npu = next(key for key in next(iter(nodes.values()))["seconds"] if key.startswith("qnn"))
-    notes = [note["message"] for note in data["diagnostics"] if note["code"] == "C003"]
-    return {node: entry["seconds"][npu] for node, entry in nodes.items()}, notes
+    return {node: entry["seconds"][npu] for node, entry in nodes.items()}
 
 
-def write_costs(seconds: dict[str, float | str]) -> None:
+def write_costs(measured: Path, seconds: dict[str, float | str]) -> None:
     """Write a cost file in which a node takes 10 ms on the CPU, and this on the NPU."""
-    data = json.loads(Path("costs.json").read_text())
+    data = json.loads((measured / "costs.json").read_text())
     for node, entry in data["nodes"].items():
         entry["seconds"] = {key: seconds[node] if key.startswith("qnn") else 0.01 for key in entry["seconds"]}
     Path("given.json").write_text(json.dumps({"format": data["format"], "version": 1, "nodes": data["nodes"]}))
 
 
-def test_costs_say_what_it_refuses_and_a_slow_one_gets_no_work(run_cli, folder):
-    seconds, (note,) = measure(run_cli)
+def test_costs_say_what_it_refuses_and_a_slow_one_gets_no_work(measured):
+    seconds = read_npu_seconds(measured)
     assert [node for node, value in seconds.items() if value == "refused"] == ["erf"]
     assert 0 < seconds["product"] < 1
+    manifest = Bundle.open(measured / "measured").manifest
+    (note,) = (note.message for note in manifest.diagnostics if note.code == "C003")
     assert note.startswith("takes 3 of 4 nodes, not 1 Erf; measured in 2 runs of nodes; opening took ")
-    assert {segment.device for segment in Bundle.open("measured").manifest.segments} == {"cpu:0"}  # simulated: slow
+    assert {segment.device for segment in manifest.segments} == {"cpu:0"}  # simulated: slow
 
 
-def test_a_fast_one_gets_what_it_takes_in_segments_around_what_it_refuses(run_cli, folder):
-    seconds, _ = measure(run_cli)
-    write_costs({node: value if value == "refused" else 0.002 for node, value in seconds.items()})
+def test_a_fast_one_gets_what_it_takes_in_segments_around_what_it_refuses(run_cli, folder, measured):
+    seconds = read_npu_seconds(measured)
+    write_costs(measured, {node: value if value == "refused" else 0.002 for node, value in seconds.items()})
     data = only_json(run_cli("compile", "model.onnx", *DEVICES, "--costs", "given.json", "-o", "out", "--json"))
     segments = Bundle.open("out").manifest.segments
     assert [(item.device, item.nodes) for item in segments] == [("qnn/npu:0", 2), ("cpu:0", 1), ("qnn/npu:0", 1)]
@@ -83,15 +100,27 @@ def test_a_fast_one_gets_what_it_takes_in_segments_around_what_it_refuses(run_cl
     assert run_cli("verify", "out").code == 0
 
 
-def test_a_bundle_whose_costs_are_wrong_is_told_what_the_host_computes(run_cli, folder):
-    measure(run_cli)
-    write_costs(dict.fromkeys(("product", "relu", "erf", "last"), 0.002))
+def test_a_bundle_whose_costs_are_wrong_is_told_what_the_host_computes(run_cli, folder, measured):
+    write_costs(measured, dict.fromkeys(("product", "relu", "erf", "last"), 0.002))
     data = only_json(run_cli("compile", "model.onnx", *DEVICES, "--costs", "given.json", "-o", "out", "--json"))
     (note,) = (note for note in data["diagnostics"] if note["code"] == "C007")
     assert note["where"] == "qnn/npu:0"
     assert note["message"] == "the host computes 1 node of its segments, such as Erf 'erf'"
     assert note["hint"] == "measure the costs here; to allow it, and to count its time: qnn/npu:0{fallback=true}"
     assert run_cli("verify", "out").code == 0
+
+
+def test_what_the_host_computes_is_read_from_compiled_models_else_segments_are_opened(run_cli, folder, monkeypatch):
+    Path("map.json").write_text('{".*": "qnn/npu:0"}')
+    pipeline = FAST_PIPELINE.replace("join=never", "join=never,device_map=map.json")
+    assert run_cli("compile", "model.onnx", "--devices", "qnn/npu:0", "--pipeline", pipeline, "-o", "out").code == 0
+    bundle = Bundle.open("out")
+    records = tuple(item.model_copy(update={"compiled": ()}) for item in bundle.manifest.segments)
+    uncompiled = Bundle(bundle.path, bundle.manifest.model_copy(update={"segments": records}))
+    (note,) = report_host_nodes(uncompiled)
+    assert note.message == "the host computes 1 node of its segments, such as Erf 'erf'"
+    monkeypatch.setattr(host_nodes, "open_session", lambda *_: pytest.fail("it was opened when it was written"))
+    assert report_host_nodes(bundle) == [note]
 
 
 def test_alone_it_is_infeasible_unless_the_host_may_run_what_it_refuses(run_cli, folder):
@@ -104,9 +133,9 @@ def test_alone_it_is_infeasible_unless_the_host_may_run_what_it_refuses(run_cli,
     assert "C007" not in allowed.err
 
 
-def test_quantised_operators_are_taken_with_their_quantisers(run_cli, folder):
-    onnx.save(model(QUANTISED), "quantised.onnx")
-    seconds, _ = measure(run_cli, "quantised.onnx")
+def test_quantised_operators_are_taken_with_their_quantisers(tmp_path):
+    measure(model(QUANTISED), tmp_path)
+    seconds = read_npu_seconds(tmp_path)
     assert [node for node, value in seconds.items() if value != "refused"] == ["d0", "relu", "q1"]
 
 

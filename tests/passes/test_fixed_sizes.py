@@ -42,6 +42,14 @@ def test_values_that_follow_from_sizes_become_constants_and_outputs_stay_compute
     assert after.initializers["target"].raw_data == np.array([3, -1]).tobytes()
 
 
+def test_several_sizes_are_refused_as_a_bundle_would_take_the_first_alone(model_path, run_cli):
+    result = run_cli("compile", model_path, "--shape", "batch=1,4,8", "--devices", "cpu:0", "--fixed-sizes")
+    assert result.code == 2
+    assert "error[U042] model: --fixed-sizes takes one size, and --shape gives 3" in result.err
+    assert "hint: give one size; or omit --fixed-sizes, and devices that need fixed sizes get a session" in result.err
+    assert sorted(path.name for path in model_path.parent.iterdir()) == ["model.onnx"]
+
+
 def test_the_bundle_computes_the_same_and_refuses_other_sizes(model_path, tmp_path, run_cli):
     bundle = tmp_path / "bundle"
     options = ("--shape", "batch=3", "--devices", "cpu:0,cpu:1", "--no-trial")

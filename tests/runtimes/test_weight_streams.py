@@ -67,7 +67,7 @@ def converse(session, chain, requests, draw):
         assert_equal(future.result(HUNG_SECONDS).outputs, expected)
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(st.integers(0, 1 << 30))
 def test_random_chains_compute_what_the_whole_model_does(tmp_path_factory, seed):
     draw = random.Random(seed)
@@ -217,7 +217,7 @@ def test_requests_end_at_once_while_a_read_hangs(bundle, faulty_reads):
             session.run(None, feeds, timeout=0.1)
         future = session.submit(feeds)
         start = time.monotonic()
-        with pytest.warns(RuntimeWarning, match="cpu:0 weights.*left behind"):
+        with pytest.warns(RuntimeWarning, match="cpu:0 weights.* did not return from a read .*left behind"):
             session.close(timeout=0)
         assert time.monotonic() - start < HUNG_SECONDS / 2
         with pytest.raises(onnxplace.ExecutionError, match="X002"):

@@ -14,7 +14,7 @@ from onnxplace.simulation import (
     find_distances,
     measure_block,
     simulate,
-    simulate_settled,
+    simulate_stream,
 )
 from onnxplace.testing import TICK_SECONDS
 from tests.simulation.test_simulate import placed_graphs
@@ -76,9 +76,7 @@ def test_weights_that_take_no_time_change_nothing(case):
     graph, seconds, target, device, order, _, distances = case
     stream = WeightStream.of(np.zeros(len(graph)), distances, device, order, len(target.devices))
     expected = simulate(graph, seconds, target, device, order)
-    step = simulate_settled(
-        lambda stream: simulate(graph, seconds, target, device, order, stream=stream), stream, device
-    )
+    step = simulate_stream(graph, seconds, target, device, order, stream)
     assert step.finish_seconds.tolist() == expected.finish_seconds.tolist()
     assert step.makespan_seconds == expected.makespan_seconds
 
@@ -90,8 +88,7 @@ def settle(run_seconds: list[float], load_seconds: list[float], sizes: list[int]
     target, device, order = even_target(1), np.zeros(count, dtype=np.int32), np.arange(count, dtype=np.int32)
     distances = find_distances(np.array(sizes), {0: pool}, device, order)
     stream = WeightStream.of(np.array(load_seconds), distances, device, order, 1)
-    table = np.array([run_seconds])
-    return simulate_settled(lambda stream: simulate(graph, table, target, device, order, stream=stream), stream, device)
+    return simulate_stream(graph, np.array([run_seconds]), target, device, order, stream)
 
 
 def test_a_step_takes_as_long_as_its_weights_where_they_come_more_slowly_than_it_computes():

@@ -14,18 +14,18 @@ MAX_MEMORY = "6MiB"
 """Of 6 MiB of weights, with values and a pool of 2.5 MiB, some have to stream."""
 
 
-def write_chain(path: Path, *, external: bool = False) -> Path:
-    """Write a chain of `LAYERS` products with weights of 1 MiB each; `external`: in a file beside it."""
+def write_chain(path: Path, *, layers: int = LAYERS, width: int = WIDTH, external: bool = False) -> Path:
+    """Write a chain of products with weights of 1 MiB each; `external`: in a file beside it."""
     random, lines = np.random.default_rng(0), []
-    for layer in range(LAYERS):
-        source, result = (f"x{layer}" if layer else "x"), (f"x{layer + 1}" if layer < LAYERS - 1 else "y")
+    for layer in range(layers):
+        source, result = (f"x{layer}" if layer else "x"), (f"x{layer + 1}" if layer < layers - 1 else "y")
         lines += [f"[product{layer}] p{layer} = MatMul({source}, w{layer})", f"[tanh{layer}] {result} = Tanh(p{layer})"]
     model = parser.parse_model(
         f"""<ir_version: 8, opset_import: ["": 17]>
-        chain (float[rows, {WIDTH}] x) => (float[rows, {WIDTH}] y) {{ {" ".join(lines)} }}"""
+        chain (float[rows, {width}] x) => (float[rows, {width}] y) {{ {" ".join(lines)} }}"""
     )
-    for layer in range(LAYERS):
-        array = random.standard_normal((WIDTH, WIDTH)).astype(np.float32) / np.float32(np.sqrt(WIDTH))
+    for layer in range(layers):
+        array = random.standard_normal((width, width)).astype(np.float32) / np.float32(np.sqrt(width))
         model.graph.initializer.append(numpy_helper.from_array(array, f"w{layer}"))
     onnx.save(model, path, save_as_external_data=external, location=f"{path.name}.data")
     return path

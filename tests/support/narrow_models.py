@@ -11,8 +11,8 @@ import light_models
 DIVISOR = 8
 """Of channels. It divides those of each layer of these models."""
 PIXEL_CHANNELS, CLASSES = 3, 1000
-# Models of 240 MB and more, whose bundles take up to minutes to write where memory is slow.
-WIDE = ("alexnet", "vgg19", "zfnet512")
+# Models of 32 MB and more. Where memory is slow, bundles of the largest take minutes to write.
+WIDE = ("alexnet", "densenet121", "inception-v2", "resnet50", "vgg19", "zfnet512")
 
 
 def narrow_model(name: str, seed: int = 0) -> onnx.ModelProto:

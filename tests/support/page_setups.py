@@ -141,6 +141,7 @@ SETUPS: Mapping[str, Setup] = {
         *("bert.onnx", "cluster.toml"),
         after="onnxplace plan bert.onnx --target h200.toml --shape batch=8",
     ),
+    "docs/streaming.md": setup("model.onnx", after="test -s report.html"),
     "docs/target.md": setup(
         "model.onnx",
         replaced={"cuda:": "cuda:"},

@@ -66,6 +66,7 @@ class StreamedChain:
         return {last: values, **{f"t{index}": feeds[f"s{index}"] + values for index in range(self.states)}}
 
     def compile(self, folder: Path, pipeline: str = "m-etf,split,emit", **options: Any) -> onnxplace.Bundle:
+        """Compile the chain for its devices, or others that `options` give."""
         count, kind = len(self.devices), "" if self.dtype == "float" else self.dtype
         states = [f"float[n,{self.side}] s{index}" for index in range(self.states)]
         outputs = [f"float[n,{self.side}] {name}" for name in self.outputs]
@@ -93,17 +94,18 @@ class StreamedChain:
             places[f"add{index}"] = self.devices[-1]
         device_map = folder / "map.json"
         device_map.write_text(json.dumps(places))
+        names = tuple(dict.fromkeys(self.devices))
+        target = {} if "devices" in options else {"target": Target(tuple(Device(name, 1 << 30) for name in names))}
         with self.streaming():
             return onnxplace.compile(
                 model,
                 folder / "chain.bundle",
-                target=Target(tuple(Device(name, 1 << 30) for name in dict.fromkeys(self.devices))),
                 shape={"n": ROWS},
                 state=[f"t{index}=s{index}" for index in range(self.states)],
                 pipeline=f"profile{{estimate=true}},coplace{{join=never,device_map={json.dumps(str(device_map))}}},"
                 + pipeline,
                 force=True,
-                **options,
+                **{**target, **options},
             )
 
     def streaming(self) -> AbstractContextManager[Any]:

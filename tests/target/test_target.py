@@ -140,6 +140,7 @@ def test_devices_have_parts_and_options(text, device, options):
         ("cuda:0{provider}", ("T005", "name=value", "'provider'")),
         ("cuda:0{provider=cuda,provider=cuda}", ("T005", "each once")),
         ("cuda:0{provider=cuda", ("T005", "have no end", "cuda:0{name=value}")),
+        ("nqu:0", ("T005", "unknown device 'nqu:0'", "did you mean 'npu:0'?")),
         ("2", ("T005", "unknown device '2'", "name each device, as in cpu:0,cpu:1")),
         ("cpu:0/0", ("T005", "cannot be one of several on cpu:0")),
         ("cuda:0/", ("T005", "no number after the slash", "cuda:0/0")),

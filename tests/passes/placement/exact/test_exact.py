@@ -195,7 +195,7 @@ def test_a_graph_too_large_to_search_gets_an_honest_gap():
 def test_a_contracted_graph_keeps_the_bound_of_its_nodes():
     state = random_state(3, 20, 2, facts=(Profile, Groups))
     fused = run_pass(make_pass("fuse"), state)
-    exact = make_pass("exact", {"seconds": "3"})
+    exact = make_pass("exact", {"seconds": "0.5"})
     done = run_pass(exact, fused)
     assert done[Schedule].lower_bound_seconds <= done[Schedule].simulation.makespan_seconds
     again = run_pass(exact, state)

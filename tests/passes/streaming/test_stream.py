@@ -1,0 +1,212 @@
+"""The pass `stream`: limits, homes, what streams and what stays, and errors that say what is needed."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from onnx import TensorProto, helper, numpy_helper, parser
+
+from onnxplace.errors import InfeasibleError, OnnxplaceError
+from onnxplace.facts import Placement, Profile, Schedule, Segments, Source, Streaming
+from onnxplace.model import bind, build_op_graph, infer_static_shapes, load, value_bytes
+from onnxplace.passes.stream import Stream
+from onnxplace.pipeline import Pipeline
+from onnxplace.problem import predict_step_seconds, predict_waiting_seconds
+from onnxplace.state import State
+from onnxplace.target import Device, Link, Target
+from tests.support.random_models import RandomModel, random_models
+
+MIB = 1 << 20
+GPU, HOST = Device("cuda:0", 64 * MIB, model="fast"), Device("cpu:0", 1 << 30, cores=2)
+
+
+def make_state(proto, target, dimensions=None, sizes=None):
+    """Return a state with costs that follow from the sizes of weights: the GPU computes ten times as fast.
+
+    With `sizes`, weights count as so many bytes, whatever they are in the file.
+    """
+    model = bind(load(proto), dimensions or {}, {})
+    graph = build_op_graph(model, value_bytes(model, infer_static_shapes(model)))
+    if sizes is not None:
+        graph = replace(graph, weight_bytes=np.resize(np.array(sizes) * MIB, len(graph.weight_names)))
+    read = np.array([graph.weight_bytes[graph.weights[node]].sum() for node in range(len(graph))])
+    seconds = {device.cost_class: 1e-6 + read / (2e10 if device.is_host else 2e11) for device in target.devices}
+    sources = {name: np.full(len(graph), Source.ESTIMATED, dtype=np.uint8) for name in seconds}
+    profile = Profile(graph=graph, seconds=seconds, sources=sources, unit=np.arange(len(graph), dtype=np.int32))
+    return State(target).with_facts(model, profile)
+
+
+def chain(layers=12, width=512):
+    """Return a chain of products with weights of 1 MiB each."""
+    lines = [f"[mm{i}] v{i + 1} = MatMul(v{i}, w{i})" for i in range(layers)]
+    text = f"""<ir_version: 8, opset_import: ["": 17]>
+    g (float[1, {width}] v0) => (float[1, {width}] v{layers}) {{ {" ".join(lines)} }}"""
+    model = parser.parse_model(text)
+    for i in range(layers):
+        array = np.random.default_rng(i).standard_normal((width, width)).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(array, f"w{i}"))
+    return model
+
+
+def run(state, text="stream"):
+    return Pipeline.parse(f"coplace{{join=never}},fuse,{text},split").run(state)[0]
+
+
+@settings(
+    max_examples=50,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+@given(
+    random_models(max_nodes=24),
+    st.lists(st.integers(0, 40), min_size=1, max_size=9),
+    st.integers(20, 120),
+    st.sampled_from(("", "{host=30MiB}", "{pool=45MiB}", "{always=true}")),
+    st.booleans(),
+)
+def test_random_models_keep_their_limits_and_every_weight_has_a_home(
+    model: RandomModel, sizes, limit, options, has_host
+):
+    target = Target((replace(GPU, memory_bytes=limit * MIB), *([replace(HOST, memory_bytes=200 * MIB)] * has_host)))
+    try:
+        state = make_state(model.proto, target, model.dimensions, sizes)
+    except OnnxplaceError:
+        assume(False)
+    try:
+        after = run(state, f"stream{options}")  # the pipeline checks all facts: limits, homes, devices
+    except InfeasibleError:
+        return
+    streaming, graph = after[Streaming], after[Profile].graph
+    assert (after[Segments].simulation.peak_bytes <= [device.memory_bytes for device in target.devices]).all()
+    size = dict(zip(graph.weight_names, graph.weight_bytes.tolist()))
+    assert all(size[name] == 0 for name in streaming.homes)
+    again = run(state, f"stream{options}")
+    assert again[Streaming].homes == streaming.homes
+    assert again[Placement].device.tolist() == after[Placement].device.tolist()
+    if "always" not in options:
+        try:
+            alone = run(state, "single")
+        except InfeasibleError:
+            return
+        assert predict_step_seconds(after) <= 1.05 * predict_step_seconds(alone) + 1e-4
+
+
+def test_what_has_room_stays_and_the_rest_streams_evenly():
+    state = run(make_state(chain(), Target((replace(HOST, memory_bytes=9 * MIB),))))
+    streaming = state[Streaming]
+    assert set(streaming.homes.values()) == {"disk"}
+    assert 4 <= len(streaming.homes) <= 6
+    layers = sorted(int(name[1:]) for name in streaming.homes)
+    assert max(np.diff(layers)) <= 4
+    assert state[Schedule].simulation.peak_bytes[0] <= 9 * MIB
+    assert predict_waiting_seconds(state) > 0
+    assert streaming.whole_profile.graph.total_weight_bytes == 12 * MIB
+
+
+def test_more_memory_makes_no_step_longer():
+    steps = []
+    for limit in (3, 5, 7, 9, 11, 13):
+        state = run(make_state(chain(), Target((replace(HOST, memory_bytes=limit * MIB),))))
+        steps.append(predict_step_seconds(state))
+    assert all(later <= before * 1.02 for before, later in pairwise(steps))
+    assert not state[Streaming].homes
+
+
+def test_the_host_computes_while_the_link_is_slow():
+    """Over a slow link, weights take longer to come than the host takes for their nodes."""
+    link = Link("cpu:0", "cuda:0", 1e-5, 5e9)
+    target = Target((replace(GPU, memory_bytes=4 * MIB), HOST), (link, Link("cuda:0", "cpu:0", 1e-5, 5e9)))
+    state = run(make_state(chain(), target))
+    device = state[Placement].device
+    assert 0 < (device == 1).sum() < 12
+    assert np.count_nonzero(np.diff(device)) <= 2  # nodes of the host are neighbours
+    off = run(make_state(chain(), Target(target.devices[:1], ())))
+    assert predict_step_seconds(state) < predict_step_seconds(off)
+
+
+def test_the_memory_of_the_host_bounds_what_it_keeps():
+    state = run(make_state(chain(), Target((replace(GPU, memory_bytes=5 * MIB),))), "stream{host=4MiB}")
+    homes = list(state[Streaming].homes.values())
+    assert homes.count("host") == 4
+    assert homes.count("disk") >= 4
+    assert state[Streaming].streams[0].bytes_per_second.keys() == {"host", "disk"}
+
+
+def test_several_devices_stream_at_the_same_time():
+    target = Target(tuple(replace(GPU, id=f"cuda:{index}", memory_bytes=4 * MIB) for index in range(2)))
+    state = run(make_state(chain(), target))
+    assert state[Streaming].streams.keys() == {0, 1}
+    one = run(make_state(chain(), Target(target.devices[:1])))
+    assert predict_step_seconds(state) < 0.8 * predict_step_seconds(one)
+
+
+def test_weights_that_are_looked_up_stay_in_the_file_for_processors():
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    g (int64[1] x) => (float[1, 512] y) { [look] e = Gather(table, x) [mm] y = MatMul(e, w) }"""
+    model = parser.parse_model(text)
+    for name, rows in (("table", 4096), ("w", 512)):
+        model.graph.initializer.append(numpy_helper.from_array(np.ones((rows, 512), np.float32), name))
+    state = run(make_state(model, Target((replace(HOST, memory_bytes=2 * MIB),))))
+    assert "table" not in state[Streaming].homes
+    assert state[Schedule].simulation.peak_bytes[0] < 2 * MIB
+    state = run(make_state(model, Target((replace(GPU, memory_bytes=16 * MIB),))), "stream{always=true}")
+    assert "table" in state[Streaming].homes  # other devices hold the whole table
+
+
+def test_a_weight_that_two_nodes_read_stays():
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    g (float[1, 512] x) => (float[1, 512] y) { [a] t = MatMul(x, w) [b] u = MatMul(t, v) [c] y = MatMul(u, w) }"""
+    model = parser.parse_model(text)
+    for name in "vw":
+        model.graph.initializer.append(numpy_helper.from_array(np.ones((512, 512), np.float32), name))
+    state = run(make_state(model, Target((HOST,))), "stream{always=true}")
+    assert state[Streaming].homes.keys() == {"v"}
+
+
+def test_types_of_less_than_a_byte_stay():
+    weight = helper.make_tensor("w", TensorProto.INT4, [2048, 1024], bytes(1 << 20), raw=True)
+    text = """<ir_version: 10, opset_import: ["": 21]>
+    g (float[1, 2048] x) => (float[1, 1024] y)
+    { [open] d = DequantizeLinear(w, s) [mm] y = MatMul(x, d) }"""
+    model = parser.parse_model(text)
+    model.graph.initializer.extend([weight, numpy_helper.from_array(np.float32(1), "s")])
+    onnx.checker.check_model(model)
+    state = run(make_state(model, Target((HOST,))), "stream{always=true}")
+    assert not state[Streaming].homes
+
+
+def test_a_pool_that_is_too_small_says_how_large_it_must_be():
+    state = make_state(chain(), Target((replace(HOST, memory_bytes=6 * MIB),)))
+    with pytest.raises(
+        InfeasibleError, match=r"the weights of node 'mm0' must stream, and have 1048576 bytes"
+    ) as caught:
+        run(state, "stream{pool=900KiB}")
+    assert (caught.value.code, caught.value.hint) == ("P066", "--pool 1048576 or more")
+
+
+def test_a_limit_that_is_too_small_says_what_is_needed():
+    state = make_state(chain(), Target((replace(HOST, memory_bytes=MIB),)))
+    with pytest.raises(InfeasibleError, match=r"cpu:0 needs at least (\d+) bytes") as caught:
+        run(state)
+    needed = int(caught.value.message.split("at least ")[1].split()[0])
+    enough = make_state(chain(), Target((replace(HOST, memory_bytes=needed + 100),)))
+    assert len(run(enough)[Streaming].homes) == 12
+
+
+def test_a_model_without_large_weights_says_what_is_missing():
+    state = make_state(chain(layers=3, width=16), Target((replace(HOST, memory_bytes=1024),)))
+    with pytest.raises(InfeasibleError, match="lacks") as caught:
+        run(state)
+    assert caught.value.code == "P002"
+
+
+def test_the_note_says_what_streams_what_stays_and_how_far_it_is_from_the_best_choice():
+    state = make_state(chain(), Target((replace(HOST, memory_bytes=9 * MIB),)))
+    note = next(note for note in run(state).diagnostics if note.code == "P067")
+    assert "cpu:0 computes 12 nodes" in note.message
+    assert "come from disk" in note.message
+    assert "from the best choice" in note.message
+    assert Stream.name == note.where
