@@ -25,7 +25,7 @@ from onnxplace.state import Pass, State
 from onnxplace.target import parse_bytes
 
 # Sizes of the pool that are tried: shares of the least memory of a device, and multiples of the largest block.
-POOL_SHARES, POOL_BLOCKS = (1 / 16, 1 / 8, 1 / 4), (1, 2)
+POOL_SHARES, POOL_BLOCKS = (1 / 32, 1 / 16, 1 / 8), (1, 2)
 # Assumed where nothing is known.
 DISK_BYTES_PER_SECOND = 1.5e9
 
@@ -35,10 +35,9 @@ class Stream(Pass):
     """Let weights stream that devices have no room for.
 
     It decides which weights stay on their devices, which ones come to them in time for each run, from the host's memory
-    or from disk, and which nodes another device computes instead, such as the host. The predicted step is the longest
-    of computing and of each stream. An integer program minimises it; a note says how far it may be from the best
-    choice. Weights stay first whose nodes lose most with weights as inputs. What streams is spread evenly over the
-    step.
+    or from disk, and which nodes another device computes instead, such as the host. An integer program minimises the
+    predicted step: computing, crossings, and waits where the pool is empty. A note says how far the choice may be from
+    the best one. Weights stay first whose nodes lose most with weights as inputs.
     """
 
     name: ClassVar[str] = "stream"

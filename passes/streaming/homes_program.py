@@ -2,9 +2,9 @@
 
 A *slot* is a run of neighbours in the schedule, of which at most one reads weights that may stream. A choice for a slot
 is a device and a home: its weights stay on the device, or stream to it from the host's memory or from disk. Slots run
-one after the other, and streams work all the time. So a step takes at least the sum of all slots, and as long as any of
-the streams. The program minimises the larger one. Memory of devices and host bounds what stays. Where the next slot is
-on another device, values cross, so that runs of slots stay together.
+one after the other; where the next one is on another device, values cross. Streams work all the time: a stream fills
+its pool while slots run, and slots take from it, so what streams is spread over the step. Where a pool is empty, slots
+wait. The program minimises the sum of all slots, crossings and waits. Memory of devices and host bounds what stays.
 
 Beyond `MAX_BINARIES` choices, neighbours are joined until there are fewer: that gives the devices, and the homes follow
 slot by slot. The program with fractions then gives the bound.
@@ -26,9 +26,12 @@ HELD, HOST, DISK = range(3)
 MAX_BINARIES = 1500
 # Choices that differ by less than this share of a step are equally good. The search ends after so many subproblems, not
 # after a time, so that results are the same everywhere.
-MIP_OPTIONS = {"mip_rel_gap": 2e-3, "mip_max_nodes": 100, "random_seed": 0}
+MIP_OPTIONS = {"mip_rel_gap": 2e-3, "mip_max_nodes": 20, "random_seed": 0}
 # What else a shorter computation and fewer streamed bytes are worth, where they do not decide about the step.
 TIE_WEIGHT = 1e-4
+# A step is divided into so many parts, after each of which the pools hold no more than this share of their size: blocks
+# come and go as a whole, and leave gaps.
+MAX_PARTS, POOL_USE = 32, 0.5
 # The solver's tolerance is 1e-6 of a device's memory.
 MEMORY_MARGIN = 1e-5
 
@@ -57,8 +60,6 @@ class HomesProblem:
     """[home, device] in bytes per second: infinite for weights that are held, 0 where none can come from a home."""
     group: Ints
     """Per slot; those of one group run on one device."""
-    kind: Ints
-    """Per slot; those of one kind are alike, so that their choices may be exchanged."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def choose_homes(problem: HomesProblem) -> Choice | None:
         choice = placed.solve(program.solve(is_integral=False))
     else:
         choice = None
-    return None if choice is None else _spread(problem, choice)
+    return choice
 
 
 def _join_neighbours(problem: HomesProblem, count: int) -> HomesProblem:
@@ -140,7 +141,6 @@ def _join_neighbours(problem: HomesProblem, count: int) -> HomesProblem:
         streamed_bytes=streamed,
         crossing_seconds=problem.crossing_seconds[:, first],
         group=group[first].astype(np.int32),
-        kind=np.arange(len(first), dtype=np.int32),
     )
 
 
@@ -175,15 +175,24 @@ class _HomesProgram:
         """
         import highspy
 
+        def is_feasible(solver: Any) -> bool:
+            return bool(solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible)
+
         problem, count = self.problem, len(self.slot)
         devices, slots = problem.seconds.shape
         scale = max(float(np.where(np.isfinite(problem.seconds), problem.seconds, 0.0).sum(axis=1).max()), 1e-9)
-        step, pool, crossing = count, count + 1, count + 1 + devices
+        parts = min(slots, MAX_PARTS)
+        step, pool, wait = count, count + 1, count + 1 + devices
+        level = wait + parts
+        crossing = level + parts * devices
         crossings = devices * (slots - 1) if devices > 1 else 0
         rows = self._build_rows(scale, step, pool, crossing if crossings else None)
+        self._add_levels(rows, scale, step, wait, crossing if crossings else None)
         seconds = (self.seconds + self.stream_seconds) / scale
-        cost = np.r_[TIE_WEIGHT * seconds, 1.0, np.zeros(devices), np.zeros(crossings)]
-        upper = np.r_[np.ones(count), np.inf, np.ones(devices), np.ones(crossings)]
+        cost = np.r_[TIE_WEIGHT * seconds, 1.0, np.zeros(crossing + crossings - pool)]
+        depth = POOL_USE * problem.pool_bytes / np.maximum(problem.rates[[HOST, DISK]].max(axis=0), 1.0) / scale
+        upper = np.r_[np.ones(count), np.inf, np.ones(devices), np.full(parts, np.inf), np.tile(depth, parts)]
+        upper = np.r_[upper, np.ones(crossings)]
         program = make_program(
             cost,
             (np.zeros(len(cost)), upper),
@@ -195,9 +204,10 @@ class _HomesProgram:
             kinds[:count] = kinds[pool : pool + devices] = highspy.HighsVarType.kInteger
             program.integrality_ = kinds.tolist()
         solver = run_highs(program, MIP_OPTIONS)
-        values = np.asarray(solver.getSolution().col_value, dtype=np.float64)
-        info = solver.getInfo()
-        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        if solver.getModelStatus() == highspy.HighsModelStatus.kSolutionLimit and not is_feasible(solver):
+            solver = run_highs(program, {"random_seed": 0, "mip_max_improving_sols": 1})
+        values, info = np.asarray(solver.getSolution().col_value, dtype=np.float64), solver.getInfo()
+        if not is_feasible(solver):
             return None
         least = info.mip_dual_bound if is_integral else info.objective_function_value
         # Ties add at most this share, since neither computing nor a stream takes longer than a step.
@@ -216,17 +226,8 @@ class _HomesProgram:
         of_slot = [columns[begin:end] for begin, end in pairwise(borders)]
         for own in of_slot:
             rows.add(((column, 1) for column in own), 1, 1)
-        # The step takes as long as all slots, as the stream of each device, and as what the disk reads for all of them.
-        entries = [(step, 1.0), *zip(columns, -self.seconds / scale)]
-        if crossing is not None:
-            cost = problem.crossing_seconds[:, 1:] / scale
-            entries += zip(range(crossing, crossing + cost.size), -cost.ravel())
-        rows.add(entries, 0, infinite)
-        limits = [(self.device == device, self.stream_seconds) for device in range(devices)]
-        limits.append((self.home == DISK, self.stream_bytes / max(float(problem.rates[DISK].max()), 1.0)))
-        for chosen, seconds in limits:
-            chosen = chosen & (self.home != HELD)
-            rows.add([(step, 1.0), *zip(columns[chosen], -seconds[chosen] / scale)], 0, infinite)
+        own, read_seconds = columns[self.home == DISK], self.stream_bytes / max(float(problem.rates[DISK].max()), 1.0)
+        rows.add([(step, 1.0), *zip(own, -read_seconds[own] / scale)], 0, infinite)
         for device, room in enumerate(problem.room_bytes.tolist()):
             own = columns[self.device == device]
             room = max(room, 1)
@@ -250,23 +251,29 @@ class _HomesProgram:
                     rows.add([(start, 1), *((c, -1) for c in on[device][slot]), *leaving], 0, infinite)
         return rows
 
+    def _add_levels(self, rows: _Rows, scale: float, step: int, wait: int, crossing: int | None) -> None:
+        """Add rows for the time of each part of a step, and for what each pool holds after it.
 
-def _spread(problem: HomesProblem, choice: Choice) -> Choice:
-    """Return the choice with the homes of equal slots spread evenly over the step.
-
-    A small pool then smooths what streams.
-    """
-    home = choice.home.copy()
-    kinds = np.unique(problem.kind)
-    for index, kind in enumerate(kinds.tolist()):
-        for device in np.unique(choice.device).tolist():
-            own = np.flatnonzero((problem.kind == kind) & (choice.device == device))
-            ranked = np.sort(choice.home[own])[::-1]  # from disk, from the host, held
-            # Places are a fraction of the kind's slots apart, and kinds begin at different ones.
-            place = np.zeros(len(own))
-            for value in np.unique(ranked):
-                chosen = np.flatnonzero(ranked == value)
-                shift = (0.5 + index / len(kinds)) % 1
-                place[chosen] = (np.arange(len(chosen)) + shift) / len(chosen)
-            home[own] = ranked[np.lexsort((ranked, place))]
-    return replace(choice, home=home)
+        That is in seconds of its stream. A part takes as long as its slots, crossings and a wait. Meanwhile the stream
+        fills the pool, and the slots take from it. A step ends with what it began with.
+        """
+        problem, columns = self.problem, np.arange(len(self.slot))
+        devices, slots = problem.seconds.shape
+        parts = min(slots, MAX_PARTS)
+        part, level = np.arange(slots) * parts // slots, wait + parts
+        total: list[tuple[int, float]] = [(step, 1.0)]
+        for number in range(parts):
+            own = columns[part[self.slot] == number]
+            times = [(wait + number, -1.0), *zip(own, -self.seconds[own] / scale)]
+            for slot in np.flatnonzero(part[1:] == number).tolist() if crossing is not None else ():
+                starts = [crossing + device * (slots - 1) + slot for device in range(devices)]
+                times += zip(starts, -problem.crossing_seconds[:, slot + 1] / scale)
+            total += times
+            for device in range(devices):
+                taken = dict(times)
+                for column in own[(self.device[own] == device) & (self.home[own] != HELD)].tolist():
+                    taken[column] += self.stream_seconds[column] / scale
+                before = level + (number - 1) % parts * devices + device
+                levels = [(level + number * devices + device, 1.0), (before, -1.0)] if parts > 1 else []
+                rows.add([*taken.items(), *levels], -np.inf, 0)
+        rows.add(total, 0, np.inf)

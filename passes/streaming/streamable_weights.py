@@ -158,7 +158,6 @@ class StreamableWeights:
             host_bytes=host_bytes,
             rates=rates,
             group=np.unique(group, return_inverse=True)[1].astype(np.int32),
-            kind=self._find_kinds(slots, streamed, np.isfinite(streaming)),
         )
 
     @cached_property
@@ -184,18 +183,6 @@ class StreamableWeights:
             times[device, device] = np.inf
         crossing: Floats = times.min(axis=0)
         return np.where(np.isfinite(crossing), crossing, 0.0)
-
-    def _find_kinds(self, slots: int, streamed: Longs, streams: Bools) -> Ints:
-        """Return a kind per slot: equal ones have weights of equal size, which equal operators read."""
-        graph, members = self.profile.graph, self.problem.members
-        keys: list[tuple[object, ...]] = [
-            (streamed[:, slot].tobytes(), streams[:, slot].tobytes()) for slot in range(slots)
-        ]
-        readers = graph.weights.rows[self.may_stream[graph.weights.items]]
-        for node in np.unique(readers).tolist():
-            keys[self.slot[members[node]]] += (graph.ops[node],)
-        number = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-        return np.array([number[key] for key in keys], dtype=np.int32)
 
     def list_streamed(self, choice: Choice) -> dict[int, list[int]]:
         """Return, per device, the weights that stream to it."""

@@ -106,6 +106,7 @@ def test_what_has_room_stays_and_the_rest_streams_evenly():
     assert streaming.whole_profile.graph.total_weight_bytes == 12 * MIB
 
 
+@pytest.mark.slow
 def test_more_memory_makes_no_step_longer():
     steps = []
     for limit in (3, 5, 7, 9, 11, 13):
@@ -135,6 +136,7 @@ def test_the_memory_of_the_host_bounds_what_it_keeps():
     assert state[Streaming].streams[0].bytes_per_second.keys() == {"host", "disk"}
 
 
+@pytest.mark.slow
 def test_several_devices_stream_at_the_same_time():
     target = Target(tuple(replace(GPU, id=f"cuda:{index}", memory_bytes=4 * MIB) for index in range(2)))
     state = run(make_state(chain(), target))
