@@ -8,8 +8,9 @@
 `group` needs Linux and the right to make a control group; it takes 6 GB of disk. Each session runs in a process of its
 own in a group of its own, and sessions take turns: ONNX Runtime as it is, ONNX Runtime's mapping of the whole file
 (`session.disable_prepacking`), and the bundle. Between its steps, each process reads what a step reads without
-computing, so that both rates are of one run. `webgpu` does the same on a GPU, with the bundle that holds all weights
-next to it. Both print the predicted step next to the measured one. `--json F` writes all figures.
+computing, so that both rates are of one run. `webgpu` times a step in turns with a bundle that holds all weights and
+with bringing them alone; `.ci/webgpu` installs a GPU in software. Both print the predicted step next to the measured
+one. `machines` estimates: nothing is measured, and weights are holes of a file. `--json F` writes all figures.
 """
 
 from __future__ import annotations
