@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import _streaming_models as models
+from benchmarks import _streaming_models as models
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("llama-3-8b", models.LLAMA_3_8B), ("sdxl", models.SDXL)])
