@@ -7,7 +7,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # for what benchmarks share with each other
 
 from benchmarks import _streaming_models as models
 
