@@ -66,7 +66,7 @@ class WeightFiles:
 
     def __init__(self, bundle: Bundle) -> None:
         manifest, name = bundle.manifest, f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
-        sizes = {bundle.file(name): manifest.files[name].bytes}
+        sizes = {bundle.file(file): record.bytes for file, record in manifest.files.items() if file == name}
         sizes |= {bundle.linked_file(link): record.bytes for link, record in manifest.linked.items()}
         self._are_read_elsewhere = bool(manifest.streams) or any(
             is_isolated(item.address) for item in manifest.target.devices
