@@ -5,7 +5,7 @@
     python benchmarks/streaming.py machines                     # UNet and decoder on an RTX 4090, estimated
     python benchmarks/streaming.py unchanged --before v1.2.0    # enough memory: files, steps and opening as before
 
-`group` needs Linux and the right to make a control group; it takes 6 GB of disk. Each session runs in a process of its
+`group` needs Linux and the right to make a control group; it takes 12 GB of disk. Each session runs in a process of its
 own in a group of its own, and sessions take turns: ONNX Runtime as it is, ONNX Runtime's mapping of the whole file
 (`session.disable_prepacking`), and the bundle. Between its steps, each process reads what a step reads without
 computing, so that both rates are of one run. `webgpu` times a step in turns with a bundle that holds all weights and
@@ -253,8 +253,7 @@ def measure_group(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         enough = summarise([run_child({**job, **reference})])
         options = {"devices": "cpu:0", "max_memory": f"cpu:0={args.memory}", "inputs": feeds, **args.compile}
         shape = {"batch": 1, "sequence": tokens, "past": args.past}
-        # Linked, so that all sessions read one file.
-        bundle = compile_bundle(path, folder / "bundle", shape=shape, link_weights=True, **options)
+        bundle = compile_bundle(path, folder / "bundle", shape=shape, **options)
         job |= {"reference": files["reference"], "reads": True, "turns": args.turns}
         found = {name: list[Row]() for name in ("prepacked", "mapped", "bundle")}
         for turn in range(args.rounds):
