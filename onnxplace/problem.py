@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from onnxplace.facts import (
     Placement,
     Profile,
     Schedule,
+    Segment,
     Segments,
     is_refused,
 )
@@ -116,18 +118,24 @@ def predict_request_seconds(state: State) -> float:
     return request_overhead_seconds(len({segment.device for segment in state[Segments].segments}))
 
 
+def index_segments(segments: Sequence[Segment], count: int) -> Ints:
+    """Return the index of the segment of each of `count` nodes."""
+    segment_of = np.zeros(count, dtype=np.int32)
+    for index, segment in enumerate(segments):
+        segment_of[segment.nodes] = index
+    return segment_of
+
+
 def predict_waiting_seconds(state: State) -> float:
     """Return the part of the predicted step of a split model that is due to waits for weights."""
     segments, simulation = state[Segments].segments, state[Segments].simulation
-    segment_of = np.zeros(len(state[Profile].graph), dtype=np.int32)
-    for index, segment in enumerate(segments):
-        segment_of[segment.nodes] = index
+    graph = state[Profile].graph
     device = np.array([segment.device for segment in segments], dtype=np.int32)
     seconds = np.broadcast_to(
         simulation.finish_seconds - simulation.start_seconds, (len(state.target.devices), len(device))
     )
     order = np.arange(len(device), dtype=np.int32)
-    held = simulate(state[Profile].graph.contract(segment_of), seconds, state.target, device, order)
+    held = simulate(graph.contract(index_segments(segments, len(graph))), seconds, state.target, device, order)
     return max(simulation.makespan_seconds - held.makespan_seconds, 0.0)
 
 

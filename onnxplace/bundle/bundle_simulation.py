@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxplace.bundle.bundle_routes import list_route_devices, list_routes
 from onnxplace.bundle.manifest import Manifest, RouteRecord
-from onnxplace.graph import Csr, Floats, Longs, OpGraph
+from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.simulation import (
     Simulation,
     WeightStream,
@@ -53,8 +53,7 @@ def simulate_manifest(manifest: Manifest) -> Simulation:
     the step follows many others. The simulation leaves out the time of a request before the first segment and after the
     last.
     """
-    target = manifest.target.target()
-    device = np.array([target.position(segment.device) for segment in manifest.segments], dtype=np.int32)
+    target, device = manifest.target.target(), _index_devices(manifest)
     order = np.arange(len(device), dtype=np.int32)
     segment_seconds = np.array([segment.seconds for segment in manifest.segments], dtype=np.float64)
     seconds = np.broadcast_to(segment_seconds, (len(target.devices), len(segment_seconds)))
@@ -66,10 +65,15 @@ def build_weight_stream(manifest: Manifest) -> WeightStream:
     """Return the weights that the segments of the first route wait for."""
     if not manifest.streams:
         return WeightStream.none()
-    names = [device.id for device in manifest.target.devices]
-    device = np.array([names.index(segment.device) for segment in manifest.segments], dtype=np.int32)
-    load_seconds, order = list_load_seconds(manifest, list_routes(manifest)[0]), np.arange(len(device), dtype=np.int32)
-    return WeightStream.of(load_seconds, _find_distances(manifest), device, order, len(names))
+    device, load_seconds = _index_devices(manifest), list_load_seconds(manifest, list_routes(manifest)[0])
+    order, count = np.arange(len(device), dtype=np.int32), len(manifest.target.devices)
+    return WeightStream.of(load_seconds, _find_distances(manifest), device, order, count)
+
+
+def _index_devices(manifest: Manifest) -> Ints:
+    """Return the index of the device of each segment on the first route."""
+    position = {device.id: index for index, device in enumerate(manifest.target.devices)}
+    return np.array([position[segment.device] for segment in manifest.segments], dtype=np.int32)
 
 
 def predict_weight_wait_seconds(manifest: Manifest) -> float:
@@ -106,10 +110,10 @@ def list_load_seconds(manifest: Manifest, route: RouteRecord) -> Floats:
 def _find_distances(manifest: Manifest) -> Longs:
     """Return what `find_distances` does, for the bundle's segments."""
     sizes = [measure_block(manifest.streamed[name].bytes for name in item.streamed) for item in manifest.segments]
-    names = [device.id for device in manifest.target.devices]
-    pools = {names.index(stream.device): stream.pool_bytes for stream in manifest.streams}
-    device = np.array([names.index(segment.device) for segment in manifest.segments], dtype=np.int32)
-    return find_distances(np.array(sizes, dtype=np.int64), pools, device, np.arange(len(device), dtype=np.int32))
+    pool_bytes = {stream.device: stream.pool_bytes for stream in manifest.streams}
+    pools = {i: pool_bytes[item.id] for i, item in enumerate(manifest.target.devices) if item.id in pool_bytes}
+    order = np.arange(len(sizes), dtype=np.int32)
+    return find_distances(np.array(sizes, dtype=np.int64), pools, _index_devices(manifest), order)
 
 
 def predict_interval_seconds(manifest: Manifest) -> float:

@@ -254,9 +254,10 @@ def _list_initial_faults(manifest: Manifest) -> Iterator[str]:
     """Name initial values that do not fit their inputs, or are in no file of the bundle."""
     inputs = {item.name: item for item in manifest.inputs}
     for state in manifest.states:
-        if (state.initial and (fault := _find_stored_fault(manifest, state.initial, inputs[state.input].dtype))) or (
-            state.initial and (fault := _find_shape_fault(state.initial, inputs[state.input]))
-        ):
+        if state.initial is None:
+            continue
+        item = inputs[state.input]
+        if fault := _find_stored_fault(manifest, state.initial, item.dtype) or _find_shape_fault(state.initial, item):
             yield f"the initial value of state {state.input!r} {fault}"
 
 

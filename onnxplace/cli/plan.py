@@ -168,8 +168,8 @@ def _recommend(rows: Sequence[MachineRow], goals: Goals) -> str:
 
 def _explain_limits(strategies: Iterable[tuple[str, PlannedStrategy]]) -> list[str]:
     """Return what limits the requests per second of named strategies, where it is not computing."""
-    causes, limited = dict.fromkeys(["weights that stream"], "weights that stream"), defaultdict[str, list[str]](list)
-    causes["Python"] = "Python, which hands each request to each device"
+    causes = {"Python": "Python, which hands each request to each device", "weights that stream": "weights that stream"}
+    limited = defaultdict[str, list[str]](list)
     for name, item in strategies:
         if item.limit not in ("", "computes"):
             limited[causes.get(item.limit, f"what a device {item.limit}")].append(name)

@@ -110,8 +110,7 @@ def _choose(fitting: Sequence[BuiltStrategy]) -> BuiltStrategy:
     others = [item for item in fitting if item is not streamed]
     if streamed is not None:
         held = _choose(others) if others else None
-        is_kept = held is None or streamed.step_seconds < MAX_STEP_RATIO * held.step_seconds
-        return streamed if held is None or is_kept else held
+        return streamed if held is None or streamed.step_seconds < MAX_STEP_RATIO * held.step_seconds else held
     whole, sharded, _ = _split_by_kind(fitting)
     if whole is None or sharded is None:
         kept = whole or sharded

@@ -128,8 +128,8 @@ def plan_model(
     >>> plan = onnxplace.plan("model.onnx", devices="cpu:0,cpu:1", shape={"batch": 8})  # doctest: +SKIP
     >>> [(item.name, item.step_seconds) for item in plan.strategies]  # doctest: +SKIP
     """
+    settings = CompileSettings(target=target, machine=machine, max_memory=max_memory, cache=cache)
     target = choose_target(devices, target, max_memory, machine)
-    settings = CompileSettings(target=None if devices else target, machine=machine, max_memory=max_memory, cache=cache)
     profile: Any = make_pass("profile")
     profile = replace(profile, costs=str(costs), cache=cache, estimate=estimate)
     with open_source(model) as source:

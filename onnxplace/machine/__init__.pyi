@@ -59,6 +59,7 @@ from onnxplace.machine.repeated_runs import (
     read_run_delays as read_run_delays,
 )
 from onnxplace.machine.transfer_rates import (
+    READ_PIECE_BYTES as READ_PIECE_BYTES,
     drop_pages as drop_pages,
     find_host_rate as find_host_rate,
     measure_read_rate as measure_read_rate,

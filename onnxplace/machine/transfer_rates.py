@@ -20,10 +20,10 @@ from onnxplace.machine.ort_sessions import make_session_options
 from onnxplace.machine.repeated_runs import RepeatPolicy
 from onnxplace.target import Device, Target, default_link, read_catalogue
 
-PIECE_BYTES = 16 << 20
+READ_PIECE_BYTES = 16 << 20
 """Of a file, which are read at once."""
 # A file is read for this time, and its rate is that of its filesystem if it has more than some pieces.
-READ_SECONDS, MAX_READ_BYTES, MIN_SHARED_BYTES = 0.3, 1 << 30, 4 * PIECE_BYTES
+READ_SECONDS, MAX_READ_BYTES, MIN_SHARED_BYTES = 0.3, 1 << 30, 4 * READ_PIECE_BYTES
 # What is copied to a device, and how often.
 COPY_BYTES, COPIES = 64 << 20, 5
 # Disks and links are shared with others, and change: rates are kept for a day.
@@ -42,7 +42,7 @@ def measure_read_rate(path: Path) -> float:
 
 
 def _read_pieces(path: Path) -> float:
-    buffer, total_bytes, seconds = bytearray(PIECE_BYTES), 0, 0.0
+    buffer, total_bytes, seconds = bytearray(READ_PIECE_BYTES), 0, 0.0
     with path.open("rb", buffering=0) as file:
         with suppress(OSError):  # pages that are not yet written cannot be dropped
             os.fsync(file.fileno())

@@ -44,13 +44,13 @@ from onnxplace.facts import Instruction, Placement, Profile, Routes, Schedule, S
 from onnxplace.graph import Ints
 from onnxplace.model import Model, declaration_of, format_type, list_custom_operators, read_shape_entries
 from onnxplace.passes.segments.segment_predictions import (
-    index_segments,
     list_device_maps,
     measure_route_memory,
     predict_interval_seconds,
 )
 from onnxplace.problem import (
     fits_single_device,
+    index_segments,
     list_transfer_bytes,
     predict_request_seconds,
     predict_single_device_seconds,

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.facts import Profile, Route, Routes, Segment, Segments, Streaming
+from onnxplace.facts import Profile, Route, Routes, Segments, Streaming
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.segments.memory_limits import segment_seconds
+from onnxplace.problem import index_segments
 from onnxplace.simulation import predict_python_seconds, predict_request_rates, simulate_with_contention
 from onnxplace.state import State
 
@@ -22,14 +23,6 @@ class RouteMemory:
     """Per device, each weight once."""
     peak_bytes: Longs
     """Per device: weights, and the values of the program that holds most at one time."""
-
-
-def index_segments(segments: Sequence[Segment], count: int) -> Ints:
-    """Return the index of the segment of each of `count` nodes."""
-    segment_of = np.zeros(count, dtype=np.int32)
-    for index, segment in enumerate(segments):
-        segment_of[segment.nodes] = index
-    return segment_of
 
 
 def list_device_maps(state: State) -> list[Ints]:

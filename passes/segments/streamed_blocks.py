@@ -28,10 +28,8 @@ def find_stream(state: State, segment_of: Ints, device: Ints) -> WeightStream:
             rates = streaming.streams[int(device[segment])].bytes_per_second
             sizes[segment] += size
             load[segment] += size / rates[streaming.homes[name]]
-    pools, order = (
-        {index: stream.pool_bytes for index, stream in streaming.streams.items()},
-        np.arange(count, dtype=np.int32),
-    )
+    pools = {index: stream.pool_bytes for index, stream in streaming.streams.items()}
+    order = np.arange(count, dtype=np.int32)
     distances = find_distances(sizes, pools, device, order)
     return WeightStream.of(load, distances, device, order, len(state.target.devices))
 
@@ -50,17 +48,13 @@ def cut_blocks(state: State, nodes: Sequence[Ints]) -> list[Ints]:
     for members in nodes:
         stream = streaming.streams.get(int(state[Placement].device[members[0]]))
         room = stream.pool_bytes // BLOCKS_IN_POOL if stream else 0
-        begin, held, filled = 0, set[int](), 0
+        begin, block = 0, set[int]()
         for position, node in enumerate(members.tolist() if room else ()):
-            new = {weight for weight in graph.weights[node].tolist() if size[weight]} - held
-            added = int(size[list(new)].sum()) if new else 0
+            read = {weight for weight in graph.weights[node].tolist() if size[weight]}
             is_border = position > begin and unit[node] != unit[members[position - 1]]
-            if added and filled and filled + added > room and is_border:
+            if is_border and block and not read <= block and size[list(block | read)].sum() > room:
                 parts.append(members[begin:position])
-                begin, held, filled = position, set(), 0
-                new = {weight for weight in graph.weights[node].tolist() if size[weight]}
-                added = int(size[list(new)].sum())
-            held |= new
-            filled += added
+                begin, block = position, set()
+            block |= read
         parts.append(members[begin:])
     return parts

@@ -1,6 +1,10 @@
 from onnxplace.runtimes.execution.bound_memory import BoundMemory as BoundMemory
 from onnxplace.runtimes.execution.device_streams import DeviceTensor as DeviceTensor, StreamValue as StreamValue
-from onnxplace.runtimes.execution.engine import Engine as Engine
+from onnxplace.runtimes.execution.engine import (
+    END_GRACE_SECONDS as END_GRACE_SECONDS,
+    WEIGHTS_PART as WEIGHTS_PART,
+    Engine as Engine,
+)
 from onnxplace.runtimes.execution.failures import describe_step_failure as describe_step_failure
 from onnxplace.runtimes.execution.fallback import Fallback as Fallback
 from onnxplace.runtimes.execution.futures import Outcome as Outcome, ResultFuture as ResultFuture, WaitList as WaitList

@@ -27,7 +27,7 @@ from onnxplace.runtimes.execution.device_streams import (
     StreamValue,
     WorkQueue,
 )
-from onnxplace.runtimes.execution.weight_streams import Block, Extent, PooledWeight, ReadPiece, WeightPool
+from onnxplace.runtimes.execution.weight_loader import Block, Extent, PooledWeight, ReadPiece, WeightPool
 
 # Page-locked buffers of a stream: one is filled from the disk while others are emptied into the device.
 STAGING_BUFFERS = 4

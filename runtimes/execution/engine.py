@@ -111,7 +111,7 @@ class Engine(WorkLoop):
         # One thread per device follows programs; devices that run ahead have one more, which waits for their results.
         self._workers = [Worker(device, self.work) for device in devices.values()]
         self._workers += [Worker(devices[device], self.deliver, " deliveries") for device in self._deliveries]
-        self._workers += [Worker(item.device, item.read, WEIGHTS_PART) for item in self._weight_streams.values()]
+        self._workers += [Worker(item.device, item.read, WEIGHTS_PART) for item in self._weight_loaders.values()]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
 
     def start(self) -> None:
@@ -298,17 +298,17 @@ class Engine(WorkLoop):
             fallback.take_over(device, self._routes, failure)
             self._replacement_count += 1
             if not values_remain:
-                self._replace_streams(device)
+                self._replace_loaders(device)
                 raise  # the request begins again
             super().run_segment(device, request.route.segments[segment.record.id], values, request)
 
-    def _replace_streams(self, device: PlacedDevice) -> None:
+    def _replace_loaders(self, device: PlacedDevice) -> None:
         """Let weights stream to the memory that a device has now."""
-        for key, stream in list(self._weight_streams.items()):
-            if stream.device is device:
-                stream.end()
-                self._weight_streams[key] = stream.reopen()
-                self._workers.append(Worker(device, self._weight_streams[key].read, WEIGHTS_PART))
+        for key, loader in list(self._weight_loaders.items()):
+            if loader.device is device:
+                loader.end()
+                self._weight_loaders[key] = loader.reopen()
+                self._workers.append(Worker(device, self._weight_loaders[key].read, WEIGHTS_PART))
                 start_thread(self._workers[-1])
 
     # -- conversations ------------------------------------------------------------------------------------

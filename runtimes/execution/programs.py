@@ -19,7 +19,7 @@ from onnxplace.runtimes.execution.failures import describe_segment_failure, is_o
 from onnxplace.runtimes.execution.requests import CancelledError, Request, StateTable
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
 from onnxplace.runtimes.execution.weight_files import WeightFiles
-from onnxplace.runtimes.execution.weight_streams import open_weight_streams
+from onnxplace.runtimes.execution.weight_loader import open_weight_loaders
 
 
 class ProgramLoop(ABC):
@@ -49,7 +49,7 @@ class ProgramLoop(ABC):
         self._index_values(bundle, homes)
         self._state_table = StateTable(bundle)
         self._weight_files = WeightFiles(bundle)
-        self._weight_streams = open_weight_streams(bundle, devices, trace)
+        self._weight_loaders = open_weight_loaders(bundle, devices, trace)
 
     def _index_values(self, bundle: Bundle, homes: Sequence[str]) -> None:
         """Build the tables of values that each request needs; those by device are by the home of its program."""
@@ -169,12 +169,12 @@ class ProgramLoop(ABC):
     ) -> None:
         """Add the weights of a segment that stream to the values on its device; waits for them."""
         began, name = time.perf_counter(), segment.record.id
-        stream = self._weight_streams[device.id, request.route.programs[device.id]]
-        weights = stream.take(name, request)
+        loader = self._weight_loaders[device.id, request.route.programs[device.id]]
+        weights = loader.take(name, request)
         # What is not a plain tensor may refer to its inputs after the run.
         values |= weights if segment.owns_buffers else {key: device.memory.keep(item) for key, item in weights.items()}
         self._record(request, device, "wait", name, began)
-        for load in stream.pop_loads():
+        for load in loader.pop_loads():
             if load.finish > request.start_time:  # else it was read before, for the first request
                 self._add_event(request, device, "load", load.segment, load.start, load.finish, load.bytes)
 
@@ -184,8 +184,8 @@ class ProgramLoop(ABC):
         """Take weights that stream from the values again, whose room is then free for others."""
         for name in segment.record.streamed:
             values.pop(name, None)
-        stream = self._weight_streams[device.id, request.route.programs[device.id]]
-        stream.release(device.memory.checkpoint() if device.memory.runs_ahead else None)
+        loader = self._weight_loaders[device.id, request.route.programs[device.id]]
+        loader.release(device.memory.checkpoint() if device.memory.runs_ahead else None)
 
     def _detach(self, device: PlacedDevice, name: str, value: Any) -> Any:
         """Return a value that outlives its request: sequences and optionals may refer to memory of its feeds."""

@@ -34,7 +34,7 @@ from onnxplace.runtimes.execution.futures import WaitList
 from onnxplace.runtimes.execution.programs import ProgramLoop
 from onnxplace.runtimes.execution.requests import CancelledError, CarriedStates, Request
 from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice
-from onnxplace.runtimes.execution.weight_streams import WeightStream
+from onnxplace.runtimes.execution.weight_loader import WeightLoader
 
 # Idle workers check this often whether their engine still has an owner.
 OWNER_CHECK_SECONDS = 3.0
@@ -95,12 +95,12 @@ class WorkLoop(ProgramLoop):
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
             self._mark_broken(device, cause, request)
         finally:
-            for stream in self._list_streams(device):
-                stream.end()
+            for loader in self._list_loaders(device):
+                loader.end()
 
-    def _list_streams(self, device: PlacedDevice) -> list[WeightStream]:
-        """Return the streams of weights to a device."""
-        return [stream for stream in self._weight_streams.values() if stream.device is device]
+    def _list_loaders(self, device: PlacedDevice) -> list[WeightLoader]:
+        """Return what brings weights to a device."""
+        return [loader for loader in self._weight_loaders.values() if loader.device is device]
 
     def _await_token(self, tokens: queue.SimpleQueue[None]) -> None:
         """Wait for a token.

@@ -27,6 +27,8 @@ from onnxplace.errors import (
 from onnxplace.hosts import describe_error, list_versions
 from onnxplace.machine import require_device, use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution import (
+    END_GRACE_SECONDS,
+    WEIGHTS_PART,
     CancelledError,
     CarriedStates,
     OpenRoute,
@@ -49,9 +51,6 @@ from onnxplace.target import Device
 
 # A look for later values delays the value that is awaited by some us, so most looks are for that one alone.
 LOOKS_PER_LOOK_AHEAD = 10
-
-# Time for a thread to read its last piece of weights.
-END_GRACE_SECONDS = 2.0
 
 Waiter = Callable[..., None]
 """Waits, while messages are looked for, until its first argument holds; it naps only while its second one does not."""
@@ -97,7 +96,7 @@ class RankLoop(ProgramLoop):
         self.shares_memory = self._blocks.try_probe(opening.probe)
         """Whether inputs can come by memory of the driver."""
         self._entries = device.memory.run_entries()
-        self._readers = [Worker(device, stream.read, " weights") for stream in self._weight_streams.values()]
+        self._readers = [Worker(device, loader.read, WEIGHTS_PART) for loader in self._weight_loaders.values()]
         for reader in self._readers:
             reader.start()
         self.cores = device.cores
@@ -282,8 +281,8 @@ class RankLoop(ProgramLoop):
     def close(self) -> None:
         """Close sessions and memory."""
         self._channels.close()
-        for thread, stream in zip(self._readers, self._weight_streams.values()):
-            stream.end()
+        for thread, loader in zip(self._readers, self._weight_loaders.values()):
+            loader.end()
             thread.join(END_GRACE_SECONDS)
         for route in self._routes:
             route.segments.clear()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import onnxplace
-from onnxplace.runtimes.execution import weight_streams
+from onnxplace.runtimes.execution import weight_loader
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, raise_in, wait_until
 from tests.support.small_programs import Talker
@@ -75,7 +75,7 @@ def test_random_chains_compute_what_the_whole_model_does(tmp_path_factory, seed)
     chain = draw_chain(draw, CPUS)
     bundle = chain.compile(tmp_path_factory.mktemp("random"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_streams, "PIECE_BYTES", draw.choice([100, PAGE, 1 << 20]))
+        patch.setattr(weight_loader, "READ_PIECE_BYTES", draw.choice([100, PAGE, 1 << 20]))
         with onnxplace.InferenceSession(bundle, max_in_flight=draw.choice([1, 8])) as session:
             converse(session, chain, 12, draw)
     assert not list_worker_threads()
@@ -91,11 +91,11 @@ def test_weights_keep_their_bits_in_all_types(tmp_path, dtype):
 
 def test_values_share_the_memory_of_the_pool(session):
     """Nothing is copied between a read and the kernel, also not for types that numpy lacks."""
-    pool = weight_streams.HostPool(2 * PAGE)
+    pool = weight_loader.HostPool(2 * PAGE)
     record = next(iter(CHAIN_RECORDS.values()))
     for dtype, elements in (("tensor(float)", 1024), ("tensor(bfloat16)", 2048), ("tensor(float8e4m3fn)", 4096)):
         changed = record.model_copy(update={"dtype": dtype, "shape": (elements,), "bytes": PAGE})
-        value = pool._share(weight_streams.PooledWeight("w", changed, PAGE))
+        value = pool._share(weight_loader.PooledWeight("w", changed, PAGE))
         address = value.ctypes.data if isinstance(value, np.ndarray) else value.data_ptr()
         assert address == pool._bytes.ctypes.data + PAGE
         assert address % PAGE == 0
@@ -113,13 +113,13 @@ def test_neighbours_in_a_file_are_read_at_once(tmp_path):
     chain = StreamedChain(("cpu:0",) * 4, ("disk",) * 4, 16 * PAGE, states=0)
     bundle = chain.compile(tmp_path, "m-etf,split,emit")
     (segment,) = bundle.manifest.segments
-    (block,) = weight_streams.list_blocks(bundle, "cpu:0", 16 * PAGE)
+    (block,) = weight_loader.list_blocks(bundle, "cpu:0", 16 * PAGE)
     assert len(segment.streamed) == 4
     assert [(extent.size, len(extent.weights)) for extent in block.extents] == [(4 * PAGE, 4)]
 
 
 def test_an_idle_session_has_its_pool_filled(bundle, session):
-    streams = session._session.engine._weight_streams
+    streams = session._session.engine._weight_loaders
     wait_until(lambda: streams["cpu:0", "cpu:0"]._arrived == 2)
     ask(Talker(session, CHAIN), 0)
     wait_until(lambda: streams["cpu:0", "cpu:0"]._arrived == 5)
@@ -144,7 +144,7 @@ def test_without_weights_that_stream_there_is_no_thread(tmp_path):
     chain = StreamedChain(("cpu:0",) * 2, ("", ""), PAGE)
     with onnxplace.InferenceSession(chain.compile(tmp_path)) as session:
         assert list_worker_threads() == ["onnxplace cpu:0"]
-        assert not session._session.engine._weight_streams
+        assert not session._session.engine._weight_loaders
 
 
 # ---------------------------------------------------------------------------------------------------- faults of reads
@@ -153,7 +153,7 @@ def test_without_weights_that_stream_there_is_no_thread(tmp_path):
 @pytest.fixture
 def faulty_reads(monkeypatch):
     """A list of what the next reads do: None reads, an exception is raised, a number is the most bytes read."""
-    faults, read_at = [], weight_streams.read_at
+    faults, read_at = [], weight_loader.read_at
 
     def read(file, offset, view):
         fault = faults.pop(0) if faults else None
@@ -165,7 +165,7 @@ def faulty_reads(monkeypatch):
             view = view[:fault]
         return read_at(file, offset, view) if len(view) else 0
 
-    monkeypatch.setattr(weight_streams, "read_at", read)
+    monkeypatch.setattr(weight_loader, "read_at", read)
     return faults
 
 
@@ -185,7 +185,7 @@ def test_a_failing_read_names_weight_file_and_offset_and_the_next_request_is_rig
     with onnxplace.InferenceSession(bundle) as session:
         talker = Talker(session, CHAIN)
         ask(talker, 0)
-        wait_until(lambda: all(s._changes.empty() for s in session._session.engine._weight_streams.values()))
+        wait_until(lambda: all(s._changes.empty() for s in session._session.engine._weight_loaders.values()))
         faulty_reads += [fault] * 50
         with pytest.raises(onnxplace.ExecutionError) as caught:
             ask_often(talker, 3)
@@ -246,7 +246,7 @@ def test_a_cancelled_request_ends_at_once_and_the_stream_begins_again(bundle, fa
     released = threading.Event()
     with onnxplace.InferenceSession(bundle) as session:
         engine = session._session.engine
-        streams = engine._weight_streams
+        streams = engine._weight_loaders
         stream = streams["cpu:0", "cpu:0"]
         wait_until(lambda: (stream._arrived, streams["cpu:1", "cpu:1"]._arrived) == (2, 1))
         faulty_reads += [lambda: released.wait(HUNG_SECONDS)] * 2

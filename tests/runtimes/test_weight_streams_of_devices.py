@@ -69,7 +69,7 @@ def test_routes_have_streams_of_their_own(tmp_path):
     chain = make_chain("cpu:0", states=0)
     bundle = chain.compile(tmp_path, "single,split,replicate{routes=cpu:1},emit", devices="cpu:0,cpu:1")
     with onnxplace.InferenceSession(bundle) as session:
-        assert set(session._session.engine._weight_streams) == {("cpu:0", "cpu:0"), ("cpu:1", "cpu:0")}
+        assert set(session._session.engine._weight_loaders) == {("cpu:0", "cpu:0"), ("cpu:1", "cpu:0")}
         converse(session, chain, 20, random.Random(1))
     assert not list_worker_threads()
 
@@ -110,7 +110,7 @@ def test_a_sequence_keeps_its_numbers_after_its_run(tmp_path):
         )
     with onnxplace.InferenceSession(bundle) as session:
         (both,) = session.run(None, {"h0": np.ones((32, 32), np.float32)})
-        (pool,) = [stream._pool._bytes for stream in session._session.engine._weight_streams.values()]
+        (pool,) = [stream._pool._bytes for stream in session._session.engine._weight_loaders.values()]
         pool[:] = 0
         np.testing.assert_array_equal(both[1], chain.weights[0])
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import onnxplace
-from onnxplace.runtimes.execution import device_streams, weight_streams
+from onnxplace.runtimes.execution import device_streams, weight_loader
 from onnxplace.runtimes.execution.device_streams import DriverError
 from tests.runtimes.test_weight_streams import PAGE, ask, ask_often, assert_equal, converse
 from tests.support.fake_streams import FakeDriver, use_fake_driver
@@ -43,7 +43,7 @@ def test_random_chains_compute_what_the_whole_model_does(tmp_path_factory, seed)
     with use_fake_driver(FakeDriver(seed, has_peer_access=draw.random() < 0.5, eagerness=eagerness)) as driver:
         bundle = chain.compile(tmp_path_factory.mktemp("random"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(weight_streams, "PIECE_BYTES", draw.choice([256, PAGE, 1 << 20]))
+            patch.setattr(weight_loader, "READ_PIECE_BYTES", draw.choice([256, PAGE, 1 << 20]))
             with onnxplace.InferenceSession(bundle, max_in_flight=draw.choice([1, 8])) as session:
                 converse(session, chain, 12, draw)
         del session
@@ -55,7 +55,7 @@ def test_no_thread_waits_for_copies_of_weights_that_the_host_keeps(tmp_path, dri
     bundle, driver.eagerness, driver.has_places = chain.compile(tmp_path), 0.0, False
     with onnxplace.InferenceSession(bundle) as session:
         ask_often(Talker(session, chain), 2)  # all weights are read
-        stream = session._session.engine._weight_streams["fake:0", "fake:0"]
+        stream = session._session.engine._weight_loaders["fake:0", "fake:0"]
         wait_until(lambda: stream._arrived % 6 == 2)
         copies, driver.longest_queue = driver.counts["copy_to_device"], 0
         driver.counts["synchronize"] = 0
@@ -113,7 +113,7 @@ def test_a_copy_that_fails_on_the_device_gives_no_wrong_number(bundle, driver):
     with onnxplace.InferenceSession(bundle) as session:
         talker = Talker(session, CHAIN)
         ask(talker, 0)
-        stream = session._session.engine._weight_streams["fake:0", "fake:0"]._pool._queue.stream
+        stream = session._session.engine._weight_loaders["fake:0", "fake:0"]._pool._queue.stream
 
         def fail(is_shadow):
             if not is_shadow:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
-from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, ProviderLock, kind_table
+from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, ProviderLock
+from tests.support.half_device import offer_kind
 
 
 class Bound(DeviceKind):
@@ -36,13 +37,6 @@ class Bound(DeviceKind):
         return ("cpu", 0)
 
 
-@contextmanager
-def bound_kind() -> Iterator[None]:
+def bound_kind() -> AbstractContextManager[None]:
     """Let `bound:0` be a device of this machine."""
-    kind_table.BUILTIN_KINDS["bound"] = f"{__name__}:Bound"
-    kind_table.find_kind.cache_clear()
-    try:
-        yield
-    finally:
-        del kind_table.BUILTIN_KINDS["bound"]
-        kind_table.find_kind.cache_clear()
+    return offer_kind(Bound)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -64,13 +65,20 @@ class HalfMemory(HostMemory):
         return results
 
 
-@pytest.fixture(autouse=True)
-def half_kind() -> Iterator[None]:
-    """Let `half:0` be a device of this machine, for the tests of modules that import this."""
-    kind_table.BUILTIN_KINDS["half"] = f"{__name__}:Half"
+@contextmanager
+def offer_kind(kind: type[DeviceKind]) -> Iterator[None]:
+    """Let this machine have devices of a further kind."""
+    kind_table.BUILTIN_KINDS[kind.name] = f"{kind.__module__}:{kind.__name__}"
     kind_table.find_kind.cache_clear()
     try:
         yield
     finally:
-        del kind_table.BUILTIN_KINDS["half"]
+        del kind_table.BUILTIN_KINDS[kind.name]
         kind_table.find_kind.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def half_kind() -> Iterator[None]:
+    """Let `half:0` be a device of this machine, for the tests of modules that import this."""
+    with offer_kind(Half):
+        yield

@@ -21,7 +21,7 @@ import numpy as np
 
 import onnxplace
 from onnxplace.errors import ExecutionError
-from onnxplace.runtimes.execution import weight_streams
+from onnxplace.runtimes.execution import weight_loader
 from onnxplace.runtimes.execution.device_streams import DriverError
 from tests.support.fake_streams import FakeDriver, use_fake_driver
 from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, raise_in, wait_until
@@ -121,8 +121,8 @@ class Injector:
         """Replace what the fault hits."""
         with ExitStack() as stack:
             if self.fault.kind in READS:
-                read_at = weight_streams.read_at
-                stack.enter_context(mock.patch.object(weight_streams, "read_at", self._wrap_read(read_at)))
+                read_at = weight_loader.read_at
+                stack.enter_context(mock.patch.object(weight_loader, "read_at", self._wrap_read(read_at)))
             else:
                 name = {"copy": "copy_to_device", "allocate": "allocate_host", "late": "copy_to_device"}
                 name = name.get(self.fault.kind, self.fault.kind)

@@ -26,16 +26,11 @@ import numpy as np
 from onnxplace.bundle import Bundle, WeightRecord, list_routes
 from onnxplace.errors import ExecutionError, format_one_line
 from onnxplace.feeds import numpy_type
-from onnxplace.machine import is_native_type, to_ort_value
+from onnxplace.machine import READ_PIECE_BYTES, drop_pages, is_native_type, to_ort_value
 from onnxplace.runtimes.execution.failures import is_out_of_memory
 from onnxplace.runtimes.execution.requests import Request
 from onnxplace.runtimes.execution.segments import PlacedDevice
 from onnxplace.simulation import PAGE_BYTES, PoolLayout, measure_block
-
-# Weights are read in pieces: the system drops each from its cache before that takes memory from what stays there, and
-# a request that ends does not wait for long.
-PIECE_BYTES = 16 << 20
-
 
 # Blocks: what is read, and where it lies in the pool.
 
@@ -78,8 +73,12 @@ class Extent:
         return self.weights[0].record.home == "host"
 
     def cut(self) -> Iterator[tuple[int, int]]:
-        """Yield the begin and the size of each piece."""
-        return ((begin, min(PIECE_BYTES, self.size - begin)) for begin in range(0, self.size, PIECE_BYTES))
+        """Yield the begin and the size of each piece.
+
+        The system drops each from its cache before that takes memory from what stays there, and a request that ends
+        does not wait for long.
+        """
+        return ((begin, min(READ_PIECE_BYTES, self.size - begin)) for begin in range(0, self.size, READ_PIECE_BYTES))
 
 
 @dataclass(frozen=True)
@@ -216,8 +215,8 @@ class Load:
     bytes: int
 
 
-class WeightStream:
-    """The weights that stream to one device for one program.
+class WeightLoader:
+    """Brings the weights that stream to one device for one program.
 
     Args:
         bundle: An open bundle.
@@ -231,8 +230,8 @@ class WeightStream:
 
     def __init__(self, bundle: Bundle, device: PlacedDevice, home: str, pool_bytes: int, trace: bool) -> None:
         self.device = device
-        self.reopen = partial(WeightStream, bundle, device, home, pool_bytes, trace)
-        """Returns another stream like this one."""
+        self.reopen = partial(WeightLoader, bundle, device, home, pool_bytes, trace)
+        """Returns another one like this."""
         self._home, self._trace = home, trace
         self._blocks = list_blocks(bundle, home, pool_bytes)
         self._indices = {block.segment: index for index, block in enumerate(self._blocks)}
@@ -373,8 +372,8 @@ class WeightStream:
                 if not (count := read_at(file, offset + done, view[done:])):
                     raise EOFError(f"the file ends there, and has {os.fstat(file.fileno()).st_size} bytes")
                 done += count
-            if not extent.is_kept and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), offset, len(view), os.POSIX_FADV_DONTNEED)
+            if not extent.is_kept:
+                drop_pages(file.fileno(), offset, len(view))
         except (OSError, EOFError) as problem:
             raise _describe_failure(extent, offset + done, problem) from problem
 
@@ -394,17 +393,17 @@ def _describe_failure(extent: Extent, offset: int, problem: Exception) -> Execut
     return ExecutionError("X017", message, where=str(extent.path), hint=hint)
 
 
-def open_weight_streams(
+def open_weight_loaders(
     bundle: Bundle, devices: Mapping[str, PlacedDevice], trace: bool
-) -> dict[tuple[str, str], WeightStream]:
-    """Return the streams of devices, by device and by the one in whose program its segments are, on all routes.
+) -> dict[tuple[str, str], WeightLoader]:
+    """Return the loaders of devices, by device and by the one in whose program its segments are, on all routes.
 
     Raises ExecutionError if a device has no memory for its pool.
     """
     pools = {stream.device: stream.pool_bytes for stream in bundle.manifest.streams}
     homes = {segment.device for segment in bundle.manifest.segments if segment.streamed}
     return {
-        (route.devices[home], home): WeightStream(
+        (route.devices[home], home): WeightLoader(
             bundle, devices[route.devices[home]], home, pools.get(route.devices[home], pools[home]), trace
         )
         for route in (list_routes(bundle.manifest) if pools else ())
