@@ -223,6 +223,8 @@ def describe_copies(view: NodeView, strategy: NodeStrategy, division: Division) 
                 make_ints=str,
                 make_override=lambda *entries: str(entries),
                 make_zeros=lambda name: f"zeros of {name}",
+                make_node=lambda op, inputs, **attributes: f"{op} of {inputs}, {attributes}",
+                division=division,
             )
         )
         copies.append(proto.SerializeToString())

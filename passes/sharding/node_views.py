@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
-from onnxplace.passes.sharding.layouts import Layout
+from onnxplace.passes.sharding.layouts import Division, Layout
 
 Shape = tuple[int, ...]
+
+
+class MakeNode(Protocol):
+    """Adds a node and returns the name of its result."""
+
+    def __call__(self, op: str, inputs: Sequence[str], **attributes: Any) -> str: ...
 
 
 def split_words(text: str) -> list[str]:
@@ -101,6 +107,9 @@ class LocalNode:
 
     make_zeros: Callable[[str], str]
     """Adds a node that makes zeros of the shape of a value, and returns its name."""
+    make_node: MakeNode
+    """Adds a node of the device before its copy: (operator, inputs, attributes) -> name of the result."""
+    division: Division
 
     def set_attribute(self, name: str, value: Any) -> None:
         """Set an attribute, or remove it if `value` is None."""
@@ -123,6 +132,14 @@ class LocalNode:
             self.proto.input[position] = ""
         while self.proto.input and not self.proto.input[-1]:
             del self.proto.input[-1]
+
+    def take_part(self, value: str, axis: int) -> str:
+        """Return the device's part of a whole value whose axis is cut as the first output is."""
+        layout, whole = self.layouts[0], self.view.result()
+        assert layout is not None
+        low, high = self.division.ranges(layout, whole[layout.axis], self.device)[0]
+        bounds = [self.make_ints([number]) for number in (low, high, axis)]
+        return self.make_node("Slice", [value, *bounds])
 
     def override_entry(self, position: int, first_axis: int, axis: int, size: int) -> None:
         """Set the entry of an axis in an input that holds sizes of the axes from `first_axis` on."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
@@ -186,6 +187,9 @@ class ShardedModelWriter(ExchangeWriter):
             position = list(copy.input).index(name)
             return self.zeros(name, self.facts.types[view.node.input[position]], f"{name}/zeros{device}", device)
 
+        def make_node(op: str, inputs: Sequence[str], **attributes: Any) -> str:
+            return self.exchange_node(op, inputs, f"{copy.name}/{op}", device, 0, **attributes)
+
         assert strategy.edit is not None
         strategy.edit(
             LocalNode(
@@ -198,6 +202,8 @@ class ShardedModelWriter(ExchangeWriter):
                 make_ints=self.ints,
                 make_override=override,
                 make_zeros=zeros,
+                make_node=make_node,
+                division=self.division,
             )
         )
 

@@ -1,4 +1,4 @@
-"""Rules of operators that work along axes: normalisations, softmax, reductions, and recurrent layers."""
+"""Rules of operators that work along axes: normalisations, softmax, reductions, and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -137,29 +137,12 @@ def _reduction(effect: Effect | None) -> Rule:
     return rule
 
 
-def recurrent(view: NodeView) -> list[AxisRule]:
-    """LSTM, GRU and RNN: by batch, and a bidirectional one by its two directions.
-
-    Time-major values are [time, directions, batch, ...], others [batch, time, directions, ...]; states are without
-    the axis of time.
-    """
-    signature = "-b-,d--,d--,d-,b,db-,db-,d-->-db-,db-,db-"
-    if view.attribute("layout", 0):
-        signature = "b--,d--,d--,d-,b,bd-,bd-,d-->b-d-,bd-,bd-"
-    # Activations with parameters are listed without gaps, so that it is not clear whose they are.
-    has_parameters = any(view.attribute(name) is not None for name in ("activation_alpha", "activation_beta"))
-    is_splittable = view.attribute("direction", "forward") == "bidirectional" and not has_parameters
-    directions = by_letters(view, signature, "d", edit=_take_direction) if is_splittable else []
-    return [*by_letters(view, signature, "b"), *directions]
-
-
-def _take_direction(local: LocalNode) -> None:
-    """Make a device's copy compute one direction: the first device forward, the second one in reverse."""
-    local.set_attribute("direction", "reverse" if local.device else "forward")
-    names = local.view.attribute("activations")
-    if names:
-        half = len(names) // 2
-        local.set_attribute("activations", names[half:] if local.device else names[:half])
+def fourier_transform(view: NodeView) -> list[AxisRule]:
+    """DFT: every axis but its own and that of real and imaginary parts; since opset 20, an input names its own."""
+    axis = view.attribute("axis", 1) if view.opset < 20 else -2
+    if view.has(2):
+        axis = int(view.constants[2].reshape(-1)[0])
+    return split_same(view, other_axes(view, axis, -1))
 
 
 REDUCTIONS: dict[tuple[str, str], Rule] = {
@@ -183,7 +166,8 @@ REDUCTIONS: dict[tuple[str, str], Rule] = {
     ("", "ArgMin"): arg_extreme,
     ("", "CumSum"): cumulative,
     ("", "CumProd"): cumulative,
-    **{("", op): recurrent for op in ("LSTM", "GRU", "RNN")},
+    ("", "DFT"): fourier_transform,
+    ("", "STFT"): signature_rule("b--,,,->b---", "b"),
     ("", "ReduceSum"): _reduction("sum"),
     ("", "ReduceMean"): _reduction("mean"),
     ("", "ReduceSumSquare"): _reduction("sum"),

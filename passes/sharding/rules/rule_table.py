@@ -6,6 +6,7 @@ from onnxplace.passes.sharding.rules.convolution_rules import CONVOLUTIONS
 from onnxplace.passes.sharding.rules.elementwise_rules import ELEMENTWISE
 from onnxplace.passes.sharding.rules.moving_rules import MOVES
 from onnxplace.passes.sharding.rules.product_rules import PRODUCTS
+from onnxplace.passes.sharding.rules.recurrent_rules import RECURRENT
 from onnxplace.passes.sharding.rules.reduction_rules import REDUCTIONS
 
 RULES: dict[tuple[str, str], Rule] = {
@@ -13,6 +14,7 @@ RULES: dict[tuple[str, str], Rule] = {
     **PRODUCTS,
     **CONVOLUTIONS,
     **REDUCTIONS,
+    **RECURRENT,
     **MOVES,
     **ATTENTION,
 }

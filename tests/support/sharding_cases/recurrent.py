@@ -1,5 +1,7 @@
 """Cases of recurrent layers."""
 
+import numpy as np
+
 from tests.support.sharding_cases.rule_case import RuleCase, i32
 
 RECURRENT = {
@@ -28,5 +30,39 @@ RECURRENT = {
         """(float[3,4,5] x, float[1,6,5] w, float[1,6,6] r) => (float[1,4,6] u) {
             , u = RNN<hidden_size=6,direction="reverse">(x, w, r) }""",
         splits="1.. -> -1",
+    ),
+    "LSTM, one step": RuleCase(
+        """(float[1,1,5] x, float[1,24,5] w, float[1,24,6] r, float[1,48] b, float[1,1,6] h, float[1,1,6] c,
+            float[1,18] p) => (float[1,1,1,6] y, float[1,1,6] u, float[1,1,6] v) {
+            y, u, v = LSTM<hidden_size=6,clip=0.7>(x, w, r, b, , h, c, p) }""",
+        splits=".111-.21 -> 322",
+    ),
+    "LSTM, one step without a bias": RuleCase(
+        """(float[1,1,5] x, float[1,24,5] w, float[1,24,6] r, float[1,1,6] h) => (float[1,1,6] u) {
+            , u = LSTM<hidden_size=6>(x, w, r, , , h) }""",
+        splits=".11--. -> -2",
+    ),
+    "GRU, one step": RuleCase(
+        """(float[1,1,5] x, float[1,18,5] w, float[1,18,6] r, float[1,36] b, float[1,1,6] h)
+        => (float[1,1,1,6] y, float[1,1,6] u) {
+            y, u = GRU<hidden_size=6,linear_before_reset=1>(x, w, r, b, , h) }""",
+        splits=".111-. -> 32",
+    ),
+    "GRU, one step, gate before the product": RuleCase(
+        """(float[1,1,5] x, float[1,18,5] w, float[1,18,6] r, float[1,1,6] h) => (float[1,1,6] u) {
+            , u = GRU<hidden_size=6>(x, w, r, , , h) }"""
+    ),
+    "RNN, one step without a state": RuleCase(
+        """(float[1,1,5] x, float[1,6,5] w, float[1,6,6] r, float[1,12] b) => (float[1,1,6] u) {
+            , u = RNN<hidden_size=6,direction="reverse">(x, w, r, b) }""",
+        splits=".111 -> -2",
+    ),
+    "DynamicQuantizeLSTM": RuleCase(
+        """(float[3,4,5] x, int8[2,5,24] w, int8[2,6,24] r, float[2,48] b, float[2,4,6] h, float[2,4,6] c, float[2] s,
+            int8[2] z, float[2] t, int8[2] o) => (float[3,2,4,6] y, float[2,4,6] u, float[2,4,6] v) {
+            y, u, v = com.microsoft.DynamicQuantizeLSTM<hidden_size=6,direction="bidirectional">
+                (x, w, r, b, , h, c, , s, z, t, o) }""",
+        splits=".000-00-0000 -> 100",
+        feeds={"s": np.full(2, 0.01), "t": np.full(2, 0.01), "z": np.zeros(2), "o": np.zeros(2)},
     ),
 }

@@ -1,10 +1,27 @@
-"""Cases of reductions."""
+"""Cases of reductions and Fourier transforms."""
 
 import numpy as np
 
 from tests.support.sharding_cases.rule_case import RuleCase
 
 REDUCTIONS = {
+    "DFT": RuleCase("(float[4,6,8,1] x) => (float[4,6,5,2] y) { y = DFT<onesided=1>(x) }", splits="0 -> 0, 1 -> 1"),
+    "DFT, opset 19": RuleCase(
+        "(float[4,6,8,1] x) => (float[4,6,8,2] y) { y = DFT(x) }", splits="0 -> 0, 2 -> 2", opset=19
+    ),
+    "DFT, inverse": RuleCase(
+        """(float[4,6,8,2] x) => (float[4,7,8,2] y) <int64 n = {7}, int64 a = {1}> {
+            y = DFT<inverse=1>(x, n, a) }""",
+        splits="0.. -> 0, 2.. -> 2",
+    ),
+    "DFT, computed axis": RuleCase(
+        "(float[4,6,8,2] x, int64 a) => (float[4,6,8,2] y) { y = DFT(x, , a) }", feeds={"a": np.int64(1)}
+    ),
+    "STFT": RuleCase(
+        """(float[4,64,1] x, float[16] w) => (float[4,7,9,2] y) <int64 s = {8}, int64 n = {16}> {
+            y = STFT(x, s, w, n) }""",
+        splits="0... -> 0",
+    ),
     "TopK": RuleCase(
         "(float[4,6] x) => (float[4,2] y, int64[4,2] i) <int64[1] k = {2}> { y, i = TopK(x, k) }",
         splits="0. -> 00",
