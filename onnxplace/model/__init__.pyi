@@ -35,6 +35,7 @@ from onnxplace.model.model import (
 from onnxplace.model.nested_graphs import (
     captured_names as captured_names,
     has_subgraphs as has_subgraphs,
+    is_tensor_constant as is_tensor_constant,
     iterate_reads as iterate_reads,
     iterate_subgraphs as iterate_subgraphs,
     rename_reads as rename_reads,

@@ -30,7 +30,7 @@ from onnx import (
 )
 
 from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
-from onnxplace.model.nested_graphs import iterate_reads
+from onnxplace.model.nested_graphs import captured_names, iterate_reads, iterate_subgraphs
 from onnxplace.model.tensors import Fingerprint, embed_part, format_type, read_shape_entries, strip_data, tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.model_metadata import ModelMetadata
@@ -128,6 +128,14 @@ class Model:
         Names captured by its subgraphs are included.
         """
         return tuple(tuple(dict.fromkeys(iterate_reads(node))) for node in self.nodes)
+
+    @cached_property
+    def operands(self) -> tuple[tuple[str, ...], ...]:
+        """Return the inputs of each node by position, then the distinct names that its subgraphs capture."""
+        return tuple(
+            (*node.input, *dict.fromkeys(name for graph in iterate_subgraphs(node) for name in captured_names(graph)))
+            for node in self.nodes
+        )
 
     @cached_property
     def types(self) -> dict[str, TypeProto]:

@@ -30,6 +30,7 @@ from onnxplace.model import (
     read_shape_entries,
 )
 from onnxplace.passes.sharding.node_views import Shape, split_words
+from onnxplace.passes.sharding.subgraph_models import build_body, is_steady, read_interface
 
 # Only small weights hold shapes, which the inference reads. Large ones become inputs, so that loading stays fast.
 _MAX_WEIGHT_BYTES = 1 << 12
@@ -141,8 +142,55 @@ def infer_shapes_and_values(model: Model) -> tuple[dict[str, Shape], dict[str, T
     """Return the shapes of `infer_all_shapes`, and the small values that follow from them.
 
     Inference of ONNX stops at targets of Reshape or Expand that are computed from shapes in several steps. Here such
-    steps are computed, for the bound sizes, and their results take part in the next inference as constants.
+    steps are computed, for the bound sizes, and their results take part in the next inference as constants. It also
+    leaves the shapes of loops' states open: where a turn keeps them, they are those of the first turn.
     """
+    shapes, known = _infer_and_fold(model)
+    steady = _find_steady_loops(model, shapes)
+    if not steady:
+        return shapes, known
+    more, values = infer_shapes_and_values(_bypass_loops(model, steady))
+    return {**more, **shapes}, {**values, **known}
+
+
+def _find_steady_loops(model: Model, shapes: Mapping[str, Shape]) -> dict[int, dict[str, str]]:
+    """Return the loops whose states keep their shapes: state after the last turn, of unknown shape -> the first one."""
+    loops = {}
+    types: dict[str, int] = {}
+    for index, node in enumerate(model.nodes):
+        if node.op_type != "Loop" or (interface := read_interface(model, index, shapes)) is None:
+            continue
+        states = {node.output[last]: node.input[first] for first, last in interface.states.items() if node.output[last]}
+        if shapes.keys() >= states.keys():
+            continue
+        types = types or _list_types(model)
+        body = build_body(model, index, interface, 0, shapes, types)
+        if body is not None and is_steady(node, interface, 0, shapes, infer_all_shapes(body)):
+            loops[index] = states
+    return loops
+
+
+def _bypass_loops(model: Model, loops: Mapping[int, Mapping[str, str]]) -> Model:
+    """Return a model of the same shapes, in which the first states of some loops are also the last ones."""
+    nodes: list[NodeProto] = []
+    for index, node in enumerate(model.nodes):
+        if (states := loops.get(index)) is None:
+            nodes.append(node)
+            continue
+        rest = deepcopy(node)
+        rest.output[:] = ["" if name in states else name for name in node.output]
+        nodes += [rest] if any(rest.output) else []
+        nodes += [helper.make_node("Identity", [first], [last], name=last) for last, first in states.items()]
+    return replace(model, nodes=tuple(nodes))
+
+
+def _list_types(model: Model) -> dict[str, int]:
+    types = {name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")}
+    return {**types, **{name: tensor.data_type for name, tensor in model.initializers.items()}}
+
+
+def _infer_and_fold(model: Model) -> tuple[dict[str, Shape], dict[str, TensorProto]]:
+    """Return shapes and small values, where shapes may follow from small values."""
     shapes = _infer(model)
     known = _small_constants(model)
     for _ in range(_MAX_ROUNDS):

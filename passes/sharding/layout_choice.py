@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.model import captured_names, iterate_subgraphs
 from onnxplace.passes.sharding.elimination import CostTable, Factor, Solution, minimise, order_factor
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy
@@ -45,10 +44,6 @@ class ChoiceNetwork:
         self._factors: list[Factor] = []
         self._tables: dict[object, CostTable] = {}
         self._state_layouts: dict[str, tuple[int, list[Layout]]] = {}
-        self._captured = [
-            frozenset(name for graph in iterate_subgraphs(node) for name in captured_names(graph))
-            for node in self._model.nodes
-        ]
         self._wants_cache: dict[object, list[tuple[Layout, ...]]] = {}
         self._strategy_seconds = [np.array(seconds) for seconds in strategy_seconds]
         cache: dict[object, CostTable] = {}
@@ -91,9 +86,9 @@ class ChoiceNetwork:
 
     def _weigh(self, index: int, cache: dict[object, CostTable]) -> CostTable:
         """Return, per strategy of a node, the bytes of weights that it reads on the device with the most."""
-        node, weights = self._model.nodes[index], self._facts.is_weight
+        operands, weights = self._model.operands[index], self._facts.is_weight
         division = self._space.division
-        held = tuple((position, self._facts.bytes(name)) for position, name in enumerate(node.input) if name in weights)
+        held = tuple((position, self._facts.bytes(name)) for position, name in enumerate(operands) if name in weights)
         options = self._space.strategies[index]
         key = held, (id(options) if held else len(options))
         if key not in cache:
@@ -146,18 +141,15 @@ class ChoiceNetwork:
 
     def _wants(self, index: int, name: str) -> list[tuple[Layout, ...]]:
         """Return, per strategy of a reader, the layouts in which it reads a value."""
-        options, node = self._space.strategies[index], self._model.nodes[index]
-        positions = tuple([position for position, item in enumerate(node.input) if item == name])
-        is_captured = name in self._captured[index]
+        options, operands = self._space.strategies[index], self._model.operands[index]
+        positions = tuple([position for position, item in enumerate(operands) if item == name])
         # Equal nodes share one list of strategies, so its identity stands for them.
-        key = id(options), positions, is_captured
+        key = id(options), positions
         if key in self._wants_cache:
             return self._wants_cache[key]
         result = []
         for strategy in options:
             layouts = [strategy.inputs[position] or REPLICATED for position in positions]
-            if is_captured:
-                layouts.append(REPLICATED)
             result.append(tuple(dict.fromkeys(layouts)))
         self._wants_cache[key] = result
         return result
@@ -377,11 +369,10 @@ def count_weight_bytes(space: StrategySpace, strategies: Sequence[NodeStrategy])
     facts, division = space.facts, space.division
     # A weight that nodes read in two layouts is stored in both.
     held: set[tuple[str, Layout]] = set()
-    for node, reads, strategy in zip(facts.model.nodes, facts.model.reads, strategies):
-        layouts = dict(zip(node.input, strategy.inputs))
-        for name in reads:
+    for operands, strategy in zip(facts.model.operands, strategies):
+        for name, layout in zip(operands, strategy.inputs):
             if name in facts.is_weight:
-                held.add((name, layouts.get(name) or REPLICATED))
+                held.add((name, layout or REPLICATED))
     sizes = [
         sum(int(facts.bytes(name) * division.fraction(layout, device)) for name, layout in sorted(held))
         for device in range(division.count)

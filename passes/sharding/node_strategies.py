@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import TensorProto
@@ -18,6 +19,9 @@ from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shap
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule
 from onnxplace.passes.sharding.rules.rule_table import RULES
 from onnxplace.passes.sharding.windows import ROW_AXIS, WINDOWED, Window, find_window
+
+if TYPE_CHECKING:
+    from onnxplace.passes.sharding.bodies import BodySplit
 
 RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
@@ -178,6 +182,8 @@ class NodeStrategy:
     """Position of a replicated summand that only the first device adds; the others pass the other one on."""
     overrides_shape: bool = False
     """A Shape of a part, whose split axis is replaced by the size of the whole."""
+    bodies: tuple[BodySplit, ...] = field(default=(), compare=False)
+    """How the subgraphs of a node are split; its inputs are then also what these capture."""
 
     @property
     def is_split(self) -> bool:

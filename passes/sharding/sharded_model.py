@@ -9,9 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto, TensorProto, ValueInfoProto, helper
+from numpy.typing import NDArray
+from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from onnxplace.model import Model, captured_names, has_subgraphs, iterate_reads, iterate_subgraphs, rename_reads
+from onnxplace.model import Model, has_subgraphs, iterate_reads, iterate_subgraphs, rename_reads
+from onnxplace.passes.sharding.bodies import BodySplit
 from onnxplace.passes.sharding.exchanges import ExchangeWriter, NodeOrigin, shard_weight
 from onnxplace.passes.sharding.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
@@ -71,12 +73,8 @@ class ShardedModelWriter(ExchangeWriter):
     def __init__(self, space: StrategySpace, choice: LayoutChoice, costs: ExchangeCosts) -> None:
         super().__init__(space, costs)
         self.choice = choice
-        # Names that subgraphs capture; most nodes have none.
-        self.captured = {
-            index: sorted({name for graph in iterate_subgraphs(node) for name in captured_names(graph)})
-            for index, node in enumerate(self.model.nodes)
-            if has_subgraphs(node)
-        }
+        # Most nodes have no subgraphs, and are not searched for what these read.
+        self.nested = frozenset(index for index, node in enumerate(self.model.nodes) if has_subgraphs(node))
 
     def write(self) -> ShardedModel:
         split_inputs = self.add_inputs()
@@ -128,15 +126,17 @@ class ShardedModelWriter(ExchangeWriter):
         """Add a node that runs once, on the first device, which sends its results to the others."""
         copy = deepcopy(self.model.nodes[index])
         copy.input[:] = [self.get(name, REPLICATED, 0) if name else "" for name in copy.input]
-        self.rename_captured(copy, index, 0)
+        self.rename_captured(copy, index, self.space.strategies[index][0], 0)
         self.add(copy, NodeOrigin(0, index))
         for name in filter(None, copy.output):
             for device in self.devices:
                 self.parts[name, REPLICATED, device] = name
 
-    def rename_captured(self, copy: NodeProto, index: int, device: int) -> None:
-        if index in self.captured:
-            names = {name: self.get(name, REPLICATED, device) for name in self.captured[index] if self.is_known(name)}
+    def rename_captured(self, copy: NodeProto, index: int, strategy: NodeStrategy, device: int) -> None:
+        own = len(copy.input)
+        captured = zip(self.model.operands[index][own:], strategy.inputs[own:])
+        names = {name: self.get(name, layout or REPLICATED, device) for name, layout in captured if self.is_known(name)}
+        if names:
             _rename_in_subgraphs(copy, names)
 
     def is_known(self, name: str) -> bool:
@@ -152,7 +152,9 @@ class ShardedModelWriter(ExchangeWriter):
         copy = deepcopy(node)
         copy.name = self.name(f"{node.name}/{self.part_suffix}{device}")
         copy.input[:] = [self.input(node, strategy, position, device) for position in range(len(node.input))]
-        self.rename_captured(copy, index, device)
+        for graph, split in zip(iterate_subgraphs(copy), strategy.bodies):
+            graph.CopyFrom(_BodyWriter(split, self.costs, copy.name, device).write_graph())
+        self.rename_captured(copy, index, strategy, device)
         copy.output[:] = [
             self.name(self.part_name(name, layout, device)) if name and layout is not None else ""
             for name, layout in zip(node.output, strategy.outputs)
@@ -325,7 +327,7 @@ class ShardedModelWriter(ExchangeWriter):
 
     def reads(self, node: NodeProto, origin: NodeOrigin) -> Iterable[str]:
         """Return what a node reads; only nodes with subgraphs are searched."""
-        return iterate_reads(node) if origin.source in self.captured else node.input
+        return iterate_reads(node) if origin.source in self.nested else node.input
 
     def list_used(self, needed: set[str]) -> tuple[list[NodeProto], list[NodeOrigin], set[str]]:
         """Return the nodes that the needed values depend on, with their origins, and all values that are needed."""
@@ -357,3 +359,55 @@ def _rename_in_subgraphs(node: NodeProto, names: Mapping[str, str]) -> None:
     own = list(node.input)
     rename_reads(node, names)
     node.input[:] = own
+
+
+class _BodyWriter(ShardedModelWriter):
+    """Writes a device's part of a subgraph; its names begin with that of the node, so that they hide no others."""
+
+    def __init__(self, split: BodySplit, costs: ExchangeCosts, prefix: str, device: int) -> None:
+        choice = LayoutChoice(split.strategies, {}, seconds=0.0, lower_bound_seconds=0.0, weight_bytes=0)
+        super().__init__(split.space, choice, costs)
+        self.split, self.prefix, self.device = split, prefix, device
+        self.devices = range(device, device + 1)
+        for name, layout in split.inputs.items():
+            self.layouts[name] = layout
+            self.parts[name, layout, device] = name
+
+    def name(self, base: str) -> str:
+        return super().name(f"{self.prefix}/{base}")
+
+    def constant(self, base: str, array: NDArray[Any]) -> str:
+        return super().constant(f"{self.prefix}/{base}", array)
+
+    def weight_part(self, name: str, layout: Layout, device: int) -> str:
+        """Return a part of a weight of the subgraph; those that it captures are cut outside."""
+        if name in self.split.inputs:
+            return self.parts[name, layout, device]
+        return super().weight_part(name, layout, device)
+
+    def write_graph(self) -> GraphProto:
+        """Return the part of the subgraph, which reads captured values under their own names."""
+        for index, strategy in enumerate(self.split.strategies):
+            self.add_node(index, strategy)
+        graph, results = self.split.graph, list[str]()
+        for value, layout in zip(graph.output, self.split.outputs):
+            result = self.get(value.name, layout, self.device)
+            # A subgraph returns values of its own, each once.
+            if result in results or result in self.weights or result in self.split.inputs:
+                result = self.exchange_node("Identity", [result], f"{value.name}/result", self.device, 0)
+            results.append(result)
+        assert not self.exchanges, f"devices exchange {self.exchanges} inside {self.prefix!r}"
+        nodes, _, read = self.list_used(set(results))
+        inputs = [_with_name(value, value.name, self.split.inputs[value.name]) for value in graph.input]
+        outputs = [_with_name(*item) for item in zip(graph.output, results, self.split.outputs)]
+        weights = [tensor for name, tensor in self.weights.items() if name in read]
+        return helper.make_graph(nodes, graph.name, inputs, outputs, weights)
+
+
+def _with_name(value: ValueInfoProto, name: str, layout: Layout) -> ValueInfoProto:
+    """Return the declaration of a part of a value."""
+    result = deepcopy(value)
+    result.name = name
+    if layout.is_split:
+        result.type.tensor_type.ClearField("shape")
+    return result

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from onnx import NodeProto
 
 from onnxplace.errors import UsageError, format_value, suggest_nearest
-from onnxplace.model import RANDOM_OPERATORS, Model, iterate_subgraphs
+from onnxplace.model import RANDOM_OPERATORS, Model, has_subgraphs, iterate_subgraphs
+from onnxplace.passes.sharding.bodies import list_body_strategies
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.node_strategies import Cuts, NodeStrategy, StrategyTable, describe_copies
 from onnxplace.passes.sharding.node_views import NodeView
@@ -168,10 +169,12 @@ class _Spreader:
         view, node = self._views[index], self._facts.model.nodes[index]
         if view is None:
             whole = NodeStrategy(
-                tuple(REPLICATED if name else None for name in node.input),
+                tuple(REPLICATED if name else None for name in self._facts.model.operands[index]),
                 tuple(REPLICATED if name else None for name in node.output),
             )
-            return (whole,)
+            if index in self._single or not has_subgraphs(node):
+                return (whole,)
+            return (whole, *list_body_strategies(self._facts, index, self._division, build_space))
         cuts = tuple(self._cuts.get(name, ()) if name else () for name in (*node.input, *node.output))
         key = self._kinds[index], cuts, self._given[index]
         if key not in self._cache:
@@ -212,7 +215,7 @@ class _Spreader:
         """Add the layouts that a node may have to its values; return the nodes whose values got new ones."""
         node = self._facts.model.nodes[index]
         touched: list[int] = []
-        names = (*node.input, *node.output)
+        names = (*self._facts.model.operands[index], *node.output)
         for strategy in strategies:
             for name, layout in zip(names, (*strategy.inputs, *strategy.outputs)):
                 if layout is not None and layout.is_split and self._add(name, layout):

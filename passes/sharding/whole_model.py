@@ -151,8 +151,8 @@ def annotate_model(
 def _annotate(node: NodeProto, space: StrategySpace, strategy: NodeStrategy) -> NodeProto:
     """Return a node with the layouts of its inputs and outputs."""
     entry = NodeDeviceConfigurationProto(configuration_id=CONFIGURATION)
-    values = zip((*node.input, *node.output), (*strategy.inputs, *strategy.outputs))
-    for name, layout in dict(values).items():
+    values = dict((*zip(node.input, strategy.inputs), *zip(node.output, strategy.outputs)))
+    for name, layout in values.items():
         if name and layout is not None and (spec := _specify(name, layout, space)) is not None:
             entry.sharding_spec.append(spec)
     copy = deepcopy(node)

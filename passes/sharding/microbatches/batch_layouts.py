@@ -70,7 +70,7 @@ class _SampleLayouts:
         self._layouts: dict[str, set[Layout]] = defaultdict(set)
         self._users: dict[str, list[int]] = defaultdict(list)
         for index, node in enumerate(self._model.nodes):
-            for name in dict.fromkeys((*node.input, *node.output)):
+            for name in dict.fromkeys((*self._model.operands[index], *node.output)):
                 if name:
                     self._users[name].append(index)
         self._seed(axes)
@@ -106,7 +106,9 @@ class _SampleLayouts:
         for strategy in self._space.strategies[index]:
             if not strategy.is_split or not self._is_allowed(index, strategy):
                 continue
-            for name, layout in zip((*node.input, *node.output), (*strategy.inputs, *strategy.outputs)):
+            for name, layout in zip(
+                (*self._model.operands[index], *node.output), (*strategy.inputs, *strategy.outputs)
+            ):
                 if layout is not None and layout.is_split and layout not in self._layouts[name]:
                     self._layouts[name].add(layout)
                     touched += self._users[name]
@@ -121,7 +123,7 @@ class _SampleLayouts:
             return True
         pairs = [
             (name, layout)
-            for name, layout in zip((*node.input, *node.output), (*strategy.inputs, *strategy.outputs))
+            for name, layout in zip((*self._model.operands[index], *node.output), (*strategy.inputs, *strategy.outputs))
             if name and layout is not None and layout.is_split
         ]
         if any(name in self._kept for name, _ in pairs):
