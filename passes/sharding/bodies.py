@@ -150,7 +150,8 @@ class _BodyFlow:
         inner_weights = {name for name in space.facts.is_weight if (number, name) not in self._owners}
         model = space.facts.model
         for node, operands, strategies in zip(model.nodes, model.operands, space.strategies):
-            pairs = ((strategy, flow.weigh(operands, strategy, inner_weights)) for strategy in strategies)
+            alone = (strategy for strategy in strategies if not strategy.exchanges_values)
+            pairs = ((strategy, flow.weigh(operands, strategy, inner_weights)) for strategy in alone)
             weighed = [(strategy, weight) for strategy, weight in pairs if weight is not None]
             if not weighed:
                 return None

@@ -182,8 +182,16 @@ class NodeStrategy:
     """Position of a replicated summand that only the first device adds; the others pass the other one on."""
     overrides_shape: bool = False
     """A Shape of a part, whose split axis is replaced by the size of the whole."""
+    shares_range: bool = False
+    """Parts of the first input are quantised by the range of the whole."""
     bodies: tuple[BodySplit, ...] = field(default=(), compare=False)
     """How the subgraphs of a node are split; its inputs are then also what these capture."""
+
+    @property
+    def exchanges_values(self) -> bool:
+        """Return whether devices need values of each other while they compute the node: halos, or ranges."""
+        halo = self.window and self.inputs[self.window.input]
+        return self.shares_range or bool(halo and halo.is_split)
 
     @property
     def is_split(self) -> bool:
@@ -326,10 +334,16 @@ class StrategyTable:
                 continue
             rest = REPLICATED if rule.effect == "map" else PARTIAL
             outputs = _lay_out(view.outputs, layouts, "out", rest)
-            if rule.effect == "map" and REPLICATED in outputs:
+            if rule.effect == "map" and REPLICATED in outputs and not rule.shares_range:
                 continue
             inputs = _lay_out(view.inputs, layouts, "in", REPLICATED)
-            yield NodeStrategy(inputs, outputs, edit=rule.edit, weighs_means=rule.effect == "mean")
+            yield NodeStrategy(
+                inputs,
+                outputs,
+                edit=rule.edit,
+                weighs_means=rule.effect == "mean",
+                shares_range=rule.shares_range,
+            )
 
     def _can_follow(self, view: NodeView, rule: AxisRule) -> bool:
         """Return whether devices may compute the parts of a rule: also sums of them, where it asks for sums."""

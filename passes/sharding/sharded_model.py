@@ -149,6 +149,9 @@ class ShardedModelWriter(ExchangeWriter):
             other = 1 - strategy.only_first
             self.parts[node.output[0], PARTIAL, device] = self.get(node.input[other], PARTIAL, device)
             return
+        if strategy.shares_range:
+            self.add_quantised_part(index, strategy, device)
+            return
         copy = deepcopy(node)
         copy.name = self.name(f"{node.name}/{self.part_suffix}{device}")
         copy.input[:] = [self.input(node, strategy, position, device) for position in range(len(node.input))]
@@ -208,6 +211,52 @@ class ShardedModelWriter(ExchangeWriter):
                 division=self.division,
             )
         )
+
+    def add_quantised_part(self, index: int, strategy: NodeStrategy, device: int) -> None:
+        """Add the copy of a node that quantises its first input by the range of the whole.
+
+        The range of the smallest and largest numbers of all parts is that of the whole, so scale and zero point are the
+        same, to the bit.
+        """
+        node, (value, layout) = self.model.nodes[index], (self.model.nodes[index].input[0], strategy.inputs[0])
+        assert layout is not None
+        extremes = [self.extremes(value, layout, other) for other in self.devices]
+        self.count("all-gather", value, "range")
+        ends = self.concat(extremes, 0, f"{value}/range{device}", device, 0)
+        scale, zero_point = (self.name(f"{node.name}/{kind}{device}") for kind in ("scale", "zero_point"))
+        name = self.name(f"{node.name}/range{device}")
+        proto = helper.make_node("DynamicQuantizeLinear", [ends], [f"{name}/unused", scale, zero_point], name=name)
+        self.add(proto, NodeOrigin(device, -1))
+        inputs = [self.input(node, strategy, position, device) for position in range(len(node.input))]
+        result = self.name(self.part_name(node.output[0], strategy.outputs[0] or REPLICATED, device))
+        quantised = [inputs[0], scale, zero_point]
+        if node.op_type == "DynamicQuantizeLinear":
+            op, domain, operands = "QuantizeLinear", "", quantised
+        else:
+            moved_bytes = 5 * self.bytes(value, layout, device) // 4  # reads four bytes, writes one
+            part = self.exchange_node(
+                "QuantizeLinear", quantised, f"{node.name}/quantised{device}", device, moved_bytes
+            )
+            _, weight, weight_scale, *rest = inputs
+            weight_zero_point, bias = (*rest, "", "")[:2]
+            op, domain = "MatMulIntegerToFloat", "com.microsoft"
+            operands = [part, weight, scale, weight_scale, zero_point, weight_zero_point, bias]
+        name = self.name(f"{node.name}/{self.part_suffix}{device}")
+        self.add(helper.make_node(op, operands, [result], name=name, domain=domain), NodeOrigin(device, index))
+        for output, own, output_layout in zip(node.output, (result, scale, zero_point), strategy.outputs):
+            if output and output_layout is not None:
+                self.parts[output, output_layout, device] = own
+
+    def extremes(self, value: str, layout: Layout, device: int) -> str:
+        """Return the smallest and the largest number of a device's part."""
+        key = f"{value}/extremes", layout, device
+        if key not in self.parts:
+            part, moved_bytes = self.get(value, layout, device), self.bytes(value, layout, device)
+            ends = [
+                self.exchange_node(op, [part], f"{part}/{op}", device, moved_bytes) for op in ("ReduceMin", "ReduceMax")
+            ]
+            self.parts[key] = self.concat(ends, 0, f"{part}/extremes", device, 0)
+        return self.parts[key]
 
     def override_shape(self, view: NodeView, strategy: NodeStrategy, result: str, device: int) -> str:
         """Return the shape of the whole value, from that of a part."""

@@ -246,6 +246,7 @@ class WorkCosts:
                 [
                     max(self._scale(work, device, seconds[device]) for device, work in enumerate(works))
                     + self._halo_seconds(index, strategy, costs)
+                    + self._range_seconds(index, strategy, costs)
                     for strategy, works in zip(strategies, cache[key])
                 ]
             )
@@ -272,6 +273,15 @@ class WorkCosts:
             for device, (low, high) in enumerate(strategy.window.rows)
         )
         return costs.halo_seconds(received * row_bytes, window_rows * row_bytes)
+
+    def _range_seconds(self, index: int, strategy: NodeStrategy, costs: ExchangeCosts) -> float:
+        """Return the seconds to find the extremes of parts, and to exchange them."""
+        layout = strategy.inputs[0] if strategy.shares_range else None
+        if layout is None:
+            return 0.0
+        size = self.space.facts.bytes(self.space.facts.model.nodes[index].input[0])
+        reading = 2 * size * self.space.division.largest_fraction(layout) * costs.copy_seconds_per_byte
+        return 4 * costs.kernel_seconds + reading + costs.seconds(layout, REPLICATED, 8 * costs.count)
 
 
 def window_rows_outside(low: int, high: int, own: tuple[int, int]) -> int:

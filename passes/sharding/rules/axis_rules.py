@@ -35,6 +35,9 @@ class AxisRule:
     """Input position -> number of equal tensors that lie one after the other along its axis, such as q, k and v."""
     edit: Edit | None = None
     """Adapts a device's copy of the node."""
+    shares_range: bool = False
+    """Parts of the first input are quantised by the range of the whole; outputs that are not named are its scale and
+    zero point, which all devices have."""
 
 
 Rule = Callable[[NodeView], Iterable[AxisRule]]

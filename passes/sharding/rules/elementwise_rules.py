@@ -61,11 +61,17 @@ def quantise(view: NodeView) -> list[AxisRule]:
     ]
 
 
+def dynamic_quantise(view: NodeView) -> list[AxisRule]:
+    """DynamicQuantizeLinear: every axis, where devices tell each other the range of their parts."""
+    return [AxisRule({0: axis}, {0: axis}, shares_range=True) for axis, size in enumerate(view.shape(0)) if size > 1]
+
+
 ELEMENTWISE: dict[tuple[str, str], Rule] = {
     **{("", op): elementwise for op in _UNARY},
     **{("", op): broadcasting for op in _BROADCASTING},
     **{("com.microsoft", op): elementwise for op in _MICROSOFT},
     ("", "Dropout"): dropout,
     ("", "CastLike"): cast_like,
+    ("", "DynamicQuantizeLinear"): dynamic_quantise,
     **{(domain, op): quantise for domain in ("", "com.microsoft") for op in ("QuantizeLinear", "DequantizeLinear")},
 }

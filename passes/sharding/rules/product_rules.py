@@ -139,8 +139,8 @@ def fused_gemm(view: NodeView) -> list[AxisRule]:
 
 
 def dynamic_quantize_matmul(view: NodeView) -> list[AxisRule]:
-    """DynamicQuantizeMatMul: by columns; the scale of its first factor is that of all rows."""
-    return [rule for rule in multiply(view, columns=(2, 3, 4)) if 0 not in rule.inputs]
+    """DynamicQuantizeMatMul: by columns, and by batch and rows, which share a range."""
+    return [replace(rule, shares_range=0 in rule.inputs) for rule in multiply(view, columns=(2, 3, 4))]
 
 
 def quantised_gemm(view: NodeView) -> list[AxisRule]:

@@ -32,7 +32,8 @@ POINTWISE = {
         splits="000 -> 0, 111 -> 1",
     ),
     "DynamicQuantizeLinear": RuleCase(
-        "(float[4,6] x) => (uint8[4,6] y, float s, uint8 z) { y, s, z = DynamicQuantizeLinear(x) }"
+        "(float[4,6] x) => (uint8[4,6] y, float s, uint8 z) { y, s, z = DynamicQuantizeLinear(x) }",
+        splits="0 -> 0.., 1 -> 1..",
     ),
     "BiasGelu": RuleCase(
         "(float[4,6] x, float[6] b) => (float[4,6] y) { y = com.microsoft.BiasGelu(x, b) }", splits="0. -> 0, 10 -> 1"

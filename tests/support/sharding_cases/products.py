@@ -92,12 +92,12 @@ PRODUCTS = {
     "DynamicQuantizeMatMul": RuleCase(
         """(float[2,4,6] a, int8[6,8] b, float[8] s, int8[8] z, float[8] c) => (float[2,4,8] y) {
             y = com.microsoft.DynamicQuantizeMatMul(a, b, s, z, c) }""",
-        splits=".1000 -> 2",
+        splits=".1000 -> 2, 0.... -> 0, 1.... -> 1",
     ),
     "DynamicQuantizeMatMul, one scale": RuleCase(
         """(float[4,6] a, uint8[6,8] b, float s, uint8 z) => (float[4,8] y) {
             y = com.microsoft.DynamicQuantizeMatMul(a, b, s, z) }""",
-        splits=".1.. -> 1",
+        splits=".1.. -> 1, 0... -> 0",
     ),
     "MatMulIntegerToFloat": RuleCase(
         """(uint8[4,6] a, int8[6,8] b, float sa, float[8] sb, uint8 za, int8[8] zb, float[8] c) => (float[4,8] y) {
