@@ -134,10 +134,11 @@ class LocalNode:
             del self.proto.input[-1]
 
     def take_part(self, value: str, axis: int) -> str:
-        """Return the device's part of a whole value whose axis is cut as the first output is."""
-        layout, whole = self.layouts[0], self.view.result()
+        """Return the device's part of a whole value whose axis is cut as the first of the outputs is."""
+        position = self.view.present_outputs()[0]
+        layout = self.layouts[position]
         assert layout is not None
-        low, high = self.division.ranges(layout, whole[layout.axis], self.device)[0]
+        low, high = self.division.ranges(layout, self.view.result(position)[layout.axis], self.device)[0]
         bounds = [self.make_ints([number]) for number in (low, high, axis)]
         return self.make_node("Slice", [value, *bounds])
 

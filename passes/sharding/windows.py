@@ -46,8 +46,7 @@ class _Geometry:
 def find_window(view: NodeView, result: Layout, division: Division) -> tuple[Window, Edit] | None:
     """Return the rows that each device reads for its rows of the result, and the edit of paddings.
 
-    None for operators whose parts cannot be computed from windows: with indices as results, or averages that count the
-    padding of rounded-up windows.
+    None for operators whose parts cannot be computed from windows, such as those with indices as results.
     """
     geometry = _read_geometry(view)
     if geometry is None:
@@ -67,7 +66,16 @@ def find_window(view: NodeView, result: Layout, division: Division) -> tuple[Win
             return None
         rows.append((max(first, 0), min(last, size)))
         pads.append((max(-first, 0), max(last - size, 0)))
-    paddings = [_part_paddings(view, geometry, rows) for rows in pads]
+    # Averages count paddings, except that by which windows are rounded up: these stay rounded up.
+    is_rounded = bool(
+        view.op == "AveragePool" and view.attribute("ceil_mode", 0) and view.attribute("count_include_pad", 0)
+    )
+    if is_rounded:
+        paddings = [
+            [head, *geometry.before[1:], min(tail, geometry.after[0]), *geometry.after[1:]] for head, tail in pads
+        ]
+    else:
+        paddings = [_part_paddings(view, geometry, rows) for rows in pads]
     # ONNX Runtime refuses pools with paddings as wide as their kernels.
     if view.op in _POOLS and any(
         width >= geometry.kernel[index % len(geometry.kernel)]
@@ -78,7 +86,7 @@ def find_window(view: NodeView, result: Layout, division: Division) -> tuple[Win
 
     def edit(local: LocalNode) -> None:
         local.set_attribute("auto_pad", None)
-        local.set_attribute("ceil_mode", None)
+        local.set_attribute("ceil_mode", int(is_rounded) or None)
         local.set_attribute("pads", paddings[local.device])
 
     return Window(0, tuple(rows)), edit
@@ -156,14 +164,11 @@ def _is_irregular(view: NodeView) -> bool:
     """Return whether a result is not made of windows alone, or of others than the attributes say."""
     # With a mode of padding, ONNX Runtime leaves dilations of pools out of the sizes that it computes.
     ignores_dilations = view.op in _POOLS and view.attribute("auto_pad", "NOTSET") != "NOTSET"
-    # The padding of rounded-up windows is not counted, other padding is.
-    counts_pads = view.op == "AveragePool" and view.attribute("ceil_mode", 0)
     return bool(
         len(view.present_outputs()) > 1
         or view.attribute("storage_order", 0)
         or view.attribute("channels_last", 0)
         or (ignores_dilations and max(view.attribute("dilations") or [1]) > 1)
-        or (counts_pads and view.attribute("count_include_pad", 0))
     )
 
 

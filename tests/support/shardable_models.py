@@ -272,6 +272,11 @@ class Builder:
         zero = self.initializer(np.array(128, np.uint8))
         clipped = self.add("Cast", [value], value.shape, FLOAT, to=FLOAT)
         quantised = self.add("QuantizeLinear", [clipped, scale, zero], value.shape, TensorProto.UINT8)
+        if self.chance(0.4):
+            self.needs_elements = True  # an empty tensor has no range
+            quantised = Value(self.fresh(), TensorProto.UINT8, value.shape)
+            scale, zero = Value(self.fresh(), FLOAT, ()), Value(self.fresh(), TensorProto.UINT8, ())
+            self.node("DynamicQuantizeLinear", [clipped], [quantised.name, scale.name, zero.name])
         if self.chance(0.5):
             self.add("DequantizeLinear", [quantised, scale, zero], value.shape)
             return
@@ -300,6 +305,39 @@ class Builder:
         outputs = self.one_of(([every.name, last.name], [every.name], ["", last.name]))
         self.node(op, inputs, outputs, hidden_size=hidden, direction=direction)
         self.values += [item for item in (every, last) if item.name in outputs]
+
+    def add_step(self) -> None:
+        """Add one step of a decoder, of one sample."""
+        value = self.pick(lambda v: v.rank >= 2 and isinstance(v.shape[-1], int))
+        if value is None:
+            return
+        self.needs_elements = True
+        width, (op, gates), hidden = int(value.shape[-1]), self.one_of((("LSTM", 4), ("GRU", 3), ("RNN", 1))), 6
+        largest = self.add("ReduceL2", [value], (1,) * value.rank)
+        scaled = self.add("Div", [value, self.add("Add", [largest, self.weight(1)], (1,) * value.rank)], value.shape)
+        rows = self.add("Reshape", [scaled, self.ints(-1, width)], (self.unknown_size(), width))
+        first = self.add("Slice", [rows, self.ints(0), self.ints(1), self.ints(0)], (1, width))
+        step = self.add("Reshape", [first, self.ints(1, 1, width)], (1, 1, width))
+        inputs: list[Value | str] = [step, self.weight(1, gates * hidden, width, scale=0.3)]
+        inputs += [self.weight(1, gates * hidden, hidden, scale=0.3)]
+        inputs.append(self.weight(1, 2 * gates * hidden, scale=0.3) if self.chance(0.5) else "")
+        inputs += ["", self.weight(1, 1, hidden)] if self.chance(0.8) else []
+        last = Value(self.fresh(), FLOAT, (1, 1, hidden))
+        attributes = {"linear_before_reset": self.one_of((0, 1, 1))} if op == "GRU" else {}
+        self.node(op, inputs, ["", last.name], hidden_size=hidden, **attributes)
+        self.values.append(last)
+
+    def add_fourier(self) -> None:
+        value = self.pick(lambda v: v.rank >= 2)
+        if value is None:
+            return
+        self.needs_elements = True
+        axis = self.random.randrange(value.rank)
+        signal = self.add("Unsqueeze", [value, self.ints(-1)], (*value.shape, 1))
+        if self.opset < 20:
+            self.add("DFT", [signal], (*value.shape, 2), axis=axis)
+        else:
+            self.add("DFT", [signal, "", self.initializer(np.array(axis, np.int64))], (*value.shape, 2))
 
     # --- images ---
 
@@ -870,6 +908,19 @@ class Builder:
         self.count += 1
         return Builder(self.random, self.opset, f"{self.prefix}s{self.count}_", values=list(self.values))
 
+    def fill(self, inner: Builder, value: Value) -> Value:
+        """Add some nodes to a subgraph; return the last value, of the shape of another one."""
+        inner.values.append(value)
+        for _ in range(self.random.randrange(3)):
+            self.one_of(COMMON)(inner)
+        self.has_half, self.needs_elements = (
+            self.has_half or inner.has_half,
+            self.needs_elements or inner.needs_elements,
+        )
+        same = [item for item in inner.values if item.dtype == FLOAT and item.shape == value.shape]
+        other = inner.pick(lambda v: broadcast(value.shape, v.shape) == value.shape) or value
+        return inner.add(self.one_of(("Add", "Sub")), [same[-1], other], value.shape)
+
     def add_if(self) -> None:
         value = self.pick()
         if value is None:
@@ -877,8 +928,7 @@ class Builder:
         branches = {}
         for name in ("then_branch", "else_branch"):
             inner = self.inner()
-            other = inner.pick(lambda v: broadcast(value.shape, v.shape) == value.shape) or value
-            result = inner.add(self.one_of(("Add", "Mul")), [value, other], value.shape)
+            result = self.fill(inner, value)
             branches[name] = inner.graph([result], [])
         condition = self.initializer(np.array(self.chance(0.5)))
         self.add("If", [condition], value.shape, **branches)
@@ -892,7 +942,8 @@ class Builder:
         names = [inner.fresh() for _ in range(3)]
         carried = Value(names[2], FLOAT, value.shape)
         go_on = inner.add("Identity", [names[1]], (), BOOL)
-        total = inner.add("Add", [carried, step], value.shape)
+        inner.values.append(step)
+        total = self.fill(inner, carried)
         parameters = [Value(names[0], INT64, ()), Value(names[1], BOOL, ()), carried]
         body = inner.graph([go_on, total], parameters)
         trips = self.initializer(np.array(self.random.randrange(3), np.int64))
@@ -905,7 +956,8 @@ class Builder:
             return
         inner = self.inner()
         item = Value(inner.fresh(), FLOAT, value.shape[1:])
-        result = inner.add("Add", [item, other], value.shape[1:])
+        inner.values.append(other)
+        result = self.fill(inner, item)
         self.add("Scan", [value], value.shape, body=inner.graph([result], [item]), num_scan_inputs=1)
 
     def graph(self, outputs: Sequence[Value], inputs: Sequence[Value]) -> GraphProto:
@@ -963,6 +1015,8 @@ OTHERS: tuple[Callable[[Builder], None], ...] = (
     Builder.add_attention,
     Builder.add_integer_product,
     Builder.add_recurrent,
+    Builder.add_step,
+    Builder.add_fourier,
     Builder.add_transposed_convolution,
     Builder.add_unsplittable,
     Builder.add_positions,

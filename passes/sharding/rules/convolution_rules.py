@@ -71,6 +71,23 @@ def deformable_convolution(view: NodeView) -> list[AxisRule]:
 pool = signature_rule("nc*->nc*", "nc")
 
 
+def average_pool(view: NodeView) -> list[AxisRule]:
+    """AveragePool: also by the axes that one window covers, such as rows, whose means are then weighted."""
+    kernel, is_padded = view.attribute("kernel_shape", ()), any(view.attribute("pads", ()))
+    rules = [*pool(view)]
+    for index, (size, reach) in enumerate(zip(view.shape(0)[2:], kernel)):
+
+        def set_kernel(local: LocalNode, index: int = index) -> None:
+            part = local.inputs[0]
+            assert part is not None
+            local.set_attribute("kernel_shape", [*kernel[:index], part[2 + index], *kernel[index + 1 :]])
+
+        is_plain = not is_padded and view.attribute("auto_pad", "NOTSET") in ("NOTSET", "VALID")
+        if is_plain and size == reach > 1 and not any(step > 1 for step in view.attribute("dilations", ())):
+            rules.append(AxisRule({0: 2 + index}, {}, "mean", edit=set_kernel))
+    return rules
+
+
 def max_pool(view: NodeView) -> list[AxisRule]:
     """MaxPool; its indices count from the start of the whole input, so it then stays whole."""
     return [*pool(view)] if len(view.present_outputs()) == 1 else []
@@ -109,7 +126,7 @@ CONVOLUTIONS: dict[tuple[str, str], Rule] = {
     ("com.microsoft", "QLinearAveragePool"): quantised_pool,
     ("com.microsoft", "QLinearGlobalAveragePool"): quantised_pool,
     ("", "MaxPool"): max_pool,
-    ("", "AveragePool"): pool,
+    ("", "AveragePool"): average_pool,
     ("", "LpPool"): pool,
     ("", "GlobalAveragePool"): global_average,
     ("", "GlobalMaxPool"): pool,

@@ -113,11 +113,16 @@ CONVOLUTIONS = {
     ),
     "AveragePool, rounded up and counted": RuleCase(
         """(float[1,1,10,7] x) => (float[1,1,6,4] y) {
-            y = AveragePool<kernel_shape=[3,3],strides=[2,2],pads=[1,1,1,1],ceil_mode=1,count_include_pad=1>(x) }"""
+            y = AveragePool<kernel_shape=[3,3],strides=[2,2],pads=[1,1,1,1],ceil_mode=1,count_include_pad=1>(x) }""",
+        splits=". -> 2, 2 -> 2",
     ),
     "LpPool": RuleCase(
         "(float[2,2,7,6] x) => (float[2,2,6,5] y) { y = LpPool<kernel_shape=[2,2],p=3>(x) }",
         splits=". -> 2, 0 -> 0, 1 -> 1, 2 -> 2",
+    ),
+    "AveragePool, one window": RuleCase(
+        "(float[2,4,5,6] x) => (float[2,4,1,3] y) { y = AveragePool<kernel_shape=[5,2],strides=[2,2]>(x) }",
+        splits="0 -> 0, 1 -> 1, 2 -> +",
     ),
     "GlobalAveragePool": RuleCase(
         "(float[2,4,5,6] x) => (float[2,4,1,1] y) { y = GlobalAveragePool(x) }", splits="0 -> 0, 1 -> 1, 2 -> +, 3 -> +"

@@ -48,6 +48,11 @@ RECURRENT = {
             y, u = GRU<hidden_size=6,linear_before_reset=1>(x, w, r, b, , h) }""",
         splits=".111-. -> 32",
     ),
+    "GRU, one step, last state only": RuleCase(
+        """(float[1,1,5] x, float[1,18,5] w, float[1,18,6] r, float[1,1,6] h) => (float[1,1,6] u) {
+            , u = GRU<hidden_size=6,linear_before_reset=1>(x, w, r, , , h) }""",
+        splits=".11--. -> -2",
+    ),
     "GRU, one step, gate before the product": RuleCase(
         """(float[1,1,5] x, float[1,18,5] w, float[1,18,6] r, float[1,1,6] h) => (float[1,1,6] u) {
             , u = GRU<hidden_size=6>(x, w, r, , , h) }"""
