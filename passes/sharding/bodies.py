@@ -8,6 +8,7 @@ they entered it, the whole node is split.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -89,11 +90,21 @@ class _BodyFlow:
         }
 
     def list_strategies(self) -> list[NodeStrategy]:
-        """Return a strategy for each layout of an operand that can be followed to the end."""
+        """Return a strategy for each layout of an operand that can be followed to the end.
+
+        Strategies with the same results are also taken together: each may split what the others leave whole, such as
+        another branch.
+        """
         found: dict[object, NodeStrategy] = {}
+        together: dict[object, dict[int, Layout]] = defaultdict(dict)
         for position, layout in sorted(self._list_seeds()):
-            strategy = self._follow({position: layout})
-            if strategy is not None:
+            if (strategy := self._follow({position: layout})) is not None:
+                found.setdefault((strategy.inputs, strategy.outputs), strategy)
+                for operand, other in enumerate(strategy.inputs):
+                    if other is not None and other.is_split:
+                        together[strategy.outputs].setdefault(operand, other)
+        for demands in together.values():
+            if (strategy := self._follow(demands)) is not None:
                 found.setdefault((strategy.inputs, strategy.outputs), strategy)
         return [*found.values()]
 

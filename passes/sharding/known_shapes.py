@@ -157,6 +157,7 @@ def _find_steady_loops(model: Model, shapes: Mapping[str, Shape]) -> dict[int, d
     """Return the loops whose states keep their shapes: state after the last turn, of unknown shape -> the first one."""
     loops = {}
     types: dict[str, int] = {}
+    shapes = {**{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}, **shapes}
     for index, node in enumerate(model.nodes):
         if node.op_type != "Loop" or (interface := read_interface(model, index, shapes)) is None:
             continue

@@ -252,9 +252,12 @@ class ShardedModelWriter(ExchangeWriter):
         key = f"{value}/extremes", layout, device
         if key not in self.parts:
             part, moved_bytes = self.get(value, layout, device), self.bytes(value, layout, device)
-            ends = [
-                self.exchange_node(op, [part], f"{part}/{op}", device, moved_bytes) for op in ("ReduceMin", "ReduceMax")
-            ]
+            ends = []
+            for op in ("Min", "Max"):
+                end = self.exchange_node(f"Reduce{op}", [part], f"{part}/{op}", device, moved_bytes)
+                # Each range holds 0, which is that of an empty part, too.
+                zero = self.constant("zero", np.zeros((), np.float32))
+                ends.append(self.exchange_node(op, [end, zero], f"{part}/{op}", device, 0))
             self.parts[key] = self.concat(ends, 0, f"{part}/extremes", device, 0)
         return self.parts[key]
 
@@ -447,16 +450,13 @@ class _BodyWriter(ShardedModelWriter):
             results.append(result)
         assert not self.exchanges, f"devices exchange {self.exchanges} inside {self.prefix!r}"
         nodes, _, read = self.list_used(set(results))
-        inputs = [_with_name(value, value.name, self.split.inputs[value.name]) for value in graph.input]
-        outputs = [_with_name(*item) for item in zip(graph.output, results, self.split.outputs)]
+        layouts = [self.split.inputs[value.name] for value in graph.input]
+        inputs, outputs = (
+            [self.part_info(value, name, layout, value.name, self.device) for value, name, layout in values]
+            for values in (
+                zip(graph.input, (value.name for value in graph.input), layouts),
+                zip(graph.output, results, self.split.outputs),
+            )
+        )
         weights = [tensor for name, tensor in self.weights.items() if name in read]
         return helper.make_graph(nodes, graph.name, inputs, outputs, weights)
-
-
-def _with_name(value: ValueInfoProto, name: str, layout: Layout) -> ValueInfoProto:
-    """Return the declaration of a part of a value."""
-    result = deepcopy(value)
-    result.name = name
-    if layout.is_split:
-        result.type.tensor_type.ClearField("shape")
-    return result

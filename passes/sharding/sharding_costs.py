@@ -281,7 +281,7 @@ class WorkCosts:
             return 0.0
         size = self.space.facts.bytes(self.space.facts.model.nodes[index].input[0])
         reading = 2 * size * self.space.division.largest_fraction(layout) * costs.copy_seconds_per_byte
-        return 4 * costs.kernel_seconds + reading + costs.seconds(layout, REPLICATED, 8 * costs.count)
+        return 6 * costs.kernel_seconds + reading + costs.seconds(layout, REPLICATED, 8 * costs.count)
 
 
 def window_rows_outside(low: int, high: int, own: tuple[int, int]) -> int:

@@ -273,7 +273,6 @@ class Builder:
         clipped = self.add("Cast", [value], value.shape, FLOAT, to=FLOAT)
         quantised = self.add("QuantizeLinear", [clipped, scale, zero], value.shape, TensorProto.UINT8)
         if self.chance(0.4):
-            self.needs_elements = True  # an empty tensor has no range
             quantised = Value(self.fresh(), TensorProto.UINT8, value.shape)
             scale, zero = Value(self.fresh(), FLOAT, ()), Value(self.fresh(), TensorProto.UINT8, ())
             self.node("DynamicQuantizeLinear", [clipped], [quantised.name, scale.name, zero.name])

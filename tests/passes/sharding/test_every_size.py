@@ -14,7 +14,7 @@ from tests.support.sharding_cases.rule_case import RuleCase
 
 SIZES = (0, 1, 2, 3, 5, 7, 12)
 
-FRAGILE = re.compile("LSTM|GRU|RNN|Conv|Pool|Integer|QLinear|Attention|Roi|Grid|Resize|Upsample|Depth|Rotary")
+FRAGILE = re.compile("Scan|LSTM|GRU|RNN|Conv|Pool|Integer|QLinear|Attention|Roi|Grid|Resize|Upsample|Depth|Rotary")
 
 # For these, ONNX Runtime ends the process at sizes that do not fit together, or takes sizes that ONNX does not allow.
 UNCHECKED = (

@@ -15,6 +15,7 @@ from onnxplace.passes.sharding.strategy_space import build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from tests.support.forced_sharding import DIVISIONS, Feeds, PlainSession, Trial, fed_names, try_strategies, with_weights
 from tests.support.sharding_cases.attention import ATTENTION
+from tests.support.sharding_cases.bodies import BODIES
 from tests.support.sharding_cases.convolutions import CONVOLUTIONS
 from tests.support.sharding_cases.moves import MOVES
 from tests.support.sharding_cases.normalizations import NORMALIZATIONS
@@ -24,7 +25,17 @@ from tests.support.sharding_cases.recurrent import RECURRENT
 from tests.support.sharding_cases.reductions import REDUCTIONS
 from tests.support.sharding_cases.rule_case import RuleCase
 
-CASES = {**PRODUCTS, **CONVOLUTIONS, **NORMALIZATIONS, **REDUCTIONS, **MOVES, **POINTWISE, **ATTENTION, **RECURRENT}
+CASES = {
+    **PRODUCTS,
+    **CONVOLUTIONS,
+    **NORMALIZATIONS,
+    **REDUCTIONS,
+    **MOVES,
+    **POINTWISE,
+    **ATTENTION,
+    **RECURRENT,
+    **BODIES,
+}
 
 
 def parse(case: RuleCase) -> ModelProto:
