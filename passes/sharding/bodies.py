@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from onnx import GraphProto
 
-from onnxplace.model import iterate_subgraphs
-from onnxplace.passes.sharding.known_shapes import infer_all_shapes
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.subgraph_models import Interface, Port, build_body, is_steady, read_interface
+from onnxplace.passes.sharding.subgraph_models import Body, Place, build_body, is_steady, list_bodies
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 
 if TYPE_CHECKING:
@@ -42,52 +40,85 @@ def list_body_strategies(
     facts: TensorFacts, index: int, division: Division, build_space: Callable[[TensorFacts, Division], StrategySpace]
 ) -> list[NodeStrategy]:
     """Return the strategies that split a node with subgraphs; `build_space` lists those of the inner nodes."""
-    interface = read_interface(facts.model, index, facts.shapes)
-    if interface is None:
-        return []
-    graphs = [*iterate_subgraphs(facts.model.nodes[index])]
-    spaces = []
-    for number, graph in enumerate(graphs):
-        body = _describe_body(facts, index, interface, number)
-        if body is None or graph.sparse_initializer or len({value.name for value in graph.output}) < len(graph.output):
+    bodies, spaces = list_bodies(facts.model, index), []
+    for body in bodies:
+        inner = _describe_body(facts, index, body)
+        if inner is None:
             return []
-        spaces.append(build_space(body, division))
-    return _BodyFlow(facts, index, interface, graphs, spaces).list_strategies()
+        spaces.append(build_space(inner, division))
+    return _BodyFlow(facts, index, bodies, spaces).list_strategies() if bodies else []
 
 
-def _describe_body(facts: TensorFacts, index: int, interface: Interface, number: int) -> TensorFacts | None:
-    """Return the facts of a subgraph as a model; None if a shape is unknown, or changes from turn to turn."""
-    weights = {name: facts.shapes[name] for name in facts.model.operands[index] if name in facts.is_weight}
-    sizes = [facts.shapes, *({**weights, **other} for other in (*facts.others, *facts.empty))]
-    models = [build_body(facts.model, index, interface, number, shapes, facts.types) for shapes in sizes]
-    inferred = [{} if model is None else infer_all_shapes(model) for model in models]
-    is_stable = (
-        is_steady(facts.model.nodes[index], interface, number, *pair) for pair in zip(sizes, inferred) if pair[1]
-    )
-    if models[0] is None or not all(is_stable):
+def _describe_body(facts: TensorFacts, index: int, body: Body) -> TensorFacts | None:
+    """Return the facts of a subgraph as a model; None if shapes are unknown, or change from turn to turn."""
+    # Axes that are not fixed become symbols: those that have the same sizes wherever they are known are one.
+    sizes: dict[str, list[int | str]] = {}
+    symbols: dict[tuple[int, ...], str] = {}
+    for name in (name for name in facts.model.operands[index] if name in facts.shapes):
+        others = [other.get(name, ()) for other in facts.others]
+        sizes[name] = []
+        for axis, (size, is_fixed) in enumerate(zip(facts.shapes[name], facts.fixed[name])):
+            column = size, *(shape[axis] if axis < len(shape) else 0 for shape in others)
+            sizes[name].append(size if is_fixed else symbols.setdefault(column, f"size{len(symbols)}"))
+    dimensions = {symbol: column[0] for column, symbol in symbols.items()}
+    model = build_body(facts.model, index, body, facts.types, sizes, dimensions)
+    if model is None:
         return None
-    empty = len(inferred) - len(facts.empty)
-    return TensorFacts.of_body(models[0], inferred[0], inferred[1:empty], inferred[empty:])
+    inner, node = TensorFacts.of(model), facts.model.nodes[index]
+    if not all(is_steady(body, shapes) for shapes in (inner.shapes, *filter(None, inner.others))):
+        return None
+    for name, (position, axis) in body.results.items():
+        outer = facts.shapes.get(node.output[position]) if position >= 0 else None
+        if outer and inner.shapes.get(name) != tuple(size for at, size in enumerate(outer) if at != axis):
+            return None  # such as the other branch, of another shape
+    return inner
+
+
+def _enter(layout: Layout, place: Place) -> Layout | None:
+    """Return a layout of an operand or result inside a subgraph, None for a split of the axis that it lacks there."""
+    if not layout.is_split or place[1] < 0:
+        return layout
+    return None if layout.axis == place[1] else layout._replace(axis=layout.axis - (layout.axis > place[1]))
+
+
+def _leave(layout: Layout, place: Place) -> Layout:
+    """Return a layout inside a subgraph as one of the operand or result."""
+    if not layout.is_split or place[1] < 0:
+        return layout
+    return layout._replace(axis=layout.axis + (layout.axis >= place[1]))
+
+
+@dataclass
+class _GraphFlow:
+    """The layouts of the values of a subgraph, and a strategy for each of its nodes."""
+
+    layouts: dict[str, Layout]
+    """Operands of which nothing is asked yet are left out."""
+    strategies: list[NodeStrategy] = field(default_factory=list)
+
+    def weigh(
+        self, operands: Sequence[str], strategy: NodeStrategy, weights: frozenset[str]
+    ) -> tuple[int, int, int] | None:
+        """Return how far a strategy is from taking its inputs as they are; None if it would need an exchange."""
+        cut = asked = 0
+        if strategy.exchanges_values:
+            return None
+        for name, want in zip(operands, strategy.inputs):
+            have = want if name in weights else self.layouts.get(name)
+            if want is None or want == have or (have is None and want == REPLICATED):
+                continue
+            if not want.is_split or have not in (None, REPLICATED):
+                return None
+            cut, asked = cut + (have == REPLICATED), asked + (have is None)
+        return int(PARTIAL in strategy.outputs), cut, asked
 
 
 class _BodyFlow:
     """Follows layouts of operands through the subgraphs of a node."""
 
-    def __init__(
-        self,
-        facts: TensorFacts,
-        index: int,
-        interface: Interface,
-        graphs: Sequence[GraphProto],
-        spaces: Sequence[StrategySpace],
-    ) -> None:
-        self._facts, self._interface, self._graphs, self._spaces = facts, interface, graphs, spaces
-        self._node, self._operands = facts.model.nodes[index], facts.model.operands[index]
-        self._owners = {
-            (port.graph, port.name): (position, port)
-            for position, ports in interface.operands.items()
-            for port in ports
-        }
+    def __init__(self, facts: TensorFacts, index: int, bodies: Sequence[Body], spaces: Sequence[StrategySpace]) -> None:
+        self._facts, self._bodies, self._spaces = facts, bodies, spaces
+        self._operands, self._outputs = facts.model.operands[index], facts.model.nodes[index].output
 
     def list_strategies(self) -> list[NodeStrategy]:
         """Return a strategy for each layout of an operand that can be followed to the end.
@@ -97,138 +128,108 @@ class _BodyFlow:
         """
         found: dict[object, NodeStrategy] = {}
         together: dict[object, dict[int, Layout]] = defaultdict(dict)
-        for position, layout in sorted(self._list_seeds()):
+        for position, layout in sorted({*self._list_seeds()}):
             if (strategy := self._follow({position: layout})) is not None:
                 found.setdefault((strategy.inputs, strategy.outputs), strategy)
-                for operand, other in enumerate(strategy.inputs):
-                    if other is not None and other.is_split:
-                        together[strategy.outputs].setdefault(operand, other)
+                split = {at: item for at, item in enumerate(strategy.inputs) if item is not None and item.is_split}
+                together[strategy.outputs] = {**split, **together[strategy.outputs]}
         for demands in together.values():
             if (strategy := self._follow(demands)) is not None:
                 found.setdefault((strategy.inputs, strategy.outputs), strategy)
         return [*found.values()]
 
-    def _list_seeds(self) -> set[tuple[int, Layout]]:
-        """Return the layouts of operands that some inner node can read."""
-        seeds = set()
-        for number, space in enumerate(self._spaces):
+    def _list_seeds(self) -> Iterator[tuple[int, Layout]]:
+        """Yield the layouts of operands that some inner node can read."""
+        for body, space in zip(self._bodies, self._spaces):
             for operands, strategies in zip(space.facts.model.operands, space.strategies):
-                for name, layout in ((n, lay) for item in strategies for n, lay in zip(operands, item.inputs)):
-                    if layout is not None and layout.is_split and (number, name) in self._owners:
-                        position, port = self._owners[number, name]
-                        seeds.add((position, port.leave(layout)))
-        return seeds
+                for name, layout in ((name, lay) for item in strategies for name, lay in zip(operands, item.inputs)):
+                    if layout is not None and layout.is_split and name in body.operands:
+                        yield body.operands[name][0], _leave(layout, body.operands[name])
 
-    def _follow(self, demands: dict[int, Layout]) -> NodeStrategy | None:
+    def _follow(self, demands: Mapping[int, Layout]) -> NodeStrategy | None:
         """Return the strategy in which operands have these layouts, and others what follows from them."""
-        while True:
-            demanded = dict(demands)
-            flows: list[_GraphFlow] = []
-            for number in range(len(self._graphs)):
-                if (flow := self._follow_graph(number, demanded)) is None:
+        demanded, before = dict(demands), dict[int, Layout]()
+        flows: list[_GraphFlow] = []
+        while demanded != before:
+            before, flows = dict(demanded), []
+            for body, space in zip(self._bodies, self._spaces):
+                flow = self._follow_graph(body, space, demanded)
+                if flow is None:
                     return None
                 flows.append(flow)
-            for operand, result in self._interface.states.items():
-                (port,) = self._interface.results[result]
-                layout = flows[0].layouts.get(port.name, REPLICATED)
-                # A whole copy can be cut at the end of a turn.
-                if layout == PARTIAL or (layout != REPLICATED and demanded.setdefault(operand, layout) != layout):
-                    return None
-            if not all(self._is_free(self._operands[position], layout) for position, layout in demanded.items()):
-                return None
-            if demanded == demands:
-                return self._build(flows, demands)
-            demands = demanded
+                for first, last in body.states:
+                    layout = flow.layouts.get(last, REPLICATED)
+                    # A whole copy can be cut at the end of a turn.
+                    if layout != REPLICATED and demanded.setdefault(body.operands[first][0], layout) != layout:
+                        return None
+        return self._build(flows, demanded)
 
     def _is_free(self, name: str, layout: Layout) -> bool:
+        """Return whether a value may have a layout; also summands need a known shape."""
         fixed = self._facts.fixed.get(name)
-        return layout == REPLICATED or (
-            fixed is not None and self._facts.can_split(name) and (not layout.is_split or fixed[layout.axis])
-        )
+        is_split_freely = fixed is not None and (layout == PARTIAL or fixed[layout.axis])
+        return layout == REPLICATED or (is_split_freely and self._facts.can_split(name))
 
-    def _follow_graph(self, number: int, demanded: dict[int, Layout]) -> _GraphFlow | None:
+    def _follow_graph(self, body: Body, space: StrategySpace, demanded: dict[int, Layout]) -> _GraphFlow | None:
         """Choose a strategy for each inner node, and add what it asks of operands; None for a contradiction."""
-        space = self._spaces[number]
-        flow = _GraphFlow({value.name: REPLICATED for value in space.facts.model.inputs}, [])
-        for (graph, name), (position, port) in self._owners.items():
-            if graph == number:
-                flow.layouts.pop(name, None)
-                if position in demanded:
-                    layout = port.enter(demanded[position])
-                    if layout is None:
-                        return None
-                    flow.layouts[name] = layout
-        inner_weights = {name for name in space.facts.is_weight if (number, name) not in self._owners}
         model = space.facts.model
+        flow = _GraphFlow({value.name: REPLICATED for value in model.inputs if value.name not in body.operands})
+        for name, place in body.operands.items():
+            if place[0] in demanded:
+                if (inside := _enter(demanded[place[0]], place)) is None:
+                    return None
+                flow.layouts[name] = inside
+        weights = space.facts.is_weight - body.operands.keys()
         for node, operands, strategies in zip(model.nodes, model.operands, space.strategies):
-            alone = (strategy for strategy in strategies if not strategy.exchanges_values)
-            pairs = ((strategy, flow.weigh(operands, strategy, inner_weights)) for strategy in alone)
-            weighed = [(strategy, weight) for strategy, weight in pairs if weight is not None]
+            weighed = [(weight, at) for at, s in enumerate(strategies) if (weight := flow.weigh(operands, s, weights))]
             if not weighed:
                 return None
-            strategy, _ = min(weighed, key=lambda pair: pair[1])
+            strategy = strategies[min(weighed)[1]]
             flow.strategies.append(strategy)
             for name, layout in zip(operands, strategy.inputs):
-                if layout is not None and layout.is_split and name not in flow.layouts and name not in inner_weights:
-                    position, port = self._owners[number, name]
-                    if demanded.setdefault(position, port.leave(layout)) != port.leave(layout):
+                if layout is not None and layout.is_split and name not in flow.layouts and name not in weights:
+                    asked = _leave(layout, body.operands[name])
+                    if demanded.setdefault(body.operands[name][0], asked) != asked:
                         return None
                     flow.layouts[name] = layout
-            flow.layouts.update((n, lay) for n, lay in zip(node.output, strategy.outputs) if lay is not None)
+            flow.layouts.update((n, layout) for n, layout in zip(node.output, strategy.outputs) if layout is not None)
         return flow
 
-    def _build(self, flows: Sequence[_GraphFlow], demands: Mapping[int, Layout]) -> NodeStrategy | None:
-        """Return the strategy of the node; None if its subgraphs disagree, or split what all devices need."""
-        states = {result: demands.get(operand, REPLICATED) for operand, result in self._interface.states.items()}
-        wanted: dict[Port, Layout] = dict.fromkeys(self._interface.shared, REPLICATED)
-        outputs: list[Layout | None] = []
-        for position, name in enumerate(self._node.output):
-            ports = self._interface.results[position]
-            layouts = {port.leave(flows[port.graph].layouts.get(port.name, REPLICATED)) for port in ports}
-            layouts |= {states[position]} if position in states else set()
-            layout = max(layouts)  # of a whole and a split one, the split one, to which the other can be cut
-            if not layouts <= {REPLICATED, layout} or (name and not self._is_free(name, layout)):
+    def _build(self, flows: Sequence[_GraphFlow], demanded: Mapping[int, Layout]) -> NodeStrategy | None:
+        """Return the strategy of the node; None if its subgraphs disagree, or split what cannot be split."""
+        results: list[Layout] = []
+        for position, name in enumerate(self._outputs):
+            layouts = set()
+            for body, flow in zip(self._bodies, flows):
+                layouts |= {
+                    _leave(flow.layouts.get(inner, REPLICATED), place)
+                    for inner, place in body.results.items()
+                    if place[0] == position
+                }
+                layouts |= {
+                    demanded.get(body.operands[first][0], REPLICATED)
+                    for first, last in body.states
+                    if body.results[last][0] == position
+                }
+            results.append(max(layouts))  # to a split one, whole copies can be cut
+            if not layouts <= {REPLICATED, results[-1]} or (name and not self._is_free(name, results[-1])):
                 return None
-            wanted.update((port, inside) for port in ports if (inside := port.enter(layout)) is not None)
-            outputs.append(layout if name else None)
-        for port in self._interface.shared:
-            if flows[port.graph].layouts.get(port.name, REPLICATED) != REPLICATED:
-                return None
-        inputs = tuple(
-            demands.get(position, REPLICATED) if name else None for position, name in enumerate(self._operands)
-        )
-        return NodeStrategy(inputs, tuple(outputs), bodies=tuple(self._split_bodies(flows, demands, wanted)))
-
-    def _split_bodies(
-        self, flows: Sequence[_GraphFlow], demands: Mapping[int, Layout], wanted: Mapping[Port, Layout]
-    ) -> Iterator[BodySplit]:
-        for number, (graph, space, flow) in enumerate(zip(self._graphs, self._spaces, flows)):
+        if not all(self._is_free(self._operands[position], layout) for position, layout in demanded.items()):
+            return None
+        splits = []
+        for body, space, flow in zip(self._bodies, self._spaces, flows):
+            if any(
+                flow.layouts.get(name, REPLICATED) != REPLICATED for name, (at, _) in body.results.items() if at < 0
+            ):
+                return None  # each device decides by itself whether a loop goes on
             inputs = {value.name: REPLICATED for value in space.facts.model.inputs}
-            for (owner, name), (position, port) in self._owners.items():
-                if owner == number:
-                    inputs[name] = port.enter(demands.get(position, REPLICATED)) or REPLICATED
-            layouts = {port.name: layout for port, layout in wanted.items() if port.graph == number}
-            outputs = tuple(layouts[value.name] for value in graph.output)
-            yield BodySplit(graph, space, tuple(flow.strategies), inputs, outputs)
-
-
-class _GraphFlow(NamedTuple):
-    """The layouts of the values of a subgraph, and a strategy for each of its nodes."""
-
-    layouts: dict[str, Layout]
-    """Operands without a demand are left out."""
-    strategies: list[NodeStrategy]
-
-    def weigh(
-        self, operands: Sequence[str], strategy: NodeStrategy, inner_weights: set[str]
-    ) -> tuple[bool, int, int] | None:
-        """Return how far a strategy is from taking its inputs as they are; None if it would need an exchange."""
-        cut = asked = 0
-        for name, want in zip(operands, strategy.inputs):
-            have = want if name in inner_weights else self.layouts.get(name)
-            if want is None or want == have or (have is None and want == REPLICATED):
-                continue
-            if not want.is_split or have not in (None, REPLICATED):
-                return None
-            cut, asked = cut + (have == REPLICATED), asked + (have is None)
-        return PARTIAL in strategy.outputs, cut, asked
+            inputs |= {n: _enter(demanded.get(p[0], REPLICATED), p) or REPLICATED for n, p in body.operands.items()}
+            outputs = [
+                REPLICATED if p[0] < 0 else _enter(results[p[0]], p) or REPLICATED for p in body.results.values()
+            ]
+            splits.append(BodySplit(body.graph, space, tuple(flow.strategies), inputs, tuple(outputs)))
+        return NodeStrategy(
+            tuple(demanded.get(position, REPLICATED) if name else None for position, name in enumerate(self._operands)),
+            tuple(layout if name else None for layout, name in zip(results, self._outputs)),
+            bodies=tuple(splits),
+        )

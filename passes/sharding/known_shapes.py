@@ -30,7 +30,7 @@ from onnxplace.model import (
     read_shape_entries,
 )
 from onnxplace.passes.sharding.node_views import Shape, split_words
-from onnxplace.passes.sharding.subgraph_models import build_body, is_steady, read_interface
+from onnxplace.passes.sharding.subgraph_models import build_body, is_steady, list_bodies
 
 # Only small weights hold shapes, which the inference reads. Large ones become inputs, so that loading stays fast.
 _MAX_WEIGHT_BYTES = 1 << 12
@@ -155,19 +155,18 @@ def infer_shapes_and_values(model: Model) -> tuple[dict[str, Shape], dict[str, T
 
 def _find_steady_loops(model: Model, shapes: Mapping[str, Shape]) -> dict[int, dict[str, str]]:
     """Return the loops whose states keep their shapes: state after the last turn, of unknown shape -> the first one."""
-    loops = {}
-    types: dict[str, int] = {}
-    shapes = {**{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}, **shapes}
+    weights = {name: tuple(tensor.dims) for name, tensor in model.initializers.items()}
+    loops, types = {}, dict[str, int]()
     for index, node in enumerate(model.nodes):
-        if node.op_type != "Loop" or (interface := read_interface(model, index, shapes)) is None:
-            continue
-        states = {node.output[last]: node.input[first] for first, last in interface.states.items() if node.output[last]}
-        if shapes.keys() >= states.keys():
-            continue
-        types = types or _list_types(model)
-        body = build_body(model, index, interface, 0, shapes, types)
-        if body is not None and is_steady(node, interface, 0, shapes, infer_all_shapes(body)):
-            loops[index] = states
+        for body in list_bodies(model, index) if node.op_type == "Loop" else ():
+            places = [(body.results[last][0], body.operands[first][0]) for first, last in body.states]
+            states = {node.output[last]: node.input[first] for last, first in places if node.output[last]}
+            if shapes.keys() >= states.keys():
+                continue
+            types = types or _list_types(model)
+            turn = build_body(model, index, body, types, {**weights, **shapes})
+            if turn is not None and is_steady(body, infer_all_shapes(turn)):
+                loops[index] = states
     return loops
 
 

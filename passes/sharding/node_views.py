@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 from onnx import NodeProto, helper
@@ -12,12 +12,6 @@ from onnx import NodeProto, helper
 from onnxplace.passes.sharding.layouts import Division, Layout
 
 Shape = tuple[int, ...]
-
-
-class MakeNode(Protocol):
-    """Adds a node and returns the name of its result."""
-
-    def __call__(self, op: str, inputs: Sequence[str], **attributes: Any) -> str: ...
 
 
 def split_words(text: str) -> list[str]:
@@ -107,7 +101,7 @@ class LocalNode:
 
     make_zeros: Callable[[str], str]
     """Adds a node that makes zeros of the shape of a value, and returns its name."""
-    make_node: MakeNode
+    make_node: Callable[..., str]
     """Adds a node of the device before its copy: (operator, inputs, attributes) -> name of the result."""
     division: Division
 

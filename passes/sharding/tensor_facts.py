@@ -50,8 +50,6 @@ class TensorFacts:
     """Small integer initializers, and scales of Resize."""
     others: Sequence[Mapping[str, Shape]] = ()
     """Shapes at other sizes of the symbolic dimensions, as far as the model takes them; weights are left out."""
-    empty: Sequence[Mapping[str, Shape]] = ()
-    """Shapes where all symbolic dimensions are 0."""
 
     @staticmethod
     def of(model: Model) -> TensorFacts:
@@ -61,31 +59,7 @@ class TensorFacts:
         others = [_infer_at(model, sizes) for sizes in drawn]
         # Nothing is cut by rules at size 0, but an axis that is empty there varies.
         empty = [_infer_at(model, dict.fromkeys(drawn[0], 0))] if drawn else []
-        return TensorFacts._of_shapes(model, shapes, _find_fixed_axes(model, shapes, [*others, *empty]), others, empty)
-
-    @staticmethod
-    def of_body(
-        model: Model,
-        shapes: Mapping[str, Shape],
-        others: Sequence[Mapping[str, Shape]],
-        empty: Sequence[Mapping[str, Shape]],
-    ) -> TensorFacts:
-        """Collect the facts of a subgraph whose shapes are known at all sizes of the model around it."""
-        inferred = [*others, *empty]
-        fixed = {
-            name: tuple(not inferred or _is_constant(name, axis, shape, inferred) for axis in range(len(shape)))
-            for name, shape in shapes.items()
-        }
-        return TensorFacts._of_shapes(model, dict(shapes), fixed, others, empty)
-
-    @staticmethod
-    def _of_shapes(
-        model: Model,
-        shapes: dict[str, Shape],
-        fixed: dict[str, tuple[bool, ...]],
-        others: Sequence[Mapping[str, Shape]],
-        empty: Sequence[Mapping[str, Shape]],
-    ) -> TensorFacts:
+        fixed = _find_fixed_axes(model, shapes, [*others, *empty])
         types = dict(infer_with_runtime(model, model.input_shapes()).types)
         types |= {
             name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")
@@ -95,7 +69,7 @@ class TensorFacts:
                 shapes[name] = tuple(tensor.dims)
                 fixed[name] = (True,) * len(tensor.dims)
                 types[name] = tensor.data_type
-        return TensorFacts(model, shapes, fixed, types, read_constants(model), others, empty)
+        return TensorFacts(model, shapes, fixed, types, read_constants(model), others)
 
     def can_split(self, name: str) -> bool:
         """Return whether a value has a type that Slice and Concat take; weights are cut before the model runs."""
@@ -190,17 +164,13 @@ def _find_fixed_axes(
         axes = []
         for axis, size in enumerate(shape):
             is_declared = entries is not None and len(entries) == len(shape) and entries[axis] == size
-            axes.append(is_declared or _is_constant(name, axis, shape, others))
+            inferred = [other[name] for other in others if name in other]
+            is_constant = len(inferred) >= _MIN_OTHER_SIZES and all(
+                len(other) == len(shape) and other[axis] == size for other in inferred
+            )
+            axes.append(is_declared or is_constant)
         fixed[name] = tuple(axes)
     return fixed
-
-
-def _is_constant(name: str, axis: int, shape: Shape, others: Sequence[Mapping[str, Shape]]) -> bool:
-    """Return whether an axis has the same size at all of several other sizes."""
-    inferred = [other[name] for other in others if name in other]
-    return len(inferred) >= _MIN_OTHER_SIZES and all(
-        len(other) == len(shape) and other[axis] == shape[axis] for other in inferred
-    )
 
 
 def _draw_other_sizes(model: Model) -> list[dict[str, int]]:

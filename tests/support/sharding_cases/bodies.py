@@ -30,7 +30,8 @@ BODIES = {
         splits=".-0. -> 0, .-10 -> 1",
     ),
     "Loop, two states that swap": RuleCase(
-        """(float[4,6] x, float[4,6] z, float[6,6] w, int64 n) => (float[4,6] y, float[4,6] v) { y, v = Loop(n, , x, z) <
+        """(float[4,6] x, float[4,6] z, float[6,6] w, int64 n) => (float[4,6] y, float[4,6] v) {
+            y, v = Loop(n, , x, z) <
             body = l (int64 i, bool go, float[4,6] s, float[4,6] t) => (bool g, float[4,6] p, float[4,6] q) {
                 g = Identity(go) p = MatMul(t, w) q = Tanh(s) }> }""",
         splits=".-00. -> 00",
@@ -55,7 +56,7 @@ BODIES = {
     ),
     "Scan": RuleCase(
         """(float[4,6] h, float[4,5,6] x, float[6,6] w) => (float[4,6] y, float[4,6,5] z) { y, z =
-            Scan<num_scan_inputs=1, scan_input_axes=[1], scan_output_axes=[-1], body = l (float[4,6] s, float[4,6] e)
+            Scan<num_scan_inputs=1, scan_input_axes=[1], scan_output_axes=[2], body = l (float[4,6] s, float[4,6] e)
                 => (float[4,6] t, float[4,6] o) { u = MatMul(s, w) v = Add(u, e) t = Tanh(v) o = Relu(t) }>(h, x) }""",
         splits="00. -> 00",
     ),
