@@ -268,22 +268,22 @@ def _filter(space: StrategySpace, index: int, kind: str) -> Sequence[NodeStrateg
 
 
 def _is_kind(space: StrategySpace, index: int, strategy: NodeStrategy, kind: str) -> bool:
-    layout = next((layout for layout in strategy.outputs if layout is not None), None)
+    node = space.facts.model.nodes[index]
+    name, layout = next(((n, item) for n, item in zip(node.output, strategy.outputs) if item is not None), ("", None))
     if kind == "whole":
         return not strategy.is_split and layout != PARTIAL
     if not strategy.is_split or layout is None:
         return False
     if kind in ("split", "sum"):
         return kind == "split" or layout == PARTIAL
-    return layout.is_split and _is_axis_of_kind(space.views[index], layout.axis, kind)
+    return layout.is_split and _is_axis_of_kind(node, len(space.facts.shapes[name]), layout.axis, kind)
 
 
-def _is_axis_of_kind(view: NodeView | None, axis: int, kind: str) -> bool:
+def _is_axis_of_kind(node: NodeProto, rank: int, axis: int, kind: str) -> bool:
     """Return whether an axis of a result is the one that a kind of split cuts."""
     if kind.startswith("axis "):
         return axis == int(kind.removeprefix("axis "))
-    rank = len(view.result()) if view is not None else 0
-    channels = 1 if view is not None and "Conv" in view.op else rank - 1
+    channels = 1 if "Conv" in node.op_type else rank - 1
     if kind == "batch":
         return axis == 0
     if kind == "columns":

@@ -9,7 +9,9 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
+from onnx import numpy_helper, parser
 
 import onnxplace
 from onnxplace.bundle import WHOLE_MODEL_FILE
@@ -61,3 +63,41 @@ def test_sharded_bundles_compute_the_same_at_every_size(
         except Exception as problem:
             problem.add_note(f"seed {seed}, model {model!r}")
             raise
+
+
+# Rows stay apart from the first node to the last: in a loop, in a scan, and in what is quantised by one range.
+ROWS = """
+<ir_version: 8, opset_import: ["": 18]>
+g (float[8, 16] x) => (float[8, 16] y) <int64 turns = {3}> {
+    a = MatMul(x, w)
+    b = Loop(turns, , a) <body = turn (int64 i, bool go, float[8, 16] s) => (bool on, float[8, 16] t) {
+        on = Identity(go) p = MatMul(s, w) t = Tanh(p)
+    }>
+    c = Scan<num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
+        body = column (float[8] e) => (float[8] o) { o = Mul(e, e) }>(b)
+    q, scale, zero = DynamicQuantizeLinear(c)
+    d = DequantizeLinear(q, scale, zero)
+    y = MatMul(d, w)
+}
+"""
+
+
+def test_rows_stay_apart_in_subgraphs_and_quantisers(tmp_path: Path) -> None:
+    model = parser.parse_model(ROWS)
+    random = np.random.default_rng(0)
+    weight = random.normal(size=(16, 16)).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    feeds = {"x": random.normal(size=(8, 16)).astype(np.float32)}
+    (tmp_path / "map.json").write_text('{"MatMul.*|Loop.*|Scan.*|Dynamic.*": "rows"}')
+    compiled = compile_model(
+        model,
+        tmp_path / "bundle",
+        target=Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30))),
+        pipeline=f"optimize,profile{{estimate=true}},shard{{ways=2,map={tmp_path}/map.json}},coplace,m-etf,split,emit",
+    )
+    sharding = compiled.bundle.manifest.sharding
+    assert sharding is not None
+    layouts = {kind.op: kind.layout for kind in sharding.kinds}
+    assert {layouts[op] for op in ("MatMul", "Loop", "Scan", "DynamicQuantizeLinear")} == {"axis 0"}
+    with onnxplace.InferenceSession(compiled.bundle) as session:
+        assert_close(list(session.run(None, feeds)), run_plain(model.SerializeToString(), [feeds])[0], 1e-5)
