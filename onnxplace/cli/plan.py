@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +27,11 @@ from onnxplace.cli.shared_options import (
     show_progress,
     with_machine,
 )
-from onnxplace.errors import InfeasibleError, UsageError, format_name
+from onnxplace.errors import InfeasibleError, UsageError, format_count, format_name
 
 if TYPE_CHECKING:
-    from onnxplace.driver import Goals, MachineRow, Plan, PlannedStrategy
+    from onnxplace.driver import Explanation, Goals, MachineRow, Plan, PlannedStrategy
+    from onnxplace.facts import LayoutAlternative
     from onnxplace.target import Machine
 
 
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
 @click.option("--fit", is_flag=True, help="Of machines, keep what fits into memory.")
 @click.option("--max-memory", metavar="16GiB", help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB,host=64GiB.")
 @click.option("--stream", is_flag=True, help="The step for several limits, where weights stream to the device.")
+@click.option(
+    "--explain", multiple=True, metavar="NAME", help="Compare devices and layouts of a node or value; repeat."
+)
 @shape_option
 @fixed_sizes_option
 @inputs_option
@@ -203,7 +207,63 @@ def _format_plan(plan: Plan, machine: str) -> str:
     limits = _explain_limits((item.name, item) for item in plan.strategies)
     estimates = [_ESTIMATES] if machine and not plan.is_measured else []
     curve = [_format_curve(plan)] if plan.stream_curve else []
-    return "\n".join([title, format_table(header, rows), legend, *limits, *estimates, *problems, *curve])
+    explained = [line for item in plan.explanations for line in ("", *_format_explanation(item))]
+    return "\n".join([title, format_table(header, rows), legend, *limits, *estimates, *problems, *curve, *explained])
+
+
+def _format_explanation(item: Explanation) -> Iterator[str]:
+    """Yield lines that compare the devices and layouts of a node or value."""
+    from onnxplace.reports import format_table
+    from onnxplace.utils import format_bytes
+
+    subject = f"{item.op} {format_name(item.node)}"
+    yield (
+        f"why {subject} is there" if item.name == item.node else f"why {format_name(item.name)}, of {subject}, is there"
+    )
+    if item.devices:
+        group = f"it and {format_count(item.together - 1, 'node')} more ({item.reason}) are" if item.reason else "it is"
+        yield f"{item.placed}, if {group} on another device, by simulation of nodes:"
+        rows = [
+            (
+                other.device + " (kept)" * other.is_kept,
+                *_format_step(other.step_seconds, item.devices[0].step_seconds),
+                "-" if other.step_seconds is None else f"{other.transfers}, {format_bytes(other.transfer_bytes)}",
+            )
+            for other in item.devices
+        ]
+        yield format_table(("device", "step", "", "transfers"), rows)
+        yield from (f"{other.device}: {other.problem}" for other in item.devices if other.problem)
+    if item.layouts:
+        yield f"{item.sharded}, with another layout and all others chosen again, as the choice counts it:"
+        rows = [
+            (
+                other.layout + " (kept)" * other.is_kept,
+                *_format_step(other.seconds, item.layouts[0].seconds),
+                ", ".join(f"{count:+d} {kind}" for kind, count in other.exchanges.items()) or "-",
+            )
+            for other in item.layouts
+        ]
+        yield format_table(("layout", "step", "", "exchanges"), rows)
+        yield from (f"{other.layout}: {_format_changes(other)}" for other in item.layouts if not other.is_kept)
+
+
+def _format_step(seconds: float | None, kept: float | None) -> tuple[str, str]:
+    """Return a step, and how much longer it is than what was kept."""
+    from onnxplace.utils import format_milliseconds
+
+    if seconds is None:
+        return "-", ""
+    return format_milliseconds(seconds), f"{seconds / kept - 1:+.2%}" if kept and seconds != kept else ""
+
+
+def _format_changes(layout: LayoutAlternative) -> str:
+    """Return what a layout forces on other nodes."""
+    if layout.seconds is None:
+        return "no choice with it fits"
+    texts = [f"{format_name(item.node)}: {item.before} -> {item.after}" for item in layout.neighbours]
+    if layout.others:
+        texts.append(f"{format_count(layout.others, 'node')} further away")
+    return f"forces {'; '.join(texts)}" if texts else "forces nothing on other nodes"
 
 
 def _format_curve(plan: Plan) -> str:

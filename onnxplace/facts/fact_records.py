@@ -440,6 +440,32 @@ class Emitted:
 
 
 @dataclass(frozen=True)
+class LayoutChange:
+    """A node whose layout another one forces to change."""
+
+    node: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class LayoutAlternative:
+    """A layout of a node or value, with all other nodes chosen again for it."""
+
+    layout: str
+    """In words, as in `ShardedKind`."""
+    is_kept: bool
+    seconds: float | None
+    """The step as the choice of layouts counts it; None if no choice with it fits."""
+    exchanges: Mapping[str, int] = field(default_factory=dict)
+    """Kind of exchange -> how many more there are than with the layout that was kept; less than 0 for fewer."""
+    neighbours: tuple[LayoutChange, ...] = ()
+    """Changes of the nodes that the node reads from, or that read its values."""
+    others: int = 0
+    """Number of further nodes whose layouts change."""
+
+
+@dataclass(frozen=True)
 class ShardedKind:
     """Nodes of one operator that are split alike."""
 
@@ -450,6 +476,10 @@ class ShardedKind:
     """Number of nodes of the original model."""
     seconds: float
     """What they take together on one device."""
+    node: str = ""
+    """The most expensive of them."""
+    alternatives: tuple[LayoutAlternative, ...] = ()
+    """Layouts of that node, the kept one first; empty where they were not compared."""
 
 
 @dataclass(frozen=True)
