@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand, short_help="Compare strategies for a model; write nothing.")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--diff", nargs=2, type=click.Path(path_type=Path), metavar="A B",
+    help="What two bundles, or two files of --json, decide differently.",
+)  # fmt: skip
 @click.option(
     "--devices",
     shell_complete=complete_devices,
@@ -69,8 +73,9 @@ if TYPE_CHECKING:
 @click.option("--estimate", is_flag=True, help="Measure nothing: estimate all costs from operations and bytes.")
 @as_json
 def plan(
-    model: Path,
+    model: Path | None,
     *,
+    diff: tuple[Path, Path] | None,
     machine: tuple[str, ...],
     price: Path | None,
     latency: str | None,
@@ -88,8 +93,17 @@ def plan(
     operators split over 2, 4, 8 devices, in copies or stages. Nothing is written. Costs are measured where the devices
     are here, else estimated. The exit code is 3 if none of them fits the memory limits.
 
+    With --diff, no model is read: it says what two bundles, or two outputs of --json, decide differently.
+
     With several --machine, or with goals or prices: one table, of the ways with least latency and with most requests.
     """
+    if (model is None) == (diff is None):
+        message = "expected a model, or --diff with two bundles or plans"
+        raise UsageError("U042", message, where="plan", hint="`onnxplace plan MODEL`, or `onnxplace plan --diff A B`")
+    if diff:
+        _print_difference(*diff, json_=json_)
+        return
+    assert model is not None
     from onnxplace.driver import list_machine_rows, parse_goals, plan_model, read_prices, require_one_target
     from onnxplace.feeds import read_npz
     from onnxplace.target import parse_machine
@@ -126,12 +140,28 @@ def plan(
         missing = plans.keys() - {row.machine for row in rows} if not (fit and rows) else ()
         text = [_format_machines(rows, plans, machines, goals)] if rows else []
         text += [_explain_missing(name, plans[name]) for name in plans if name in missing]
+        text += [line for name, item in plans.items() for line in _format_explanations(item, f" on {name}")]
         print_text("\n".join([*text, *([_recommend(rows, goals)] if rows else [])]))
     else:
         print_text(_format_plan(next(iter(plans.values())), next(iter(plans))))
     print_notes(list(dict.fromkeys(note for item in plans.values() for note in item.diagnostics)))
     if not rows:
         raise SystemExit(InfeasibleError.exit_code)
+
+
+def _print_difference(first: Path, second: Path, *, json_: bool) -> None:
+    """Print which of two plans to take, the figures that differ, and what they decide differently."""
+    from onnxplace.driver import compare_plans
+    from onnxplace.reports import format_table
+
+    result = compare_plans(first, second)
+    if json_:
+        print_json(asdict(result))
+        return
+    rows = [(row.label, *row.texts, row.difference) for row in result.rows if row.difference != "equal"]
+    parts = [result.sentence, *([format_table(("", "A", "B", "difference"), rows)] if rows else [])]
+    parts += [f"{table.caption}:\n{format_table(table.header, table.rows, left=9)}" for table in result.tables]
+    print_text("\n\n".join(parts))
 
 
 def _build_json(machine: str, plan: Plan) -> dict[str, Any]:
@@ -207,19 +237,26 @@ def _format_plan(plan: Plan, machine: str) -> str:
     limits = _explain_limits((item.name, item) for item in plan.strategies)
     estimates = [_ESTIMATES] if machine and not plan.is_measured else []
     curve = [_format_curve(plan)] if plan.stream_curve else []
-    explained = [line for item in plan.explanations for line in ("", *_format_explanation(item))]
-    return "\n".join([title, format_table(header, rows), legend, *limits, *estimates, *problems, *curve, *explained])
+    return "\n".join(
+        [title, format_table(header, rows), legend, *limits, *estimates, *problems, *curve, *_format_explanations(plan)]
+    )
 
 
-def _format_explanation(item: Explanation) -> Iterator[str]:
-    """Yield lines that compare the devices and layouts of a node or value."""
+def _format_explanations(plan: Plan, where: str = "") -> Iterator[str]:
+    """Yield lines that compare the devices and layouts of nodes and values."""
+    for item in plan.explanations:
+        subject = f"{item.op} {format_name(item.node)}"
+        name = "" if item.name == item.node else f"{format_name(item.name)}, decided by "
+        yield f"\n{name}{subject}{where}:"
+        yield from _compare_devices(item)
+        yield from _compare_layouts(item)
+
+
+def _compare_devices(item: Explanation) -> Iterator[str]:
+    """Yield the table of devices, and why some are impossible."""
     from onnxplace.reports import format_table
     from onnxplace.utils import format_bytes
 
-    subject = f"{item.op} {format_name(item.node)}"
-    yield (
-        f"why {subject} is there" if item.name == item.node else f"why {format_name(item.name)}, of {subject}, is there"
-    )
     if item.devices:
         group = f"it and {format_count(item.together - 1, 'node')} more ({item.reason}) are" if item.reason else "it is"
         yield f"{item.placed}, if {group} on another device, by simulation of nodes:"
@@ -233,6 +270,12 @@ def _format_explanation(item: Explanation) -> Iterator[str]:
         ]
         yield format_table(("device", "step", "", "transfers"), rows)
         yield from (f"{other.device}: {other.problem}" for other in item.devices if other.problem)
+
+
+def _compare_layouts(item: Explanation) -> Iterator[str]:
+    """Yield the table of layouts, and what each forces on other nodes."""
+    from onnxplace.reports import format_table
+
     if item.layouts:
         yield f"{item.sharded}, with another layout and all others chosen again, as the choice counts it:"
         rows = [

@@ -25,6 +25,7 @@ from onnxplace.driver.placer import (
     read_placement as read_placement,
     replace_devices as replace_devices,
 )
+from onnxplace.driver.plan_differences import compare_plans as compare_plans
 from onnxplace.driver.planning import Plan as Plan, PlannedStrategy as PlannedStrategy, plan_model as plan_model
 from onnxplace.driver.sources import find_in_folder as find_in_folder
 from onnxplace.driver.streamed import StreamPoint as StreamPoint, stream_curve as stream_curve

@@ -3,7 +3,7 @@ from onnxplace.reports.page_data import (
     describe_bundle as describe_bundle,
     describe_placement as describe_placement,
 )
-from onnxplace.reports.page_records import PageData as PageData
+from onnxplace.reports.page_records import Comparison as Comparison, PageData as PageData, Quantity as Quantity
 from onnxplace.reports.page_rendering import (
     build_page_json as build_page_json,
     embed_page as embed_page,
@@ -22,4 +22,4 @@ from onnxplace.reports.text import (
     describe_copies as describe_copies,
     format_table as format_table,
 )
-from onnxplace.reports.verdict import compare_pages as compare_pages
+from onnxplace.reports.verdict import compare_pages as compare_pages, compare_quantities as compare_quantities

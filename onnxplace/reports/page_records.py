@@ -319,3 +319,5 @@ class Comparison:
     sentence: str
     """Which one to take, and why."""
     rows: tuple[ComparedQuantity, ...]
+    tables: tuple[Table, ...] = ()
+    """What they decide differently: devices of nodes, the division of work, passes."""

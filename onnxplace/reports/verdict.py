@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.graph import Floats
+from onnxplace.reports.differences import list_differences
 from onnxplace.reports.page_records import (
     Advice,
     AttemptGroup,
@@ -190,11 +191,13 @@ def compare_pages(first: PageData, second: PageData) -> Comparison:
     labels = dict.fromkeys(entry.label for page in (first, second) for entry in page.summary)
     figures = [{entry.label: entry for entry in page.summary} for page in (first, second)]
     empty = Quantity("", "–")
-    rows = tuple(_compare(label, *(own.get(label, empty) for own in figures)) for label in labels)
-    return Comparison(_choose(first, second, rows), rows)
+    rows = tuple(compare_quantities(label, *(own.get(label, empty) for own in figures)) for label in labels)
+    tables = list_differences(first, second) if first.title == second.title else ()
+    return Comparison(_choose(first, second, rows), rows, tables)
 
 
-def _compare(label: str, first: Quantity, second: Quantity) -> ComparedQuantity:
+def compare_quantities(label: str, first: Quantity, second: Quantity) -> ComparedQuantity:
+    """Return a figure of two reports next to each other."""
     texts, before, after = (first.text, second.text), first.value, second.value
     if before is None or after is None:
         return ComparedQuantity(label, texts, "", "")
