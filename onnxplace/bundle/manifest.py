@@ -184,14 +184,6 @@ class RepeatRecord(Record):
     """The first node of the first layer."""
 
 
-class LayoutChangeRecord(Record):
-    """A node whose layout another one forces to change."""
-
-    node: str
-    before: str
-    after: str
-
-
 class LayoutAlternativeRecord(Record):
     """A layout of a node, with all other nodes chosen again for it."""
 
@@ -201,8 +193,8 @@ class LayoutAlternativeRecord(Record):
     """The step as the choice of layouts counts it; None if no choice with it fits."""
     exchanges: dict[str, int] = {}
     """Kind of exchange -> how many more there are than with the layout that was kept."""
-    neighbours: tuple[LayoutChangeRecord, ...] = ()
-    """Changes of the nodes that the node reads from, or that read its values."""
+    neighbours: dict[str, str] = {}
+    """Node that it reads from, or that reads its values -> change of that node's layout."""
     others: Bytes = 0
     """Number of further nodes whose layouts change."""
 

@@ -31,7 +31,6 @@ from onnxplace.errors import InfeasibleError, UsageError, format_count, format_n
 
 if TYPE_CHECKING:
     from onnxplace.driver import Explanation, Goals, MachineRow, Plan, PlannedStrategy
-    from onnxplace.facts import LayoutAlternative
     from onnxplace.target import Machine
 
 
@@ -248,65 +247,35 @@ def _format_explanations(plan: Plan, where: str = "") -> Iterator[str]:
         subject = f"{item.op} {format_name(item.node)}"
         name = "" if item.name == item.node else f"{format_name(item.name)}, decided by "
         yield f"\n{name}{subject}{where}:"
-        yield from _compare_devices(item)
-        yield from _compare_layouts(item)
+        yield from ([_compare_devices(item)] if item.devices else [])
+        yield from ([_compare_layouts(item)] if item.layouts else [])
 
 
-def _compare_devices(item: Explanation) -> Iterator[str]:
-    """Yield the table of devices, and why some are impossible."""
-    from onnxplace.reports import format_table
+def _compare_devices(item: Explanation) -> str:
+    """Return the table of devices, with the reason why some are impossible."""
+    from onnxplace.reports import describe_difference, format_table
     from onnxplace.utils import format_bytes
 
-    if item.devices:
-        group = f"it and {format_count(item.together - 1, 'node')} more ({item.reason}) are" if item.reason else "it is"
-        yield f"{item.placed}, if {group} on another device, by simulation of nodes:"
-        rows = [
-            (
-                other.device + " (kept)" * other.is_kept,
-                *_format_step(other.step_seconds, item.devices[0].step_seconds),
-                "-" if other.step_seconds is None else f"{other.transfers}, {format_bytes(other.transfer_bytes)}",
-            )
-            for other in item.devices
-        ]
-        yield format_table(("device", "step", "", "transfers"), rows)
-        yield from (f"{other.device}: {other.problem}" for other in item.devices if other.problem)
+    group = f"it and {format_count(item.together - 1, 'node')} more ({item.reason}) are" if item.reason else "it is"
+    rows = [
+        (
+            other.device,
+            describe_difference(other.step_seconds, item.devices[0].step_seconds, is_kept=other.is_kept),
+            "" if other.step_seconds is None else f"{other.transfers}, {format_bytes(other.transfer_bytes)}",
+            other.problem,
+        )
+        for other in item.devices
+    ]
+    title = f"{item.placed}: the simulated step if {group} on another device, and all others where they are"
+    return f"{title}\n{format_table(('device', 'the step would be', 'transfers', ''), rows, left=4)}"
 
 
-def _compare_layouts(item: Explanation) -> Iterator[str]:
-    """Yield the table of layouts, and what each forces on other nodes."""
-    from onnxplace.reports import format_table
+def _compare_layouts(item: Explanation) -> str:
+    """Return the table of layouts, with what each forces on other nodes."""
+    from onnxplace.reports import LAYOUT_COLUMNS, describe_layouts, format_table
 
-    if item.layouts:
-        yield f"{item.sharded}, with another layout and all others chosen again, as the choice counts it:"
-        rows = [
-            (
-                other.layout + " (kept)" * other.is_kept,
-                *_format_step(other.seconds, item.layouts[0].seconds),
-                ", ".join(f"{count:+d} {kind}" for kind, count in other.exchanges.items()) or "-",
-            )
-            for other in item.layouts
-        ]
-        yield format_table(("layout", "step", "", "exchanges"), rows)
-        yield from (f"{other.layout}: {_format_changes(other)}" for other in item.layouts if not other.is_kept)
-
-
-def _format_step(seconds: float | None, kept: float | None) -> tuple[str, str]:
-    """Return a step, and how much longer it is than what was kept."""
-    from onnxplace.utils import format_milliseconds
-
-    if seconds is None:
-        return "-", ""
-    return format_milliseconds(seconds), f"{seconds / kept - 1:+.2%}" if kept and seconds != kept else ""
-
-
-def _format_changes(layout: LayoutAlternative) -> str:
-    """Return what a layout forces on other nodes."""
-    if layout.seconds is None:
-        return "no choice with it fits"
-    texts = [f"{format_name(item.node)}: {item.before} -> {item.after}" for item in layout.neighbours]
-    if layout.others:
-        texts.append(f"{format_count(layout.others, 'node')} further away")
-    return f"forces {'; '.join(texts)}" if texts else "forces nothing on other nodes"
+    title = f"{item.sharded}: the step with another layout, and all others chosen again, as the choice counts it"
+    return f"{title}\n{format_table(LAYOUT_COLUMNS, describe_layouts(item.layouts), left=4)}"
 
 
 def _format_curve(plan: Plan) -> str:

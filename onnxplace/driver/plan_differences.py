@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from onnxplace.bundle import Bundle
-from onnxplace.driver.planning import Plan, PlannedStrategy
+from onnxplace.driver.planning import Plan
 from onnxplace.errors import UsageError, format_name
-from onnxplace.reports import Comparison, Quantity, compare_pages, compare_quantities, describe_bundle
+from onnxplace.reports import Comparison, Quantity, compare_figures, compare_pages, describe_bundle
 from onnxplace.utils import format_bytes, format_milliseconds, read_json
 
 _WHERE = "--diff"
@@ -36,17 +35,9 @@ def compare_plans(first: Path, second: Path) -> Comparison:
         return compare_pages(*map(describe_bundle, bundles))
     plans = [_read_plan(path) for path in (first, second)]
     _require_same_model(*(item.model for item in plans))
-    best = [plan.find_best()[0] for plan in plans]
-    names = [f"{name}: {item.describe() if item else 'nothing fits'}" for name, item in zip("AB", best)]
-    sentence = f"Least latency in {names[0]}; in {names[1]}."
-    listed = [{item.name: item for item in plan.strategies} for plan in plans]
-    rows = [
-        compare_quantities(label, *(own.get(label, Quantity("", "–")) for own in figures))
-        for name in dict.fromkeys((*listed[0], *listed[1]))
-        for figures in [[dict(_list_figures(own[name])) if name in own else {} for own in listed]]
-        for label in dict.fromkeys((*figures[0], *figures[1]))
-    ]
-    return Comparison(sentence, tuple(rows))
+    best = [item.describe() if (item := plan.find_best()[0]) else "nothing fits" for plan in plans]
+    sentence = f"Least latency in A: {best[0]}; in B: {best[1]}."
+    return Comparison(sentence, compare_figures(*map(_list_figures, plans)))
 
 
 def _require_same_model(first: str, second: str) -> None:
@@ -67,14 +58,15 @@ def _read_plan(path: Path) -> Plan:
         raise UsageError("U005", message, where=format_name(str(path)), hint=hint) from None
 
 
-def _list_figures(item: PlannedStrategy) -> Iterator[tuple[str, Quantity]]:
-    """Yield the latency, time between results and memory of a strategy, by label; nothing if it does not fit."""
-    if item.step_seconds is not None:
-        figures = (
+def _list_figures(plan: Plan) -> list[Quantity]:
+    """Return the latency, the time between results and the memory of each strategy that fits."""
+    return [
+        Quantity(f"{item.name}: {what}", text, value, lower_is_better=True)
+        for item in plan.strategies
+        if item.step_seconds is not None
+        for what, value, text in (
             ("latency", item.step_seconds, format_milliseconds(item.step_seconds)),
             ("a result every", item.interval_seconds, format_milliseconds(item.interval_seconds or 0.0)),
             ("memory", item.peak_bytes, format_bytes(item.peak_bytes or 0)),
         )
-        for what, value, text in figures:
-            label = f"{item.name}: {what}"
-            yield label, Quantity(label, text, value, lower_is_better=True)
+    ]

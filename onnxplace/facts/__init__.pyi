@@ -7,7 +7,6 @@ from onnxplace.facts.fact_records import (
     Home as Home,
     Instruction as Instruction,
     LayoutAlternative as LayoutAlternative,
-    LayoutChange as LayoutChange,
     MicroBatches as MicroBatches,
     Placement as Placement,
     Profile as Profile,

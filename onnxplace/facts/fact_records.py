@@ -440,15 +440,6 @@ class Emitted:
 
 
 @dataclass(frozen=True)
-class LayoutChange:
-    """A node whose layout another one forces to change."""
-
-    node: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True)
 class LayoutAlternative:
     """A layout of a node or value, with all other nodes chosen again for it."""
 
@@ -459,8 +450,8 @@ class LayoutAlternative:
     """The step as the choice of layouts counts it; None if no choice with it fits."""
     exchanges: Mapping[str, int] = field(default_factory=dict)
     """Kind of exchange -> how many more there are than with the layout that was kept; less than 0 for fewer."""
-    neighbours: tuple[LayoutChange, ...] = ()
-    """Changes of the nodes that the node reads from, or that read its values."""
+    neighbours: Mapping[str, str] = field(default_factory=dict)
+    """Node that it reads from, or that reads its values -> change of that node's layout, such as `axis 1 -> axis 2`."""
     others: int = 0
     """Number of further nodes whose layouts change."""
 

@@ -1,3 +1,8 @@
+from onnxplace.reports.alternatives import (
+    LAYOUT_COLUMNS as LAYOUT_COLUMNS,
+    describe_difference as describe_difference,
+    describe_layouts as describe_layouts,
+)
 from onnxplace.reports.page_data import (
     PlacedGraph as PlacedGraph,
     describe_bundle as describe_bundle,
@@ -22,4 +27,4 @@ from onnxplace.reports.text import (
     describe_copies as describe_copies,
     format_table as format_table,
 )
-from onnxplace.reports.verdict import compare_pages as compare_pages, compare_quantities as compare_quantities
+from onnxplace.reports.verdict import compare_figures as compare_figures, compare_pages as compare_pages

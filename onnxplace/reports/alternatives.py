@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from onnxplace.bundle import LayoutAlternativeRecord, ShardedKindRecord, ShardingRecord
+from onnxplace.bundle import LayoutAlternativeRecord, ShardingRecord
 from onnxplace.errors import format_count
+from onnxplace.facts import LayoutAlternative
 from onnxplace.reports.page_records import Table
 from onnxplace.reports.step_analysis import MAX_SIMULATED_NODES, PlacedStep
 from onnxplace.utils import format_time
@@ -16,6 +17,8 @@ from onnxplace.utils import format_time
 MAX_MOVED = 20
 # Other devices in a row, the nearest ones by the step.
 MAX_LISTED_DEVICES = 4
+# Smaller differences are none.
+MIN_SECONDS = 1e-9
 # Neighbours whose layouts change that a row names.
 MAX_LISTED_NEIGHBOURS = 3
 
@@ -51,42 +54,46 @@ def _tabulate_moves(step: PlacedStep, names: Sequence[str]) -> Iterator[Table]:
 
 def _list_moves(step: PlacedStep, node: int) -> str:
     """Return how the step changes with a node on other devices; a dash where its times there are unknown."""
-    before, moves = step.simulation.makespan_seconds, []
+    kept, moves = step.simulation.makespan_seconds, []
     for device, name in enumerate(step.device_names):
         if device != step.device[node] and (after := step.simulate_moved(np.array([node]), device)) is not None:
-            moves.append((after - before, name))
-    texts = [f"{describe_difference(seconds)} on {name}" for seconds, name in sorted(moves)[:MAX_LISTED_DEVICES]]
+            moves.append((after, f"{describe_difference(after, kept)} on {name}"))
+    texts = [text for _, text in sorted(moves)[:MAX_LISTED_DEVICES]]
     return ", ".join(texts) or "–"
 
 
-def describe_difference(seconds: float) -> str:
-    """Return how much longer or shorter a step is, in words.
+def describe_difference(seconds: float | None, kept: float | None, *, is_kept: bool = False) -> str:
+    """Return how a step compares with the one that was kept, in words.
 
-    >>> describe_difference(0.0012), describe_difference(-0.0012), describe_difference(0.0)
-    ('1.2 ms longer', '1.2 ms shorter', 'as long')
+    >>> describe_difference(0.0032, 0.002), describe_difference(0.002, 0.002, is_kept=True)
+    ('1.2 ms longer', '2 ms, kept')
     """
-    if abs(seconds) < 1e-9:
-        return "as long"
-    return f"{format_time(abs(seconds))} {'longer' if seconds > 0 else 'shorter'}"
+    if seconds is None or kept is None:
+        return "impossible"
+    if is_kept or abs(seconds - kept) < MIN_SECONDS:
+        return f"{format_time(kept)}, kept" if is_kept else "as long"
+    return f"{format_time(abs(seconds - kept))} {'longer' if seconds > kept else 'shorter'}"
 
 
 def _tabulate_layouts(sharding: ShardingRecord) -> Iterator[Table]:
-    compared = [kind for kind in sharding.kinds if kind.alternatives]
-    if compared:
+    if compared := [kind for kind in sharding.kinds if kind.alternatives]:
         yield Table(
             caption="The step with another layout of a node, and all others chosen again, as the choice counts it",
-            header=("node", "operator", "layout", "the step would be", "exchanges", "it forces"),
-            rows=tuple(_describe_layout(kind, item) for kind in compared for item in kind.alternatives),
+            header=("node", *LAYOUT_COLUMNS),
+            rows=tuple(
+                (f"{kind.op} {kind.node}", *row) for kind in compared for row in describe_layouts(kind.alternatives)
+            ),
         )
 
 
-def _describe_layout(kind: ShardedKindRecord, item: LayoutAlternativeRecord) -> tuple[str, ...]:
-    """Return a row of the table of layouts."""
-    kept = kind.alternatives[0].seconds or 0.0
-    step = "impossible" if item.seconds is None else describe_difference(item.seconds - kept)
-    exchanges = ", ".join(f"{count:+d} {name}" for name, count in item.exchanges.items())
-    forced = [f"{change.node}: {change.before} → {change.after}" for change in item.neighbours[:MAX_LISTED_NEIGHBOURS]]
-    if more := len(item.neighbours) - len(forced) + item.others:
-        forced.append(format_count(more, "more node" if forced else "node"))
-    what = f"{format_time(kept)}, kept" if item.is_kept else step
-    return kind.node, kind.op, item.layout, what, exchanges, "; ".join(forced)
+LAYOUT_COLUMNS = ("layout", "the step would be", "exchanges", "it forces")
+
+
+def describe_layouts(layouts: Sequence[LayoutAlternative | LayoutAlternativeRecord]) -> Iterator[tuple[str, ...]]:
+    """Yield a row of `LAYOUT_COLUMNS` per layout of a node; the first one is the kept one."""
+    for item in layouts:
+        kept, exchanges = layouts[0].seconds, ", ".join(f"{count:+d} {name}" for name, count in item.exchanges.items())
+        forced = [f"{node}: {change}" for node, change in item.neighbours.items()][:MAX_LISTED_NEIGHBOURS]
+        if more := len(item.neighbours) - len(forced) + item.others:
+            forced.append(format_count(more, "more node" if forced else "node"))
+        yield item.layout, describe_difference(item.seconds, kept, is_kept=item.is_kept), exchanges, "; ".join(forced)

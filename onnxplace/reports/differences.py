@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from onnxplace.reports.layer_tree import name_layer
 from onnxplace.reports.page_records import PageData, Table
-from onnxplace.utils import format_time
 
 # Layers that a row names.
 MAX_LISTED_LAYERS = 3
@@ -29,38 +28,35 @@ def _list_moves(first: PageData, second: PageData) -> Iterator[Table]:
     before, after = _find_devices(first), _find_devices(second)
     moves: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*before, *after)):
-        devices = before.get(name, ("-", 0.0))[0], after.get(name, ("-", 0.0))[0]
+        devices = before.get(name, "-"), after.get(name, "-")
         if devices[0] != devices[1]:
             moves[devices].append(name)
-    rows = []
-    for (source, destination), names in moves.items():
-        seconds = sum(before[name][1] if name in before else after[name][1] for name in names)
-        layers = [*filter(None, dict.fromkeys(name_layer(name, "/") or name for name in names))]
-        more = [f"{len(layers) - MAX_LISTED_LAYERS} more"] if len(layers) > MAX_LISTED_LAYERS else []
-        listed = ", ".join((*layers[:MAX_LISTED_LAYERS], *more))
-        rows.append((seconds, (source, destination, str(len(names)), format_time(seconds) if seconds else "-", listed)))
-    rows.sort(key=lambda row: (-row[0], row[1]))
+    rows = [(*devices, str(len(names)), _name_layers(names)) for devices, names in moves.items()]
     if rows:
         yield Table(
             caption="Nodes on other devices; a dash where a report does not have them",
-            header=("in A on", "in B on", "nodes", "planned time", "in"),
-            rows=tuple(row for _, row in rows[:MAX_MOVES]),
+            header=("in A on", "in B on", "nodes", "in"),
+            rows=tuple(sorted(rows, key=lambda row: -int(row[2]))[:MAX_MOVES]),
         )
 
 
-def _find_devices(page: PageData) -> Mapping[str, tuple[str, float]]:
-    """Return, by the path of a node, its devices as text, and its planned time on them; parts of one node are one."""
+def _name_layers(names: Iterable[str]) -> str:
+    layers = [*dict.fromkeys(name_layer(name, "/") or name for name in names)]
+    more = [f"{len(layers) - MAX_LISTED_LAYERS} more"] if len(layers) > MAX_LISTED_LAYERS else []
+    return ", ".join((*layers[:MAX_LISTED_LAYERS], *more))
+
+
+def _find_devices(page: PageData) -> Mapping[str, str]:
+    """Return the devices of each node, by its path; the parts of a node are one."""
     tree, paths = page.layers, list[str]()
-    devices, seconds = defaultdict[str, list[str]](list), defaultdict[str, float](float)
-    for label, parent, node, device, time in zip(tree.label, tree.parent, tree.node, tree.device, tree.seconds):
+    devices: dict[str, set[str]] = defaultdict(set)
+    for label, parent, node, device in zip(tree.label, tree.parent, tree.node, tree.device):
         above = paths[parent] if parent >= 0 else ""
         # Groups of equal layers are not in the names of nodes.
         paths.append(above if " … " in label else f"{above}/{label}" if above else label)
         if node >= 0:
-            name = _PART.sub("", paths[-1])
-            devices[name].append(page.devices[device].id)
-            seconds[name] += time
-    return {name: ("+".join(sorted(set(own))), seconds[name]) for name, own in devices.items()}
+            devices[_PART.sub("", paths[-1])].add(page.devices[device].id)
+    return {name: "+".join(sorted(own)) for name, own in devices.items()}
 
 
 def _list_divisions(first: PageData, second: PageData) -> Iterator[Table]:
@@ -74,9 +70,8 @@ def _list_divisions(first: PageData, second: PageData) -> Iterator[Table]:
         differing = [("AB"[side], *row) for side in (0, 1) for row in rows[side] if row not in rows[1 - side]]
         if differing:
             caption = next(own[header].caption for own in tables if header in own)
-            yield Table(
-                f"{caption}; what only one of both has", ("only in", *(header[i] for i in kept)), tuple(differing)
-            )
+            columns = ("only in", *(header[index] for index in kept))
+            yield Table(f"{caption}; what only one of both has", columns, tuple(differing))
 
 
 def _list_options(first: PageData, second: PageData) -> Iterator[Table]:

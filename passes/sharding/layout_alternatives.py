@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from onnxplace.facts import LayoutAlternative, LayoutChange, ShardedKind
+from onnxplace.facts import LayoutAlternative, ShardedKind
 from onnxplace.model import Model
 from onnxplace.passes.sharding.apply_sharding import ShardingOptions, choose_group, describe_strategy
 from onnxplace.passes.sharding.layout_choice import LayoutChoice
@@ -70,17 +70,17 @@ class LayoutExplainer:
             for kind in sorted(exchanges.keys() | self._exchanges.keys())
         }
         changes = {
-            other: LayoutChange(self._model.nodes[other].name, *texts)
+            other: " -> ".join(layouts)
             for other, strategies in enumerate(zip(self._kept, choice.strategies))
-            if other != index and len(set(texts := tuple(map(describe_strategy, strategies)))) > 1
+            if other != index and len(set(layouts := [*map(describe_strategy, strategies)])) > 1
         }
-        neighbours = [changes[other] for other in self._list_neighbours(index) if other in changes]
+        neighbours = [other for other in self._list_neighbours(index) if other in changes]
         return LayoutAlternative(
             layout=layout,
             is_kept=False,
             seconds=choice.seconds,
             exchanges={kind: count for kind, count in differences.items() if count},
-            neighbours=tuple(neighbours),
+            neighbours={self._model.nodes[other].name: changes[other] for other in neighbours},
             others=len(changes) - len(neighbours),
         )
 
