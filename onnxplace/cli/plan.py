@@ -247,8 +247,8 @@ def _format_explanations(plan: Plan, where: str = "") -> Iterator[str]:
         subject = f"{item.op} {format_name(item.node)}"
         name = "" if item.name == item.node else f"{format_name(item.name)}, decided by "
         yield f"\n{name}{subject}{where}:"
-        yield from ([_compare_devices(item)] if item.devices else [])
-        yield from ([_compare_layouts(item)] if item.layouts else [])
+        yield _compare_devices(item) if item.devices else "there is no other device"
+        yield _compare_layouts(item) if item.layouts else "no strategy splits operators, so there is no other layout"
 
 
 def _compare_devices(item: Explanation) -> str:

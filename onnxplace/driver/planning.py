@@ -104,7 +104,7 @@ def plan_model(
     cache: bool = True,
     estimate: bool = False,
     stream: bool = False,
-    explain: Sequence[str] = (),
+    explain: str | Sequence[str] = (),
     observer: Observer | None = None,
 ) -> Plan:
     """Predict the strategies that `onnxplace plan` lists, without building a bundle.
@@ -153,7 +153,7 @@ def _plan_state(
     name: str,
     stream: str,
     has_curve: bool,
-    explain: Sequence[str],
+    explain: str | Sequence[str],
     observer: Observer | None,
 ) -> Plan:
     """Predict the strategies for a model on a target, with the passes before placers, and the curve of one."""

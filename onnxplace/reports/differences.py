@@ -55,7 +55,8 @@ def _find_devices(page: PageData) -> Mapping[str, str]:
         # Groups of equal layers are not in the names of nodes.
         paths.append(above if " … " in label else f"{above}/{label}" if above else label)
         if node >= 0:
-            devices[_PART.sub("", paths[-1])].add(page.devices[device].id)
+            # Parts are separated by `/`, also where layers are separated by `.`.
+            devices[_PART.sub("", paths[-1]).replace(".", "/")].add(page.devices[device].id)
     return {name: "+".join(sorted(own)) for name, own in devices.items()}
 
 
