@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,15 +27,19 @@ from onnxplace.cli.shared_options import (
     show_progress,
     with_machine,
 )
-from onnxplace.errors import InfeasibleError, UsageError, format_name
+from onnxplace.errors import InfeasibleError, UsageError, format_count, format_name
 
 if TYPE_CHECKING:
-    from onnxplace.driver import Goals, MachineRow, Plan, PlannedStrategy
+    from onnxplace.driver import Explanation, Goals, MachineRow, Plan, PlannedStrategy
     from onnxplace.target import Machine
 
 
 @click.command(cls=GroupedCommand, short_help="Compare strategies for a model; write nothing.")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--diff", nargs=2, type=click.Path(path_type=Path), metavar="A B",
+    help="What two bundles, or two files of --json, decide differently.",
+)  # fmt: skip
 @click.option(
     "--devices",
     shell_complete=complete_devices,
@@ -55,6 +59,9 @@ if TYPE_CHECKING:
 @click.option("--fit", is_flag=True, help="Of machines, keep what fits into memory.")
 @click.option("--max-memory", metavar="16GiB", help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB,host=64GiB.")
 @click.option("--stream", is_flag=True, help="The step for several limits, where weights stream to the device.")
+@click.option(
+    "--explain", multiple=True, metavar="NAME", help="Compare devices and layouts of a node or value; repeat."
+)
 @shape_option
 @fixed_sizes_option
 @inputs_option
@@ -65,8 +72,9 @@ if TYPE_CHECKING:
 @click.option("--estimate", is_flag=True, help="Measure nothing: estimate all costs from operations and bytes.")
 @as_json
 def plan(
-    model: Path,
+    model: Path | None,
     *,
+    diff: tuple[Path, Path] | None,
     machine: tuple[str, ...],
     price: Path | None,
     latency: str | None,
@@ -84,8 +92,17 @@ def plan(
     operators split over 2, 4, 8 devices, in copies or stages. Nothing is written. Costs are measured where the devices
     are here, else estimated. The exit code is 3 if none of them fits the memory limits.
 
+    With --diff, no model is read: it says what two bundles, or two outputs of --json, decide differently.
+
     With several --machine, or with goals or prices: one table, of the ways with least latency and with most requests.
     """
+    if (model is None) == (diff is None):
+        message = "expected a model, or --diff with two bundles or plans"
+        raise UsageError("U042", message, where="plan", hint="`onnxplace plan MODEL`, or `onnxplace plan --diff A B`")
+    if diff:
+        _print_difference(*diff, json_=json_)
+        return
+    assert model is not None
     from onnxplace.driver import list_machine_rows, parse_goals, plan_model, read_prices, require_one_target
     from onnxplace.feeds import read_npz
     from onnxplace.target import parse_machine
@@ -122,12 +139,28 @@ def plan(
         missing = plans.keys() - {row.machine for row in rows} if not (fit and rows) else ()
         text = [_format_machines(rows, plans, machines, goals)] if rows else []
         text += [_explain_missing(name, plans[name]) for name in plans if name in missing]
+        text += [line for name, item in plans.items() for line in _format_explanations(item, f" on {name}")]
         print_text("\n".join([*text, *([_recommend(rows, goals)] if rows else [])]))
     else:
         print_text(_format_plan(next(iter(plans.values())), next(iter(plans))))
     print_notes(list(dict.fromkeys(note for item in plans.values() for note in item.diagnostics)))
     if not rows:
         raise SystemExit(InfeasibleError.exit_code)
+
+
+def _print_difference(first: Path, second: Path, *, json_: bool) -> None:
+    """Print which of two plans to take, the figures that differ, and what they decide differently."""
+    from onnxplace.driver import compare_plans
+    from onnxplace.reports import format_table
+
+    result = compare_plans(first, second)
+    if json_:
+        print_json(asdict(result))
+        return
+    rows = [(row.label, *row.texts, row.difference) for row in result.rows if row.difference != "equal"]
+    parts = [result.sentence, *([format_table(("", "A", "B", "difference"), rows)] if rows else [])]
+    parts += [f"{table.caption}:\n{format_table(table.header, table.rows, left=9)}" for table in result.tables]
+    print_text("\n\n".join(parts))
 
 
 def _build_json(machine: str, plan: Plan) -> dict[str, Any]:
@@ -203,7 +236,46 @@ def _format_plan(plan: Plan, machine: str) -> str:
     limits = _explain_limits((item.name, item) for item in plan.strategies)
     estimates = [_ESTIMATES] if machine and not plan.is_measured else []
     curve = [_format_curve(plan)] if plan.stream_curve else []
-    return "\n".join([title, format_table(header, rows), legend, *limits, *estimates, *problems, *curve])
+    return "\n".join(
+        [title, format_table(header, rows), legend, *limits, *estimates, *problems, *curve, *_format_explanations(plan)]
+    )
+
+
+def _format_explanations(plan: Plan, where: str = "") -> Iterator[str]:
+    """Yield lines that compare the devices and layouts of nodes and values."""
+    for item in plan.explanations:
+        subject = f"{item.op} {format_name(item.node)}"
+        name = "" if item.name == item.node else f"{format_name(item.name)}, decided by "
+        yield f"\n{name}{subject}{where}:"
+        yield _compare_devices(item) if item.devices else "there is no other device"
+        yield _compare_layouts(item) if item.layouts else "no strategy splits operators, so there is no other layout"
+
+
+def _compare_devices(item: Explanation) -> str:
+    """Return the table of devices, with the reason why some are impossible."""
+    from onnxplace.reports import describe_difference, format_table
+    from onnxplace.utils import format_bytes
+
+    group = f"it and {format_count(item.together - 1, 'node')} more ({item.reason}) are" if item.reason else "it is"
+    rows = [
+        (
+            other.device,
+            describe_difference(other.step_seconds, item.devices[0].step_seconds, is_kept=other.is_kept),
+            "" if other.step_seconds is None else f"{other.transfers}, {format_bytes(other.transfer_bytes)}",
+            other.problem,
+        )
+        for other in item.devices
+    ]
+    title = f"{item.placed}: the simulated step if {group} on another device, and all others where they are"
+    return f"{title}\n{format_table(('device', 'the step would be', 'transfers', ''), rows, left=4)}"
+
+
+def _compare_layouts(item: Explanation) -> str:
+    """Return the table of layouts, with what each forces on other nodes."""
+    from onnxplace.reports import LAYOUT_COLUMNS, describe_layouts, format_table
+
+    title = f"{item.sharded}: the step with another layout, and all others chosen again, as the choice counts it"
+    return f"{title}\n{format_table(LAYOUT_COLUMNS, describe_layouts(item.layouts), left=4)}"
 
 
 def _format_curve(plan: Plan) -> str:

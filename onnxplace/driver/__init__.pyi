@@ -7,6 +7,7 @@ from onnxplace.driver.compiler import (
     compile_model as compile_model,
     compile_with as compile_with,
 )
+from onnxplace.driver.explaining import DeviceAlternative as DeviceAlternative, Explanation as Explanation
 from onnxplace.driver.keywords import checks_arguments as checks_arguments, takes_fields_of as takes_fields_of
 from onnxplace.driver.machine_choice import (
     Goals as Goals,
@@ -24,6 +25,7 @@ from onnxplace.driver.placer import (
     read_placement as read_placement,
     replace_devices as replace_devices,
 )
+from onnxplace.driver.plan_differences import compare_plans as compare_plans
 from onnxplace.driver.planning import Plan as Plan, PlannedStrategy as PlannedStrategy, plan_model as plan_model
 from onnxplace.driver.sources import find_in_folder as find_in_folder
 from onnxplace.driver.streamed import StreamPoint as StreamPoint, stream_curve as stream_curve

@@ -26,6 +26,7 @@ import numpy as np
 from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Emitted, Placement, Profile, Routes, Segments, Shards, Streaming, is_refused
+from onnxplace.passes.sharding import ShardingOptions, compare_kinds
 from onnxplace.pipeline import Observer, Pipeline, Timing
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.state import Pass, State
@@ -174,8 +175,23 @@ class BuiltStrategy:
         emit = replace(emit, path=str(path), pipeline=str(self.pipeline), **options)
         if observer:
             observer(emit.name, len(self.pipeline.passes) - 1, len(self.pipeline.passes))
-        state, timings = Pipeline((emit,)).run(self.state)
+        state, timings = Pipeline((emit,)).run(self._compare_layouts())
         return replace(self, state=state, timings=self.timings + timings)
+
+    @property
+    def sharding(self) -> ShardingOptions | None:
+        """Return how operators were split, before all else; None if they were not."""
+        first: Any = self.strategy.passes[0]
+        is_split = first.name == "shard" and self.state[Shards].ways > 1
+        return ShardingOptions(**vars(first)) if is_split else None
+
+    def _compare_layouts(self) -> State:
+        """Return the state that bundles are written from: with alternatives for layouts, where operators are split."""
+        if (options := self.sharding) is None:
+            return self.state
+        shards = self.state[Shards]
+        kinds = compare_kinds(self.profiled.state, options, shards.kinds)
+        return self.state.with_facts(replace(shards, kinds=kinds))
 
 
 @dataclass(frozen=True)

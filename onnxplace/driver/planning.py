@@ -9,6 +9,7 @@ from typing import Any
 
 from onnxplace.driver.compile_options import CompileSettings, choose_streaming, choose_target
 from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all
+from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
 from onnxplace.driver.sources import bind_source, open_source
 from onnxplace.driver.streamed import STREAMED, StreamPoint, needs_streaming, stream_curve
 from onnxplace.driver.throughput import format_rate, list_copied_stages, list_sharded, list_simple
@@ -16,7 +17,7 @@ from onnxplace.driver.training_steps import list_step_strategies
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
 from onnxplace.feeds import Array
-from onnxplace.model import StateRequest, load
+from onnxplace.model import Model, StateRequest, load
 from onnxplace.pipeline import Observer, Pipeline, make_pass
 from onnxplace.state import Pass, State
 from onnxplace.target import Target
@@ -68,6 +69,8 @@ class Plan:
     diagnostics: tuple[Diagnostic, ...]
     stream_curve: tuple[StreamPoint, ...] = ()
     """Steps for several memory limits, with weights that stream; only if asked for."""
+    explanations: tuple[Explanation, ...] = ()
+    """Why nodes and values are where they are; only if asked for."""
 
     def find_best(self) -> tuple[PlannedStrategy | None, PlannedStrategy | None]:
         """Return the strategies of least latency and of most requests, of those that fit; None if none does."""
@@ -101,6 +104,7 @@ def plan_model(
     cache: bool = True,
     estimate: bool = False,
     stream: bool = False,
+    explain: str | Sequence[str] = (),
     observer: Observer | None = None,
 ) -> Plan:
     """Predict the strategies that `onnxplace plan` lists, without building a bundle.
@@ -120,10 +124,12 @@ def plan_model(
         cache: Whether earlier measurements may be used.
         estimate: Measure nothing.
         stream: Predict the step for several memory limits, with weights that stream, too (`Plan.stream_curve`).
+        explain: Names of nodes and values whose devices and layouts are compared with the others that they could have
+            (`Plan.explanations`).
         observer: Called before each strategy with its name, its position and their number.
 
     Raises:
-        OnnxplaceError: the model, the costs or the target cannot be used.
+        OnnxplaceError: the model, the costs or the target cannot be used, or a name to explain is unknown.
 
     >>> plan = onnxplace.plan("model.onnx", devices="cpu:0,cpu:1", shape={"batch": 8})  # doctest: +SKIP
     >>> [(item.name, item.step_seconds) for item in plan.strategies]  # doctest: +SKIP
@@ -137,16 +143,26 @@ def plan_model(
         name = bound.name or Path(model).name
         optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
         start = State(target).with_facts(bound).with_notes(*notes)
-        return _plan_state(start, (optimize, profile), name, choose_streaming(settings, target), stream, observer)
+        streaming = choose_streaming(settings, target)
+        return _plan_state(start, (optimize, profile), name, streaming, stream, explain, observer)
 
 
 def _plan_state(
-    state: State, front: tuple[Pass, ...], name: str, stream: str, has_curve: bool, observer: Observer | None
+    state: State,
+    front: tuple[Pass, ...],
+    name: str,
+    stream: str,
+    has_curve: bool,
+    explain: str | Sequence[str],
+    observer: Observer | None,
 ) -> Plan:
     """Predict the strategies for a model on a target, with the passes before placers, and the curve of one."""
     if observer:
         observer("profile", 0, 1)
-    state_with_costs, _ = Pipeline(front).run(state)
+    optimize, profile = front
+    optimized, _ = Pipeline((optimize,)).run(state)
+    subjects = find_subjects(optimized[Model], [explain] if isinstance(explain, str) else explain)
+    state_with_costs, _ = Pipeline((profile,)).run(optimized)
     rest = parse_passes("coplace{join=never},fuse,stages{seconds=2},split")
     profiled = Profiled(front, state_with_costs, rest, make_pass("emit"))
     is_step = profiled.state[Profile].training is not None
@@ -162,7 +178,8 @@ def _plan_state(
     sources = profiled.state[Profile].sources
     is_measured = all(bool((sources[device.cost_class] != Source.ESTIMATED).all()) for device in state.target.devices)
     strategies = tuple(_describe(item) for item in _omit_copied_stages(results))
-    return Plan(name, is_measured, strategies, profiled.state.diagnostics, curve)
+    explanations = explain_subjects(profiled.state, subjects, results)
+    return Plan(name, is_measured, strategies, profiled.state.diagnostics, curve, explanations)
 
 
 def _list_strategies(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:

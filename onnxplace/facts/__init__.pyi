@@ -6,6 +6,7 @@ from onnxplace.facts.fact_records import (
     Groups as Groups,
     Home as Home,
     Instruction as Instruction,
+    LayoutAlternative as LayoutAlternative,
     MicroBatches as MicroBatches,
     Placement as Placement,
     Profile as Profile,

@@ -440,6 +440,23 @@ class Emitted:
 
 
 @dataclass(frozen=True)
+class LayoutAlternative:
+    """A layout of a node or value, with all other nodes chosen again for it."""
+
+    layout: str
+    """In words, as in `ShardedKind`."""
+    is_kept: bool
+    seconds: float | None
+    """The step as the choice of layouts counts it; None if no choice with it fits."""
+    exchanges: Mapping[str, int] = field(default_factory=dict)
+    """Kind of exchange -> how many more there are than with the layout that was kept; less than 0 for fewer."""
+    neighbours: Mapping[str, str] = field(default_factory=dict)
+    """Node that it reads from, or that reads its values -> change of that node's layout, such as `axis 1 -> axis 2`."""
+    others: int = 0
+    """Number of further nodes whose layouts change."""
+
+
+@dataclass(frozen=True)
 class ShardedKind:
     """Nodes of one operator that are split alike."""
 
@@ -450,6 +467,10 @@ class ShardedKind:
     """Number of nodes of the original model."""
     seconds: float
     """What they take together on one device."""
+    node: str = ""
+    """The most expensive of them."""
+    alternatives: tuple[LayoutAlternative, ...] = ()
+    """Layouts of that node, the kept one first; empty where they were not compared."""
 
 
 @dataclass(frozen=True)

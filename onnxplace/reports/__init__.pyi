@@ -1,9 +1,14 @@
+from onnxplace.reports.alternatives import (
+    LAYOUT_COLUMNS as LAYOUT_COLUMNS,
+    describe_difference as describe_difference,
+    describe_layouts as describe_layouts,
+)
 from onnxplace.reports.page_data import (
     PlacedGraph as PlacedGraph,
     describe_bundle as describe_bundle,
     describe_placement as describe_placement,
 )
-from onnxplace.reports.page_records import PageData as PageData
+from onnxplace.reports.page_records import Comparison as Comparison, PageData as PageData, Quantity as Quantity
 from onnxplace.reports.page_rendering import (
     build_page_json as build_page_json,
     embed_page as embed_page,
@@ -22,4 +27,4 @@ from onnxplace.reports.text import (
     describe_copies as describe_copies,
     format_table as format_table,
 )
-from onnxplace.reports.verdict import compare_pages as compare_pages
+from onnxplace.reports.verdict import compare_figures as compare_figures, compare_pages as compare_pages

@@ -288,6 +288,8 @@ class PageData:
     """Those of a bundle, in the order in which the compiler lists them."""
     division: tuple[Table, ...]
     """Shards, stages, replicas, repeats and the training step, where there are any."""
+    alternatives: tuple[Table, ...]
+    """What other layouts, or other devices of segments or nodes, would cost; empty with one device."""
     notes: tuple[Note, ...]
     passes: tuple[Entry, ...]
     """The pipeline: each pass with its options."""
@@ -317,3 +319,5 @@ class Comparison:
     sentence: str
     """Which one to take, and why."""
     rows: tuple[ComparedQuantity, ...]
+    tables: tuple[Table, ...] = ()
+    """What they decide differently: devices of nodes, the division of work, passes."""

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.graph import Floats
+from onnxplace.reports.differences import list_differences
 from onnxplace.reports.page_records import (
     Advice,
     AttemptGroup,
@@ -187,11 +188,16 @@ def _advise_batch(step: PlacedStep, bound: Bound, known: Circumstances) -> Advic
 
 def compare_pages(first: PageData, second: PageData) -> Comparison:
     """Return the figures of two reports next to each other, and which one to take."""
-    labels = dict.fromkeys(entry.label for page in (first, second) for entry in page.summary)
-    figures = [{entry.label: entry for entry in page.summary} for page in (first, second)]
-    empty = Quantity("", "–")
-    rows = tuple(_compare(label, *(own.get(label, empty) for own in figures)) for label in labels)
-    return Comparison(_choose(first, second, rows), rows)
+    rows = compare_figures(first.summary, second.summary)
+    tables = list_differences(first, second) if first.title == second.title else ()
+    return Comparison(_choose(first, second, rows), rows, tables)
+
+
+def compare_figures(*reports: Sequence[Quantity]) -> tuple[ComparedQuantity, ...]:
+    """Return the figures of two reports next to each other, by their labels."""
+    figures, empty = [{entry.label: entry for entry in entries} for entries in reports], Quantity("", "–")
+    labels = dict.fromkeys(label for own in figures for label in own)
+    return tuple(_compare(label, *(own.get(label, empty) for own in figures)) for label in labels)
 
 
 def _compare(label: str, first: Quantity, second: Quantity) -> ComparedQuantity:

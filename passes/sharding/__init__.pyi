@@ -3,6 +3,10 @@ from onnxplace.passes.sharding.known_shapes import (
     infer_shapes_and_values as infer_shapes_and_values,
     infer_with_runtime as infer_with_runtime,
 )
+from onnxplace.passes.sharding.layout_alternatives import (
+    LayoutExplainer as LayoutExplainer,
+    compare_kinds as compare_kinds,
+)
 from onnxplace.passes.sharding.layouts import Division as Division, Layout as Layout
 from onnxplace.passes.sharding.microbatches.apply_microbatches import microbatch_state as microbatch_state
 from onnxplace.passes.sharding.node_strategies import (

@@ -6,7 +6,7 @@ With several stages, consecutive parts of the sharded model are each on a group 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -40,13 +40,16 @@ CONVOLUTIONAL_SHARE = 0.4
 
 
 @dataclass(frozen=True)
-class _GroupChoice:
-    """A choice for a group of devices."""
+class GroupChoice:
+    """A choice for a group of devices, with the problem that it solves."""
 
     devices: tuple[int, ...]
     work: WorkCosts
     costs: ExchangeCosts
     choice: LayoutChoice
+    problem: ChoiceProblem
+    solve: Callable[[ChoiceProblem], LayoutChoice | None]
+    """Solves such a problem within the memory for weights; None if no choice fits."""
 
     @property
     def space(self) -> StrategySpace:
@@ -97,6 +100,12 @@ class _Room:
 
 def shard_state(state: State, options: ShardingOptions) -> State:
     """Return the state with the sharded model, its profile and `Shards`; see the pass `shard`."""
+    state, best = choose_group(state, options)
+    return state if best is None else _apply(state, best, options)
+
+
+def choose_group(state: State, options: ShardingOptions) -> tuple[State, GroupChoice | None]:
+    """Return the state with the best choice for it; where nothing is split, the state says so, and there is none."""
     if options.fixed:
         state = _fix_sizes(state)
     model, profile, target = state[Model], state[Profile], state.target
@@ -107,13 +116,14 @@ def shard_state(state: State, options: ShardingOptions) -> State:
     candidates = [_choose(facts, state, seconds, group, options, room) for group in groups]
     useful = [candidate for candidate in candidates if candidate is not None and is_sharded(candidate.choice)]
     if not useful:
-        return _leave_whole(state).with_notes(_report_nothing_split(candidates, bool(is_refused(seconds).any())))
+        notes = _report_nothing_split(candidates, bool(is_refused(seconds).any()))
+        return _leave_whole(state).with_notes(notes), None
     best = min(useful, key=lambda candidate: candidate.choice.seconds)
     if options.may_leave_whole and room is None:
         alone = float(seconds.sum(axis=1).min())
         if best.choice.seconds > CLEAR_GAIN * alone:
-            return _leave_whole(state).with_notes(_report_no_gain(alone, best))
-    return _apply(state, best, options)
+            return _leave_whole(state).with_notes(_report_no_gain(alone, best)), None
+    return state, best
 
 
 def _fix_sizes(state: State) -> State:
@@ -148,7 +158,7 @@ def _choose(
     group: tuple[int, ...],
     options: ShardingOptions,
     room: _Room | None,
-) -> _GroupChoice | None:
+) -> GroupChoice | None:
     """Return the best choice for a group of devices; None if its weights do not fit."""
     target = state.target
     group_seconds = seconds[list(group)]
@@ -169,13 +179,15 @@ def _choose(
     )
     work = WorkCosts(space, peaks, measured)
     problem = ChoiceProblem(space, work.table(group_seconds, costs), costs)
-    if options.weights == "least":
-        return _GroupChoice(group, work, costs, problem.solve_least_weights())
     limit = None if room is None else room.weights_limit(group)
     if limit is not None and options.stages != 1:
         limit *= len(list_stage_groups(target, group, options.stages))  # each stage has its share of the weights
-    choice = problem.solve(limit)
-    return None if choice is None else _GroupChoice(group, work, costs, choice)
+
+    def solve(problem: ChoiceProblem) -> LayoutChoice | None:
+        return problem.solve_least_weights() if options.weights == "least" else problem.solve(limit)
+
+    choice = solve(problem)
+    return None if choice is None else GroupChoice(group, work, costs, choice, problem, solve)
 
 
 def _is_convolutional(model: Model, seconds: Floats) -> bool:
@@ -199,7 +211,7 @@ def _leave_whole(state: State) -> State:
     return state.with_facts(Shards(device=free))
 
 
-def _report_no_gain(alone: float, best: _GroupChoice) -> Diagnostic:
+def _report_no_gain(alone: float, best: GroupChoice) -> Diagnostic:
     message = (
         f"no operator is split: a step would take {best.choice.seconds * 1e3:.3g} ms on {len(best.devices)} devices, "
         f"and {alone * 1e3:.3g} ms on one"
@@ -207,7 +219,7 @@ def _report_no_gain(alone: float, best: _GroupChoice) -> Diagnostic:
     return Diagnostic("P064", message, hint="shard{exact=true} in a --pipeline splits all the same")
 
 
-def _report_nothing_split(candidates: Sequence[_GroupChoice | None], has_refusals: bool) -> Diagnostic:
+def _report_nothing_split(candidates: Sequence[GroupChoice | None], has_refusals: bool) -> Diagnostic:
     """Return why nothing is split: devices refuse nodes, no operator has a rule, exchanges cost more, or memory."""
     if has_refusals and not candidates:
         return Diagnostic("P064", "no operator is split: fewer than two devices take every node", hint="add devices")
@@ -217,7 +229,7 @@ def _report_nothing_split(candidates: Sequence[_GroupChoice | None], has_refusal
     return Diagnostic("P064", "no operator is split: none has a rule and gains more than its exchanges cost")
 
 
-def _apply(state: State, candidate: _GroupChoice, options: ShardingOptions) -> State:
+def _apply(state: State, candidate: GroupChoice, options: ShardingOptions) -> State:
     groups = list_stage_groups(state.target, candidate.devices, options.stages)
     sharded = write_sharded_model(candidate.space, candidate.choice, candidate.costs)
     profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, state.target, candidate.devices)
@@ -245,7 +257,7 @@ def _apply(state: State, candidate: _GroupChoice, options: ShardingOptions) -> S
 
 
 def _build_whole(
-    state: State, sharded: ShardedModel, candidate: _GroupChoice, options: ShardingOptions, *, from_parts: bool
+    state: State, sharded: ShardedModel, candidate: GroupChoice, options: ShardingOptions, *, from_parts: bool
 ) -> Model:
     """Return the unsharded model that the bundle keeps as its reference."""
     whole = build_whole_model(state[Model], sharded, candidate.space.division, from_parts=from_parts)
@@ -268,24 +280,26 @@ def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitSta
     return tuple(states)
 
 
-def _note(candidate: _GroupChoice, shards: Shards) -> Diagnostic:
+def _note(candidate: GroupChoice, shards: Shards) -> Diagnostic:
     exchanges = ", ".join(f"{count} {kind}" for kind, count in shards.exchanges.items()) or "no exchanges"
     kinds = "; ".join(f"{item.count} {item.op}: {item.layout}" for item in shards.kinds[:4])
     stages = f" in each of {shards.stages} stages" if shards.stages > 1 else ""
     return Diagnostic("P060", f"operators are split over {shards.ways} devices{stages} ({exchanges}): {kinds}")
 
 
-def _summarise(state: State, candidate: _GroupChoice) -> tuple[tuple[ShardedKind, ...], list[Diagnostic]]:
+def _summarise(state: State, candidate: GroupChoice) -> tuple[tuple[ShardedKind, ...], list[Diagnostic]]:
     """Return what was split how, by operator, and a note on expensive operators that were not."""
     seconds = device_seconds(state[Profile], state.target)[list(candidate.devices)].max(axis=0)
     counts: Counter[tuple[str, str]] = Counter()
     times: Counter[tuple[str, str]] = Counter()
+    largest: dict[tuple[str, str], tuple[float, str]] = {}
     for node, strategy, time in zip(state[Model].nodes, candidate.choice.strategies, seconds.tolist()):
         key = node.op_type, describe_strategy(strategy)
         counts[key] += 1
         times[key] += time
+        largest[key] = max(largest.get(key, (-1.0, "")), (time, node.name), key=lambda item: item[0])
     kinds = tuple(
-        ShardedKind(op=op, layout=layout, count=counts[op, layout], seconds=time)
+        ShardedKind(op=op, layout=layout, count=counts[op, layout], seconds=time, node=largest[op, layout][1])
         for (op, layout), time in times.most_common()
     )
     whole = [kind for kind in kinds if kind.layout == "whole" and kind.seconds > 0.02 * float(seconds.sum())]

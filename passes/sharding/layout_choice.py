@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -286,6 +286,13 @@ class ChoiceProblem:
     @cached_property
     def _network(self) -> ChoiceNetwork:
         return ChoiceNetwork(self.space, self.strategy_seconds, self.costs)
+
+    def restrict(self, index: int, numbers: Sequence[int]) -> ChoiceProblem:
+        """Return the problem in which a node has only some of its strategies, given by their positions."""
+        strategies, seconds = list(self.space.strategies), list(self.strategy_seconds)
+        strategies[index] = tuple(strategies[index][number] for number in numbers)
+        seconds[index] = [seconds[index][number] for number in numbers]
+        return replace(self, space=replace(self.space, strategies=tuple(strategies)), strategy_seconds=seconds)
 
     def solve(self, weight_limit_bytes: int | None = None) -> LayoutChoice | None:
         """Return the cheapest choice whose weights fit; None if none was found that does.

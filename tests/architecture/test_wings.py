@@ -87,8 +87,8 @@ MAY_IMPORT = {
     "reports": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model passes.profiling pipeline problem reports "
-        "state target torch utils"
+        "bundle cost_graph errors evaluation facts feeds graph machine model passes.profiling passes.sharding pipeline "
+        "problem reports simulation state target torch utils"
     ),
     "export": "bundle devices errors model target training_step utils",
     "api": "bundle driver drop_in errors machine pipeline reports runtime serving traces utils",
@@ -101,7 +101,7 @@ MAY_IMPORT = {
         "testing utils"
     ),
     "cli": (
-        "api benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds hosts machine "
+        "api benchmark bundle calibration cost_graph doctor driver errors evaluation export facts feeds hosts machine "
         "pipeline reports runtime serving target traces training utils verification"
     ),
     "__main__": "cli",

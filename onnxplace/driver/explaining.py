@@ -1,0 +1,151 @@
+"""Why a node or value is where it is: what each other device, and each other layout, would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxplace.driver.decision import BuiltStrategy, Result
+from onnxplace.errors import UsageError, suggest_nearest
+from onnxplace.facts import Groups, LayoutAlternative, Placement, Profile, Schedule, is_refused
+from onnxplace.graph import Ints
+from onnxplace.model import Model
+from onnxplace.passes.sharding import LayoutExplainer
+from onnxplace.problem import describe_shortage, device_seconds
+from onnxplace.simulation import Simulation, simulate
+from onnxplace.state import State
+
+
+@dataclass(frozen=True)
+class DeviceAlternative:
+    """A device for a node and those that must be with it, with all other nodes where they are."""
+
+    device: str
+    is_kept: bool
+    step_seconds: float | None
+    """The simulated step, node by node; None if the device does not take one of the nodes."""
+    transfers: int = 0
+    """Number of transfers in a step."""
+    transfer_bytes: int = 0
+    problem: str = ""
+    """Why it is impossible: a node that the device does not take, or missing memory; empty if it is possible."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a node or value is where it is, among whole operators placed, and where operators are split."""
+
+    name: str
+    """Of the node or value, as it was asked for."""
+    node: str
+    """The node that decides: itself, the one that makes the value, or the first that reads an input or weight."""
+    op: str
+    together: int
+    """Number of nodes that must be on one device with it, itself included."""
+    reason: str
+    """Why these must be together; empty if it is free of others."""
+    placed: str
+    """The strategy whose placement is explained; empty if none places whole operators."""
+    devices: tuple[DeviceAlternative, ...]
+    """The kept one first, then by the step."""
+    sharded: str
+    """The strategy whose layouts are explained, the fastest that splits operators; empty if none does."""
+    layouts: tuple[LayoutAlternative, ...]
+    """The kept one first, then by the step."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A node or value to explain."""
+
+    name: str
+    node: int
+    """Index of the node that decides."""
+    value: str
+    """The value; empty for a node."""
+
+
+def find_subjects(model: Model, names: Iterable[str]) -> tuple[Subject, ...]:
+    """Return the nodes and values of these names; raises UsageError for an unknown one."""
+    nodes = {node.name: index for index, node in reversed(list(enumerate(model.nodes)))}
+    values: dict[str, int] = {}
+    for index, reads in reversed(list(enumerate(model.reads))):
+        values.update(dict.fromkeys(reads, index))
+    values.update({name: index for index, node in enumerate(model.nodes) for name in node.output if name})
+    subjects = []
+    for name in names:
+        if name not in nodes and name not in values:
+            message = f"no node or value of the optimised model has the name {name!r}"
+            raise UsageError("U020", message, where="--explain", hint=suggest_nearest(name, [*nodes, *values]))
+        subjects.append(Subject(name, nodes[name], "") if name in nodes else Subject(name, values[name], name))
+    return tuple(subjects)
+
+
+def explain_subjects(state: State, subjects: Sequence[Subject], results: Sequence[Result]) -> tuple[Explanation, ...]:
+    """Return why nodes and values are where they are.
+
+    Devices are compared in the placement of whole operators, layouts in the fastest strategy that splits operators.
+
+    Args:
+        state: The profiled model, before strategies.
+        subjects: Nodes and values of that model.
+        results: All strategies.
+    """
+    built = [item for item in results if isinstance(item, BuiltStrategy)]
+    placed = next((item for item in built if item.strategy.kind == "placed"), None)
+    split = [(item.step_seconds, item.name, item.sharding) for item in built if item.sharding]
+    _, sharded, options = min(split, key=lambda item: item[0], default=(0.0, "", None))
+    layouts = LayoutExplainer(state, options) if options and subjects else None
+    explanations = []
+    for subject in subjects:
+        node = state[Model].nodes[subject.node]
+        members = np.array([subject.node])
+        reason = ""
+        if placed is not None:
+            groups = placed.state[Groups]
+            members = np.flatnonzero(groups.group == groups.group[subject.node])
+            reason = groups.reasons[groups.group[subject.node]]
+        explanations.append(
+            Explanation(
+                name=subject.name,
+                node=node.name,
+                op=node.op_type,
+                together=len(members),
+                reason=reason,
+                placed=placed.name if placed else "",
+                devices=tuple(_list_devices(placed.state, members)) if placed else (),
+                sharded=sharded,
+                layouts=layouts.list_alternatives(subject.node, subject.value) if layouts else (),
+            )
+        )
+    return tuple(explanations)
+
+
+def _list_devices(state: State, members: Ints) -> list[DeviceAlternative]:
+    """Return the step with some nodes on each device, in the order of the schedule."""
+    target, graph, order = state.target, state[Profile].graph, state[Schedule].order
+    seconds, device = device_seconds(state[Profile], target), state[Placement].device
+    home = int(device[members[0]])
+    alternatives = []
+    for index, item in enumerate(target.devices):
+        refused = members[is_refused(seconds[index, members])]
+        if len(refused):
+            problem = f"it does not take {graph.ops[refused[0]]} {graph.names[refused[0]]!r}"
+            alternatives.append(DeviceAlternative(item.id, is_kept=False, step_seconds=None, problem=problem))
+            continue
+        moved = device.copy()
+        moved[members] = index
+        step: Simulation = simulate(graph, seconds, target, moved, order)
+        alternatives.append(
+            DeviceAlternative(
+                device=item.id,
+                is_kept=index == home,
+                step_seconds=step.makespan_seconds,
+                transfers=len(step.transfers),
+                transfer_bytes=int(graph.value_bytes[step.transfers.value].sum()),
+                problem=describe_shortage(target, step.peak_bytes),
+            )
+        )
+    return sorted(alternatives, key=lambda other: (not other.is_kept, other.step_seconds is None, other.step_seconds))

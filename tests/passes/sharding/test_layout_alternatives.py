@@ -1,0 +1,148 @@
+"""Alternatives of layouts: their costs are those of the best choice with them, and what they force is what changes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from random import Random
+
+import pytest
+from onnx import ModelProto, parser
+
+from onnxplace.facts import Shards
+from onnxplace.model import Model, bind, load
+from onnxplace.passes.shard import Shard
+from onnxplace.passes.sharding import LayoutExplainer, ShardingOptions, compare_kinds, layout_alternatives
+from onnxplace.passes.sharding.apply_sharding import GroupChoice, describe_strategy
+from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice
+from onnxplace.passes.sharding.sharding_costs import WorkCosts
+from onnxplace.pipeline import Pipeline
+from onnxplace.state import State
+from onnxplace.target import Device, Target
+from tests.passes.sharding.test_choice import FAN, make_problem, price_choice
+from tests.support.chains import mlp
+from tests.support.shardable_models import make_model
+from tests.support.shardings import SHARES, make_space
+
+EXACT = ShardingOptions(ways=2, exact=True)
+
+
+def profile(proto: ModelProto, memory_bytes: int = 1 << 40) -> State:
+    """Return the model with estimated costs, for two equal devices."""
+    target = Target((Device("cpu:0", memory_bytes), Device("cpu:1", memory_bytes)))
+    state = State(target).with_facts(bind(load(proto), {}, {}))
+    return Pipeline.parse("optimize,profile{estimate=true}").run(state)[0]
+
+
+def find(state: State, name: str) -> int:
+    return [node.name for node in state[Model].nodes].index(name)
+
+
+def explain_problem(problem: ChoiceProblem, monkeypatch: pytest.MonkeyPatch) -> tuple[LayoutExplainer, LayoutChoice]:
+    """Return what explains the best choice of a problem."""
+    choice = problem.solve()
+    assert choice is not None
+    work = WorkCosts(problem.space, ())
+    group = GroupChoice((0, 1), work, problem.costs, choice, problem, lambda restricted: restricted.solve())
+    state = State(Target((Device("cpu:0", 1),))).with_facts(problem.space.facts.model)
+    monkeypatch.setattr(layout_alternatives, "choose_group", lambda state, options: (state, group))
+    return LayoutExplainer(state, EXACT), choice
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_alternative_costs_what_the_best_of_all_choices_with_it_costs(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make_problem(make_space(parser.parse_model(FAN), {}, SHARES[seed % 4]), seed)
+    explainer, _ = explain_problem(problem, monkeypatch)
+    choices = [(price_choice(problem, item), item) for item in itertools.product(*problem.space.strategies)]
+    for index in range(len(problem.space.strategies)):
+        least: dict[str, float] = {}
+        for seconds, strategies in choices:
+            layout = describe_strategy(strategies[index])
+            least[layout] = min(least.get(layout, math.inf), seconds)
+        alternatives = explainer.list_alternatives(index)
+        assert {item.layout: item.seconds for item in alternatives} == pytest.approx(least)
+
+
+def test_no_alternative_of_a_random_model_beats_a_choice_that_is_proven_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+    for seed in range(8):
+        model = make_model(Random(seed))
+        problem = make_problem(make_space(model.proto, model.dimensions[0], SHARES[seed % 4]), seed)
+        explainer, choice = explain_problem(problem, monkeypatch)
+        if choice.seconds > choice.lower_bound_seconds * (1 + 1e-9):
+            continue
+        for index in Random(seed).sample(range(len(choice.strategies)), min(3, len(choice.strategies))):
+            strategy = choice.strategies[index]
+            kept, *others = explainer.list_alternatives(index)
+            assert (kept.layout, kept.seconds) == (describe_strategy(strategy), choice.seconds)
+            assert [kept.is_kept, *(item.is_kept for item in others)] == [True] + [False] * len(others)
+            times = [item.seconds for item in others if item.seconds is not None]
+            assert times == sorted(times)
+            assert min(times, default=choice.seconds) >= choice.seconds * (1 - 1e-9)
+            compared += len(others)
+    assert compared > 0
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("summed axis", "sum"), ("whole", "whole"), ("axis 0", "batch")])
+def test_an_alternative_is_what_a_shard_map_with_it_gives(layout: str, kind: str) -> None:
+    state = profile(mlp(rows=64, width=512, inner=1024))
+    kept, *others = LayoutExplainer(state, EXACT).list_alternatives(find(state, "layer1_up"))
+    item = next(item for item in (kept, *others) if item.layout == layout)
+    before = Shard(ways=2, exact=True).run(state)[Shards]
+    after = Shard(ways=2, exact=True, map=f'{{"layer1_up": "{kind}"}}').run(state)[Shards]
+    assert item.seconds == pytest.approx(after.seconds)
+    expected = {
+        name: after.exchanges.get(name, 0) - before.exchanges.get(name, 0)
+        for name in {*before.exchanges, *after.exchanges}
+    }
+    assert item.exchanges == {name: count for name, count in expected.items() if count}
+
+
+def test_what_a_layout_forces_on_others_is_counted_and_named_where_it_is_next_to_the_node() -> None:
+    state = profile(mlp(rows=64, width=512, inner=1024))
+    _, *others = LayoutExplainer(state, EXACT).list_alternatives(find(state, "layer1_up"))
+    next_to_it = {"layer0_add", "layer1_act"}
+    assert any(item.neighbours for item in others)
+    for item in others:
+        assert set(item.neighbours) <= next_to_it
+        assert all(len(set(change.split(" -> "))) == 2 for change in item.neighbours.values())
+        assert 0 <= item.others <= len(state[Model].nodes) - 3
+
+
+def test_the_layouts_of_a_value_are_those_in_which_its_node_makes_or_reads_it() -> None:
+    state = profile(mlp(rows=64, width=512, inner=1024))
+    explainer, index = LayoutExplainer(state, EXACT), find(state, "layer1_up")
+    of_weight = {item.layout: item.seconds for item in explainer.list_alternatives(index, "w1")}
+    of_node = {item.layout: item.seconds for item in explainer.list_alternatives(index)}
+    assert set(of_weight) == {"replicated", "axis 0", "axis 1"}
+    assert of_weight["axis 1"] == of_node["axis 1"]
+    assert of_weight["axis 0"] == of_node["summed axis"]
+
+
+def test_a_layout_with_which_weights_do_not_fit_is_impossible() -> None:
+    proto = mlp(layers=2, rows=8, width=512, inner=1024)
+    state = profile(proto, memory_bytes=4_600_000)  # the weights have 8 MiB
+    kept, *others = LayoutExplainer(state, ShardingOptions()).list_alternatives(find(state, "layer0_up"), "w0")
+    assert kept.layout != "replicated"
+    assert {item.layout: item.seconds for item in others}["replicated"] is None
+
+
+def test_where_nothing_is_split_there_is_nothing_to_explain() -> None:
+    state = profile(mlp(layers=1, rows=1, width=4, inner=4))
+    with pytest.raises(ValueError, match="splits nothing"):
+        LayoutExplainer(state, ShardingOptions())
+
+
+def test_kinds_are_compared_as_far_as_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = profile(mlp())
+    kinds = Shard(ways=2, exact=True).run(state)[Shards].kinds
+    compared = compare_kinds(state, EXACT, kinds)
+    assert [kind.layout for kind in compared] == [kind.alternatives[0].layout for kind in compared]
+    monkeypatch.setattr(layout_alternatives, "MAX_CHOSEN_NODES", 6 * len(state[Model].nodes))
+    first, *rest = compare_kinds(state, EXACT, kinds)
+    assert first == compared[0]
+    assert not rest[-1].alternatives
+    monkeypatch.setattr(layout_alternatives, "MAX_CHOSEN_NODES", 0)
+    assert compare_kinds(state, EXACT, kinds) == kinds
