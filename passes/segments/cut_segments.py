@@ -17,6 +17,7 @@ from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, 
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.model import Model
 from onnxplace.passes.segments.memory_limits import SegmentPlan, simulate_segments
+from onnxplace.simulation import DEVICE, GAP
 from onnxplace.state import State
 from onnxplace.target import LINK_MODELS, Target
 
@@ -182,8 +183,8 @@ class _ValueUses:
 
     producer: dict[str, int]
     """The segment that makes each value; values without one are inputs of the model."""
-    sends: dict[int, list[tuple[str, int]]]
-    """Per segment, its values and the devices that they are sent to, in booking order."""
+    sends: dict[int, dict[str, list[int]]]
+    """Per segment, its values in the order of their first readers, with the devices that they are sent to."""
     last_reader: dict[tuple[str, int], int]
     """By value and device, the last segment that reads the value there."""
 
@@ -196,13 +197,17 @@ def write_programs(segments: Sequence[Segment], graph: OpGraph, devices: int) ->
     received: set[tuple[str, int]] = set()
     for index, segment in enumerate(segments):
         program, home = programs[segment.device], segment.device
-        for name in segment.inputs:
-            # Receive right before the first reader, so that the device does not wait for a value any earlier.
-            if (name, home) not in received and _is_remote(name, home, segments, uses):
-                program.append(Instruction("receive", value=name, peer=segments[uses.producer[name]].device))
-                received.add((name, home))
+        # Receive right before the first reader, so that the device does not wait for a value any earlier. Where devices
+        # send to each other, those with a common distance do so at one time: no two of them to one device.
+        remote = [name for name in segment.inputs if _is_remote(name, home, segments, uses)]
+        peers = {name: segments[uses.producer[name]].device for name in remote if (name, home) not in received}
+        for name, peer in sorted(peers.items(), key=lambda item: (home - item[1]) % devices):
+            program.append(Instruction("receive", value=name, peer=peer))
+            received.add((name, home))
         program.append(Instruction("run", segment=index))
-        program.extend(Instruction("send", value=name, peer=peer) for name, peer in uses.sends.get(index, ()))
+        for name, readers in uses.sends.get(index, {}).items():
+            behind_first = sorted(readers, key=lambda peer: (peer - home) % devices)
+            program.extend(Instruction("send", value=name, peer=peer) for peer in behind_first)
         unread = [name for name in segment.outputs if (name, home) not in uses.last_reader]
         last_read = [name for name in segment.inputs if uses.last_reader[name, home] == index]
         for name in (*last_read, *unread):
@@ -217,10 +222,10 @@ def _collect_uses(segments: Sequence[Segment]) -> _ValueUses:
     uses = _ValueUses(producer, {}, {})
     for index, segment in enumerate(segments):
         for name in segment.inputs:
-            # A value is sent once to a device; the values of one segment leave in the order of their first readers.
+            # A value is sent once to a device.
             first_reader = (name, segment.device) not in uses.last_reader
             if first_reader and _is_remote(name, segment.device, segments, uses):
-                uses.sends.setdefault(producer[name], []).append((name, segment.device))
+                uses.sends.setdefault(producer[name], {}).setdefault(name, []).append(segment.device)
             uses.last_reader[name, segment.device] = index
     return uses
 
@@ -263,7 +268,9 @@ def merge_segments(state: State, nodes: Sequence[Ints]) -> list[Ints]:
         sends.needs.items,
         LINK_MODELS.index(state.target.link_model),
     )
-    joined, sequence = merge_neighbours(queues, _list_attempts(by_device, seconds))
+    devices = len(state.target.devices)
+    records, gaps = np.zeros(devices, DEVICE), np.zeros(devices + len(sends.destination) + 1, GAP)
+    joined, sequence = merge_neighbours(queues, _list_attempts(by_device, seconds), records, gaps)
     merged = _join(plan, joined.tolist(), sequence.tolist())
     after = simulate_segments(state, merged).simulation.makespan_seconds
     return merged if after <= simulation.makespan_seconds else list(nodes)
@@ -294,13 +301,14 @@ def _list_sends(plan: SegmentPlan, target: Target) -> _Sends:
     crosses = device[producers] != device[readers]
     values, readers, producers = values[crosses], readers[crosses], producers[crosses]
     devices = len(target.devices)
-    # By producing segment, then value, then device: one send for all readers there.
-    keys = (producers.astype(np.int64) * (len(graph.value_names) + 1) + values) * devices + device[readers]
+    # By producing segment, then value, then device, first those behind it: one send for all readers there.
+    distance = (device[readers] - device[producers]) % devices
+    keys = (producers.astype(np.int64) * (len(graph.value_names) + 1) + values) * devices + distance
     unique, send = np.unique(keys, return_inverse=True)
-    destination = (unique % devices).astype(np.int32)
     value = (unique // devices) % (len(graph.value_names) + 1)
     source = unique // devices // (len(graph.value_names) + 1)
     home = device[source]
+    destination = ((unique + home) % devices).astype(np.int32)
     return _Sends(
         starts=np.searchsorted(source, np.arange(len(graph) + 1)),
         destination=destination,

@@ -120,6 +120,7 @@ class ExchangeWriter:
         self.layouts: dict[str, Layout] = {}
         self.vectors: dict[tuple[int, ...], str] = {}
         self.slices: dict[tuple[str, int, int, int], str] = {}
+        self.pieces: dict[tuple[str, Layout, Layout], list[list[str]]] = {}
         self.halos: dict[tuple[str, tuple[int, int], int], str] = {}
         self.sent: dict[str, str] = {}
         self.exchanges: dict[str, set[object]] = {}
@@ -341,27 +342,35 @@ class ExchangeWriter:
 
     def reduce_scatter(self, name: str, layout: Layout, device: int) -> str:
         self.count("reduce-scatter", name)
-        size = self.facts.shapes[name][layout.axis]
-        ranges, part_bytes = self.division.ranges(layout, size, device), self.bytes(name, layout, device)
-        pieces = [
-            self.ranges_of(self.get(name, PARTIAL, other), layout.axis, size, ranges, other, part_bytes)
-            for other in self.devices
-        ]
+        part_bytes = self.bytes(name, layout, device)
+        pieces = self.cut_for(name, PARTIAL, layout)[device]
         return self.add_up(pieces, self.part_name(name, layout, device), device, 3 * part_bytes)
 
     def all_to_all(self, name: str, source: Layout, layout: Layout, device: int) -> str:
         """Return a device's part along another axis: each device sends it its share of that."""
         self.count("all-to-all", name)
-        shape = self.facts.shapes[name]
-        size = shape[layout.axis]
-        ranges, part_bytes = self.division.ranges(layout, size, device), self.bytes(name, layout, device)
-        pieces = [
-            self.ranges_of(
-                self.get(name, source, other), layout.axis, size, ranges, other, part_bytes // len(self.devices)
-            )
-            for other in self.devices
-        ]
-        return self.merge(name, source, pieces, shape, device, part_bytes)
+        pieces, part_bytes = self.cut_for(name, source, layout)[device], self.bytes(name, layout, device)
+        return self.merge(name, source, pieces, self.facts.shapes[name], device, part_bytes)
+
+    def cut_for(self, name: str, source: Layout, layout: Layout) -> list[list[str]]:
+        """Return the pieces of a value that devices cut from what they have, [destination][source].
+
+        Each device cuts first what it sends to the next one, and last what it keeps: so at one time, no two devices
+        send to one.
+        """
+        key = name, source, layout
+        if key not in self.pieces:
+            count, size = len(self.devices), self.facts.shapes[name][layout.axis]
+            rows: list[list[str]] = [[""] * count for _ in self.devices]
+            parts = [self.get(name, source, other) for other in self.devices]
+            for step in range(1, count + 1):
+                for other in self.devices:
+                    device = (other + step) % count
+                    ranges = self.division.ranges(layout, size, device)
+                    moved = self.bytes(name, layout, device) // (count if source.is_split else 1)
+                    rows[device][other] = self.ranges_of(parts[other], layout.axis, size, ranges, other, moved)
+            self.pieces[key] = rows
+        return self.pieces[key]
 
     def window(self, name: str, layout: Layout, rows: tuple[int, int], device: int) -> str:
         """Return the rows of a value that a device's windows cover, with those that other devices have."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.search.heap_kernels import pop, push
+from onnxplace.simulation import GAP, book_transfer, open_channels
 from onnxplace.target import LINK_MODELS, Target
 from onnxplace.utils import compiled_part, in_place
 
@@ -90,6 +91,8 @@ class Scratch(NamedTuple):
     """[device, node]."""
     devices: NDArray[Any]
     """Records of `DEVICE`."""
+    gaps: NDArray[Any]
+    """Records of `GAP`."""
 
 
 def build_wiring(graph: OpGraph, seconds: Floats, target: Target) -> Wiring:
@@ -114,8 +117,9 @@ def build_wiring(graph: OpGraph, seconds: Floats, target: Target) -> Wiring:
     )
 
 
-def new_scratch(nodes: int, devices: int) -> Scratch:
-    """Return arrays for simulations of a graph with this number of nodes."""
+def new_scratch(wiring: Wiring) -> Scratch:
+    """Return arrays for simulations of a graph."""
+    nodes, devices = len(wiring.order), len(wiring.latency)
 
     def floats() -> Floats:
         return np.zeros(nodes)
@@ -137,6 +141,7 @@ def new_scratch(nodes: int, devices: int) -> Scratch:
         ready_heap=np.zeros((devices, nodes), dtype=np.int32),
         future_heap=np.zeros((devices, nodes), dtype=np.int32),
         devices=np.zeros(devices, DEVICE),
+        gaps=np.zeros(devices + len(wiring.readers) + 1, GAP),
     )
 
 
@@ -202,6 +207,7 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
         record.ends, record.wake = np.inf, np.inf
         record.running, record.last, record.stamp = -1, -1, -1
         record.ready, record.future = 0, 0
+    open_channels(scratch.gaps, devices)
     # Count the inputs that each node waits for, and set its urgency.
     traffic = 0.0
     makespan = 0.0
@@ -294,11 +300,14 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
         sender.ends = np.inf
         sender.free = now
         makespan = now
-        for k in range(wiring.out_starts[node], wiring.out_starts[node + 1]):
-            value = wiring.outs[k]
+        # A value goes first to the devices behind this one.
+        for k in range(2 * wiring.out_starts[node], 2 * wiring.out_starts[node + 1]):
+            value = wiring.outs[k // 2]
             for j in range(wiring.read_starts[value], wiring.read_starts[value + 1]):
                 reader = wiring.readers[j]
                 destination = device[reader]
+                if (destination > home) != (k % 2 == 0):
+                    continue
                 receiver = scratch.devices[destination]
                 arrival = now
                 if destination != home:
@@ -306,20 +315,14 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
                     # the other, so the last value sent to a device is all that has to be remembered.
                     if receiver.stamp != value:
                         receiver.stamp = value
-                        begin = now
-                        # Duplex links have a channel for each direction, sequential ones one for both.
-                        if wiring.link_model == 0:
-                            begin = max(now, max(sender.sending, receiver.receiving))
-                        elif wiring.link_model == 2:
-                            busy = max(max(sender.sending, sender.receiving), max(receiver.sending, receiver.receiving))
-                            begin = max(now, busy)
                         transfer_seconds = (
                             wiring.latency[home, destination]
                             + wiring.value_bytes[value] * wiring.per_byte[home, destination]
                         )
                         traffic += transfer_seconds
-                        sender.sending = begin + transfer_seconds
-                        receiver.receiving = begin + transfer_seconds
+                        begin = book_transfer(
+                            scratch.devices, scratch.gaps, wiring.link_model, home, destination, now, transfer_seconds
+                        )
                         receiver.arrival = begin + transfer_seconds
                     arrival = receiver.arrival
                 # Remember the input that arrives last: the reader waits for it.
