@@ -15,7 +15,7 @@ DEVICE = np.dtype(
     [
         ("head", np.int64),  # its position in its queue
         ("running", np.int64),  # node, or -1
-        ("stamp", np.int64),  # the value last sent to it, or -1
+        ("stamp", np.int64),  # the value last sent to it or read there, or -1
         ("touched", np.int64),  # 1 if it may be able to start a node
         ("free", np.float64),  # seconds
         ("sending", np.float64),
@@ -65,16 +65,16 @@ def run_events(
     """Run a placement in simulated time, event by event (docs/architecture.md).
 
     Each device computes its nodes in the sequence of its `queue`, one at a time. When a node finishes, its values are
-    sent to every other device that reads them, once each, first to those behind it. `link_model` 0: each device has one
+    sent to every other device that reads them, once each, first to the next one. `link_model` 0: each device has one
     outgoing and one incoming channel; 1: no contention; 2: one channel per device for both directions. Transfers are
     booked when they become ready, in that order, so none delays one that was ready before it.
 
     `waiting` holds the number of inputs of each node that nodes produce, `available` the earliest start of each node,
-    `devices` records of `DEVICE`, `gaps` room for records of `GAP`: one per device and per transfer, and one more. `blocks` holds a record of `BLOCK` per node, or nothing. A device reads blocks one
-    after the other, in the sequence of its nodes, each as soon as its keeper has run; no node starts before its block
-    is there. Fills start and finish (seconds per node; they stay -1 where the order deadlocks), arrivals of blocks, and
-    of each transfer `sent_nodes` (value, source, destination) and `sent_times` (ready, start, finish). Returns the
-    number of transfers.
+    `devices` records of `DEVICE`, `gaps` room for records of `GAP` (`book_transfer`). `blocks` holds a record of
+    `BLOCK` per node, or nothing. A device reads blocks one after the other, in the sequence of its nodes, each as soon
+    as its keeper has run; no node starts before its block is there. Fills start and finish (seconds per node; they stay
+    -1 where the order deadlocks), arrivals of blocks, and of each transfer `sent_nodes` (value, source, destination)
+    and `sent_times` (ready, start, finish). Returns the number of transfers.
     """
     device_count, sent = len(devices), 0
     open_channels(gaps, device_count)
@@ -111,27 +111,26 @@ def run_events(
         devices[home].free = now
         # Only devices that are touched are looked at again: this one, and those that receive something.
         devices[home].touched = 1
-        # Send each output once to each device that reads it; first to those behind this one, so that devices which send
-        # to each other at one time begin with different ones.
-        for k in range(2 * out_starts[node], 2 * out_starts[node + 1]):
-            value = outs[k // 2]
+        # Send each output once to each device that reads it.
+        for k in range(out_starts[node], out_starts[node + 1]):
+            value = outs[k]
+            for j in range(read_starts[value], read_starts[value + 1]):
+                devices[device[readers[j]]].stamp = value
+            devices[home].arrival = now
+            # The next device comes first: where devices send to each other at one time, each begins with another one.
+            for step in range(1, device_count):
+                destination = (home + step) % device_count
+                if devices[destination].stamp == value:
+                    duration = latency[home, destination] + value_bytes[value] * per_byte[home, destination]
+                    begin = book_transfer(devices, gaps, link_model, home, destination, now, duration)
+                    devices[destination].arrival = begin + duration
+                    sent_nodes[0, sent], sent_nodes[1, sent], sent_nodes[2, sent] = value, home, destination
+                    sent_times[0, sent], sent_times[1, sent], sent_times[2, sent] = now, begin, begin + duration
+                    sent += 1
             for j in range(read_starts[value], read_starts[value + 1]):
                 reader = readers[j]
                 destination = device[reader]
-                if (destination > home) != (k % 2 == 0):
-                    continue
-                arrival = now
-                if destination != home:
-                    if devices[destination].stamp != value:
-                        devices[destination].stamp = value
-                        duration = latency[home, destination] + value_bytes[value] * per_byte[home, destination]
-                        begin = book_transfer(devices, gaps, link_model, home, destination, now, duration)
-                        devices[destination].arrival = begin + duration
-                        sent_nodes[0, sent], sent_nodes[1, sent], sent_nodes[2, sent] = value, home, destination
-                        sent_times[0, sent], sent_times[1, sent], sent_times[2, sent] = now, begin, begin + duration
-                        sent += 1
-                    arrival = devices[destination].arrival
-                available[reader] = max(available[reader], arrival)
+                available[reader] = max(available[reader], devices[destination].arrival)
                 waiting[reader] -= 1
                 devices[destination].touched = 1
     return sent

@@ -82,16 +82,25 @@ class _Timeline:
     """By value and receiving device."""
 
 
-def cut_into_segments(graph: OpGraph, device: Ints, schedule: Schedule, unit: Ints) -> list[Ints]:
+def cut_into_segments(state: State) -> list[Ints]:
     """Return the nodes of each segment in schedule order.
 
     Segments are in the order of their first nodes. Nodes of one unit (a kernel) that follow each other in the schedule
-    wait together, before the first of them. O(N + E).
+    wait together, before the first of them. A value leaves at once, except where the next node belongs to the same unit
+    and takes less time than a call: the slices that a device sends leave together. O(N + E).
     """
+    graph, device, schedule, unit = state[Profile].graph, state[Placement].device, state[Schedule], state[Profile].unit
     timeline = _timeline(device, schedule)
+    seconds = schedule.simulation.finish_seconds - schedule.simulation.start_seconds
+    by_device = schedule.order[np.argsort(device[schedule.order], kind="stable")]
+    following, followed = by_device[1:], by_device[:-1]
+    call_seconds = np.array([item.segment_seconds for item in state.target.devices])[device]
+    stays = np.zeros(len(graph), dtype=bool)
+    stays[followed] = (unit[following] == unit[followed]) & (device[following] == device[followed])
+    stays[followed] &= seconds[following] < call_seconds[following]
     units = _consecutive_units(schedule.order, unit, device)
     # One pass over the schedule, with at most one open segment per device. A node joins the open one if all that its
-    # kernel reads is there when that begins. A node whose value leaves closes it, so that the value leaves at once.
+    # kernel reads is there when that begins. A node whose value leaves closes it, if the value is to leave at once.
     open_segments: dict[int, list[int]] = {}
     segments: list[list[int]] = []
     for node in schedule.order.tolist():
@@ -102,7 +111,7 @@ def cut_into_segments(graph: OpGraph, device: Ints, schedule: Schedule, unit: In
             segment = open_segments[home] = []
             segments.append(segment)
         segment.append(node)
-        if any((device[graph.readers[value]] != home).any() for value in graph.outputs[node]):
+        if not stays[node] and any((device[graph.readers[value]] != home).any() for value in graph.outputs[node]):
             del open_segments[home]
     return [np.array(nodes, dtype=np.int32) for nodes in segments]
 
@@ -206,8 +215,8 @@ def write_programs(segments: Sequence[Segment], graph: OpGraph, devices: int) ->
             received.add((name, home))
         program.append(Instruction("run", segment=index))
         for name, readers in uses.sends.get(index, {}).items():
-            behind_first = sorted(readers, key=lambda peer: (peer - home) % devices)
-            program.extend(Instruction("send", value=name, peer=peer) for peer in behind_first)
+            next_first = sorted(readers, key=lambda peer: (peer - home) % devices)
+            program.extend(Instruction("send", value=name, peer=peer) for peer in next_first)
         unread = [name for name in segment.outputs if (name, home) not in uses.last_reader]
         last_read = [name for name in segment.inputs if uses.last_reader[name, home] == index]
         for name in (*last_read, *unread):
@@ -301,7 +310,7 @@ def _list_sends(plan: SegmentPlan, target: Target) -> _Sends:
     crosses = device[producers] != device[readers]
     values, readers, producers = values[crosses], readers[crosses], producers[crosses]
     devices = len(target.devices)
-    # By producing segment, then value, then device, first those behind it: one send for all readers there.
+    # By producing segment, then value, then device, from the next one on: one send for all readers there.
     distance = (device[readers] - device[producers]) % devices
     keys = (producers.astype(np.int64) * (len(graph.value_names) + 1) + values) * devices + distance
     unique, send = np.unique(keys, return_inverse=True)

@@ -4,7 +4,7 @@ Exchanges need no operators of their own: a device that reads another device's v
 that crosses. So each is written as Slice, Concat and Add on the device that needs the result:
 
 - all-gather: Concat of the parts of all devices;
-- all-reduce: Add of all summands, or, where that moves less, reduce-scatter and then Concat;
+- all-reduce: Sum of all summands, or, where that moves less, reduce-scatter and then Concat;
 - reduce-scatter: each device sends a slice of its summand to each other one, which adds them up;
 - all-to-all: each device sends a slice of its part along the new axis, and receivers concatenate along the old one;
 - halo: rows of the neighbours, next to the own ones.
@@ -28,6 +28,7 @@ from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace
 from onnxplace.passes.sharding.windows import ROW_AXIS
 
+_SUMMED_TYPES = frozenset(("FLOAT", "FLOAT16", "DOUBLE"))
 _PACKED_TYPES = frozenset(("INT4", "UINT4", "FLOAT4E2M1", "INT2", "UINT2"))
 
 Part = tuple[str, Layout, int]
@@ -268,11 +269,17 @@ class ExchangeWriter:
             return pieces[0]
         return self.exchange_node("Concat", pieces, result, device, moved_bytes, axis=axis)
 
-    def add_up(self, pieces: Sequence[str], result: str, device: int, moved_bytes: int) -> str:
-        """Return the sum of pieces, added from the first device's to the last one's: the same on every device."""
+    def add_up(self, name: str, pieces: Sequence[str], result: str, device: int, size_bytes: int) -> str:
+        """Return the sum of pieces of a value, added from the first device's to the last one's: equal on all of them.
+
+        One Sum waits for all pieces at once, so that the devices go on at the same time; it takes no integers.
+        """
+        if TensorProto.DataType.Name(self.facts.types[name]) in _SUMMED_TYPES:
+            return self.exchange_node("Sum", pieces, result, device, (len(pieces) + 1) * size_bytes)
         total = pieces[0]
         for piece in pieces[1:]:
-            total = self.exchange_node("Add", [total, piece], result, device, moved_bytes)
+            # An Add reads two tensors and writes one.
+            total = self.exchange_node("Add", [total, piece], result, device, 3 * size_bytes)
         return total
 
     def slice_copy(self, name: str, layout: Layout, device: int) -> str:
@@ -329,8 +336,7 @@ class ExchangeWriter:
                 pieces = [self.get(name, layout, other) for other in self.devices]
                 return self.merge(name, layout, pieces, self.facts.shapes[name], device, size)
         pieces = [self.get(name, PARTIAL, other) for other in self.devices]
-        # An Add reads two tensors and writes one.
-        return self.add_up(pieces, self.part_name(name, REPLICATED, device), device, 3 * size)
+        return self.add_up(name, pieces, self.part_name(name, REPLICATED, device), device, size)
 
     def scatter_layout(self, name: str) -> Layout | None:
         """Return the layout in which the devices share the sum of a value; None if no axis can be split."""
@@ -344,7 +350,7 @@ class ExchangeWriter:
         self.count("reduce-scatter", name)
         part_bytes = self.bytes(name, layout, device)
         pieces = self.cut_for(name, PARTIAL, layout)[device]
-        return self.add_up(pieces, self.part_name(name, layout, device), device, 3 * part_bytes)
+        return self.add_up(name, pieces, self.part_name(name, layout, device), device, part_bytes)
 
     def all_to_all(self, name: str, source: Layout, layout: Layout, device: int) -> str:
         """Return a device's part along another axis: each device sends it its share of that."""

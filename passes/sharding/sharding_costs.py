@@ -57,57 +57,73 @@ class ExchangeCosts:
             kernel_seconds=kernel_seconds,
         )
 
-    @property
-    def _round_seconds(self) -> float:
-        """Return the fixed cost of an exchange in which each device sends to each other one."""
-        return self.segment_seconds + (self.count - 1) * self.latency_seconds
-
     def seconds(self, source: Layout, result: Layout, size_bytes: int) -> float:
-        """Return the seconds of a change of layout, infinite where there is none in one exchange."""
+        """Return the seconds of a change of layout, infinite where there is none in one exchange.
+
+        They are those that the nodes of the exchange take in the simulator, if all devices begin at the same time.
+        """
+        share = size_bytes / self.count
         if source == result:
             return 0.0
-        if source == REPLICATED:
-            if result.is_split:
-                return self.kernel_seconds + size_bytes / self.count * self.copy_seconds_per_byte
-            return self.kernel_seconds + size_bytes * self.copy_seconds_per_byte  # zeros on all but one device
-        others, copy, link = self.count - 1, self.copy_seconds_per_byte, self.seconds_per_byte
+        if source == REPLICATED:  # a slice; or zeros on all but one device
+            return self._slice_seconds(result, share) if result.is_split else self._operator_seconds(size_bytes)
         if result == PARTIAL:
             return math.inf
-        share = size_bytes / self.count
-        if source.is_split:
-            if result == REPLICATED:  # all-gather
-                return self._round_seconds + others * share * link + size_bytes * copy
-            return self._round_seconds + others * share / self.count * link + 2 * share * copy  # all-to-all
+        if source.is_split and result.is_split:  # all-to-all
+            sent = share / self.count
+            return self._cut_and_send_seconds(result, sent) + self._join_seconds(source, share)
+        if source.is_split:  # all-gather
+            return self._round_seconds(share) + self._join_seconds(source, size_bytes)
         if result.is_split:  # reduce-scatter
-            return self._round_seconds + others * share * link + 3 * share * copy
+            return self._cut_and_send_seconds(result, share) + self._operator_seconds((self.count + 1) * share)
         return min(self.direct_sum_seconds(size_bytes), self.two_step_sum_seconds(size_bytes))
 
     def direct_sum_seconds(self, size_bytes: int) -> float:
         """Return the seconds of an all-reduce in which each device sends its whole summand to each other one."""
-        others = self.count - 1
-        return (
-            self._round_seconds
-            + others * size_bytes * self.seconds_per_byte
-            + self.count * size_bytes * self.copy_seconds_per_byte
-        )
+        return self._round_seconds(size_bytes) + self._operator_seconds((self.count + 1) * size_bytes)
 
     def two_step_sum_seconds(self, size_bytes: int) -> float:
         """Return the seconds of an all-reduce by reduce-scatter and all-gather."""
         if self.count == 2:
             return math.inf
-        others, share = self.count - 1, size_bytes / self.count
-        return (
-            2 * self._round_seconds
-            + 2 * others * share * self.seconds_per_byte
-            + 3 * size_bytes * self.copy_seconds_per_byte
-        )
+        rows = Layout(0)
+        return self.seconds(PARTIAL, rows, size_bytes) + self.seconds(rows, REPLICATED, size_bytes)
+
+    def _operator_seconds(self, moved_bytes: float) -> float:
+        """Return the seconds of an operator that reads and writes so many bytes."""
+        return self.kernel_seconds + moved_bytes * self.copy_seconds_per_byte
+
+    def _round_seconds(self, sent_bytes: float, piece_seconds: float = 0.0) -> float:
+        """Return the seconds in which each device sends to each other one, by what a device makes between two sends."""
+        message_seconds = self.latency_seconds + sent_bytes * self.seconds_per_byte
+        return self.segment_seconds + (self.count - 1) * max(message_seconds, piece_seconds)
+
+    def _slice_seconds(self, layout: Layout, part_bytes: float) -> float:
+        """Return the seconds to cut a part off: a slice, or one per row of an axis of several tensors, joined."""
+        join_seconds = self._operator_seconds(2 * part_bytes) if layout.outer > 1 else 0.0
+        return layout.outer * self._operator_seconds(2 * part_bytes / layout.outer) + join_seconds
+
+    def _cut_and_send_seconds(self, layout: Layout, part_bytes: float) -> float:
+        """Return the seconds in which each device cuts a part off for each device, and sends those of the others.
+
+        Where a call costs something, the parts leave together. Otherwise only the first one is waited for.
+        """
+        slice_seconds = self._slice_seconds(layout, part_bytes)
+        if self.segment_seconds > slice_seconds:
+            return self.count * slice_seconds + self._round_seconds(part_bytes)
+        return slice_seconds + self._round_seconds(part_bytes, slice_seconds)
+
+    def _join_seconds(self, source: Layout, size_bytes: float) -> float:
+        """Return the seconds to put parts together, after the last one has arrived."""
+        slices = source.outer * self._operator_seconds(0) if source.outer > 1 else 0.0
+        return slices + self._operator_seconds(2 * size_bytes)
 
     def halo_seconds(self, rows_bytes: float, window_bytes: float) -> float:
         """Return the seconds to exchange halos: bytes that a device receives, and bytes of its window."""
         if rows_bytes <= 0:
             return 0.0
-        seconds = self.segment_seconds + self.latency_seconds
-        return seconds + rows_bytes * self.seconds_per_byte + window_bytes * self.copy_seconds_per_byte
+        seconds = self.segment_seconds + self.latency_seconds + rows_bytes * self.seconds_per_byte
+        return self._operator_seconds(2 * rows_bytes) + seconds + self._operator_seconds(2 * window_bytes)
 
 
 @dataclass(frozen=True)
@@ -232,6 +248,8 @@ class WorkCosts:
                 [
                     max(self._scale(work, device, seconds[device]) for device, work in enumerate(works))
                     + self._halo_seconds(index, strategy, costs)
+                    # The other devices do not compute it, but wait in the next exchange for the one that does.
+                    + (costs.latency_seconds if strategy.only_first >= 0 else 0.0)
                     for strategy, works in zip(strategies, cache[key])
                 ]
             )

@@ -95,7 +95,7 @@ def _without_streamed(
 def predict_step(state: State) -> float:
     """Return about the step of segments that wait for their weights; `split` merges and cuts some of them further."""
     profile = state[Profile]
-    nodes = cut_into_segments(profile.graph, state[Placement].device, state[Schedule], profile.unit)
+    nodes = cut_into_segments(state)
     return simulate_segments(state, cut_blocks(state, nodes)).simulation.makespan_seconds
 
 

@@ -7,7 +7,7 @@ and, if it has a channel of its own to receive, in the first time that is free t
 
 Ties in time. Of nodes that finish at one instant, the one with the lowest number comes first; a node that takes no
 time joins them as soon as it has started. The values of one node are sent in order of their numbers, the copies of
-one value first to devices with higher numbers, and in order of the lowest number among their readers.
+one value to the devices behind its own, in order of their numbers, then to those from the first on.
 
 Ties in memory. At one instant, on one device: first, sends that end let go of what they sent; then nodes, in schedule
 order, start (taking room for their values and workspace) and finish (letting go of what nobody needs any more); then
@@ -117,7 +117,7 @@ def _in_time(
         for value in plain.makes[node]:
             there[value, home] = now
             readers = dict.fromkeys(plain.device[reader] for reader in plain.readers[value])
-            for other in sorted(readers, key=lambda other: other < home):
+            for other in sorted(readers, key=lambda other: (other - home) % plain.devices):
                 if other != home:
                     sent = _book(target, channels, plain, value, home, other, now)
                     transfers.append(sent)

@@ -61,7 +61,7 @@ DEVICE = np.dtype(
         ("last", np.int64),
         ("ready", np.int64),  # number of nodes in its two heaps
         ("future", np.int64),
-        ("stamp", np.int64),  # the value last sent to it, or -1
+        ("stamp", np.int64),  # the value last sent to it or read there, or -1
     ],
     align=True,
 )
@@ -300,31 +300,29 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
         sender.ends = np.inf
         sender.free = now
         makespan = now
-        # A value goes first to the devices behind this one.
-        for k in range(2 * wiring.out_starts[node], 2 * wiring.out_starts[node + 1]):
-            value = wiring.outs[k // 2]
+        for k in range(wiring.out_starts[node], wiring.out_starts[node + 1]):
+            value = wiring.outs[k]
+            # A value is sent once to each device, however many nodes read it there; to the next device first.
+            for j in range(wiring.read_starts[value], wiring.read_starts[value + 1]):
+                scratch.devices[device[wiring.readers[j]]].stamp = value
+            sender.arrival = now
+            for step in range(1, devices):
+                destination = (home + step) % devices
+                if scratch.devices[destination].stamp == value:
+                    transfer_seconds = (
+                        wiring.latency[home, destination]
+                        + wiring.value_bytes[value] * wiring.per_byte[home, destination]
+                    )
+                    traffic += transfer_seconds
+                    begin = book_transfer(
+                        scratch.devices, scratch.gaps, wiring.link_model, home, destination, now, transfer_seconds
+                    )
+                    scratch.devices[destination].arrival = begin + transfer_seconds
             for j in range(wiring.read_starts[value], wiring.read_starts[value + 1]):
                 reader = wiring.readers[j]
                 destination = device[reader]
-                if (destination > home) != (k % 2 == 0):
-                    continue
                 receiver = scratch.devices[destination]
-                arrival = now
-                if destination != home:
-                    # A value is sent once to each device, however many nodes read it there. Its readers come one after
-                    # the other, so the last value sent to a device is all that has to be remembered.
-                    if receiver.stamp != value:
-                        receiver.stamp = value
-                        transfer_seconds = (
-                            wiring.latency[home, destination]
-                            + wiring.value_bytes[value] * wiring.per_byte[home, destination]
-                        )
-                        traffic += transfer_seconds
-                        begin = book_transfer(
-                            scratch.devices, scratch.gaps, wiring.link_model, home, destination, now, transfer_seconds
-                        )
-                        receiver.arrival = begin + transfer_seconds
-                    arrival = receiver.arrival
+                arrival = receiver.arrival
                 # Remember the input that arrives last: the reader waits for it.
                 if arrival >= scratch.available[reader]:
                     scratch.available[reader] = arrival
