@@ -25,6 +25,8 @@ Program = tuple[Instruction, ...]
 
 # Steps of the loop that merges, at most; beyond, the segments stay as they are cut.
 MAX_WORK = 2_000_000_000
+# Relative difference of the times of segments that count as equal parts of operators.
+EQUAL_PARTS = 1e-3
 
 
 def require_states_together(state: State) -> None:
@@ -327,12 +329,19 @@ def _list_sends(plan: SegmentPlan, target: Target) -> _Sends:
 
 
 def _list_attempts(by_device: Csr, seconds: Floats) -> Ints:
-    """Return the segments with one before them on their device, first those next to a short one."""
-    pairs = [pair for device in range(len(by_device)) for pair in zip(by_device[device][:-1], by_device[device][1:])]
+    """Return segments with one before them on their device, a row per attempt, first those next to a short one.
+
+    Where all devices have equal parts of operators, segments of all of them are merged together: one alone gains
+    nothing, because it waits for the others. Otherwise each row has one segment.
+    """
+    queues = [by_device[device] for device in range(len(by_device)) if len(by_device[device])]
     # Short segments gain most from a merge: their call is the largest part of them.
-    shorter = np.array([min(seconds[one], seconds[other]) for one, other in pairs])
-    behind = np.array([other for _, other in pairs], dtype=np.int32)
-    return behind[np.argsort(shorter, kind="stable")]
+    shorter = [np.minimum(seconds[queue[:-1]], seconds[queue[1:]]) for queue in queues]
+    are_equal = len({len(queue) for queue in queues}) == 1
+    if are_equal and all(np.allclose(seconds[queue], seconds[queues[0]], rtol=EQUAL_PARTS) for queue in queues):
+        return np.stack([queue[1:] for queue in queues], axis=1)[np.argsort(shorter[0], kind="stable")]
+    behind = np.concatenate([queue[1:] for queue in queues])
+    return behind[np.argsort(np.concatenate(shorter), kind="stable"), np.newaxis]
 
 
 def _join(plan: SegmentPlan, joined: Sequence[bool], sequence: Sequence[int]) -> list[Ints]:

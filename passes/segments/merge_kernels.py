@@ -99,21 +99,22 @@ def _run(work, joined, records, gaps, arrival, sequence):
 def merge_neighbours(work, attempts, records, gaps):
     """Return which segments are joined to the one before them on their device, and an order in which blocks can run.
 
-    Each of the `attempts`, segments that are not the first of their device, in their order, joins a segment to the one
-    before it, and stays if the step is not longer. `records` are those of `DEVICE`, `gaps` those of `GAP`. O(attempts *
-    (D S + E)).
+    Each row of `attempts`, segments that are not the first of their device, joins them to the ones before them, and
+    stays if the step is not longer. `records` are those of `DEVICE`, `gaps` those of `GAP`. O(attempts * (D S + E)).
     """
     joined = np.zeros(len(work.queue), np.bool_)
     arrival = np.zeros(len(work.destination))
     sequence = np.zeros(len(work.queue), np.int64)
     best = _run(work, joined, records, gaps, arrival, sequence)
     # Ties are merged as well: fewer segments, with the same step.
-    for segment in attempts:
-        joined[segment] = True
+    for row in attempts:
+        for segment in row:
+            joined[segment] = True
         makespan = _run(work, joined, records, gaps, arrival, sequence)
         if makespan <= best:
             best = makespan
         else:
-            joined[segment] = False
+            for segment in row:
+                joined[segment] = False
     _run(work, joined, records, gaps, arrival, sequence)
     return joined, sequence

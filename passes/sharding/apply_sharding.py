@@ -24,6 +24,7 @@ from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.scale_profile import scale_profile
 from onnxplace.passes.sharding.sharded_model import ShardedModel, write_sharded_model
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
+from onnxplace.passes.sharding.step_estimate import estimate_step_seconds
 from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space, restrict_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from onnxplace.passes.sharding.whole_model import annotate_model, build_whole_model
@@ -47,6 +48,8 @@ class _GroupChoice:
     work: WorkCosts
     costs: ExchangeCosts
     choice: LayoutChoice
+    step_seconds: float
+    """Predicted step; at most the seconds of the choice, whose exchanges overlap with nothing."""
 
     @property
     def space(self) -> StrategySpace:
@@ -108,10 +111,10 @@ def shard_state(state: State, options: ShardingOptions) -> State:
     useful = [candidate for candidate in candidates if candidate is not None and is_sharded(candidate.choice)]
     if not useful:
         return _leave_whole(state).with_notes(_report_nothing_split(candidates, bool(is_refused(seconds).any())))
-    best = min(useful, key=lambda candidate: candidate.choice.seconds)
+    best = min(useful, key=lambda candidate: candidate.step_seconds)
     if options.may_leave_whole and room is None:
         alone = float(seconds.sum(axis=1).min())
-        if best.choice.seconds > CLEAR_GAIN * alone:
+        if best.step_seconds > CLEAR_GAIN * alone:
             return _leave_whole(state).with_notes(_report_no_gain(alone, best))
     return _apply(state, best, options)
 
@@ -169,13 +172,22 @@ def _choose(
     )
     work = WorkCosts(space, peaks, measured)
     problem = ChoiceProblem(space, work.table(group_seconds, costs), costs)
+    choice = _solve(problem, target, group, options, room)
+    if choice is None:
+        return None
+    step_seconds = estimate_step_seconds(space, choice, problem.strategy_seconds, costs)
+    return _GroupChoice(group, work, costs, choice, step_seconds)
+
+
+def _solve(
+    problem: ChoiceProblem, target: Target, group: tuple[int, ...], options: ShardingOptions, room: _Room | None
+) -> LayoutChoice | None:
     if options.weights == "least":
-        return _GroupChoice(group, work, costs, problem.solve_least_weights())
+        return problem.solve_least_weights()
     limit = None if room is None else room.weights_limit(group)
     if limit is not None and options.stages != 1:
         limit *= len(list_stage_groups(target, group, options.stages))  # each stage has its share of the weights
-    choice = problem.solve(limit)
-    return None if choice is None else _GroupChoice(group, work, costs, choice)
+    return problem.solve(limit)
 
 
 def _is_convolutional(model: Model, seconds: Floats) -> bool:
@@ -201,7 +213,7 @@ def _leave_whole(state: State) -> State:
 
 def _report_no_gain(alone: float, best: _GroupChoice) -> Diagnostic:
     message = (
-        f"no operator is split: a step would take {best.choice.seconds * 1e3:.3g} ms on {len(best.devices)} devices, "
+        f"no operator is split: a step would take {best.step_seconds * 1e3:.3g} ms on {len(best.devices)} devices, "
         f"and {alone * 1e3:.3g} ms on one"
     )
     return Diagnostic("P064", message, hint="shard{exact=true} in a --pipeline splits all the same")
@@ -233,8 +245,8 @@ def _apply(state: State, candidate: _GroupChoice, options: ShardingOptions) -> S
         stages=len(groups),
         kinds=kinds,
         exchanges=MappingProxyType(dict(sharded.exchanges)),
-        seconds=candidate.choice.seconds,
-        lower_bound_seconds=candidate.choice.lower_bound_seconds,
+        seconds=candidate.step_seconds + max(state.target.devices[d].segment_seconds for d in candidate.devices),
+        lower_bound_seconds=min(candidate.choice.lower_bound_seconds, candidate.step_seconds),
         split_states=_split_states(sharded, candidate.space),
         whole_profile=state[Profile],
         whole=_build_whole(state, sharded, candidate, options, from_parts=False),

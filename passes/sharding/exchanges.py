@@ -330,7 +330,7 @@ class ExchangeWriter:
         size = self.facts.bytes(name)
         # Each device adds up its share, and all gather the shares: less traffic than all summands to all devices, but
         # one more round.
-        if self.costs.two_step_sum_seconds(size) < self.costs.direct_sum_seconds(size):
+        if self.costs.sums_in_two_steps(size):
             layout = self.scatter_layout(name)
             if layout is not None:
                 pieces = [self.get(name, layout, other) for other in self.devices]

@@ -25,6 +25,25 @@ STREAMED_BYTES_PER_SECOND = 15e9
 
 
 @dataclass(frozen=True)
+class ExchangePhases:
+    """What an exchange takes: first the devices, then their channels, then the devices again."""
+
+    cut_seconds: float = 0.0
+    """To cut off what each device gets."""
+    first_seconds: float = 0.0
+    """Until the first part may leave; the others are cut while it does."""
+    link_seconds: float = 0.0
+    join_seconds: float = 0.0
+    """To put together or add up what has arrived."""
+    rounds: int = 1
+    """Each ends a segment."""
+
+    def seconds(self, segment_seconds: float) -> float:
+        """Return the seconds in all, for devices that wait meanwhile."""
+        return self.rounds * segment_seconds + self.first_seconds + self.link_seconds + self.join_seconds
+
+
+@dataclass(frozen=True)
 class ExchangeCosts:
     """Costs of exchanges in a group of devices; its slowest link and device count."""
 
@@ -60,58 +79,74 @@ class ExchangeCosts:
     def seconds(self, source: Layout, result: Layout, size_bytes: int) -> float:
         """Return the seconds of a change of layout, infinite where there is none in one exchange.
 
-        They are those that the nodes of the exchange take in the simulator, if all devices begin at the same time.
+        They are those that it takes in the simulator, if all devices begin at the same time and wait for it.
         """
-        share = size_bytes / self.count
         if source == result:
             return 0.0
-        if source == REPLICATED:  # a slice; or zeros on all but one device
-            return self._slice_seconds(result, share) if result.is_split else self._operator_seconds(size_bytes)
-        if result == PARTIAL:
-            return math.inf
+        if source == REPLICATED and result.is_split:
+            return self._slice_seconds(result, size_bytes / self.count)
+        if source == REPLICATED:  # zeros on all but one device
+            return self._operator_seconds(size_bytes)
+        return math.inf if result == PARTIAL else self.phases(source, result, size_bytes).seconds(self.segment_seconds)
+
+    def phases(self, source: Layout, result: Layout, size_bytes: int) -> ExchangePhases:
+        """Return what an exchange takes, phase by phase, from a split or partial value to a split or whole one."""
+        share = size_bytes / self.count
         if source.is_split and result.is_split:  # all-to-all
-            sent = share / self.count
-            return self._cut_and_send_seconds(result, sent) + self._join_seconds(source, share)
+            return self._cut_and_send(result, share / self.count, self._join_seconds(source, share))
         if source.is_split:  # all-gather
-            return self._round_seconds(share) + self._join_seconds(source, size_bytes)
+            return self._send(size_bytes / self.count, self._join_seconds(source, size_bytes))
         if result.is_split:  # reduce-scatter
-            return self._cut_and_send_seconds(result, share) + self._operator_seconds((self.count + 1) * share)
-        return min(self.direct_sum_seconds(size_bytes), self.two_step_sum_seconds(size_bytes))
+            return self._cut_and_send(result, share, self._operator_seconds((self.count + 1) * share))
+        direct = self._send(size_bytes, self._operator_seconds((self.count + 1) * size_bytes))
+        return self._two_step_sum(size_bytes) if self.sums_in_two_steps(size_bytes) else direct
 
-    def direct_sum_seconds(self, size_bytes: int) -> float:
-        """Return the seconds of an all-reduce in which each device sends its whole summand to each other one."""
-        return self._round_seconds(size_bytes) + self._operator_seconds((self.count + 1) * size_bytes)
+    def sums_in_two_steps(self, size_bytes: int) -> bool:
+        """Return whether an all-reduce is shorter as reduce-scatter and all-gather.
 
-    def two_step_sum_seconds(self, size_bytes: int) -> float:
-        """Return the seconds of an all-reduce by reduce-scatter and all-gather."""
-        if self.count == 2:
-            return math.inf
-        rows = Layout(0)
-        return self.seconds(PARTIAL, rows, size_bytes) + self.seconds(rows, REPLICATED, size_bytes)
+        Otherwise, each device sends its whole summand to each other one.
+        """
+        direct = self._send(size_bytes, self._operator_seconds((self.count + 1) * size_bytes))
+        steps = self._two_step_sum(size_bytes)
+        return self.count > 2 and steps.seconds(self.segment_seconds) < direct.seconds(self.segment_seconds)
+
+    def _two_step_sum(self, size_bytes: int) -> ExchangePhases:
+        first, second = (self.phases(*pair, size_bytes) for pair in ((PARTIAL, Layout(0)), (Layout(0), REPLICATED)))
+        between = first.link_seconds + first.join_seconds + second.link_seconds
+        return replace(first, link_seconds=between, join_seconds=second.join_seconds, rounds=2)
 
     def _operator_seconds(self, moved_bytes: float) -> float:
         """Return the seconds of an operator that reads and writes so many bytes."""
         return self.kernel_seconds + moved_bytes * self.copy_seconds_per_byte
 
-    def _round_seconds(self, sent_bytes: float, piece_seconds: float = 0.0) -> float:
-        """Return the seconds in which each device sends to each other one, by what a device makes between two sends."""
-        message_seconds = self.latency_seconds + sent_bytes * self.seconds_per_byte
-        return self.segment_seconds + (self.count - 1) * max(message_seconds, piece_seconds)
+    def _send(self, sent_bytes: float, join_seconds: float) -> ExchangePhases:
+        """Return the phases in which each device sends what it has to each other one."""
+        link_seconds = (self.count - 1) * (self.latency_seconds + sent_bytes * self.seconds_per_byte)
+        return ExchangePhases(link_seconds=link_seconds, join_seconds=join_seconds)
+
+    def _cut_and_send(self, layout: Layout, part_bytes: float, join_seconds: float) -> ExchangePhases:
+        """Return the phases in which each device cuts a part off for each device, and sends those of the others.
+
+        Where a call costs something, the parts leave together. Otherwise only the first one is waited for.
+        """
+        slice_seconds = self._slice_seconds(layout, part_bytes)
+        cut_seconds, first_seconds = self.count * slice_seconds, slice_seconds
+        message_seconds = self.latency_seconds + part_bytes * self.seconds_per_byte
+        if self.segment_seconds > slice_seconds:
+            first_seconds = cut_seconds
+        else:
+            message_seconds = max(message_seconds, slice_seconds)
+        return ExchangePhases(
+            cut_seconds=cut_seconds,
+            first_seconds=first_seconds,
+            link_seconds=(self.count - 1) * message_seconds,
+            join_seconds=join_seconds,
+        )
 
     def _slice_seconds(self, layout: Layout, part_bytes: float) -> float:
         """Return the seconds to cut a part off: a slice, or one per row of an axis of several tensors, joined."""
         join_seconds = self._operator_seconds(2 * part_bytes) if layout.outer > 1 else 0.0
         return layout.outer * self._operator_seconds(2 * part_bytes / layout.outer) + join_seconds
-
-    def _cut_and_send_seconds(self, layout: Layout, part_bytes: float) -> float:
-        """Return the seconds in which each device cuts a part off for each device, and sends those of the others.
-
-        Where a call costs something, the parts leave together. Otherwise only the first one is waited for.
-        """
-        slice_seconds = self._slice_seconds(layout, part_bytes)
-        if self.segment_seconds > slice_seconds:
-            return self.count * slice_seconds + self._round_seconds(part_bytes)
-        return slice_seconds + self._round_seconds(part_bytes, slice_seconds)
 
     def _join_seconds(self, source: Layout, size_bytes: float) -> float:
         """Return the seconds to put parts together, after the last one has arrived."""
