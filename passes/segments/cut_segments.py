@@ -332,16 +332,22 @@ def _list_attempts(by_device: Csr, seconds: Floats) -> Ints:
     """Return segments with one before them on their device, a row per attempt, first those next to a short one.
 
     Where all devices have equal parts of operators, segments of all of them are merged together: one alone gains
-    nothing, because it waits for the others. Otherwise each row has one segment.
+    nothing, because it waits for the others. Otherwise each row has one segment, repeated.
     """
     queues = [by_device[device] for device in range(len(by_device)) if len(by_device[device])]
     # Short segments gain most from a merge: their call is the largest part of them.
     shorter = [np.minimum(seconds[queue[:-1]], seconds[queue[1:]]) for queue in queues]
-    are_equal = len({len(queue) for queue in queues}) == 1
-    if are_equal and all(np.allclose(seconds[queue], seconds[queues[0]], rtol=EQUAL_PARTS) for queue in queues):
-        return np.stack([queue[1:] for queue in queues], axis=1)[np.argsort(shorter[0], kind="stable")]
-    behind = np.concatenate([queue[1:] for queue in queues])
-    return behind[np.argsort(np.concatenate(shorter), kind="stable"), np.newaxis]
+    common = min(len(queue) for queue in queues)
+    parts = [seconds[queue[:common]] for queue in queues]
+    if not all(np.allclose(part, parts[0], rtol=EQUAL_PARTS) for part in parts):
+        common = 1
+    together = np.stack([queue[1:common] for queue in queues], axis=1)[
+        np.argsort(shorter[0][: common - 1], kind="stable")
+    ]
+    # One device returns the results: it may have more segments than the others.
+    single = np.concatenate([queue[common:] for queue in queues])
+    single = single[np.argsort(np.concatenate([times[common - 1 :] for times in shorter]), kind="stable")]
+    return np.concatenate([together, np.repeat(single[:, np.newaxis], len(queues), axis=1)])
 
 
 def _join(plan: SegmentPlan, joined: Sequence[bool], sequence: Sequence[int]) -> list[Ints]:
