@@ -8,6 +8,9 @@ that crosses. So each is written as Slice, Concat and Add on the device that nee
 - reduce-scatter: each device sends a slice of its summand to each other one, which adds them up;
 - all-to-all: each device sends a slice of its part along the new axis, and receivers concatenate along the old one;
 - halo: rows of the neighbours, next to the own ones.
+
+Between hosts, parts and sums may cross once, where that is shorter: the device at the same place of the other host
+passes them on to its neighbours.
 """
 
 from __future__ import annotations
@@ -124,6 +127,7 @@ class ExchangeWriter:
         self.pieces: dict[tuple[str, Layout, Layout], list[list[str]]] = {}
         self.halos: dict[tuple[str, tuple[int, int], int], str] = {}
         self.sent: dict[str, str] = {}
+        self.relayed: dict[tuple[str, int], str] = {}
         self.exchanges: dict[str, set[object]] = {}
         self.taken = set(self.model.initializers) | self.model.input_names
         self.taken.update(name for node in self.model.nodes for name in (node.name, *node.output))
@@ -306,8 +310,25 @@ class ExchangeWriter:
 
     def gather(self, name: str, source: Layout, device: int) -> str:
         self.count("all-gather", name)
-        pieces = [self.get_from(name, source, other, device) for other in self.devices]
+        pieces = [self.gathered_part(name, source, other, device) for other in self.devices]
         return self.merge(name, source, pieces, self.facts.shapes[name], device, self.facts.bytes(name))
+
+    def gathered_part(self, name: str, source: Layout, other: int, device: int) -> str:
+        """Return the part of another device for an all-gather: from that device, or from the one that passes it on."""
+        part, relay = self.get_from(name, source, other, device), self.find_relay(other, device)
+        if relay in (other, device) or not self.costs.gathers_by_host(source, self.facts.bytes(name)):
+            return part
+        if (part, relay) not in self.relayed:
+            moved_bytes = 2 * self.bytes(name, source, other)
+            result = f"{part}/relayed{relay}"
+            self.relayed[part, relay] = self.exchange_node("Identity", [part], result, relay, moved_bytes)
+        return self.relayed[part, relay]
+
+    def find_relay(self, source: int, device: int) -> int:
+        """Return the device on the host of `device` that has the place of `source` on its own host."""
+        home = next((host for host in self.costs.hosts if device in host), None)
+        place = next((host.index(source) for host in self.costs.hosts if source in host), 0)
+        return source if home is None or source in home else home[place]
 
     def merge(
         self, name: str, source: Layout, pieces: Sequence[str], shape: Sequence[int], device: int, size_bytes: int
@@ -333,7 +354,7 @@ class ExchangeWriter:
         if self.costs.sums_in_two_steps(size):
             layout = self.scatter_layout(name)
             if layout is not None:
-                pieces = [self.get(name, layout, other) for other in self.devices]
+                pieces = [self.gathered_part(name, layout, other, device) for other in self.devices]
                 return self.merge(name, layout, pieces, self.facts.shapes[name], device, size)
         pieces = [self.get(name, PARTIAL, other) for other in self.devices]
         return self.add_up(name, pieces, self.part_name(name, REPLICATED, device), device, size)
@@ -350,6 +371,13 @@ class ExchangeWriter:
         self.count("reduce-scatter", name)
         part_bytes = self.bytes(name, layout, device)
         pieces = self.cut_for(name, PARTIAL, layout)[device]
+        if self.costs.scatters_by_host(layout, self.facts.bytes(name)):
+            # Each host adds up its summands where they are to leave from, in the order of the hosts.
+            relays = [(host, self.find_relay(device, host[0])) for host in self.costs.hosts]
+            pieces = [
+                self.add_up(name, [pieces[other] for other in host], f"{name}/sum{device}", relay, part_bytes)
+                for host, relay in relays
+            ]
         return self.add_up(name, pieces, self.part_name(name, layout, device), device, part_bytes)
 
     def all_to_all(self, name: str, source: Layout, layout: Layout, device: int) -> str:
@@ -362,16 +390,19 @@ class ExchangeWriter:
         """Return the pieces of a value that devices cut from what they have, [destination][source].
 
         Each device cuts first what it sends to the next one, and last what it keeps: so at one time, no two devices
-        send to one.
+        send to one. What leaves the host comes first.
         """
         key = name, source, layout
         if key not in self.pieces:
             count, size = len(self.devices), self.facts.shapes[name][layout.axis]
             rows: list[list[str]] = [[""] * count for _ in self.devices]
             parts = [self.get(name, source, other) for other in self.devices]
-            for step in range(1, count + 1):
-                for other in self.devices:
-                    device = (other + step) % count
+            hosts = self.costs.hosts or (tuple(self.devices),)
+            places = [(host, place) for host in range(len(hosts)) for place in range(len(hosts[0]))]
+            for host_step, place_step in (*places[len(hosts[0]) :], *places[1 : len(hosts[0])], places[0]):
+                for host, place in places:
+                    other = hosts[host][place]
+                    device = hosts[(host + host_step) % len(hosts)][(place + place_step) % len(hosts[0])]
                     ranges = self.division.ranges(layout, size, device)
                     moved = self.bytes(name, layout, device) // (count if source.is_split else 1)
                     rows[device][other] = self.ranges_of(parts[other], layout.axis, size, ranges, other, moved)
