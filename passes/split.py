@@ -38,8 +38,7 @@ class Split(Pass):
     def run(self, state: State) -> State:
         require_states_together(state)
         profile = state[Profile]
-        nodes = cut_into_segments(profile.graph, state[Placement].device, state[Schedule], profile.unit)
-        nodes = cut_blocks(state, merge_segments(state.without(Streaming), nodes))
+        nodes = cut_blocks(state, merge_segments(state.without(Streaming), cut_into_segments(state)))
         plan = cut_within_limits(state, nodes)
         segments = describe_segments(profile.graph, plan)
         programs = write_programs(segments, profile.graph, len(state.target.devices))

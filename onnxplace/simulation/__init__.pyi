@@ -1,3 +1,8 @@
+from onnxplace.simulation.channel_kernels import (
+    GAP as GAP,
+    book_transfer as book_transfer,
+    open_channels as open_channels,
+)
 from onnxplace.simulation.lower_bounds import (
     heads_and_tails as heads_and_tails,
     lower_bound_seconds as lower_bound_seconds,

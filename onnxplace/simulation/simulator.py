@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.simulation.channel_kernels import GAP
 from onnxplace.simulation.step_kernels import DEVICE, compute_live_spans, device_peaks, run_events
 from onnxplace.simulation.weight_streams import SETTLING_STEPS, WeightStream
 from onnxplace.target import LINK_MODELS, Target
@@ -173,6 +174,7 @@ def _execute(
         waiting,
         available,
         devices,
+        np.empty(len(target.devices) + max_transfers + 1, GAP),
         blocks,
         start,
         finish,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from onnxplace.simulation.channel_kernels import book_transfer, open_channels
 from onnxplace.utils import linear_in_place
 
 # The state of a device in `run_events`.
@@ -14,7 +15,7 @@ DEVICE = np.dtype(
     [
         ("head", np.int64),  # its position in its queue
         ("running", np.int64),  # node, or -1
-        ("stamp", np.int64),  # the value last sent to it, or -1
+        ("stamp", np.int64),  # the value last sent to it or read there, or -1
         ("touched", np.int64),  # 1 if it may be able to start a node
         ("free", np.float64),  # seconds
         ("sending", np.float64),
@@ -54,6 +55,7 @@ def run_events(
     waiting,
     available,
     devices,
+    gaps,
     blocks,
     start,
     finish,
@@ -63,18 +65,19 @@ def run_events(
     """Run a placement in simulated time, event by event (docs/architecture.md).
 
     Each device computes its nodes in the sequence of its `queue`, one at a time. When a node finishes, its values are
-    sent to every other device that reads them, once each. `link_model` 0: each device has one outgoing and one
-    incoming channel; 1: no contention; 2: one channel per device for both directions. Transfers are booked when
-    they become ready, in that order, so none delays one that was ready before it.
+    sent to every other device that reads them, once each, first to the next one. `link_model` 0: each device has one
+    outgoing and one incoming channel; 1: no contention; 2: one channel per device for both directions. Transfers are
+    booked when they become ready, in that order, so none delays one that was ready before it.
 
     `waiting` holds the number of inputs of each node that nodes produce, `available` the earliest start of each node,
-    `devices` records of `DEVICE`. `blocks` holds a record of `BLOCK` per node, or nothing. A device reads blocks one
-    after the other, in the sequence of its nodes, each as soon as its keeper has run; no node starts before its block
-    is there. Fills start and finish (seconds per node; they stay -1 where the order deadlocks), arrivals of blocks, and
-    of each transfer `sent_nodes` (value, source, destination) and `sent_times` (ready, start, finish). Returns the
-    number of transfers.
+    `devices` records of `DEVICE`, `gaps` room for records of `GAP` (`book_transfer`). `blocks` holds a record of
+    `BLOCK` per node, or nothing. A device reads blocks one after the other, in the sequence of its nodes, each as soon
+    as its keeper has run; no node starts before its block is there. Fills start and finish (seconds per node; they stay
+    -1 where the order deadlocks), arrivals of blocks, and of each transfer `sent_nodes` (value, source, destination)
+    and `sent_times` (ready, start, finish). Returns the number of transfers.
     """
     device_count, sent = len(devices), 0
+    open_channels(gaps, device_count)
     while True:
         # Start the next node of each idle device, if its inputs are produced.
         for d in range(device_count):
@@ -112,32 +115,22 @@ def run_events(
         for k in range(out_starts[node], out_starts[node + 1]):
             value = outs[k]
             for j in range(read_starts[value], read_starts[value + 1]):
+                devices[device[readers[j]]].stamp = value
+            devices[home].arrival = now
+            # The next device comes first: where devices send to each other at one time, each begins with another one.
+            for step in range(1, device_count):
+                destination = (home + step) % device_count
+                if devices[destination].stamp == value:
+                    duration = latency[home, destination] + value_bytes[value] * per_byte[home, destination]
+                    begin = book_transfer(devices, gaps, link_model, home, destination, now, duration)
+                    devices[destination].arrival = begin + duration
+                    sent_nodes[0, sent], sent_nodes[1, sent], sent_nodes[2, sent] = value, home, destination
+                    sent_times[0, sent], sent_times[1, sent], sent_times[2, sent] = now, begin, begin + duration
+                    sent += 1
+            for j in range(read_starts[value], read_starts[value + 1]):
                 reader = readers[j]
                 destination = device[reader]
-                arrival = now
-                if destination != home:
-                    if devices[destination].stamp != value:
-                        devices[destination].stamp = value
-                        begin = now
-                        if link_model == 0:
-                            begin = max(now, max(devices[home].sending, devices[destination].receiving))
-                        elif link_model == 2:
-                            begin = max(
-                                now,
-                                max(
-                                    max(devices[home].sending, devices[home].receiving),
-                                    max(devices[destination].sending, devices[destination].receiving),
-                                ),
-                            )
-                        end = begin + latency[home, destination] + value_bytes[value] * per_byte[home, destination]
-                        devices[home].sending = end
-                        devices[destination].receiving = end
-                        devices[destination].arrival = end
-                        sent_nodes[0, sent], sent_nodes[1, sent], sent_nodes[2, sent] = value, home, destination
-                        sent_times[0, sent], sent_times[1, sent], sent_times[2, sent] = now, begin, end
-                        sent += 1
-                    arrival = devices[destination].arrival
-                available[reader] = max(available[reader], arrival)
+                available[reader] = max(available[reader], devices[destination].arrival)
                 waiting[reader] -= 1
                 devices[destination].touched = 1
     return sent

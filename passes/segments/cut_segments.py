@@ -17,6 +17,7 @@ from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, 
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.model import Model
 from onnxplace.passes.segments.memory_limits import SegmentPlan, simulate_segments
+from onnxplace.simulation import DEVICE, GAP
 from onnxplace.state import State
 from onnxplace.target import LINK_MODELS, Target
 
@@ -24,6 +25,8 @@ Program = tuple[Instruction, ...]
 
 # Steps of the loop that merges, at most; beyond, the segments stay as they are cut.
 MAX_WORK = 2_000_000_000
+# Relative difference of the times of segments that count as equal parts of operators.
+EQUAL_PARTS = 1e-3
 
 
 def require_states_together(state: State) -> None:
@@ -81,16 +84,25 @@ class _Timeline:
     """By value and receiving device."""
 
 
-def cut_into_segments(graph: OpGraph, device: Ints, schedule: Schedule, unit: Ints) -> list[Ints]:
+def cut_into_segments(state: State) -> list[Ints]:
     """Return the nodes of each segment in schedule order.
 
     Segments are in the order of their first nodes. Nodes of one unit (a kernel) that follow each other in the schedule
-    wait together, before the first of them. O(N + E).
+    wait together, before the first of them. A value leaves at once, except where the next node belongs to the same unit
+    and takes less time than a call: the slices that a device sends leave together. O(N + E).
     """
+    graph, device, schedule, unit = state[Profile].graph, state[Placement].device, state[Schedule], state[Profile].unit
     timeline = _timeline(device, schedule)
+    seconds = schedule.simulation.finish_seconds - schedule.simulation.start_seconds
+    by_device = schedule.order[np.argsort(device[schedule.order], kind="stable")]
+    following, followed = by_device[1:], by_device[:-1]
+    call_seconds = np.array([item.segment_seconds for item in state.target.devices])[device]
+    stays = np.zeros(len(graph), dtype=bool)
+    stays[followed] = (unit[following] == unit[followed]) & (device[following] == device[followed])
+    stays[followed] &= seconds[following] < call_seconds[following]
     units = _consecutive_units(schedule.order, unit, device)
     # One pass over the schedule, with at most one open segment per device. A node joins the open one if all that its
-    # kernel reads is there when that begins. A node whose value leaves closes it, so that the value leaves at once.
+    # kernel reads is there when that begins. A node whose value leaves closes it, if the value is to leave at once.
     open_segments: dict[int, list[int]] = {}
     segments: list[list[int]] = []
     for node in schedule.order.tolist():
@@ -101,7 +113,7 @@ def cut_into_segments(graph: OpGraph, device: Ints, schedule: Schedule, unit: In
             segment = open_segments[home] = []
             segments.append(segment)
         segment.append(node)
-        if any((device[graph.readers[value]] != home).any() for value in graph.outputs[node]):
+        if not stays[node] and any((device[graph.readers[value]] != home).any() for value in graph.outputs[node]):
             del open_segments[home]
     return [np.array(nodes, dtype=np.int32) for nodes in segments]
 
@@ -182,8 +194,8 @@ class _ValueUses:
 
     producer: dict[str, int]
     """The segment that makes each value; values without one are inputs of the model."""
-    sends: dict[int, list[tuple[str, int]]]
-    """Per segment, its values and the devices that they are sent to, in booking order."""
+    sends: dict[int, dict[str, list[int]]]
+    """Per segment, its values in the order of their first readers, with the devices that they are sent to."""
     last_reader: dict[tuple[str, int], int]
     """By value and device, the last segment that reads the value there."""
 
@@ -196,13 +208,17 @@ def write_programs(segments: Sequence[Segment], graph: OpGraph, devices: int) ->
     received: set[tuple[str, int]] = set()
     for index, segment in enumerate(segments):
         program, home = programs[segment.device], segment.device
-        for name in segment.inputs:
-            # Receive right before the first reader, so that the device does not wait for a value any earlier.
-            if (name, home) not in received and _is_remote(name, home, segments, uses):
-                program.append(Instruction("receive", value=name, peer=segments[uses.producer[name]].device))
-                received.add((name, home))
+        # Receive right before the first reader, so that the device does not wait for a value any earlier. Where devices
+        # send to each other, those with a common distance do so at one time: no two of them to one device.
+        remote = [name for name in segment.inputs if _is_remote(name, home, segments, uses)]
+        peers = {name: segments[uses.producer[name]].device for name in remote if (name, home) not in received}
+        for name, peer in sorted(peers.items(), key=lambda item: (home - item[1]) % devices):
+            program.append(Instruction("receive", value=name, peer=peer))
+            received.add((name, home))
         program.append(Instruction("run", segment=index))
-        program.extend(Instruction("send", value=name, peer=peer) for name, peer in uses.sends.get(index, ()))
+        for name, readers in uses.sends.get(index, {}).items():
+            next_first = sorted(readers, key=lambda peer: (peer - home) % devices)
+            program.extend(Instruction("send", value=name, peer=peer) for peer in next_first)
         unread = [name for name in segment.outputs if (name, home) not in uses.last_reader]
         last_read = [name for name in segment.inputs if uses.last_reader[name, home] == index]
         for name in (*last_read, *unread):
@@ -217,10 +233,10 @@ def _collect_uses(segments: Sequence[Segment]) -> _ValueUses:
     uses = _ValueUses(producer, {}, {})
     for index, segment in enumerate(segments):
         for name in segment.inputs:
-            # A value is sent once to a device; the values of one segment leave in the order of their first readers.
+            # A value is sent once to a device.
             first_reader = (name, segment.device) not in uses.last_reader
             if first_reader and _is_remote(name, segment.device, segments, uses):
-                uses.sends.setdefault(producer[name], []).append((name, segment.device))
+                uses.sends.setdefault(producer[name], {}).setdefault(name, []).append(segment.device)
             uses.last_reader[name, segment.device] = index
     return uses
 
@@ -263,7 +279,9 @@ def merge_segments(state: State, nodes: Sequence[Ints]) -> list[Ints]:
         sends.needs.items,
         LINK_MODELS.index(state.target.link_model),
     )
-    joined, sequence = merge_neighbours(queues, _list_attempts(by_device, seconds))
+    devices = len(state.target.devices)
+    records, gaps = np.zeros(devices, DEVICE), np.zeros(devices + len(sends.destination) + 1, GAP)
+    joined, sequence = merge_neighbours(queues, _list_attempts(by_device, seconds), records, gaps)
     merged = _join(plan, joined.tolist(), sequence.tolist())
     after = simulate_segments(state, merged).simulation.makespan_seconds
     return merged if after <= simulation.makespan_seconds else list(nodes)
@@ -294,13 +312,14 @@ def _list_sends(plan: SegmentPlan, target: Target) -> _Sends:
     crosses = device[producers] != device[readers]
     values, readers, producers = values[crosses], readers[crosses], producers[crosses]
     devices = len(target.devices)
-    # By producing segment, then value, then device: one send for all readers there.
-    keys = (producers.astype(np.int64) * (len(graph.value_names) + 1) + values) * devices + device[readers]
+    # By producing segment, then value, then device, from the next one on: one send for all readers there.
+    distance = (device[readers] - device[producers]) % devices
+    keys = (producers.astype(np.int64) * (len(graph.value_names) + 1) + values) * devices + distance
     unique, send = np.unique(keys, return_inverse=True)
-    destination = (unique % devices).astype(np.int32)
     value = (unique // devices) % (len(graph.value_names) + 1)
     source = unique // devices // (len(graph.value_names) + 1)
     home = device[source]
+    destination = ((unique + home) % devices).astype(np.int32)
     return _Sends(
         starts=np.searchsorted(source, np.arange(len(graph) + 1)),
         destination=destination,
@@ -310,12 +329,25 @@ def _list_sends(plan: SegmentPlan, target: Target) -> _Sends:
 
 
 def _list_attempts(by_device: Csr, seconds: Floats) -> Ints:
-    """Return the segments with one before them on their device, first those next to a short one."""
-    pairs = [pair for device in range(len(by_device)) for pair in zip(by_device[device][:-1], by_device[device][1:])]
+    """Return segments with one before them on their device, a row per attempt, first those next to a short one.
+
+    Where all devices have equal parts of operators, segments of all of them are merged together: one alone gains
+    nothing, because it waits for the others. Otherwise each row has one segment, repeated.
+    """
+    queues = [by_device[device] for device in range(len(by_device)) if len(by_device[device])]
     # Short segments gain most from a merge: their call is the largest part of them.
-    shorter = np.array([min(seconds[one], seconds[other]) for one, other in pairs])
-    behind = np.array([other for _, other in pairs], dtype=np.int32)
-    return behind[np.argsort(shorter, kind="stable")]
+    shorter = [np.minimum(seconds[queue[:-1]], seconds[queue[1:]]) for queue in queues]
+    common = min(len(queue) for queue in queues)
+    parts = [seconds[queue[:common]] for queue in queues]
+    if not all(np.allclose(part, parts[0], rtol=EQUAL_PARTS) for part in parts):
+        common = 1
+    together = np.stack([queue[1:common] for queue in queues], axis=1)[
+        np.argsort(shorter[0][: common - 1], kind="stable")
+    ]
+    # One device returns the results: it may have more segments than the others.
+    single = np.concatenate([queue[common:] for queue in queues])
+    single = single[np.argsort(np.concatenate([times[common - 1 :] for times in shorter]), kind="stable")]
+    return np.concatenate([together, np.repeat(single[:, np.newaxis], len(queues), axis=1)])
 
 
 def _join(plan: SegmentPlan, joined: Sequence[bool], sequence: Sequence[int]) -> list[Ints]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs
+from onnxplace.simulation import book_transfer, open_channels
 from onnxplace.utils import compiled_loop, compiled_part
 
 
@@ -44,7 +45,7 @@ class SegmentQueues(NamedTuple):
 
 
 @compiled_part
-def _run(work, joined, free, arrival, sequence):
+def _run(work, joined, records, gaps, arrival, sequence):
     """Run blocks of segments in simulated time; return the length of the step, infinity where devices wait forever.
 
     A block is a segment and the segments behind it, on its device, that are `joined`. It starts once all values have
@@ -55,19 +56,19 @@ def _run(work, joined, free, arrival, sequence):
     devices = len(work.queue_starts) - 1
     for send in range(len(arrival)):
         arrival[send] = -1.0
-    for row in range(4):
-        for d in range(devices):
-            free[row, d] = 0.0  # when the device computes, sends, receives next; and its position in its queue
+    for d in range(devices):
+        records[d].head, records[d].free, records[d].sending, records[d].receiving = work.queue_starts[d], 0.0, 0.0, 0.0
+    open_channels(gaps, devices)
     done, makespan = 0, 0.0
     while True:
         # Of the blocks that can run, the one that ends first.
         chosen, chosen_finish, chosen_end = -1, np.inf, 0
         for d in range(devices):
-            first = work.queue_starts[d] + np.int64(free[3, d])
+            first = records[d].head
             if first == work.queue_starts[d + 1]:
                 continue
             # A block pays for one call, its segments for the rest of their time.
-            start, total, end = free[0, d], work.saved[d], first
+            start, total, end = records[d].free, work.saved[d], first
             while end < work.queue_starts[d + 1] and (end == first or joined[work.queue[end]]) and start < np.inf:
                 segment = work.queue[end]
                 total += work.seconds[segment] - work.saved[d]
@@ -80,44 +81,40 @@ def _run(work, joined, free, arrival, sequence):
         if chosen < 0:
             break
         # Send the block's values at its end, segment by segment, as links become free.
-        first = work.queue_starts[chosen] + np.int64(free[3, chosen])
-        for position in range(first, chosen_end):
+        for position in range(records[chosen].head, chosen_end):
             segment = work.queue[position]
             sequence[done] = segment
             done += 1
             for send in range(work.send_starts[segment], work.send_starts[segment + 1]):
-                other, begin = work.destination[send], chosen_finish
-                if work.link_model == 0:
-                    begin = max(begin, max(free[1, chosen], free[2, other]))
-                elif work.link_model == 2:
-                    begin = max(begin, max(max(free[1, chosen], free[2, chosen]), max(free[1, other], free[2, other])))
-                arrival[send] = begin + work.send_seconds[send]
-                free[1, chosen] = free[2, other] = arrival[send]
+                other, seconds = work.destination[send], work.send_seconds[send]
+                begin = book_transfer(records, gaps, work.link_model, chosen, other, chosen_finish, seconds)
+                arrival[send] = begin + seconds
                 makespan = max(makespan, arrival[send])
-        free[0, chosen] = chosen_finish
-        free[3, chosen] = chosen_end - work.queue_starts[chosen]
+        records[chosen].free, records[chosen].head = chosen_finish, chosen_end
         makespan = max(makespan, chosen_finish)
     return makespan if done == len(work.queue) else np.inf
 
 
 @compiled_loop
-def merge_neighbours(work, attempts):
+def merge_neighbours(work, attempts, records, gaps):
     """Return which segments are joined to the one before them on their device, and an order in which blocks can run.
 
-    Each of the `attempts`, segments that are not the first of their device, in their order, joins a segment to the one
-    before it, and stays if the step is not longer. O(attempts * (D S + E)).
+    Each row of `attempts`, segments that are not the first of their device, joins them to the ones before them, and
+    stays if the step is not longer. `records` are those of `DEVICE`, `gaps` those of `GAP`. O(attempts * (D S + E)).
     """
     joined = np.zeros(len(work.queue), np.bool_)
-    free, arrival = np.zeros((4, len(work.saved))), np.zeros(len(work.destination))
+    arrival = np.zeros(len(work.destination))
     sequence = np.zeros(len(work.queue), np.int64)
-    best = _run(work, joined, free, arrival, sequence)
+    best = _run(work, joined, records, gaps, arrival, sequence)
     # Ties are merged as well: fewer segments, with the same step.
-    for segment in attempts:
-        joined[segment] = True
-        makespan = _run(work, joined, free, arrival, sequence)
+    for row in attempts:
+        for segment in row:
+            joined[segment] = True
+        makespan = _run(work, joined, records, gaps, arrival, sequence)
         if makespan <= best:
             best = makespan
         else:
-            joined[segment] = False
-    _run(work, joined, free, arrival, sequence)
+            for segment in row:
+                joined[segment] = False
+    _run(work, joined, records, gaps, arrival, sequence)
     return joined, sequence

@@ -24,6 +24,7 @@ from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.scale_profile import scale_profile
 from onnxplace.passes.sharding.sharded_model import ShardedModel, write_sharded_model
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
+from onnxplace.passes.sharding.step_estimate import estimate_step_seconds
 from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space, restrict_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from onnxplace.passes.sharding.whole_model import annotate_model, build_whole_model
@@ -50,6 +51,8 @@ class GroupChoice:
     problem: ChoiceProblem
     solve: Callable[[ChoiceProblem], LayoutChoice | None]
     """Solves such a problem within the memory for weights; None if no choice fits."""
+    step_seconds: float
+    """Predicted step; at most the seconds of the choice, whose exchanges overlap with nothing."""
 
     @property
     def space(self) -> StrategySpace:
@@ -118,10 +121,10 @@ def choose_group(state: State, options: ShardingOptions) -> tuple[State, GroupCh
     if not useful:
         notes = _report_nothing_split(candidates, bool(is_refused(seconds).any()))
         return _leave_whole(state).with_notes(notes), None
-    best = min(useful, key=lambda candidate: candidate.choice.seconds)
+    best = min(useful, key=lambda candidate: candidate.step_seconds)
     if options.may_leave_whole and room is None:
         alone = float(seconds.sum(axis=1).min())
-        if best.choice.seconds > CLEAR_GAIN * alone:
+        if best.step_seconds > CLEAR_GAIN * alone:
             return _leave_whole(state).with_notes(_report_no_gain(alone, best)), None
     return state, best
 
@@ -187,7 +190,10 @@ def _choose(
         return problem.solve_least_weights() if options.weights == "least" else problem.solve(limit)
 
     choice = solve(problem)
-    return None if choice is None else GroupChoice(group, work, costs, choice, problem, solve)
+    if choice is None:
+        return None
+    step_seconds = estimate_step_seconds(space, choice, problem.strategy_seconds, costs)
+    return GroupChoice(group, work, costs, choice, problem, solve, step_seconds)
 
 
 def _is_convolutional(model: Model, seconds: Floats) -> bool:
@@ -213,7 +219,7 @@ def _leave_whole(state: State) -> State:
 
 def _report_no_gain(alone: float, best: GroupChoice) -> Diagnostic:
     message = (
-        f"no operator is split: a step would take {best.choice.seconds * 1e3:.3g} ms on {len(best.devices)} devices, "
+        f"no operator is split: a step would take {best.step_seconds * 1e3:.3g} ms on {len(best.devices)} devices, "
         f"and {alone * 1e3:.3g} ms on one"
     )
     return Diagnostic("P064", message, hint="shard{exact=true} in a --pipeline splits all the same")
@@ -245,8 +251,8 @@ def _apply(state: State, candidate: GroupChoice, options: ShardingOptions) -> St
         stages=len(groups),
         kinds=kinds,
         exchanges=MappingProxyType(dict(sharded.exchanges)),
-        seconds=candidate.choice.seconds,
-        lower_bound_seconds=candidate.choice.lower_bound_seconds,
+        seconds=candidate.step_seconds + max(state.target.devices[d].segment_seconds for d in candidate.devices),
+        lower_bound_seconds=min(candidate.choice.lower_bound_seconds, candidate.step_seconds),
         split_states=_split_states(sharded, candidate.space),
         whole_profile=state[Profile],
         whole=_build_whole(state, sharded, candidate, options, from_parts=False),

@@ -4,10 +4,13 @@ Exchanges need no operators of their own: a device that reads another device's v
 that crosses. So each is written as Slice, Concat and Add on the device that needs the result:
 
 - all-gather: Concat of the parts of all devices;
-- all-reduce: Add of all summands, or, where that moves less, reduce-scatter and then Concat;
+- all-reduce: Sum of all summands, or, where that moves less, reduce-scatter and then Concat;
 - reduce-scatter: each device sends a slice of its summand to each other one, which adds them up;
 - all-to-all: each device sends a slice of its part along the new axis, and receivers concatenate along the old one;
 - halo: rows of the neighbours, next to the own ones.
+
+Between hosts, parts and sums may cross once, where that is shorter: the device at the same place of the other host
+passes them on to its neighbours.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace
 from onnxplace.passes.sharding.windows import ROW_AXIS
 
+_SUMMED_TYPES = frozenset(("FLOAT", "FLOAT16", "DOUBLE"))
 _PACKED_TYPES = frozenset(("INT4", "UINT4", "FLOAT4E2M1", "INT2", "UINT2"))
 
 Part = tuple[str, Layout, int]
@@ -120,8 +124,10 @@ class ExchangeWriter:
         self.layouts: dict[str, Layout] = {}
         self.vectors: dict[tuple[int, ...], str] = {}
         self.slices: dict[tuple[str, int, int, int], str] = {}
+        self.pieces: dict[tuple[str, Layout, Layout], list[list[str]]] = {}
         self.halos: dict[tuple[str, tuple[int, int], int], str] = {}
         self.sent: dict[str, str] = {}
+        self.relayed: dict[tuple[str, int], str] = {}
         self.exchanges: dict[str, set[object]] = {}
         self.taken = set(self.model.initializers) | self.model.input_names
         self.taken.update(name for node in self.model.nodes for name in (node.name, *node.output))
@@ -267,11 +273,17 @@ class ExchangeWriter:
             return pieces[0]
         return self.exchange_node("Concat", pieces, result, device, moved_bytes, axis=axis)
 
-    def add_up(self, pieces: Sequence[str], result: str, device: int, moved_bytes: int) -> str:
-        """Return the sum of pieces, added from the first device's to the last one's: the same on every device."""
+    def add_up(self, name: str, pieces: Sequence[str], result: str, device: int, size_bytes: int) -> str:
+        """Return the sum of pieces of a value, added from the first device's to the last one's: equal on all of them.
+
+        One Sum waits for all pieces at once, so that the devices go on at the same time; it takes no integers.
+        """
+        if TensorProto.DataType.Name(self.facts.types[name]) in _SUMMED_TYPES:
+            return self.exchange_node("Sum", pieces, result, device, (len(pieces) + 1) * size_bytes)
         total = pieces[0]
         for piece in pieces[1:]:
-            total = self.exchange_node("Add", [total, piece], result, device, moved_bytes)
+            # An Add reads two tensors and writes one.
+            total = self.exchange_node("Add", [total, piece], result, device, 3 * size_bytes)
         return total
 
     def slice_copy(self, name: str, layout: Layout, device: int) -> str:
@@ -298,8 +310,25 @@ class ExchangeWriter:
 
     def gather(self, name: str, source: Layout, device: int) -> str:
         self.count("all-gather", name)
-        pieces = [self.get_from(name, source, other, device) for other in self.devices]
+        pieces = [self.gathered_part(name, source, other, device) for other in self.devices]
         return self.merge(name, source, pieces, self.facts.shapes[name], device, self.facts.bytes(name))
+
+    def gathered_part(self, name: str, source: Layout, other: int, device: int) -> str:
+        """Return the part of another device for an all-gather: from that device, or from the one that passes it on."""
+        part, relay = self.get_from(name, source, other, device), self.find_relay(other, device)
+        if relay in (other, device) or not self.costs.gathers_by_host(source, self.facts.bytes(name)):
+            return part
+        if (part, relay) not in self.relayed:
+            moved_bytes = 2 * self.bytes(name, source, other)
+            result = f"{part}/relayed{relay}"
+            self.relayed[part, relay] = self.exchange_node("Identity", [part], result, relay, moved_bytes)
+        return self.relayed[part, relay]
+
+    def find_relay(self, source: int, device: int) -> int:
+        """Return the device on the host of `device` that has the place of `source` on its own host."""
+        home = next((host for host in self.costs.hosts if device in host), None)
+        place = next((host.index(source) for host in self.costs.hosts if source in host), 0)
+        return source if home is None or source in home else home[place]
 
     def merge(
         self, name: str, source: Layout, pieces: Sequence[str], shape: Sequence[int], device: int, size_bytes: int
@@ -322,14 +351,13 @@ class ExchangeWriter:
         size = self.facts.bytes(name)
         # Each device adds up its share, and all gather the shares: less traffic than all summands to all devices, but
         # one more round.
-        if self.costs.two_step_sum_seconds(size) < self.costs.direct_sum_seconds(size):
+        if self.costs.sums_in_two_steps(size):
             layout = self.scatter_layout(name)
             if layout is not None:
-                pieces = [self.get(name, layout, other) for other in self.devices]
+                pieces = [self.gathered_part(name, layout, other, device) for other in self.devices]
                 return self.merge(name, layout, pieces, self.facts.shapes[name], device, size)
         pieces = [self.get(name, PARTIAL, other) for other in self.devices]
-        # An Add reads two tensors and writes one.
-        return self.add_up(pieces, self.part_name(name, REPLICATED, device), device, 3 * size)
+        return self.add_up(name, pieces, self.part_name(name, REPLICATED, device), device, size)
 
     def scatter_layout(self, name: str) -> Layout | None:
         """Return the layout in which the devices share the sum of a value; None if no axis can be split."""
@@ -341,27 +369,45 @@ class ExchangeWriter:
 
     def reduce_scatter(self, name: str, layout: Layout, device: int) -> str:
         self.count("reduce-scatter", name)
-        size = self.facts.shapes[name][layout.axis]
-        ranges, part_bytes = self.division.ranges(layout, size, device), self.bytes(name, layout, device)
-        pieces = [
-            self.ranges_of(self.get(name, PARTIAL, other), layout.axis, size, ranges, other, part_bytes)
-            for other in self.devices
-        ]
-        return self.add_up(pieces, self.part_name(name, layout, device), device, 3 * part_bytes)
+        part_bytes = self.bytes(name, layout, device)
+        pieces = self.cut_for(name, PARTIAL, layout)[device]
+        if self.costs.scatters_by_host(layout, self.facts.bytes(name)):
+            # Each host adds up its summands where they are to leave from, in the order of the hosts.
+            relays = [(host, self.find_relay(device, host[0])) for host in self.costs.hosts]
+            pieces = [
+                self.add_up(name, [pieces[other] for other in host], f"{name}/sum{device}", relay, part_bytes)
+                for host, relay in relays
+            ]
+        return self.add_up(name, pieces, self.part_name(name, layout, device), device, part_bytes)
 
     def all_to_all(self, name: str, source: Layout, layout: Layout, device: int) -> str:
         """Return a device's part along another axis: each device sends it its share of that."""
         self.count("all-to-all", name)
-        shape = self.facts.shapes[name]
-        size = shape[layout.axis]
-        ranges, part_bytes = self.division.ranges(layout, size, device), self.bytes(name, layout, device)
-        pieces = [
-            self.ranges_of(
-                self.get(name, source, other), layout.axis, size, ranges, other, part_bytes // len(self.devices)
-            )
-            for other in self.devices
-        ]
-        return self.merge(name, source, pieces, shape, device, part_bytes)
+        pieces, part_bytes = self.cut_for(name, source, layout)[device], self.bytes(name, layout, device)
+        return self.merge(name, source, pieces, self.facts.shapes[name], device, part_bytes)
+
+    def cut_for(self, name: str, source: Layout, layout: Layout) -> list[list[str]]:
+        """Return the pieces of a value that devices cut from what they have, [destination][source].
+
+        Each device cuts first what it sends to the next one, and last what it keeps: so at one time, no two devices
+        send to one. What leaves the host comes first.
+        """
+        key = name, source, layout
+        if key not in self.pieces:
+            count, size = len(self.devices), self.facts.shapes[name][layout.axis]
+            rows: list[list[str]] = [[""] * count for _ in self.devices]
+            parts = [self.get(name, source, other) for other in self.devices]
+            hosts = self.costs.hosts or (tuple(self.devices),)
+            places = [(host, place) for host in range(len(hosts)) for place in range(len(hosts[0]))]
+            for host_step, place_step in (*places[len(hosts[0]) :], *places[1 : len(hosts[0])], places[0]):
+                for host, place in places:
+                    other = hosts[host][place]
+                    device = hosts[(host + host_step) % len(hosts)][(place + place_step) % len(hosts[0])]
+                    ranges = self.division.ranges(layout, size, device)
+                    moved = self.bytes(name, layout, device) // (count if source.is_split else 1)
+                    rows[device][other] = self.ranges_of(parts[other], layout.axis, size, ranges, other, moved)
+            self.pieces[key] = rows
+        return self.pieces[key]
 
     def window(self, name: str, layout: Layout, rows: tuple[int, int], device: int) -> str:
         """Return the rows of a value that a device's windows cover, with those that other devices have."""

@@ -25,8 +25,31 @@ STREAMED_BYTES_PER_SECOND = 15e9
 
 
 @dataclass(frozen=True)
+class ExchangePhases:
+    """What an exchange takes: first the devices, then their channels, then the devices again."""
+
+    cut_seconds: float = 0.0
+    """To cut off what each device gets."""
+    first_seconds: float = 0.0
+    """Until the first part may leave; the others are cut while it does."""
+    link_seconds: float = 0.0
+    join_seconds: float = 0.0
+    """To put together or add up what has arrived."""
+    rounds: int = 1
+    """Each ends a segment."""
+
+    def seconds(self, segment_seconds: float) -> float:
+        """Return the seconds in all, for devices that wait meanwhile."""
+        return self.rounds * segment_seconds + self.first_seconds + self.link_seconds + self.join_seconds
+
+
+@dataclass(frozen=True)
 class ExchangeCosts:
-    """Costs of exchanges in a group of devices; its slowest link and device count."""
+    """Costs of exchanges in a group of devices; its slowest link and device count.
+
+    Where the devices are on several hosts, as many on each, an all-gather and the two steps of an all-reduce may cross
+    between hosts once: each device exchanges with those at its own place on other hosts, and then within its host.
+    """
 
     count: int
     """Number of devices."""
@@ -40,6 +63,11 @@ class ExchangeCosts:
     """Time per byte of slices, concatenations and sums."""
     kernel_seconds: float
     """The least that such an operator takes."""
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """The devices of each host, as positions in the group; empty for one host, or if they are not as many on each."""
+    near_latency_seconds: float = 0.0
+    """Latency of a message within a host, where there are several."""
+    near_seconds_per_byte: float = 0.0
 
     @staticmethod
     def of(
@@ -48,6 +76,11 @@ class ExchangeCosts:
         """Return the costs in a group of devices of a target."""
         latency, per_byte = target.link_arrays()
         pairs = np.ix_(list(devices), list(devices))
+        names = [target.devices[device].host for device in devices]
+        hosts = [tuple(place for place, name in enumerate(names) if name == host) for host in dict.fromkeys(names)]
+        if len(hosts) == 1 or len({len(places) for places in hosts}) > 1:
+            hosts = []
+        is_near = np.array([[one == other for other in names] for one in names])
         return ExchangeCosts(
             count=len(devices),
             latency_seconds=float(latency[pairs].max()),
@@ -55,59 +88,151 @@ class ExchangeCosts:
             segment_seconds=max(target.devices[device].segment_seconds for device in devices),
             copy_seconds_per_byte=1.0 / copy_bytes_per_second,
             kernel_seconds=kernel_seconds,
+            hosts=tuple(hosts),
+            near_latency_seconds=float(latency[pairs][is_near].max()),
+            near_seconds_per_byte=float(per_byte[pairs][is_near].max()),
+        )
+
+    def seconds(self, source: Layout, result: Layout, size_bytes: int) -> float:
+        """Return the seconds of a change of layout, infinite where there is none in one exchange.
+
+        They are those that it takes in the simulator, if all devices begin at the same time and wait for it.
+        """
+        if source == result:
+            return 0.0
+        if source == REPLICATED and result.is_split:
+            return self._slice_seconds(result, size_bytes / self.count)
+        if source == REPLICATED:  # zeros on all but one device
+            return self._operator_seconds(size_bytes)
+        return math.inf if result == PARTIAL else self.phases(source, result, size_bytes).seconds(self.segment_seconds)
+
+    def phases(self, source: Layout, result: Layout, size_bytes: int) -> ExchangePhases:
+        """Return what an exchange takes, phase by phase, from a split or partial value to a split or whole one."""
+        share = size_bytes / self.count
+        if source.is_split and result.is_split:  # all-to-all
+            return self._cut_and_send(result, share / self.count, self._join_seconds(source, share))
+        if source.is_split:  # all-gather
+            return self._shorter(*self._gather(source, size_bytes))
+        if result.is_split:  # reduce-scatter
+            return self._shorter(*self._reduce_scatter(result, share))
+        direct = self._send(size_bytes, self._operator_seconds((self.count + 1) * size_bytes))
+        return self._two_step_sum(size_bytes) if self.sums_in_two_steps(size_bytes) else direct
+
+    def sums_in_two_steps(self, size_bytes: int) -> bool:
+        """Return whether an all-reduce is shorter as reduce-scatter and all-gather.
+
+        Otherwise, each device sends its whole summand to each other one.
+        """
+        direct = self._send(size_bytes, self._operator_seconds((self.count + 1) * size_bytes))
+        steps = self._two_step_sum(size_bytes)
+        return self.count > 2 and steps.seconds(self.segment_seconds) < direct.seconds(self.segment_seconds)
+
+    def gathers_by_host(self, source: Layout, size_bytes: int) -> bool:
+        """Return whether an all-gather is shorter if each part crosses to another host once."""
+        direct, by_host = self._gather(source, size_bytes)
+        return self._shorter(direct, by_host) is not direct
+
+    def scatters_by_host(self, result: Layout, size_bytes: int) -> bool:
+        """Return whether a reduce-scatter is shorter if each host adds up its summands first."""
+        direct, by_host = self._reduce_scatter(result, size_bytes / self.count)
+        return self._shorter(direct, by_host) is not direct
+
+    def _shorter(self, direct: ExchangePhases, by_host: ExchangePhases | None) -> ExchangePhases:
+        if by_host is None or by_host.seconds(self.segment_seconds) >= direct.seconds(self.segment_seconds):
+            return direct
+        return by_host
+
+    def _gather(self, source: Layout, size_bytes: float) -> tuple[ExchangePhases, ExchangePhases | None]:
+        """Return the phases of an all-gather, and of one by host."""
+        share, direct = (
+            size_bytes / self.count,
+            self._send(size_bytes / self.count, self._join_seconds(source, size_bytes)),
+        )
+        if not self._has_near_links:
+            return direct, None
+        relay_seconds = (len(self.hosts) - 1) * self._operator_seconds(2 * share)
+        # One message more than there are: near ones that are sent first wait behind those that cross to their receivers.
+        link_seconds = self._far_seconds(len(self.hosts), share) + relay_seconds + self._near_seconds(share)
+        return direct, replace(direct, link_seconds=link_seconds, rounds=2)
+
+    def _reduce_scatter(self, result: Layout, share: float) -> tuple[ExchangePhases, ExchangePhases | None]:
+        """Return the phases of a reduce-scatter, and of one by host; `share` is what each device adds up, in bytes."""
+        direct = self._cut_and_send(result, share, self._operator_seconds((self.count + 1) * share))
+        if not self._has_near_links:
+            return direct, None
+        hosts, local = len(self.hosts), len(self.hosts[0])
+        add_seconds = hosts * self._operator_seconds((local + 1) * share)
+        link_seconds = self._near_seconds(share) + add_seconds + self._far_seconds(hosts - 1, share)
+        return direct, replace(
+            direct, link_seconds=link_seconds, join_seconds=self._operator_seconds((hosts + 1) * share), rounds=2
         )
 
     @property
-    def _round_seconds(self) -> float:
-        """Return the fixed cost of an exchange in which each device sends to each other one."""
-        return self.segment_seconds + (self.count - 1) * self.latency_seconds
+    def _has_near_links(self) -> bool:
+        return bool(self.hosts) and len(self.hosts[0]) > 1
 
-    def seconds(self, source: Layout, result: Layout, size_bytes: int) -> float:
-        """Return the seconds of a change of layout, infinite where there is none in one exchange."""
-        if source == result:
-            return 0.0
-        if source == REPLICATED:
-            if result.is_split:
-                return self.kernel_seconds + size_bytes / self.count * self.copy_seconds_per_byte
-            return self.kernel_seconds + size_bytes * self.copy_seconds_per_byte  # zeros on all but one device
-        others, copy, link = self.count - 1, self.copy_seconds_per_byte, self.seconds_per_byte
-        if result == PARTIAL:
-            return math.inf
-        share = size_bytes / self.count
-        if source.is_split:
-            if result == REPLICATED:  # all-gather
-                return self._round_seconds + others * share * link + size_bytes * copy
-            return self._round_seconds + others * share / self.count * link + 2 * share * copy  # all-to-all
-        if result.is_split:  # reduce-scatter
-            return self._round_seconds + others * share * link + 3 * share * copy
-        return min(self.direct_sum_seconds(size_bytes), self.two_step_sum_seconds(size_bytes))
+    def _far_seconds(self, messages: int, sent_bytes: float) -> float:
+        return messages * (self.latency_seconds + sent_bytes * self.seconds_per_byte)
 
-    def direct_sum_seconds(self, size_bytes: int) -> float:
-        """Return the seconds of an all-reduce in which each device sends its whole summand to each other one."""
-        others = self.count - 1
-        return (
-            self._round_seconds
-            + others * size_bytes * self.seconds_per_byte
-            + self.count * size_bytes * self.copy_seconds_per_byte
+    def _near_seconds(self, share: float) -> float:
+        """Return the seconds in which each device sends one share per host to each other device of its host."""
+        messages = (len(self.hosts[0]) - 1) * len(self.hosts)
+        return messages * (self.near_latency_seconds + share * self.near_seconds_per_byte)
+
+    def _two_step_sum(self, size_bytes: int) -> ExchangePhases:
+        first, second = (self.phases(*pair, size_bytes) for pair in ((PARTIAL, Layout(0)), (Layout(0), REPLICATED)))
+        between = first.link_seconds + first.join_seconds + second.link_seconds
+        return replace(first, link_seconds=between, join_seconds=second.join_seconds, rounds=2)
+
+    def _operator_seconds(self, moved_bytes: float) -> float:
+        """Return the seconds of an operator that reads and writes so many bytes."""
+        return self.kernel_seconds + moved_bytes * self.copy_seconds_per_byte
+
+    def _send(self, sent_bytes: float, join_seconds: float) -> ExchangePhases:
+        """Return the phases in which each device sends what it has to each other one."""
+        return ExchangePhases(link_seconds=self._messages_seconds(sent_bytes), join_seconds=join_seconds)
+
+    def _messages_seconds(self, sent_bytes: float, piece_seconds: float = 0.0) -> float:
+        """Return the seconds of messages to all others; between two of them, a device makes a piece."""
+        near = len(self.hosts[0]) - 1 if self.hosts else 0
+        far_seconds, near_seconds = self._far_seconds(1, sent_bytes), self.near_latency_seconds
+        near_seconds += sent_bytes * self.near_seconds_per_byte
+        far = (self.count - 1 - near) * max(far_seconds, piece_seconds)
+        return far + near * max(near_seconds, piece_seconds)
+
+    def _cut_and_send(self, layout: Layout, part_bytes: float, join_seconds: float) -> ExchangePhases:
+        """Return the phases in which each device cuts a part off for each device, and sends those of the others.
+
+        Where a call costs something, the parts leave together. Otherwise only the first one is waited for.
+        """
+        slice_seconds = self._slice_seconds(layout, part_bytes)
+        cut_seconds, first_seconds = self.count * slice_seconds, slice_seconds
+        piece_seconds = slice_seconds
+        if self.segment_seconds > slice_seconds:
+            first_seconds, piece_seconds = cut_seconds, 0.0
+        return ExchangePhases(
+            cut_seconds=cut_seconds,
+            first_seconds=first_seconds,
+            link_seconds=self._messages_seconds(part_bytes, piece_seconds),
+            join_seconds=join_seconds,
         )
 
-    def two_step_sum_seconds(self, size_bytes: int) -> float:
-        """Return the seconds of an all-reduce by reduce-scatter and all-gather."""
-        if self.count == 2:
-            return math.inf
-        others, share = self.count - 1, size_bytes / self.count
-        return (
-            2 * self._round_seconds
-            + 2 * others * share * self.seconds_per_byte
-            + 3 * size_bytes * self.copy_seconds_per_byte
-        )
+    def _slice_seconds(self, layout: Layout, part_bytes: float) -> float:
+        """Return the seconds to cut a part off: a slice, or one per row of an axis of several tensors, joined."""
+        join_seconds = self._operator_seconds(2 * part_bytes) if layout.outer > 1 else 0.0
+        return layout.outer * self._operator_seconds(2 * part_bytes / layout.outer) + join_seconds
+
+    def _join_seconds(self, source: Layout, size_bytes: float) -> float:
+        """Return the seconds to put parts together, after the last one has arrived."""
+        slices = source.outer * self._operator_seconds(0) if source.outer > 1 else 0.0
+        return slices + self._operator_seconds(2 * size_bytes)
 
     def halo_seconds(self, rows_bytes: float, window_bytes: float) -> float:
         """Return the seconds to exchange halos: bytes that a device receives, and bytes of its window."""
         if rows_bytes <= 0:
             return 0.0
-        seconds = self.segment_seconds + self.latency_seconds
-        return seconds + rows_bytes * self.seconds_per_byte + window_bytes * self.copy_seconds_per_byte
+        seconds = self.segment_seconds + self.latency_seconds + rows_bytes * self.seconds_per_byte
+        return self._operator_seconds(2 * rows_bytes) + seconds + self._operator_seconds(2 * window_bytes)
 
 
 @dataclass(frozen=True)
@@ -247,6 +372,8 @@ class WorkCosts:
                     max(self._scale(work, device, seconds[device]) for device, work in enumerate(works))
                     + self._halo_seconds(index, strategy, costs)
                     + self._range_seconds(index, strategy, costs)
+                    # The other devices do not compute it, but wait in the next exchange for the one that does.
+                    + (costs.latency_seconds if strategy.only_first >= 0 else 0.0)
                     for strategy, works in zip(strategies, cache[key])
                 ]
             )

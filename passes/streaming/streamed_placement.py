@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from onnxplace.errors import Diagnostic, format_count
-from onnxplace.facts import DeviceStream, Home, Placement, Profile, Schedule, Streaming
+from onnxplace.facts import DeviceStream, Home, Placement, Profile, Streaming
 from onnxplace.graph import Bools, Csr, Floats, Ints, OpGraph
 from onnxplace.passes.segments import cut_blocks, cut_into_segments, simulate_segments
 from onnxplace.passes.streaming.homes_program import DISK, HOST, Choice
@@ -94,8 +94,7 @@ def _without_streamed(
 
 def predict_step(state: State) -> float:
     """Return about the step of segments that wait for their weights; `split` merges and cuts some of them further."""
-    profile = state[Profile]
-    nodes = cut_into_segments(profile.graph, state[Placement].device, state[Schedule], profile.unit)
+    nodes = cut_into_segments(state)
     return simulate_segments(state, cut_blocks(state, nodes)).simulation.makespan_seconds
 
 

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "passes.cost_files": "errors facts model passes.profiling target utils",
     "passes.step_recognition": "errors graph model training_roles training_step utils",
     "passes.placement.grouping": "errors facts graph model passes.step_recognition problem state target utils",
-    "passes.placement.list_scheduling": "errors graph problem simulation state target utils",
+    "passes.placement.list_scheduling": "errors facts graph problem simulation state target utils",
     "passes.placement.search": (
         "errors facts graph passes.placement.grouping passes.placement.list_scheduling problem simulation state "
         "target utils"

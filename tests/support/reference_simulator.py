@@ -2,11 +2,12 @@
 
 Time. A device computes the nodes it was given one at a time, in the given order; a node starts once its device is
 free and all it reads is there. When a node finishes, each of its values is sent once to each other device that reads
-it; a transfer is booked at that moment and starts when the channels it needs are free.
+it; a transfer is booked at that moment and starts when the channels it needs are free: behind all that the device sends
+and, if it has a channel of its own to receive, in the first time that is free there for so long.
 
 Ties in time. Of nodes that finish at one instant, the one with the lowest number comes first; a node that takes no
 time joins them as soon as it has started. The values of one node are sent in order of their numbers, the copies of
-one value in order of the lowest number among their readers.
+one value to the devices behind its own, in order of their numbers, then to those from the first on.
 
 Ties in memory. At one instant, on one device: first, sends that end let go of what they sent; then nodes, in schedule
 order, start (taking room for their values and workspace) and finish (letting go of what nobody needs any more); then
@@ -97,7 +98,7 @@ def _in_time(
     queues = {d: [n for n in plain.order if plain.device[n] == d] for d in range(plain.devices)}
     free = dict.fromkeys(queues, 0.0)
     there: dict[Place, float] = {(v, d): 0.0 for v, p in enumerate(plain.producer) if p < 0 for d in queues}
-    channels: dict[tuple[str, int], float] = {}
+    channels: dict[tuple[str, int], list[tuple[float, float]]] = {}
     start: dict[int, float] = {}
     finish: dict[int, float] = {}
     transfers: list[Transfer] = []
@@ -115,7 +116,8 @@ def _in_time(
         start[node], finish[node], free[home] = begin, now, now
         for value in plain.makes[node]:
             there[value, home] = now
-            for other in dict.fromkeys(plain.device[reader] for reader in plain.readers[value]):
+            readers = dict.fromkeys(plain.device[reader] for reader in plain.readers[value])
+            for other in sorted(readers, key=lambda other: (other - home) % plain.devices):
                 if other != home:
                     sent = _book(target, channels, plain, value, home, other, now)
                     transfers.append(sent)
@@ -124,7 +126,7 @@ def _in_time(
 
 def _book(
     target: Target,
-    channels: dict[tuple[str, int], float],
+    channels: dict[tuple[str, int], list[tuple[float, float]]],
     plain: _Plain,
     value: int,
     source: int,
@@ -137,9 +139,17 @@ def _book(
         "sequential": [("at", source), ("at", destination)],
     }[target.link_model]
     link = _link(target, source, destination)
-    start = max([ready, *(channels.get(channel, 0.0) for channel in needed)])
-    finish = start + link.latency_seconds + plain.bytes[value] / link.bytes_per_second
-    channels.update(dict.fromkeys(needed, finish))
+    seconds = link.latency_seconds + plain.bytes[value] / link.bytes_per_second
+    fills_gaps = target.link_model == "duplex"
+    # Where a channel is behind all that was booked on it: times at which the transfer may start.
+    last = needed[:1] if fills_gaps else needed
+    first = max([ready, *(end for channel in last for _, end in channels.get(channel, ()))])
+    into = channels.get(needed[1], []) if fills_gaps else []
+    starts = sorted([first, *(end for _, end in into if end > first)])
+    start = next(s for s in starts if not any(begin < s + seconds and s < end for begin, end in into))
+    finish = start + seconds
+    for channel in needed:
+        channels.setdefault(channel, []).append((start, finish))
     return Transfer(value, source, destination, ready, start, finish)
 
 

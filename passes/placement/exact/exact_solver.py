@@ -191,7 +191,8 @@ def _search_widening(best: Incumbent, width: int, deadline: float, max_width: in
     tables = build_tables(best.problem)
     # Two devices with a channel each way: transfers to one come from the other only, in the order they were sent.
     has_shared_channels = not tables.free_links and (tables.devices > 2 or tables.one_channel)
-    proofs = [tables, tables._replace(receives=True, delays=True)][: 1 + has_shared_channels]
+    # Where a transfer may fill a gap of an incoming channel, sums and maxima along the actions are no bound on it.
+    proofs = [tables, tables._replace(receives=True, delays=True)][: 1 + tables.one_channel]
     relaxations = [tables._replace(receives=True)] * has_shared_channels
     if _memory_may_be_short(best.problem):
         careful = tables._replace(receives=has_shared_channels, careful=True)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.search.heap_kernels import pop, push
+from onnxplace.simulation import GAP, book_transfer, open_channels
 from onnxplace.target import LINK_MODELS, Target
 from onnxplace.utils import compiled_part, in_place
 
@@ -60,7 +61,7 @@ DEVICE = np.dtype(
         ("last", np.int64),
         ("ready", np.int64),  # number of nodes in its two heaps
         ("future", np.int64),
-        ("stamp", np.int64),  # the value last sent to it, or -1
+        ("stamp", np.int64),  # the value last sent to it or read there, or -1
     ],
     align=True,
 )
@@ -90,6 +91,8 @@ class Scratch(NamedTuple):
     """[device, node]."""
     devices: NDArray[Any]
     """Records of `DEVICE`."""
+    gaps: NDArray[Any]
+    """Records of `GAP`."""
 
 
 def build_wiring(graph: OpGraph, seconds: Floats, target: Target) -> Wiring:
@@ -114,8 +117,9 @@ def build_wiring(graph: OpGraph, seconds: Floats, target: Target) -> Wiring:
     )
 
 
-def new_scratch(nodes: int, devices: int) -> Scratch:
-    """Return arrays for simulations of a graph with this number of nodes."""
+def new_scratch(wiring: Wiring) -> Scratch:
+    """Return arrays for simulations of a graph."""
+    nodes, devices = len(wiring.order), len(wiring.latency)
 
     def floats() -> Floats:
         return np.zeros(nodes)
@@ -137,6 +141,7 @@ def new_scratch(nodes: int, devices: int) -> Scratch:
         ready_heap=np.zeros((devices, nodes), dtype=np.int32),
         future_heap=np.zeros((devices, nodes), dtype=np.int32),
         devices=np.zeros(devices, DEVICE),
+        gaps=np.zeros(devices + len(wiring.readers) + 1, GAP),
     )
 
 
@@ -202,6 +207,7 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
         record.ends, record.wake = np.inf, np.inf
         record.running, record.last, record.stamp = -1, -1, -1
         record.ready, record.future = 0, 0
+    open_channels(scratch.gaps, devices)
     # Count the inputs that each node waits for, and set its urgency.
     traffic = 0.0
     makespan = 0.0
@@ -296,32 +302,27 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
         makespan = now
         for k in range(wiring.out_starts[node], wiring.out_starts[node + 1]):
             value = wiring.outs[k]
+            # A value is sent once to each device, however many nodes read it there; to the next device first.
+            for j in range(wiring.read_starts[value], wiring.read_starts[value + 1]):
+                scratch.devices[device[wiring.readers[j]]].stamp = value
+            sender.arrival = now
+            for step in range(1, devices):
+                destination = (home + step) % devices
+                if scratch.devices[destination].stamp == value:
+                    transfer_seconds = (
+                        wiring.latency[home, destination]
+                        + wiring.value_bytes[value] * wiring.per_byte[home, destination]
+                    )
+                    traffic += transfer_seconds
+                    begin = book_transfer(
+                        scratch.devices, scratch.gaps, wiring.link_model, home, destination, now, transfer_seconds
+                    )
+                    scratch.devices[destination].arrival = begin + transfer_seconds
             for j in range(wiring.read_starts[value], wiring.read_starts[value + 1]):
                 reader = wiring.readers[j]
                 destination = device[reader]
                 receiver = scratch.devices[destination]
-                arrival = now
-                if destination != home:
-                    # A value is sent once to each device, however many nodes read it there. Its readers come one after
-                    # the other, so the last value sent to a device is all that has to be remembered.
-                    if receiver.stamp != value:
-                        receiver.stamp = value
-                        begin = now
-                        # Duplex links have a channel for each direction, sequential ones one for both.
-                        if wiring.link_model == 0:
-                            begin = max(now, max(sender.sending, receiver.receiving))
-                        elif wiring.link_model == 2:
-                            busy = max(max(sender.sending, sender.receiving), max(receiver.sending, receiver.receiving))
-                            begin = max(now, busy)
-                        transfer_seconds = (
-                            wiring.latency[home, destination]
-                            + wiring.value_bytes[value] * wiring.per_byte[home, destination]
-                        )
-                        traffic += transfer_seconds
-                        sender.sending = begin + transfer_seconds
-                        receiver.receiving = begin + transfer_seconds
-                        receiver.arrival = begin + transfer_seconds
-                    arrival = receiver.arrival
+                arrival = receiver.arrival
                 # Remember the input that arrives last: the reader waits for it.
                 if arrival >= scratch.available[reader]:
                     scratch.available[reader] = arrival

@@ -192,7 +192,7 @@ def evaluate_candidate(space: SearchSpace, name: str, device: Ints, order: Ints)
 
 def decode_candidate(space: SearchSpace, name: str, device: Ints, bias: Floats, level_weight: float) -> Candidate:
     """Return a placement as a candidate whose nodes run by urgency."""
-    scratch = new_scratch(len(device), len(space.problem.target.devices))
+    scratch = new_scratch(space.wiring)
     seconds, _ = decode(space.wiring, device.astype(np.int32), bias, level_weight, np.inf, scratch)
     return Candidate(
         name, device.astype(np.int32), bias, level_weight, run_order(space.problem.graph, scratch), float(seconds)
@@ -233,7 +233,7 @@ def improve(
         return start, 0
     max_proposals = MAX_PROPOSALS + MAX_PROPOSALS_PER_ATOM * free
     max_proposals = min(max_proposals, budget.proposals) if budget.proposals else max_proposals
-    scratch = new_scratch(len(problem.graph), len(problem.target.devices))
+    scratch = new_scratch(wiring)
     walk = start_walk(start.device, start.bias, len(problem.pinned), seed)
     best_device, best_bias = start.device.copy(), start.bias.copy()
     seconds, _ = decode(wiring, walk.device, walk.bias, start.level_weight, np.inf, scratch)

@@ -107,7 +107,7 @@ def placed_states(draw, overhead: float) -> tuple[State, list[np.ndarray]]:
     pattern = random.integers(0, devices, draw(st.integers(1, 8)))
     state = commit_by_hand(state, np.resize(pattern, nodes), start)
     schedule = state[Schedule]
-    segments = cut_into_segments(graph, state[Placement].device, schedule, state[Profile].unit)
+    segments = cut_into_segments(state)
     need = schedule.simulation.peak_bytes
     free = np.maximum(simulate_segments(state, segments).simulation.peak_bytes - need, 0)
     share = draw(st.sampled_from((0.0, 0.1, 0.5, 1.0)))

@@ -25,7 +25,7 @@ def with_call_seconds(state: State, seconds: float) -> State:
 
 def cut(state: State) -> list[np.ndarray]:
     """Return the segments of a placed state before they are merged."""
-    return cut_into_segments(state[Profile].graph, state[Placement].device, state[Schedule], state[Profile].unit)
+    return cut_into_segments(state)
 
 
 def names(state: State, segments) -> list[list[str]]:

@@ -53,6 +53,7 @@ class BatchScratch(NamedTuple):
     waiting: Longs
     available: Floats
     devices: NDArray[Any]
+    gaps: NDArray[Any]
     blocks: NDArray[Any]
     """Empty: no weights stream."""
     sent_nodes: Ints
@@ -128,6 +129,7 @@ def simulate_one(graph, device, order, scratch, start, finish):
         scratch.waiting,
         scratch.available,
         scratch.devices,
+        scratch.gaps,
         scratch.blocks,
         start,
         finish,

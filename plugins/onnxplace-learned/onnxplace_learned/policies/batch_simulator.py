@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.simulation import BLOCK, DEVICE
+from onnxplace.simulation import BLOCK, DEVICE, GAP
 from onnxplace.target import LINK_MODELS, Target
 from onnxplace_learned.policies.batch_kernels import (
     BatchGraph,
@@ -135,6 +135,7 @@ def new_batch_scratch(graph: OpGraph, devices: int) -> BatchScratch:
         waiting=np.zeros(nodes, dtype=np.int64),
         available=np.zeros(nodes),
         devices=np.zeros(devices, DEVICE),
+        gaps=np.zeros(devices + reads + 1, GAP),
         blocks=np.zeros(0, BLOCK),
         sent_nodes=np.zeros((3, reads), dtype=np.int32),
         sent_times=np.zeros((3, reads)),

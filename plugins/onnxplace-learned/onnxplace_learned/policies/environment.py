@@ -315,7 +315,7 @@ class Environment:
         nodes = len(graph)
         return Simulators(
             wiring=self.space.wiring,
-            search=new_scratch(nodes, devices),
+            search=new_scratch(self.space.wiring),
             bias=np.zeros(nodes),
             graph=self.simulator.arrays,
             scratch=new_batch_scratch(graph, devices),

@@ -188,7 +188,7 @@ class SequenceGraph:
         """
         problem, placements = self.problem, self.expand(device)
         count, space = len(problem.graph), self.environment.space
-        scratch = new_scratch(count, len(problem.target.devices))
+        scratch = new_scratch(space.wiring)
         # More than any difference of the urgencies to which the priority is added.
         step = float(count) if list_order == "topological" else self._longest_seconds
         weight = 0.0 if list_order == "topological" else 1.0

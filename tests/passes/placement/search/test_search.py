@@ -70,8 +70,8 @@ def place_at_random(problem, random):
 
 
 def score(problem, device, bias, level_weight=1.0, limit=np.inf):
-    scratch = new_scratch(len(problem.graph), len(problem.target.devices))
     wiring = build_wiring(problem.graph, problem.seconds, problem.target)
+    scratch = new_scratch(wiring)
     return decode(wiring, device, bias, level_weight, limit, scratch), scratch
 
 
@@ -152,7 +152,7 @@ def test_moves_keep_groups_and_pins_and_can_be_undone(problem, seed):
     device = place_at_random(problem, random)
     wiring, atoms = build_wiring(problem.graph, problem.seconds, problem.target), build_atoms(problem)
     scratch, walk = (
-        new_scratch(len(device), len(problem.target.devices)),
+        new_scratch(wiring),
         start_walk(device, np.zeros(len(device)), len(problem.pinned), seed),
     )
     for _ in range(40):
