@@ -57,6 +57,10 @@ class ExchangeCosts:
             kernel_seconds=kernel_seconds,
         )
 
+    def _parts(self, layout: Layout) -> int:
+        """Return the number of different parts of a value."""
+        return min(layout.blocks, self.count) if layout.is_split else self.count
+
     @property
     def _round_seconds(self) -> float:
         """Return the fixed cost of an exchange in which each device sends to each other one."""
@@ -66,17 +70,24 @@ class ExchangeCosts:
         """Return the seconds of a change of layout, infinite where there is none in one exchange."""
         if source == result:
             return 0.0
-        if source == REPLICATED:
+        if source.is_in_runs or result.is_in_runs:
+            return math.inf
+        share = size_bytes / self._parts(result)
+        has_copies = source.is_split and self._parts(source) < self.count
+        if source == REPLICATED or (has_copies and source.holds(result)):
             if result.is_split:
-                return self.kernel_seconds + size_bytes / self.count * self.copy_seconds_per_byte
+                return self.kernel_seconds + share * self.copy_seconds_per_byte
             return self.kernel_seconds + size_bytes * self.copy_seconds_per_byte  # zeros on all but one device
         others, copy, link = self.count - 1, self.copy_seconds_per_byte, self.seconds_per_byte
         if result == PARTIAL:
             return math.inf
-        share = size_bytes / self.count
         if source.is_split:
-            if result == REPLICATED:  # all-gather
-                return self._round_seconds + others * share * link + size_bytes * copy
+            if result == REPLICATED:  # all-gather, from as many devices as there are parts
+                others = self._parts(source) - 1
+                received = size_bytes * others / self._parts(source)
+                return self.segment_seconds + others * self.latency_seconds + received * link + size_bytes * copy
+            if has_copies or self._parts(result) < self.count:
+                return math.inf
             return self._round_seconds + others * share / self.count * link + 2 * share * copy  # all-to-all
         if result.is_split:  # reduce-scatter
             return self._round_seconds + others * share * link + 3 * share * copy

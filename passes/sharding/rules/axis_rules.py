@@ -35,6 +35,8 @@ class AxisRule:
     """Input position -> number of equal tensors that lie one after the other along its axis, such as q, k and v."""
     edit: Edit | None = None
     """Adapts a device's copy of the node."""
+    shared: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    """("in" or "out", position) -> axis and units there, of tensors with fewer units than devices: each is on several."""
 
 
 Rule = Callable[[NodeView], Iterable[AxisRule]]
