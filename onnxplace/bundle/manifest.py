@@ -227,6 +227,8 @@ class SplitStateRecord(Record):
     outputs: tuple[str, ...]
     sizes: tuple[Bytes, ...] = ()
     """Size of each part along the axis."""
+    copies: Annotated[int, Field(ge=1)] = 1
+    """So many parts, one after the other, are equal copies of one."""
 
 
 class ShardingRecord(Record):

@@ -245,7 +245,7 @@ def list_split_faults(manifest: Manifest) -> Iterator[str]:
     for state in manifest.sharding.states if manifest.sharding else ():
         parts = list(zip(state.inputs, state.outputs))
         complete = len(parts) == len(state.inputs) == len(state.outputs) > 0
-        sized = state.axis < 0 or len(state.sizes) == len(parts)
+        sized = state.axis < 0 or (len(state.sizes) == len(parts) and len(parts) % state.copies == 0)
         if not (complete and sized and pairs.issuperset(parts)):
             yield f"the parts of state {state.input!r} are not states of the bundle, each with a size"
 

@@ -84,13 +84,15 @@ def _cut(state: SplitStateRecord, array: Array) -> list[Array]:
     """Return the parts of a whole state."""
     if state.axis < 0:
         return [array] * len(state.inputs)
-    size = sum(state.sizes)
+    sizes = state.sizes[:: state.copies]
+    size = sum(sizes)
     if array.ndim <= state.axis or array.shape[state.axis] != size:
         message = f"expected {size} elements along axis {state.axis}, got the shape {list(array.shape)}"
         raise FeedError("F003", message, where=f"state {state.input!r}", hint="its axis is split over devices")
-    return np.split(array, np.cumsum(state.sizes)[:-1], axis=state.axis)
+    parts = np.split(array, np.cumsum(sizes)[:-1], axis=state.axis)
+    return [part for part in parts for _ in range(state.copies)]
 
 
 def _join(state: SplitStateRecord, parts: Iterable[Any]) -> Any:
-    arrays = [np.asarray(part) for part in parts]
+    arrays = [np.asarray(part) for part in parts][:: state.copies]
     return arrays[0] if state.axis < 0 else np.concatenate(arrays, axis=state.axis)

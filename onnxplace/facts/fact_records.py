@@ -489,6 +489,8 @@ class SplitState:
     """Outputs of the parts, in the same order."""
     sizes: tuple[int, ...] = ()
     """Size of each part along the axis."""
+    copies: int = 1
+    """Number of devices, next to each other, that have each part: heads of keys that are fewer than devices."""
 
 
 @dataclass(frozen=True)

@@ -282,7 +282,8 @@ def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitSta
             devices = range(space.division.count)
             sizes = tuple(space.division.local_size(layout, shape[layout.axis], device) for device in devices)
         axis = layout.axis if layout.is_split else -1
-        states.append(SplitState(name, parts.output, axis, parts.inputs, parts.outputs, sizes))
+        copies = space.division.copies(layout) if layout.is_split else 1
+        states.append(SplitState(name, parts.output, axis, parts.inputs, parts.outputs, sizes, copies))
     return tuple(states)
 
 

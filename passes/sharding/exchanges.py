@@ -213,7 +213,8 @@ class ExchangeWriter:
         if layout == REPLICATED:
             self.weights.setdefault(name, tensor)
             return name
-        key = (name, layout, device)
+        # Equal parts of several devices are one weight.
+        key = (name, layout, device - device % self.division.copies(layout))
         if key not in self.parts:
             part = self.name(f"{name}/part{device}")
             ranges = self.division.ranges(layout, tensor.dims[layout.axis], device)
@@ -236,7 +237,9 @@ class ExchangeWriter:
             return self.all_reduce(name, device)
         if source == PARTIAL:
             return self.reduce_scatter(name, layout, device)
-        if source.axis == layout.axis:
+        if self.division.copies(source) > 1 and source.holds(layout):
+            return self.slice_part(name, source, layout, device)
+        if source.axis == layout.axis or max(self.division.copies(source), self.division.copies(layout)) > 1:
             return self.slice_copy(name, layout, device)
         return self.all_to_all(name, source, layout, device)
 
@@ -292,6 +295,17 @@ class ExchangeWriter:
         copy = self.get(name, REPLICATED, device)
         return self.ranges_of(copy, layout.axis, size, ranges, device, self.bytes(name, layout, device))
 
+    def slice_part(self, name: str, source: Layout, layout: Layout, device: int) -> str:
+        """Return a device's part of a value, from a larger one that it shares with others."""
+        size, axis = self.facts.shapes[name][layout.axis], layout.axis
+        wide, ranges = (self.division.ranges(item, size, device) for item in (source, layout))
+        width = wide[0][1] - wide[0][0]
+        # The rows of the larger part follow one another.
+        starts = [row * width - first for row, (first, _) in enumerate(wide)]
+        own = [(low + start, high + start) for (low, high), start in zip(ranges, starts)]
+        part = self.get(name, source, device)
+        return self.ranges_of(part, axis, width * len(wide), own, device, self.bytes(name, layout, device))
+
     def as_summand(self, name: str, device: int) -> str:
         """Return the value itself on the first device, zeros on the others."""
         copy = self.get(name, REPLICATED, device)
@@ -310,7 +324,8 @@ class ExchangeWriter:
 
     def gather(self, name: str, source: Layout, device: int) -> str:
         self.count("all-gather", name)
-        pieces = [self.gathered_part(name, source, other, device) for other in self.devices]
+        holders = self.division.holders(source, device)
+        pieces = [self.gathered_part(name, source, other, device) for other in holders]
         return self.merge(name, source, pieces, self.facts.shapes[name], device, self.facts.bytes(name))
 
     def gathered_part(self, name: str, source: Layout, other: int, device: int) -> str:
@@ -333,14 +348,14 @@ class ExchangeWriter:
     def merge(
         self, name: str, source: Layout, pieces: Sequence[str], shape: Sequence[int], device: int, size_bytes: int
     ) -> str:
-        """Return the parts of a value, one per device, put together along their split axis."""
+        """Return the parts of a value, each from one device, put together along their split axis."""
         axis, ordered = source.axis, []
         result = self.part_name(name, REPLICATED, device)
         # Fused values, such as query, key and value in one, have parts per row: sort the rows of all devices by row.
         if source.outer == 1:
             return self.concat(pieces, axis, result, device, 2 * size_bytes)
         for row in range(source.outer):
-            for other, piece in zip(self.devices, pieces):
+            for other, piece in zip(self.division.holders(source, device), pieces):
                 rows = self.division.local_size(source, shape[axis], other) // source.outer
                 share = size_bytes // (source.outer * len(pieces))
                 ordered.append(self.slice(piece, axis, row * rows, (row + 1) * rows, device, 2 * share))

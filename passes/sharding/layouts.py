@@ -20,7 +20,11 @@ class Layout(NamedTuple):
 
     A split axis of size n is seen as [outer, n / outer]. Each of the `outer` rows is cut at multiples of
     n / outer / blocks. `outer` above 1 serves axes that hold several tensors one after the other, such as q, k and v.
-    `blocks` keeps units together, such as the heads of an attention.
+    `blocks` keeps units together, such as the heads of an attention. With fewer blocks than devices, each block is on
+    several devices, next to each other in the group.
+
+    An axis whose size is not fixed is cut in runs: seen as [n / -outer, -outer], it may have any number of rows. So it
+    is where a symbolic batch and heads are merged into one axis.
 
     >>> REPLICATED.is_split, Layout(1, 1, 2).is_split
     (False, True)
@@ -35,11 +39,26 @@ class Layout(NamedTuple):
     def is_split(self) -> bool:
         return self.axis >= 0
 
+    @property
+    def is_in_runs(self) -> bool:
+        """Return whether the axis may have any number of rows. Values of such layouts change to no other layout."""
+        return self.outer < 0
+
+    def holds(self, finer: Layout) -> bool:
+        """Return whether a device of a layout with copies has its part of another one within its own."""
+        return finer[:2] == self[:2] and self.blocks > 0 and finer.blocks % self.blocks == 0
+
+    def in_runs(self, size: int) -> Layout:
+        """Return the layout with rows of this length, for an axis of this size at the sizes of the compilation."""
+        return self._replace(outer=-size // self.outer)
+
     def __str__(self) -> str:
         if self.axis == _REPLICATED_AXIS:
             return "replicated"
         if self.axis == _PARTIAL_AXIS:
             return "partial"
+        if self.is_in_runs:
+            return f"axis {self.axis} in runs of {-self.outer}"
         return f"axis {self.axis}" + (f" in {self.outer} parts" if self.outer > 1 else "")
 
 
@@ -90,11 +109,15 @@ class Division:
     def split(self, axis: int, size: int, outer: int = 1, blocks: int = 0) -> Layout | None:
         """Return the layout of a split axis in its simplest form; None if some device would get nothing.
 
-        Without `blocks`, the axis is cut as evenly as the shares ask for.
+        Without `blocks`, the axis is cut as evenly as the shares ask for. Fewer blocks than devices are shared out if
+        each is on the same number of like devices.
         """
-        if min(outer, size) < 1 or size % outer:
+        if size < 1 or not outer or size % outer:
             return None
-        inner = size // outer
+        inner = size // outer if outer > 0 else -outer
+        if 1 < blocks < self.count:
+            can_share = self.is_even and self.count % blocks == 0 and inner % blocks == 0
+            return Layout(axis, outer, blocks) if can_share else None
         blocks = blocks or inner
         if blocks < self.count or inner % blocks:
             return None
@@ -104,17 +127,38 @@ class Division:
         # Blocks that all cuts keep together are one block: layouts with the same cuts are then equal.
         return Layout(axis, outer, blocks // math.gcd(blocks, *cuts))
 
+    def copies(self, layout: Layout) -> int:
+        """Return how many devices have each part of a split value.
+
+        >>> Division((1.0,) * 4).copies(Layout(0, 1, 2))
+        2
+        """
+        return max(self.count // layout.blocks, 1)
+
+    def holders(self, layout: Layout, device: int) -> range:
+        """Return devices that together have each part once, in order; readers spread over the copies."""
+        copies = self.copies(layout)
+        return range(device % copies, self.count, copies)
+
+    def blocks_of(self, layout: Layout, device: int) -> tuple[int, int]:
+        """Return the blocks [first, end) of a split axis that a device has."""
+        copies = self.copies(layout)
+        if copies > 1:
+            return device // copies, device // copies + 1
+        cuts = self.cuts(layout.blocks)
+        return cuts[device], cuts[device + 1]
+
     def ranges(self, layout: Layout, size: int, device: int) -> list[tuple[int, int]]:
         """Return the ranges [low, high) of a split axis of this size that a device has: `outer` of them."""
         inner = size // layout.outer
-        block, cuts = inner // layout.blocks, self.cuts(layout.blocks)
-        low, high = cuts[device] * block, cuts[device + 1] * block
+        block, (first, end) = inner // layout.blocks, self.blocks_of(layout, device)
+        low, high = first * block, end * block
         return [(row * inner + low, row * inner + high) for row in range(layout.outer)]
 
     def local_size(self, layout: Layout, size: int, device: int) -> int:
         """Return the size of a split axis on a device."""
-        cuts = self.cuts(layout.blocks)
-        return size // layout.blocks * (cuts[device + 1] - cuts[device])
+        first, end = self.blocks_of(layout, device)
+        return size // layout.blocks * (end - first)
 
     def local_shape(self, layout: Layout, shape: Sequence[int], device: int) -> tuple[int, ...]:
         """Return the shape of a device's part of a value."""
@@ -128,8 +172,8 @@ class Division:
         """Return which fraction of a value a device has."""
         if not layout.is_split:
             return 1.0
-        cuts = self.cuts(layout.blocks)
-        return (cuts[device + 1] - cuts[device]) / layout.blocks
+        first, end = self.blocks_of(layout, device)
+        return (end - first) / layout.blocks
 
     def largest_fraction(self, layout: Layout | None) -> float:
         """Return the largest fraction of a value that a device has; 1 for an omitted one."""

@@ -65,7 +65,8 @@ def reshape_layout(source: Shape, result: Shape, layout: Layout, division: Divis
         return None
     first_source, first_result, end_result = group
     # In row-major order, the tensor has this many rows that are cut alike.
-    rows = math.prod(source[first_source : layout.axis]) * layout.outer
+    outer = source[layout.axis] // -layout.outer if layout.is_in_runs else layout.outer
+    rows = math.prod(source[first_source : layout.axis]) * outer
     before = 1
     for axis in range(first_result, end_result):
         if result[axis] > 1 and before <= rows < before * result[axis] and rows % before == 0:
@@ -112,10 +113,12 @@ def set_reshape_target(source: Layout) -> Edit:
         assert layout is not None
         view = local.view
         if 1 not in view.constants:
-            local.override_entry(1, 0, layout.axis, local.out_shape()[layout.axis])
+            if not layout.is_in_runs:
+                local.override_entry(1, 0, layout.axis, local.out_shape()[layout.axis])
             return
         target = view.constants[1].reshape(-1).tolist()
-        target[layout.axis] = local.out_shape()[layout.axis]
+        if not layout.is_in_runs:
+            target[layout.axis] = local.out_shape()[layout.axis]
         copied = source.axis
         # A zero copies the size of the input, which is now that of the part.
         if copied != layout.axis and copied < len(target) and target[copied] == 0:
@@ -125,23 +128,32 @@ def set_reshape_target(source: Layout) -> Edit:
     return edit
 
 
-def can_reshape_parts(view: NodeView, source: Layout, result: Layout, division: Division) -> bool:
-    """Return whether the node itself reshapes parts correctly.
+def can_reshape_parts(
+    view: NodeView, source: Layout, result: Layout, division: Division, fixed: Sequence[bool] = ()
+) -> bool:
+    """Return whether the node itself reshapes parts correctly; `fixed`: which axes of its result have a fixed size.
 
     A Squeeze without axes would also remove a part's axis of size 1. A computed target may have a zero, which copies
-    the size of the part instead of the whole.
+    the size of the part instead of the whole. An axis in runs has no size that could be written: the node computes it.
     """
     if view.op == "Squeeze":
         named = view.attribute("axes") is not None or view.has(1)
         size = view.shape(0)[source.axis]
-        return named or all(division.local_size(source, size, device) > 1 for device in range(division.count))
+        return named or (
+            not source.is_in_runs
+            and all(division.local_size(source, size, device) > 1 for device in range(division.count))
+        )
     if view.op != "Reshape":
         return True
     if view.attribute("allowzero", 0) and 0 in view.shape(0):
         return False
+    if result.is_in_runs and view.target_entry(result.axis) not in (-1, 0 if source.axis == result.axis else -1):
+        return False
     copied, shape = source.axis, view.result()
     is_computed = view.has(1) and 1 not in view.constants
     may_copy = is_computed and copied != result.axis and copied < len(shape)
+    if may_copy and fixed and not source.is_in_runs:
+        may_copy = fixed[copied]  # a copy of a fixed size is fixed
     return not (may_copy and shape[copied] == view.shape(0)[copied])
 
 
@@ -288,7 +300,7 @@ class StrategyTable:
             cuts: ("in" or "out", position, axis) -> cuts of that axis that other nodes may ask for.
             free: ("in" or "out", position) -> per axis, whether it may be split.
         """
-        candidates = [self.whole(view), *self._split_strategies(view, cuts)]
+        candidates = [self.whole(view), *self._split_strategies(view, cuts, free)]
         distinct: dict[tuple[Layouts, Layouts], NodeStrategy] = {}
         for strategy in candidates:
             if self._is_allowed(strategy, free):
@@ -298,11 +310,17 @@ class StrategyTable:
     def _is_allowed(self, strategy: NodeStrategy, free: Mapping[tuple[str, int], tuple[bool, ...]]) -> bool:
         for side, layouts in (("in", strategy.inputs), ("out", strategy.outputs)):
             for position, layout in enumerate(layouts):
-                if layout is not None and layout.is_split and not free[side, position][layout.axis]:
+                # Only axes of a fixed size are cut at fixed positions, and only others in runs.
+                if layout is not None and layout.is_split and free[side, position][layout.axis] == layout.is_in_runs:
                     return False
         return True
 
-    def _split_strategies(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
+    def _split_strategies(
+        self,
+        view: NodeView,
+        cuts: Mapping[tuple[str, int, int], Cuts],
+        free: Mapping[tuple[str, int], tuple[bool, ...]],
+    ) -> Iterator[NodeStrategy]:
         if view.node.op_type == "Shape" and view.node.domain == "":
             yield from self._shapes(view, cuts)
             return
@@ -311,7 +329,7 @@ class StrategyTable:
         if view.node.domain not in ("", "ai.onnx"):
             return
         if view.op in RESHAPES:
-            yield from self._reshapes(view, cuts)
+            yield from self._reshapes(view, cuts, free["out", 0])
         if view.op in ("Split", "Concat"):
             yield from self._own_axis(view, cuts)
         if view.op in WINDOWED and view.rank() > ROW_AXIS:
@@ -330,11 +348,18 @@ class StrategyTable:
                 key: self.division.split(axis, size, outer * fused, blocks)
                 for key, (axis, size, fused) in sizes.items()
             }
+            layouts |= {key: self._share(view, *key, *cut) for key, cut in rule.shared.items()}
             if None in layouts.values():
+                continue
+            # Devices with equal parts would add these up twice.
+            if rule.effect != "map" and any(self.division.copies(layout) > 1 for layout in layouts.values() if layout):
                 continue
             rest = REPLICATED if rule.effect == "map" else PARTIAL
             outputs = _lay_out(view.outputs, layouts, "out", rest)
-            if rule.effect == "map" and REPLICATED in outputs and not rule.shares_range:
+            if rule.effect == "map" and any(
+                layout == REPLICATED and ("out", position) not in rule.shared and not rule.shares_range
+                for position, layout in enumerate(outputs)
+            ):
                 continue
             inputs = _lay_out(view.inputs, layouts, "in", REPLICATED)
             yield NodeStrategy(
@@ -344,6 +369,14 @@ class StrategyTable:
                 weighs_means=rule.effect == "mean",
                 shares_range=rule.shares_range,
             )
+
+    def _share(self, view: NodeView, side: str, position: int, axis: int, units: int) -> Layout | None:
+        """Return the layout of fewer units than devices, each on several of them; None if they cannot be shared out."""
+        shapes = view.inputs if side == "in" else view.outputs
+        shape = shapes[position]
+        if shape is None or units == 1:
+            return REPLICATED
+        return self.division.split(axis, shape[axis], 1, units) if units < self.division.count else None
 
     def _can_follow(self, view: NodeView, rule: AxisRule) -> bool:
         """Return whether devices may compute the parts of a rule: also sums of them, where it asks for sums."""
@@ -370,17 +403,19 @@ class StrategyTable:
         others = (None if shape is None else REPLICATED for shape in view.inputs[1:])
         return NodeStrategy((source, *others), (result,), edit=edit)
 
-    def _reshapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
+    def _reshapes(
+        self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts], fixed: Sequence[bool]
+    ) -> Iterator[NodeStrategy]:
         source, result = view.shape(0), view.result()
         pairs: set[tuple[Layout, Layout]] = set()
         for layout in self._layouts("in", source, cuts):
             if (other := reshape_layout(source, result, layout, self.division)) is not None:
-                pairs.add((layout, other))
+                pairs |= {(layout, other), (layout, other.in_runs(result[other.axis]))}
         for layout in self._layouts("out", result, cuts):
             if (other := reshape_layout(result, source, layout, self.division)) is not None:
-                pairs.add((other, layout))
+                pairs |= {(other, layout), (other.in_runs(source[other.axis]), layout)}
         for before, after in sorted(pairs):
-            if can_reshape_parts(view, before, after, self.division):
+            if can_reshape_parts(view, before, after, self.division, fixed):
                 edit = set_reshape_target(before) if view.op == "Reshape" else None
                 yield self._with_first(view, before, after, edit)
 
@@ -408,7 +443,7 @@ class StrategyTable:
             if outer % parts == 0:
                 options.add((outer // parts, blocks))
         for outer, blocks in sorted(options):
-            if outer > 1:
+            if outer != 1:
                 continue  # parts that are fused themselves would interleave
             part = self.division.split(axis, one[axis] // parts, outer, blocks)
             whole = self.division.split(axis, one[axis], outer * parts, blocks)
@@ -422,7 +457,8 @@ class StrategyTable:
 
     def _shapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
         for layout in self._layouts("in", view.shape(0), cuts):
-            yield NodeStrategy((layout,), (REPLICATED,), overrides_shape=True)
+            if not layout.is_in_runs:
+                yield NodeStrategy((layout,), (REPLICATED,), overrides_shape=True)
 
     def _windows(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
         """Yield strategies by rows: of a whole input, and of one that is split by rows, with halos."""
@@ -466,9 +502,11 @@ def _list_cuts(rule: AxisRule, sizes: _AxisSizes, cuts: Mapping[tuple[str, int, 
     options = {(1, rule.units)} if rule.units and sizes else set()
     for (side, position), (axis, _, fused) in sizes.items():
         found = cuts.get((side, position, axis), frozenset())
-        options |= {(outer // fused, blocks) for outer, blocks in found if outer % fused == 0}
+        options |= {
+            (outer // fused, blocks) for outer, blocks in found if outer % fused == 0 and (outer > 0 or fused == 1)
+        }
     if rule.units:
-        options = {(outer, blocks) for outer, blocks in options if outer <= 1 and rule.units % blocks == 0}
+        options = {(outer, blocks) for outer, blocks in options if outer == 1 and rule.units % blocks == 0}
     return sorted(options)
 
 

@@ -34,6 +34,8 @@ class NodeView:
     """Input position -> value, for small integer constants, scales of Resize, and numbers that multiply or divide."""
     element_types: tuple[int, ...] = ()
     """Element type of each output."""
+    entries: tuple[int | None, ...] = ()
+    """Entries of the target of a Reshape that is put together of constants and computed sizes, which are None."""
 
     @property
     def op(self) -> str:
@@ -69,6 +71,11 @@ class NodeView:
                 value = helper.get_attribute_value(attribute)
                 return value.decode() if isinstance(value, bytes) else value
         return default
+
+    def target_entry(self, axis: int) -> int | None:
+        """Return an entry of the target of a Reshape, None if it is computed."""
+        known = self.constants[1].reshape(-1).tolist() if 1 in self.constants else self.entries
+        return known[axis] if axis < len(known) else None
 
     def axis(self, default: int, rank: int | None = None) -> int:
         """Return the attribute `axis`, from 0; raises LookupError for a scalar."""

@@ -88,7 +88,9 @@ class ShardedModelWriter(ExchangeWriter):
         for name, layout, _ in self.parts:
             if name not in self.facts.is_weight or name in self.weights or name in complete:
                 continue
-            names = [self.parts.get((name, layout, device)) for device in self.devices]
+            # Parts that several devices have are under the first of them.
+            holders = self.division.holders(layout, 0) if layout.is_split else self.devices
+            names = [self.parts.get((name, layout, device)) for device in holders]
             present = [part for part in names if part is not None]
             if len(present) == len(names):
                 complete[name] = WeightParts(layout, tuple(present))

@@ -100,11 +100,22 @@ class ExchangeCosts:
         """
         if source == result:
             return 0.0
-        if source == REPLICATED and result.is_split:
-            return self._slice_seconds(result, size_bytes / self.count)
-        if source == REPLICATED:  # zeros on all but one device
-            return self._operator_seconds(size_bytes)
-        return math.inf if result == PARTIAL else self.phases(source, result, size_bytes).seconds(self.segment_seconds)
+        if source.is_in_runs or result.is_in_runs:
+            return math.inf
+        if self.is_local(source, result):
+            if result.is_split:
+                return self._slice_seconds(result, size_bytes / self._parts(result))
+            return self._operator_seconds(size_bytes)  # zeros on all but one device
+        if result == PARTIAL:
+            return math.inf
+        if source.is_split and result.is_split and min(self._parts(source), self._parts(result)) < self.count:
+            return math.inf
+        return self.phases(source, result, size_bytes).seconds(self.segment_seconds)
+
+    def is_local(self, source: Layout, result: Layout) -> bool:
+        """Return whether each device has its part of a layout within what it has of another one."""
+        has_copies = source.is_split and self._parts(source) < self.count
+        return source == REPLICATED or (has_copies and source.holds(result))
 
     def phases(self, source: Layout, result: Layout, size_bytes: int) -> ExchangePhases:
         """Return what an exchange takes, phase by phase, from a split or partial value to a split or whole one."""
@@ -114,7 +125,7 @@ class ExchangeCosts:
         if source.is_split:  # all-gather
             return self._shorter(*self._gather(source, size_bytes))
         if result.is_split:  # reduce-scatter
-            return self._shorter(*self._reduce_scatter(result, share))
+            return self._shorter(*self._reduce_scatter(result, size_bytes / self._parts(result)))
         direct = self._send(size_bytes, self._operator_seconds((self.count + 1) * size_bytes))
         return self._two_step_sum(size_bytes) if self.sums_in_two_steps(size_bytes) else direct
 
@@ -134,7 +145,7 @@ class ExchangeCosts:
 
     def scatters_by_host(self, result: Layout, size_bytes: int) -> bool:
         """Return whether a reduce-scatter is shorter if each host adds up its summands first."""
-        direct, by_host = self._reduce_scatter(result, size_bytes / self.count)
+        direct, by_host = self._reduce_scatter(result, size_bytes / self._parts(result))
         return self._shorter(direct, by_host) is not direct
 
     def _shorter(self, direct: ExchangePhases, by_host: ExchangePhases | None) -> ExchangePhases:
@@ -144,21 +155,22 @@ class ExchangeCosts:
 
     def _gather(self, source: Layout, size_bytes: float) -> tuple[ExchangePhases, ExchangePhases | None]:
         """Return the phases of an all-gather, and of one by host."""
-        share, direct = (
-            size_bytes / self.count,
-            self._send(size_bytes / self.count, self._join_seconds(source, size_bytes)),
-        )
+        parts = self._parts(source)
+        share, join_seconds = size_bytes / parts, self._join_seconds(source, size_bytes)
+        if parts < self.count:  # from as many devices as there are parts
+            return ExchangePhases(link_seconds=self._far_seconds(parts - 1, share), join_seconds=join_seconds), None
+        direct = self._send(share, join_seconds)
         if not self._has_near_links:
             return direct, None
         relay_seconds = (len(self.hosts) - 1) * self._operator_seconds(2 * share)
-        # One message more than there are: near ones that are sent first wait behind those that cross to their receivers.
+        # One message more than there are: near ones sent first wait behind those that cross to their receivers.
         link_seconds = self._far_seconds(len(self.hosts), share) + relay_seconds + self._near_seconds(share)
         return direct, replace(direct, link_seconds=link_seconds, rounds=2)
 
     def _reduce_scatter(self, result: Layout, share: float) -> tuple[ExchangePhases, ExchangePhases | None]:
         """Return the phases of a reduce-scatter, and of one by host; `share` is what each device adds up, in bytes."""
         direct = self._cut_and_send(result, share, self._operator_seconds((self.count + 1) * share))
-        if not self._has_near_links:
+        if not self._has_near_links or self._parts(result) < self.count:
             return direct, None
         hosts, local = len(self.hosts), len(self.hosts[0])
         add_seconds = hosts * self._operator_seconds((local + 1) * share)
@@ -166,6 +178,10 @@ class ExchangeCosts:
         return direct, replace(
             direct, link_seconds=link_seconds, join_seconds=self._operator_seconds((hosts + 1) * share), rounds=2
         )
+
+    def _parts(self, layout: Layout) -> int:
+        """Return the number of different parts of a value."""
+        return min(layout.blocks, self.count) if layout.is_split else self.count
 
     @property
     def _has_near_links(self) -> bool:
@@ -180,7 +196,8 @@ class ExchangeCosts:
         return messages * (self.near_latency_seconds + share * self.near_seconds_per_byte)
 
     def _two_step_sum(self, size_bytes: int) -> ExchangePhases:
-        first, second = (self.phases(*pair, size_bytes) for pair in ((PARTIAL, Layout(0)), (Layout(0), REPLICATED)))
+        part = Layout(0, 1, self.count)
+        first, second = (self.phases(*pair, size_bytes) for pair in ((PARTIAL, part), (part, REPLICATED)))
         between = first.link_seconds + first.join_seconds + second.link_seconds
         return replace(first, link_seconds=between, join_seconds=second.join_seconds, rounds=2)
 

@@ -96,7 +96,8 @@ class _Step:
 
     def is_exchanged(self, source: Layout, layout: Layout, wanted: dict[Layout, None]) -> bool:
         """Return whether a layout comes from other devices: not what can be cut from a copy."""
-        return source != REPLICATED and layout != PARTIAL and (layout == REPLICATED or REPLICATED not in wanted)
+        is_local = self.costs.is_local(source, layout) or layout == PARTIAL
+        return not is_local and (layout == REPLICATED or REPLICATED not in wanted)
 
     def receive(self, name: str, layout: Layout, size_bytes: int) -> None:
         """Wait for a value in a layout, and put it together; once for all readers."""
@@ -108,6 +109,7 @@ class _Step:
             self.busy_until = max(self.busy_until, self.arrival[name, layout])
             self.busy_until += self.costs.phases(source, layout, size_bytes).join_seconds
             return
-        if source != REPLICATED:
+        if not self.costs.is_local(source, layout):
             self.receive(name, REPLICATED, size_bytes)
-        self.busy_until += self.costs.seconds(REPLICATED, layout, size_bytes)
+            source = REPLICATED
+        self.busy_until += self.costs.seconds(source, layout, size_bytes)

@@ -123,6 +123,7 @@ class _Spreader:
                     view.outputs,
                     tuple((position, array.tobytes()) for position, array in view.constants.items()),
                     view.element_types,
+                    view.entries,
                     tuple((fixed.get(name), self._facts.can_split(name)) for name in (*node.input, *node.output)),
                     tuple(name in self._facts.is_weight for name in node.input),
                     str(self._other_shapes[index]),
@@ -133,8 +134,9 @@ class _Spreader:
     def _first_cuts(self, name: str) -> _AxisCuts:
         cuts = []
         for axis, size in enumerate(self._facts.shapes[name]):
-            # The evenest cut, or none where the axis is too short or fixed.
-            layout = self._division.split(axis, size) if self._is_free(name, axis) else None
+            # The evenest cut, or one whose parts are on several devices each, such as few heads of keys.
+            split = self._division.split
+            layout = (split(axis, size) or split(axis, size, 1, size)) if self._is_free(name, axis) else None
             cuts.append(frozenset() if layout is None else frozenset([(layout.outer, layout.blocks)]))
         return tuple(cuts)
 

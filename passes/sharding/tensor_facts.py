@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +50,8 @@ class TensorFacts:
     """Small integer initializers, and scales of Resize."""
     others: Sequence[Mapping[str, Shape]] = ()
     """Shapes at other sizes of the symbolic dimensions, as far as the model takes them; weights are left out."""
+    entries: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    """Entries of targets that a Concat puts together of constants and of computed sizes, which are None."""
 
     @staticmethod
     def of(model: Model) -> TensorFacts:
@@ -69,7 +71,8 @@ class TensorFacts:
                 shapes[name] = tuple(tensor.dims)
                 fixed[name] = (True,) * len(tensor.dims)
                 types[name] = tensor.data_type
-        return TensorFacts(model, shapes, fixed, types, read_constants(model), others)
+        constants = read_constants(model)
+        return TensorFacts(model, shapes, fixed, types, constants, others, _read_entries(model, shapes, constants))
 
     def can_split(self, name: str) -> bool:
         """Return whether a value has a type that Slice and Concat take; weights are cut before the model runs."""
@@ -107,6 +110,7 @@ class TensorFacts:
             opset=self.model.opset,
             constants={i: self.constants[name] for i, name in enumerate(node.input) if name in self.constants},
             element_types=tuple(self.types.get(name, 0) for name in node.output if name),
+            entries=self.entries.get(node.input[1], ()) if node.op_type == "Reshape" and len(node.input) > 1 else (),
         )
 
     def list_other_shapes(self, names: Sequence[str]) -> list[tuple[Shape | None, ...]] | None:
@@ -141,6 +145,22 @@ def read_constants(model: Model) -> dict[str, NDArray[Any]]:
         if is_small and is_read and tensor.data_location != TensorProto.EXTERNAL:
             constants[name] = numpy_helper.to_array(tensor)
     return constants
+
+
+def _read_entries(
+    model: Model, shapes: Mapping[str, Shape], constants: Mapping[str, NDArray[Any]]
+) -> dict[str, tuple[int | None, ...]]:
+    """Return what is known of the targets of Reshape that a Concat puts together."""
+    targets = {node.input[1] for node in model.nodes if node.op_type == "Reshape" and len(node.input) > 1}
+    entries = {}
+    for node in model.nodes:
+        if node.op_type == "Concat" and node.output[0] in targets and shapes.keys() >= {*node.input}:
+            pieces = [
+                constants[name].reshape(-1).tolist() if name in constants else [None] * math.prod(shapes[name])
+                for name in node.input
+            ]
+            entries[node.output[0]] = tuple(entry for piece in pieces for entry in piece)
+    return entries
 
 
 def _has_fixed_inputs(model: Model) -> bool:

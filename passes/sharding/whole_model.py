@@ -104,12 +104,14 @@ class _WholeModel:
     def _join_state(self, name: str, state: StateLayout) -> list[NodeProto]:
         if not state.layout.is_split:
             return [helper.make_node("Identity", [state.inputs[0]], [name], name=f"{name}/joined")]
-        return self._join(name, state.layout, state.inputs, self._size(state))
+        parts = [state.inputs[device] for device in self._division.holders(state.layout, 0)]
+        return self._join(name, state.layout, parts, self._size(state))
 
     def _size(self, state: StateLayout) -> int:
         """Return the size of the split axis of a state."""
         axis, sizes = state.layout.axis, {value.name: value for value in self._sharded.model.inputs}
-        return sum(sizes[part].type.tensor_type.shape.dim[axis].dim_value for part in state.inputs)
+        parts = (state.inputs[device] for device in self._division.holders(state.layout, 0))
+        return sum(sizes[part].type.tensor_type.shape.dim[axis].dim_value for part in parts)
 
     def _cut_state(self, state: StateLayout) -> list[NodeProto]:
         source = self._model.sources.get(state.output, state.output)
@@ -170,6 +172,8 @@ def _specify(name: str, layout: Layout, space: StrategySpace) -> ShardingSpecPro
         return spec
     size = space.facts.shapes[name][layout.axis]
     if len({space.division.local_size(layout, size, device) for device in range(count)}) > 1:
+        return None
+    if layout.is_in_runs or space.division.copies(layout) > 1:
         return None
     dimension = spec.sharded_dim.add(axis=layout.axis)
     for _ in range(layout.outer):  # fused tensors, such as q, k and v, are each split

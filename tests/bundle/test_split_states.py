@@ -38,6 +38,20 @@ def test_whole_states_are_cut_and_parts_joined(states):
     np.testing.assert_array_equal(joined["past"], past)
 
 
+def test_parts_that_several_devices_have_are_copied_and_joined_once():
+    shared = SplitStateRecord(
+        input="past", output="present", axis=1, inputs=tuple("abcd"), outputs=tuple("efgh"), sizes=(2,) * 4, copies=2
+    )
+    states = SplitStates(Manifest(shared))  # type: ignore[arg-type]
+    past = np.arange(8.0).reshape(1, 4, 2)
+    parts = states.cut_feeds({"past": past})
+    for name, expected in zip("abcd", (past[:, :2], past[:, :2], past[:, 2:], past[:, 2:]), strict=True):
+        np.testing.assert_array_equal(parts[name], expected)
+    np.testing.assert_array_equal(states.join_feeds(parts)["past"], past)
+    with pytest.raises(FeedError, match="expected 4 elements along axis 1"):
+        states.cut_feeds({"past": np.zeros((1, 8, 2))})
+
+
 def test_a_whole_state_that_is_fed_anew_replaces_parts_of_the_call_before(states):
     past = np.zeros((2, 3, 2))
     feeds = {"past/0": np.ones((2, 2, 2)), "past/1": np.ones((2, 1, 2)), "past": past}

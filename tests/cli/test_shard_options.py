@@ -13,7 +13,7 @@ from onnxplace.evaluation import choose_step_inputs, run_trials
 from onnxplace.feeds import random_feeds
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtimes.execution.sessions import EngineSession
-from tests.support.chains import cached_decoder, mlp
+from tests.support.chains import cached_decoder, exported_decoder, mlp
 from tests.support.commands import only_json
 from tests.support.state_checks import STATES, sums
 
@@ -344,3 +344,31 @@ def test_plan_says_what_does_not_fit(run_cli, chain):
     assert result.code == 3
     assert "one device: " in result.out
     assert "lacks" in result.out or "lack" in result.out
+
+
+@pytest.mark.parametrize(("kept", "ways", "copies"), [(4, 2, 1), (2, 4, 2)])
+def test_an_exported_cache_decodes_the_same_at_any_batch_and_length(run_cli, kept, ways, copies):
+    model = exported_decoder(4, kept)
+    Path("decoder.onnx").write_bytes(model.SerializeToString())
+    devices = ",".join(f"cpu:{index}" for index in range(ways))
+    shape = ("--shape", "batch=1,seq=1,past=5", "--devices", devices, "--state", "present=past")
+    by_heads = json.dumps({"grow": "axis 1", "mix": "axis 1"})
+    Path("map.json").write_text(by_heads)
+    pipeline = EXACT.replace("exact=true", "exact=true,map=map.json").replace("ways=2", f"ways={ways}")
+    bundle = compile_exactly(run_cli, "decoder.onnx", pipeline, *shape)
+    assert bundle.manifest.sharding is not None
+    (state,) = bundle.manifest.sharding.states
+    assert (state.axis, state.copies, sum(state.sizes)) == (1, copies, kept * copies)
+    session = import_onnxruntime().InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    random = np.random.default_rng(0)
+    past = random.standard_normal((2, kept, 3, 8)).astype(np.float32)
+    with onnxplace.InferenceSession(bundle) as parts:
+        for step in range(3):
+            x = random.standard_normal((2, 1 + step, 32)).astype(np.float32)
+            expected, expected_past = session.run(None, {"x": x, "past": past})
+            actual, present = parts.run(["y", "present"], {"x": x, "past": past} if step == 0 else {"x": x})
+            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(present, expected_past, rtol=1e-4, atol=1e-5)
+            past = expected_past
+    assert run_cli("verify", "out", "--steps", "3").code == 0
+    assert run_cli("verify", "out", "--against", "decoder.onnx").code == 0

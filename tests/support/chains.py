@@ -26,6 +26,59 @@ def mlp(layers: int = 3, rows: int = 128, width: int = 512, inner: int = 1024, s
     return model
 
 
+def exported_decoder(heads: int = 4, kept: int = 2, size: int = 8) -> onnx.ModelProto:
+    """Return an attention layer with a cache of `kept` heads, repeated for the queries, as PyTorch 2.15 exports it.
+
+    Keys are turned in three dimensions: the first Reshape merges the symbolic batch with the heads.
+    """
+    width = heads * size
+    text = f"""<ir_version: 10, opset_import: ["": 20]>
+    decoder (float[batch, seq, {width}] x, float[batch, {kept}, past, {size}] past)
+        => (float[batch, seq, {width}] y, float[batch, {kept}, total, {size}] present)
+    <int64[1] m = {{-1}}, int64[1] two = {{2}}, int64[1] kept = {{{kept}}}, int64[1] heads = {{{heads}}},
+     int64[1] each = {{{heads // kept}}}, int64[1] size = {{{size}}}, int64[1] width = {{{width}}},
+     int64[1] first = {{0}}, int64[1] last = {{9223372036854775807}}, int64[1] minus_two = {{-2}}>
+    {{
+        batch = Shape<start=0, end=1>(x)
+        seq = Shape<start=1, end=2>(x)
+        own = Concat<axis=0>(batch, seq, m, size)
+        [query] q = MatMul(x, wq)
+        [key] k = MatMul(x, wk)
+        q4 = Reshape<allowzero=1>(q, own)
+        k4 = Reshape<allowzero=1>(k, own)
+        qh = Transpose<perm=[0, 2, 1, 3]>(q4)
+        kh = Transpose<perm=[0, 2, 1, 3]>(k4)
+        [grow] present = Concat<axis=2>(past, kh)
+        total = Shape<start=2, end=3>(present)
+        once = Unsqueeze(present, two)
+        wide = Concat<axis=0>(batch, kept, each, total, size)
+        [repeat] every = Expand(once, wide)
+        all = Concat<axis=0>(batch, heads, total, size)
+        keys = Reshape<allowzero=1>(every, all)
+        shape = Shape(keys)
+        end = Slice(shape, m, last)
+        middle = Slice(shape, minus_two, m)
+        begin = Slice(shape, first, minus_two)
+        merged = Concat<axis=0>(m, middle, end)
+        [merge] flat = Reshape(keys, merged)
+        [turn] turned = Transpose<perm=[0, 2, 1]>(flat)
+        apart = Concat<axis=0>(begin, end, middle)
+        kt = Reshape(turned, apart)
+        [scores] s = MatMul(qh, kt)
+        p = Softmax<axis=-1>(s)
+        [mix] o = MatMul(p, keys)
+        ot = Transpose<perm=[0, 2, 1, 3]>(o)
+        back = Concat<axis=0>(batch, seq, m)
+        of = Reshape<allowzero=1>(ot, back)
+        [out] y = MatMul(of, wo)
+    }}"""
+    model, random = parser.parse_model(text), np.random.default_rng(0)
+    for name, columns in (("wq", width), ("wk", kept * size), ("wo", width)):
+        array = random.standard_normal((width, columns)).astype(np.float32) / 8
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    return model
+
+
 def cached_decoder(heads: int = 4, width: int = 64, kept: int | None = None) -> onnx.ModelProto:
     """Return one attention layer with a cache: `past` [1, kept, past, width / heads] grows by the new tokens.
 

@@ -23,11 +23,13 @@ from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from tests.support.conformance import Case, PlainSession, case, fed_names, first_line, surrounded
+from tests.support.shardings import complete_choice, is_in_runs
 
 DIVISIONS = {
     "2 ways": Division((1.0, 1.0)),
     "3 ways": Division((1.0, 1.0, 1.0)),
     "2 ways, 3:1": Division((3.0, 1.0)),
+    "4 ways": Division((1.0, 1.0, 1.0, 1.0)),
 }
 TOLERANCES = {"float64": 1e-11, "float32": 2e-5, "float16": 1e-2, "bfloat16": 4e-2}
 """By element type, relative to the largest magnitude: parts of a sum are added in another order."""
@@ -174,7 +176,8 @@ def try_strategies(proto: ModelProto, feeds: Sequence[Feeds], returns_all: bool 
             together = together if len(model.nodes) > 1 else []
             yield from (_try(space, name, forced, feeds, expected, returns_all) for forced in (*alone, *together))
             continue
-        for forced in together:
+        in_runs = [forced for forced in alone if any(map(is_in_runs, forced.values()))]
+        for forced in (*together, *in_runs):
             trial = _try(space, name, forced, feeds, expected, returns_all)
             yield trial
             if trial.problem:
@@ -195,15 +198,19 @@ def _run_whole(proto: ModelProto, feeds: Sequence[Feeds]) -> tuple[Model, list[l
 def _alone(space: StrategySpace) -> Iterator[dict[int, NodeStrategy]]:
     for index, strategies in enumerate(space.strategies):
         for strategy in strategies[1:]:
-            yield {index: strategy}
+            if not is_in_runs(strategy):
+                yield {index: strategy}
+            elif (choice := complete_choice(space, {index: strategy}, float)) is not None:
+                yield dict(enumerate(choice.strategies))
 
 
 def _together(space: StrategySpace) -> Iterator[dict[int, NodeStrategy]]:
     """Yield choices for all nodes at once, until each strategy of each node was in one."""
-    rounds = max((len(strategies) for strategies in space.strategies), default=1)
+    every = [[item for item in strategies if not is_in_runs(item)] for strategies in space.strategies]
+    rounds = max(map(len, every), default=1)
     for number in range(rounds if rounds > 1 else 0):
         forced = {}
-        for index, strategies in enumerate(space.strategies):
+        for index, strategies in enumerate(every):
             if choice := (number + index) % len(strategies):
                 forced[index] = strategies[choice]
         yield forced

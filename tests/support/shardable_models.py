@@ -517,12 +517,29 @@ class Builder:
         split = self.add("Reshape", [value, target], (batch, length, heads, depth))
         turned = self.add("Transpose", [split], (batch, heads, length, depth), perm=[0, 2, 1, 3])
         if self.chance(0.5):
-            scores = self.add("Transpose", [split], (batch, heads, depth, length), perm=[0, 2, 3, 1])
+            if self.chance(0.5):
+                scores = self.add("Transpose", [split], (batch, heads, depth, length), perm=[0, 2, 3, 1])
+            else:
+                scores = self._turn_merged(turned)
             products = self.add("MatMul", [turned, scores], (batch, heads, length, length))
             weights = self.add("Softmax", [products], products.shape, axis=-1)
             turned = self.add("MatMul", [weights, turned], (batch, heads, length, depth))
         back = self.add("Transpose", [turned], (batch, length, heads, depth), perm=[0, 2, 1, 3])
         self.add("Reshape", [back, self.one_of((self.ints(0, 0, -1), self.ints(0, 0, int(width))))], value.shape)
+
+    def _turn_merged(self, value: Value) -> Value:
+        """Turn the last two of four axes as PyTorch 2.15 writes it, with the batch and the heads merged."""
+        batch, heads, length, depth = value.shape
+        shape = self.add("Shape", [value], (4,), INT64)
+        sizes = Value(self.fresh(), INT64, (2,)), Value(self.fresh(), INT64, (1,)), Value(self.fresh(), INT64, (1,))
+        self.node("Split", [shape, self.ints(2, 1, 1)], [item.name for item in sizes], axis=0)
+        merged = self.add("Concat", [self.ints(-1), *sizes[1:]], (3,), INT64, axis=0)
+        flat = self.add("Reshape", [value, merged], (self.unknown_size(), length, depth))
+        turned = self.add("Transpose", [flat], (flat.shape[0], depth, length), perm=[0, 2, 1])
+        if self.chance(0.5):
+            turned = self.add("Sigmoid", [turned], turned.shape)
+        apart = self.add("Concat", [sizes[0], sizes[2], sizes[1]], (4,), INT64, axis=0)
+        return self.add("Reshape", [turned, apart], (batch, heads, depth, length))
 
     def _computed_target(self, value: Value, heads: int, depth: int) -> Value:
         """Return a target of Reshape that is computed from the shape of a value, as exporters write it."""

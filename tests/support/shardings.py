@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 
 import onnx
 from onnx import ModelProto
 
 from onnxplace.model import Model, bind, load
-from onnxplace.passes.sharding.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice
 from onnxplace.passes.sharding.layouts import Division
+from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.sharded_model import ShardedModel, write_sharded_model
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 
-SHARES = ((1.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0), (2.0, 1.0, 1.0))
-"""Shares of the work of two and three devices, equal and not."""
+SHARES = ((1.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0), (2.0, 1.0, 1.0), (1.0,) * 4)
+"""Shares of the work of two to four devices, equal and not."""
 
 
 def make_space(proto: ModelProto, dimensions: Mapping[str, int], shares: Sequence[float] = (1.0, 1.0)) -> StrategySpace:
@@ -36,11 +38,33 @@ def make_costs(count: int, latency_seconds: float = 1e-6) -> ExchangeCosts:
     )
 
 
+def is_in_runs(strategy: NodeStrategy) -> bool:
+    """Return whether a strategy has a layout that changes to no other one, so that its neighbours must follow."""
+    return any(layout is not None and layout.is_in_runs for layout in (*strategy.inputs, *strategy.outputs))
+
+
+def complete_choice(
+    space: StrategySpace, forced: Mapping[int, NodeStrategy], seconds: Callable[[bool], float]
+) -> LayoutChoice | None:
+    """Return the cheapest choice with these strategies, by a time for whole and split nodes; None if there is none."""
+    options = tuple((forced[index],) if index in forced else own for index, own in enumerate(space.strategies))
+    times = [[seconds(item.is_split) for item in own] for own in options]
+    problem = ChoiceProblem(replace(space, strategies=options), times, make_costs(space.division.count))
+    choice = problem.solve()
+    return choice if choice is not None and choice.seconds < 1e9 else None
+
+
 def choose_randomly(space: StrategySpace, random: Random) -> LayoutChoice:
     """Return a choice of a random strategy per node."""
+    if any(is_in_runs(strategy) for options in space.strategies for strategy in options) and random.random() < 0.5:
+        weight = random.random()
+        choice = complete_choice(space, {}, lambda is_split: random.random() * (weight if is_split else 1.0))
+        assert choice is not None
+        return choice
     share = min(1.0, 2 * random.random())  # of split nodes
     strategies = []
-    for options in space.strategies:
+    for every in space.strategies:
+        options = [strategy for strategy in every if not is_in_runs(strategy)]
         is_split = len(options) > 1 and random.random() < share
         strategies.append(options[random.randrange(1, len(options))] if is_split else options[0])
     return LayoutChoice(tuple(strategies), {}, 0.0, 0.0, 0)

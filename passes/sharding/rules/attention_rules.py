@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, by_letters
@@ -31,17 +32,34 @@ def _split_heads(view: NodeView) -> list[AxisRule]:
         if is_flat:
             part, whole = local.out_shape()[2], view.result()[2]
             local.set_attribute("q_num_heads", heads * part // whole)
-            if shared > 1:
-                local.set_attribute("kv_num_heads", shared * part // whole)
+            local.set_attribute("kv_num_heads", max(shared * part // whole, 1))
 
     own = "--h" if is_flat else "-h--"
-    if shared > 1:
-        signature = f"{own},{own},{own},-h--,-h--,-h--->{own},-h--,-h--,-h--"
-        return by_letters(view, signature, "h", units=shared, edit=scale_heads)
-    # Every device has the one head of keys and values, and would return it whole.
-    if not {_PRESENT_KEY, _PRESENT_VALUE}.isdisjoint(view.present_outputs()):
-        return []
-    return by_letters(view, f"{own},,,-h--->{own},,,-h--", "h", units=heads, edit=scale_heads)
+    signature = f"{own},{own},{own},-h--,-h--,-h--->{own},-h--,-h--,-h--"
+    together = by_letters(view, signature, "h", units=shared, edit=scale_heads) if shared > 1 else []
+    keys = {("in", position): (2 if is_flat and position < 3 else 1, shared) for position in (1, 2, 4, 5)}
+    keys |= {("out", position): (1, shared) for position in (_PRESENT_KEY, _PRESENT_VALUE)}
+    queries = by_letters(view, f"{own},,,-h--->{own},,,-h--", "h", units=heads, edit=scale_heads)
+    return [*together, *_share_heads(view, queries, keys)]
+
+
+def _share_heads(
+    view: NodeView, queries: Iterable[AxisRule], keys: Mapping[tuple[str, int], tuple[int, int]]
+) -> list[AxisRule]:
+    """Return the rules by heads of queries, where heads of keys are fewer than devices: several have the same one.
+
+    Args:
+        view: The node.
+        queries: Rules by heads of queries alone.
+        keys: ("in" or "out", position) -> axis and number of heads, of keys, values and their caches.
+    """
+    outputs = view.present_outputs()
+    present = {
+        (side, position): item
+        for (side, position), item in keys.items()
+        if (view.has(position) if side == "in" else position in outputs)
+    }
+    return [replace(rule, shared=present) for rule in queries]
 
 
 def _split_queries(view: NodeView) -> list[AxisRule]:
@@ -208,18 +226,28 @@ def group_query_attention(view: NodeView) -> list[AxisRule]:
     is_packed = not view.has(1)
     if not heads or not shared or has_scales or (is_packed and heads != shared):
         return [batch]
-    return [batch, _by_heads_of_keys(view, heads, shared, is_packed)]
+    return [batch, *_by_heads_of_keys(view, heads, shared, is_packed)]
 
 
-def _by_heads_of_keys(view: NodeView, heads: int, shared: int, is_packed: bool) -> AxisRule:
-    """Each of the `shared` heads of keys goes with its queries."""
-    inputs = {0: 2} if is_packed else {0: 2, 1: 2, 2: 2}
-    inputs |= {p: 1 for p in (3, 4) if view.has(p)}
-    inputs |= {10: 1} if view.has(10) and view.shape(10)[1] == heads > 1 else {}
-    inputs |= {11: 0} if view.has(11) else {}
-    edit = _scaled(view, ("num_heads", "kv_num_heads"), 2)
-    by_output = {p: 1 if p else 2 for p in view.present_outputs()}
-    return AxisRule(inputs, by_output, units=shared, fused={0: 3} if is_packed else {}, edit=edit)
+def _by_heads_of_keys(view: NodeView, heads: int, shared: int, is_packed: bool) -> list[AxisRule]:
+    """Each of the `shared` heads of keys goes with its queries; or several devices have the same head of keys."""
+    queries = {0: 2}
+    queries |= {10: 1} if view.has(10) and view.shape(10)[1] == heads > 1 else {}
+    queries |= {11: 0} if view.has(11) else {}
+    keys = {p: 2 if p < 3 else 1 for p in ((3, 4) if is_packed else (1, 2, 3, 4)) if view.has(p)}
+    present = {p: 1 for p in view.present_outputs() if p}
+
+    def scale_heads(local: LocalNode) -> None:
+        part, whole = local.out_shape()[2], view.result()[2]
+        local.set_attribute("num_heads", heads * part // whole)
+        local.set_attribute("kv_num_heads", max(shared * part // whole, 1))
+
+    fused = {0: 3} if is_packed else {}
+    together = AxisRule({**queries, **keys}, {0: 2, **present}, units=shared, fused=fused, edit=scale_heads)
+    if is_packed:
+        return [together]
+    places = {("in", p): (axis, shared) for p, axis in keys.items()} | {("out", p): (1, shared) for p in present}
+    return [together, *_share_heads(view, [AxisRule(queries, {0: 2}, units=heads, edit=scale_heads)], places)]
 
 
 def rotary_embedding(view: NodeView) -> list[AxisRule]:

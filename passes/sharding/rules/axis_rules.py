@@ -38,6 +38,8 @@ class AxisRule:
     shares_range: bool = False
     """Parts of the first input are quantised by the range of the whole; outputs that are not named are its scale and
     zero point, which all devices have."""
+    shared: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    """("in" or "out", position) -> axis and units there, of tensors with fewer units than devices."""
 
 
 Rule = Callable[[NodeView], Iterable[AxisRule]]

@@ -11,7 +11,7 @@ from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.target import Device, Link, Target
 
-ROWS, COLUMNS = Layout(0, 1, 2), Layout(1, 1, 2)
+ROWS, COLUMNS = Layout(0, 1, 24), Layout(1, 1, 24)
 LAYOUTS = (REPLICATED, PARTIAL, ROWS, COLUMNS)
 
 

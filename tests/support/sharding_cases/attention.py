@@ -24,6 +24,19 @@ ATTENTION = {
         splits="000 -> 0, 1.. -> 1, 2.. -> 2",
         opset=23,
     ),
+    "Attention, one head of keys with a past": RuleCase(
+        """(float[2,4,3,6] q, float[2,1,3,6] k, float[2,1,3,6] v, float[2,1,3,7] m, float[2,1,4,6] a, float[2,1,4,6] b)
+        => (float[2,4,3,6] y, float[2,1,7,6] c, float[2,1,7,6] d) { y, c, d = Attention(q, k, v, m, a, b) }""",
+        splits="000000 -> 000, 1..... -> 1..",
+        opset=23,
+    ),
+    "GroupQueryAttention, one head of keys": RuleCase(
+        """(float[2,1,64] q, float[2,1,16] k, float[2,1,16] v, float[2,1,4,16] p, float[2,1,4,16] r, int32[2] n,
+            int32 t) => (float[2,1,64] y, float[2,1,5,16] a, float[2,1,5,16] b) {
+            y, a, b = com.microsoft.GroupQueryAttention<num_heads=4,kv_num_heads=1>(q, k, v, p, r, n, t) }""",
+        splits="00000 0. -> 000",
+        feeds={"n": i32([4, 4]), "t": i32(5)},
+    ),
     "Attention, past": RuleCase(
         """(float[2,2,3,6] q, float[2,2,3,6] k, float[2,2,3,6] v, float[2,1,3,7] m, float[2,2,4,6] a, float[2,2,4,6] b)
         => (float[2,2,3,6] y, float[2,2,7,6] c, float[2,2,7,6] d, float[2,2,3,7] p) {
