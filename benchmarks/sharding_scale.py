@@ -176,7 +176,7 @@ def measure(name: str, count: int, ways: int, latency_seconds: float) -> tuple[o
     )
     work = WorkCosts(space, (peaks,) * ways)
     seconds = np.array([[work.whole_seconds(index) for index in range(len(model.nodes))]] * ways)
-    problem = ChoiceProblem(space, work.table(seconds, costs), costs)
+    problem = ChoiceProblem(space, work.table(seconds), costs)
     choice = problem.solve()
     assert choice is not None
     times.append(time.perf_counter())

@@ -168,7 +168,7 @@ def _choose(
         for device in group
     )
     work = WorkCosts(space, peaks, measured)
-    problem = ChoiceProblem(space, work.table(group_seconds, costs), costs)
+    problem = ChoiceProblem(space, work.table(group_seconds), costs)
     if options.weights == "least":
         return _GroupChoice(group, work, costs, problem.solve_least_weights())
     limit = None if room is None else room.weights_limit(group)
@@ -304,7 +304,7 @@ def describe_strategy(strategy: NodeStrategy) -> str:
     if first == PARTIAL:
         return "summed axis"
     if first is not None and first.is_split:
-        return str(Layout(*first)) + (", with halos" if strategy.window is not None else "")
+        return str(Layout(first.axis, first.outer)) + (", overlapping" if strategy.overlaps else "")
     return "whole"
 
 

@@ -12,6 +12,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+Rows = tuple[int, int]
+"""The range [low, high) of an axis, in the numbering of the whole value."""
+
 _REPLICATED_AXIS, _PARTIAL_AXIS = -1, -2
 
 
@@ -22,6 +25,10 @@ class Layout(NamedTuple):
     n / outer / blocks. `outer` above 1 serves axes that hold several tensors one after the other, such as q, k and v.
     `blocks` keeps units together, such as the heads of an attention.
 
+    Parts may overlap: a device then has rows of its neighbours too, computed twice. Convolutions consume the overlap: a
+    run of them needs one exchange. Some of the rows may be wrong, those computed without rows that they need. They are
+    kept where it costs more to cut them off, but no right row is ever computed of them.
+
     >>> REPLICATED.is_split, Layout(1, 1, 2).is_split
     (False, True)
     """
@@ -30,6 +37,10 @@ class Layout(NamedTuple):
     """The split axis; negative for replicated and partial values."""
     outer: int = 1
     blocks: int = 0
+    rows: tuple[Rows, ...] = ()
+    """Per device, the range [low, high) of a split axis that it has where parts overlap; otherwise empty."""
+    valid: tuple[Rows, ...] = ()
+    """Per device, those of its rows that are right; empty where all are."""
 
     @property
     def is_split(self) -> bool:
@@ -40,6 +51,8 @@ class Layout(NamedTuple):
             return "replicated"
         if self.axis == _PARTIAL_AXIS:
             return "partial"
+        if self.rows:
+            return f"axis {self.axis}, overlapping"
         return f"axis {self.axis}" + (f" in {self.outer} parts" if self.outer > 1 else "")
 
 
@@ -104,8 +117,65 @@ class Division:
         # Blocks that all cuts keep together are one block: layouts with the same cuts are then equal.
         return Layout(axis, outer, blocks // math.gcd(blocks, *cuts))
 
+    def hold(self, axis: int, size: int, rows: Sequence[Rows]) -> Layout:
+        """Return the layout in which each device has these rows, [low, high) of an axis, in its simplest form.
+
+        Lower and upper ends must rise from device to device, and together the rows must be all of them.
+
+        >>> Division((1.0, 1.0)).hold(2, 8, [(0, 5), (3, 8)])
+        Layout(axis=2, outer=1, blocks=0, rows=((0, 5), (3, 8)), valid=())
+        >>> Division((1.0, 1.0)).hold(2, 8, [(0, 4), (4, 8)])
+        Layout(axis=2, outer=1, blocks=2, rows=(), valid=())
+        """
+        if all(own == (0, size) for own in rows):
+            return REPLICATED
+        even = self.split(axis, size)
+        if even is not None and self.held(even, size) == list(rows):
+            return even
+        return Layout(axis, rows=tuple(rows))
+
+    def holds(self, source: Layout, result: Layout) -> bool:
+        """Return whether each device can make its part in one layout of its part in another one."""
+        if source == REPLICATED:
+            return True
+        if not self.shares_rows(source, result):
+            return False
+        size = (source.rows or result.rows)[-1][1]
+        return all(
+            have[0] <= want[0] and want[1] <= have[1]
+            for rows in (self.held, self.valid)
+            for have, want in zip(rows(source, size), rows(result, size))
+        )
+
+    @staticmethod
+    def shares_rows(source: Layout, result: Layout) -> bool:
+        """Return whether parts along one axis overlap in one of two layouts, so that rows go from part to part."""
+        is_same = source.is_split and source.axis == result.axis and source.outer == result.outer == 1
+        return is_same and bool(source.rows or result.rows)
+
+    def held(self, layout: Layout, size: int) -> Sequence[Rows]:
+        """Return the rows [low, high) of a split axis that each device has, of a layout that has one range on each."""
+        return layout.rows or [self.ranges(layout, size, device)[0] for device in range(self.count)]
+
+    def valid(self, layout: Layout, size: int) -> Sequence[Rows]:
+        """Return those of the rows that each device has that are right."""
+        return layout.valid or self.held(layout, size)
+
+    def owned(self, layout: Layout, size: int, device: int) -> Rows:
+        """Return the rows that a device passes on to others; no two devices have the same ones.
+
+        >>> division, layout = Division((1.0, 1.0)), Layout(2, rows=((0, 6), (3, 8)))
+        >>> [division.owned(layout, 8, device) for device in (0, 1)]
+        [(0, 4), (4, 8)]
+        """
+        middles = [(have[1] + more[0]) // 2 for have, more in pairwise(self.valid(layout, size))]
+        ends = [0, *middles, size]
+        return ends[device], ends[device + 1]
+
     def ranges(self, layout: Layout, size: int, device: int) -> list[tuple[int, int]]:
         """Return the ranges [low, high) of a split axis of this size that a device has: `outer` of them."""
+        if layout.rows:
+            return [layout.rows[device]]
         inner = size // layout.outer
         block, cuts = inner // layout.blocks, self.cuts(layout.blocks)
         low, high = cuts[device] * block, cuts[device + 1] * block
@@ -113,6 +183,8 @@ class Division:
 
     def local_size(self, layout: Layout, size: int, device: int) -> int:
         """Return the size of a split axis on a device."""
+        if layout.rows:
+            return layout.rows[device][1] - layout.rows[device][0]
         cuts = self.cuts(layout.blocks)
         return size // layout.blocks * (cuts[device + 1] - cuts[device])
 
@@ -128,6 +200,8 @@ class Division:
         """Return which fraction of a value a device has."""
         if not layout.is_split:
             return 1.0
+        if layout.rows:
+            return (layout.rows[device][1] - layout.rows[device][0]) / layout.rows[-1][1]
         cuts = self.cuts(layout.blocks)
         return (cuts[device + 1] - cuts[device]) / layout.blocks
 

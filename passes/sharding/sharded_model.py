@@ -70,6 +70,10 @@ class ShardedModelWriter(ExchangeWriter):
     def __init__(self, space: StrategySpace, choice: LayoutChoice, costs: ExchangeCosts) -> None:
         super().__init__(space, costs)
         self.choice = choice
+        for node, strategy in zip(self.model.nodes, choice.strategies):
+            for name, layout in zip(node.input, strategy.inputs):
+                if layout is not None and layout.is_split:
+                    self.wanted.setdefault(name, set()).add(layout._replace(valid=()))
         # Names that subgraphs capture; most nodes have none.
         self.captured = {
             index: sorted({name for graph in iterate_subgraphs(node) for name in captured_names(graph)})
@@ -87,7 +91,7 @@ class ShardedModelWriter(ExchangeWriter):
         """Return, for weights that are only there in parts, one complete set of parts."""
         complete: dict[str, WeightParts] = {}
         for name, layout, _ in self.parts:
-            if name not in self.facts.is_weight or name in self.weights or name in complete:
+            if name not in self.facts.is_weight or name in self.weights or name in complete or layout.rows:
                 continue
             names = [self.parts.get((name, layout, device)) for device in self.devices]
             present = [part for part in names if part is not None]
@@ -172,8 +176,6 @@ class ShardedModelWriter(ExchangeWriter):
         name, layout = node.input[position], strategy.inputs[position]
         if not name:
             return ""
-        if strategy.window is not None and strategy.window.input == position:
-            return self.window(name, layout or REPLICATED, strategy.window.rows[device], device)
         return self.get(name, layout or REPLICATED, device)
 
     def edit(self, copy: NodeProto, view: NodeView, strategy: NodeStrategy, device: int) -> None:

@@ -11,12 +11,11 @@ import numpy as np
 from onnxplace.graph import Floats
 from onnxplace.model import packed_size
 from onnxplace.passes.profiling import PeakRates, count_moved_bytes, count_operations, device_peaks
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy, local_shapes
 from onnxplace.passes.sharding.node_views import NodeView, Shape
 from onnxplace.passes.sharding.strategy_space import StrategySpace
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from onnxplace.passes.sharding.windows import ROW_AXIS
 from onnxplace.target import Device, Target
 
 # At this rate a core reads weights while others read too: larger models do not stay in caches between inferences. Rows
@@ -40,6 +39,9 @@ class ExchangeCosts:
     """Time per byte of slices, concatenations and sums."""
     kernel_seconds: float
     """The least that such an operator takes."""
+    reorder_seconds_per_byte: float = 0.0
+    """Time per byte of a value that leaves a session and comes back, or is cut within it, where sessions keep it in a
+    layout of their own."""
 
     @staticmethod
     def of(
@@ -102,12 +104,21 @@ class ExchangeCosts:
             + 3 * size_bytes * self.copy_seconds_per_byte
         )
 
-    def halo_seconds(self, rows_bytes: float, window_bytes: float) -> float:
-        """Return the seconds to exchange halos: bytes that a device receives, and bytes of its window."""
-        if rows_bytes <= 0:
-            return 0.0
-        seconds = self.segment_seconds + self.latency_seconds
-        return seconds + rows_bytes * self.seconds_per_byte + window_bytes * self.copy_seconds_per_byte
+    def overlap_seconds(self, division: Division, source: Layout, result: Layout, size_bytes: int) -> float:
+        """Return the seconds of a change of layout in which parts overlap, or do not any longer.
+
+        Rows that a device lacks come from its neighbours. Without any, its part is cut off the one that it has.
+        """
+        if not division.shares_rows(source, result):
+            return self.seconds(source, result, size_bytes)
+        size = (source.rows or result.rows)[-1][1]
+        pairs = list(zip(division.valid(source, size), division.held(result, size)))
+        moved = max(want[1] - want[0] for _, want in pairs) * size_bytes / size
+        received = max(rows_outside(want, have) for have, want in pairs) * size_bytes / size
+        copying = moved * self.copy_seconds_per_byte
+        if division.holds(source, result):
+            return self.kernel_seconds + copying + moved * self.reorder_seconds_per_byte
+        return self.segment_seconds + self.latency_seconds + received * self.seconds_per_byte + copying
 
 
 @dataclass(frozen=True)
@@ -214,12 +225,11 @@ class WorkCosts:
         rate = peaks.operations_of(view.node, self.space.facts.types)
         return max(work[0] / rate, work[1] / peaks.bytes_per_second) + peaks.kernel_seconds
 
-    def table(self, device_seconds: Floats, costs: ExchangeCosts) -> list[list[float]]:
-        """Return the seconds of each strategy of each node: of the slowest device, with halos.
+    def table(self, device_seconds: Floats) -> list[list[float]]:
+        """Return the seconds of each strategy of each node: of the slowest device.
 
         Args:
             device_seconds: [device of the group, node].
-            costs: Costs of exchanges.
         """
         cache: dict[object, list[list[_PartWork | None]]] = {}
         result = []
@@ -231,38 +241,21 @@ class WorkCosts:
             result.append(
                 [
                     max(self._scale(work, device, seconds[device]) for device, work in enumerate(works))
-                    + self._halo_seconds(index, strategy, costs)
-                    for strategy, works in zip(strategies, cache[key])
+                    for works in cache[key]
                 ]
             )
         return result
 
     def _device_works(self, index: int, strategy: NodeStrategy) -> list[_PartWork | None]:
         devices = range(self.space.division.count)
-        if self.space.division.is_even:  # the first device has the largest part
+        if self.space.division.is_even and not strategy.overlaps:  # the first device has the largest part
             return [self._work(index, strategy, 0)] * len(devices)
         return [self._work(index, strategy, device) for device in devices]
 
-    def _halo_seconds(self, index: int, strategy: NodeStrategy, costs: ExchangeCosts) -> float:
-        view = self.space.views[index]
-        if view is None or strategy.window is None:
-            return 0.0
-        source = strategy.inputs[strategy.window.input]
-        size = view.shape(strategy.window.input)[ROW_AXIS]
-        row_bytes = self.space.facts.bytes(view.node.input[strategy.window.input]) / max(size, 1)
-        window_rows = max(high - low for low, high in strategy.window.rows)
-        if source is None or not source.is_split:
-            return costs.kernel_seconds + window_rows * row_bytes * costs.copy_seconds_per_byte
-        received = max(
-            window_rows_outside(low, high, self.space.division.ranges(source, size, device)[0])
-            for device, (low, high) in enumerate(strategy.window.rows)
-        )
-        return costs.halo_seconds(received * row_bytes, window_rows * row_bytes)
 
-
-def window_rows_outside(low: int, high: int, own: tuple[int, int]) -> int:
-    """Return how many rows of a window a device does not have itself."""
-    return high - low - max(0, min(high, own[1]) - max(low, own[0]))
+def rows_outside(want: tuple[int, int], have: tuple[int, int]) -> int:
+    """Return how many of the rows [low, high) are not among those that a device has."""
+    return want[1] - want[0] - max(0, min(want[1], have[1]) - max(want[0], have[0]))
 
 
 def _numeric_type(facts: TensorFacts, name: str) -> int:

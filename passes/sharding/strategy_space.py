@@ -25,6 +25,8 @@ from onnxplace.utils import match_names, parse_json, read_json
 
 # More cuts of one axis would only slow the choice down.
 _MAX_CUTS = 6
+# Overlaps of the parts of a value, the smallest first: each more lets one more convolution follow without an exchange.
+_MAX_OVERLAPS = 4
 _STANDARD_DOMAINS = ("", "ai.onnx", "com.microsoft", "ai.onnx.ml")
 _AxisCuts = tuple[Cuts, ...]
 
@@ -134,7 +136,7 @@ class _Spreader:
         for axis, size in enumerate(self._facts.shapes[name]):
             # The evenest cut, or none where the axis is too short or fixed.
             layout = self._division.split(axis, size) if self._is_free(name, axis) else None
-            cuts.append(frozenset() if layout is None else frozenset([(layout.outer, layout.blocks)]))
+            cuts.append(frozenset() if layout is None else frozenset([layout[1:]]))
         return tuple(cuts)
 
     def _is_free(self, name: str, axis: int) -> bool:
@@ -221,8 +223,13 @@ class _Spreader:
 
     def _add(self, name: str, layout: Layout) -> bool:
         cuts = self._cuts[name]
-        options, cut = cuts[layout.axis], (layout.outer, layout.blocks)
-        if cut in options or len(options) >= _MAX_CUTS:
+        options, cut = cuts[layout.axis], layout[1:]
+        if cut in options:
+            return False
+        overlaps = {rows for _, _, rows, _ in options if rows}
+        if layout.rows and layout.rows not in overlaps and len(overlaps) >= _MAX_OVERLAPS:
+            return False
+        if not layout.rows and sum(not rows for _, _, rows, _ in options) >= _MAX_CUTS:
             return False
         self._cuts[name] = (*cuts[: layout.axis], options | {cut}, *cuts[layout.axis + 1 :])
         return True

@@ -1,12 +1,15 @@
-"""Convolutions and pools by rows: each device computes some rows of the result, and reads a window with halos."""
+"""Convolutions and pools by rows: each device computes some rows of the result, from those under their windows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import add, gt, sub
 
-from onnxplace.passes.sharding.layouts import Division, Layout
+from onnx import TensorProto
+
+from onnxplace.passes.sharding.layouts import Division, Layout, Rows
 from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView
 
 ROW_AXIS = 2
@@ -14,17 +17,8 @@ ROW_AXIS = 2
 # Operator -> input position of the kernel; pools have none.
 _KERNEL_INPUTS = {"Conv": 1, "ConvInteger": 1, "ConvTranspose": 1, "QLinearConv": 3}
 _POOLS = frozenset({"MaxPool", "AveragePool", "LpPool"})
+FLOAT_TYPES = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16))
 WINDOWED = frozenset(_KERNEL_INPUTS) | _POOLS
-
-
-@dataclass(frozen=True)
-class Window:
-    """The rows of an input that each device reads, in the numbering of the whole input."""
-
-    input: int
-    """Position of the input."""
-    rows: tuple[tuple[int, int], ...]
-    """[low, high) per device."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +37,12 @@ class _Geometry:
         return (self.kernel[0] - 1) * self.dilations[0] + 1
 
 
-def find_window(view: NodeView, result: Layout, division: Division) -> tuple[Window, Edit] | None:
-    """Return the rows that each device reads for its rows of the result, and the edit of paddings.
+def find_window(view: NodeView, result: Layout, division: Division) -> tuple[list[Rows], Edit] | None:
+    """Return the rows of the first input that each device reads for its rows of the result, and the edit of paddings.
 
-    None for operators whose parts cannot be computed from windows: with indices as results, or averages that count the
-    padding of rounded-up windows.
+    All rows of the input are in one of them: those between windows, or behind the last one, are given to the device
+    before. They are fewer than a stride, and make no further window. None for operators whose parts cannot be computed
+    from windows: with indices as results, or averages that count the padding of rounded-up windows.
     """
     geometry = _read_geometry(view)
     if geometry is None:
@@ -56,7 +51,8 @@ def find_window(view: NodeView, result: Layout, division: Division) -> tuple[Win
         return _find_transposed_window(view, geometry, result, division)
     size, result_size = view.shape(0)[ROW_AXIS], view.result()[ROW_AXIS]
     stride = geometry.strides[0]
-    rows, pads = [], []
+    rows: list[Rows] = []
+    pads = []
     for device in range(division.count):
         low, high = division.ranges(result, result_size, device)[0]
         # Row r of the result reads the rows from r * stride - padding on, as many as a window covers.
@@ -67,6 +63,48 @@ def find_window(view: NodeView, result: Layout, division: Division) -> tuple[Win
             return None
         rows.append((max(first, 0), min(last, size)))
         pads.append((max(-first, 0), max(last - size, 0)))
+    edit = _set_paddings(view, geometry, pads)
+    if edit is None:
+        return None
+    starts = [*(low for low, _ in rows[1:]), size]
+    return [(low, max(high, start)) for (low, high), start in zip(rows, starts)], edit
+
+
+def find_padded_result(view: NodeView, source: Layout, division: Division) -> tuple[Layout, Edit] | None:
+    """Return the rows of the result if each device pads the rows that it has as if there were no others.
+
+    Rows whose windows reach beyond are wrong, but next to others with as many rows nothing has to be cut off: a
+    residual connection adds what it has. None unless all rows of the result are right on some device.
+    """
+    geometry = _read_geometry(view)
+    floats = view.element_types and set(view.element_types) <= FLOAT_TYPES  # wrong integers could divide by zero
+    if geometry is None or view.op == "ConvTranspose" or not floats:
+        return None
+    size, result_size = view.shape(0)[ROW_AXIS], view.result()[ROW_AXIS]
+    stride, before, reach = geometry.strides[0], geometry.before[0], geometry.row_reach
+    if -(-size // stride) != result_size or before >= reach:
+        return None
+    rows, valid, pads = [], [], []
+    for (low, high), (first, end) in zip(division.held(source, size), division.valid(source, size)):
+        start, stop = -(-low // stride), -(-high // stride)
+        head, tail = low - start * stride + before, (stop - 1) * stride - before + reach - high
+        begin = -(-(first + before) // stride) if first else 0
+        finish = (end - reach + before) // stride + 1 if end < size else result_size
+        if head < 0 or max(begin, start) >= min(finish, stop):
+            return None
+        rows.append((start, stop))
+        valid.append((max(begin, start), min(finish, stop)))
+        pads.append((head, max(tail, 0)))
+    edit = _set_paddings(view, geometry, pads)
+    if edit is None or any(have[1] < more[0] for have, more in pairwise(valid)):
+        return None
+    if rows == valid:
+        return division.hold(ROW_AXIS, result_size, rows), edit
+    return Layout(ROW_AXIS, rows=tuple(rows), valid=tuple(valid)), edit
+
+
+def _set_paddings(view: NodeView, geometry: _Geometry, pads: Sequence[tuple[int, int]]) -> Edit | None:
+    """Return the edit that gives each device its paddings of rows; None if ONNX Runtime does not take them."""
     paddings = [_part_paddings(view, geometry, rows) for rows in pads]
     # ONNX Runtime refuses pools with paddings as wide as their kernels.
     if view.op in _POOLS and any(
@@ -81,7 +119,7 @@ def find_window(view: NodeView, result: Layout, division: Division) -> tuple[Win
         local.set_attribute("ceil_mode", None)
         local.set_attribute("pads", paddings[local.device])
 
-    return Window(0, tuple(rows)), edit
+    return edit
 
 
 def _part_paddings(view: NodeView, geometry: _Geometry, row_pads: tuple[int, int]) -> list[int]:
@@ -98,7 +136,7 @@ def _part_paddings(view: NodeView, geometry: _Geometry, row_pads: tuple[int, int
 
 def _find_transposed_window(
     view: NodeView, geometry: _Geometry, result: Layout, division: Division
-) -> tuple[Window, Edit] | None:
+) -> tuple[list[Rows], Edit] | None:
     """Return the rows of a ConvTranspose: those whose windows reach the rows of the result.
 
     Input row i adds to rows i * stride to i * stride + reach - 1 of the result with its paddings.
@@ -108,12 +146,15 @@ def _find_transposed_window(
         return None
     size, result_size = view.shape(0)[ROW_AXIS], view.result()[ROW_AXIS]
     stride, reach, before = geometry.strides[0], geometry.row_reach, geometry.before[0]
-    rows, pads, extra = [], [], []
+    rows: list[Rows] = []
+    pads, extra = [], []
     for device in range(division.count):
         low, high = (row + before for row in division.ranges(result, result_size, device)[0])
         first, last = max(-(-(low - reach + 1) // stride), 0), min((high - 1) // stride, size - 1)
         if first > last:
             return None
+        # Rows that reach the paddings alone belong to the first and the last device.
+        first, last = first if device else 0, last if device + 1 < division.count else size - 1
         rows.append((first, last + 1))
         surplus = last * stride + reach - high
         pads.append((low - first * stride, max(surplus, 0)))
@@ -129,7 +170,7 @@ def _find_transposed_window(
         local.set_attribute("pads", [head, *geometry.before[1:], tail, *geometry.after[1:]])
         local.set_attribute("output_padding", [extra[local.device], *others[1:]])
 
-    return Window(0, tuple(rows)), edit
+    return rows, edit
 
 
 def _read_geometry(view: NodeView) -> _Geometry | None:

@@ -115,7 +115,7 @@ class _SampleLayouts:
     def _is_allowed(self, index: int, strategy: NodeStrategy) -> bool:
         """Return whether a strategy splits samples, or passes summands on."""
         node = self._model.nodes[index]
-        if self._varying.isdisjoint(node.output) or strategy.window is not None:
+        if self._varying.isdisjoint(node.output) or strategy.overlaps:
             return False
         if not strategy.is_split:
             return True
