@@ -17,7 +17,7 @@ from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Lay
 from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape, split_words
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule
 from onnxplace.passes.sharding.rules.rule_table import RULES
-from onnxplace.passes.sharding.windows import FLOAT_TYPES, ROW_AXIS, WINDOWED, find_padded_result, find_window
+from onnxplace.passes.sharding.windows import FLOAT_TYPES, ROW_AXIS, WINDOWED, list_windows
 
 RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
@@ -296,7 +296,7 @@ class StrategyTable:
         if view.op in ("Split", "Concat"):
             yield from self._own_axis(view, cuts)
         if view.op in WINDOWED and view.rank() > ROW_AXIS:
-            yield from self._windows(view, cuts)
+            yield from self._windows(view)
         yield from self._partials(view)
 
     def _by_rule(
@@ -401,28 +401,11 @@ class StrategyTable:
         for layout in self._layouts("in", view.shape(0), cuts):
             yield NodeStrategy((layout,), (REPLICATED,), overrides_shape=True)
 
-    def _windows(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
-        """Yield strategies by rows: each device has the rows of the input under the windows of its rows of the result.
-
-        Rows of the result that overlap are asked for by the operators behind it, which thus need no exchange: the
-        rows of its input then overlap further.
-        """
-        division, size, result_size = self.division, view.shape(0)[ROW_AXIS], view.result()[ROW_AXIS]
+    def _windows(self, view: NodeView) -> Iterator[NodeStrategy]:
+        """Yield strategies by rows: each device has the rows of the input under the windows of its rows."""
         rest = tuple(None if shape is None else REPLICATED for shape in view.inputs[1:])
-        wanted, given = (
-            [Layout(ROW_AXIS, *cut) for cut in sorted(cuts.get((side, 0, ROW_AXIS), ())) if cut[2]]
-            for side in ("out", "in")
-        )
-        for result in (division.split(ROW_AXIS, result_size), *wanted):
-            if result is None or result.valid:
-                continue
-            if (window := find_window(view, result, division)) is not None:
-                rows, edit = window
-                yield NodeStrategy((division.hold(ROW_AXIS, size, rows), *rest), (result,), edit=edit)
-        for source in given:
-            if (padded := find_padded_result(view, source, division)) is not None:
-                result, edit = padded
-                yield NodeStrategy((source, *rest), (result,), edit=edit)
+        for source, result, edit in list_windows(view, self.division):
+            yield NodeStrategy((source, *rest), (result,), edit=edit)
 
     def _partials(self, view: NodeView) -> Iterator[NodeStrategy]:
         """Yield strategies that pass summands on, for linear operators."""

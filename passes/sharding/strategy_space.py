@@ -25,8 +25,8 @@ from onnxplace.utils import match_names, parse_json, read_json
 
 # More cuts of one axis would only slow the choice down.
 _MAX_CUTS = 6
-# Overlaps of the parts of a value, the smallest first: each more lets one more convolution follow without an exchange.
-_MAX_OVERLAPS = 4
+# Windows give a value fewer overlaps than that.
+_MAX_OVERLAPS = 24
 _STANDARD_DOMAINS = ("", "ai.onnx", "com.microsoft", "ai.onnx.ml")
 _AxisCuts = tuple[Cuts, ...]
 
@@ -226,10 +226,8 @@ class _Spreader:
         options, cut = cuts[layout.axis], layout[1:]
         if cut in options:
             return False
-        overlaps = {rows for _, _, rows, _ in options if rows}
-        if layout.rows and layout.rows not in overlaps and len(overlaps) >= _MAX_OVERLAPS:
-            return False
-        if not layout.rows and sum(not rows for _, _, rows, _ in options) >= _MAX_CUTS:
+        alike = sum(bool(rows) == bool(layout.rows) for _, _, rows, _ in options)
+        if alike >= (_MAX_OVERLAPS if layout.rows else _MAX_CUTS):
             return False
         self._cuts[name] = (*cuts[: layout.axis], options | {cut}, *cuts[layout.axis + 1 :])
         return True
