@@ -16,7 +16,7 @@ ROW_AXIS = 2
 # Operator -> input position of the kernel; pools have none.
 _KERNEL_INPUTS = {"Conv": 1, "ConvInteger": 1, "ConvTranspose": 1, "QLinearConv": 3}
 # Rows of its neighbours that a device may have on each side: so many convolutions of 3 rows need one exchange.
-MAX_OVERLAP = 4
+MAX_OVERLAP = 3
 _POOLS = frozenset({"MaxPool", "AveragePool", "LpPool"})
 FLOAT_TYPES = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16))
 WINDOWED = frozenset(_KERNEL_INPUTS) | _POOLS
