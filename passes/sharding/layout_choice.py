@@ -205,7 +205,7 @@ class ChoiceNetwork:
         if not users and not is_output:
             return
         options = self._options(sources, wanted, size)
-        border = 0.0 if producer is None else self._border_seconds[name]
+        border = self._border_seconds.get(name, 0.0)  # inputs have none
         # A value that is always whole needs no variable: readers cut their parts off locally.
         if len(options) == 1 and options[0] == (REPLICATED, REPLICATED):
             for index, wants in users:

@@ -52,9 +52,9 @@ def reshape_layout(source: Shape, result: Shape, layout: Layout, division: Divis
 
     >>> division = Division((1.0, 1.0))
     >>> reshape_layout((8, 12), (8, 3, 4), Layout(1, 3, 2), division)
-    Layout(axis=2, outer=1, blocks=2)
+    Layout(axis=2, outer=1, blocks=2, rows=(), valid=())
     >>> reshape_layout((8, 3, 4), (8, 12), Layout(2, 1, 2), division)
-    Layout(axis=1, outer=3, blocks=2)
+    Layout(axis=1, outer=3, blocks=2, rows=(), valid=())
     """
     group = _find_group(source, result, layout.axis)
     if group is None:
