@@ -101,7 +101,7 @@ class _GraphFlow:
     ) -> tuple[int, int, int] | None:
         """Return how far a strategy is from taking its inputs as they are; None if it would need an exchange."""
         cut = asked = 0
-        if strategy.exchanges_values:
+        if strategy.shares_range or strategy.overlaps:  # devices would need values of each other
             return None
         for name, want in zip(operands, strategy.inputs):
             have = want if name in weights else self.layouts.get(name)

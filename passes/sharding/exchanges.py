@@ -29,7 +29,6 @@ from onnxplace.model import find_external_range, make_tensor_part, packed_size, 
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace
-from onnxplace.passes.sharding.windows import ROW_AXIS
 
 _SUMMED_TYPES = frozenset(("FLOAT", "FLOAT16", "DOUBLE"))
 _PACKED_TYPES = frozenset(("INT4", "UINT4", "FLOAT4E2M1", "INT2", "UINT2"))
@@ -125,7 +124,8 @@ class ExchangeWriter:
         self.vectors: dict[tuple[int, ...], str] = {}
         self.slices: dict[tuple[str, int, int, int], str] = {}
         self.pieces: dict[tuple[str, Layout, Layout], list[list[str]]] = {}
-        self.halos: dict[tuple[str, tuple[int, int], int], str] = {}
+        self.wanted: dict[str, set[Layout]] = {}
+        """Value -> split layouts in which nodes read it, with right rows alone."""
         self.sent: dict[str, str] = {}
         self.relayed: dict[tuple[str, int], str] = {}
         self.exchanges: dict[str, set[object]] = {}
@@ -229,15 +229,22 @@ class ExchangeWriter:
         has_copy = (name, REPLICATED, device) in self.parts
         if layout.is_split and (source == REPLICATED or has_copy):
             return self.slice_copy(name, layout, device)
+        # One exchange serves all readers: the others cut their rows off the widest part that some reader wants.
+        is_held = self.division.holds(source, layout)
+        if layout.is_split and not is_held and (widest := self.find_widest(name, layout)) != layout:
+            return self.cut_rows(name, widest, layout, device)
         if layout == PARTIAL:
             return self.as_summand(name, device)
+        if self.division.shares_rows(source, layout):
+            pass_on = self.cut_rows if is_held else self.pass_rows
+            return pass_on(name, source, layout, device)
         if layout == REPLICATED and source.is_split:
             return self.gather(name, source, device)
         if layout == REPLICATED:
             return self.all_reduce(name, device)
         if source == PARTIAL:
             return self.reduce_scatter(name, layout, device)
-        if self.division.copies(source) > 1 and source.holds(layout):
+        if self.division.copies(source) > 1 and source.contains(layout):
             return self.slice_part(name, source, layout, device)
         if source.axis == layout.axis or max(self.division.copies(source), self.division.copies(layout)) > 1:
             return self.slice_copy(name, layout, device)
@@ -330,7 +337,7 @@ class ExchangeWriter:
 
     def gathered_part(self, name: str, source: Layout, other: int, device: int) -> str:
         """Return the part of another device for an all-gather: from that device, or from the one that passes it on."""
-        part, relay = self.get_from(name, source, other, device), self.find_relay(other, device)
+        part, relay = self.own_part(name, source, other, device), self.find_relay(other, device)
         if relay in (other, device) or not self.costs.gathers_by_host(source, self.facts.bytes(name)):
             return part
         if (part, relay) not in self.relayed:
@@ -344,6 +351,17 @@ class ExchangeWriter:
         home = next((host for host in self.costs.hosts if device in host), None)
         place = next((host.index(source) for host in self.costs.hosts if source in host), 0)
         return source if home is None or source in home else home[place]
+
+    def own_part(self, name: str, layout: Layout, source: int, device: int) -> str:
+        """Return another device's part of a value, without the rows that a third one passes on."""
+        part = self.get_from(name, layout, source, device)
+        if not layout.rows:
+            return part
+        low, high = layout.rows[source]
+        start, end = self.division.owned(layout, self.facts.shapes[name][layout.axis], source)
+        moved = 2 * self.bytes(name, layout, source)
+        is_whole = (start, end) == (low, high)
+        return part if is_whole else self.slice(part, layout.axis, start - low, end - low, source, moved)
 
     def merge(
         self, name: str, source: Layout, pieces: Sequence[str], shape: Sequence[int], device: int, size_bytes: int
@@ -411,7 +429,7 @@ class ExchangeWriter:
         if key not in self.pieces:
             count, size = len(self.devices), self.facts.shapes[name][layout.axis]
             rows: list[list[str]] = [[""] * count for _ in self.devices]
-            parts = [self.get(name, source, other) for other in self.devices]
+            parts = [self.own_part(name, source, other, other) for other in self.devices]
             hosts = self.costs.hosts or (tuple(self.devices),)
             places = [(host, place) for host in range(len(hosts)) for place in range(len(hosts[0]))]
             for host_step, place_step in (*places[len(hosts[0]) :], *places[1 : len(hosts[0])], places[0]):
@@ -424,42 +442,41 @@ class ExchangeWriter:
             self.pieces[key] = rows
         return self.pieces[key]
 
-    def window(self, name: str, layout: Layout, rows: tuple[int, int], device: int) -> str:
-        """Return the rows of a value that a device's windows cover, with those that other devices have."""
-        key = name, rows, device
-        if key in self.halos:
-            return self.halos[key]
-        shape = self.facts.shapes[name]
-        row_bytes = self.facts.bytes(name) // max(shape[ROW_AXIS], 1)
-        low, high = rows
-        if not layout.is_split:
-            copy, size = self.get(name, REPLICATED, device), shape[ROW_AXIS]
-            result = (
-                copy
-                if rows == (0, size)
-                else self.slice(copy, ROW_AXIS, low, high, device, 2 * row_bytes * (high - low))
-            )
-        else:
-            pieces = self.window_pieces(name, layout, rows, device, row_bytes)
-            result = self.concat(pieces, ROW_AXIS, f"{name}/rows{device}", device, 2 * row_bytes * (high - low))
-        self.halos[key] = result
-        return result
-
-    def window_pieces(self, name: str, layout: Layout, rows: tuple[int, int], device: int, row_bytes: int) -> list[str]:
-        """Return the pieces of a window, from the devices that have them."""
-        size, pieces = self.facts.shapes[name][ROW_AXIS], []
-        for other in self.devices:
-            own = self.division.ranges(layout, size, other)[0]
-            low, high = max(rows[0], own[0]), min(rows[1], own[1])
+    def pass_rows(self, name: str, source: Layout, layout: Layout, device: int) -> str:
+        """Return a device's rows of a value: those that it has, next to those that others have."""
+        axis, size = layout.axis, self.facts.shapes[name][layout.axis]
+        row_bytes = self.facts.bytes(name) // size
+        have, want = self.division.valid(source, size)[device], self.division.held(layout, size)[device]
+        pieces = []
+        for other, held in enumerate(self.division.held(source, size)):
+            start, end = have if other == device else self.division.owned(source, size, other)
+            # Rows that the device has itself are not sent.
+            low = max(start, want[0], have[1] if other > device else 0)
+            high = min(end, want[1], have[0] if other < device else size)
             if low >= high:
                 continue
-            is_whole = (low, high) == own
-            part = self.get_from(name, layout, other, device) if is_whole else self.get(name, layout, other)
-            if not is_whole:
-                moved = 2 * row_bytes * (high - low)
-                # The device that has the rows cuts them off, so that only these cross.
-                part = self.slice(part, ROW_AXIS, low - own[0], high - own[0], other, moved)
+            # The device that has the rows cuts them off, so that only these cross.
+            if (low, high) == held:
+                pieces.append(self.get_from(name, source, other, device))
+            else:
+                part, moved = self.get(name, source, other), 2 * row_bytes * (high - low)
+                pieces.append(self.slice(part, axis, low - held[0], high - held[0], other, moved))
             if other != device:
-                self.count("halo", name, rows)
-            pieces.append(part)
-        return pieces
+                self.count("halo", name, layout)
+        return self.concat(pieces, axis, f"{name}/rows{device}", device, 2 * row_bytes * (want[1] - want[0]))
+
+    def find_widest(self, name: str, layout: Layout) -> Layout:
+        """Return the layout with the most rows that some reader wants and from which this one can be cut."""
+        size = self.facts.shapes[name][layout.axis]
+        wider = [wide for wide in self.wanted.get(name, ()) if self.division.holds(wide, layout)]
+        totals = {wide: sum(high - low for low, high in self.division.held(wide, size)) for wide in wider}
+        return max(wider, key=lambda wide: (totals[wide], wide), default=layout)
+
+    def cut_rows(self, name: str, source: Layout, layout: Layout, device: int) -> str:
+        """Return a device's rows of a value, cut off its part in a layout that has more of them."""
+        size = self.facts.shapes[name][layout.axis]
+        have, want = self.division.held(source, size)[device], self.division.held(layout, size)[device]
+        part, moved = self.get(name, source, device), 2 * self.bytes(name, layout, device)
+        if have == want:
+            return part
+        return self.slice(part, layout.axis, want[0] - have[0], want[1] - have[0], device, moved)

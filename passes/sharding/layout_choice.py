@@ -48,6 +48,7 @@ class ChoiceNetwork:
         self._strategy_seconds = [np.array(seconds) for seconds in strategy_seconds]
         cache: dict[object, CostTable] = {}
         self._read_bytes = [self._weigh(index, cache) for index in range(len(self._sizes))]
+        self._border_seconds = self._list_border_seconds()
         self._add_values()
 
     def solve(self, price: float, max_entries: int) -> Solution:
@@ -101,6 +102,20 @@ class ChoiceNetwork:
             )
         return cache[key]
 
+    def _list_border_seconds(self) -> dict[str, float]:
+        """Return, per value, what it costs to end a session behind its producer: to reorder all that is alive there."""
+        last = {name: index for index, reads in enumerate(self._model.reads) for name in reads}
+        ending: dict[int, int] = defaultdict(int)
+        alive, borders = 0, dict[str, float]()
+        for index, node in enumerate(self._model.nodes):
+            for name in node.output:
+                ending[last.get(name, index)] += self._facts.bytes(name)
+                alive += self._facts.bytes(name)
+            alive -= ending[index]
+            share = alive / self._costs.count
+            borders.update(dict.fromkeys(node.output, share * self._costs.reorder_seconds_per_byte))
+        return borders
+
     def _new_variable(self, size: int) -> int:
         self._sizes.append(size)
         return len(self._sizes) - 1
@@ -137,7 +152,10 @@ class ChoiceNetwork:
     def _list_state_layouts(self, name: str, readers: Sequence[int]) -> list[Layout]:
         """Return the layouts that a state may have: whole, and those in which some node can read it."""
         wants = {layout for index in readers for want in self._wants(index, name) for layout in want}
-        return [REPLICATED, *sorted(layout for layout in wants if layout.is_split and layout.outer == 1)]
+        return [
+            REPLICATED,
+            *sorted(layout for layout in wants if layout.is_split and layout.outer == 1 and not layout.rows),
+        ]
 
     def _wants(self, index: int, name: str) -> list[tuple[Layout, ...]]:
         """Return, per strategy of a reader, the layouts in which it reads a value."""
@@ -179,6 +197,7 @@ class ChoiceNetwork:
         if not users and not is_output:
             return
         options = self._options(sources, wanted, size)
+        border = self._border_seconds.get(name, 0.0)  # inputs have none
         # A value that is always whole needs no variable: readers cut their parts off locally.
         if len(options) == 1 and options[0] == (REPLICATED, REPLICATED):
             for index, wants in users:
@@ -186,7 +205,9 @@ class ChoiceNetwork:
             return
         variable = self._new_variable(len(options))
         key = tuple(options), size
-        unary = self._table(("unary", key, is_output), lambda: self._option_table(options, size, is_output))
+        unary = self._table(
+            ("unary", key, is_output, border), lambda: self._option_table(options, size, is_output, border)
+        )
         self._factors.append(Factor((variable,), unary))
         if producer is not None:
             self._add_table(
@@ -208,22 +229,29 @@ class ChoiceNetwork:
         self._factors.append(order_factor(scope, self._table(key, build)))
 
     def _options(self, sources: Sequence[Layout], wanted: set[Layout], size: int) -> list[Option]:
-        seconds = self._costs.seconds
         options = []
         for source in sources:
             options.append((source, source))
             if source == REPLICATED:
                 continue  # all others are local then
-            others = sorted(wanted | {REPLICATED})
+            # All rows that are exchanged are right.
+            others = sorted({layout._replace(valid=()) for layout in wanted} | {REPLICATED})
             options += [
-                (source, other) for other in others if other != source and seconds(source, other, size) < math.inf
+                (source, other)
+                for other in others
+                if other != source
+                and not self._space.division.holds(source, other)
+                and self._seconds(source, other, size) < math.inf
             ]
         return options
 
-    def _option_table(self, options: Sequence[Option], size: int, is_output: bool) -> CostTable:
-        """Return what each option costs: its exchange, and that of an output of the model."""
-        seconds = self._costs.seconds
-        costs = [seconds(source, other, size) for source, other in options]
+    def _seconds(self, source: Layout, result: Layout, size: int) -> float:
+        return self._costs.overlap_seconds(self._space.division, source, result, size)
+
+    def _option_table(self, options: Sequence[Option], size: int, is_output: bool, border: float) -> CostTable:
+        """Return what each option costs: its exchange with its border, and that of an output of the model."""
+        seconds = self._seconds
+        costs = [seconds(source, other, size) + (border if source != other else 0.0) for source, other in options]
         if is_output:
             for index, option in enumerate(options):
                 # An output of the model is returned whole, from one of its two layouts.
@@ -243,9 +271,8 @@ class ChoiceNetwork:
     def _read_seconds(self, layout: Layout, option: Option, size: int) -> float:
         if layout in option:
             return 0.0
-        if REPLICATED in option:
-            return self._costs.seconds(REPLICATED, layout, size)
-        return math.inf
+        cuts = (self._seconds(held, layout, size) for held in option if self._space.division.holds(held, layout))
+        return min(cuts, default=math.inf)
 
     def _local_table(self, wants: Sequence[tuple[Layout, ...]], size: int) -> CostTable:
         option = REPLICATED, REPLICATED
@@ -278,7 +305,7 @@ class ChoiceProblem:
 
     space: StrategySpace
     strategy_seconds: Sequence[Sequence[float]]
-    """Per node and strategy: seconds of the slowest device, with halos."""
+    """Per node and strategy: seconds of the slowest device."""
     costs: ExchangeCosts
     max_entries: int = 1 << 20
     """The largest table of the exact method."""

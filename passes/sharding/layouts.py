@@ -12,6 +12,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+Rows = tuple[int, int]
+"""The range [low, high) of an axis, in the numbering of the whole value."""
+
 _REPLICATED_AXIS, _PARTIAL_AXIS = -1, -2
 
 
@@ -26,6 +29,10 @@ class Layout(NamedTuple):
     An axis whose size is not fixed is cut in runs: seen as [n / -outer, -outer], it may have any number of rows. So it
     is where a symbolic batch and heads are merged into one axis.
 
+    Parts may overlap: a device then has rows of its neighbours too, computed twice. Convolutions consume the overlap: a
+    run of them needs one exchange. Some of the rows may be wrong, those computed without rows that they need. They are
+    kept where it costs more to cut them off, but no right row is ever computed of them.
+
     >>> REPLICATED.is_split, Layout(1, 1, 2).is_split
     (False, True)
     """
@@ -34,6 +41,10 @@ class Layout(NamedTuple):
     """The split axis; negative for replicated and partial values."""
     outer: int = 1
     blocks: int = 0
+    rows: tuple[Rows, ...] = ()
+    """Per device, the range [low, high) of a split axis that it has where parts overlap; otherwise empty."""
+    valid: tuple[Rows, ...] = ()
+    """Per device, those of its rows that are right; empty where all are."""
 
     @property
     def is_split(self) -> bool:
@@ -44,7 +55,7 @@ class Layout(NamedTuple):
         """Return whether the axis may have any number of rows. Values of such layouts change to no other layout."""
         return self.outer < 0
 
-    def holds(self, finer: Layout) -> bool:
+    def contains(self, finer: Layout) -> bool:
         """Return whether a device of a layout with copies has its part of another one within its own."""
         return finer[:2] == self[:2] and self.blocks > 0 and finer.blocks % self.blocks == 0
 
@@ -59,6 +70,8 @@ class Layout(NamedTuple):
             return "partial"
         if self.is_in_runs:
             return f"axis {self.axis} in runs of {-self.outer}"
+        if self.rows:
+            return f"axis {self.axis}, overlapping"
         return f"axis {self.axis}" + (f" in {self.outer} parts" if self.outer > 1 else "")
 
 
@@ -133,7 +146,7 @@ class Division:
         >>> Division((1.0,) * 4).copies(Layout(0, 1, 2))
         2
         """
-        return max(self.count // layout.blocks, 1)
+        return max(self.count // layout.blocks, 1) if layout.blocks else 1
 
     def holders(self, layout: Layout, device: int) -> range:
         """Return devices that together have each part once, in order; readers spread over the copies."""
@@ -148,8 +161,65 @@ class Division:
         cuts = self.cuts(layout.blocks)
         return cuts[device], cuts[device + 1]
 
+    def hold(self, axis: int, size: int, rows: Sequence[Rows]) -> Layout:
+        """Return the layout in which each device has these rows, [low, high) of an axis, in its simplest form.
+
+        Lower and upper ends must rise from device to device, and together the rows must be all of them.
+
+        >>> Division((1.0, 1.0)).hold(2, 8, [(0, 5), (3, 8)])
+        Layout(axis=2, outer=1, blocks=0, rows=((0, 5), (3, 8)), valid=())
+        >>> Division((1.0, 1.0)).hold(2, 8, [(0, 4), (4, 8)])
+        Layout(axis=2, outer=1, blocks=2, rows=(), valid=())
+        """
+        if all(own == (0, size) for own in rows):
+            return REPLICATED
+        even = self.split(axis, size)
+        if even is not None and self.held(even, size) == list(rows):
+            return even
+        return Layout(axis, rows=tuple(rows))
+
+    def holds(self, source: Layout, result: Layout) -> bool:
+        """Return whether each device can make its part in one layout of its part in another one."""
+        if source == REPLICATED or (self.copies(source) > 1 and source.contains(result)):
+            return True
+        if not self.shares_rows(source, result):
+            return False
+        size = (source.rows or result.rows)[-1][1]
+        return all(
+            have[0] <= want[0] and want[1] <= have[1]
+            for rows in (self.held, self.valid)
+            for have, want in zip(rows(source, size), rows(result, size))
+        )
+
+    @staticmethod
+    def shares_rows(source: Layout, result: Layout) -> bool:
+        """Return whether parts along one axis overlap in one of two layouts, so that rows go from part to part."""
+        is_same = source.is_split and source.axis == result.axis and source.outer == result.outer == 1
+        return is_same and bool(source.rows or result.rows)
+
+    def held(self, layout: Layout, size: int) -> Sequence[Rows]:
+        """Return the rows [low, high) of a split axis that each device has, of a layout that has one range on each."""
+        return layout.rows or [self.ranges(layout, size, device)[0] for device in range(self.count)]
+
+    def valid(self, layout: Layout, size: int) -> Sequence[Rows]:
+        """Return those of the rows that each device has that are right."""
+        return layout.valid or self.held(layout, size)
+
+    def owned(self, layout: Layout, size: int, device: int) -> Rows:
+        """Return the rows that a device passes on to others; no two devices have the same ones.
+
+        >>> division, layout = Division((1.0, 1.0)), Layout(2, rows=((0, 6), (3, 8)))
+        >>> [division.owned(layout, 8, device) for device in (0, 1)]
+        [(0, 4), (4, 8)]
+        """
+        middles = [(have[1] + more[0]) // 2 for have, more in pairwise(self.valid(layout, size))]
+        ends = [0, *middles, size]
+        return ends[device], ends[device + 1]
+
     def ranges(self, layout: Layout, size: int, device: int) -> list[tuple[int, int]]:
         """Return the ranges [low, high) of a split axis of this size that a device has: `outer` of them."""
+        if layout.rows:
+            return [layout.rows[device]]
         inner = size // layout.outer
         block, (first, end) = inner // layout.blocks, self.blocks_of(layout, device)
         low, high = first * block, end * block
@@ -157,6 +227,8 @@ class Division:
 
     def local_size(self, layout: Layout, size: int, device: int) -> int:
         """Return the size of a split axis on a device."""
+        if layout.rows:
+            return layout.rows[device][1] - layout.rows[device][0]
         first, end = self.blocks_of(layout, device)
         return size // layout.blocks * (end - first)
 
@@ -172,6 +244,8 @@ class Division:
         """Return which fraction of a value a device has."""
         if not layout.is_split:
             return 1.0
+        if layout.rows:
+            return (layout.rows[device][1] - layout.rows[device][0]) / layout.rows[-1][1]
         first, end = self.blocks_of(layout, device)
         return (end - first) / layout.blocks
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import TensorProto
 
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout, Rows
 from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape, split_words
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule
 from onnxplace.passes.sharding.rules.rule_table import RULES
-from onnxplace.passes.sharding.windows import ROW_AXIS, WINDOWED, Window, find_window
+from onnxplace.passes.sharding.windows import FLOAT_TYPES, ROW_AXIS, WINDOWED, list_windows
 
 if TYPE_CHECKING:
     from onnxplace.passes.sharding.bodies import BodySplit
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
 Layouts = tuple[Layout | None, ...]
-Cuts = frozenset[tuple[int, int]]
+Cut = tuple[int, int, tuple[Rows, ...], tuple[Rows, ...]]
+"""All of a split layout but its axis."""
+Cuts = frozenset[Cut]
 _AxisSizes = dict[tuple[str, int], tuple[int, int, int]]
 # By side ("in", "out") and position: the axis that is cut, its size, and how many tensors are fused in it.
-"""(outer, blocks) of the split layouts that an axis may get."""
 
 # Operators that are linear in their first input alone, and in all inputs together.
 _LINEAR_IN_FIRST = frozenset(
@@ -41,11 +42,10 @@ _LINEAR_IN_FIRST = frozenset(
     )
 )
 _LINEAR_TOGETHER = frozenset(("Add", "Sub", "Sum", "Concat"))
-_SUMMABLE_TYPES = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16))
 # These add up integers exactly, modulo their range. ONNX Runtime's other sums of integers, such as ReduceSum and those
 # within Einsum, are computed in floating point, and saturate.
 _EXACT_SUMS = frozenset(("MatMul", "MatMulInteger", "ConvInteger", "ScatterElements", "ScatterND"))
-_EXACT_TYPES = _SUMMABLE_TYPES | {TensorProto.INT32, TensorProto.INT64}
+_EXACT_TYPES = FLOAT_TYPES | {TensorProto.INT32, TensorProto.INT64}
 
 # The first opset in which ONNX Runtime can add summands, and make them of a whole value (Add, Where).
 _MIN_SUM_OPSET = 9
@@ -56,9 +56,9 @@ def reshape_layout(source: Shape, result: Shape, layout: Layout, division: Divis
 
     >>> division = Division((1.0, 1.0))
     >>> reshape_layout((8, 12), (8, 3, 4), Layout(1, 3, 2), division)
-    Layout(axis=2, outer=1, blocks=2)
+    Layout(axis=2, outer=1, blocks=2, rows=(), valid=())
     >>> reshape_layout((8, 3, 4), (8, 12), Layout(2, 1, 2), division)
-    Layout(axis=1, outer=3, blocks=2)
+    Layout(axis=1, outer=3, blocks=2, rows=(), valid=())
     """
     group = _find_group(source, result, layout.axis)
     if group is None:
@@ -186,8 +186,6 @@ class NodeStrategy:
     outputs: Layouts
     edit: Edit | None = None
     """Adapts each device's copy of the node."""
-    window: Window | None = None
-    """Rows of an input that are read with halos."""
     weighs_means: bool = False
     """Outputs are means of the parts, and are weighted by their sizes."""
     only_first: int = -1
@@ -200,15 +198,14 @@ class NodeStrategy:
     """How the subgraphs of a node are split; its inputs are then also what these capture."""
 
     @property
-    def exchanges_values(self) -> bool:
-        """Return whether devices need values of each other while they compute the node: halos, or ranges."""
-        halo = self.window and self.inputs[self.window.input]
-        return self.shares_range or bool(halo and halo.is_split)
-
-    @property
     def is_split(self) -> bool:
         """Return whether the devices share the work."""
         return any(layout is not None and layout.is_split for layout in (*self.inputs, *self.outputs))
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether parts of a value overlap."""
+        return any(layout is not None and layout.rows for layout in (*self.inputs, *self.outputs))
 
 
 def local_shapes(
@@ -222,13 +219,7 @@ def local_shapes(
             for shape, layout in zip(shapes, layouts)
         ]
 
-    inputs = parts(view.inputs, strategy.inputs)
-    if strategy.window is not None:
-        low, high = strategy.window.rows[device]
-        shape = list(inputs[strategy.window.input] or ())
-        shape[ROW_AXIS] = high - low
-        inputs[strategy.window.input] = tuple(shape)
-    return tuple(inputs), tuple(parts(view.outputs, strategy.outputs))
+    return tuple(parts(view.inputs, strategy.inputs)), tuple(parts(view.outputs, strategy.outputs))
 
 
 def describe_copies(view: NodeView, strategy: NodeStrategy, division: Division) -> tuple[object, ...]:
@@ -333,7 +324,7 @@ class StrategyTable:
         if view.op in ("Split", "Concat"):
             yield from self._own_axis(view, cuts)
         if view.op in WINDOWED and view.rank() > ROW_AXIS:
-            yield from self._windows(view, cuts)
+            yield from self._windows(view)
         yield from self._partials(view)
 
     def _by_rule(
@@ -343,9 +334,11 @@ class StrategyTable:
         sizes = self._list_sizes(view, rule)
         if sizes is None or not self._can_follow(view, rule):
             return
-        for outer, blocks in _list_cuts(rule, sizes, cuts):
+        for outer, blocks, *overlap in _list_cuts(view, rule, sizes, cuts):
             layouts = {
-                key: self.division.split(axis, size, outer * fused, blocks)
+                key: Layout(axis, 1, 0, *overlap)
+                if overlap[0]
+                else self.division.split(axis, size, outer * fused, blocks)
                 for key, (axis, size, fused) in sizes.items()
             }
             layouts |= {key: self._share(view, *key, *cut) for key, cut in rule.shared.items()}
@@ -380,7 +373,7 @@ class StrategyTable:
 
     def _can_follow(self, view: NodeView, rule: AxisRule) -> bool:
         """Return whether devices may compute the parts of a rule: also sums of them, where it asks for sums."""
-        summed = _EXACT_TYPES if view.op in _EXACT_SUMS else _SUMMABLE_TYPES
+        summed = _EXACT_TYPES if view.op in _EXACT_SUMS else FLOAT_TYPES
         return rule.effect == "map" or self._can_sum(view, summed)
 
     @staticmethod
@@ -424,8 +417,8 @@ class StrategyTable:
     ) -> Iterator[Layout]:
         """Yield the split layouts that the first input or output may have."""
         for axis, size in enumerate(shape):
-            for outer, blocks in sorted(cuts.get((side, 0, axis), frozenset())):
-                if (layout := self.division.split(axis, size, outer, blocks)) is not None:
+            for outer, blocks, rows, _ in sorted(cuts.get((side, 0, axis), frozenset())):
+                if not rows and (layout := self.division.split(axis, size, outer, blocks)) is not None:
                     yield layout
 
     def _own_axis(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
@@ -439,11 +432,11 @@ class StrategyTable:
         options = {
             cut for position in range(parts) for cut in cuts.get(("out" if is_split else "in", position, axis), ())
         }
-        for outer, blocks in cuts.get(("in" if is_split else "out", 0, axis), ()):
+        for outer, blocks, rows, valid in cuts.get(("in" if is_split else "out", 0, axis), ()):
             if outer % parts == 0:
-                options.add((outer // parts, blocks))
-        for outer, blocks in sorted(options):
-            if outer != 1:
+                options.add((outer // parts, blocks, rows, valid))
+        for outer, blocks, rows, _ in sorted(options):
+            if outer != 1 or rows:
                 continue  # parts that are fused themselves would interleave
             part = self.division.split(axis, one[axis] // parts, outer, blocks)
             whole = self.division.split(axis, one[axis], outer * parts, blocks)
@@ -460,25 +453,15 @@ class StrategyTable:
             if not layout.is_in_runs:
                 yield NodeStrategy((layout,), (REPLICATED,), overrides_shape=True)
 
-    def _windows(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
-        """Yield strategies by rows: of a whole input, and of one that is split by rows, with halos."""
-        division, size, result_size = self.division, view.shape(0)[ROW_AXIS], view.result()[ROW_AXIS]
-        result = division.split(ROW_AXIS, result_size)
-        if result is None:
-            return
-        windowed = find_window(view, result, division)
-        if windowed is None:
-            return
-        window, edit = windowed
+    def _windows(self, view: NodeView) -> Iterator[NodeStrategy]:
+        """Yield strategies by rows: each device has the rows of the input under the windows of its rows."""
         rest = tuple(None if shape is None else REPLICATED for shape in view.inputs[1:])
-        yield NodeStrategy((REPLICATED, *rest), (result,), edit=edit, window=window)
-        source = division.split(ROW_AXIS, size)
-        if source is not None:
-            yield NodeStrategy((source, *rest), (result,), edit=edit, window=window)
+        for source, result, edit in list_windows(view, self.division):
+            yield NodeStrategy((source, *rest), (result,), edit=edit)
 
     def _partials(self, view: NodeView) -> Iterator[NodeStrategy]:
         """Yield strategies that pass summands on, for linear operators."""
-        if not self._can_sum(view, _SUMMABLE_TYPES) or not view.outputs:
+        if not self._can_sum(view, FLOAT_TYPES) or not view.outputs:
             return
         outputs = tuple(None if shape is None else PARTIAL for shape in view.outputs)
         whole = tuple(None if shape is None else REPLICATED for shape in view.inputs)
@@ -497,16 +480,23 @@ class StrategyTable:
             yield NodeStrategy((REPLICATED, PARTIAL), outputs, only_first=0)
 
 
-def _list_cuts(rule: AxisRule, sizes: _AxisSizes, cuts: Mapping[tuple[str, int, int], Cuts]) -> list[tuple[int, int]]:
-    """Return the cuts, as outer size and blocks, that some axes of a rule may have, and all of them can follow."""
-    options = {(1, rule.units)} if rule.units and sizes else set()
+def _list_cuts(
+    view: NodeView, rule: AxisRule, sizes: _AxisSizes, cuts: Mapping[tuple[str, int, int], Cuts]
+) -> list[Cut]:
+    """Return the cuts that some axes of a rule may have, and all of them can follow."""
+    options: set[Cut] = {(1, rule.units, (), ())} if rule.units and sizes else set()
+    # Summands of rows that two devices have would count twice, and wrong integers could divide by zero.
+    may_overlap = rule.effect == "map" and not rule.units and len({size for _, size, _ in sizes.values()}) == 1
+    may_be_wrong = set(view.element_types) <= FLOAT_TYPES
     for (side, position), (axis, _, fused) in sizes.items():
-        found = cuts.get((side, position, axis), frozenset())
-        options |= {
-            (outer // fused, blocks) for outer, blocks in found if outer % fused == 0 and (outer > 0 or fused == 1)
-        }
+        for outer, blocks, rows, valid in cuts.get((side, position, axis), frozenset()):
+            can_follow = outer % fused == 0 and (outer > 0 or fused == 1)
+            if can_follow and (may_overlap or not rows) and (may_be_wrong or not valid):
+                options.add((outer // fused, blocks, rows, valid))
     if rule.units:
-        options = {(outer, blocks) for outer, blocks in options if outer == 1 and rule.units % blocks == 0}
+        options = {
+            (outer, blocks, (), ()) for outer, blocks, _, _ in options if outer == 1 and rule.units % blocks == 0
+        }
     return sorted(options)
 
 

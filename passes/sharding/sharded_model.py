@@ -75,6 +75,10 @@ class ShardedModelWriter(ExchangeWriter):
         self.choice = choice
         # Most nodes have no subgraphs, and are not searched for what these read.
         self.nested = frozenset(index for index, node in enumerate(self.model.nodes) if has_subgraphs(node))
+        for node, strategy in zip(self.model.nodes, choice.strategies):
+            for name, layout in zip(node.input, strategy.inputs):
+                if layout is not None and layout.is_split:
+                    self.wanted.setdefault(name, set()).add(layout._replace(valid=()))
 
     def write(self) -> ShardedModel:
         split_inputs = self.add_inputs()
@@ -86,7 +90,7 @@ class ShardedModelWriter(ExchangeWriter):
         """Return, for weights that are only there in parts, one complete set of parts."""
         complete: dict[str, WeightParts] = {}
         for name, layout, _ in self.parts:
-            if name not in self.facts.is_weight or name in self.weights or name in complete:
+            if name not in self.facts.is_weight or name in self.weights or name in complete or layout.rows:
                 continue
             # Parts that several devices have are under the first of them.
             holders = self.division.holders(layout, 0) if layout.is_split else self.devices
@@ -180,8 +184,6 @@ class ShardedModelWriter(ExchangeWriter):
         name, layout = node.input[position], strategy.inputs[position]
         if not name:
             return ""
-        if strategy.window is not None and strategy.window.input == position:
-            return self.window(name, layout or REPLICATED, strategy.window.rows[device], device)
         return self.get(name, layout or REPLICATED, device)
 
     def edit(self, copy: NodeProto, view: NodeView, strategy: NodeStrategy, device: int) -> None:

@@ -11,12 +11,11 @@ import numpy as np
 from onnxplace.graph import Floats
 from onnxplace.model import packed_size
 from onnxplace.passes.profiling import PeakRates, count_moved_bytes, count_operations, device_peaks
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy, local_shapes
 from onnxplace.passes.sharding.node_views import NodeView, Shape
 from onnxplace.passes.sharding.strategy_space import StrategySpace
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from onnxplace.passes.sharding.windows import ROW_AXIS
 from onnxplace.target import Device, Target
 
 # At this rate a core reads weights while others read too: larger models do not stay in caches between inferences. Rows
@@ -68,6 +67,9 @@ class ExchangeCosts:
     near_latency_seconds: float = 0.0
     """Latency of a message within a host, where there are several."""
     near_seconds_per_byte: float = 0.0
+    reorder_seconds_per_byte: float = 0.0
+    """Time per byte of a value that leaves a session and comes back, or is cut within it, where sessions keep it in a
+    layout of their own."""
 
     @staticmethod
     def of(
@@ -115,7 +117,7 @@ class ExchangeCosts:
     def is_local(self, source: Layout, result: Layout) -> bool:
         """Return whether each device has its part of a layout within what it has of another one."""
         has_copies = source.is_split and self._parts(source) < self.count
-        return source == REPLICATED or (has_copies and source.holds(result))
+        return source == REPLICATED or (has_copies and source.contains(result))
 
     def phases(self, source: Layout, result: Layout, size_bytes: int) -> ExchangePhases:
         """Return what an exchange takes, phase by phase, from a split or partial value to a split or whole one."""
@@ -244,12 +246,36 @@ class ExchangeCosts:
         slices = source.outer * self._operator_seconds(0) if source.outer > 1 else 0.0
         return slices + self._operator_seconds(2 * size_bytes)
 
-    def halo_seconds(self, rows_bytes: float, window_bytes: float) -> float:
-        """Return the seconds to exchange halos: bytes that a device receives, and bytes of its window."""
-        if rows_bytes <= 0:
-            return 0.0
-        seconds = self.segment_seconds + self.latency_seconds + rows_bytes * self.seconds_per_byte
-        return self._operator_seconds(2 * rows_bytes) + seconds + self._operator_seconds(2 * window_bytes)
+    def overlap_seconds(self, division: Division, source: Layout, result: Layout, size_bytes: int) -> float:
+        """Return the seconds of a change of layout in which parts overlap, or do not any longer.
+
+        Rows that a device lacks come from its neighbours. Without any, its part is cut off the one that it has.
+        """
+        if not division.shares_rows(source, result):
+            return self.seconds(source, result, size_bytes)
+        if not division.holds(source, result):
+            return self.overlap_phases(division, source, result, size_bytes).seconds(self.segment_seconds)
+        size = (source.rows or result.rows)[-1][1]
+        if division.held(source, size) == division.held(result, size):
+            return 0.0  # only fewer of the rows are known to be right
+        moved = max(high - low for low, high in division.held(result, size)) * size_bytes / size
+        return self._operator_seconds(2 * moved) + moved * self.reorder_seconds_per_byte
+
+    def overlap_phases(self, division: Division, source: Layout, result: Layout, size_bytes: int) -> ExchangePhases:
+        """Return what an exchange takes, phase by phase, also where parts overlap."""
+        if not division.shares_rows(source, result):
+            return self.phases(source, result, size_bytes)
+        size = (source.rows or result.rows)[-1][1]
+        pairs = list(zip(division.valid(source, size), division.held(result, size)))
+        moved = max(want[1] - want[0] for _, want in pairs) * size_bytes / size
+        received = max(rows_outside(want, have) for have, want in pairs) * size_bytes / size
+        cut_seconds = self._operator_seconds(2 * received)
+        return ExchangePhases(
+            cut_seconds=cut_seconds,
+            first_seconds=cut_seconds,
+            link_seconds=self.latency_seconds + received * self.seconds_per_byte,
+            join_seconds=self._operator_seconds(2 * moved),
+        )
 
 
 @dataclass(frozen=True)
@@ -371,7 +397,7 @@ class WorkCosts:
         return max(work[0] / rate, work[1] / peaks.bytes_per_second) + peaks.kernel_seconds
 
     def table(self, device_seconds: Floats, costs: ExchangeCosts) -> list[list[float]]:
-        """Return the seconds of each strategy of each node: of the slowest device, with halos.
+        """Return the seconds of each strategy of each node: of the slowest device.
 
         Args:
             device_seconds: [device of the group, node].
@@ -387,7 +413,6 @@ class WorkCosts:
             result.append(
                 [
                     max(self._scale(work, device, seconds[device]) for device, work in enumerate(works))
-                    + self._halo_seconds(index, strategy, costs)
                     + self._range_seconds(index, strategy, costs)
                     # The other devices do not compute it, but wait in the next exchange for the one that does.
                     + (costs.latency_seconds if strategy.only_first >= 0 else 0.0)
@@ -398,25 +423,9 @@ class WorkCosts:
 
     def _device_works(self, index: int, strategy: NodeStrategy) -> list[_PartWork | None]:
         devices = range(self.space.division.count)
-        if self.space.division.is_even:  # the first device has the largest part
+        if self.space.division.is_even and not strategy.overlaps:  # the first device has the largest part
             return [self._work(index, strategy, 0)] * len(devices)
         return [self._work(index, strategy, device) for device in devices]
-
-    def _halo_seconds(self, index: int, strategy: NodeStrategy, costs: ExchangeCosts) -> float:
-        view = self.space.views[index]
-        if view is None or strategy.window is None:
-            return 0.0
-        source = strategy.inputs[strategy.window.input]
-        size = view.shape(strategy.window.input)[ROW_AXIS]
-        row_bytes = self.space.facts.bytes(view.node.input[strategy.window.input]) / max(size, 1)
-        window_rows = max(high - low for low, high in strategy.window.rows)
-        if source is None or not source.is_split:
-            return costs.kernel_seconds + window_rows * row_bytes * costs.copy_seconds_per_byte
-        received = max(
-            window_rows_outside(low, high, self.space.division.ranges(source, size, device)[0])
-            for device, (low, high) in enumerate(strategy.window.rows)
-        )
-        return costs.halo_seconds(received * row_bytes, window_rows * row_bytes)
 
     def _range_seconds(self, index: int, strategy: NodeStrategy, costs: ExchangeCosts) -> float:
         """Return the seconds to find the extremes of parts, and to exchange them."""
@@ -428,9 +437,9 @@ class WorkCosts:
         return 6 * costs.kernel_seconds + reading + costs.seconds(layout, REPLICATED, 8 * costs.count)
 
 
-def window_rows_outside(low: int, high: int, own: tuple[int, int]) -> int:
-    """Return how many rows of a window a device does not have itself."""
-    return high - low - max(0, min(high, own[1]) - max(low, own[0]))
+def rows_outside(want: tuple[int, int], have: tuple[int, int]) -> int:
+    """Return how many of the rows [low, high) are not among those that a device has."""
+    return want[1] - want[0] - max(0, min(want[1], have[1]) - max(want[0], have[0]))
 
 
 def _numeric_type(facts: TensorFacts, name: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from onnxplace.passes.sharding.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace
 
@@ -21,10 +21,10 @@ def estimate_step_seconds(
 ) -> float:
     """Return the seconds of a step, without the call of its first segment.
 
-    `strategy_seconds` are those of the slowest device's part of each node, with halos, per strategy.
+    `strategy_seconds` are those of the slowest device's part of each node, per strategy.
     """
     facts, model = space.facts, space.facts.model
-    step = _Step(costs, {name: choice.states.get(name, REPLICATED) for name in model.input_names})
+    step = _Step(space.division, costs, {name: choice.states.get(name, REPLICATED) for name in model.input_names})
     wanted: dict[str, dict[Layout, None]] = {}
     for index, strategy in enumerate(choice.strategies):
         for name, layout in _reads(space, index, strategy.inputs):
@@ -65,6 +65,7 @@ def _reads(space: StrategySpace, index: int, layouts: Sequence[Layout | None]) -
 class _Step:
     """A device that runs nodes, and its channel."""
 
+    division: Division
     costs: ExchangeCosts
     layouts: dict[str, Layout]
     """How each value was produced."""
@@ -87,7 +88,7 @@ class _Step:
         for layout in wanted:
             if layout == source or not self.is_exchanged(source, layout, wanted):
                 continue
-            phases = self.costs.phases(source, layout, size_bytes)
+            phases = self.costs.overlap_phases(self.division, source, layout, size_bytes)
             begin = max(self.channel_until, self.busy_until + phases.first_seconds)
             self.busy_until += phases.cut_seconds
             self.unpaid_calls += phases.rounds
@@ -96,8 +97,9 @@ class _Step:
 
     def is_exchanged(self, source: Layout, layout: Layout, wanted: dict[Layout, None]) -> bool:
         """Return whether a layout comes from other devices: not what can be cut from a copy."""
-        is_local = self.costs.is_local(source, layout) or layout == PARTIAL
-        return not is_local and (layout == REPLICATED or REPLICATED not in wanted)
+        is_local = self.division.holds(source, layout) or layout == PARTIAL
+        is_direct = layout == REPLICATED or self.division.shares_rows(source, layout)
+        return not is_local and (is_direct or REPLICATED not in wanted)
 
     def receive(self, name: str, layout: Layout, size_bytes: int) -> None:
         """Wait for a value in a layout, and put it together; once for all readers."""
@@ -107,9 +109,10 @@ class _Step:
         self.ready.add((name, layout))
         if (name, layout) in self.arrival:
             self.busy_until = max(self.busy_until, self.arrival[name, layout])
-            self.busy_until += self.costs.phases(source, layout, size_bytes).join_seconds
+            phases = self.costs.overlap_phases(self.division, source, layout, size_bytes)
+            self.busy_until += phases.join_seconds
             return
-        if not self.costs.is_local(source, layout):
+        if not self.division.holds(source, layout):
             self.receive(name, REPLICATED, size_bytes)
             source = REPLICATED
-        self.busy_until += self.costs.seconds(source, layout, size_bytes)
+        self.busy_until += self.costs.overlap_seconds(self.division, source, layout, size_bytes)

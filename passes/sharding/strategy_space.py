@@ -26,6 +26,8 @@ from onnxplace.utils import match_names, parse_json, read_json
 
 # More cuts of one axis would only slow the choice down.
 _MAX_CUTS = 6
+# Windows give a value fewer overlaps than that.
+_MAX_OVERLAPS = 24
 _STANDARD_DOMAINS = ("", "ai.onnx", "com.microsoft", "ai.onnx.ml")
 _AxisCuts = tuple[Cuts, ...]
 
@@ -137,7 +139,7 @@ class _Spreader:
             # The evenest cut, or one whose parts are on several devices each, such as few heads of keys.
             split = self._division.split
             layout = (split(axis, size) or split(axis, size, 1, size)) if self._is_free(name, axis) else None
-            cuts.append(frozenset() if layout is None else frozenset([(layout.outer, layout.blocks)]))
+            cuts.append(frozenset() if layout is None else frozenset([layout[1:]]))
         return tuple(cuts)
 
     def _is_free(self, name: str, axis: int) -> bool:
@@ -226,8 +228,11 @@ class _Spreader:
 
     def _add(self, name: str, layout: Layout) -> bool:
         cuts = self._cuts[name]
-        options, cut = cuts[layout.axis], (layout.outer, layout.blocks)
-        if cut in options or len(options) >= _MAX_CUTS:
+        options, cut = cuts[layout.axis], layout[1:]
+        if cut in options:
+            return False
+        alike = sum(bool(rows) == bool(layout.rows) for _, _, rows, _ in options)
+        if alike >= (_MAX_OVERLAPS if layout.rows else _MAX_CUTS):
             return False
         self._cuts[name] = (*cuts[: layout.axis], options | {cut}, *cuts[layout.axis + 1 :])
         return True

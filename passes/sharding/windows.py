@@ -1,30 +1,25 @@
-"""Convolutions and pools by rows: each device computes some rows of the result, and reads a window with halos."""
+"""Convolutions and pools by rows: each device computes some rows of the result, from those under their windows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import add, gt, sub
 
-from onnxplace.passes.sharding.layouts import Division, Layout
+from onnx import TensorProto
+
+from onnxplace.passes.sharding.layouts import Division, Layout, Rows
 from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView
 
 ROW_AXIS = 2
 """The first spatial axis, along which images and sequences are cut."""
 # Operator -> input position of the kernel; pools have none.
 _KERNEL_INPUTS = {"Conv": 1, "ConvInteger": 1, "ConvTranspose": 1, "QLinearConv": 3}
+# Rows of its neighbours that a device may have on each side: so many convolutions of 3 rows need one exchange.
+MAX_OVERLAP = 3
 _POOLS = frozenset({"MaxPool", "AveragePool", "LpPool"})
+FLOAT_TYPES = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16))
 WINDOWED = frozenset(_KERNEL_INPUTS) | _POOLS
-
-
-@dataclass(frozen=True)
-class Window:
-    """The rows of an input that each device reads, in the numbering of the whole input."""
-
-    input: int
-    """Position of the input."""
-    rows: tuple[tuple[int, int], ...]
-    """[low, high) per device."""
 
 
 @dataclass(frozen=True)
@@ -42,34 +37,114 @@ class _Geometry:
         """Return how many rows a window covers."""
         return (self.kernel[0] - 1) * self.dilations[0] + 1
 
+    def window(self, low: int, high: int) -> Rows:
+        """Return the rows of the input, with those of the padding, under the windows of rows of the result."""
+        return low * self.strides[0] - self.before[0], (high - 1) * self.strides[0] - self.before[0] + self.row_reach
 
-def find_window(view: NodeView, result: Layout, division: Division) -> tuple[Window, Edit] | None:
-    """Return the rows that each device reads for its rows of the result, and the edit of paddings.
+    def reached(self, view: NodeView, result: Sequence[Rows]) -> list[Rows]:
+        """Return the rows of the input that rows of the result are computed from."""
+        size, stride = view.shape(0)[ROW_AXIS], self.strides[0]
+        if view.op == "ConvTranspose":
+            # Input row i adds to rows i * stride to i * stride + reach - 1 of the result with its paddings. Rows that
+            # add to the paddings alone belong to the first and the last device.
+            spans = [(low + self.before[0], high + self.before[0]) for low, high in result]
+            rows = [(-(-(low - self.row_reach + 1) // stride), (high - 1) // stride + 1) for low, high in spans]
+            rows = [(0 if index == 0 else low, high) for index, (low, high) in enumerate(rows)]
+            rows[-1] = (rows[-1][0], size)
+        else:
+            rows = [self.window(low, high) for low, high in result]
+        return [(max(low, 0), min(high, size)) for low, high in rows]
 
-    None for operators whose parts cannot be computed from windows, such as those with indices as results.
+
+def list_windows(view: NodeView, division: Division) -> Iterator[tuple[Layout, Layout, Edit]]:
+    """Yield layouts by rows of the first input and the result that go together, and the edit of paddings.
+
+    Parts of the input overlap by as many rows as the windows reach over, and further: then parts of the result overlap
+    too, and the next operators need no exchange. Rows of the result whose windows reach beyond the part are cut off, or
+    kept, as wrong ones, so that there are as many as in the input: a residual connection adds them to those of the
+    input, and cutting off rows costs more than computing them.
+
+    Nothing for operators whose parts cannot be computed from windows, such as those with indices as results.
     """
     geometry = _read_geometry(view)
     if geometry is None:
-        return None
-    if view.op == "ConvTranspose":
-        return _find_transposed_window(view, geometry, result, division)
+        return
     size, result_size = view.shape(0)[ROW_AXIS], view.result()[ROW_AXIS]
-    stride = geometry.strides[0]
-    rows, pads = [], []
-    for device in range(division.count):
-        low, high = division.ranges(result, result_size, device)[0]
-        # Row r of the result reads the rows from r * stride - padding on, as many as a window covers.
-        first = low * stride - geometry.before[0]
-        last = (high - 1) * stride - geometry.before[0] + geometry.row_reach
-        # Windows that lie in the padding alone have no rows: such a device would get nothing.
-        if min(last, size) <= max(first, 0):
-            return None
-        rows.append((max(first, 0), min(last, size)))
-        pads.append((max(-first, 0), max(last - size, 0)))
+    sources, results = (list_overlaps(division, rows) for rows in (size, result_size))
+    may_be_wrong = bool(view.element_types) and set(view.element_types) <= FLOAT_TYPES
+    exact = [result for result in results if not result.valid]
+    for source in sources:
+        have, right = division.held(source, size), division.valid(source, size)
+        kept = [(-(-low // geometry.strides[0]), -(-high // geometry.strides[0])) for low, high in have]
+        count = 0
+        for widest in exact:
+            rows = division.held(widest, result_size)
+            edit = _find_edit(view, geometry, have, rows)
+            if edit is None or (count and not _contain(rows, kept)):
+                continue
+            # Of the results with these rows, the one with the most right ones.
+            fitting = [
+                result
+                for result in results
+                if division.held(result, result_size) == rows
+                and _contain(right, geometry.reached(view, division.valid(result, result_size)))
+            ]
+            if fitting and (may_be_wrong or not fitting[-1].valid):
+                yield source, fitting[-1], edit
+            count += 1
+            if _contain(rows, kept):
+                break
+    # What whole values give may overlap further.
+    for result in exact:
+        rows = division.held(result, result_size)
+        needed = geometry.reached(view, rows)
+        if any(_contain(division.held(source, size), needed) for source in sources if not source.valid):
+            continue
+        starts = [*(low for low, _ in needed[1:]), size]
+        needed = [(low, max(high, start)) for (low, high), start in zip(needed, starts)]
+        if all(low < high for low, high in needed) and (edit := _find_edit(view, geometry, needed, rows)) is not None:
+            yield division.hold(ROW_AXIS, size, needed), result, edit
+
+
+def list_overlaps(division: Division, size: int) -> list[Layout]:
+    """Return layouts by rows with more and more rows on each device, each with less to more right ones."""
+    even = division.split(ROW_AXIS, size)
+    if even is None:
+        return []
+    bands = [
+        [(max(low - more, 0), min(high + more, size)) for low, high in division.held(even, size)]
+        for more in range(MAX_OVERLAP + 1)
+    ]
+    layouts = []
+    for more, rows in enumerate(bands):
+        if all(own == (0, size) for own in rows):
+            break
+        layouts += [Layout(ROW_AXIS, rows=tuple(rows), valid=tuple(valid)) for valid in bands[:more]]
+        layouts.append(division.hold(ROW_AXIS, size, rows))
+    return layouts
+
+
+def _contain(have: Sequence[Rows], want: Sequence[Rows]) -> bool:
+    return all(low <= first and end <= high for (low, high), (first, end) in zip(have, want))
+
+
+def _find_edit(view: NodeView, geometry: _Geometry, source: Sequence[Rows], result: Sequence[Rows]) -> Edit | None:
+    """Return the edit with which devices compute rows of the result from rows of the input; None if there is none."""
+    if view.op == "ConvTranspose":
+        return _find_transposed_edit(view, geometry, source, result)
+    size, pads = view.shape(0)[ROW_AXIS], []
     # Averages count paddings, except that by which windows are rounded up: these stay rounded up.
     is_rounded = bool(
         view.op == "AveragePool" and view.attribute("ceil_mode", 0) and view.attribute("count_include_pad", 0)
     )
+    for (start, end), (low, high) in zip(source, result):
+        first, last = geometry.window(low, high)
+        # Rows before the first window would have to be cut off; behind the last one, fewer than a stride are no matter.
+        if start < first or end - last >= geometry.strides[0] or min(last, end) <= start:
+            return None
+        if is_rounded and end not in (last, size):
+            return None  # one more or one less of the windows would be rounded up
+        pads.append((start - first, max(last - end, 0)))
     if is_rounded:
         paddings = [
             [head, *geometry.before[1:], min(tail, geometry.after[0]), *geometry.after[1:]] for head, tail in pads
@@ -89,7 +164,7 @@ def find_window(view: NodeView, result: Layout, division: Division) -> tuple[Win
         local.set_attribute("ceil_mode", int(is_rounded) or None)
         local.set_attribute("pads", paddings[local.device])
 
-    return Window(0, tuple(rows)), edit
+    return edit
 
 
 def _part_paddings(view: NodeView, geometry: _Geometry, row_pads: tuple[int, int]) -> list[int]:
@@ -104,32 +179,20 @@ def _part_paddings(view: NodeView, geometry: _Geometry, row_pads: tuple[int, int
     return [*before, *after]
 
 
-def _find_transposed_window(
-    view: NodeView, geometry: _Geometry, result: Layout, division: Division
-) -> tuple[Window, Edit] | None:
-    """Return the rows of a ConvTranspose: those whose windows reach the rows of the result.
-
-    Input row i adds to rows i * stride to i * stride + reach - 1 of the result with its paddings.
-    """
-    spatial = len(geometry.kernel)
-    if view.attribute("output_shape") or view.attribute("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
-        return None
-    size, result_size = view.shape(0)[ROW_AXIS], view.result()[ROW_AXIS]
-    stride, reach, before = geometry.strides[0], geometry.row_reach, geometry.before[0]
-    rows, pads, extra = [], [], []
-    for device in range(division.count):
-        low, high = (row + before for row in division.ranges(result, result_size, device)[0])
-        first, last = max(-(-(low - reach + 1) // stride), 0), min((high - 1) // stride, size - 1)
-        if first > last:
-            return None
-        rows.append((first, last + 1))
-        surplus = last * stride + reach - high
-        pads.append((low - first * stride, max(surplus, 0)))
+def _find_transposed_edit(
+    view: NodeView, geometry: _Geometry, source: Sequence[Rows], result: Sequence[Rows]
+) -> Edit | None:
+    """Return the edit of a ConvTranspose, which cuts off what its rows of the input add to other rows."""
+    stride, before = geometry.strides[0], geometry.before[0]
+    pads, extra = [], []
+    for (start, end), (low, high) in zip(source, result):
+        surplus = (end - 1) * stride + geometry.row_reach - high - before
+        pads.append((low + before - start * stride, max(surplus, 0)))
         extra.append(max(-surplus, 0))
     # Rows without any window can only be added at the end, and fewer than a stride.
     if any(pair[0] < 0 for pair in pads) or any(rows >= stride for rows in extra):
         return None
-    others = list(view.attribute("output_padding") or [0] * spatial)
+    others = list(view.attribute("output_padding") or [0] * len(geometry.kernel))
 
     def edit(local: LocalNode) -> None:
         head, tail = pads[local.device]
@@ -137,7 +200,7 @@ def _find_transposed_window(
         local.set_attribute("pads", [head, *geometry.before[1:], tail, *geometry.after[1:]])
         local.set_attribute("output_padding", [extra[local.device], *others[1:]])
 
-    return Window(0, tuple(rows)), edit
+    return edit
 
 
 def _read_geometry(view: NodeView) -> _Geometry | None:
@@ -148,6 +211,9 @@ def _read_geometry(view: NodeView) -> _Geometry | None:
     if not kernel and view.op in _KERNEL_INPUTS:
         kernel = view.shape(_KERNEL_INPUTS[view.op])[2:]
     if not kernel or spatial < 1 or _is_irregular(view):
+        return None
+    has_fixed_result = view.attribute("output_shape") or view.attribute("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
+    if view.op == "ConvTranspose" and has_fixed_result:
         return None
     strides, dilations = (view.attribute(name) or [1] * spatial for name in ("strides", "dilations"))
     # How far windows reach beyond the input if the first of them begins with it.

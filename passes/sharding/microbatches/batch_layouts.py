@@ -117,7 +117,7 @@ class _SampleLayouts:
     def _is_allowed(self, index: int, strategy: NodeStrategy) -> bool:
         """Return whether a strategy splits samples, or passes summands on."""
         node = self._model.nodes[index]
-        if self._varying.isdisjoint(node.output) or strategy.window is not None or strategy.shares_range:
+        if self._varying.isdisjoint(node.output) or strategy.overlaps or strategy.shares_range:
             return False
         if not strategy.is_split:
             return True

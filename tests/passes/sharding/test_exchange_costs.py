@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.windows import list_overlaps
 from onnxplace.target import Device, Link, Target
 
 ROWS, COLUMNS = Layout(0, 1, 24), Layout(1, 1, 24)
@@ -71,10 +73,27 @@ def test_large_sums_of_many_devices_take_two_steps() -> None:
         assert costs.seconds(PARTIAL, REPLICATED, size) == least
 
 
-def test_halos_cost_nothing_where_no_rows_are_missing() -> None:
-    costs = make_costs()
-    assert costs.halo_seconds(0, 1000) == 0.0
-    assert 3e-5 < costs.halo_seconds(10, 1000) < costs.halo_seconds(1000, 1000)
+def test_rows_that_are_missing_cost_an_exchange() -> None:
+    costs, division, size = make_costs(), Division((1.0, 1.0)), 32_000
+    even, wrong, one, _, _, two = list_overlaps(division, 32)[:6]
+    assert costs.overlap_seconds(division, one, wrong, size) == 0.0  # as many rows
+    cut = costs.overlap_seconds(division, two, one, size)
+    assert cut == pytest.approx(1e-6 + 17_000 * 1e-10)
+    halo = costs.overlap_seconds(division, even, one, size)
+    assert halo == pytest.approx(3e-5 + 1_000 * 1e-9 + 17_000 * 1e-10)
+    assert cut < halo < costs.overlap_seconds(division, even, two, size)
+    # Wrong rows are received once more.
+    assert costs.overlap_seconds(division, wrong, one, size) == halo
+    assert costs.overlap_seconds(division, one, REPLICATED, size) == costs.seconds(one, REPLICATED, size)
+
+
+def test_cutting_within_a_session_reorders_what_is_cut() -> None:
+    division, (even, _, one) = Division((1.0, 1.0)), list_overlaps(Division((1.0, 1.0)), 32)[:3]
+    costs = replace(make_costs(), reorder_seconds_per_byte=1e-9)
+    more = costs.overlap_seconds(division, one, even, 32_000) - make_costs().overlap_seconds(
+        division, one, even, 32_000
+    )
+    assert more == pytest.approx(16_000 * 1e-9)
 
 
 def test_a_group_costs_what_its_slowest_link_and_device_cost() -> None:

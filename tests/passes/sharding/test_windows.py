@@ -8,7 +8,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from onnxplace.passes.sharding.layouts import Division, Layout
 from onnxplace.passes.sharding.node_views import NodeView
-from onnxplace.passes.sharding.windows import ROW_AXIS, find_window
+from onnxplace.passes.sharding.windows import ROW_AXIS, list_windows
 from tests.support.forced_sharding import NotComparable, compare, try_strategies
 
 PADDINGS = ("SAME_UPPER", "SAME_LOWER", "VALID", "NOTSET")
@@ -82,30 +82,38 @@ def test_transposed_convolutions_by_rows(attributes, sizes, extra):
     check("ConvTranspose", attributes, sizes[: len(attributes["kernel_shape"])])
 
 
+def list_rows(view: NodeView) -> dict[Layout, Any]:
+    """Return the rows of the input on two devices, by layout of a result whose rows are all right."""
+    division, size = Division((1.0, 1.0)), view.shape(0)[ROW_AXIS]
+    layouts = [pair[:2] for pair in list_windows(view, division) if pair[0].is_split and not pair[1].valid]
+    return {result: tuple(division.held(source, size)) for source, result in layouts}
+
+
 def test_a_device_reads_its_rows_and_those_under_its_windows():
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1])
     view = NodeView(node, ((1, 1, 8), (1, 1, 3)), ((1, 1, 8),), opset=21)
-    division = Division((1.0, 1.0))
-    layout = division.split(ROW_AXIS, 8)
-    assert layout == Layout(2, 1, 2)
-    found = find_window(view, layout, division)
-    assert found is not None
-    assert found[0].rows == ((0, 5), (3, 8))
+    rows = list_rows(view)
+    assert rows[Layout(2, 1, 2)] == ((0, 5), (3, 8))
+    assert rows[Layout(2, rows=((0, 5), (3, 8)))] == ((0, 6), (2, 8))
 
 
 def test_a_transposed_convolution_reads_the_rows_that_reach_its_own():
     node = helper.make_node("ConvTranspose", ["x", "w"], ["y"], strides=[2], pads=[1, 1], output_padding=[1])
     view = NodeView(node, ((1, 1, 4), (1, 1, 3)), ((1, 1, 8),), opset=21)
-    division = Division((1.0, 1.0))
-    found = find_window(view, Layout(2, 1, 2), division)
-    assert found is not None
-    assert found[0].rows == ((0, 3), (2, 4))
+    assert list_rows(view)[Layout(2, 1, 2)] == ((0, 3), (1, 4))
 
 
 def test_windows_in_the_padding_alone_leave_a_device_without_rows():
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[4, 0])
     view = NodeView(node, ((1, 1, 2), (1, 1, 2)), ((1, 1, 5),), opset=21)
-    assert find_window(view, Layout(2, 1, 5), Division((1.0, 1.0))) is None
+    assert Layout(2, 1, 5) not in list_rows(view)
+
+
+def test_wrong_rows_are_kept_where_there_are_floats_alone():
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1])
+    for kind, may_be_wrong in ((TensorProto.FLOAT, True), (TensorProto.INT32, False)):
+        view = NodeView(node, ((1, 1, 8), (1, 1, 3)), ((1, 1, 8),), opset=21, element_types=(kind,))
+        assert any(result.valid for _, result, _ in list_windows(view, Division((1.0, 1.0)))) == may_be_wrong
 
 
 def test_results_are_compared():

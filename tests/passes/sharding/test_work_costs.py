@@ -7,18 +7,18 @@ import pytest
 from onnx import numpy_helper, parser
 
 from onnxplace.passes.profiling import PeakRates
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.layouts import PARTIAL, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.sharding_costs import (
     STREAMED_BYTES_PER_SECOND,
     WorkCosts,
     local_shapes,
     peak_rates,
-    window_rows_outside,
+    rows_outside,
 )
 from onnxplace.passes.sharding.strategy_space import StrategySpace
 from onnxplace.target import Device
-from tests.support.shardings import make_costs, make_space
+from tests.support.shardings import make_space
 
 PEAKS = PeakRates(operations_per_second=1e9, bytes_per_second=1e9, kernel_seconds=1e-9)
 PRODUCT = """
@@ -71,7 +71,7 @@ def test_the_slowest_device_counts() -> None:
     work = costs_of(space)
     options = list(space.strategies[0])
     seconds = np.array([[1.0, 0.0], [9.0, 0.0]])  # [device, node]
-    table = work.table(seconds, make_costs(2))
+    table = work.table(seconds)
     assert table[0][options.index(find(space, 0, 0))] == pytest.approx(9 * 0.25, rel=1e-3)
     assert table[0][0] == 9.0
 
@@ -87,28 +87,24 @@ def test_shapes_of_parts_follow_the_layouts() -> None:
     )
 
 
-def test_windows_have_halos_and_cost_their_exchange() -> None:
-    space = space_of(IMAGE)
+def test_windows_have_halos_whose_rows_are_computed_twice() -> None:
+    space = space_of(IMAGE, 1.0, 1.0, 1.0)
     view = space.views[1]
     assert view is not None
-    windowed = [strategy for strategy in space.strategies[1] if strategy.window is not None]
-    from_whole = next(item for item in windowed if item.inputs[0] == REPLICATED)
-    from_rows = next(item for item in windowed if item.inputs[0] != REPLICATED)
-    assert local_shapes(space.division, view, from_rows, 0)[0][0] == (1, 3, 9, 16)
-    work, costs = costs_of(space), make_costs(2)
-    table = work.table(np.ones((2, 3)), costs)
-    options = list(space.strategies[1])
-    share = work.part_seconds(1, from_rows, 0, 1.0)
-    assert 0.5 < share < 0.6
-    row_bytes = 3 * 16 * 4
-    assert table[1][options.index(from_rows)] - share == pytest.approx(costs.halo_seconds(row_bytes, 9 * row_bytes))
-    assert 0 < table[1][options.index(from_whole)] - share < table[1][options.index(from_rows)] - share
+    strategies = [strategy for strategy in space.strategies[1] if strategy.outputs[0].axis == 2]
+    no_more, more = (next(s for s in strategies if bool(s.outputs[0].rows) == overlaps) for overlaps in (False, True))
+    assert [local_shapes(space.division, view, no_more, item)[0][0][2] for item in range(3)] == [6, 8, 6]
+    work = costs_of(space)
+    table = dict(zip(space.strategies[1], work.table(np.ones((3, 3)))[1]))
+    # The device in the middle has two neighbours.
+    assert table[more] == work.part_seconds(1, more, 1, 1.0) > work.part_seconds(1, more, 0, 1.0)
+    assert table[no_more] < table[more] < 1.0
 
 
 def test_rows_outside_of_a_part_are_counted() -> None:
-    assert window_rows_outside(2, 9, (3, 8)) == 2
-    assert window_rows_outside(3, 8, (0, 16)) == 0
-    assert window_rows_outside(0, 4, (6, 8)) == 4
+    assert rows_outside((2, 9), (3, 8)) == 2
+    assert rows_outside((3, 8), (0, 16)) == 0
+    assert rows_outside((0, 4), (6, 8)) == 4
 
 
 def test_cores_multiply_the_peak_of_a_cpu_only() -> None:
