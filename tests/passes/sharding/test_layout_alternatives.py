@@ -27,7 +27,7 @@ from tests.support.shardings import SHARES, make_space
 EXACT = ShardingOptions(ways=2, exact=True)
 
 
-def profile(proto: ModelProto, memory_bytes: int = 1 << 40, dimensions: Mapping[str, int] | None = None) -> State:
+def profile(proto: ModelProto, memory_bytes: int = 1 << 40) -> State:
     """Return the model with estimated costs, for two equal devices."""
     target = Target((Device("cpu:0", memory_bytes), Device("cpu:1", memory_bytes)))
     state = State(target).with_facts(bind(load(proto), {}, {}))
