@@ -92,7 +92,7 @@ def plan(
     operators split over 2, 4, 8 devices, in copies or stages. Nothing is written. Costs are measured where the devices
     are here, else estimated. The exit code is 3 if none of them fits the memory limits.
 
-    With --diff, no model is read: it says what two bundles, or two outputs of --json, decide differently.
+    With --diff, no model is read: what differs between two bundles, or two plans that were saved as JSON.
 
     With several --machine, or with goals or prices: one table, of the ways with least latency and with most requests.
     """

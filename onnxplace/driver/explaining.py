@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,20 +67,18 @@ class Subject:
     """The value; empty for a node."""
 
 
-def find_subjects(model: Model, names: Iterable[str]) -> tuple[Subject, ...]:
+def find_subjects(model: Model, names: Sequence[str]) -> tuple[Subject, ...]:
     """Return the nodes and values of these names; raises UsageError for an unknown one."""
     nodes = {node.name: index for index, node in reversed(list(enumerate(model.nodes)))}
     values: dict[str, int] = {}
     for index, reads in reversed(list(enumerate(model.reads))):
         values.update(dict.fromkeys(reads, index))
     values.update({name: index for index, node in enumerate(model.nodes) for name in node.output if name})
-    subjects = []
     for name in names:
         if name not in nodes and name not in values:
             message = f"no node or value of the optimised model has the name {name!r}"
             raise UsageError("U020", message, where="--explain", hint=suggest_nearest(name, [*nodes, *values]))
-        subjects.append(Subject(name, nodes[name], "") if name in nodes else Subject(name, values[name], name))
-    return tuple(subjects)
+    return tuple(Subject(name, nodes.get(name, values.get(name, 0)), "" if name in nodes else name) for name in names)
 
 
 def explain_subjects(state: State, subjects: Sequence[Subject], results: Sequence[Result]) -> tuple[Explanation, ...]:
@@ -101,12 +99,7 @@ def explain_subjects(state: State, subjects: Sequence[Subject], results: Sequenc
     explanations = []
     for subject in subjects:
         node = state[Model].nodes[subject.node]
-        members = np.array([subject.node])
-        reason = ""
-        if placed is not None:
-            groups = placed.state[Groups]
-            members = np.flatnonzero(groups.group == groups.group[subject.node])
-            reason = groups.reasons[groups.group[subject.node]]
+        members, reason = _find_group(placed.state[Groups], subject.node) if placed else (np.array([subject.node]), "")
         explanations.append(
             Explanation(
                 name=subject.name,
@@ -117,10 +110,16 @@ def explain_subjects(state: State, subjects: Sequence[Subject], results: Sequenc
                 placed=placed.name if placed else "",
                 devices=tuple(_list_devices(placed.state, members)) if placed else (),
                 sharded=sharded,
-                layouts=layouts.list_alternatives(subject.node, subject.value) if layouts else (),
+                layouts=layouts.list_alternatives(node.name, subject.value) if layouts else (),
             )
         )
     return tuple(explanations)
+
+
+def _find_group(groups: Groups, node: int) -> tuple[Ints, str]:
+    """Return the nodes that must be on one device with a node, and why."""
+    group = int(groups.group[node])
+    return np.flatnonzero(groups.group == group).astype(np.int32), groups.reasons[group]
 
 
 def _list_devices(state: State, members: Ints) -> list[DeviceAlternative]:

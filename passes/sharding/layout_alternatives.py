@@ -8,7 +8,8 @@ that is cheaper than an exchange.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from onnxplace.facts import LayoutAlternative, ShardedKind
@@ -35,12 +36,13 @@ class LayoutExplainer:
         if group is None:
             raise ValueError("the pass splits nothing")
         self._model, self._group = state[Model], group
+        self._index = {node.name: index for index, node in enumerate(self._model.nodes)}
         self._kept = group.choice.strategies
         self._exchanges = self._count_exchanges(group.choice)
 
-    def list_alternatives(self, index: int, value: str = "") -> tuple[LayoutAlternative, ...]:
+    def list_alternatives(self, node: str, value: str = "") -> tuple[LayoutAlternative, ...]:
         """Return the layouts of a node, or of a value that it makes or reads: first the kept one, then by seconds."""
-        numbers: dict[str, list[int]] = {}
+        index, numbers = self._index[node], dict[str, list[int]]()
         for number, strategy in enumerate(self._group.space.strategies[index]):
             numbers.setdefault(self._name_layout(index, strategy, value), []).append(number)
         kept = self._name_layout(index, self._kept[index], value)
@@ -49,8 +51,9 @@ class LayoutExplainer:
         others.sort(key=lambda item: (item.seconds is None, item.seconds))
         return LayoutAlternative(kept, is_kept=True, seconds=seconds), *others
 
-    def count_strategies(self, index: int) -> int:
-        return len(self._group.space.strategies[index])
+    def count_strategies(self, node: str) -> int:
+        """Return how many ways there are to compute a node; it has at most so many layouts."""
+        return len(self._group.space.strategies[self._index[node]])
 
     def _name_layout(self, index: int, strategy: NodeStrategy, value: str) -> str:
         if not value:
@@ -65,48 +68,40 @@ class LayoutExplainer:
         if choice is None or math.isinf(choice.seconds):
             return LayoutAlternative(layout, is_kept=False, seconds=None)
         exchanges = self._count_exchanges(choice)
-        differences = {
-            kind: exchanges.get(kind, 0) - self._exchanges.get(kind, 0)
-            for kind in sorted(exchanges.keys() | self._exchanges.keys())
-        }
+        exchanges.subtract(self._exchanges)
         changes = {
             other: " -> ".join(layouts)
             for other, strategies in enumerate(zip(self._kept, choice.strategies))
             if other != index and len(set(layouts := [*map(describe_strategy, strategies)])) > 1
         }
-        neighbours = [other for other in self._list_neighbours(index) if other in changes]
+        neighbours = [other for other in changes if self._is_next_to(index, other)]
         return LayoutAlternative(
             layout=layout,
             is_kept=False,
             seconds=choice.seconds,
-            exchanges={kind: count for kind, count in differences.items() if count},
+            exchanges={kind: count for kind, count in sorted(exchanges.items()) if count},
             neighbours={self._model.nodes[other].name: changes[other] for other in neighbours},
             others=len(changes) - len(neighbours),
         )
 
-    def _count_exchanges(self, choice: LayoutChoice) -> Mapping[str, int]:
-        return write_sharded_model(self._group.space, choice, self._group.costs).exchanges
+    def _count_exchanges(self, choice: LayoutChoice) -> Counter[str]:
+        return Counter(write_sharded_model(self._group.space, choice, self._group.costs).exchanges)
 
-    def _list_neighbours(self, index: int) -> list[int]:
-        """Return the nodes that a node reads from, and those that read its values."""
+    def _is_next_to(self, index: int, other: int) -> bool:
+        """Return whether one of two nodes reads a value of the other one."""
         nodes, reads = self._model.nodes, self._model.reads
-        own, read = set(nodes[index].output), set(reads[index])
-        return [
-            other
-            for other, node in enumerate(nodes)
-            if other != index and not (own.isdisjoint(reads[other]) and read.isdisjoint(node.output))
-        ]
+        pairs = ((index, other), (other, index))
+        return any(not set(nodes[maker].output).isdisjoint(reads[reader]) for maker, reader in pairs)
 
 
 def compare_kinds(state: State, options: ShardingOptions, kinds: Sequence[ShardedKind]) -> tuple[ShardedKind, ...]:
     """Return what `shard_state` made of a state, with the layouts of a node of each kind, as far as time allows."""
-    index = {node.name: position for position, node in enumerate(state[Model].nodes)}
-    budget = MAX_CHOSEN_NODES // max(len(index), 1)
+    budget = MAX_CHOSEN_NODES // max(len(state[Model].nodes), 1)
     if budget < 2:
         return tuple(kinds)
     explainer, compared = LayoutExplainer(state, options), []
     for kind in kinds:
-        budget -= explainer.count_strategies(index[kind.node])
-        alternatives = explainer.list_alternatives(index[kind.node]) if budget >= 0 else ()
+        budget -= explainer.count_strategies(kind.node)
+        alternatives = explainer.list_alternatives(kind.node) if budget >= 0 else ()
         compared.append(replace(kind, alternatives=alternatives))
     return tuple(compared)

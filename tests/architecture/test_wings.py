@@ -101,7 +101,7 @@ MAY_IMPORT = {
         "testing utils"
     ),
     "cli": (
-        "api benchmark bundle calibration cost_graph doctor driver errors evaluation export facts feeds hosts machine "
+        "api benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds hosts machine "
         "pipeline reports runtime serving target traces training utils verification"
     ),
     "__main__": "cli",

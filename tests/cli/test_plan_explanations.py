@@ -84,15 +84,6 @@ def test_a_device_that_does_not_take_the_node_is_named(run_cli):
     assert "it does not take Erf 'erf'" in run_cli("plan", "model.onnx", *options).out
 
 
-def test_a_device_without_the_memory_is_named(run_cli):
-    onnx.save(mlp(layers=2, rows=8), "chain.onnx")  # 4 MiB of weights in each layer
-    options = (*TWO, "--max-memory", "5MiB")
-    data = only_json(run_cli("plan", "chain.onnx", *options, "--explain", "layer0_up", "--json"))
-    kept, other = data["explanations"][0]["devices"]
-    assert kept["problem"] == ""
-    assert other["problem"].startswith(f"{other['device']} lacks ")
-
-
 def test_several_machines_are_explained_each(run_cli, chain):
     result = run_cli("plan", chain, "--machine", "2xT4", "--machine", "2xL4", "--explain", "layer1_up")
     for machine in ("2xT4-PCIe3", "2xL4-PCIe4"):
