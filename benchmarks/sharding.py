@@ -97,8 +97,7 @@ def simulate(case: tuple[str, int, int, int], folder: Path) -> Iterable[list[str
     """Yield two rows per link: predicted speed-ups over one device for at most 2, 4 and 8 ways.
 
     The first row is for segments that are waited for, and a message to each other device; the second for exchanges that
-    cost one message. Each cell has two figures: by the costs that the choice adds up, and simulated, where the messages
-    of an exchange also compete for channels.
+    cost one message. Each cell has two figures: what the choice promises, and simulated, message by message.
     """
     name, batch, tokens, past = case
     report_progress(f"{name}, batch {batch}, {tokens} tokens, {past} past")
@@ -118,7 +117,7 @@ def simulate(case: tuple[str, int, int, int], folder: Path) -> Iterable[list[str
 
 
 def speed_up(model: Any, target: Target) -> tuple[float, float]:
-    """Return the speed-ups of a model split over all GPUs of a target: as the choice counts it, and simulated."""
+    """Return the speed-ups of a model split over all GPUs of a target: as the choice promises it, and simulated."""
     count = len(target.devices)
     text = f"shard{{ways={count},exact=true}},coplace{{join=never}},fuse,m-etf,split"
     profiled, _ = Pipeline.parse("optimize,profile{estimate=true}").run(State(target).with_facts(model))

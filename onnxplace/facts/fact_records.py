@@ -510,9 +510,9 @@ class Shards:
     exchanges: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Kind of exchange (all-gather, all-to-all, reduce-scatter, all-reduce, halo) -> number."""
     seconds: float = 0.0
-    """The step as the choice of layouts counts it: parts and exchanges one after the other, without contention."""
+    """The step that the choice of layouts promises: one device that stands for all, and its channel."""
     lower_bound_seconds: float = 0.0
-    """No choice of layouts that reads as few bytes of weights has a shorter such step."""
+    """No choice of layouts that reads as few bytes of weights has a shorter step, unless its exchanges overlap more."""
     split_states: tuple[SplitState, ...] = ()
     """Carried states, each of which lies in parts on the devices."""
     whole_profile: Profile | None = None

@@ -165,7 +165,7 @@ class ExchangeCosts:
         if not self._has_near_links:
             return direct, None
         relay_seconds = (len(self.hosts) - 1) * self._operator_seconds(2 * share)
-        # One message more than there are: near ones sent first wait behind those that cross to their receivers.
+        # One message more than there are: near ones wait behind those that cross to their receivers.
         link_seconds = self._far_seconds(len(self.hosts), share) + relay_seconds + self._near_seconds(share)
         return direct, replace(direct, link_seconds=link_seconds, rounds=2)
 

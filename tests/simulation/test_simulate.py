@@ -365,3 +365,22 @@ def test_the_lower_bound_is_the_critical_path_or_the_work_shared_equally():
     assert lower_bound_seconds(chain, seconds) == 2 + 2 + 6
     assert lower_bound_seconds(apart, seconds) == 6
     assert lower_bound_seconds(apart, np.full((2, 3), 4.0)) == 6
+
+
+def test_devices_that_send_to_each_other_at_one_time_do_not_wait_for_each_other() -> None:
+    """An all-gather takes as long as a device needs to send to all others."""
+    devices = 5
+    parts = {f"part{d}": [] for d in range(devices)}
+    graph = graph_of(parts | {f"copy{d}": list(parts) for d in range(devices)})
+    step = run(graph, [1.0] * 2 * devices, even_target(devices), [*range(devices), *range(devices)])
+    assert step.makespan_seconds == 1.0 + (devices - 1) + 1.0
+
+
+def test_a_transfer_fills_a_gap_of_the_channel_that_receives() -> None:
+    """The value of c goes to device 0 while that waits for the one of b, which device 1 sends after another one."""
+    graph = graph_of(
+        {"a": [], "b": ["a"], "c": [], "far": ["a"], "near": ["b"], "here": ["c"]},
+        sizes={"a": 4, "b": 1, "c": 1},
+    )
+    step = run(graph, [1.0, 0.0, 3.0, 0.0, 0.0, 0.0], even_target(3), [1, 1, 2, 2, 0, 0])
+    assert sent(step, graph) == [("a", 1, 2, 1.0, 5.0), ("b", 1, 0, 5.0, 6.0), ("c", 2, 0, 3.0, 4.0)]

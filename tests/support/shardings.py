@@ -27,14 +27,18 @@ def make_space(proto: ModelProto, dimensions: Mapping[str, int], shares: Sequenc
     return build_space(TensorFacts.of(bind(load(proto), dimensions, {})), Division(tuple(shares)))
 
 
-def make_costs(count: int, latency_seconds: float = 1e-6) -> ExchangeCosts:
+def make_costs(count: int, latency_seconds: float = 1e-6, hosts: tuple[tuple[int, ...], ...] = ()) -> ExchangeCosts:
+    """Return costs of exchanges; messages between hosts, if there are some, cost much more than within."""
     return ExchangeCosts(
         count=count,
-        latency_seconds=latency_seconds,
+        latency_seconds=latency_seconds * (100 if hosts else 1),
         seconds_per_byte=1e-10,
         segment_seconds=latency_seconds,
         copy_seconds_per_byte=1e-11,
         kernel_seconds=1e-6,
+        hosts=hosts,
+        near_latency_seconds=latency_seconds,
+        near_seconds_per_byte=1e-10,
     )
 
 

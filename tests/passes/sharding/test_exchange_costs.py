@@ -64,13 +64,9 @@ def test_exchanges_are_ordered_by_what_they_send(count: int) -> None:
 
 
 def test_large_sums_of_many_devices_take_two_steps() -> None:
-    costs = make_costs(8)
-    assert costs.two_step_sum_seconds(10**7) < costs.direct_sum_seconds(10**7)
-    assert costs.two_step_sum_seconds(100) > costs.direct_sum_seconds(100)
-    assert make_costs(2).two_step_sum_seconds(10**9) == math.inf
-    for size in (100, 10**7):
-        least = min(costs.two_step_sum_seconds(size), costs.direct_sum_seconds(size))
-        assert costs.seconds(PARTIAL, REPLICATED, size) == least
+    assert make_costs(8).sums_in_two_steps(10**7)
+    assert not make_costs(8).sums_in_two_steps(100)
+    assert not make_costs(2).sums_in_two_steps(10**9)
 
 
 def test_rows_that_are_missing_cost_an_exchange() -> None:
@@ -109,3 +105,22 @@ def test_a_group_costs_what_its_slowest_link_and_device_cost() -> None:
     assert costs.seconds_per_byte == pytest.approx(1e-8)
     assert costs.segment_seconds == pytest.approx(1e-5)
     assert costs.copy_seconds_per_byte == pytest.approx(1e-10)
+
+
+def test_parts_cross_between_hosts_once_where_that_is_shorter() -> None:
+    near, far = (1e-6, 1e11), (1e-5, 1e9)
+    devices = tuple(Device(f"{host}/cuda:{index}", 1 << 30, segment_seconds=0.0) for host in "ab" for index in range(4))
+    links = tuple(
+        Link(a.id, b.id, *(near if a.host == b.host else far)) for a in devices for b in devices if a is not b
+    )
+    target = Target(devices, links)
+    costs = ExchangeCosts.of(target, range(8), copy_bytes_per_second=1e12, kernel_seconds=1e-6)
+    assert costs.hosts == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert costs.gathers_by_host(ROWS, 10**7)
+    assert costs.scatters_by_host(ROWS, 10**7)
+    # As many devices on each host, or parts have no place there.
+    uneven = ExchangeCosts.of(target, range(7), copy_bytes_per_second=1e12, kernel_seconds=1e-6)
+    assert uneven.hosts == ()
+    one_host = ExchangeCosts.of(target, range(4), copy_bytes_per_second=1e12, kernel_seconds=1e-6)
+    assert not one_host.gathers_by_host(ROWS, 10**7)
+    assert costs.seconds(ROWS, REPLICATED, 10**7) < uneven.seconds(ROWS, REPLICATED, 10**7)
