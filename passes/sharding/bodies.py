@@ -11,29 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from onnx import GraphProto
 
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.node_strategies import BodySplit, NodeStrategy, StrategySpace
 from onnxplace.passes.sharding.subgraph_models import Body, Place, build_body, is_steady, list_bodies
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
-
-if TYPE_CHECKING:
-    from onnxplace.passes.sharding.strategy_space import StrategySpace
-
-
-@dataclass(frozen=True)
-class BodySplit:
-    """A subgraph as a model of its own, with a strategy for each of its nodes."""
-
-    graph: GraphProto
-    space: StrategySpace
-    strategies: tuple[NodeStrategy, ...]
-    inputs: Mapping[str, Layout]
-    """Layout of each input and captured value."""
-    outputs: tuple[Layout, ...]
 
 
 def list_body_strategies(

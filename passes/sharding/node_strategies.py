@@ -9,19 +9,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
-from onnx import TensorProto
+from onnx import GraphProto, TensorProto
 
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout, Rows
 from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape, split_words
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule
 from onnxplace.passes.sharding.rules.rule_table import RULES
+from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from onnxplace.passes.sharding.windows import FLOAT_TYPES, ROW_AXIS, WINDOWED, list_windows
-
-if TYPE_CHECKING:
-    from onnxplace.passes.sharding.bodies import BodySplit
 
 RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
@@ -208,6 +205,33 @@ class NodeStrategy:
         return any(layout is not None and layout.rows for layout in (*self.inputs, *self.outputs))
 
 
+@dataclass(frozen=True)
+class StrategySpace:
+    """All strategies of each node of a model."""
+
+    facts: TensorFacts
+    division: Division
+    views: tuple[NodeView | None, ...]
+    strategies: tuple[Sequence[NodeStrategy], ...]
+    """Per node; the first one computes the node whole on every device. Equal nodes share one sequence."""
+    kinds: tuple[int, ...]
+    """Per node; nodes of one kind have equal views."""
+    single: frozenset[int] = frozenset()
+    """Nodes that run once, on the first device."""
+
+
+@dataclass(frozen=True)
+class BodySplit:
+    """A subgraph as a model of its own, with a strategy for each of its nodes."""
+
+    graph: GraphProto
+    space: StrategySpace
+    strategies: tuple[NodeStrategy, ...]
+    inputs: Mapping[str, Layout]
+    """Layout of each input and captured value."""
+    outputs: tuple[Layout, ...]
+
+
 def local_shapes(
     division: Division, view: NodeView, strategy: NodeStrategy, device: int
 ) -> tuple[tuple[Shape | None, ...], tuple[Shape | None, ...]]:
@@ -355,13 +379,8 @@ class StrategyTable:
             ):
                 continue
             inputs = _lay_out(view.inputs, layouts, "in", REPLICATED)
-            yield NodeStrategy(
-                inputs,
-                outputs,
-                edit=rule.edit,
-                weighs_means=rule.effect == "mean",
-                shares_range=rule.shares_range,
-            )
+            weighs_means, shares_range = rule.effect == "mean", rule.shares_range
+            yield NodeStrategy(inputs, outputs, rule.edit, weighs_means=weighs_means, shares_range=shares_range)
 
     def _share(self, view: NodeView, side: str, position: int, axis: int, units: int) -> Layout | None:
         """Return the layout of fewer units than devices, each on several of them; None if they cannot be shared out."""

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from onnxplace.model import Model, has_subgraphs, iterate_reads, iterate_subgraphs, rename_reads
-from onnxplace.passes.sharding.bodies import BodySplit
 from onnxplace.passes.sharding.exchanges import ExchangeWriter, NodeOrigin, shard_weight
 from onnxplace.passes.sharding.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy, local_shapes
+from onnxplace.passes.sharding.node_strategies import BodySplit, NodeStrategy, local_shapes
 from onnxplace.passes.sharding.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace

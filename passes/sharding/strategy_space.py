@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from onnx import NodeProto
 
@@ -19,7 +19,13 @@ from onnxplace.errors import UsageError, format_value, suggest_nearest
 from onnxplace.model import RANDOM_OPERATORS, Model, has_subgraphs, iterate_subgraphs
 from onnxplace.passes.sharding.bodies import list_body_strategies
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.node_strategies import Cuts, NodeStrategy, StrategyTable, describe_copies
+from onnxplace.passes.sharding.node_strategies import (
+    Cuts,
+    NodeStrategy,
+    StrategySpace as StrategySpace,
+    StrategyTable,
+    describe_copies,
+)
 from onnxplace.passes.sharding.node_views import NodeView
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from onnxplace.utils import match_names, parse_json, read_json
@@ -37,21 +43,6 @@ KINDS = ("whole", "split", "batch", "rows", "columns", "sum")
 """`whole`: not split. `split`: in any way. `batch`: the first axis of the result. `rows`: an axis between the first and
 the last one. `columns`: the last axis, or the channels of a convolution. `sum`: the summed axis. Also `axis N`."""
 _AXIS = re.compile(r"axis [0-9]{1,9}")
-
-
-@dataclass(frozen=True)
-class StrategySpace:
-    """All strategies of each node of a model."""
-
-    facts: TensorFacts
-    division: Division
-    views: tuple[NodeView | None, ...]
-    strategies: tuple[Sequence[NodeStrategy], ...]
-    """Per node; the first one computes the node whole on every device. Equal nodes share one sequence."""
-    kinds: tuple[int, ...]
-    """Per node; nodes of one kind have equal views."""
-    single: frozenset[int] = frozenset()
-    """Nodes that run once, on the first device."""
 
 
 def find_single_nodes(model: Model) -> frozenset[int]:

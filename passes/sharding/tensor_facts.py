@@ -61,7 +61,13 @@ class TensorFacts:
         others = [_infer_at(model, sizes) for sizes in drawn]
         # Nothing is cut by rules at size 0, but an axis that is empty there varies.
         empty = [_infer_at(model, dict.fromkeys(drawn[0], 0))] if drawn else []
-        fixed = _find_fixed_axes(model, shapes, [*others, *empty])
+        # A size that the model takes in no other way says nothing: [N, 6] is added to [8, 6] where N is 1, or 8.
+        varies = all(
+            any(sizes[name] != size and other for sizes, other in zip(drawn, others))
+            for name, size in model.dimensions.items()
+            if size > 0 and drawn and name in drawn[0]
+        )
+        fixed = _find_fixed_axes(model, shapes, [*others, *empty] if varies else [])
         types = dict(infer_with_runtime(model, model.input_shapes()).types)
         types |= {
             name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")
@@ -127,6 +133,11 @@ class TensorFacts:
             if all(name in other or name in self.is_weight for name in names if name)
         ]
         different = [shapes for shapes in dict.fromkeys(listed) if shapes != own]
+        for position, name in enumerate(names):
+            columns = zip(*(shape for shapes in (own, *different) if (shape := shapes[position]) is not None))
+            # An axis that may vary, but does not, could be broadcast at other sizes.
+            if name and any(len({*column}) < 2 and not fixed for column, fixed in zip(columns, self.fixed[name])):
+                return None
         return different if len(different) >= _MIN_OTHER_SIZES else None
 
 

@@ -76,6 +76,13 @@ MIXED = {
     "a sum of what may be broadcast": ("float[N, 6] x, float[8, 6] z", "y = Add(x, z)", {}, {}, {"N": 1}),
     "a product that may be broadcast": ("float[N, 6, 4] x, float[8, 4, 6] z", "y = MatMul(x, z)", {}, {}, {"N": 1}),
     "a target that may be broadcast": ("float[N, 6] x", "y = Expand(x, s)", {}, {"s": [8, 6]}, {"N": 1}),
+    "a comparison that may be broadcast, next to another symbol": (
+        "float[N, 12, M] x",
+        "y = Greater(x, z)",
+        {"z": (8, 1, 1)},
+        {},
+        {"N": 1, "M": 4},
+    ),
     "a choice that may be broadcast": (
         "float[N, 6] x, float[8, 6] z",
         "c = Greater(x, z) y = Where(c, x, z)",
