@@ -36,7 +36,7 @@ class AxisRule:
     edit: Edit | None = None
     """Adapts a device's copy of the node."""
     shared: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    """("in" or "out", position) -> axis and units there, of tensors with fewer units than devices: each is on several."""
+    """("in" or "out", position) -> axis and units, of tensors with fewer units than devices: each is on several."""
 
 
 Rule = Callable[[NodeView], Iterable[AxisRule]]
