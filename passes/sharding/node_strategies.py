@@ -325,8 +325,12 @@ class StrategyTable:
     def _is_allowed(self, strategy: NodeStrategy, free: Mapping[tuple[str, int], tuple[bool, ...]]) -> bool:
         for side, layouts in (("in", strategy.inputs), ("out", strategy.outputs)):
             for position, layout in enumerate(layouts):
-                # Only axes of a fixed size are cut at fixed positions, and only others in runs.
-                if layout is not None and layout.is_split and free[side, position][layout.axis] == layout.is_in_runs:
+                if layout is None or not layout.is_split:
+                    continue
+                # Only axes of a fixed size are cut at fixed positions, and only others in runs. At another size, the
+                # result of a Squeeze has more axes.
+                may_cut = free[side, position][layout.axis : layout.axis + 1]
+                if may_cut != (not layout.is_in_runs,):
                     return False
         return True
 

@@ -39,7 +39,7 @@ class AxisRule:
     """Parts of the first input are quantised by the range of the whole; outputs that are not named are its scale and
     zero point, which all devices have."""
     shared: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    """("in" or "out", position) -> axis and units there, of tensors with fewer units than devices."""
+    """("in" or "out", position) -> axis and units, of tensors with fewer units than devices: each is on several."""
 
 
 Rule = Callable[[NodeView], Iterable[AxisRule]]

@@ -44,6 +44,15 @@ MIXED = {
         {"s": [-1, 8]},
         {"B": 2, "L": 1},
     ),
+    "an axis that is there at some sizes alone": ("float[4, N, 6] x", "a = Relu(x) y = Squeeze(a)", {}, {}, {"N": 1}),
+    "keys of a merged batch": (
+        "float[B, 4, S, 6] x",
+        """h = Shape(x) b, s, d = Split(h, parts) m = Concat<axis=0>(one, s, d) r = Reshape(x, m)
+            t = Transpose<perm=[0, 2, 1]>(r) n = Concat<axis=0>(b, d, s) y = Reshape(t, n)""",
+        {},
+        {"parts": [2, 1, 1], "one": [-1]},
+        {"B": 2, "S": 4},
+    ),
     "heads before positions": (
         "float[B, S, 64] x",
         "a = Relu(x) y = Reshape(a, s)",
