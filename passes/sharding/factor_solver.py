@@ -119,6 +119,8 @@ def solve(problem: FactorProblem, *, seconds: float, seed: int = 0) -> FactorSol
     if not len(problem.usages) or problem.limit == math.inf:
         return FactorSolution(best[0], best[1], best[2], fits=True)
     memory = _Memory(problem)
+    if not memory.starts.size:
+        return FactorSolution(best[0], best[1], best[2], fits=True)
     prices, bound, found, step = np.zeros(len(memory.starts)), first.lower_bound, None, 1.0
     values: Sequence[int] = first.values
     excess = math.inf
