@@ -27,11 +27,13 @@ class FactorProblem:
     factors: Sequence[Factor]
     """Their sum is minimised; infinite entries forbid."""
     usages: Sequence[NDArray[np.float64]] = ()
-    """Bytes per variable and value; empty without a limit."""
+    """Tables of bytes, one entry per value of the variable that holds them."""
     intervals: Sequence[tuple[int, int]] = ()
-    """Per variable, the time [from, to) during which it holds its bytes."""
+    """Per table of bytes, the time [from, to) during which they are held."""
     limit: float = math.inf
     """Bytes that all variables together may hold at any time."""
+    holders: Sequence[int] = ()
+    """Per table of bytes, its variable; empty where table v is that of variable v."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,10 @@ class _Memory:
     problem: FactorProblem
     starts: NDArray[np.int64] = field(init=False)
     spans: list[tuple[int, int]] = field(init=False)
+    holders: Sequence[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.holders = self.problem.holders or range(len(self.problem.usages))
         self.starts = np.unique(np.array([first for first, end in self.problem.intervals if end > first], np.int64))
         self.spans = [
             (int(np.searchsorted(self.starts, first)), int(np.searchsorted(self.starts, max(end, first))))
@@ -64,9 +68,9 @@ class _Memory:
     def usage(self, values: Sequence[int]) -> NDArray[np.float64]:
         """Return the bytes held at each point."""
         changes = np.zeros(len(self.starts) + 1)
-        for (first, end), usages, value in zip(self.spans, self.problem.usages, values):
-            changes[first] += usages[value]
-            changes[end] -= usages[value]
+        for (first, end), usages, holder in zip(self.spans, self.problem.usages, self.holders):
+            changes[first] += usages[values[holder]]
+            changes[end] -= usages[values[holder]]
         return changes.cumsum()[:-1]
 
     def repair(self, values: Sequence[int]) -> list[int]:
@@ -79,7 +83,7 @@ class _Memory:
         while (held := self.usage(result)).max() > self.problem.limit:
             point = int(held.argmax())
             best = (math.inf, -1, 0)
-            for variable, ((first, end), usages) in enumerate(zip(self.spans, self.problem.usages)):
+            for variable, (first, end), usages in zip(self.holders, self.spans, self.problem.usages):
                 if first <= point < end:
                     before = evaluate(touching.get(variable, ()), result)
                     for value in np.flatnonzero(usages < usages[result[variable]]):
@@ -97,7 +101,7 @@ class _Memory:
         total = np.concatenate([[0.0], prices.cumsum()])
         return [
             Factor((variable,), np.asarray(usages, np.float64) * (total[end] - total[first]))
-            for variable, ((first, end), usages) in enumerate(zip(self.spans, self.problem.usages))
+            for variable, (first, end), usages in zip(self.holders, self.spans, self.problem.usages)
             if end > first
         ]
 
@@ -116,10 +120,8 @@ def solve(problem: FactorProblem, *, seconds: float, seed: int = 0) -> FactorSol
     deadline = time.monotonic() + seconds
     first = minimise(problem.sizes, problem.factors)
     best = list(first.values), first.cost, first.lower_bound
-    if not len(problem.usages) or problem.limit == math.inf:
-        return FactorSolution(best[0], best[1], best[2], fits=True)
     memory = _Memory(problem)
-    if not memory.starts.size:
+    if not memory.starts.size or memory.usage(first.values).max() <= problem.limit:
         return FactorSolution(best[0], best[1], best[2], fits=True)
     prices, bound, found, step = np.zeros(len(memory.starts)), first.lower_bound, None, 1.0
     values: Sequence[int] = first.values
