@@ -43,7 +43,7 @@ class Shard(Pass):
     exact: bool = False
     """Use exactly `ways` devices, even where fewer, or one alone, are expected to be faster."""
     weights: Literal["fit", "least"] = "fit"
-    """`fit`: split weights as far as the memory of the devices demands. `least`: split as many as possible."""
+    """`fit`: split weights and values as far as memory demands. `least`: split as many weights as possible."""
     fixed: bool = False
     """The sizes of symbolic dimensions are fixed, so that axes of these sizes, such as the batch, are split too."""
     metadata: bool = False

@@ -5,6 +5,7 @@ With several stages, consecutive parts of the sharded model are each on a group 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,8 @@ import numpy as np
 
 from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState, is_refused
-from onnxplace.graph import Floats, Ints, Longs
-from onnxplace.model import Model, tensor_size
+from onnxplace.graph import Floats, Ints
+from onnxplace.model import Model
 from onnxplace.passes.sharding.known_shapes import fix_sizes, report_fixed_sizes
 from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
 from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
@@ -43,6 +44,24 @@ CONVOLUTION_CUT_SECONDS = 150e-6
 CONVOLUTIONAL_SHARE = 0.4
 
 
+# How often a choice is made anew, within less memory, where the simulated peak of its model exceeds a limit.
+MEMORY_ROUNDS = 4
+# How far a new choice stays below the memory that should just do.
+MEMORY_MARGIN = 0.99
+
+
+@dataclass(frozen=True)
+class GroupProblem:
+    """The choice of layouts for a group of devices."""
+
+    devices: tuple[int, ...]
+    work: WorkCosts
+    costs: ExchangeCosts
+    problem: ChoiceProblem
+    limit_bytes: tuple[int, ...]
+    """Memory per device; that of all stages together."""
+
+
 @dataclass(frozen=True)
 class GroupChoice:
     """A choice for a group of devices, with the problem that it solves."""
@@ -53,7 +72,7 @@ class GroupChoice:
     choice: LayoutChoice
     problem: ChoiceProblem
     solve: Callable[[ChoiceProblem], LayoutChoice | None]
-    """Solves such a problem within the memory for weights; None if no choice fits."""
+    """Solves such a problem within the memory; None if no choice fits."""
     step_seconds: float
     """Predicted step; at most the seconds of the choice, whose exchanges overlap with nothing."""
 
@@ -81,55 +100,66 @@ class ShardingOptions:
 
 
 @dataclass(frozen=True)
-class _Room:
-    """The memory of devices none of which has room for the whole model."""
+class _Written:
+    """The model that a choice makes, on its devices."""
 
-    limit_bytes: Longs
-    """Per device."""
-    value_bytes: int
-    """Bytes that values take on one device, next to the weights."""
-
-    @staticmethod
-    def of(state: State) -> _Room | None:
-        """Return the room on the devices; None if some device has room for the whole model."""
-        problem = placement_problem(state)
-        alone = problem.alone_bytes()
-        if fits_single_device(state).any():
-            return None
-        weights = sum(tensor_size(tensor) for tensor in state[Model].initializers.values())
-        return _Room(problem.limit_bytes, max(int(alone.min()) - weights, 0))
-
-    def weights_limit(self, group: Sequence[int]) -> int:
-        """Return how many bytes of weights each device of a group may have."""
-        return max(int(self.limit_bytes[list(group)].min()) - self.value_bytes, 0)
+    sharded: ShardedModel
+    profile: Profile
+    device: Ints
+    """Per node."""
+    stages: int
+    used_share: float
+    """The largest share of a device's memory that it takes at one time, by simulation."""
 
 
 def shard_state(state: State, options: ShardingOptions) -> State:
     """Return the state with the sharded model, its profile and `Shards`; see the pass `shard`."""
-    state, best = choose_group(state, options)
-    return state if best is None else _apply(state, best, options)
+    state, best, written = _choose_fitting(state, options)
+    return state if best is None or written is None else _apply(state, best, written, options)
 
 
 def choose_group(state: State, options: ShardingOptions) -> tuple[State, GroupChoice | None]:
     """Return the state with the best choice for it; where nothing is split, the state says so, and there is none."""
+    return _choose_fitting(state, options)[:2]
+
+
+def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, GroupChoice | None, _Written | None]:
+    """Return what `choose_group` does, with the model that the choice makes.
+
+    If some device holds the whole model, the choice is made without limits, and within them if it does not fit. The
+    simulated peak decides; where it is above the account that the choice goes by, the next one has less memory.
+    """
     if options.fixed:
         state = _fix_sizes(state)
-    model, profile, target = state[Model], state[Profile], state.target
-    seconds = device_seconds(profile, target)
-    facts = TensorFacts.of(model)
-    room = _Room.of(state)
-    groups = _list_groups(target, seconds, options)
-    candidates = [_choose(facts, state, seconds, group, options, room) for group in groups]
-    useful = [candidate for candidate in candidates if candidate is not None and is_sharded(candidate.choice)]
-    if not useful:
-        notes = _report_nothing_split(candidates, bool(is_refused(seconds).any()))
-        return _leave_whole(state).with_notes(notes), None
-    best = min(useful, key=lambda candidate: candidate.step_seconds)
-    if options.may_leave_whole and room is None:
+    seconds = device_seconds(state[Profile], state.target)
+    facts = TensorFacts.of(state[Model])
+    groups = _list_groups(state.target, seconds, options)
+    problems = [_pose(facts, state, seconds, group, options) for group in groups]
+    fits_alone = bool(fits_single_device(state).any())
+    share, tightest = math.inf if fits_alone else 1.0, None
+    for _ in range(MEMORY_ROUNDS):
+        candidates = [_choose(problem, options, share) for problem in problems]
+        useful = [candidate for candidate in candidates if candidate is not None and is_sharded(candidate.choice)]
+        if not useful:
+            if tightest is not None:
+                break
+            notes = _report_nothing_split(candidates, bool(is_refused(seconds).any()))
+            return _leave_whole(state).with_notes(notes), None, None
+        best = min(useful, key=lambda candidate: candidate.step_seconds)
         alone = float(seconds.sum(axis=1).min())
-        if best.step_seconds > CLEAR_GAIN * alone:
-            return _leave_whole(state).with_notes(_report_no_gain(alone, best)), None
-    return state, best
+        if options.may_leave_whole and fits_alone and best.step_seconds > CLEAR_GAIN * alone:
+            return _leave_whole(state).with_notes(_report_no_gain(alone, best)), None, None
+        written = _write(state, best, options)
+        if tightest is None or written.used_share < tightest[1].used_share:
+            tightest = best, written
+        if written.used_share <= 1 or options.weights == "least":
+            break
+        limit = problems[candidates.index(best)].limit_bytes
+        counted = best.choice.peak_bytes / min(limit)  # 0 if there was no limit
+        share = MEMORY_MARGIN * min(share, counted / written.used_share) if counted else 1.0
+    # If none fits, placers and the cut into segments may still find an order that does, and report it if not.
+    assert tightest is not None
+    return state, *tightest
 
 
 def _fix_sizes(state: State) -> State:
@@ -157,15 +187,14 @@ def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> l
     return [tuple(sorted(order[:size])) for size in sizes if size > 1]
 
 
-def _choose(
+def _pose(
     facts: TensorFacts,
     state: State,
     seconds: Floats,
     group: tuple[int, ...],
     options: ShardingOptions,
-    room: _Room | None,
-) -> GroupChoice | None:
-    """Return the best choice for a group of devices; None if its weights do not fit."""
+) -> GroupProblem:
+    """Return the choice for a group of devices."""
     target = state.target
     group_seconds = seconds[list(group)]
     division = Division(_shares(group_seconds))
@@ -189,18 +218,25 @@ def _choose(
     )
     work = WorkCosts(space, peaks, measured)
     problem = ChoiceProblem(space, work.table(group_seconds, costs), costs)
-    limit = None if room is None else room.weights_limit(group)
-    if limit is not None and options.stages != 1:
-        limit *= len(list_stage_groups(target, group, options.stages))  # each stage has its share of the weights
+    # Each stage has its share of the weights, and of the values.
+    stages = len(list_stage_groups(target, group, options.stages))
+    limit = tuple(stages * target.devices[device].memory_bytes for device in group)
+    return GroupProblem(group, work, costs, problem, limit)
+
+
+def _choose(group: GroupProblem, options: ShardingOptions, share: float) -> GroupChoice | None:
+    """Return the best choice within a share of the memory of a group of devices; None if none fits."""
+    limit = None if share == math.inf else [int(share * limit) for limit in group.limit_bytes]
 
     def solve(problem: ChoiceProblem) -> LayoutChoice | None:
         return problem.solve_least_weights() if options.weights == "least" else problem.solve(limit)
 
-    choice = solve(problem)
+    choice = solve(group.problem)
     if choice is None:
         return None
-    step_seconds = estimate_step_seconds(space, choice, problem.strategy_seconds, costs)
-    return GroupChoice(group, work, costs, choice, problem, solve, step_seconds)
+    problem = group.problem
+    step_seconds = estimate_step_seconds(problem.space, choice, problem.strategy_seconds, group.costs)
+    return GroupChoice(group.devices, group.work, group.costs, choice, problem, solve, step_seconds)
 
 
 def _is_convolutional(model: Model, seconds: Floats) -> bool:
@@ -237,25 +273,32 @@ def _report_nothing_split(candidates: Sequence[GroupChoice | None], has_refusals
     if has_refusals and not candidates:
         return Diagnostic("P064", "no operator is split: fewer than two devices take every node", hint="add devices")
     if candidates and all(candidate is None for candidate in candidates):
-        message = "no operator is split: even in parts, the weights do not fit"
+        message = "no operator is split: even in parts, the model does not fit"
         return Diagnostic("P064", message, hint="add devices, or raise --max-memory")
     return Diagnostic("P064", "no operator is split: none has a rule and gains more than its exchanges cost")
 
 
-def _apply(state: State, candidate: GroupChoice, options: ShardingOptions) -> State:
-    groups = list_stage_groups(state.target, candidate.devices, options.stages)
+def _write(state: State, candidate: GroupChoice, options: ShardingOptions) -> _Written:
+    target = state.target
+    groups = list_stage_groups(target, candidate.devices, options.stages)
     sharded = write_sharded_model(candidate.space, candidate.choice, candidate.costs)
-    profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, state.target, candidate.devices)
+    profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, target, candidate.devices)
+    seconds = device_seconds(profile, target)
     position = np.array([origin.device for origin in sharded.origins], dtype=np.int32)
-    stage = cut_into_stages(
-        sharded.model, device_seconds(profile, state.target)[candidate.devices[0]], position, len(groups)
-    )
+    stage = cut_into_stages(sharded.model, seconds[candidate.devices[0]], position, len(groups))
     device = np.array(groups, dtype=np.int32)[stage, position]
+    problem = placement_problem(state.with_facts(profile))
+    peaks = problem.simulate(device, profile.graph.order).peak_bytes
+    return _Written(sharded, profile, device, len(groups), float((peaks / problem.limit_bytes).max()))
+
+
+def _apply(state: State, candidate: GroupChoice, written: _Written, options: ShardingOptions) -> State:
+    sharded = written.sharded
     kinds, unsplit = _summarise(state, candidate)
     shards = Shards(
-        device=device,
+        device=written.device,
         ways=len(candidate.devices),
-        stages=len(groups),
+        stages=written.stages,
         kinds=kinds,
         exchanges=MappingProxyType(dict(sharded.exchanges)),
         seconds=candidate.step_seconds + max(state.target.devices[d].segment_seconds for d in candidate.devices),
@@ -266,7 +309,7 @@ def _apply(state: State, candidate: GroupChoice, options: ShardingOptions) -> St
         whole_of_parts=_build_whole(state, sharded, candidate, options, from_parts=True),
     )
     notes = [_note(candidate, shards), *unsplit]
-    return state.with_facts(sharded.model, profile, shards).with_notes(*notes)
+    return state.with_facts(sharded.model, written.profile, shards).with_notes(*notes)
 
 
 def _build_whole(

@@ -5,8 +5,7 @@ available. A value has a table with its producer, which says in which layout it 
 says what it costs to read it in the layout that the reader wants. `elimination` minimises the sum. This is the intra-
 operator part of Alpa (Zheng et al., OSDI 2022), solved by elimination instead of an integer program.
 
-A limit on memory couples all nodes, which elimination cannot express. So weights get a price per byte (Lagrangian
-relaxation): the choice at one price is again a sum of tables, and the price is searched at which it fits.
+With a limit of memory, `choice_memory` lists what each choice holds and when.
 """
 
 from __future__ import annotations
@@ -16,81 +15,69 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.passes.sharding.elimination import CostTable, Factor, Solution, minimise, order_factor
+from onnxplace.passes.sharding.choice_memory import ChoiceMemory
+from onnxplace.passes.sharding.elimination import CostTable, Factor, evaluate, minimise, order_factor
+from onnxplace.passes.sharding.factor_solver import FactorProblem, FactorSolution
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.priced_elimination import solve_by_prices
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace
 
 Option = tuple[Layout, Layout]
 """How a value is available: as its producer makes it, and in one more layout (the same one if none is needed)."""
 
-# Steps of the search for the price of a byte of weights, and the largest price in seconds per byte: 0.1 s for a
-# kilobyte outweighs any exchange.
-_PRICE_STEPS, _MAX_PRICE = 12, 1e-4
+# The price of a byte of weights where there are to be as few as possible: 0.1 s for a kilobyte outweighs any exchange.
+_MAX_PRICE = 1e-4
+# Within a limit of memory, the search for a better choice ends after this time.
+_MAX_SECONDS = 20.0
 
 
 class ChoiceNetwork:
     """The choice as cost tables over variables: a strategy per node, and an option per value."""
 
     def __init__(self, space: StrategySpace, strategy_seconds: Sequence[Sequence[float]], costs: ExchangeCosts) -> None:
-        self._space, self._costs = space, costs
+        self.space, self._costs = space, costs
         self._facts, self._model = space.facts, space.facts.model
-        self._sizes: list[int] = [len(strategies) for strategies in space.strategies]
+        self.sizes: list[int] = [len(strategies) for strategies in space.strategies]
         self._factors: list[Factor] = []
         self._tables: dict[object, CostTable] = {}
         self._state_layouts: dict[str, tuple[int, list[Layout]]] = {}
+        self.options: dict[str, tuple[int, list[Option]]] = {}
+        """Value -> its variable and options; those that are always whole have none."""
         self._wants_cache: dict[object, list[tuple[Layout, ...]]] = {}
         self._strategy_seconds = [np.array(seconds) for seconds in strategy_seconds]
         cache: dict[object, CostTable] = {}
-        self._read_bytes = [self._weigh(index, cache) for index in range(len(self._sizes))]
+        self._read_bytes = [self._weigh(index, cache) for index in range(len(self.sizes))]
         self._border_seconds = self._list_border_seconds()
         self._add_values()
 
-    def solve(self, price: float, max_entries: int) -> Solution:
-        """Return the cheapest choice when each byte of weights that a node reads costs this many seconds."""
+    def factors(self, price: float = 0.0) -> list[Factor]:
+        """Return all cost tables, where each byte of weights that a node reads costs this many seconds."""
         terms = zip(self._strategy_seconds, self._read_bytes)
         unary = [Factor((index,), seconds + price * weights) for index, (seconds, weights) in enumerate(terms)]
-        return minimise(self._sizes, [*unary, *self._factors], max_entries)
-
-    def seconds(self, values: Sequence[int]) -> float:
-        """Return the seconds of the nodes alone, without exchanges."""
-        return float(sum(seconds[value] for seconds, value in zip(self._strategy_seconds, values)))
+        return [*unary, *self._factors]
 
     def read_bytes(self, values: Sequence[int]) -> float:
         """Return the bytes of weights that nodes read, each on the device that reads most of it."""
         return float(sum(weights[value] for weights, value in zip(self._read_bytes, values)))
 
     def strategies(self, values: Sequence[int]) -> tuple[NodeStrategy, ...]:
-        return tuple(options[value] for options, value in zip(self._space.strategies, values))
+        return tuple(options[value] for options, value in zip(self.space.strategies, values))
 
     def states(self, values: Sequence[int]) -> dict[str, Layout]:
-        """Return the layouts of carried states; values without those of the states leave these whole."""
-        return {
-            name: layouts[values[variable]] if variable < len(values) else REPLICATED
-            for name, (variable, layouts) in self._state_layouts.items()
-        }
-
-    def whole_values(self) -> list[int] | None:
-        """Return the values of the nodes that compute all of them whole; None if some node must be split."""
-        values = []
-        for options in self._space.strategies:
-            whole = (number for number, strategy in enumerate(options) if is_whole(strategy))
-            if (value := next(whole, None)) is None:
-                return None
-            values.append(value)
-        return values
+        """Return the layouts of carried states."""
+        return {name: layouts[values[variable]] for name, (variable, layouts) in self._state_layouts.items()}
 
     def _weigh(self, index: int, cache: dict[object, CostTable]) -> CostTable:
         """Return, per strategy of a node, the bytes of weights that it reads on the device with the most."""
         operands, weights = self._model.operands[index], self._facts.is_weight
-        division = self._space.division
+        division = self.space.division
         held = tuple((position, self._facts.bytes(name)) for position, name in enumerate(operands) if name in weights)
-        options = self._space.strategies[index]
+        options = self.space.strategies[index]
         key = held, (id(options) if held else len(options))
         if key not in cache:
             cache[key] = np.array(
@@ -117,8 +104,8 @@ class ChoiceNetwork:
         return borders
 
     def _new_variable(self, size: int) -> int:
-        self._sizes.append(size)
-        return len(self._sizes) - 1
+        self.sizes.append(size)
+        return len(self.sizes) - 1
 
     def _add_values(self) -> None:
         model, weights = self._model, self._facts.is_weight
@@ -145,21 +132,21 @@ class ChoiceNetwork:
         for index, node in enumerate(model.nodes):
             for position, name in enumerate(node.output):
                 if name:
-                    produced = [strategy.outputs[position] or REPLICATED for strategy in self._space.strategies[index]]
+                    produced = [strategy.outputs[position] or REPLICATED for strategy in self.space.strategies[index]]
                     state = state_of_output.get(name)
                     self._add_value(name, index, produced, readers[name], name in returned and state is None, state)
 
     def _list_state_layouts(self, name: str, readers: Sequence[int]) -> list[Layout]:
         """Return the layouts that a state may have: whole, and those in which some node can read it."""
-        wants = {layout for index in readers for want in self._wants(index, name) for layout in want}
+        wants = {layout for index in readers for want in self.wants(index, name) for layout in want}
         return [
             REPLICATED,
             *sorted(layout for layout in wants if layout.is_split and layout.outer == 1 and not layout.rows),
         ]
 
-    def _wants(self, index: int, name: str) -> list[tuple[Layout, ...]]:
+    def wants(self, index: int, name: str) -> list[tuple[Layout, ...]]:
         """Return, per strategy of a reader, the layouts in which it reads a value."""
-        options, operands = self._space.strategies[index], self._model.operands[index]
+        options, operands = self.space.strategies[index], self._model.operands[index]
         positions = tuple([position for position, item in enumerate(operands) if item == name])
         # Equal nodes share one list of strategies, so its identity stands for them.
         key = id(options), positions
@@ -185,7 +172,7 @@ class ChoiceNetwork:
 
         A producer without a choice (an input of the model) has no variable of its own.
         """
-        users: list[tuple[int, list[tuple[Layout, ...]]]] = [(index, self._wants(index, name)) for index in readers]
+        users: list[tuple[int, list[tuple[Layout, ...]]]] = [(index, self.wants(index, name)) for index in readers]
         if state is not None:
             variable, layouts = self._state_layouts[state]
             users.append((variable, [(layout,) for layout in layouts]))
@@ -204,6 +191,7 @@ class ChoiceNetwork:
                 self._add_table(("local", tuple(wants), size), (index,), partial(self._local_table, wants, size))
             return
         variable = self._new_variable(len(options))
+        self.options[name] = variable, options
         key = tuple(options), size
         unary = self._table(
             ("unary", key, is_output, border), lambda: self._option_table(options, size, is_output, border)
@@ -240,13 +228,13 @@ class ChoiceNetwork:
                 (source, other)
                 for other in others
                 if other != source
-                and not self._space.division.holds(source, other)
+                and not self.space.division.holds(source, other)
                 and self._seconds(source, other, size) < math.inf
             ]
         return options
 
     def _seconds(self, source: Layout, result: Layout, size: int) -> float:
-        return self._costs.overlap_seconds(self._space.division, source, result, size)
+        return self._costs.overlap_seconds(self.space.division, source, result, size)
 
     def _option_table(self, options: Sequence[Option], size: int, is_output: bool, border: float) -> CostTable:
         """Return what each option costs: its exchange with its border, and that of an output of the model."""
@@ -271,7 +259,7 @@ class ChoiceNetwork:
     def _read_seconds(self, layout: Layout, option: Option, size: int) -> float:
         if layout in option:
             return 0.0
-        cuts = (self._seconds(held, layout, size) for held in option if self._space.division.holds(held, layout))
+        cuts = (self._seconds(held, layout, size) for held in option if self.space.division.holds(held, layout))
         return min(cuts, default=math.inf)
 
     def _local_table(self, wants: Sequence[tuple[Layout, ...]], size: int) -> CostTable:
@@ -297,6 +285,8 @@ class LayoutChoice:
     """No choice of these strategies that reads as few bytes of weights has a shorter predicted step."""
     weight_bytes: int
     """Weights on the device that has the most."""
+    peak_bytes: float = 0.0
+    """Where memory is limited: the most that it holds at one time, by its own account (`choice_memory`)."""
 
 
 @dataclass(frozen=True)
@@ -307,8 +297,6 @@ class ChoiceProblem:
     strategy_seconds: Sequence[Sequence[float]]
     """Per node and strategy: seconds of the slowest device."""
     costs: ExchangeCosts
-    max_entries: int = 1 << 20
-    """The largest table of the exact method."""
 
     @cached_property
     def _network(self) -> ChoiceNetwork:
@@ -321,81 +309,54 @@ class ChoiceProblem:
         seconds[index] = [seconds[index][number] for number in numbers]
         return replace(self, space=replace(self.space, strategies=tuple(strategies)), strategy_seconds=seconds)
 
-    def solve(self, weight_limit_bytes: int | None = None) -> LayoutChoice | None:
-        """Return the cheapest choice whose weights fit; None if none was found that does.
-
-        A price per byte of weights trades time for memory. It is searched between a choice that is too heavy and one
-        that fits, at the price that makes both cost the same, which ends at the best price (a Lagrangian dual).
-        """
-        # Free of charge, the fastest choice; at the largest price, the one with the least weights.
-        heavy = self._solve_at(0.0)
-        if weight_limit_bytes is None or heavy.choice.weight_bytes <= weight_limit_bytes:
-            return heavy.choice
-        light = self._solve_at(_MAX_PRICE)
-        if light.choice.weight_bytes > weight_limit_bytes:
-            return None
-        return self._search(heavy, light, weight_limit_bytes)
+    def solve(self, limit_bytes: Sequence[int] | None = None) -> LayoutChoice | None:
+        """Return the cheapest choice within the memory of each device; None if none was found that fits."""
+        network = self._network
+        if limit_bytes is None:
+            return self._solve_freely(0.0)
+        memory = ChoiceMemory(network.space, network.sizes, network.options, network.wants, limit_bytes)
+        solution = solve_by_prices(
+            FactorProblem(
+                sizes=[*network.sizes, *memory.sizes],
+                factors=[*network.factors(), *memory.factors],
+                usages=[holding.bytes for holding in memory.holdings],
+                intervals=[(holding.begin, holding.end) for holding in memory.holdings],
+                limit=memory.limit,
+                holders=[holding.variable for holding in memory.holdings],
+            ),
+            seconds=_MAX_SECONDS,
+        )
+        return replace(self._read(solution), peak_bytes=memory.peak_bytes(solution.values)) if solution.fits else None
 
     def solve_least_weights(self) -> LayoutChoice:
         """Return the cheapest choice of those that split as many weights as possible."""
-        light = self._solve_at(_MAX_PRICE)
-        return self._search(self._solve_at(0.0), light, light.choice.weight_bytes)
+        return self._solve_freely(_MAX_PRICE)
 
-    def _search(self, heavy: _PricedChoice, light: _PricedChoice, weight_limit_bytes: int) -> LayoutChoice:
-        """Return the cheapest choice that fits, of those at prices between two choices; `light` fits."""
-        best = min(
-            (item.choice for item in (heavy, light) if item.choice.weight_bytes <= weight_limit_bytes),
-            key=lambda choice: choice.seconds,
-        )
-        for _ in range(_PRICE_STEPS):
-            saved_bytes = heavy.read_bytes - light.read_bytes
-            added_seconds = light.choice.seconds - heavy.choice.seconds
-            if saved_bytes <= 0 or added_seconds <= 0:
-                break
-            # At this price both ends cost the same: a choice between them shows if and only if it costs less.
-            price = added_seconds / saved_bytes
-            middle = self._solve_at(price)
-            if middle.cost(price) >= light.cost(price) * (1 - 1e-9):
-                break
-            if middle.choice.weight_bytes <= weight_limit_bytes:
-                light = middle
-                best = min(best, middle.choice, key=lambda choice: choice.seconds)
-            else:
-                heavy = middle
-        return best
-
-    def _solve_at(self, price: float) -> _PricedChoice:
-        """Return the cheapest choice when each byte of weights on a device costs this many seconds."""
+    def _solve_freely(self, price: float) -> LayoutChoice:
         network = self._network
-        solution = network.solve(price, self.max_entries)
-        values, cost = solution.values, solution.cost
-        # Without a proof, the solution may be worse than no sharding at all: that one is always at hand.
-        whole = network.whole_values()
-        if whole is not None:
-            whole_cost = network.seconds(whole) + price * network.read_bytes(whole)
-            if whole_cost < cost:
-                values, cost = tuple(whole), whole_cost
-        strategies, read_bytes = network.strategies(values), network.read_bytes(values)
-        choice = LayoutChoice(
+        factors = network.factors(price)
+        found = minimise(network.sizes, factors)
+        solution = FactorSolution(list(found.values), found.cost, found.lower_bound, fits=True)
+        # Without a proof, the solution may be worse than whole nodes, which are the first of all choices.
+        if solution.cost > solution.bound:
+            whole = [0] * len(network.sizes)
+            cost = evaluate(factors, whole)
+            solution = replace(solution, values=whole, cost=cost) if cost < solution.cost else solution
+        return self._read(solution, price)
+
+    def _read(self, solution: FactorSolution, price: float = 0.0) -> LayoutChoice:
+        """Return the choice that a solution is, where each byte of weights costs this many seconds."""
+        network, values = self._network, solution.values
+        strategies, read_seconds = network.strategies(values), price * network.read_bytes(values)
+        return LayoutChoice(
             strategies=strategies,
             states=network.states(values),
-            seconds=cost - price * read_bytes,
+            seconds=solution.cost - read_seconds,
             # For each choice, seconds + price * bytes is at least the bound. So the seconds of each choice that reads
             # no more bytes than this one are at least the bound less the price of these.
-            lower_bound_seconds=max(min(solution.lower_bound, cost) - price * read_bytes, 0.0),
+            lower_bound_seconds=max(min(solution.bound, solution.cost) - read_seconds, 0.0),
             weight_bytes=count_weight_bytes(self.space, strategies),
         )
-        return _PricedChoice(choice, read_bytes)
-
-
-class _PricedChoice(NamedTuple):
-    """A choice, with what a price of weights applies to."""
-
-    choice: LayoutChoice
-    read_bytes: float
-
-    def cost(self, price: float) -> float:
-        return self.choice.seconds + price * self.read_bytes
 
 
 def count_weight_bytes(space: StrategySpace, strategies: Sequence[NodeStrategy]) -> int:

@@ -74,8 +74,8 @@ class ShardedModelWriter(ExchangeWriter):
         self.choice = choice
         # Most nodes have no subgraphs, and are not searched for what these read.
         self.nested = frozenset(index for index, node in enumerate(self.model.nodes) if has_subgraphs(node))
-        for node, strategy in zip(self.model.nodes, choice.strategies):
-            for name, layout in zip(node.input, strategy.inputs):
+        for operands, strategy in zip(self.model.operands, choice.strategies):
+            for name, layout in zip(operands, strategy.inputs):
                 if layout is not None and layout.is_split:
                     self.wanted.setdefault(name, set()).add(layout._replace(valid=()))
 

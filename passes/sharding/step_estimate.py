@@ -53,9 +53,8 @@ def estimate_step_seconds(
 
 
 def _reads(space: StrategySpace, index: int, layouts: Sequence[Layout | None]) -> Iterator[tuple[str, Layout]]:
-    """Yield what a node reads, weights left out, with the layouts; what subgraphs capture is read whole."""
-    node = space.facts.model.nodes[index]
-    known = dict(zip(node.input, layouts))
+    """Yield what a node reads, weights left out, with the layouts."""
+    known = dict(zip(space.facts.model.operands[index], layouts))
     for name in space.facts.model.reads[index]:
         if name not in space.facts.is_weight:
             yield name, known.get(name) or REPLICATED

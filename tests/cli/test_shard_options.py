@@ -110,6 +110,18 @@ def test_a_model_that_fits_no_device_runs_in_parts(run_cli):
     assert run_cli("verify", "out").code == 0
 
 
+def test_values_that_no_device_holds_are_split(run_cli):
+    # Relu reads and makes 2 MiB: no placement of whole operators fits.
+    Path("wide.onnx").write_bytes(mlp(layers=1, rows=512, width=128).SerializeToString())
+    options = ("--max-memory", "3600KiB", "-o", "out", "--force", "--json")
+    pipeline = EXACT.replace("{ways=2,exact=true}", "")
+    assert run_cli("compile", "wide.onnx", "--pipeline", pipeline.replace("shard,", ""), *options).code == 3
+    data = only_json(run_cli("compile", "wide.onnx", "--pipeline", pipeline, *options))
+    assert data["sharding"]["ways"] == 2
+    assert all(device["peak_bytes"] <= device["limit_bytes"] for device in data["devices"])
+    assert run_cli("verify", "out", "--against", "wide.onnx").code == 0
+
+
 def test_a_map_decides_how_nodes_are_split(run_cli, chain):
     shard = r'shard{ways=2,exact=true,map="{\"layer.*up\": \"columns\", \"layer.*down\": \"sum\"}"}'
     bundle = compile_exactly(run_cli, chain, EXACT.replace("shard{ways=2,exact=true}", shard))

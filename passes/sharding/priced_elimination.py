@@ -1,0 +1,139 @@
+"""Least cost within memory over time: each point of time gets a price per byte, and elimination does the rest.
+
+A limit of memory couples all variables that hold something at the same time, which elimination cannot express. At fixed
+prices per byte and point of time, the problem is a sum of tables again (Lagrangian relaxation): its minimum, less what
+the limit costs at these prices, is a lower bound. Prices rise where too much is held and fall elsewhere (sub-gradients;
+Held, Wolfe and Crowder, "Validation of subgradient optimization", Mathematical Programming 6, 1974).
+
+Equal layers react to a price all at once, so the best choice that fits may save more than it has to. Then the variables
+up to some position get the prices at which too much is held, and the others those at which it fits: the position is
+bisected, and elimination finds the best transition.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxplace.graph import Floats, Longs
+from onnxplace.passes.sharding.elimination import Factor, Solution, evaluate, minimise
+from onnxplace.passes.sharding.factor_solver import FactorProblem, FactorSolution
+
+# Rounds of prices: at first the step doubles until something fits, then it shrinks with each round.
+_ROUNDS, _GROWTH, _SHRINKING = 40, 2.0, 0.75
+_SMALL_GAP = 1e-4
+
+
+@dataclass
+class _Prices:
+    """Memory at the points of time where some interval begins, one of which has the most."""
+
+    problem: FactorProblem
+    starts: Longs
+    spans: Longs
+    """[usage, 2]: the first of these points in its interval, and the first one after it."""
+    holders: Longs
+    ranks: Longs
+    """Per usage, the position of its variable."""
+
+    @staticmethod
+    def of(problem: FactorProblem) -> _Prices:
+        intervals = np.array(problem.intervals, dtype=np.int64).reshape(-1, 2)
+        starts = np.unique(intervals[:, 0])
+        holders = np.array(problem.holders or range(len(problem.usages)), dtype=np.int64)
+        # A variable is where the first one is that it shares a table with: a value with the node that makes it.
+        ranks = np.arange(len(problem.sizes))
+        for factor in problem.factors:
+            for variable in factor.scope:
+                ranks[variable] = min(ranks[variable], factor.scope[0])
+        return _Prices(problem, starts, np.searchsorted(starts, intervals), holders, ranks[holders])
+
+    def excess(self, values: Sequence[int]) -> Floats:
+        """Return the bytes above the limit at each point, negative where there is room."""
+        held = np.array([usage[values[holder]] for usage, holder in zip(self.problem.usages, self.holders)])
+        count = len(self.starts) + 1
+        changes = np.bincount(self.spans[:, 0], held, count) - np.bincount(self.spans[:, 1], held, count)
+        excess: Floats = changes.cumsum()[:-1] - self.problem.limit
+        return excess
+
+    def minimise(self, prices: Floats, until: int = 0, lower: Floats | None = None) -> Solution:
+        """Return the best assignment at these prices; usages before a position have the lower ones."""
+        problem, per_byte = self.problem, self._interval_prices(prices)
+        if lower is not None:
+            per_byte = np.where(self.ranks < until, self._interval_prices(lower), per_byte)
+        priced = [
+            Factor((holder,), usage * price)
+            for usage, holder, price in zip(problem.usages, self.holders.tolist(), per_byte.tolist())
+            if price > 0
+        ]
+        return minimise(problem.sizes, [*problem.factors, *priced], sweeps=0)
+
+    def _interval_prices(self, prices: Floats) -> Floats:
+        total = np.concatenate([[0.0], prices.cumsum()])
+        result: Floats = total[self.spans[:, 1]] - total[self.spans[:, 0]]
+        return result
+
+
+class _Search:
+    def __init__(self, problem: FactorProblem, deadline: float) -> None:
+        self.problem, self.memory, self.deadline = problem, _Prices.of(problem), deadline
+        self.best: FactorSolution | None = None
+        self.bound = -math.inf
+
+    def is_over(self) -> bool:
+        gap = math.inf if self.best is None else self.best.cost - self.bound
+        return gap <= _SMALL_GAP * abs(self.bound) or time.monotonic() > self.deadline
+
+    def keep(self, values: Sequence[int]) -> Floats:
+        """Keep an assignment that fits and costs less than the best one; return its excess."""
+        excess = self.memory.excess(values)
+        cost = evaluate(self.problem.factors, values)
+        if excess.max(initial=0.0) <= 0 and (self.best is None or cost < self.best.cost):
+            self.best = FactorSolution(list(values), cost, self.bound, fits=True)
+        return excess
+
+    def run(self) -> FactorSolution:
+        first = self.memory.minimise(np.zeros(len(self.memory.starts)))
+        self.bound = first.lower_bound
+        excess = self.keep(first.values)
+        prices = light = heavy = np.zeros(len(excess))
+        step = abs(first.cost) / max(self.problem.limit, 1.0) ** 2
+        for _ in range(_ROUNDS):
+            if self.is_over():
+                break
+            # Until something fits, no price falls: what was moved away must not come back.
+            prices = np.maximum(prices + step * (np.maximum(excess, 0.0) if self.best is None else excess), 0.0)
+            solution = self.memory.minimise(prices)
+            self.bound = max(self.bound, solution.lower_bound - float(prices.sum()) * self.problem.limit)
+            known, excess = self.best, self.keep(solution.values)
+            if self.best is not known:
+                light = prices
+            elif excess.max() > 0:
+                heavy = prices
+            step *= _GROWTH if self.best is None else _SHRINKING
+        if self.best is not None:
+            self._mix(light, heavy)
+            return FactorSolution(self.best.values, self.best.cost, min(self.bound, self.best.cost), fits=True)
+        return FactorSolution(list(first.values), first.cost, self.bound, fits=False)
+
+    def _mix(self, light: Floats, heavy: Floats) -> None:
+        """Find the last position up to which the prices may be those at which too much is held."""
+        low, high = 0, int(self.memory.ranks.max(initial=0)) + 1
+        while high - low > 1 and not self.is_over():
+            middle = (low + high) // 2
+            excess = self.keep(self.memory.minimise(light, middle, heavy).values)
+            low, high = (middle, high) if excess.max() <= 0 else (low, middle)
+
+
+def solve_by_prices(problem: FactorProblem, *, seconds: float) -> FactorSolution:
+    """Return the best assignment found within the limit of memory, with a lower bound on the cost of all that fit.
+
+    Args:
+        problem: Tables, and memory over time.
+        seconds: No further round begins after this time; whatever ends before is the same in each run.
+    """
+    return _Search(problem, time.monotonic() + seconds).run()
