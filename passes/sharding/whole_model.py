@@ -166,7 +166,7 @@ def _specify(name: str, layout: Layout, space: StrategySpace) -> ShardingSpecPro
     """Return the specification of a value, None for what ONNX cannot express."""
     count = space.division.count
     spec = ShardingSpecProto(tensor_name=name, device=range(count))
-    if layout == PARTIAL:
+    if layout == PARTIAL or layout.rows:
         return None
     if not layout.is_split:
         return spec

@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ from onnxplace.passes.sharding.layouts import REPLICATED, Division, Layout
 from onnxplace.passes.sharding.sharded_model import write_sharded_model
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.whole_model import annotate_model, build_whole_model
 from onnxplace.passes.sharding.windows import MAX_OVERLAP, list_overlaps
 from tests.support.random_models import run_plain
 from tests.support.shardings import SHARES, check_structure, choose_randomly, make_costs, make_space
@@ -119,7 +121,7 @@ def choose(space: StrategySpace, costs: ExchangeCosts) -> LayoutChoice:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_random_networks_compute_the_same_with_any_overlaps(seed: int) -> None:
     random = Random(seed)
     proto, feeds = _Network(random).build()
@@ -182,6 +184,14 @@ def test_the_dearer_an_exchange_the_fewer_there_are(shares: tuple[float, ...]) -
     assert counts[0] > counts[2]
 
 
+def test_where_a_cut_reorders_what_is_alive_there_are_fewer() -> None:
+    space, counts = make_space(residual_blocks(4), {}), []
+    for rate in (0.0, 1e-8):
+        costs = replace(make_costs(2, 1e-9), reorder_seconds_per_byte=rate)
+        counts.append(write_sharded_model(space, choose(space, costs), costs).exchanges.get("halo", 0))
+    assert counts[0] > counts[1]
+
+
 def test_residual_connections_are_added_without_cutting_rows_off() -> None:
     space = make_space(residual_blocks(2), {})
     costs = make_costs(2, 2e-5)
@@ -189,3 +199,29 @@ def test_residual_connections_are_added_without_cutting_rows_off() -> None:
     slices = [node for node in sharded.model.nodes if node.op_type == "Slice" and not node.input[0].startswith("x")]
     assert sharded.exchanges == {"all-gather": 1}
     assert len(slices) <= 2  # of the result, before it is gathered
+
+
+SHIFTED = """
+<ir_version: 10, opset_import: ["": 21]>
+g (float[1,1,16,4] x, float[1,1,3,3] w) => (float[1,1,16,4] y)
+<float[1,1,16,1] shift = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}>
+{ s = Add(x, shift) y = Conv<pads=[1,1,1,1]>(s, w) }
+"""
+
+
+def test_weights_and_specifications_of_parts_that_overlap_stay_whole() -> None:
+    space = make_space(parser.parse_model(SHIFTED), {})
+    model = space.facts.model
+    overlaps = next(item for item in space.strategies[1] if item.overlaps and not item.outputs[0].rows)
+    before = next(item for item in space.strategies[0] if item.outputs == overlaps.inputs[:1])
+    choice = LayoutChoice((before, overlaps), {}, 0.0, 0.0, 0)
+    sharded = write_sharded_model(space, choice, make_costs(2))
+    parts = [tuple(tensor.dims) for name, tensor in sharded.model.initializers.items() if "shift" in name]
+    assert parts == [(1, 1, 9, 1)] * 2
+    whole = build_whole_model(model, sharded, space.division, from_parts=True)
+    assert "shift" in whole.initializers
+    specified = annotate_model(model, space, choice.strategies, ["cpu:0", "cpu:1"]).nodes[0].device_configurations[0]
+    assert [spec.tensor_name for spec in specified.sharding_spec] == []
+    feeds = {"x": np.arange(64, dtype=np.float32).reshape(1, 1, 16, 4), "w": np.ones((1, 1, 3, 3), np.float32)}
+    (expected,) = run_plain(whole.whole_proto().SerializeToString(), [feeds])
+    check(space, choice, feeds, expected)
