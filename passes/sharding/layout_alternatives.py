@@ -58,8 +58,8 @@ class LayoutExplainer:
     def _name_layout(self, index: int, strategy: NodeStrategy, value: str) -> str:
         if not value:
             return describe_strategy(strategy)
-        node = self._model.nodes[index]
-        layouts = dict(zip((*node.input, *node.output), (*strategy.inputs, *strategy.outputs)))
+        names = (*self._model.operands[index], *self._model.nodes[index].output)
+        layouts = dict(zip(names, (*strategy.inputs, *strategy.outputs)))
         return str(layouts.get(value) or REPLICATED)
 
     def _compare(self, index: int, layout: str, numbers: Sequence[int]) -> LayoutAlternative:
