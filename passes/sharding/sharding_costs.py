@@ -183,7 +183,7 @@ class ExchangeCosts:
 
     def _parts(self, layout: Layout) -> int:
         """Return the number of different parts of a value."""
-        return min(layout.blocks, self.count) if layout.is_split else self.count
+        return min(layout.blocks, self.count) if layout.is_split and layout.blocks else self.count
 
     @property
     def _has_near_links(self) -> bool:

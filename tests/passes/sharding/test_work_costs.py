@@ -18,7 +18,7 @@ from onnxplace.passes.sharding.sharding_costs import (
 )
 from onnxplace.passes.sharding.strategy_space import StrategySpace
 from onnxplace.target import Device
-from tests.support.shardings import make_space
+from tests.support.shardings import make_costs, make_space
 
 PEAKS = PeakRates(operations_per_second=1e9, bytes_per_second=1e9, kernel_seconds=1e-9)
 PRODUCT = """
@@ -71,7 +71,7 @@ def test_the_slowest_device_counts() -> None:
     work = costs_of(space)
     options = list(space.strategies[0])
     seconds = np.array([[1.0, 0.0], [9.0, 0.0]])  # [device, node]
-    table = work.table(seconds)
+    table = work.table(seconds, make_costs(2))
     assert table[0][options.index(find(space, 0, 0))] == pytest.approx(9 * 0.25, rel=1e-3)
     assert table[0][0] == 9.0
 
@@ -95,7 +95,7 @@ def test_windows_have_halos_whose_rows_are_computed_twice() -> None:
     no_more, more = (next(s for s in strategies if bool(s.outputs[0].rows) == overlaps) for overlaps in (False, True))
     assert [local_shapes(space.division, view, no_more, item)[0][0][2] for item in range(3)] == [6, 8, 6]
     work = costs_of(space)
-    table = dict(zip(space.strategies[1], work.table(np.ones((3, 3)))[1]))
+    table = dict(zip(space.strategies[1], work.table(np.ones((3, 3)), make_costs(3))[1]))
     # The device in the middle has two neighbours.
     assert table[more] == work.part_seconds(1, more, 1, 1.0) > work.part_seconds(1, more, 0, 1.0)
     assert table[no_more] < table[more] < 1.0
