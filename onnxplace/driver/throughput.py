@@ -24,7 +24,6 @@ from onnxplace.driver.decision import (
 )
 from onnxplace.errors import Diagnostic, Figure
 from onnxplace.evaluation import RateTrial
-from onnxplace.facts import Profile
 from onnxplace.model import Model
 
 # A trial costs some seconds each.
@@ -37,8 +36,6 @@ TRIED_KINDS: tuple[Kind, ...] = ("copies", "stages")
 MAX_LISTED_STRATEGIES = 5
 # A plain session is clearly faster below this ratio of intervals; it was not timed in the same turns.
 CLEAR_PLAIN_RATIO = 0.9
-# Models above this size are not sharded by default: that takes a minute or more.
-MAX_SHARDED_NODES = 50_000
 # Up to this number of devices, all ways to share them among stages are listed; beyond, only even ones.
 MAX_PARTITIONED_DEVICES = 8
 # Time for the stages of each way to share devices.
@@ -55,7 +52,7 @@ def make_throughput_objective(*, may_shard: bool) -> Objective:
         if any(map(_covers_all_devices, results)):
             return
         yield from list_copied_stages(profiled, results)
-        if may_shard and len(profiled.state[Profile].graph) <= MAX_SHARDED_NODES:
+        if may_shard:
             yield list_sharded(profiled)
 
     return Objective(propose, _choose_tried, _describe, comparison="requests in flight", usual_kind="stages")

@@ -15,7 +15,7 @@ from onnxplace.driver.decision import (
     predict,
     predict_all,
 )
-from onnxplace.driver.throughput import list_copied_stages, list_simple
+from onnxplace.driver.throughput import list_copied_stages, list_simple, make_throughput_objective
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Routes
 from onnxplace.model import bind
@@ -55,6 +55,18 @@ def predict_strategies(target: Target, layers: int = 3) -> dict[str, BuiltStrate
 def list_partitions(count: int) -> list[tuple[tuple[int, ...], ...]]:
     rounds = list_copied_stages(profiled(make_target(count)))
     return [item.groups for strategies in rounds for item in strategies]
+
+
+def test_split_operators_are_candidates_unless_the_user_said_how_to_place():
+    names = [
+        {item.name for strategies in objective.propose(profiled(make_target(4)), []) for item in strategies}
+        for objective in (make_throughput_objective(may_shard=may_shard) for may_shard in (True, False))
+    ]
+    assert names[0] - names[1] == {
+        "2 copies, each sharded 2 ways",
+        "2 stages, each sharded 2 ways",
+        "sharded 4 ways",
+    }
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))

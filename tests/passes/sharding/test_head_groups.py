@@ -46,6 +46,7 @@ def draw(kept: int, batch: int, seq: int, past: int) -> Feeds:
     ],
 )
 @pytest.mark.parametrize("sizes", [{}, {"batch": 1, "seq": 1}, {"seq": 8, "past": 8}])
+@pytest.mark.sampled(3)
 def test_a_cache_is_split_by_heads_where_exchanges_are_dear(heads, kept, ways, layout, sizes):
     space = make_space(heads, kept, ways, **sizes)
     fractions = [[max(map(space.division.largest_fraction, item.inputs)) for item in own] for own in space.strategies]
@@ -60,6 +61,7 @@ def test_a_cache_is_split_by_heads_where_exchanges_are_dear(heads, kept, ways, l
 
 
 @pytest.mark.parametrize("kept", [1, 2, 4])
+@pytest.mark.sampled(3)
 def test_every_strategy_of_an_exported_decoder_is_right_at_every_size(kept):
     feeds = [draw(kept, *sizes) for sizes in ((2, 3, 5), (1, 1, 4), (2, 2, 2), (1, 4, 0), (4, 8, 8))]
     trials = list(try_strategies(exported_decoder(4, kept), feeds))
