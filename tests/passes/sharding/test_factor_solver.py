@@ -46,7 +46,7 @@ def random_problem(seed: int, *, is_limited: bool) -> FactorProblem:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_a_small_problem_without_a_limit_is_solved_exactly(seed: int) -> None:
     problem = random_problem(seed, is_limited=False)
@@ -57,7 +57,7 @@ def test_a_small_problem_without_a_limit_is_solved_exactly(seed: int) -> None:
         assert solution.cost == solution.bound == optimum == evaluate(problem.factors, solution.values)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_a_bound_holds_and_an_assignment_that_fits_keeps_the_limit(seed: int) -> None:
     problem = random_problem(seed, is_limited=True)
