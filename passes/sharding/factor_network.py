@@ -30,7 +30,7 @@ class FactorNetwork(NamedTuple):
     table: Floats
     """Tables one after the other, a row per value of the first variable."""
     large: float
-    """Entries at least as large forbid. All sums of the other entries are smaller."""
+    """Entries at least as large forbid. Sums of others, and differences of such sums, are less than half of it."""
 
     @property
     def sizes(self) -> Integers:
@@ -83,9 +83,9 @@ def build_network(sizes: Sequence[int], factors: Sequence[Factor]) -> FactorNetw
     table = np.concatenate([np.zeros(0), *tables])
     edges = np.array(pairs, np.int64).reshape(-1, 2)
     table_start = np.concatenate([[0], np.cumsum([len(entries) for entries in tables], dtype=np.int64)])
-    # The sum of the largest finite entries, twice: what forbids outweighs any sum of what does not.
+    # Sums and differences of what does not forbid are less than half of this, those with what forbids are more.
     largest = _sum_of_largest(costs, start) + _sum_of_largest(table, table_start)
-    large = max(2 * largest, 1.0)
+    large = max(8 * largest, 1.0)
     return FactorNetwork(
         start=start,
         costs=np.where(np.isfinite(costs), costs, large),

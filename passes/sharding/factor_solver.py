@@ -47,6 +47,8 @@ _STEP_FALL, _FALL_AFTER, _MOMENTUM = 0.7, 30, 0.7
 _CYCLES, _TRIALS, _TRIALS_PER_VALUE = 3, 500, 200
 _HOTTEST, _COLDEST = (2e-2, 1e-3), 1e-7
 _SMALL_GAP = 1e-9
+# Prices are raised by at most this power of two to find an assignment that fits.
+_MAX_PRICE_POWER = 30
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,14 @@ class _Search:
             gap = max(aim - bound, 1e-3 * abs(self.bound))
             prices = np.maximum(prices + step * gap / max(float(direction @ direction), 1e-300) * direction, 0.0)
         self._prices = best_prices
+        # If nothing fits yet, the same dear price at all points makes memory scarce everywhere.
+        dear = (abs(self.bound) + 1) / max(float(np.abs(memory.room).sum()), 1.0)
+        for power in range(0, _MAX_PRICE_POWER, 2):
+            if self.best_cost < math.inf:
+                break
+            for _ in range(_FALL_AFTER):
+                self._bound_at((best_prices + dear) * 2.0**power, choice)
+            self._repair(choice)
         for _ in range(_FALL_AFTER):
             self._bound_at(best_prices, choice)
 
