@@ -54,28 +54,26 @@ def pass_messages(net, costs, messages, total, choice, is_forward):
         for slot in range(net.first_edge[v], net.first_edge[v + 1]):
             if (net.edges[net.incident[slot], 0] == v) == is_forward:
                 ahead += 1
-        # Costs with all messages; and, to choose a value, with what is chosen already instead of messages from there.
+        # A value is chosen first: by messages from variables ahead, and by tables from those that have theirs already.
         for i in range(size):
             total[first + i] = costs[first + i]
         for slot in range(net.first_edge[v], net.first_edge[v + 1]):
             e = net.incident[slot]
             is_first = net.edges[e, 0] == v
-            place = net.message_start[e, 0] if is_first else net.message_start[e, 1]
-            if is_first == is_forward:
-                for i in range(size):
-                    total[first + i] += messages[place + i]
-            elif is_first:
-                columns = net.start[net.edges[e, 1] + 1] - net.start[net.edges[e, 1]]
-                for i in range(size):
-                    total[first + i] += net.table[net.table_start[e] + i * columns + choice[net.edges[e, 1]]]
-            else:
-                for i in range(size):
-                    total[first + i] += net.table[net.table_start[e] + choice[net.edges[e, 0]] * size + i]
-        best = 0
+            place, step_size = net.message_start[e, 0 if is_first else 1], 1
+            entries = messages
+            if is_first != is_forward:
+                entries = net.table
+                w = net.edges[e, 1 if is_first else 0]
+                columns = net.start[w + 1] - net.start[w]
+                place = net.table_start[e] + choice[w] * (1 if is_first else size)
+                step_size = columns if is_first else 1
+            for i in range(size):
+                total[first + i] += entries[place + i * step_size]
+        choice[v] = 0
         for i in range(1, size):
-            if total[first + i] < total[first + best]:
-                best = i
-        choice[v] = best
+            if total[first + i] < total[first + choice[v]]:
+                choice[v] = i
         for i in range(size):
             total[first + i] = costs[first + i]
         for slot in range(net.first_edge[v], net.first_edge[v + 1]):
@@ -113,27 +111,26 @@ def pass_messages(net, costs, messages, total, choice, is_forward):
 
 
 @in_place
-def add_prices(start, first_run, run_from, run_to, run_start, run_usage, total_prices, costs, priced):
-    """Add what the memory of each value costs at prices per point, given as sums up to each point."""
-    for v in range(len(start) - 1):
-        size = start[v + 1] - start[v]
-        for i in range(size):
-            priced[start[v] + i] = costs[start[v] + i]
-        for run in range(first_run[v], first_run[v + 1]):
-            price = total_prices[run_to[run]] - total_prices[run_from[run]]
-            if price > 0.0:
-                for i in range(size):
-                    priced[start[v] + i] += price * run_usage[run_start[run] + i]
+def add_prices(net, memory, total_prices, priced):
+    """Set `priced` to costs with those of memory at prices per point, given as sums up to each point."""
+    for i in range(len(priced)):
+        priced[i] = net.costs[i]
+    for v in range(len(net.start) - 1):
+        first, size = net.start[v], net.start[v + 1] - net.start[v]
+        for run in range(memory.first_run[v], memory.first_run[v + 1]):
+            price = total_prices[memory.run_to[run]] - total_prices[memory.run_from[run]]
+            for i in range(size):
+                priced[first + i] += price * memory.usage[memory.run_start[run] + i]
 
 
 @in_place
-def add_usage(start, first_run, run_from, run_to, run_start, run_usage, choice, usage):
+def add_usage(memory, choice, usage):
     """Set `usage` to the bytes that an assignment holds at each point."""
     usage[:] = 0.0
-    for v in range(len(start) - 1):
-        for run in range(first_run[v], first_run[v + 1]):
-            held = run_usage[run_start[run] + choice[v]]
-            usage[run_from[run]] += held
-            usage[run_to[run]] -= held
+    for v in range(len(choice)):
+        for run in range(memory.first_run[v], memory.first_run[v + 1]):
+            held = memory.usage[memory.run_start[run] + choice[v]]
+            usage[memory.run_from[run]] += held
+            usage[memory.run_to[run]] -= held
     for point in range(1, len(usage)):
         usage[point] += usage[point - 1]

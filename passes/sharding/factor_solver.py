@@ -286,18 +286,15 @@ class _Search:
     def _bound_at(self, prices: Floats, choice: Integers) -> float:
         """Return a lower bound at these prices, and set `choice` to an assignment."""
         graph, memory, guide = self._graph, self._memory, self._guide
-        totals = np.concatenate([[0.0], prices.cumsum()])
-        runs = memory.first_run, memory.run_from, memory.run_to, memory.run_start, memory.usage
-        add_prices(graph.start, *runs, totals, graph.costs, guide.costs)
+        add_prices(graph, memory, np.concatenate([[0.0], prices.cumsum()]), guide.costs)
         bound = -math.inf
         for is_forward in (True, False):
             bound = pass_messages(graph, guide.costs, guide.messages, guide.marginals, choice, is_forward)
         return bound - float(prices @ memory.room)
 
     def _usage(self, choice: Integers) -> Floats:
-        memory, usage = self._memory, np.zeros(len(self._memory.room) + 1)
-        runs = memory.first_run, memory.run_from, memory.run_to, memory.run_start, memory.usage
-        add_usage(self._graph.start, *runs, choice, usage)
+        usage = np.zeros(len(self._memory.room) + 1)
+        add_usage(self._memory, choice, usage)
         return usage[:-1]
 
     def _repair(self, choice: Integers) -> None:
