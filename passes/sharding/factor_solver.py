@@ -36,16 +36,16 @@ from onnxplace.passes.sharding.factor_search_kernels import settle, start_walk, 
 
 # Rounds of message passing, each with new prices, and every how many of them an assignment is repaired. Rounds end
 # early when the bound has not risen by a ten-thousandth over this many of them.
-_ROUNDS, _REPAIR_EVERY, _PATIENCE = 20_000, 10, 500
+_ROUNDS, _REPAIR_EVERY, _PATIENCE, _MIN_ROUNDS = 20_000, 10, 500, 300
 # The shares of time at which the search begins and ends; before and after it, prices rise.
 _PRICE_SHARE, _ANNEAL_SHARE = 0.25, 0.85
 # Prices move by a share of the step to the aim, which falls when the bound does not rise for some rounds; directions
 # are averaged over rounds.
 _STEP_FALL, _FALL_AFTER, _MOMENTUM = 0.7, 30, 0.7
-# Annealing: cycles, trials between looks at the clock, trials per value in the first cycle, and temperatures as shares
-# of the best cost: one chain explores, the other one refines.
+# Annealing: cycles, trials between looks at the clock, and trials per value in the first cycle. Temperatures are in
+# units of the best cost per variable: one chain explores, the other one refines, and both cool by the same factor.
 _CYCLES, _TRIALS, _TRIALS_PER_VALUE = 3, 500, 200
-_HOTTEST, _COLDEST = (2e-2, 1e-3), 1e-7
+_HOTTEST, _COOLING = (6.0, 1.0), 1e-5
 _SMALL_GAP = 1e-9
 # Prices are raised by at most this power of two to find an assignment that fits.
 _MAX_PRICE_POWER = 30
@@ -95,7 +95,7 @@ def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries:
         seed: Of random choices.
         max_entries: The largest table of exact elimination.
     """
-    deadline = _Clock(time.monotonic(), seconds)
+    begin = time.monotonic()
     exact = eliminate_exactly(problem.sizes, problem.factors, max_entries)
     bound = -math.inf
     if exact is not None:
@@ -107,6 +107,8 @@ def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries:
         return FactorSolution([0] * len(problem.sizes), math.inf, math.inf, fits=False)
     memory = collect_memory(reduced, problem.holder_of_usage, problem.usages, problem.intervals, problem.limit)
     search = _Search(reduced.network, memory, seed)
+    # What has been done so far has no share in the phases.
+    deadline = _Clock(time.monotonic(), seconds - (time.monotonic() - begin))
     if exact is not None and memory.room.min(initial=0.0) < 0:
         return FactorSolution(list(exact.values), exact.cost, math.inf, fits=False)
     search.raise_prices(deadline, _PRICE_SHARE)
@@ -258,7 +260,9 @@ class _Search:
                 step, rose_at, prices = step * _STEP_FALL, number, best_prices.copy()
             if number % _REPAIR_EVERY == 0:
                 self._repair(choice)
-                if clock.share() > share or self.is_proven(self.bound):
+                # A search from a poor start seldom recovers, so that some rounds are worth twice their share.
+                is_late = clock.share() > (share if number >= _MIN_ROUNDS else min(2 * share, 1))
+                if is_late or self.is_proven(self.bound):
                     break
             if number % _PATIENCE == 0:
                 if self.bound - progress <= 1e-4 * abs(self.bound):
@@ -332,7 +336,7 @@ class _Search:
         cost = start_walk(self._graph, self._memory, walk)
         while done < trials and (now := clock.share()) < end:
             progress = max(done / trials, (now - begin) / (end - begin))
-            temperature = best_cost * hottest * (_COLDEST / hottest) ** progress
+            temperature = abs(best_cost) / len(self._free) * hottest * _COOLING**progress
             cost, best_cost = wander(
                 self._graph, self._memory, walk, self._guide, self._free, _TRIALS, temperature, cost, best_cost, best
             )
