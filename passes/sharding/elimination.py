@@ -190,6 +190,19 @@ def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int =
     return Solution(tuple(values), cost, math.inf if bound > max_cost else min(bound, cost))
 
 
+def eliminate_exactly(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int = 1 << 20) -> Solution | None:
+    """Return an assignment of least cost; None if that needs larger tables or more work than allowed."""
+    rounded, max_cost = round_costs(drop_constants(factors, sizes))
+    variables = [variable for variable, size in enumerate(sizes) if size > 1]
+    max_work = max(MAX_WORK, _WORK_PER_VARIABLE * len(variables))
+    elimination = Elimination(Joins(sizes), rounded, variables, max_entries, max_work)
+    if not elimination.run(only_exactly=True):
+        return None
+    values = elimination.assign([0] * len(sizes))
+    cost = evaluate(factors, values) if evaluate(rounded, values) <= max_cost else math.inf
+    return Solution(tuple(values), cost, cost)
+
+
 # The pool holds all tables that are left, by number. A variable knows the numbers of its tables, and its neighbours:
 # the variables that share a table with it. When it is eliminated, its tables leave the pool, and the new one makes all
 # its neighbours neighbours of each other. Buckets keep the tables in the order of elimination, which `assign` follows
@@ -249,8 +262,8 @@ class Elimination:
             self._entries[variable] = entries
             heapq.heappush(self._heap, (entries, self._turns[variable], variable))
 
-    def run(self) -> bool:
-        """Eliminate all variables; return whether the work kept within its limit."""
+    def run(self, *, only_exactly: bool = False) -> bool:
+        """Eliminate all variables; return whether the work kept within its limit, and, if asked for, all is exact."""
         heap, turns = self._heap, self._turns
         while heap and self._joins.work <= self._max_work:
             entries, turn, variable = heapq.heappop(heap)
@@ -260,6 +273,8 @@ class Elimination:
             if turn < turns[variable]:
                 heapq.heappush(heap, (entries, turns[variable], variable))
                 continue
+            if only_exactly and entries > self._max_entries:
+                return False
             self._eliminate(variable, entries)
         return self._joins.work <= self._max_work
 

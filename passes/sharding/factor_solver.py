@@ -1,8 +1,13 @@
 """Choose values of discrete variables: least sum of cost tables, within memory that variables hold for intervals.
 
-A limit of memory couples all variables that are alive at the same time. So each point of time gets a price per byte
-(Lagrangian relaxation): at fixed prices the problem is a sum of tables, whose minimum less the price of the limit is a
-lower bound. Prices rise where the limit is exceeded.
+1. What elimination solves exactly, and what then fits, needs nothing else.
+2. Variables whose choices correspond one to one become one (`factor_network`): graphs of compilers with tens of
+   thousands of nodes shrink to hundreds of variables.
+3. A limit of memory couples all variables that are alive at the same time. So each point of time gets a price per byte
+   (Lagrangian relaxation), which rises where the limit is exceeded. At fixed prices the problem is a sum of tables:
+   message passing (TRW-S) gives a lower bound, less the price of the limit, and an assignment. Each one is repaired
+   until it fits.
+4. Simulated annealing improves the best one that fits (`factor_search_kernels`).
 """
 
 from __future__ import annotations
@@ -10,12 +15,40 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from onnxplace.passes.sharding.elimination import CostTable, Factor, evaluate, minimise
+from onnxplace.passes.sharding.elimination import Factor, eliminate_exactly, evaluate
+from onnxplace.passes.sharding.factor_kernels import add_prices, add_usage, pass_messages
+from onnxplace.passes.sharding.factor_memory import MemoryOverTime, collect_memory
+from onnxplace.passes.sharding.factor_network import (
+    FactorNetwork,
+    Floats,
+    Integers,
+    ReducedNetwork,
+    build_network,
+    reduce_network,
+)
+from onnxplace.passes.sharding.factor_search_kernels import settle, start_walk, wander
+
+# Rounds of message passing, each with new prices, and every how many of them an assignment is repaired. Rounds end
+# early when the bound has not risen by a ten-thousandth over this many of them.
+_ROUNDS, _REPAIR_EVERY, _PATIENCE, _MIN_ROUNDS = 20_000, 10, 500, 300
+# The shares of time at which the search begins and ends; before and after it, prices rise.
+_PRICE_SHARE, _ANNEAL_SHARE = 0.25, 0.85
+# Prices move by a share of the step to the aim, which falls when the bound does not rise for some rounds; directions
+# are averaged over rounds.
+_STEP_FALL, _FALL_AFTER, _MOMENTUM = 0.7, 30, 0.7
+# Annealing: cycles, trials between looks at the clock, and trials per value in the first cycle. Temperatures are in
+# units of the best cost per variable: one chain explores, the other one refines, and both cool by the same factor.
+_CYCLES, _TRIALS, _TRIALS_PER_VALUE = 3, 500, 200
+_HOTTEST, _COOLING = (6.0, 1.0), 1e-5
+_SMALL_GAP = 1e-9
+# Prices are raised by at most this power of two to find an assignment that fits.
+_MAX_PRICE_POWER = 30
 
 
 @dataclass(frozen=True)
@@ -26,14 +59,19 @@ class FactorProblem:
     """Number of values of each variable."""
     factors: Sequence[Factor]
     """Their sum is minimised; infinite entries forbid."""
-    usages: Sequence[NDArray[np.float64]] = ()
-    """Tables of bytes, one entry per value of the variable that holds them."""
+    usages: Sequence[Floats] = ()
+    """Tables of whole bytes, one entry per value of the variable that holds them."""
     intervals: Sequence[tuple[int, int]] = ()
     """Per table of bytes, the time [from, to) during which they are held."""
     limit: float = math.inf
     """Bytes that all variables together may hold at any time."""
     holders: Sequence[int] = ()
     """Per table of bytes, its variable; empty where table v is that of variable v."""
+
+    @property
+    def holder_of_usage(self) -> Sequence[int]:
+        """Return the variable of each table of bytes."""
+        return self.holders or range(len(self.usages))
 
 
 @dataclass(frozen=True)
@@ -48,103 +86,259 @@ class FactorSolution:
     """Whether the assignment keeps within the limit of memory."""
 
 
-@dataclass
-class _Memory:
-    """Memory over time, at the points where some interval begins: usage is largest at one of them."""
-
-    problem: FactorProblem
-    starts: NDArray[np.int64] = field(init=False)
-    spans: list[tuple[int, int]] = field(init=False)
-    holders: Sequence[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.holders = self.problem.holders or range(len(self.problem.usages))
-        self.starts = np.unique(np.array([first for first, end in self.problem.intervals if end > first], np.int64))
-        self.spans = [
-            (int(np.searchsorted(self.starts, first)), int(np.searchsorted(self.starts, max(end, first))))
-            for first, end in self.problem.intervals
-        ]
-
-    def usage(self, values: Sequence[int]) -> NDArray[np.float64]:
-        """Return the bytes held at each point."""
-        changes = np.zeros(len(self.starts) + 1)
-        for (first, end), usages, holder in zip(self.spans, self.problem.usages, self.holders):
-            changes[first] += usages[values[holder]]
-            changes[end] -= usages[values[holder]]
-        return changes.cumsum()[:-1]
-
-    def repair(self, values: Sequence[int]) -> list[int]:
-        """Return values that hold less where too much is held, with little more cost."""
-        result = list(values)
-        touching: dict[int, list[Factor]] = {}
-        for factor in self.problem.factors:
-            for variable in factor.scope:
-                touching.setdefault(variable, []).append(factor)
-        while (held := self.usage(result)).max() > self.problem.limit:
-            point = int(held.argmax())
-            best = (math.inf, -1, 0)
-            for variable, (first, end), usages in zip(self.holders, self.spans, self.problem.usages):
-                if first <= point < end:
-                    before = evaluate(touching.get(variable, ()), result)
-                    for value in np.flatnonzero(usages < usages[result[variable]]):
-                        trial = [*result]
-                        trial[variable] = int(value)
-                        added = evaluate(touching.get(variable, ()), trial) - before
-                        best = min(best, (added, variable, int(value)))
-            if best[0] == math.inf:
-                break
-            result[best[1]] = best[2]
-        return result
-
-    def price(self, prices: NDArray[np.float64]) -> list[Factor]:
-        """Return what the values of each variable cost at these prices per byte and point."""
-        total = np.concatenate([[0.0], prices.cumsum()])
-        return [
-            Factor((variable,), np.asarray(usages, np.float64) * (total[end] - total[first]))
-            for variable, (first, end), usages in zip(self.holders, self.spans, self.problem.usages)
-            if end > first
-        ]
-
-
-_ROUNDS = 60
-
-
-def solve(problem: FactorProblem, *, seconds: float, seed: int = 0) -> FactorSolution:
+def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries: int = 1 << 20) -> FactorSolution:
     """Return the best assignment found, with a lower bound on the cost of all that fit.
 
     Args:
         problem: Tables, sizes, and memory over time.
-        seconds: No further round begins after this time.
+        seconds: The search ends after this time; whatever ends before is the same in each run.
         seed: Of random choices.
+        max_entries: The largest table of exact elimination.
     """
-    deadline = time.monotonic() + seconds
-    first = minimise(problem.sizes, problem.factors)
-    best = list(first.values), first.cost, first.lower_bound
-    memory = _Memory(problem)
-    if not memory.starts.size or memory.usage(first.values).max() <= problem.limit:
-        return FactorSolution(best[0], best[1], best[2], fits=True)
-    prices, bound, found, step = np.zeros(len(memory.starts)), first.lower_bound, None, 1.0
-    values: Sequence[int] = first.values
-    excess = math.inf
-    for round_number in range(_ROUNDS):
-        # Equal variables react to a price all at once, so the repair takes the largest excess from one after the other.
-        values = memory.repair(values) if round_number % 5 == 0 else values
-        over = memory.usage(values) - problem.limit
-        cost = evaluate(problem.factors, values)
-        if over.max() <= 0 and (found is None or cost < found[1]):
-            found = list(values), cost
-        if found is None and over.max() < excess:
-            best, excess = (list(values), cost, bound), over.max()
-        if (found and found[1] - bound <= 1e-9 * abs(found[1])) or time.monotonic() > deadline:
-            break
-        # The Polyak step, from a gap that is assumed until an assignment fits.
-        gap = (found[1] if found else bound + 0.5 * abs(bound) + 1e-300) - bound
-        direction: CostTable = np.where((prices > 0) | (over > 0), over, 0.0)
-        prices = np.maximum(prices + step * gap / max(float(direction @ direction), 1e-300) * direction, 0.0)
-        relaxed = minimise(problem.sizes, [*problem.factors, *memory.price(prices)])
-        values, dual = relaxed.values, relaxed.lower_bound - float(prices.sum()) * problem.limit
-        step = step if dual > bound else step * 0.85
-        bound = max(bound, dual)
-    if found:
-        return FactorSolution(found[0], found[1], min(bound, found[1]), fits=True)
-    return FactorSolution(best[0], best[1], bound, fits=False)
+    begin = time.monotonic()
+    exact = eliminate_exactly(problem.sizes, problem.factors, max_entries)
+    bound = -math.inf
+    if exact is not None:
+        bound = exact.cost
+        if peak_bytes(problem, exact.values) <= problem.limit:
+            return FactorSolution(list(exact.values), exact.cost, bound, fits=True)
+    reduced = reduce_network(build_network(problem.sizes, problem.factors))
+    if not reduced.is_possible:
+        return FactorSolution([0] * len(problem.sizes), math.inf, math.inf, fits=False)
+    memory = collect_memory(reduced, problem.holder_of_usage, problem.usages, problem.intervals, problem.limit)
+    search = _Search(reduced.network, memory, seed)
+    # What has been done so far has no share in the phases.
+    deadline = _Clock(time.monotonic(), seconds - (time.monotonic() - begin))
+    if exact is not None and memory.room.min(initial=0.0) < 0:
+        return FactorSolution(list(exact.values), exact.cost, math.inf, fits=False)
+    search.raise_prices(deadline, _PRICE_SHARE)
+    if search.best_cost < math.inf and not search.is_proven(bound):
+        search.anneal(deadline, _ANNEAL_SHARE)
+        # With a good assignment as the aim, prices rise further.
+        search.raise_prices(deadline, 1.0)
+    return _finish(problem, reduced, search, bound)
+
+
+def _finish(problem: FactorProblem, reduced: ReducedNetwork, search: _Search, bound: float) -> FactorSolution:
+    values = reduced.expand(search.best)[: len(problem.sizes)]
+    cost = evaluate(problem.factors, values)
+    fits = peak_bytes(problem, values) <= problem.limit
+    # Sums of prices and messages are rounded.
+    bound = max(bound, search.bound - _SMALL_GAP * abs(search.bound))
+    return FactorSolution(values, cost, min(bound, cost) if fits else bound, fits)
+
+
+def peak_bytes(problem: FactorProblem, values: Sequence[int]) -> float:
+    """Return the most bytes that an assignment holds at any time."""
+    if not len(problem.usages):
+        return 0.0
+    spans = np.array(problem.intervals, np.int64).reshape(-1, 2)
+    held = np.array([usages[values[v]] for usages, v in zip(problem.usages, problem.holder_of_usage)], np.float64)
+    held = np.where(spans[:, 1] > spans[:, 0], held, 0.0)
+    times, place = np.unique(spans, return_inverse=True)
+    place = place.reshape(-1, 2)
+    changes = np.bincount(place[:, 0], held, len(times)) - np.bincount(place[:, 1], held, len(times))
+    return float(changes.cumsum().max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class _Clock:
+    begin: float
+    seconds: float
+
+    def share(self) -> float:
+        """Return the share of the time that is over."""
+        return (time.monotonic() - self.begin) / max(self.seconds, 1e-9)
+
+
+class _Graph(NamedTuple):
+    """What the loops need to know of a network."""
+
+    start: Integers
+    costs: Floats
+    edges: Integers
+    table_start: Integers
+    table: Floats
+    first_edge: Integers
+    incident: Integers
+    message_start: Integers
+    large: float
+
+
+class _Guide(NamedTuple):
+    costs: Floats
+    """With the prices of memory."""
+    messages: Floats
+    marginals: Floats
+    """Least costs of the whole with each value, less the least of all, as messages tell."""
+
+
+class _Walk(NamedTuple):
+    """State of the local search: see `factor_search_kernels`."""
+
+    choice: Integers
+    conditional: Floats
+    room: Floats
+    changed: Integers
+    old: Integers
+    queue: Integers
+    queued: Integers
+    stamps: Integers
+    stamp: Integers
+    scores: Floats
+    counts: Integers
+    rng: Integers
+
+
+class _Search:
+    """Bound and best assignment of a reduced network, first by prices, then by local search."""
+
+    def __init__(self, network: FactorNetwork, memory: MemoryOverTime, seed: int) -> None:
+        sizes, count = network.sizes, len(network.sizes)
+        ends = network.edges.ravel()
+        lengths = sizes[ends]
+        self._memory = memory
+        self._graph = _Graph(
+            start=network.start,
+            costs=network.costs,
+            edges=network.edges,
+            table_start=network.table_start,
+            table=network.table,
+            first_edge=np.concatenate([[0], np.cumsum(np.bincount(ends, minlength=count))]),
+            incident=np.argsort(ends, kind="stable") // 2,
+            message_start=(np.cumsum(lengths) - lengths).reshape(-1, 2),
+            large=network.large,
+        )
+        self._free = np.flatnonzero(sizes > 1)
+        costs = network.costs
+        self._guide = _Guide(costs.copy(), np.zeros(int(lengths.sum())), np.zeros(len(costs)))
+        self._walks = [self._make_walk(seed, number) for number in range(len(_HOTTEST))]
+        self.bound = -math.inf
+        """No assignment that fits costs less."""
+        self.best = np.zeros(count, np.int64)
+        self.best_cost = math.inf
+        """Infinite until an assignment fits."""
+        self._prices = np.zeros(len(memory.room))
+
+    def _make_walk(self, seed: int, number: int) -> _Walk:
+        graph = self._graph
+        sizes = np.diff(graph.start)
+        count = len(sizes)
+        return _Walk(
+            choice=np.zeros(count, np.int64),
+            conditional=np.zeros(len(graph.costs)),
+            room=self._memory.room.copy(),
+            changed=np.zeros(4 * count + 100, np.int64),
+            old=np.zeros(4 * count + 100, np.int64),
+            queue=np.zeros(8 * count + 400, np.int64),
+            queued=np.zeros(count, np.int64),
+            stamps=np.zeros(count, np.int64),
+            stamp=np.zeros(1, np.int64),
+            scores=np.zeros(int(sizes.max(initial=1))),
+            counts=np.zeros(3, np.int64),
+            # The generator needs a seed other than zero.
+            rng=(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64) | np.uint64(1)).view(np.int64),
+        )
+
+    def is_proven(self, bound: float) -> bool:
+        """Return whether no assignment costs less than the best one, as far as the precision of sums tells."""
+        return self.best_cost - max(bound, self.bound) <= _SMALL_GAP * abs(self.best_cost)
+
+    def raise_prices(self, clock: _Clock, share: float) -> None:
+        """Search prices with a high bound by sub-gradients; keep the best assignment that fits."""
+        memory, choice = self._memory, np.zeros_like(self.best)
+        prices = best_prices = self._prices
+        # Without prices, messages settle first.
+        for _ in range(_FALL_AFTER):
+            self.bound = max(self.bound, self._bound_at(prices, choice))
+        direction, step, rose_at, progress = np.zeros_like(prices), 1.0, 0, -math.inf
+        for number in range(_ROUNDS):
+            bound = self._bound_at(prices, choice)
+            if bound > self.bound:
+                self.bound, best_prices, rose_at = bound, prices.copy(), number
+            elif number - rose_at > _FALL_AFTER:
+                step, rose_at, prices = step * _STEP_FALL, number, best_prices.copy()
+            if number % _REPAIR_EVERY == 0:
+                self._repair(choice)
+                # A search from a poor start seldom recovers, so that some rounds are worth twice their share.
+                is_late = clock.share() > (share if number >= _MIN_ROUNDS else min(2 * share, 1))
+                if is_late or self.is_proven(self.bound):
+                    break
+            if number % _PATIENCE == 0:
+                if self.bound - progress <= 1e-4 * abs(self.bound):
+                    break
+                progress = self.bound
+            over = self._usage(choice) - memory.room
+            direction = _MOMENTUM * direction + (1 - _MOMENTUM) * np.where((prices > 0) | (over > 0), over, 0.0)
+            direction = np.where((prices > 0) | (direction > 0), direction, 0.0)
+            # The step of Polyak, towards the best cost known or, while that is far, twice the bound.
+            aim = min(self.best_cost, 2 * abs(self.bound) + 1e-9)
+            gap = max(aim - bound, 1e-3 * abs(self.bound))
+            prices = np.maximum(prices + step * gap / max(float(direction @ direction), 1e-300) * direction, 0.0)
+        self._prices = best_prices
+        # If nothing fits yet, the same dear price at all points makes memory scarce everywhere.
+        dear = (abs(self.bound) + 1) / max(float(np.abs(memory.room).sum()), 1.0)
+        for power in range(0, _MAX_PRICE_POWER, 2):
+            if self.best_cost < math.inf:
+                break
+            for _ in range(_FALL_AFTER):
+                self._bound_at((best_prices + dear) * 2.0**power, choice)
+            self._repair(choice)
+        for _ in range(_FALL_AFTER):
+            self._bound_at(best_prices, choice)
+
+    def _bound_at(self, prices: Floats, choice: Integers) -> float:
+        """Return a lower bound at these prices, and set `choice` to an assignment."""
+        graph, memory, guide = self._graph, self._memory, self._guide
+        add_prices(graph, memory, np.concatenate([[0.0], prices.cumsum()]), guide.costs)
+        bound = -math.inf
+        for is_forward in (True, False):
+            bound = pass_messages(graph, guide.costs, guide.messages, guide.marginals, choice, is_forward)
+        return bound - float(prices @ memory.room)
+
+    def _usage(self, choice: Integers) -> Floats:
+        usage = np.zeros(len(self._memory.room) + 1)
+        add_usage(self._memory, choice, usage)
+        return usage[:-1]
+
+    def _repair(self, choice: Integers) -> None:
+        walk = self._walks[0]
+        walk.choice[:] = choice
+        cost = start_walk(self._graph, self._memory, walk)
+        cost += settle(self._graph, self._memory, walk, self._guide)
+        # An assignment with a forbidden entry costs at least `large`.
+        if cost < min(self.best_cost, self._graph.large / 2):
+            self.best_cost = cost
+            self.best[:] = walk.choice
+
+    def anneal(self, clock: _Clock, share: float) -> None:
+        """Improve the best assignment by two chains at a time, until this share of time is over or all cycles are."""
+        values = int(np.diff(self._graph.start)[self._free].sum())
+        with ThreadPoolExecutor(len(_HOTTEST)) as pool:
+            for cycle in range(_CYCLES):
+                # Each cycle is twice as long as the one before it.
+                begin, trials = clock.share(), _TRIALS_PER_VALUE * values << cycle
+                end = begin + (share - begin) / (2 ** (_CYCLES - cycle) - 1)
+                chains = [
+                    pool.submit(self._cool, walk, hot, trials, clock, end) for walk, hot in zip(self._walks, _HOTTEST)
+                ]
+                for chain in chains:
+                    cost, best = chain.result()
+                    if cost < self.best_cost:
+                        self.best_cost, self.best = cost, best
+                if clock.share() >= share:
+                    break
+
+    def _cool(self, walk: _Walk, hottest: float, trials: int, clock: _Clock, end: float) -> tuple[float, Integers]:
+        """Anneal one chain from the best assignment, and return the best one with its cost."""
+        best, best_cost, begin, done = self.best.copy(), self.best_cost, clock.share(), 0
+        walk.choice[:] = best
+        cost = start_walk(self._graph, self._memory, walk)
+        while done < trials and (now := clock.share()) < end:
+            progress = max(done / trials, (now - begin) / (end - begin))
+            temperature = abs(best_cost) / len(self._free) * hottest * _COOLING**progress
+            cost, best_cost = wander(
+                self._graph, self._memory, walk, self._guide, self._free, _TRIALS, temperature, cost, best_cost, best
+            )
+            done += _TRIALS
+        return best_cost, best
