@@ -7,7 +7,7 @@ FOLDER holds what the authors published, one folder each; those that are missing
 - `msr`: github.com/msr-fiddle/dnn-partitioning, of "Efficient Algorithms for Device Placement of DNN Graph Operators"
   (NeurIPS 2020);
 - `doppler`: github.com/xinyuyao/Doppler (ICLR 2026);
-- `moirai`: github.com/moirai-placement/moirai (needs `pip install xlrd`).
+- `moirai`: the sheets in sample-data of github.com/moirai-placement/moirai, saved as CSV by a spreadsheet program.
 
 A placer of onnxplace places each graph in the nearest model of time that it has. Then the paper's own rule scores the
 placement (`placed`), and a search under that rule, of a given number of moves, begins there (`ours`). The bound holds
@@ -17,6 +17,7 @@ under the paper's rule for every placement. CPU seconds are of both, without the
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 import time
@@ -290,13 +291,15 @@ def read_moirai(name: str, rows: Sequence[Sequence[Any]]) -> Instance:
     transfers: list[Floats] = []
     for row in rows[1:]:
         times = {f"seconds:cuda/gpu{k}": float(row[4 + k]) * 1e-3 for k in range(count)}
-        digraph.add_node(int(row[0]), seconds=float(row[4]) * 1e-3, weights_bytes=int(row[size]), **times)
+        digraph.add_node(int(float(row[0])), seconds=float(row[4]) * 1e-3, weights_bytes=int(float(row[size])), **times)
     for row in rows[1:]:
         columns = [split(row[first_pair + index], float) for index in range(len(pairs))]
         for position, reader in enumerate(split(row[2], int)):
             # Edges from virtual nodes carry nothing.
             milliseconds = np.array([column[position] if column else 0.0 for column in columns])
-            digraph.add_edge(int(row[0]), reader, bytes=round(milliseconds[1] * 1e6), tensor=f"{row[0]}-{reader}")
+            digraph.add_edge(
+                int(float(row[0])), reader, bytes=round(milliseconds[1] * 1e6), tensor=f"{row[0]}-{reader}"
+            )
             transfers.append(milliseconds)
     # Times of all pairs are in the same proportion for each edge: that of the sums.
     ratio = np.sum(transfers, axis=0)
@@ -314,13 +317,10 @@ def read_moirai(name: str, rows: Sequence[Sequence[Any]]) -> Instance:
 
 
 def list_moirai(folder: Path) -> Iterator[Instance]:
-    """Yield the four networks of Moirai."""
-    for path in sorted((folder / "moirai" / "sample-data").glob("*.xls")):
-        if not path.stem.startswith("example"):
-            import xlrd  # type: ignore[import-not-found, import-untyped, unused-ignore]  # only these files need it
-
-            sheet = xlrd.open_workbook(str(path)).sheets()[0]
-            yield read_moirai(path.stem, [sheet.row_values(index) for index in range(sheet.nrows)])
+    """Yield the networks of Moirai."""
+    for path in sorted((folder / "moirai").glob("*.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            yield read_moirai(path.stem, list(csv.reader(file)))
 
 
 LISTS: Mapping[str, Callable[[Path], Iterator[Instance]]] = {

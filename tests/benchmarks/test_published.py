@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.append(str(BENCHMARKS))  # for what benchmarks share with each other
 
-from _published_models import CallLatency, Costs, FirstInFirstOut, MaxLoad, improve  # noqa: E402
-from published import find_longest_path, fold_backward, read_doppler, read_moirai, schedule_critical_path  # noqa: E402
+from benchmarks._published_models import CallLatency, Costs, FirstInFirstOut, MaxLoad, improve  # noqa: E402
+from benchmarks.published import find_longest_path, fold_backward, read_doppler, read_moirai, schedule_critical_path  # noqa: E402
 
 
 def costs_of(seconds, transfer, edges, sizes=None, limit=np.inf):
