@@ -74,9 +74,10 @@ def test_rows_that_are_missing_cost_an_exchange() -> None:
     even, wrong, one, _, _, two = list_overlaps(division, 32)[:6]
     assert costs.overlap_seconds(division, one, wrong, size) == 0.0  # as many rows
     cut = costs.overlap_seconds(division, two, one, size)
-    assert cut == pytest.approx(1e-6 + 17_000 * 1e-10)
+    assert cut == pytest.approx(1e-6 + 2 * 17_000 * 1e-10)
     halo = costs.overlap_seconds(division, even, one, size)
-    assert halo == pytest.approx(3e-5 + 1_000 * 1e-9 + 17_000 * 1e-10)
+    slicing, joining = 1e-6 + 2 * 1_000 * 1e-10, 1e-6 + 2 * 17_000 * 1e-10
+    assert halo == pytest.approx(slicing + 3e-5 + 1_000 * 1e-9 + joining)
     assert cut < halo < costs.overlap_seconds(division, even, two, size)
     # Wrong rows are received once more.
     assert costs.overlap_seconds(division, wrong, one, size) == halo

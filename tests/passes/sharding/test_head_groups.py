@@ -99,9 +99,9 @@ def test_layouts_say_which_devices_have_which_blocks():
     division, shared = Division((1.0,) * 4), Layout(0, 1, 2)
     assert [division.blocks_of(shared, device) for device in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
     assert [[*division.holders(shared, device)] for device in (0, 1)] == [[0, 2], [1, 3]]
-    assert shared.holds(Layout(0, 1, 4))
-    assert not shared.holds(Layout(1, 1, 4))
-    assert not shared.holds(REPLICATED)
+    assert shared.contains(Layout(0, 1, 4))
+    assert not shared.contains(Layout(1, 1, 4))
+    assert not shared.contains(REPLICATED)
     assert Division((1.0,) * 3).split(0, 2, 1, 2) is None
     assert Division((2.0, 1.0, 1.0, 2.0)).split(0, 2, 1, 2) is None
     assert str(Layout(0, -12, 2)) == "axis 0 in runs of 12"

@@ -39,7 +39,9 @@ def explain_problem(problem: ChoiceProblem, monkeypatch: pytest.MonkeyPatch) -> 
     choice = problem.solve()
     assert choice is not None
     work = WorkCosts(problem.space, ())
-    group = GroupChoice((0, 1), work, problem.costs, choice, problem, lambda restricted: restricted.solve())
+    group = GroupChoice(
+        (0, 1), work, problem.costs, choice, problem, lambda restricted: restricted.solve(), choice.seconds
+    )
     state = State(Target((Device("cpu:0", 1),))).with_facts(problem.space.facts.model)
     monkeypatch.setattr(layout_alternatives, "choose_group", lambda state, options: (state, group))
     return LayoutExplainer(state, EXACT), choice
@@ -86,9 +88,11 @@ def test_an_alternative_is_what_a_shard_map_with_it_gives(layout: str, kind: str
     state = profile(mlp(rows=64, width=512, inner=1024))
     kept, *others = LayoutExplainer(state, EXACT).list_alternatives("layer1_up")
     item = next(item for item in (kept, *others) if item.layout == layout)
-    before = Shard(ways=2, exact=True).run(state)[Shards]
-    after = Shard(ways=2, exact=True, map=f'{{"layer1_up": "{kind}"}}').run(state)[Shards]
-    assert item.seconds == pytest.approx(after.seconds)
+    mapped = replace(EXACT, map=f'{{"layer1_up": "{kind}"}}')
+    before, after = (shard_state(state, options)[Shards] for options in (EXACT, mapped))
+    _, group = choose_group(state, mapped)
+    assert group is not None
+    assert item.seconds == pytest.approx(group.choice.seconds)
     expected = {
         name: after.exchanges.get(name, 0) - before.exchanges.get(name, 0)
         for name in {*before.exchanges, *after.exchanges}
