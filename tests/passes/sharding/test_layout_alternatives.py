@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,8 +13,8 @@ from onnx import ModelProto, parser
 from onnxplace.facts import Shards
 from onnxplace.model import Model, bind, load
 from onnxplace.passes.shard import Shard
-from onnxplace.passes.sharding import LayoutExplainer, ShardingOptions, compare_kinds, layout_alternatives
-from onnxplace.passes.sharding.apply_sharding import GroupChoice, describe_strategy
+from onnxplace.passes.sharding import LayoutExplainer, ShardingOptions, compare_kinds, layout_alternatives, shard_state
+from onnxplace.passes.sharding.apply_sharding import GroupChoice, choose_group, describe_strategy
 from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice
 from onnxplace.passes.sharding.sharding_costs import WorkCosts
 from onnxplace.pipeline import Pipeline
