@@ -8,8 +8,8 @@ send it, and from then on the part in the new layout. Outputs that are not whole
 has their other parts since these were produced.
 
 This is what the simulator counts (docs/architecture.md), except where readers of one value want both of its layouts,
-or cut different parts off a copy, or rows off parts that overlap: these are not told apart. So the choice is only as good as this account of it, and
-whether a sharded model fits is up to the simulator.
+or cut different parts off a copy, or rows off parts that overlap: these are not told apart. So the choice is only as
+good as this account of it, and whether a sharded model fits is up to the simulator.
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ def test_the_account_of_random_models_is_about_that_of_the_simulator() -> None:
 
 
 @pytest.mark.parametrize("ways", [2, 4])
-@pytest.mark.parametrize("make", [make_transformer, make_detr, make_densenet, make_inception])
+@pytest.mark.parametrize(
+    "make", [make_transformer, make_detr, pytest.param(make_densenet, marks=pytest.mark.slow), make_inception]
+)
 def test_the_account_of_layers_bounds_that_of_the_simulator(make: Callable[[int], ModelProto], ways: int) -> None:
     problem = make_problem(make_space(make(60), {}, (1.0,) * ways), 0)
     choice = solve_within(problem, HUGE)
