@@ -20,7 +20,7 @@ import numpy as np
 
 from onnxplace.passes.sharding.choice_memory import ChoiceMemory
 from onnxplace.passes.sharding.elimination import CostTable, Factor, evaluate, minimise, order_factor
-from onnxplace.passes.sharding.factor_solver import FactorProblem, FactorSolution
+from onnxplace.passes.sharding.factor_solver import FactorProblem, FactorSolution, solve
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.priced_elimination import solve_by_prices
@@ -34,6 +34,8 @@ Option = tuple[Layout, Layout]
 _MAX_PRICE = 1e-4
 # Within a limit of memory, the search for a better choice ends after this time.
 _MAX_SECONDS = 20.0
+# Choices further above their bound than this share are searched for this time.
+_LARGE_GAP, _SEARCH_SECONDS = 0.01, 2.0
 
 
 class ChoiceNetwork:
@@ -315,17 +317,15 @@ class ChoiceProblem:
         if limit_bytes is None:
             return self._solve_freely(0.0)
         memory = ChoiceMemory(network.space, network.sizes, network.options, network.wants, limit_bytes)
-        solution = solve_by_prices(
-            FactorProblem(
-                sizes=[*network.sizes, *memory.sizes],
-                factors=[*network.factors(), *memory.factors],
-                usages=[holding.bytes for holding in memory.holdings],
-                intervals=[(holding.begin, holding.end) for holding in memory.holdings],
-                limit=memory.limit,
-                holders=[holding.variable for holding in memory.holdings],
-            ),
-            seconds=_MAX_SECONDS,
+        problem = FactorProblem(
+            sizes=[*network.sizes, *memory.sizes],
+            factors=[*network.factors(), *memory.factors],
+            usages=[holding.bytes for holding in memory.holdings],
+            intervals=[(holding.begin, holding.end) for holding in memory.holdings],
+            limit=memory.limit,
+            holders=[holding.variable for holding in memory.holdings],
         )
+        solution = _improve(problem, solve_by_prices(problem, seconds=_MAX_SECONDS))
         return replace(self._read(solution), peak_bytes=memory.peak_bytes(solution.values)) if solution.fits else None
 
     def solve_least_weights(self) -> LayoutChoice:
@@ -337,6 +337,7 @@ class ChoiceProblem:
         factors = network.factors(price)
         found = minimise(network.sizes, factors)
         solution = FactorSolution(list(found.values), found.cost, found.lower_bound, fits=True)
+        solution = _improve(FactorProblem(network.sizes, factors), solution)
         # Without a proof, the solution may be worse than whole nodes, which are the first of all choices.
         if solution.cost > solution.bound:
             whole = [0] * len(network.sizes)
@@ -357,6 +358,16 @@ class ChoiceProblem:
             lower_bound_seconds=max(min(solution.bound, solution.cost) - read_seconds, 0.0),
             weight_bytes=count_weight_bytes(self.space, strategies),
         )
+
+
+def _improve(problem: FactorProblem, solution: FactorSolution) -> FactorSolution:
+    """Return the better one of a solution that elimination did not prove and what the search finds in short time."""
+    if solution.fits and solution.cost - solution.bound <= _LARGE_GAP * solution.cost:
+        return solution
+    other = solve(problem, seconds=_SEARCH_SECONDS)
+    bound = max(solution.bound, other.bound)
+    best = other if other.fits and (not solution.fits or other.cost < solution.cost) else solution
+    return replace(best, bound=min(bound, best.cost) if best.fits else bound)
 
 
 def count_weight_bytes(space: StrategySpace, strategies: Sequence[NodeStrategy]) -> int:

@@ -12,6 +12,7 @@ from onnx import parser
 
 from onnxplace.passes.sharding import layout_choice
 from onnxplace.passes.sharding.elimination import Solution
+from onnxplace.passes.sharding.factor_solver import FactorSolution
 from onnxplace.passes.sharding.layout_choice import ChoiceProblem, count_weight_bytes, is_sharded, is_whole
 from onnxplace.passes.sharding.layouts import REPLICATED, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy
@@ -104,13 +105,26 @@ def test_choices_of_random_models_lie_between_their_bound_and_whole_nodes() -> N
         assert choice.weight_bytes == count_weight_bytes(space, choice.strategies)
 
 
+def fail(sizes: Sequence[int], factors: object) -> Solution:
+    """Return a poor choice, of which nothing is known."""
+    return Solution(tuple(size - 1 for size in sizes), math.inf, 0.0)
+
+
+def test_what_elimination_does_not_prove_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(make_space(parser.parse_model(FAN), {}))
+    expected = problem.solve()
+    monkeypatch.setattr(layout_choice, "minimise", fail)
+    choice = problem.solve()
+    assert choice is not None
+    assert expected is not None
+    assert choice.seconds == pytest.approx(expected.seconds) == pytest.approx(choice.lower_bound_seconds)
+
+
 def test_whole_nodes_are_chosen_where_the_search_finds_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(make_space(parser.parse_model(FAN), {}))
-
-    def fail(sizes: Sequence[int], factors: object) -> Solution:
-        return Solution(tuple(size - 1 for size in sizes), math.inf, 0.0)
-
     monkeypatch.setattr(layout_choice, "minimise", fail)
+    nothing = FactorSolution([], math.inf, 0.0, fits=False)
+    monkeypatch.setattr(layout_choice, "solve", lambda problem, seconds: nothing)
     choice = problem.solve()
     assert choice is not None
     assert not is_sharded(choice)
