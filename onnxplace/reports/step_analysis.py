@@ -292,13 +292,15 @@ def _walk_back(step: PlacedStep) -> Iterator[_Link]:
 def _find_channel_predecessors(step: PlacedStep) -> list[list[int]]:
     """Return, for each transfer, those that held its channels before it."""
     sent, last = step.simulation.transfers, dict[tuple[str, int], int]()
-    earlier: list[list[int]] = []
-    for index, (source, destination) in enumerate(zip(sent.source.tolist(), sent.destination.tolist())):
+    earlier: list[list[int]] = [[] for _ in range(len(sent))]
+    # Transfers fill gaps, so that they do not begin in the order in which they are booked.
+    for index in np.lexsort((sent.finish_seconds, sent.start_seconds)).tolist():
+        source, destination = int(sent.source[index]), int(sent.destination[index])
         kinds = ("one", "one") if step.target.link_model == "sequential" else ("out", "in")
         channels = list(zip(kinds, (source, destination)))
         if step.target.link_model == "parallel":
             channels = []
-        earlier.append([last[channel] for channel in channels if channel in last])
+        earlier[index] = [last[channel] for channel in channels if channel in last]
         last.update(dict.fromkeys(channels, index))
     return earlier
 

@@ -362,7 +362,7 @@ class ChoiceProblem:
 
 def _improve(problem: FactorProblem, solution: FactorSolution) -> FactorSolution:
     """Return the better one of a solution that elimination did not prove and what the search finds in short time."""
-    if solution.fits and solution.cost - solution.bound <= _LARGE_GAP * solution.cost:
+    if solution.fits and (1 - _LARGE_GAP) * solution.cost <= solution.bound:
         return solution
     other = solve(problem, seconds=_SEARCH_SECONDS)
     bound = max(solution.bound, other.bound)
