@@ -149,7 +149,7 @@ class _BodyFlow:
     def _is_free(self, name: str, layout: Layout) -> bool:
         """Return whether a value may have a layout; also summands need a known shape."""
         fixed = self._facts.fixed.get(name)
-        is_split_freely = fixed is not None and (layout == PARTIAL or fixed[layout.axis])
+        is_split_freely = fixed is not None and (layout == PARTIAL or fixed[layout.axis : layout.axis + 1] == (True,))
         return layout == REPLICATED or (is_split_freely and self._facts.can_split(name))
 
     def _follow_graph(self, body: Body, space: StrategySpace, demanded: dict[int, Layout]) -> _GraphFlow | None:
