@@ -63,8 +63,8 @@ def choose_randomly(space: StrategySpace, random: Random) -> LayoutChoice:
     if any(is_in_runs(strategy) for options in space.strategies for strategy in options) and random.random() < 0.5:
         weight = random.random()
         choice = complete_choice(space, {}, lambda is_split: random.random() * (weight if is_split else 1.0))
-        assert choice is not None
-        return choice
+        if choice is not None:  # restricted spaces may have none
+            return choice
     share = min(1.0, 2 * random.random())  # of split nodes
     strategies = []
     for every in space.strategies:
