@@ -270,7 +270,8 @@ def _along_own_axis(view: NodeView, cuts: Mapping[int, Cut]) -> Sequence[Cut] | 
 
 def _match(view: NodeView, rule: AxisRule, cuts: Mapping[int, Cut], batch: int) -> Sequence[Cut] | None:
     """Return the cuts of the outputs by a rule, None if it does not have exactly these cuts of the inputs."""
-    if rule.effect != "map" or (rule.edit is not None and view.op not in _FOLLOWING_SHAPES):
+    # Joined requests would be quantised by the range of all of them.
+    if rule.effect != "map" or rule.shares_range or (rule.edit is not None and view.op not in _FOLLOWING_SHAPES):
         return None
     axes = {position: axis for position, axis in rule.inputs.items() if view.has(position)}
     if {position: cut.axis for position, cut in cuts.items()} != axes:
