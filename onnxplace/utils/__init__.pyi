@@ -55,6 +55,7 @@ from onnxplace.utils.quantities import (
     format_object as format_object,
     format_time as format_time,
 )
+from onnxplace.utils.random_kernels import random_uniform as random_uniform
 from onnxplace.utils.renames import exchange_names as exchange_names, rename_new as rename_new
 from onnxplace.utils.subprocesses import (
     ChildProcess as ChildProcess,

@@ -63,14 +63,10 @@ class GroupProblem:
 
 
 @dataclass(frozen=True)
-class GroupChoice:
+class GroupChoice(GroupProblem):
     """A choice for a group of devices, with the problem that it solves."""
 
-    devices: tuple[int, ...]
-    work: WorkCosts
-    costs: ExchangeCosts
     choice: LayoutChoice
-    problem: ChoiceProblem
     solve: Callable[[ChoiceProblem], LayoutChoice | None]
     """Solves such a problem within the memory; None if no choice fits."""
     step_seconds: float
@@ -236,7 +232,7 @@ def _choose(group: GroupProblem, options: ShardingOptions, share: float) -> Grou
         return None
     problem = group.problem
     step_seconds = estimate_step_seconds(problem.space, choice, problem.strategy_seconds, group.costs)
-    return GroupChoice(group.devices, group.work, group.costs, choice, problem, solve, step_seconds)
+    return GroupChoice(**vars(group), choice=choice, solve=solve, step_seconds=step_seconds)
 
 
 def _is_convolutional(model: Model, seconds: Floats) -> bool:

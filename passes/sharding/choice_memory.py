@@ -81,14 +81,6 @@ class ChoiceMemory:
             if item.bytes.any() and item.begin < item.end
         ]
 
-    def peak_bytes(self, values: Sequence[int]) -> float:
-        """Return the most bytes that an assignment holds at one time."""
-        changes = np.zeros(self._end + 1)
-        for variable, begin, end, sizes in self.holdings:
-            changes[begin] += sizes[values[variable]]
-            changes[end] -= sizes[values[variable]]
-        return float(changes.cumsum().max())
-
     def share(self, layout: Layout | None) -> float:
         """Return which fraction of a value a device holds of it in a layout."""
         if layout is None:

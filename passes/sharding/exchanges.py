@@ -232,20 +232,19 @@ class ExchangeWriter:
         # One exchange serves all readers: the others cut their rows off the widest part that some reader wants.
         is_held = self.division.holds(source, layout)
         if layout.is_split and not is_held and (widest := self.find_widest(name, layout)) != layout:
-            return self.cut_rows(name, widest, layout, device)
+            return self.slice_part(name, widest, layout, device)
         if layout == PARTIAL:
             return self.as_summand(name, device)
+        if layout.is_split and is_held:
+            return self.slice_part(name, source, layout, device)
         if self.division.shares_rows(source, layout):
-            pass_on = self.cut_rows if is_held else self.pass_rows
-            return pass_on(name, source, layout, device)
+            return self.pass_rows(name, source, layout, device)
         if layout == REPLICATED and source.is_split:
             return self.gather(name, source, device)
         if layout == REPLICATED:
             return self.all_reduce(name, device)
         if source == PARTIAL:
             return self.reduce_scatter(name, layout, device)
-        if self.division.copies(source) > 1 and source.contains(layout):
-            return self.slice_part(name, source, layout, device)
         if source.axis == layout.axis or max(self.division.copies(source), self.division.copies(layout)) > 1:
             return self.slice_copy(name, layout, device)
         return self.all_to_all(name, source, layout, device)
@@ -303,7 +302,7 @@ class ExchangeWriter:
         return self.ranges_of(copy, layout.axis, size, ranges, device, self.bytes(name, layout, device))
 
     def slice_part(self, name: str, source: Layout, layout: Layout, device: int) -> str:
-        """Return a device's part of a value, from a larger one that it shares with others."""
+        """Return a device's part of a value, cut off a larger one that it has."""
         size, axis = self.facts.shapes[name][layout.axis], layout.axis
         wide, ranges = (self.division.ranges(item, size, device) for item in (source, layout))
         width = wide[0][1] - wide[0][0]
@@ -471,12 +470,3 @@ class ExchangeWriter:
         wider = [wide for wide in self.wanted.get(name, ()) if self.division.holds(wide, layout)]
         totals = {wide: sum(high - low for low, high in self.division.held(wide, size)) for wide in wider}
         return max(wider, key=lambda wide: (totals[wide], wide), default=layout)
-
-    def cut_rows(self, name: str, source: Layout, layout: Layout, device: int) -> str:
-        """Return a device's rows of a value, cut off its part in a layout that has more of them."""
-        size = self.facts.shapes[name][layout.axis]
-        have, want = self.division.held(source, size)[device], self.division.held(layout, size)[device]
-        part, moved = self.get(name, source, device), 2 * self.bytes(name, layout, device)
-        if have == want:
-            return part
-        return self.slice(part, layout.axis, want[0] - have[0], want[1] - have[0], device, moved)

@@ -11,21 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_part, in_place
+from onnxplace.utils import compiled_part, in_place, random_uniform
 
 # Variables that may change together, and the share of trials that change regions (they take many times as long).
 MAX_REGION, FOLLOW_SHARE = 200, 0.05
-
-
-@compiled_part
-def _random_uniform(rng):
-    """Draw uniformly from [0, 1): xorshift64 (Marsaglia 2003)."""
-    x = np.uint64(rng[0])
-    x ^= x << np.uint64(13)
-    x ^= x >> np.uint64(7)
-    x ^= x << np.uint64(17)
-    rng[0] = np.int64(x)
-    return np.float64(x >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 @compiled_part
@@ -271,22 +260,22 @@ def wander(net, memory, walk, guide, variables, trials, temperature, cost, best_
     Returns the costs of the walk and of the best choice, which goes to `best`.
     """
     for _ in range(trials):
-        v = variables[min(int(_random_uniform(walk.rng) * len(variables)), len(variables) - 1)]
+        v = variables[min(int(random_uniform(walk.rng) * len(variables)), len(variables) - 1)]
         first, size = net.start[v], net.start[v + 1] - net.start[v]
         # The cheapest of a few random values: values that cost much are seldom worth it.
-        value, draws = -1, 1 + int(3 * _random_uniform(walk.rng))
+        value, draws = -1, 1 + int(3 * random_uniform(walk.rng))
         for _ in range(draws):
-            other = min(int(_random_uniform(walk.rng) * (size - 1)), size - 2)
+            other = min(int(random_uniform(walk.rng) * (size - 1)), size - 2)
             other += other >= walk.choice[v]
             if value < 0 or walk.conditional[first + other] < walk.conditional[first + value]:
                 value = other
         walk.counts[:] = 0
         walk.stamp[0] += 1
         added = _change(net, memory, walk, v, value)
-        if _random_uniform(walk.rng) < FOLLOW_SHARE:
+        if random_uniform(walk.rng) < FOLLOW_SHARE:
             added += _follow(net, memory, walk, guide, v, 0)
         added += _relax(net, memory, walk, v)
-        allowed = -temperature * np.log(_random_uniform(walk.rng) + 1e-300)
+        allowed = -temperature * np.log(random_uniform(walk.rng) + 1e-300)
         # Later changes seldom save more than a few times what chance allows.
         most = 10 * temperature + allowed
         if added <= most:

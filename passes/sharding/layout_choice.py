@@ -20,7 +20,7 @@ import numpy as np
 
 from onnxplace.passes.sharding.choice_memory import ChoiceMemory
 from onnxplace.passes.sharding.elimination import CostTable, Factor, evaluate, minimise, order_factor
-from onnxplace.passes.sharding.factor_solver import FactorProblem, FactorSolution, solve
+from onnxplace.passes.sharding.factor_solver import FactorProblem, FactorSolution, peak_bytes, solve
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.priced_elimination import solve_by_prices
@@ -326,7 +326,7 @@ class ChoiceProblem:
             holders=[holding.variable for holding in memory.holdings],
         )
         solution = _improve(problem, solve_by_prices(problem, seconds=_MAX_SECONDS))
-        return replace(self._read(solution), peak_bytes=memory.peak_bytes(solution.values)) if solution.fits else None
+        return replace(self._read(solution), peak_bytes=peak_bytes(problem, solution.values)) if solution.fits else None
 
     def solve_least_weights(self) -> LayoutChoice:
         """Return the cheapest choice of those that split as many weights as possible."""
@@ -364,7 +364,7 @@ def _improve(problem: FactorProblem, solution: FactorSolution) -> FactorSolution
     """Return the better one of a solution that elimination did not prove and what the search finds in short time."""
     if solution.fits and (1 - _LARGE_GAP) * solution.cost <= solution.bound:
         return solution
-    other = solve(problem, seconds=_SEARCH_SECONDS)
+    other = solve(problem, seconds=_SEARCH_SECONDS, max_entries=0)  # elimination was tried
     bound = max(solution.bound, other.bound)
     best = other if other.fits and (not solution.fits or other.cost < solution.cost) else solution
     return replace(best, bound=min(bound, best.cost) if best.fits else bound)

@@ -44,7 +44,7 @@ class _Prices:
     def of(problem: FactorProblem) -> _Prices:
         intervals = np.array(problem.intervals, dtype=np.int64).reshape(-1, 2)
         starts = np.unique(intervals[:, 0])
-        holders = np.array(problem.holders or range(len(problem.usages)), dtype=np.int64)
+        holders = np.array(problem.holder_of_usage, dtype=np.int64)
         # A variable is where the first one is that it shares a table with: a value with the node that makes it.
         ranks = np.arange(len(problem.sizes))
         for factor in problem.factors:

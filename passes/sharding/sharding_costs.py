@@ -104,7 +104,8 @@ class ExchangeCosts:
             return 0.0
         if source.is_in_runs or result.is_in_runs:
             return math.inf
-        if self.is_local(source, result):
+        has_copies = source.is_split and self._parts(source) < self.count
+        if source == REPLICATED or (has_copies and source.contains(result)):
             if result.is_split:
                 return self._slice_seconds(result, size_bytes / self._parts(result))
             return self._operator_seconds(size_bytes)  # zeros on all but one device
@@ -113,11 +114,6 @@ class ExchangeCosts:
         if source.is_split and result.is_split and min(self._parts(source), self._parts(result)) < self.count:
             return math.inf
         return self.phases(source, result, size_bytes).seconds(self.segment_seconds)
-
-    def is_local(self, source: Layout, result: Layout) -> bool:
-        """Return whether each device has its part of a layout within what it has of another one."""
-        has_copies = source.is_split and self._parts(source) < self.count
-        return source == REPLICATED or (has_copies and source.contains(result))
 
     def phases(self, source: Layout, result: Layout, size_bytes: int) -> ExchangePhases:
         """Return what an exchange takes, phase by phase, from a split or partial value to a split or whole one."""

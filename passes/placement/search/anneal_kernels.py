@@ -20,7 +20,7 @@ import numpy as np
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
 from onnxplace.passes.placement.search.decode_kernels import AHEAD, FROM_THERE, decode
 from onnxplace.problem import PlacementProblem
-from onnxplace.utils import compiled_part, in_place, linear_in_place
+from onnxplace.utils import compiled_part, in_place, linear_in_place, random_uniform
 
 
 class Atoms(NamedTuple):
@@ -135,21 +135,9 @@ def start_walk(device: Ints, bias: Floats, count: int, seed: int) -> Walk:
 
 
 @compiled_part
-def _random_uniform(rng):
-    """Draw uniformly from [0, 1): xorshift64 (Marsaglia 2003)."""
-    x = np.uint64(rng[0])
-    x ^= x << np.uint64(13)
-    x ^= x >> np.uint64(7)
-    x ^= x << np.uint64(17)
-    rng[0] = np.int64(x)
-    # The upper 53 bits fill the mantissa of a float; the factor is 2^-53.
-    return np.float64(x >> np.uint64(11)) * (1.0 / 9007199254740992.0)
-
-
-@compiled_part
 def _random_below(rng, count):
     """Draw an integer uniformly from 0 to `count` - 1."""
-    return min(np.int64(_random_uniform(rng) * count), count - 1)
+    return min(np.int64(random_uniform(rng) * count), count - 1)
 
 
 @compiled_part
@@ -164,9 +152,9 @@ def _grow_region(atoms, walk, seed, largest):
     """Collect a region around an atom; return its size and a device that it borders on, or -1."""
     # Draw what kind of region: sizes are log-uniform, so that most are small and some hold a third of the graph.
     origin = _device_of_atom(walk.device, atoms.members, atoms.member_starts, seed)
-    max_size = np.int64(np.exp(_random_uniform(walk.rng) * np.log(largest)))
+    max_size = np.int64(np.exp(random_uniform(walk.rng) * np.log(largest)))
     direction = _random_below(walk.rng, 3)
-    loyal = _random_uniform(walk.rng) < LOYAL_SHARE
+    loyal = random_uniform(walk.rng) < LOYAL_SHARE
     # Marks are numbers of proposals, so that nothing has to be cleared between them.
     mark = walk.counts[PROPOSALS]
     walk.stamp[seed] = mark
@@ -209,25 +197,25 @@ def propose(devices, atoms, walk):
     walk.counts[BIASED_NODE] = -1
     # Choose where the region starts. On the critical chain, what delayed the node says which move may help.
     seed, target = np.int64(-1), -1
-    if walk.counts[CHAIN_LENGTH] > 0 and _random_uniform(walk.rng) < CRITICAL_SHARE:
+    if walk.counts[CHAIN_LENGTH] > 0 and random_uniform(walk.rng) < CRITICAL_SHARE:
         link = _random_below(walk.rng, walk.counts[CHAIN_LENGTH])
         seed = np.int64(walk.chain[link])
         if walk.chain_kind[link] == FROM_THERE:
             # It waited for a transfer: bring producer and reader together, on either device.
             other = walk.chain[link + 1]
             target = walk.device[other]
-            if _random_uniform(walk.rng) < EVEN_CHANCE:
+            if random_uniform(walk.rng) < EVEN_CHANCE:
                 seed, target = np.int64(other), walk.device[seed]
         elif walk.chain_kind[link] == AHEAD:
             # It waited for its device: run it earlier, or move one of the two nodes away.
-            if _random_uniform(walk.rng) < BIAS_SHARE:
+            if random_uniform(walk.rng) < BIAS_SHARE:
                 walk.counts[BIASED_NODE] = seed
                 walk.saved_bias[0] = walk.bias[seed]
-                walk.bias[seed] += (2 * _random_uniform(walk.rng) - BIAS_DOWN) * BIAS_RANGE * walk.times[MAKESPAN]
-                if _random_uniform(walk.rng) < BIAS_RESET_SHARE:
+                walk.bias[seed] += (2 * random_uniform(walk.rng) - BIAS_DOWN) * BIAS_RANGE * walk.times[MAKESPAN]
+                if random_uniform(walk.rng) < BIAS_RESET_SHARE:
                     walk.bias[seed] = 0.0
                 return
-            if _random_uniform(walk.rng) < EVEN_CHANCE:
+            if random_uniform(walk.rng) < EVEN_CHANCE:
                 seed = np.int64(walk.chain[link + 1])
     else:
         seed = _random_below(walk.rng, len(walk.device))
@@ -236,7 +224,7 @@ def propose(devices, atoms, walk):
     size, border = _grow_region(atoms, walk, atoms.atom_of[seed], largest)
     # Choose the device: a neighbour's, which saves a transfer, or any other one.
     if target < 0:
-        if border >= 0 and _random_uniform(walk.rng) < BORDER_SHARE:
+        if border >= 0 and random_uniform(walk.rng) < BORDER_SHARE:
             target = border
         else:
             target = _random_below(walk.rng, devices - 1)
@@ -323,7 +311,7 @@ def anneal(
         # The acceptable energy is drawn first (Metropolis): the simulation stops as soon as it exceeds that.
         # Quadratic cooling: the second half of the proposals runs below a quarter of the first temperature.
         temperature = start_temperature * max(0.0, 1.0 - progress) ** 2
-        limit = walk.times[ENERGY] - temperature * np.log(max(_random_uniform(walk.rng), 1e-300))
+        limit = walk.times[ENERGY] - temperature * np.log(max(random_uniform(walk.rng), 1e-300))
         walk.times[NEW_MAKESPAN], traffic = decode(wiring, walk.device, walk.bias, level_weight, limit, scratch)
         walk.times[NEW_TRAFFIC] = weight * traffic
         if walk.times[NEW_MAKESPAN] + walk.times[NEW_TRAFFIC] > limit:

@@ -124,7 +124,7 @@ def test_whole_nodes_are_chosen_where_the_search_finds_worse(monkeypatch: pytest
     problem = make_problem(make_space(parser.parse_model(FAN), {}))
     monkeypatch.setattr(layout_choice, "minimise", fail)
     nothing = FactorSolution([], math.inf, 0.0, fits=False)
-    monkeypatch.setattr(layout_choice, "solve", lambda problem, seconds: nothing)
+    monkeypatch.setattr(layout_choice, "solve", lambda problem, **options: nothing)
     choice = problem.solve()
     assert choice is not None
     assert not is_sharded(choice)

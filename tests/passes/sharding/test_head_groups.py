@@ -7,18 +7,24 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper, parser
 
 from onnxplace.model import bind, load
+from onnxplace.passes.sharding.exchanges import ExchangeWriter
 from onnxplace.passes.sharding.layout_choice import ChoiceProblem
-from onnxplace.passes.sharding.layouts import REPLICATED, Division, Layout
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from tests.support.chains import exported_decoder
 from tests.support.forced_sharding import Feeds, try_strategies
-from tests.support.shardings import complete_choice
+from tests.support.random_models import run_plain
+from tests.support.shardings import complete_choice, make_costs
 
 SIZES = {"batch": 2, "seq": 3, "past": 5}
+
+
+RELU = '<ir_version: 8, opset_import: ["": 18]> g (float[3, 16] x) => (float[3, 16] y) { y = Relu(x) }'
 
 
 def make_space(heads: int, kept: int, ways: int, **sizes: int) -> StrategySpace:
@@ -114,3 +120,28 @@ def test_equal_parts_are_cut_from_what_devices_share_without_a_message():
     assert costs.seconds(shared, REPLICATED, 1000) < costs.seconds(split, REPLICATED, 1000)
     assert costs.seconds(split, shared, 1000) == costs.seconds(shared, other, 1000) == float("inf")
     assert costs.seconds(Layout(0, -12, 2), REPLICATED, 1000) == float("inf")
+
+
+def test_parts_of_fused_tensors_are_cut_off_those_that_devices_share():
+    proto = parser.parse_model(RELU)
+    space = build_space(TensorFacts.of(bind(load(proto), {}, {})), Division((1.0,) * 4))
+    shared, finer = Layout(1, 2, 2), Layout(1, 2, 4)
+    writer = ExchangeWriter(space, make_costs(4))
+    writer.layouts["y"], writer.wanted["y"] = PARTIAL, {shared, finer}
+    random = np.random.default_rng(0)
+    summands = {f"s{device}": random.integers(0, 9, (3, 16)).astype(np.float32) for device in range(4)}
+    writer.parts.update({("y", PARTIAL, device): f"s{device}" for device in range(4)})
+    names = [writer.get("y", finer, device) for device in range(4)]
+    graph = helper.make_graph(
+        writer.nodes,
+        "g",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, (3, 16)) for name in summands],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names],
+        list(writer.weights.values()),
+    )
+    model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 18)])
+    (parts,) = run_plain(model.SerializeToString(), [summands])
+    total = sum(summands.values())
+    for device, part in enumerate(parts):
+        ranges = space.division.ranges(finer, 16, device)
+        np.testing.assert_array_equal(part, np.concatenate([total[:, low:high] for low, high in ranges], axis=1))

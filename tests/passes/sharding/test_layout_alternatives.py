@@ -41,7 +41,7 @@ def explain_problem(problem: ChoiceProblem, monkeypatch: pytest.MonkeyPatch) -> 
     assert choice is not None
     work = WorkCosts(problem.space, ())
     group = GroupChoice(
-        (0, 1), work, problem.costs, choice, problem, lambda restricted: restricted.solve(), choice.seconds
+        (0, 1), work, problem.costs, problem, (0, 0), choice, lambda restricted: restricted.solve(), choice.seconds
     )
     state = State(Target((Device("cpu:0", 1),))).with_facts(problem.space.facts.model)
     monkeypatch.setattr(layout_alternatives, "choose_group", lambda state, options: (state, group))
