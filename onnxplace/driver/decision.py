@@ -26,7 +26,7 @@ import numpy as np
 from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Emitted, Placement, Profile, Routes, Segments, Shards, Streaming, is_refused
-from onnxplace.passes.sharding import ShardingOptions, compare_kinds
+from onnxplace.passes.sharding import compare_kinds
 from onnxplace.pipeline import Observer, Pipeline, Timing
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.state import Pass, State
@@ -179,19 +179,16 @@ class BuiltStrategy:
         return replace(self, state=state, timings=self.timings + timings)
 
     @property
-    def sharding(self) -> ShardingOptions | None:
-        """Return how operators were split, before all else; None if they were not."""
-        first: Any = self.strategy.passes[0]
-        is_split = first.name == "shard" and self.state[Shards].ways > 1
-        return ShardingOptions(**vars(first)) if is_split else None
+    def layouts(self) -> Any:
+        """Return the choice of layouts for the profiled model; None if its operators are not split before all else."""
+        return self.state[Shards].choice if self.strategy.passes[0].name == "shard" else None
 
     def _compare_layouts(self) -> State:
         """Return the state that bundles are written from: with alternatives for layouts, where operators are split."""
-        if (options := self.sharding) is None:
+        if self.layouts is None:
             return self.state
         shards = self.state[Shards]
-        kinds = compare_kinds(self.profiled.state, options, shards.kinds)
-        return self.state.with_facts(replace(shards, kinds=kinds))
+        return self.state.with_facts(replace(shards, kinds=compare_kinds(self.layouts, shards.kinds)))
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,8 @@ def explain_subjects(state: State, subjects: Sequence[Subject], results: Sequenc
     """
     built = [item for item in results if isinstance(item, BuiltStrategy)]
     placed = next((item for item in built if item.strategy.kind == "placed"), None)
-    split = [(item.step_seconds, item.name, item.sharding) for item in built if item.sharding]
-    _, sharded, options = min(split, key=lambda item: item[0], default=(0.0, "", None))
-    layouts = LayoutExplainer(state, options) if options and subjects else None
+    sharded = min((item for item in built if item.layouts), key=lambda item: item.step_seconds, default=None)
+    layouts = LayoutExplainer(sharded.layouts) if sharded and subjects else None
     explanations = []
     for subject in subjects:
         node = state[Model].nodes[subject.node]
@@ -109,7 +108,7 @@ def explain_subjects(state: State, subjects: Sequence[Subject], results: Sequenc
                 reason=reason,
                 placed=placed.name if placed else "",
                 devices=tuple(_list_devices(placed.state, members)) if placed else (),
-                sharded=sharded,
+                sharded=sharded.name if sharded else "",
                 layouts=layouts.list_alternatives(node.name, subject.value) if layouts else (),
             )
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -515,6 +515,8 @@ class Shards:
     """No choice of layouts that reads as few bytes of weights has a shorter step, unless its exchanges overlap more."""
     split_states: tuple[SplitState, ...] = ()
     """Carried states, each of which lies in parts on the devices."""
+    choice: Any = None
+    """The choice of layouts, whose alternatives the sharding wing can list; None if nothing is split."""
     whole_profile: Profile | None = None
     """The costs of the unsharded model, which is what other compilations can use; None if nothing is split."""
     whole: Model | None = None

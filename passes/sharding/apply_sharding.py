@@ -114,13 +114,8 @@ def shard_state(state: State, options: ShardingOptions) -> State:
     return state if best is None or written is None else _apply(state, best, written, options)
 
 
-def choose_group(state: State, options: ShardingOptions) -> tuple[State, GroupChoice | None]:
-    """Return the state with the best choice for it; where nothing is split, the state says so, and there is none."""
-    return _choose_fitting(state, options)[:2]
-
-
 def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, GroupChoice | None, _Written | None]:
-    """Return what `choose_group` does, with the model that the choice makes.
+    """Return the state with the best choice for it, and its model; where nothing is split, the state says so.
 
     If some device holds the whole model, the choice is made without limits, and within them if it does not fit. The
     simulated peak decides; where it is above the account that the choice goes by, the next one has less memory.
@@ -296,6 +291,7 @@ def _apply(state: State, candidate: GroupChoice, written: _Written, options: Sha
         ways=len(candidate.devices),
         stages=written.stages,
         kinds=kinds,
+        choice=candidate,
         exchanges=MappingProxyType(dict(sharded.exchanges)),
         seconds=candidate.step_seconds + max(state.target.devices[d].segment_seconds for d in candidate.devices),
         lower_bound_seconds=min(candidate.choice.lower_bound_seconds, candidate.step_seconds),

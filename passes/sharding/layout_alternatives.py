@@ -13,29 +13,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onnxplace.facts import LayoutAlternative, ShardedKind
-from onnxplace.model import Model
-from onnxplace.passes.sharding.apply_sharding import ShardingOptions, choose_group, describe_strategy
+from onnxplace.passes.sharding.apply_sharding import GroupChoice, describe_strategy
 from onnxplace.passes.sharding.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.layouts import REPLICATED
 from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.sharded_model import write_sharded_model
-from onnxplace.state import State
 
 # Nodes of all choices that are made to compare the layouts of a bundle's kinds of nodes: about a second.
 MAX_CHOSEN_NODES = 4_000
+# Choices this close to their lower bound count as proven.
+SMALL_GAP = 1e-4
 
 
 class LayoutExplainer:
-    """Compares the layouts of nodes and values in the choice that the pass `shard` applies to a state.
+    """Compares the layouts of nodes and values in a choice of the pass `shard` (`Shards.choice`)."""
 
-    Raises ValueError if the pass splits nothing.
-    """
-
-    def __init__(self, state: State, options: ShardingOptions) -> None:
-        state, group = choose_group(state, options)
-        if group is None:
-            raise ValueError("the pass splits nothing")
-        self._model, self._group = state[Model], group
+    def __init__(self, group: GroupChoice) -> None:
+        self._model, self._group = group.space.facts.model, group
         self._index = {node.name: index for index, node in enumerate(self._model.nodes)}
         self._kept = group.choice.strategies
         self._exchanges = self._count_exchanges(group.choice)
@@ -94,12 +88,15 @@ class LayoutExplainer:
         return any(not set(nodes[maker].output).isdisjoint(reads[reader]) for maker, reader in pairs)
 
 
-def compare_kinds(state: State, options: ShardingOptions, kinds: Sequence[ShardedKind]) -> tuple[ShardedKind, ...]:
-    """Return what `shard_state` made of a state, with the layouts of a node of each kind, as far as time allows."""
-    budget = MAX_CHOSEN_NODES // max(len(state[Model].nodes), 1)
-    if budget < 2:
+def compare_kinds(group: GroupChoice, kinds: Sequence[ShardedKind]) -> tuple[ShardedKind, ...]:
+    """Return the kinds of nodes of a choice with the layouts of a node of each, as far as time allows.
+
+    Only choices without a limit of memory that elimination proves are quickly made again.
+    """
+    choice, budget = group.choice, MAX_CHOSEN_NODES // max(len(group.space.strategies), 1)
+    if budget < 2 or choice.peak_bytes or choice.lower_bound_seconds < (1 - SMALL_GAP) * choice.seconds:
         return tuple(kinds)
-    explainer, compared = LayoutExplainer(state, options), []
+    explainer, compared = LayoutExplainer(group), []
     for kind in kinds:
         budget -= explainer.count_strategies(kind.node)
         alternatives = explainer.list_alternatives(kind.node) if budget >= 0 else ()

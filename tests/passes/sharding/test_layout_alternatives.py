@@ -14,7 +14,7 @@ from onnxplace.facts import Shards
 from onnxplace.model import Model, bind, load
 from onnxplace.passes.shard import Shard
 from onnxplace.passes.sharding import LayoutExplainer, ShardingOptions, compare_kinds, layout_alternatives, shard_state
-from onnxplace.passes.sharding.apply_sharding import GroupChoice, choose_group, describe_strategy
+from onnxplace.passes.sharding.apply_sharding import GroupChoice, describe_strategy
 from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice
 from onnxplace.passes.sharding.sharding_costs import WorkCosts
 from onnxplace.pipeline import Pipeline
@@ -35,7 +35,7 @@ def profile(proto: ModelProto, memory_bytes: int = 1 << 40) -> State:
     return Pipeline.parse("optimize,profile{estimate=true}").run(state)[0]
 
 
-def explain_problem(problem: ChoiceProblem, monkeypatch: pytest.MonkeyPatch) -> tuple[LayoutExplainer, LayoutChoice]:
+def explain_problem(problem: ChoiceProblem) -> tuple[LayoutExplainer, LayoutChoice]:
     """Return what explains the best choice of a problem."""
     choice = problem.solve()
     assert choice is not None
@@ -43,17 +43,18 @@ def explain_problem(problem: ChoiceProblem, monkeypatch: pytest.MonkeyPatch) -> 
     group = GroupChoice(
         (0, 1), work, problem.costs, problem, (0, 0), choice, lambda restricted: restricted.solve(), choice.seconds
     )
-    state = State(Target((Device("cpu:0", 1),))).with_facts(problem.space.facts.model)
-    monkeypatch.setattr(layout_alternatives, "choose_group", lambda state, options: (state, group))
-    return LayoutExplainer(state, EXACT), choice
+    return LayoutExplainer(group), choice
+
+
+def explain_state(state: State, options: ShardingOptions = EXACT) -> LayoutExplainer:
+    """Return what explains the choice that the pass makes."""
+    return LayoutExplainer(shard_state(state, options)[Shards].choice)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_alternative_costs_what_the_best_of_all_choices_with_it_costs(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_alternative_costs_what_the_best_of_all_choices_with_it_costs(seed: int) -> None:
     problem = make_problem(make_space(parser.parse_model(FAN), {}, SHARES[seed % 4]), seed)
-    explainer, _ = explain_problem(problem, monkeypatch)
+    explainer, _ = explain_problem(problem)
     choices = [(price_choice(problem, item), item) for item in itertools.product(*problem.space.strategies)]
     for index in range(len(problem.space.strategies)):
         least: dict[str, float] = {}
@@ -64,12 +65,12 @@ def test_each_alternative_costs_what_the_best_of_all_choices_with_it_costs(
         assert {item.layout: item.seconds for item in alternatives} == pytest.approx(least)
 
 
-def test_no_alternative_of_a_random_model_beats_a_choice_that_is_proven_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_alternative_of_a_random_model_beats_a_choice_that_is_proven_best() -> None:
     compared = 0
     for seed in range(5):
         model = make_model(Random(seed))
         problem = make_problem(make_space(model.proto, model.dimensions[0], SHARES[seed % 4]), seed)
-        explainer, choice = explain_problem(problem, monkeypatch)
+        explainer, choice = explain_problem(problem)
         if choice.seconds > choice.lower_bound_seconds * (1 + 1e-9):
             continue
         for index in Random(seed).sample(range(len(choice.strategies)), min(3, len(choice.strategies))):
@@ -87,13 +88,11 @@ def test_no_alternative_of_a_random_model_beats_a_choice_that_is_proven_best(mon
 @pytest.mark.parametrize(("layout", "kind"), [("summed axis", "sum"), ("axis 0", "batch")])
 def test_an_alternative_is_what_a_shard_map_with_it_gives(layout: str, kind: str) -> None:
     state = profile(mlp(rows=64, width=512, inner=1024))
-    kept, *others = LayoutExplainer(state, EXACT).list_alternatives("layer1_up")
+    kept, *others = explain_state(state).list_alternatives("layer1_up")
     item = next(item for item in (kept, *others) if item.layout == layout)
     mapped = replace(EXACT, map=f'{{"layer1_up": "{kind}"}}')
     before, after = (shard_state(state, options)[Shards] for options in (EXACT, mapped))
-    _, group = choose_group(state, mapped)
-    assert group is not None
-    assert item.seconds == pytest.approx(group.choice.seconds)
+    assert item.seconds == pytest.approx(after.choice.choice.seconds)
     expected = {
         name: after.exchanges.get(name, 0) - before.exchanges.get(name, 0)
         for name in {*before.exchanges, *after.exchanges}
@@ -103,7 +102,7 @@ def test_an_alternative_is_what_a_shard_map_with_it_gives(layout: str, kind: str
 
 def test_what_a_layout_forces_on_others_is_counted_and_named_where_it_is_next_to_the_node() -> None:
     state = profile(mlp(rows=64, width=512, inner=1024))
-    _, *others = LayoutExplainer(state, EXACT).list_alternatives("layer1_up")
+    _, *others = explain_state(state).list_alternatives("layer1_up")
     next_to_it = {"layer0_add", "layer1_act"}
     assert any(item.neighbours for item in others)
     for item in others:
@@ -114,7 +113,7 @@ def test_what_a_layout_forces_on_others_is_counted_and_named_where_it_is_next_to
 
 def test_the_layouts_of_a_value_are_those_in_which_its_node_makes_or_reads_it() -> None:
     state = profile(mlp(rows=64, width=512, inner=1024))
-    explainer = LayoutExplainer(state, EXACT)
+    explainer = explain_state(state)
     of_weight = {item.layout: item.seconds for item in explainer.list_alternatives("layer1_up", "w1")}
     of_node = {item.layout: item.seconds for item in explainer.list_alternatives("layer1_up")}
     assert set(of_weight) == {"replicated", "axis 0", "axis 1"}
@@ -125,25 +124,32 @@ def test_the_layouts_of_a_value_are_those_in_which_its_node_makes_or_reads_it() 
 def test_a_layout_with_which_weights_do_not_fit_is_impossible() -> None:
     proto = mlp(layers=2, rows=8, width=512, inner=1024)
     state = profile(proto, memory_bytes=4_600_000)  # the weights have 8 MiB
-    kept, *others = LayoutExplainer(state, ShardingOptions()).list_alternatives("layer0_up", "w0")
+    kept, *others = explain_state(state, ShardingOptions()).list_alternatives("layer0_up", "w0")
     assert kept.layout != "replicated"
     assert {item.layout: item.seconds for item in others}["replicated"] is None
 
 
 def test_where_nothing_is_split_there_is_nothing_to_explain() -> None:
     state = profile(mlp(layers=1, rows=1, width=4, inner=4))
-    with pytest.raises(ValueError, match="splits nothing"):
-        LayoutExplainer(state, ShardingOptions())
+    assert shard_state(state, ShardingOptions())[Shards].choice is None
 
 
 def test_kinds_are_compared_as_far_as_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     state = profile(mlp())
-    kinds = Shard(ways=2, exact=True).run(state)[Shards].kinds
-    compared = compare_kinds(state, EXACT, kinds)
+    shards = Shard(ways=2, exact=True).run(state)[Shards]
+    kinds, group = shards.kinds, shards.choice
+    compared = compare_kinds(group, kinds)
     assert [kind.layout for kind in compared] == [kind.alternatives[0].layout for kind in compared]
     monkeypatch.setattr(layout_alternatives, "MAX_CHOSEN_NODES", 6 * len(state[Model].nodes))
-    first, *rest = compare_kinds(state, EXACT, kinds)
+    first, *rest = compare_kinds(group, kinds)
     assert first == compared[0]
     assert not rest[-1].alternatives
     monkeypatch.setattr(layout_alternatives, "MAX_CHOSEN_NODES", 0)
-    assert compare_kinds(state, EXACT, kinds) == kinds
+    assert compare_kinds(group, kinds) == kinds
+
+
+@pytest.mark.parametrize("change", [{"peak_bytes": 1.0}, {"lower_bound_seconds": 0.0}])
+def test_kinds_of_choices_that_take_long_are_not_compared(change: dict[str, float]) -> None:
+    shards = Shard(ways=2, exact=True).run(profile(mlp()))[Shards]
+    group = replace(shards.choice, choice=replace(shards.choice.choice, **change))
+    assert compare_kinds(group, shards.kinds) == shards.kinds
