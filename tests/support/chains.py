@@ -72,11 +72,7 @@ def exported_decoder(heads: int = 4, kept: int = 2, size: int = 8) -> onnx.Model
         of = Reshape<allowzero=1>(ot, back)
         [out] y = MatMul(of, wo)
     }}"""
-    model, random = parser.parse_model(text), np.random.default_rng(0)
-    for name, columns in (("wq", width), ("wk", kept * size), ("wo", width)):
-        array = random.standard_normal((width, columns)).astype(np.float32) / 8
-        model.graph.initializer.append(numpy_helper.from_array(array, name))
-    return model
+    return _add_projections(text, width, kept * size)
 
 
 def cached_decoder(heads: int = 4, width: int = 64, kept: int | None = None) -> onnx.ModelProto:
@@ -107,8 +103,13 @@ def cached_decoder(heads: int = 4, width: int = 64, kept: int | None = None) -> 
         of = Reshape(ot, flat)
         [out] y = MatMul(of, wo)
     }}"""
+    return _add_projections(text, width, kept * size)
+
+
+def _add_projections(text: str, width: int, key_width: int) -> onnx.ModelProto:
+    """Return a model with random projections of queries, keys and results."""
     model, random = parser.parse_model(text), np.random.default_rng(0)
-    for name, columns in (("wq", width), ("wk", kept * size), ("wo", width)):
+    for name, columns in (("wq", width), ("wk", key_width), ("wo", width)):
         array = random.standard_normal((width, columns)).astype(np.float32) / 8
         model.graph.initializer.append(numpy_helper.from_array(array, name))
     return model
