@@ -212,10 +212,17 @@ def milliseconds(figure: float | None) -> float | None:
     return None if figure is None else figure * 1e-3
 
 
+def make_digraph(costs: Costs) -> networkx.DiGraph[int]:
+    """Return the nodes and edges, without costs."""
+    digraph: networkx.DiGraph[int] = networkx.DiGraph()
+    digraph.add_nodes_from(range(costs.seconds.shape[1]))
+    digraph.add_edges_from(costs.edges.tolist())
+    return digraph
+
+
 def find_longest_path(costs: Costs) -> float:
     """Return the seconds of the longest path, each node on its fastest device, without transfers."""
-    digraph = networkx.DiGraph(costs.edges.tolist())
-    digraph.add_nodes_from(range(costs.seconds.shape[1]))
+    digraph = make_digraph(costs)
     finish: dict[int, float] = {}
     for node in networkx.topological_sort(digraph):
         start = max((finish[before] for before in digraph.predecessors(node)), default=0.0)
@@ -241,8 +248,7 @@ def schedule_critical_path(costs: Costs) -> Ints:
     are random.
     """
     devices, nodes = costs.seconds.shape
-    digraph = networkx.DiGraph(costs.edges.tolist())
-    digraph.add_nodes_from(range(nodes))
+    digraph = make_digraph(costs)
     level = np.zeros(nodes)
     for node in reversed(list(networkx.topological_sort(digraph))):
         after = [level[reader] for reader in digraph.successors(node)]

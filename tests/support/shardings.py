@@ -68,7 +68,8 @@ def choose_randomly(space: StrategySpace, random: Random) -> LayoutChoice:
     share = min(1.0, 2 * random.random())  # of split nodes
     strategies = []
     for every in space.strategies:
-        options = [strategy for strategy in every if not is_in_runs(strategy)]
+        # A space restricted to runs is an alternative to a choice: it is compared with it, but never written.
+        options = [strategy for strategy in every if not is_in_runs(strategy)] or list(every)
         is_split = len(options) > 1 and random.random() < share
         strategies.append(options[random.randrange(1, len(options))] if is_split else options[0])
     return LayoutChoice(tuple(strategies), {}, 0.0, 0.0, 0)

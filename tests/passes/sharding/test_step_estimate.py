@@ -68,7 +68,9 @@ def test_exchanges_by_host_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     for seed in range(20):
         random = Random(seed)
         model = make_model(random)
-        if not (results := run_sizes(model.proto, model.feeds)):
+        # TopK of ONNX Runtime 1.30 ends the process for empty inputs.
+        feeds = tuple(item for item in model.feeds if all(np.size(value) for value in item.values()))
+        if not (results := run_sizes(model.proto, feeds)):
             continue
         space = make_space(model.proto, model.dimensions[0], (1.0,) * 4)
         costs = make_costs(4, hosts=((0, 1), (2, 3)))
