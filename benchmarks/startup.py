@@ -1,7 +1,9 @@
-"""What starting up takes: python benchmarks/startup.py [--first].
+"""What starting up takes: python benchmarks/startup.py [--first] [--opening].
 
 Without options: CPU seconds of commands that compute nothing; the goal is under 0.3 s each. With `--first`: the first
-`place` and `compile` on a machine, and the second, in Markdown. CPU seconds hold on a busy machine too.
+`place` and `compile` on a machine, and the second. With `--opening`: sessions of bundles for two CPU devices, and one
+of the whole model with as many threads, in turns; the goal is a ratio of at most 1.2. CPU seconds hold on a busy
+machine too.
 """
 
 from __future__ import annotations
@@ -34,6 +36,39 @@ with open(sys.argv[1], "w") as file:
     json.dump([seconds, sum(used[:4])], file)
 """
 COLUMNS = ("command", "loops compiled", "wall s", "CPU s")
+# The models of `--opening`, with options of examples/models.py and of compile.
+OPENED = {
+    "squeezenet": ((), ()),
+    "resnet50": ((), ()),
+    "two-tower": ((), ("--shape", "images=4,texts=8")),
+    "decoder": (("--layers", "8", "--hidden", "1024", "--heads", "16", "--vocab", "20000", "--external"), ("--llm",)),
+}
+# Open a model so many times in one process, after one time that does not count, or once as the first thing that a
+# process does; write wall and CPU seconds of each.
+OPENING = """
+import json, sys, time
+path, turns = sys.argv[2], int(sys.argv[3])
+began = time.perf_counter(), time.process_time()
+def open_once():
+    if path.endswith(".onnx"):
+        import onnxruntime
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 2
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    import onnxplace
+    return onnxplace.InferenceSession(path)
+times = []
+for turn in range(turns + 1):
+    session = open_once()
+    times.append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    if not path.endswith(".onnx"):
+        session.close()
+    del session
+    began = time.perf_counter(), time.process_time()
+with open(sys.argv[1], "w") as file:
+    json.dump(times, file)
+"""
+OPENING_COLUMNS = ("model", "process", "whole: ms", "CPU ms", "bundle: ms", "CPU ms", "ratio", "ratio of CPU")
 
 
 def measure_cpu_seconds(command: list[str]) -> float:
@@ -84,17 +119,49 @@ def rows(commands: dict[str, list[str]], folder: Path) -> Iterator[Sequence[obje
             yield f"{turn} `{name}`", len(list(kept.rglob("*.nbi"))) - before, *(f"{each:.1f}" for each in seconds)
 
 
+def opening_rows(folder: Path, turns: int) -> Iterator[Sequence[object]]:
+    """Open each model and its bundle in turns; yield a row for new processes, and one for those that go on."""
+    for name, (recipe, options) in OPENED.items():
+        model, bundle = folder / f"{name}.onnx", folder / f"{name}.bundle"
+        for command in (
+            [EXAMPLES / "models.py", name, "-o", model, *recipe],
+            ["-m", "onnxplace", "compile", model, "-o", bundle, "--devices", "cpu:0,cpu:1", *options],
+        ):
+            subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
+        times: dict[tuple[Path, bool], list[tuple[float, float]]] = {}
+        for _ in range(turns):
+            for path in (model, bundle):
+                arguments = [sys.executable, "-c", OPENING, str(folder / "seconds"), str(path), "3"]
+                subprocess.run(arguments, check=True, capture_output=True)
+                first, *later = json.loads((folder / "seconds").read_text())
+                times.setdefault((path, True), []).append(first)
+                times.setdefault((path, False), []).extend(later)
+        for is_new in (True, False):
+            (wall, cpu), (bundle_wall, bundle_cpu) = (
+                [1e3 * statistics.median(values) for values in zip(*times[path, is_new])] for path in (model, bundle)
+            )
+            figures = [f"{value:.0f}" for value in (wall, cpu, bundle_wall, bundle_cpu)]
+            ratios = [f"{bundle_wall / wall:.2f}", f"{bundle_cpu / cpu:.2f}"]
+            yield name, "new" if is_new else "goes on", *figures, *ratios
+
+
 def main() -> None:
-    """Print the median of nine runs of each command, or the table of first commands."""
+    """Print the median of nine runs of each command, or a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", action="store_true", help="first and second place and compile instead; a minute")
-    if not parser.parse_args().first:
+    parser.add_argument("--opening", action="store_true", help="sessions of bundles and of whole models; two minutes")
+    parser.add_argument("--turns", type=int, default=9, help="of processes that open each model (default: 9)")
+    arguments = parser.parse_args()
+    if not arguments.first and not arguments.opening:
         for name, command in COMMANDS.items():
             print(f"{name}: {statistics.median(measure_cpu_seconds(command) for _ in range(9)):.2f} s of CPU")
         return
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for row in rows(first_commands(Path(folder)), Path(folder)):
+    columns = OPENING_COLUMNS if arguments.opening else COLUMNS
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        table = opening_rows(folder, arguments.turns) if arguments.opening else rows(first_commands(folder), folder)
+        for row in table:
             print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 

@@ -1,11 +1,4 @@
-from onnxplace.api import (
-    Conversation as Conversation,
-    InferenceSession as InferenceSession,
-    compile as compile,  # noqa: A004
-    load as load,
-    plan as plan,
-    report as report,
-)
+from onnxplace.api import compile as compile, plan as plan, report as report  # noqa: A004
 from onnxplace.benchmark import bench as bench
 from onnxplace.bundle import Bundle as Bundle
 from onnxplace.errors import (
@@ -29,6 +22,11 @@ from onnxplace.graph import OpGraph as OpGraph
 from onnxplace.pipeline import Pipeline as Pipeline
 from onnxplace.runtime import Runtime as Runtime, RuntimeSession as RuntimeSession
 from onnxplace.serving import Batching as Batching
+from onnxplace.session import (
+    Conversation as Conversation,
+    InferenceSession as InferenceSession,
+    load as load,
+)
 from onnxplace.state import Pass as Pass, State as State
 from onnxplace.target import Device as Device, Link as Link, Target as Target
 from onnxplace.training import StepResult as StepResult, Trainer as Trainer

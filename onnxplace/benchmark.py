@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from onnxplace.api import InferenceSession, load
 from onnxplace.bundle import MANIFEST_FILE, Bundle
 from onnxplace.driver import checks_arguments
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
@@ -47,6 +46,7 @@ from onnxplace.machine import (
 from onnxplace.pipeline import Observer, find_plugin
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, CopyStatus, Runtime, create_runtime, make_no_outputs_error
 from onnxplace.serving import check_in_flight
+from onnxplace.session import InferenceSession, load
 from onnxplace.traces import (
     RequestTimeline,
     TimelineComparison,

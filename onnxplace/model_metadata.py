@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 class ModelMetadata(BaseModel):
     """What an ONNX file says of its model: the fields of ONNX Runtime's `ModelMetadata`. No result depends on it."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
     producer_name: str = ""
     graph_name: str = ""

@@ -34,7 +34,7 @@ Phase = Literal["forward", "backward", "update"]
 class CarriedTensor(BaseModel):
     """A tensor that a step reads, and whose new value the next step reads."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
     name: str
     """Its name for users: that of a parameter or buffer of the module, or of a moment, such as `exp_avg`."""
@@ -55,7 +55,7 @@ class Parameter(CarriedTensor):
 class InferencePart(BaseModel):
     """The part of a step that inference needs."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
     inputs: tuple[str, ...] = ()
     """Inputs of the model that the module takes."""
@@ -66,7 +66,7 @@ class InferencePart(BaseModel):
 class Labels(BaseModel):
     """An input of the model whose elements choose a class."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
     input: str
     """Name of the input."""
@@ -94,7 +94,7 @@ class Labels(BaseModel):
 class TrainingStep(BaseModel):
     """What a model's inputs, outputs and values mean as a training step."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
     version: int = VERSION
     loss: str

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnxplace.api import InferenceSession, load
 from onnxplace.bundle import Bundle
 from onnxplace.driver import checks_arguments
 from onnxplace.errors import ExecutionError, ModelError, UsageError
@@ -29,6 +28,7 @@ from onnxplace.feeds import Array
 from onnxplace.machine import available_cores, use_custom_operators, without_optimisations
 from onnxplace.pipeline import Observer
 from onnxplace.runtime import CopyStatus, make_no_outputs_error
+from onnxplace.session import InferenceSession, load
 from onnxplace.utils import format_first, format_object, report_progress
 
 # Calls that are compared for a bundle with states: each of the later ones reads states of the one before.

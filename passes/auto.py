@@ -27,13 +27,15 @@ class Auto(Pass):
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     seconds: Annotated[float, Ge(0)] = 2.0
-    """How long to search by the clock; 0 for no such limit."""
+    """How long to search by the clock at most; 0 for no such limit."""
     proposals: Annotated[int, Ge(0)] = 0
     """How many moves each search may try; 0 for as many as are worth it."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of the random moves."""
+    eager: bool = False
+    """Search in rounds; end after one that comes within 2 % of the lower bound or gains less than 0.5 %."""
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)
-        budget = Budget(self.seconds, self.proposals)
+        budget = Budget(self.seconds, self.proposals, eager=self.eager)
         return search_and_commit(state, problem, published_plans(problem), self.name, budget, self.seed)

@@ -39,8 +39,8 @@ class ProfileCosts(Pass):
     """Measure the model with ONNX Runtime, node by node.
 
     Each class of device is measured once. A model that needs more memory than any device of a class has is measured in
-    pieces that fit, equal ones once. Nodes that do the same to values of the same shapes cost the same: the median of
-    their times.
+    pieces that fit, equal ones once, and so is one of a gigabyte or more whose layers repeat. Nodes that do the same to
+    values of the same shapes cost the same: the median of their times.
 
     Costs come from a cost file if one is given, else from an earlier measurement, else from a measurement on a local
     device of that class, else from a roofline estimate, which is marked as such (docs/costs.md). Needs a value for
@@ -65,6 +65,8 @@ class ProfileCosts(Pass):
     """Use earlier measurements of the same model, device and versions, and store new ones."""
     estimate: bool = False
     """Estimate everything, measure nothing."""
+    thorough: bool = False
+    """Measure the whole model if it fits, also where its layers repeat, and always run it without the profiler too."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of the random inputs, where the user gave none."""
 
@@ -129,6 +131,7 @@ class ProfileCosts(Pass):
                 repeat=self.repeat,
                 seconds=self.seconds,
                 tolerance=self.tolerance,
+                thorough=self.thorough,
             )
             profiler = ModelProfiler(
                 structure=structure,

@@ -76,7 +76,7 @@ class Bundle:
     path: Path
     manifest: Manifest
     _repr_html_: ClassVar[Callable[[Bundle], str | None]]
-    """What a notebook shows: `onnxplace.api` sets it, since reports know bundles and not the other way round."""
+    """What a notebook shows: `onnxplace.session` sets it, since reports know bundles and not the other way round."""
 
     def __repr__(self) -> str:
         manifest, predicted = self.manifest, self.manifest.predicted
@@ -133,8 +133,10 @@ class Bundle:
 
     @cached_property
     def compiled_files(self) -> frozenset[str]:
-        """Return the files of compiled models, which users may remove."""
-        return frozenset(name for segment in self.manifest.segments for item in segment.compiled for name in item.files)
+        """Return the files of compiled and optimised models, which users may remove."""
+        segments = self.manifest.segments
+        names = {name for segment in segments for item in segment.compiled for name in item.files}
+        return frozenset(names | {segment.optimised for segment in segments} - {""})
 
     def list_files(self, with_compiled: bool) -> list[str]:
         """Return the files that have to be here, and those of compiled models that are, if asked for."""
@@ -152,8 +154,10 @@ class Bundle:
         return self._resolve_inside(self._root.parent, name, "the folder that contains the bundle")
 
     def _resolve_inside(self, folder: Path, name: str, folder_text: str) -> Path:
-        unsafe = "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts
-        if unsafe or not (folder / name).resolve().is_relative_to(folder):
+        # By os.path: methods of Path take three times as long, a quarter of the time to open many small segments.
+        unsafe = "\0" in name or os.path.isabs(name) or ".." in name.replace(os.sep, "/").split("/")
+        inside = os.path.join(folder, "")
+        if unsafe or not os.path.join(os.path.realpath(inside + name), "").startswith(inside):
             raise BundleError(
                 "N002",
                 f"it names a file outside {folder_text}: {name!r}",

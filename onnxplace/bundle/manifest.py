@@ -30,7 +30,7 @@ Shape = Annotated[tuple[Dimension | str | None, ...], Field(max_length=MAX_RANK)
 class Record(BaseModel):
     """A part of the manifest; unknown fields, of a newer minor version, are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class InputRecord(Record):
@@ -152,6 +152,8 @@ class SegmentRecord(Record):
     """Its models for devices that need static shapes; the host computes it at other sizes."""
     compiled: tuple[CompiledRecord, ...] = ()
     """Compiled models of it, by source and hardware."""
+    optimised: str = ""
+    """Its model as ONNX Runtime optimised it for the processor of `optimised_for`; a bundle works without it."""
 
 
 class Step(Record):
@@ -402,6 +404,8 @@ class Manifest(Record):
     transfer_bytes: Bytes
     diagnostics: tuple[DiagnosticRecord, ...]
     files: dict[str, FileRecord]
+    optimised_for: str = ""
+    """ONNX Runtime and processor of the optimised models, which are used for no others."""
     custom_operators: tuple[str, ...] = ()
     """Operators that ONNX Runtime lacks, as `domain.Name`; they need a library."""
     repeats: tuple[RepeatRecord, ...] = ()

@@ -79,8 +79,8 @@ def bench(
     states on, plain sessions as arrays. Then a few traced steps show busy times and transfers. Separate processes show
     the peak memory of each device, and what opening takes, with the runtime onnxruntime only.
     """
-    from onnxplace.api import load
     from onnxplace.benchmark import bench as measure
+    from onnxplace.session import load
 
     opened = load(bundle)
     with show_progress(json_, "timing steps", similar=True) as observer:

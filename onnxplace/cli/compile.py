@@ -16,6 +16,7 @@ from onnxplace.cli.shared_options import (
     as_json,
     budget_option,
     describe_note,
+    effort_option,
     fixed_sizes_option,
     inputs_option,
     llm_option,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     "--placer", metavar="NAME", shell_complete=complete_placers, help="`onnxplace passes` lists them  [default: auto]"
 )
 @objective_option
+@effort_option
 @budget_option
 @click.option(
     "--pipeline",

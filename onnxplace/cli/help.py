@@ -13,7 +13,7 @@ GROUPS = {
     "Sizes and inputs": (
         "shape fixed_sizes inputs against state llm sizes steps seed custom_op_library graph_format data batch"
     ),
-    "Search": "objective placer budget pipeline costs save_costs no_cache estimate no_trial placement",
+    "Search": "objective placer effort budget pipeline costs save_costs no_cache estimate no_trial placement",
     "Splitting and constraints": (
         "shard shard_map shard_metadata recompute stream pool max_error device_map colocate groups fuse forward_only "
         "post_adjust"

@@ -16,6 +16,7 @@ from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     describe_note,
+    effort_option,
     fixed_sizes_option,
     inputs_option,
     llm_option,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 @click.option("--costs", metavar="F", default="", help="Costs measured elsewhere: JSON or CSV.")
 @click.option("--no-cache", is_flag=True, help="Measure all costs again.")
 @click.option("--estimate", is_flag=True, help="Measure nothing: estimate all costs from operations and bytes.")
+@effort_option
 @as_json
 def plan(
     model: Path | None,

@@ -87,9 +87,9 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
 
     Later runs carry states on.
     """
-    from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs
     from onnxplace.feeds import require_storable
+    from onnxplace.session import load
     from onnxplace.utils import require_different_files, require_writable
 
     plan = RunPlan(**options)
@@ -119,9 +119,9 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
     """Run the bundle several times, and write the outputs of the first run; trace one more run."""
     from statistics import median
 
-    from onnxplace.api import InferenceSession
     from onnxplace.feeds import write_npz
     from onnxplace.runtime import make_no_outputs_error
+    from onnxplace.session import InferenceSession
     from onnxplace.utils import report_progress, write_file
 
     states = {item.output: item.input for item in bundle.manifest.states}

@@ -120,8 +120,8 @@ def open_models(
     paths: Mapping[str, Path], limits: Limits, options: Mapping[str, Any], json_: bool
 ) -> list[ServedModel]:
     """Open all bundles, and run them if they are to be warm; after a failure, those that are open are closed."""
-    from onnxplace.api import load
     from onnxplace.serving import Batching, require_servable
+    from onnxplace.session import load
 
     batching = Batching(options["max_batch"], options["max_delay"])
     bundles = {name: load(path) for name, path in paths.items()}
@@ -146,8 +146,8 @@ def open_model(
     name: str, bundle: Bundle, limits: Limits, batching: Batching, session_options: Mapping[str, Any]
 ) -> ServedModel:
     """Open a bundle; its requests are joined if that is proven right, and a note says so if it is not."""
-    from onnxplace.api import InferenceSession
     from onnxplace.serving import ServedModel, require_batching
+    from onnxplace.session import InferenceSession
 
     joins, more = batching.max_batch > 1, {"max_in_flight": limits.max_in_flight, **session_options}
     try:

@@ -84,6 +84,13 @@ objective_option = click.option(
 budget_option = click.option(
     "--budget", type=float, metavar="SECONDS", help="Time limit of the search, more than 0  [default: 2]"
 )
+effort_option = click.option(
+    "--effort",
+    type=click.Choice(["low", "default", "high"]),
+    default="default",
+    show_default=True,
+    help="low: estimates and little search; high: all is measured as a whole, and searched for all of the time.",
+)
 shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
 
 fixed_sizes_option = click.option(

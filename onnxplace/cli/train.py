@@ -81,7 +81,7 @@ def train(bundle: Path, json_: bool, **options: Any) -> None:
 
     Ctrl-C ends after the step in progress, and writes what was asked for. The same command with --resume continues.
     """
-    from onnxplace.api import load
+    from onnxplace.session import load
     from onnxplace.training import BatchSampler, Trainer
 
     plan = TrainOptions(**{**options, "batch": options["batch"] or 0, "save_every": options["save_every"] or 0})

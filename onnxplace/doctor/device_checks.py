@@ -125,7 +125,7 @@ def _check_operator(context: CheckContext, operator: Operator, number: int) -> f
     """Return the largest error of an operator, relative to the largest value."""
     from onnx.reference import ReferenceEvaluator
 
-    from onnxplace.api import InferenceSession
+    from onnxplace.session import InferenceSession
 
     model, result = operator.build_model(*operator.types), operator.types[1]
     bundle = compile_placed(model, context.folder / f"operator-{number}", context.make_target(), {".*": context.ids[0]})
@@ -200,7 +200,7 @@ def check_copies(context: CheckContext) -> Finding:
 
 def _check_type(context: CheckContext, kind: str) -> int:
     """Return how many values of a type were compared."""
-    from onnxplace.api import InferenceSession
+    from onnxplace.session import InferenceSession
 
     first, last = context.ids[0], context.ids[-1]
     count = 0
@@ -278,7 +278,7 @@ def check_order(context: CheckContext) -> Finding:
     A value that is read before it is complete, or after its memory is used again, has elements of another request or of
     another step, since no two steps and no two requests have equal values.
     """
-    from onnxplace.api import InferenceSession
+    from onnxplace.session import InferenceSession
 
     random = np.random.default_rng(1)
     permutations = [random.permutation(COLUMNS) for _ in range(CHAIN_NODES)]
@@ -334,7 +334,7 @@ LIMIT_BYTES = WEIGHT_BYTES * 3 // 2
 
 def check_memory(context: CheckContext) -> Finding:
     """Compile a model whose two weights exceed the limit of each device alone, and run it on both."""
-    from onnxplace.api import InferenceSession
+    from onnxplace.session import InferenceSession
 
     first, last = context.ids[0], context.ids[-1]
     target = context.make_target(LIMIT_BYTES)

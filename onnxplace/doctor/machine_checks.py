@@ -97,7 +97,7 @@ def _name_processor(description: str) -> str:
 
 def check_compiler(context: CheckContext) -> Finding:
     """Compile a small model for one CPU device and run it; the first time on a machine compiles loops."""
-    from onnxplace.api import InferenceSession
+    from onnxplace.session import InferenceSession
 
     model = parse_model("compiler (float[4] x) => (float[4] y) { h = Neg(x) y = Add(h, x) }")
     cpu = CheckContext(("cpu:0",), context.seconds, context.folder)
@@ -150,8 +150,8 @@ def check_find(context: CheckContext) -> Finding:
 
 def check_open(context: CheckContext) -> Finding:
     """Open a session on a device and run it."""
-    from onnxplace.api import InferenceSession
     from onnxplace.machine import require_device
+    from onnxplace.session import InferenceSession
     from onnxplace.utils import format_bytes
 
     target = context.make_target()

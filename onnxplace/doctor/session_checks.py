@@ -88,7 +88,7 @@ def check_faults(context: CheckContext) -> Finding:
 
 
 def _check_failing_nodes(context: CheckContext) -> None:
-    from onnxplace.api import InferenceSession
+    from onnxplace.session import InferenceSession
 
     first, last = context.ids[0], context.ids[-1]
     places = {_ON_FIRST: first, ".*": last}
@@ -124,7 +124,7 @@ def _compare(t: Array, w: Array, feeds: dict[str, Array], what: str) -> None:
 
 def _check_timeout(bundle: Bundle, device: str) -> float:
     """Return how long the next run took after a run that had exceeded its time."""
-    from onnxplace.api import InferenceSession
+    from onnxplace.session import InferenceSession
 
     with InferenceSession(bundle) as session:
         try:
@@ -157,8 +157,8 @@ TOLERANCE = 2e-2
 
 def check_call(context: CheckContext) -> Finding:
     """Time a call of a model of one node, through onnxplace and in a plain session of ONNX Runtime on the host."""
-    from onnxplace.api import InferenceSession
     from onnxplace.machine import available_cores, make_session_options, open_session
+    from onnxplace.session import InferenceSession
 
     device, x = context.ids[0], np.ones(16, np.float32)
     model = parse_model("call (float[16] x) => (float[16] y) { y = Neg(x) }")
@@ -219,9 +219,9 @@ def check_prediction(context: CheckContext) -> Finding:
     """Compile a model with a branch on each device by measured costs; compare predicted and measured step."""
     from onnx.reference import ReferenceEvaluator
 
-    from onnxplace.api import InferenceSession
     from onnxplace.driver import compile_model
     from onnxplace.evaluation import run_trials
+    from onnxplace.session import InferenceSession
 
     first, last = context.ids[0], context.ids[-1]
     model = _make_branches()

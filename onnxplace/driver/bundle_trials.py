@@ -81,7 +81,7 @@ def finish_bundle(
         if settings.observer:
             settings.observer("trial", len(passes), len(passes) + 1)
         cache = settings.cache and all(getattr(item, "cache", True) for item in passes)
-        kept, step, rate = _Trials(kept, staging, cache).run(candidates, comparison)
+        kept, step, rate = _Trials(kept, staging, cache, thorough=settings.effort == "high").run(candidates, comparison)
         timings = (Timing("trial", time.perf_counter() - start),)
     # From here on, predictions are those of measured segments, and the measured rate.
     bundle = kept.bundle
@@ -103,11 +103,11 @@ def finish_bundle(
 class _Trials:
     """Runs bundles of one model with the same inputs."""
 
-    def __init__(self, first: BuiltStrategy, staging: Staging, cache: bool) -> None:
+    def __init__(self, first: BuiltStrategy, staging: Staging, cache: bool, *, thorough: bool) -> None:
         # The seed of the inputs that costs were measured with.
         profile = next((step for step in first.profiled.front if Profile in step.provides), None)
         self._feeds: Mapping[str, Array] = first.unsharded[Model].feeds(getattr(profile, "seed", 0))
-        self._staging, self._cache = staging, cache
+        self._staging, self._cache, self._thorough = staging, cache, thorough
 
     def run(
         self, candidates: Sequence[BuiltStrategy], comparison: Comparison
@@ -138,7 +138,7 @@ class _Trials:
         try:
             if problem := find_trial_obstacle(bundle):
                 return candidate.with_notes(problem), None
-            (trial,) = run_trials([bundle], self._feeds, cached=self._cache)
+            (trial,) = run_trials([bundle], self._feeds, cached=self._cache, thorough=self._thorough)
         except OnnxplaceError as problem:
             if problem.code == "C022":
                 raise

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from onnxplace.errors import UsageError, format_value
 from onnxplace.feeds import Array
@@ -26,6 +26,13 @@ from onnxplace.pipeline import (
 )
 from onnxplace.target import Target, parse_bytes, parse_machine, parse_memory, read_target
 
+Effort = Literal["low", "default", "high"]
+# What an effort sets of passes that leave it open.
+EFFORTS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "low": {"profile": {"estimate": "true"}, "auto": {"seconds": "0.2"}, "stages": {"seconds": "0.2"}},
+    "default": {"auto": {"eager": "true"}},
+    "high": {"profile": {"thorough": "true"}},
+}
 # How `--max-memory` names the host's memory.
 HOST = "host"
 # No target has as many devices as more digits say.
@@ -55,6 +62,7 @@ class CompileSettings:
     placer: str | None = None
     objective: ObjectiveName = "latency"
     budget_seconds: float | None = None
+    effort: Effort = "default"
     pipeline: str | Pipeline | None = None
     device_map: str | Path | Mapping[str, str | int] | None = None
     colocate: Sequence[str] = ()
@@ -124,11 +132,12 @@ class CompileSettings:
     def sets_pass_options(self) -> bool:
         """Return whether options are given that a pipeline would hold itself."""
         files = self.costs or self.save_costs or self.device_map_text
-        return bool(files or not self.cache or self.colocate or self.seed)
+        return bool(files or not self.cache or self.colocate or self.seed or self.effort != "default")
 
     def check(self) -> None:
         """Raise UsageError for options that exclude each other."""
         require_one_target(self.devices, self.target, self.machine)
+        require_effort(self.effort)
         if self.max_error is not None and not 0 < self.max_error < math.inf:
             hint = "1e-3 allows a thousandth of the largest value of each output"
             raise UsageError(
@@ -188,6 +197,18 @@ class CompileSettings:
             raise UsageError("U042", message, hint="omit one of the two")
 
 
+def make_effort(effort: Effort, name: str, **options: str) -> PassSpec:
+    """Return a pass with options, and those of an effort that they leave open."""
+    return PassSpec(name, {**EFFORTS[effort].get(name, {}), **options})
+
+
+def require_effort(effort: str) -> None:
+    """Raise UsageError unless an effort is one of `EFFORTS`."""
+    if effort not in EFFORTS:
+        message = f"expected low, default or high, got {format_value(effort)}"
+        raise UsageError("U005", message, where="--effort", hint="low: estimates and little search; high: all of it")
+
+
 def _format_map(value: str | Path | Mapping[str, Any] | None) -> str:
     return json.dumps(dict(value)) if isinstance(value, Mapping) else str(value or "")
 
@@ -207,7 +228,7 @@ def _parse_given(settings: CompileSettings) -> Pipeline:
     if settings.sets_pass_options:
         raise UsageError(
             "U042",
-            "--pipeline excludes --costs, --save-costs, --no-cache, --device-map, --colocate and --seed",
+            "--pipeline excludes --costs, --save-costs, --no-cache, --device-map, --colocate, --seed and --effort",
             hint="write them into it: profile{costs=F,save=F,cache=false,seed=1},coplace{device_map=F,colocate=REGEX}",
         )
     given = settings.pipeline
@@ -220,7 +241,9 @@ def _build_default(settings: CompileSettings) -> Pipeline:
     Baechi's placers need nodes joined to their readers first; placers that search decide on that themselves.
     """
     placer = choose_placer(settings.placer, settings.objective, settings.budget_seconds, settings.seed or None)
+    placer = make_effort(settings.effort, placer.name, **placer.options)
     profile = {
+        **EFFORTS[settings.effort].get("profile", {}),
         "costs": str(settings.costs or ""),
         "save": str(settings.save_costs or ""),
         "cache": "" if settings.cache else "false",

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from onnxplace.driver.compile_options import CompileSettings, choose_streaming, choose_target
+from onnxplace.driver.compile_options import (
+    EFFORTS,
+    CompileSettings,
+    Effort,
+    choose_streaming,
+    choose_target,
+    make_effort,
+    require_effort,
+)
 from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
 from onnxplace.driver.sources import bind_source, open_source
@@ -22,6 +30,9 @@ from onnxplace.pipeline import Observer, Pipeline, make_pass
 from onnxplace.state import Pass, State
 from onnxplace.target import Target
 from onnxplace.utils import format_milliseconds, format_object
+
+# How long each placement of stages is searched.
+STAGES_SECONDS: Mapping[Effort, float] = {"low": 0.2, "default": 2, "high": 10}
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,7 @@ def plan_model(
     costs: str | Path = "",
     cache: bool = True,
     estimate: bool = False,
+    effort: Effort = "default",
     stream: bool = False,
     explain: str | Sequence[str] = (),
     observer: Observer | None = None,
@@ -123,6 +135,7 @@ def plan_model(
         costs: A cost file to use instead of measuring.
         cache: Whether earlier measurements may be used.
         estimate: Measure nothing.
+        effort: How long to measure and to search, as for `compile`.
         stream: Predict the step for several memory limits, with weights that stream, too (`Plan.stream_curve`).
         explain: Names of nodes and values whose devices and layouts are compared with the others that they could have
             (`Plan.explanations`).
@@ -134,17 +147,18 @@ def plan_model(
     >>> plan = onnxplace.plan("model.onnx", devices="cpu:0,cpu:1", shape={"batch": 8})  # doctest: +SKIP
     >>> [(item.name, item.step_seconds) for item in plan.strategies]  # doctest: +SKIP
     """
+    require_effort(effort)
     settings = CompileSettings(target=target, machine=machine, max_memory=max_memory, cache=cache)
     target = choose_target(devices, target, max_memory, machine)
-    profile: Any = make_pass("profile")
-    profile = replace(profile, costs=str(costs), cache=cache, estimate=estimate)
+    profile: Any = make_pass("profile", EFFORTS[effort].get("profile", {}))
+    profile = replace(profile, costs=str(costs), cache=cache, estimate=estimate or profile.estimate)
     with open_source(model) as source:
         bound, notes = bind_source(source, load(source.path), shape=shape, inputs=inputs, state=state, llm=llm)
         name = bound.name or Path(model).name
         optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
         start = State(target).with_facts(bound).with_notes(*notes)
         streaming = choose_streaming(settings, target)
-        return _plan_state(start, (optimize, profile), name, streaming, stream, explain, observer)
+        return _plan_state(start, (optimize, profile), name, streaming, stream, explain, effort, observer)
 
 
 def _plan_state(
@@ -154,6 +168,7 @@ def _plan_state(
     stream: str,
     has_curve: bool,
     explain: str | Sequence[str],
+    effort: Effort,
     observer: Observer | None,
 ) -> Plan:
     """Predict the strategies for a model on a target, with the passes before placers, and the curve of one."""
@@ -163,12 +178,12 @@ def _plan_state(
     optimized, _ = Pipeline((optimize,)).run(state)
     subjects = find_subjects(optimized[Model], [explain] if isinstance(explain, str) else explain)
     state_with_costs, _ = Pipeline((profile,)).run(optimized)
-    rest = parse_passes("coplace{join=never},fuse,stages{seconds=2},split")
+    rest = parse_passes(f"coplace{{join=never}},fuse,stages{{seconds={STAGES_SECONDS[effort]}}},split")
     profiled = Profiled(front, state_with_costs, rest, make_pass("emit"))
     is_step = profiled.state[Profile].training is not None
 
     def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
-        yield from (list_step_strategies if is_step else _list_strategies)(profiled, results)
+        yield from list_step_strategies(profiled, results) if is_step else _list_strategies(profiled, results, effort)
         if stream and (has_curve or needs_streaming(profiled, results)):
             yield [Strategy(STREAMED, "streamed", profiled.replace_placer(stream))]
 
@@ -182,10 +197,10 @@ def _plan_state(
     return Plan(name, is_measured, strategies, profiled.state.diagnostics, curve, explanations)
 
 
-def _list_strategies(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
+def _list_strategies(profiled: Profiled, results: Sequence[Result], effort: Effort) -> Iterator[Sequence[Strategy]]:
     """Yield all strategies for requests in flight, and whole operators placed."""
     one_device, *others = list_simple(profiled)
-    auto = Strategy("whole operators placed", "placed", profiled.replace_placer("auto"))
+    auto = Strategy("whole operators placed", "placed", profiled.replace_placer(str(make_effort(effort, "auto"))))
     yield [one_device, auto, *others] if others else [one_device]
     yield from list_copied_stages(profiled, results)
     yield list_sharded(profiled)

@@ -58,9 +58,9 @@ from onnxplace.utils import relative_error, report_progress, write_file
 
 # Clocks and caches settle within this time, and sessions within these steps.
 WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
-# Repeat until the standard error of the median is below the tolerance, but at least `least` times; stop after `repeat`
-# steps, or after these seconds.
-REPEAT_POLICY = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.02, min_runs=9)
+# Repeat until the standard error of the median is below the tolerance; stop after `max_runs` steps, or these seconds.
+# Where bundles are compared, or the user wants to be sure, so many steps are made at least.
+REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.02, min_runs=5), 9
 # Bundles take turns of this time. Reading how long threads waited takes longer than a small step, so it is done once
 # per turn.
 BURST_SECONDS = 0.01
@@ -137,15 +137,21 @@ def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:
 
 
 def run_trials(
-    bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached: bool = True, runtime: Runtime | None = None
+    bundles: Sequence[Bundle],
+    feeds: Mapping[str, Array],
+    *,
+    cached: bool = True,
+    runtime: Runtime | None = None,
+    thorough: bool = False,
 ) -> tuple[Trial, ...]:
-    """Run bundles in turns, for about a second each and at least nine steps.
+    """Run bundles in turns until their medians are sure: five steps at least, nine of several or if `thorough`.
 
     Earlier measurements of equal segments and feeds are reused if `cached`. With a `runtime`, such as that for several
     hosts, its sessions run, and nothing is reused. Raises ExecutionError if a segment fails or a bundle differs from
     the unsplit model at another size, and TargetError if a device is missing.
     """
-    is_local = runtime is None
+    is_local, is_sure = runtime is None, thorough or len(bundles) > 1
+    policy = replace(REPEAT_POLICY, min_runs=SURE_RUNS) if is_sure else REPEAT_POLICY
 
     def measure() -> tuple[Trial, ...]:
         opener = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
@@ -153,7 +159,7 @@ def run_trials(
             opened = [stack.enter_context(opener.open(bundle, trace=True)) for bundle in bundles]
             # One bundle may hold a state whole that another one holds in parts.
             steps = [RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)) for bundle in bundles]
-            sessions = list(map(_TrialSession, opened, steps))
+            sessions = [_TrialSession(*pair, policy) for pair in zip(opened, steps)]
             for session in sessions:
                 session.warm_up()
             # In turns, so that changes of the machine's speed affect all bundles. The last to settle ends the loop.
@@ -167,7 +173,7 @@ def run_trials(
                 require_equal_at_another_size(running, bundle)
         return tuple(session.summarise() for session in sessions)
 
-    return measure_once(Trial, ["compared trial"], bundles, feeds, cached and is_local, measure)
+    return measure_once(Trial, [f"compared trial {is_sure}"], bundles, feeds, cached and is_local, measure)
 
 
 def measure_error(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
@@ -281,8 +287,8 @@ def _scale_streams(manifest: Manifest, trial: Trial) -> tuple[StreamRecord, ...]
 class _TrialSession:
     """An open bundle and the times of its steps."""
 
-    def __init__(self, session: RuntimeSession, step: RepeatedStep) -> None:
-        self._session, self._step = session, step
+    def __init__(self, session: RuntimeSession, step: RepeatedStep, policy: RepeatPolicy = REPEAT_POLICY) -> None:
+        self._session, self._step, self._policy = session, step, policy
         self._steps: list[tuple[tuple[Event, ...], float]] = []
         """Events and seconds of each step."""
         self._waiting_shares: list[float] = []
@@ -294,7 +300,7 @@ class _TrialSession:
     def warm_up(self) -> None:
         """Run uncounted steps until clocks, caches and sessions have settled."""
         began, elapsed = time.perf_counter(), 0.0
-        while (len(self._steps) < WARM_UP_STEPS or elapsed < WARM_UP_SECONDS) and elapsed < REPEAT_POLICY.seconds:
+        while (len(self._steps) < WARM_UP_STEPS or elapsed < WARM_UP_SECONDS) and elapsed < self._policy.seconds:
             self._run_step()
             elapsed = time.perf_counter() - began
         self._steps.clear()
@@ -316,13 +322,13 @@ class _TrialSession:
 
     @property
     def has_enough(self) -> bool:
-        """Return whether the steps so far satisfy `REPEAT_POLICY`."""
-        return REPEAT_POLICY.has_enough(self._runs) if self._steps else False
+        """Return whether the steps so far satisfy the policy."""
+        return self._policy.has_enough(self._runs) if self._steps else False
 
     @property
     def share(self) -> float:
         """Return the share of the most steps, or of the most time, that is over."""
-        return REPEAT_POLICY.estimate_share(self._runs)
+        return self._policy.estimate_share(self._runs)
 
     @property
     def _runs(self) -> Runs:

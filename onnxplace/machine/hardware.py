@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -249,6 +251,14 @@ def list_accelerators(*, plugins: bool = False) -> list[tuple[str, Hardware, str
             address = DeviceAddress(name, hardware.index)
             listed.append((address.id, hardware, kind.find_problem(address)))
     return listed
+
+
+def describe_optimiser() -> str:
+    """Return all that decides how ONNX Runtime optimises a model for this processor; empty where that is unknown."""
+    if sys.platform != "linux":
+        return ""
+    runtime, features = import_onnxruntime(), hashlib.sha256(processor().encode()).hexdigest()
+    return f"ONNX Runtime {runtime.__version__} ({runtime.get_build_info()}), processor {features}"
 
 
 def describe_machine() -> dict[str, Any]:

@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,6 +23,7 @@ from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_
 from onnxplace.machine.interrupts import interruptible
 from onnxplace.machine.refusals import explain_refusal, find_written_folder
 from onnxplace.ort import import_onnxruntime
+from onnxplace.utils import run_in_threads
 
 # ------------------------------------------------------------------ sessions of providers that are not safe for threads
 
@@ -305,6 +306,53 @@ def _cancel_loading(options: Any) -> None:
         options.set_load_cancellation_flag(True)
 
 
+class _Loads:
+    """Sessions that several threads open, and give up together."""
+
+    def __init__(self) -> None:
+        self._options: list[Any] = []
+        self._are_cancelled = False
+
+    def add(self, options: Any) -> None:
+        """Count a session with these options as one of them."""
+        self._options.append(options)
+        if self._are_cancelled:
+            _cancel_loading(options)
+
+    def cancel(self) -> None:
+        """Make those under way fail soon, and later ones at once."""
+        self._are_cancelled = True  # before the list is read, so that none is missed
+        for options in list(self._options):
+            _cancel_loading(options)
+
+
+_loads: ContextVar[_Loads | None] = ContextVar("sessions that are opened together", default=None)
+
+
+def open_in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """Run jobs that open sessions at the same time, each in a thread of its own; return their results.
+
+    Raises the OnnxplaceError of the first job in order that has one. After other errors and Ctrl-C, the other jobs give
+    up their sessions.
+    """
+    if len(jobs) == 1:
+        return [jobs[0]()]
+    loads = _Loads()
+
+    def attempt(job: Callable[[], T]) -> T | OnnxplaceError:
+        _loads.set(loads)
+        try:
+            return job()
+        except OnnxplaceError as problem:
+            return problem
+
+    attempts = run_in_threads([partial(copy_context().run, attempt, job) for job in jobs], loads.cancel)
+    results = [item for item in attempts if not isinstance(item, OnnxplaceError)]
+    if len(results) < len(jobs):
+        raise next(item for item in attempts if isinstance(item, OnnxplaceError))
+    return results
+
+
 def is_foreign_error(problem: Exception) -> bool:
     """Return whether an exception cannot be ONNX Runtime's.
 
@@ -326,6 +374,8 @@ def open_session(
     for key, value in kind.session_entries(device).items():
         options.add_session_config_entry(key, value)
     source = model if isinstance(model, bytes) else str(model)
+    if (loads := _loads.get()) is not None:
+        loads.add(options)
     try:
         with _count_opening(), interruptible(lambda: _cancel_loading(options)):
             session = _create_session(

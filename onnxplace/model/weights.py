@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +37,8 @@ LINE_BYTES = 64
 MIN_PAGE_ALIGNED_BYTES = 256 * PAGE_BYTES
 # Below this size a tensor stays inside the ONNX file: shapes and axes must be visible to shape inference there.
 MIN_PLACED_BYTES = 1024
+# Fewer bytes are hashed sooner than another thread begins.
+MIN_HASHED_BESIDE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ class WeightFile:
         self._linked_below = linked_below.resolve() if linked_below else None
         self._offsets: dict[tuple[object, ...], int] = {}
         """(size, checksum), or external range -> offset of these bytes."""
-        self._placed: dict[str, TensorProto] = {}
+        self._placed: dict[tuple[str, str], TensorProto] = {}
         self._hash = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1, "onnxplace hashing")  # a file's own: a forked process has no threads
         self._stream: BinaryIO = path.open("w+b")
 
     def __enter__(self) -> WeightFile:
@@ -88,6 +92,7 @@ class WeightFile:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._hasher.shutdown()
         self._stream.close()
 
     @property
@@ -95,14 +100,19 @@ class WeightFile:
         """Return the SHA-256 of the file so far."""
         return self._hash.hexdigest()
 
-    def place(self, tensor: TensorProto, folder: Path | None) -> TensorProto:
+    def flush(self) -> None:
+        """Let others read what was written."""
+        self._stream.flush()
+
+    def place(self, tensor: TensorProto, folder: Path | None, model: str = "") -> TensorProto:
         """Return a tensor that refers to its bytes in this file.
 
-        New bytes are written.
+        New bytes are written. Tensors of one name are equal within one `model`.
         """
-        if tensor.name not in self._placed:
-            self._placed[tensor.name] = self._place(tensor, folder)
-        return self._placed[tensor.name]
+        key = model, tensor.name
+        if key not in self._placed:
+            self._placed[key] = self._place(tensor, folder)
+        return self._placed[key]
 
     def store(self, tensor: TensorProto, folder: Path | None) -> StoredTensor | None:
         """Return where the bytes of a tensor are, in this file or a linked one; small ones are written too.
@@ -169,8 +179,7 @@ class WeightFile:
         offset = -(-end // alignment) * alignment
         self._write(bytes(offset - end))
         for piece in pieces:
-            self._write(piece)
-            checksum = zlib.crc32(piece, checksum)
+            checksum = self._write(piece, checksum)
         key = size, checksum
         first = self._offsets.setdefault(key, offset)
         if first == offset or not self._equal(first, offset, size):
@@ -180,10 +189,17 @@ class WeightFile:
         self._stream.truncate()
         return first
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes, checksum: int = 0) -> int:
+        """Write and hash bytes at the same time; return their checksum after that of others."""
+        hashing = self._hasher.submit(self._hash.update, data) if len(data) >= MIN_HASHED_BESIDE_BYTES else None
         self._stream.write(data)
-        self._hash.update(data)
         self.bytes_written += len(data)
+        checksum = zlib.crc32(data, checksum)
+        if hashing is None:
+            self._hash.update(data)
+        else:
+            hashing.result()
+        return checksum
 
     def _equal(self, first: int, second: int, size: int) -> bool:
         """Return whether two ranges of the file hold equal bytes.

@@ -26,13 +26,13 @@ from onnxplace.simulation.steady_state import (
     steady_state_loads as steady_state_loads,
 )
 from onnxplace.simulation.step_kernels import (
-    BLOCK as BLOCK,
     DEVICE as DEVICE,
     compute_live_spans as compute_live_spans,
     device_peaks as device_peaks,
     run_events as run_events,
 )
 from onnxplace.simulation.weight_streams import (
+    BLOCK as BLOCK,
     PAGE_BYTES as PAGE_BYTES,
     PoolLayout as PoolLayout,
     WeightStream as WeightStream,

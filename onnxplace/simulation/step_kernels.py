@@ -25,16 +25,6 @@ DEVICE = np.dtype(
     ],
     align=True,
 )
-# The weights of a node that stream, in `run_events`.
-BLOCK = np.dtype(
-    [
-        ("load", np.float64),  # seconds to read them; 0 for nodes without such weights
-        ("keeper", np.int64),  # the node after whose run there is room for them, or -1: it ran in an earlier step
-        ("freed", np.float64),  # when that run ended; for keepers in earlier steps
-        ("arrival", np.float64),  # filled by the loop
-    ],
-    align=True,
-)
 
 
 @linear_in_place

@@ -16,10 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Floats, Ints, Longs
-from onnxplace.simulation.step_kernels import BLOCK
 
 # Weights are aligned to pages within a pool.
 PAGE_BYTES = 4096
+# The weights of a node that stream, in `run_events`.
+BLOCK = np.dtype(
+    [
+        ("load", np.float64),  # seconds to read them; 0 for nodes without such weights
+        ("keeper", np.int64),  # the node after whose run there is room for them, or -1: it ran in an earlier step
+        ("freed", np.float64),  # when that run ended; for keepers in earlier steps
+        ("arrival", np.float64),  # filled by the loop
+    ],
+    align=True,
+)
 # Steps after which the waits of a stream are taken as those of all later steps.
 SETTLING_STEPS = 4
 

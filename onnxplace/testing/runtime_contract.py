@@ -81,7 +81,7 @@ def check_runtime(
     with temporary_folder() as folder:
         bundle = _compile_alternating(folder, _MODEL, _FIRST_NODES, devices)
         checks = [_check_requests, _check_close]
-        for check in [*checks, _check_failure, _check_cancellation] if computes else checks:
+        for check in [*checks, _check_failure_and_cancellation] if computes else checks:
             _run_in_time(lambda check=check: check(runtime_class(), bundle, computes), check.__name__)  # type: ignore[misc]
         if computes and runtime_class().keeps_state:
             stateful = _compile_alternating(folder, _STATE_MODEL, _FIRST_STATE_NODES, devices, ("total_next=total",))
@@ -217,25 +217,21 @@ def _check_close(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     raise AssertionError("a closed session accepted a request")
 
 
-def _check_failure(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
+def _check_failure_and_cancellation(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     with runtime.open(bundle) as session:
         before, failing, after = (session.submit(f) for f in (_make_feeds(1), _make_failing_feeds(), _make_feeds(2)))
         _check_failed(failing)
         _check_result(before.result(TIMEOUT_SECONDS), 1, computes)
         _check_result(after.result(TIMEOUT_SECONDS), 2, computes)
         _check_request(session, 3, computes)
+        for future in [session.submit(_make_feeds(number)) for number in range(6)]:
+            future.cancel()
+        _check_request(session, 4, computes)
 
 
 def _check_failed(future: Future[Result]) -> None:
     problem = future.exception(TIMEOUT_SECONDS)
     require(isinstance(problem, ExecutionError), f"expected ExecutionError from a segment that fails, got {problem!r}")
-
-
-def _check_cancellation(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
-    with runtime.open(bundle) as session:
-        for future in [session.submit(_make_feeds(number)) for number in range(6)]:
-            future.cancel()
-        _check_request(session, 4, computes)
 
 
 def _check_states(runtime: Runtime, bundle: Bundle) -> None:

@@ -7,9 +7,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from onnxplace.bundle import Manifest, SimulatedRequest, SubmittedRequest, list_routes, simulate_requests
+from onnxplace.bundle import Manifest, list_routes
 from onnxplace.runtime import Event, EventKind, Result
+
+if TYPE_CHECKING:
+    from onnxplace.bundle import SimulatedRequest
 
 # Requests that a session keeps for its trace: the last ones.
 MAX_TRACED_REQUESTS = 1000
@@ -112,6 +116,9 @@ def predict_timelines(manifest: Manifest, requests: Sequence[RequestTimeline]) -
     The events of `requests` do not matter. A predicted event is a segment that runs, a value on its way, or weights
     that stream. Copies of the bundle do not delay each other.
     """
+    # Which import compiled loops, and with them numba: sessions need neither.
+    from onnxplace.bundle import SubmittedRequest, simulate_requests
+
     predicted: dict[int, RequestTimeline] = {}
     for copy in sorted({item.copy for item in requests}):
         chosen = [index for index, item in enumerate(requests) if item.copy == copy]

@@ -15,11 +15,11 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from onnxplace.api import InferenceSession, load
 from onnxplace.bundle import Bundle, Manifest, TrainingRecord
 from onnxplace.errors import ExecutionError, FeedError, UsageError
 from onnxplace.feeds import Array, Declared, numpy_type
 from onnxplace.runtime import Result, choose_closing_timeout, unpicklable_error
+from onnxplace.session import InferenceSession, load
 from onnxplace.training.batches import prefetch_batches
 from onnxplace.training.checkpoints import (
     Checkpoint,

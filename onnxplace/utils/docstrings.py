@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
+import sys
+from functools import cache
 from itertools import pairwise
 
 
@@ -13,19 +14,15 @@ def read_field_docs(kind: type) -> dict[str, str]:
 
     Reads the source of the class and its bases.
     """
-    docs: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        docs |= _read_own_docs(base)
-    return docs
+    return {name: text for base in reversed(kind.__mro__) for name, text in _read_own_docs(base).items()}
 
 
 def _read_own_docs(kind: type) -> dict[str, str]:
     """Return the string that follows each field in the body of a class; empty without source."""
     try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+        members = _parse_classes(kind.__module__)[kind.__qualname__].body
+    except (OSError, TypeError, SyntaxError, KeyError):
         return {}
-    members = definition.body if isinstance(definition, ast.ClassDef) else []
     return {
         field.target.id: inspect.cleandoc(text.value.value)
         for field, text in pairwise(members)
@@ -35,3 +32,10 @@ def _read_own_docs(kind: type) -> dict[str, str]:
         and isinstance(text.value, ast.Constant)
         and isinstance(text.value.value, str)
     }
+
+
+@cache
+def _parse_classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module, by name; `inspect` goes through the whole file for each of them."""
+    nodes = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}

@@ -1,4 +1,4 @@
-"""Measure a model that is too large for a device in chunks.
+"""Measure a model in chunks: one that is too large for a device, or that repeats large layers.
 
 Equal chunks are measured once.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from onnx import ValueInfoProto, helper
 
 from onnxplace.errors import OnnxplaceError
-from onnxplace.facts import Repeat
+from onnxplace.facts import Quality, Repeat
 from onnxplace.graph import Csr, Ints, OpGraph
 from onnxplace.model import Model
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
@@ -27,6 +27,8 @@ _OutputSlot = tuple[int, int]
 
 # Layers are measured together until they hold this much: a chunk that stays in a cache from run to run is too fast.
 BEYOND_CACHES_BYTES = 256 << 20
+# A model that fits is cut where chunks that differ hold at most this share of it: each needs sessions of its own.
+MAX_DISTINCT_SHARE = 0.5
 
 
 def session_bytes(graph: OpGraph) -> int:
@@ -53,6 +55,16 @@ def cut_into_chunks(graph: OpGraph, repeats: Iterable[Repeat], limit_bytes: int)
     for start, stop in pairwise(sorted(borders)):
         chunks += _cut_range(graph, start, stop, limit_bytes)
     return chunks
+
+
+def has_repeated_chunks(graph: OpGraph, kinds: Ints, chunks: Sequence[range]) -> bool:
+    """Return whether measuring chunks that differ takes clearly less than measuring the whole model.
+
+    Only if the model is many times what caches hold are its chunks as slow by themselves as in the model.
+    """
+    whole = _range_bytes(graph, 0, len(graph))
+    distinct = {kinds[item.start : item.stop].tobytes(): _range_bytes(graph, item.start, item.stop) for item in chunks}
+    return whole >= 4 * BEYOND_CACHES_BYTES and sum(distinct.values()) <= MAX_DISTINCT_SHARE * whole
 
 
 def _range_bytes(graph: OpGraph, start: int, stop: int) -> int:
@@ -116,7 +128,7 @@ def measure_chunks(
     unit, measured = np.zeros(len(graph), dtype=np.int32), np.zeros(len(graph), dtype=bool)
     sizes: dict[str, int] = {}
     runs: dict[tuple[Any, ...], _ChunkRun | None] = {}
-    first_unit = 0
+    first_unit, parts = 0, list[Measurement]()
     for number, chunk in enumerate(chunks):
         nodes, slots = slice(chunk.start, chunk.stop), _leaving_values(model, graph, chunk)
         key = _chunk_key(graph, kinds, chunk, slots.values())
@@ -129,6 +141,7 @@ def measure_chunks(
         if run is not None:
             seconds[nodes], spread[nodes] = run.measurement.seconds, run.measurement.spread
             ran[nodes], measured[nodes] = run.measurement.ran, True
+            parts.append(run.measurement)
             sizes |= _translate_sizes(model, chunk, run)
             values |= {name: run.outputs[slot] for name, slot in slots.items() if slot in run.outputs}
         values = {name: value for name, value in values.items() if last_readers.get(name, -1) >= chunk.stop}
@@ -140,7 +153,29 @@ def measure_chunks(
         whole_seconds=None,
         value_bytes=sizes,
         spread=spread,
-        quality=None,
+        quality=_join_quality(parts),
+    )
+
+
+def _join_quality(parts: Sequence[Measurement]) -> Quality | None:
+    """Return the quality of the sum of chunks, of which equal ones err together: errors add up."""
+    qualities = [part.quality for part in parts if part.quality]
+    if not qualities:
+        return None
+
+    shares = np.array([item.kernel_seconds for item in qualities]) + 1e-9
+
+    def average(name: str) -> float:
+        return float(np.average([getattr(item, name) for item in qualities], weights=shares))
+
+    return Quality(
+        runs=min(item.runs for item in qualities),
+        spread=average("spread"),
+        uncertainty=average("uncertainty"),
+        waiting=average("waiting"),
+        kernels=sum(item.kernels for item in qualities),
+        kernel_seconds=sum(item.kernel_seconds for item in qualities),
+        overhead_seconds=average("overhead_seconds"),
     )
 
 

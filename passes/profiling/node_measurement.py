@@ -1,16 +1,17 @@
 """Measure a model with ONNX Runtime, kernel by kernel.
 
 One session runs the model as it will be run, first with the profiler, then without it. The times of the kernels are
-scaled to add up to an unprofiled run.
+scaled to add up to an unprofiled run. Where the profiler adds hardly anything, its own runs tell how long that takes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,12 @@ from onnxplace.machine import (
     use_custom_operators,
 )
 from onnxplace.model import Model, packed_size, store_for_session
-from onnxplace.passes.profiling.kernel_attribution import attribute_kernels, remove_overhead
+from onnxplace.passes.profiling.kernel_attribution import PROFILER_SECONDS, attribute_kernels, remove_overhead
 from onnxplace.utils import progress_part, run_in_child, temporary_folder
 
 Feeds = Mapping[str, NDArray[Any]]
-# Unmeasured runs of each session.
-WARM_UP_RUNS = 2
+# Unmeasured runs of each series: so many, or fewer once they have taken this time.
+WARM_UP_RUNS, WARM_UP_SECONDS = 2, 0.05
 # Most events that a profile may hold (640 bytes each on disk), though not fewer than those of three runs.
 MAX_EVENTS = 60_000
 
@@ -87,6 +88,8 @@ class MeasurementOptions:
     """About how long to run, with the profiler and again without it; at least three runs each."""
     tolerance: float = 0.02
     """Stop when the standard error of the median run is below this share of it."""
+    thorough: bool = False
+    """Whether to run without the profiler, too, where that adds hardly anything to a run."""
 
     def measure(self, model: Model, feeds: Feeds) -> tuple[Measurement, list[Any]]:
         """Measure the whole model; return measurement and last results.
@@ -111,15 +114,20 @@ class MeasurementOptions:
             )
             with progress_part(0, 2):
                 if find_kind(self.device.kind).is_host:
-                    kernels, session = profile(job)
+                    kernels, session, runs, results = profile(job)
+                    added = PROFILER_SECONDS * len(kernels.seconds)
+                    is_known = not self.thorough and added <= self.tolerance * runs.seconds
                 else:
-                    kernels = profile_blocking(job)
+                    kernels, is_known, added = profile_blocking(job), False, 0.0
                     session = open_session(
                         source, make_session_options(self.cores, "all", entries), self.device, model.name
                     )
             with progress_part(1, 2):
-                policy = RepeatPolicy(self.repeat, self.seconds, self.tolerance)
-                runs, results = run_repeatedly(session, job.where, job.feeds, job.cores, policy)
+                if is_known:
+                    runs = replace(runs, elapsed_seconds=runs.elapsed_seconds - added)
+                else:
+                    policy = RepeatPolicy(self.repeat, self.seconds, self.tolerance)
+                    runs, results = run_repeatedly(session, job.where, job.feeds, job.cores, policy)
             del session
             fused, ran = (
                 onnx.load(folder / f"{level}.onnx", load_external_data=False) for level in ("extended", "all")
@@ -164,19 +172,17 @@ def _profile_kernels(job: ProfilingJob) -> Kernels:
     return profile(job)[0]
 
 
-def profile(job: ProfilingJob) -> tuple[Kernels, Any]:
-    """Run with the profiler; return kernels and session.
-
-    The session no longer profiles.
-    """
+def profile(job: ProfilingJob) -> tuple[Kernels, Any, Runs, list[Any]]:
+    """Run with the profiler; return kernels, the session, which no longer profiles, the runs and last results."""
     with use_custom_operators(job.libraries), pin_thread(job.cores):
-        open_session(job.source, _saving_options(job, "extended"), job.device, job.where)
+        # This session never runs: packing its weights would take as long as for one that does.
+        open_session(job.source, _saving_options(job, "extended", prepacks=False), job.device, job.where)
         options = _saving_options(job, "all")
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(job.folder) / "profile")
         session = open_session(job.source, options, job.device, job.where)
-        runs, _ = run_repeatedly(session, job.where, job.feeds, job.cores, job.policy)
-    return collect_kernels(_read_events(session.end_profiling(), job.folder), runs), session
+        runs, results = run_repeatedly(session, job.where, job.feeds, job.cores, job.policy)
+    return collect_kernels(_read_events(session.end_profiling(), job.folder), runs), session, runs, results
 
 
 def _read_events(path: str, folder: str) -> list[Mapping[str, Any]]:
@@ -190,7 +196,7 @@ def _read_events(path: str, folder: str) -> list[Mapping[str, Any]]:
     return events
 
 
-def _saving_options(job: ProfilingJob, level: Any) -> Any:
+def _saving_options(job: ProfilingJob, level: Any, *, prepacks: bool = True) -> Any:
     """Return options for a session that saves its optimised graph, without its weights."""
     with suppress(OSError):  # without links, as on Windows, weights are written; a link may be left by the last session
         (Path(job.folder) / "discarded").symlink_to(os.devnull)
@@ -198,6 +204,7 @@ def _saving_options(job: ProfilingJob, level: Any) -> Any:
         **job.entries,
         "session.optimized_model_external_initializers_file_name": "discarded",
         "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+        "session.disable_prepacking": "0" if prepacks else "1",
     }
     options = make_session_options(job.cores, level, saved)
     options.optimized_model_filepath = str(Path(job.folder) / f"{level}.onnx")
@@ -211,9 +218,10 @@ def run_repeatedly(
     if isinstance(session, IsolatedSession):  # in its process, since the way there is no part of a node's time
         runs: tuple[Runs, list[Any]] = session.call(run_repeatedly, where, feeds, cores, policy)
         return runs
-    call = partial(make_runner(session, where), feeds)
-    for _ in range(WARM_UP_RUNS):
-        call()
+    call, began = partial(make_runner(session, where), feeds), time.perf_counter()
+    for number in range(WARM_UP_RUNS):
+        if not number or time.perf_counter() - began < WARM_UP_SECONDS:
+            call()
     return policy.run(call, pool=len(cores) > 1)
 
 

@@ -24,7 +24,7 @@ from onnxplace.machine import (
 )
 from onnxplace.model import Model, build_op_graph
 from onnxplace.ort import import_onnxruntime
-from onnxplace.passes.profiling.chunks import cut_into_chunks, measure_chunks, session_bytes
+from onnxplace.passes.profiling.chunks import cut_into_chunks, has_repeated_chunks, measure_chunks, session_bytes
 from onnxplace.passes.profiling.compiled_runs import RunMeasurer
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
 from onnxplace.passes.profiling.repeated_layers import (
@@ -98,7 +98,8 @@ class ModelProfiler:
         limit: float | None = None if self._fits_whole() else self.limit_bytes
         if self.device.compiles:
             limit = self.device.segment_seconds
-        settings = (self.options.repeat, self.options.seconds, self.options.tolerance, limit)
+        options = self.options
+        settings = (options.repeat, options.seconds, options.tolerance, options.thorough, limit)
         key = measurement_key(structure.model, structure.graph, structure.prints, self.device, feeds, settings)
         problems = []
         try:
@@ -119,25 +120,29 @@ class ModelProfiler:
         return session_bytes(self.structure.graph) <= self.limit_bytes
 
     def _measure_now(self, feeds: Mapping[str, Any]) -> tuple[Measurement, list[Diagnostic]]:
-        """Measure the whole model if it fits, else in chunks; in runs where the provider compiles."""
+        """Measure the whole model, or chunks if it does not fit or repeats layers; runs where the provider compiles."""
         model, graph, kinds = self.structure.model, self.structure.graph, self.structure.kinds
         if self.device.compiles:
             peaks = device_peaks(self.device)
             weights = estimate_seconds(model, self.structure.shapes, self.device.cost_class, peaks)
             return RunMeasurer(model, graph, kinds, self.device, self.options, weights).measure(feeds)
-        if self._fits_whole():
+        fits, chunks = self._fits_whole(), cut_into_chunks(graph, self.structure.repeats, self.limit_bytes)
+        if fits and (self.options.thorough or not has_repeated_chunks(graph, kinds, chunks)):
             measurement = self.options.measure(model, feeds)[0]
             pooled = pool_by_kind(measurement.seconds, measurement.unit, measurement.ran, kinds)
-            notes = report_doubts(measurement, self.device, self.options.tolerance)
-            return replace(measurement, seconds=pooled), notes
-        chunks = cut_into_chunks(graph, self.structure.repeats, self.limit_bytes)
+            return replace(measurement, seconds=pooled), self._report_doubts(measurement)
         measurement = measure_chunks(model, graph, kinds, chunks, feeds, self.options)
-        message = (
-            f"the model needs more than the {self.limit_bytes} bytes of a device: measured in {len(chunks)} pieces"
-        )
+        reason = "it repeats layers" if fits else f"it needs more than the {self.limit_bytes} bytes of a device"
+        message = f"the model is measured in {len(chunks)} pieces, equal ones once: {reason}"
+        if measurement.quality:
+            message += f"; their sum is known to {measurement.quality.uncertainty:.1%}"
         if unmeasured := int((~measurement.measured).sum()):
             message += f"; {unmeasured} of {len(graph)} nodes could not be run alone, and are estimated"
-        return measurement, [Diagnostic("C001", message, where=self.device.cost_class)]
+        note = Diagnostic("C001", message, where=self.device.cost_class)
+        return measurement, [note, *self._report_doubts(measurement)]
+
+    def _report_doubts(self, measurement: Measurement) -> list[Diagnostic]:
+        return report_doubts(measurement, self.device, self.options.tolerance)
 
 
 def report_doubts(measurement: Measurement, device: Device, tolerance: float) -> list[Diagnostic]:
@@ -208,7 +213,8 @@ def assemble_profile(
         known = np.where(measurement.ran, Source.MEASURED, Source.KNOWN)
         sources[cost_class] = np.where(measured, known, Source.ESTIMATED).astype(np.uint8)
     whole_seconds = {name: m.whole_seconds for name, m in measurements.items() if m.whole_seconds is not None}
-    units = [m.unit for m in sorted(measurements.values(), key=lambda m: m.quality is None)]  # whole models first
+    # Whole models first.
+    units = [m.unit for m in sorted(measurements.values(), key=lambda m: m.whole_seconds is None)]
     return Profile(
         graph=replace(
             structure.graph,

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import onnx
 from onnx import ModelProto, TensorProto, TypeProto, helper, numpy_helper
 
 from onnxplace.bundle import SEGMENTS_FOLDER, CompiledRecord, SizedRecord
 from onnxplace.devices import find_kind
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.facts import Segment, Segments
-from onnxplace.machine import find_device_problem, make_session_options, open_session
-from onnxplace.model import Model, read_shape_entries
+from onnxplace.machine import describe_optimiser, find_device_problem, make_session_options, open_session
+from onnxplace.model import Model, WeightFile, read_shape_entries
 from onnxplace.passes.segments.segment_predictions import list_device_maps
 from onnxplace.state import State
 from onnxplace.target import Device
-from onnxplace.utils import report_progress
+from onnxplace.utils import report_progress, temporary_folder
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ class KnownValues:
 def needs_sizes(state: State, segment: Segment) -> bool:
     """Return whether a segment runs on a device that needs static shapes, on any route."""
     return any(device.needs_static_shapes for device in _list_devices(state, segment))
+
+
+def may_be_optimised(state: State, segment: Segment) -> bool:
+    """Return whether a segment may be opened as ONNX Runtime optimised it for the processor of this machine."""
+    is_optimised = bool(describe_optimiser()) and not state[Model].keeps_order
+    return is_optimised and any(device.is_host for device in _list_devices(state, segment))
 
 
 def _list_devices(state: State, segment: Segment) -> list[Device]:
@@ -82,6 +89,38 @@ def is_static(value_type: TypeProto) -> bool:
     """Return whether all sizes of a type are known; those of sequences do not matter."""
     shape = read_shape_entries(value_type)
     return not value_type.HasField("tensor_type") or (shape is not None and all(isinstance(n, int) for n in shape))
+
+
+def optimise_segment(proto: ModelProto, source: Path, weights: WeightFile) -> bytes | None:
+    """Return the model of a segment as ONNX Runtime optimises it for this processor, where that is of use.
+
+    Returns None where little would be gained, or ONNX Runtime cannot open it here. What takes long is to rearrange
+    the weights of convolutions, so it is for segments with such. Its weights are added to those of the bundle. No input
+    may have a default value, which ONNX Runtime would take as a constant.
+
+    Args:
+        proto: The segment.
+        source: Its file.
+        weights: The weights of the bundle, next to this file.
+    """
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    if not any(node.op_type == "Conv" and node.input[1] in constants for node in proto.graph.node) or any(
+        item.name in constants for item in proto.graph.input
+    ):
+        return None
+    weights.flush()
+    with temporary_folder() as folder:
+        entries = {"session.optimized_model_external_initializers_file_name": "weights"}
+        options = make_session_options((), entries=entries)
+        options.optimized_model_filepath = str(folder / "model.onnx")
+        try:
+            open_session(source, options, where=source.stem)
+        except OnnxplaceError:  # for devices elsewhere, for example
+            return None
+        model = onnx.load(folder / "model.onnx", load_external_data=False)
+        for tensor in model.graph.initializer:
+            tensor.CopyFrom(weights.place(tensor, folder, source.stem))
+    return model.SerializeToString()
 
 
 def compile_segments(

@@ -42,6 +42,7 @@ from onnxplace.bundle import (
 )
 from onnxplace.facts import Instruction, Placement, Profile, Routes, Schedule, Segment, Segments, Shards, Streaming
 from onnxplace.graph import Ints
+from onnxplace.machine import describe_optimiser
 from onnxplace.model import Model, declaration_of, format_type, list_custom_operators, read_shape_entries
 from onnxplace.passes.segments.segment_predictions import (
     list_device_maps,
@@ -76,6 +77,8 @@ class WrittenFiles:
     """Per segment, its models for devices with static shapes."""
     compiled: Sequence[tuple[CompiledRecord, ...]]
     """Per segment, its compiled models."""
+    optimised: Sequence[str]
+    """Per segment, its optimised model, if there is one."""
 
 
 def build_manifest(
@@ -127,6 +130,7 @@ def build_manifest(
         transfer_bytes=sum(sent_bytes),
         diagnostics=tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics),
         files=written.records,
+        optimised_for=describe_optimiser() if any(written.optimised) else "",
         repeats=_repeat_records(state[Profile]),
         sharding=_sharding_record(state),
         batching=batching,
@@ -251,6 +255,7 @@ def _segment_records(state: State, ids: Sequence[str], written: WrittenFiles) ->
             streamed=_list_streamed(state, segment),
             sized=written.sized[i],
             compiled=written.compiled[i],
+            optimised=written.optimised[i],
         )
         for i, (name, segment) in enumerate(zip(ids, segments))
     )

@@ -39,7 +39,14 @@ from onnxplace.model import (
     parse_type,
     store_for_session,
 )
-from onnxplace.passes.segments.compile_segments import KnownValues, compile_segments, needs_sizes, specialise
+from onnxplace.passes.segments.compile_segments import (
+    KnownValues,
+    compile_segments,
+    may_be_optimised,
+    needs_sizes,
+    optimise_segment,
+    specialise,
+)
 from onnxplace.passes.segments.fill_manifest import WrittenFiles, build_manifest
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -171,7 +178,7 @@ def write_bundle_files(
     ids = name_segments(segments, state.target)
     crossing = {name for segment in segments for name in (*segment.inputs, *segment.outputs)}
     types = infer_boundary_types(model, crossing)
-    sized = [tuple[SizedRecord, ...]()] * len(segments)
+    sized, optimised = [tuple[SizedRecord, ...]()] * len(segments), [""] * len(segments)
     with WeightFile(path / SEGMENTS_FOLDER / WEIGHTS_FILE, WEIGHTS_FILE, linkable_folder) as weights:
         initial_states = store_initial_states(model, weights)
         streamed = store_streamed_weights(model, weights, state[Streaming].homes if Streaming in state else {})
@@ -180,6 +187,11 @@ def write_bundle_files(
             report_progress(number, len(segments))
             proto = _segment_proto(model, segment, name, weights, types, scales, initial_states, streamed)
             folder.write(f"{SEGMENTS_FOLDER}/{name}.onnx", proto.SerializeToString())
+            if linkable_folder is None and may_be_optimised(state, segment):
+                data = optimise_segment(proto, path / SEGMENTS_FOLDER / f"{name}.onnx", weights)
+                if data is not None:
+                    optimised[number] = f"{SEGMENTS_FOLDER}/{name}.optimised.onnx"
+                    folder.write(optimised[number], data)
             if needs_sizes(state, segment):
                 models = list(specialise(proto, f"{SEGMENTS_FOLDER}/{name}", sizes))
                 sized[number] = tuple(item for item, _ in models)
@@ -193,7 +205,8 @@ def write_bundle_files(
     compiled, notes = compile_segments(state, path, ids, sized, entries)
     for file in (file for records in compiled for record in records for file in record.files):
         folder.record(file)
-    written = WrittenFiles(dict(sorted(folder.records.items())), initial_states, streamed, sized, compiled)
+    files = dict(sorted(folder.records.items()))
+    written = WrittenFiles(files, initial_states, streamed, sized, compiled, optimised)
     manifest = build_manifest(state, ids, types, written, pipeline, batching)
     linked = {location: describe_linked_file(file) for location, file in sorted(weights.linked.items())}
     text = manifest.model_copy(update={"linked": linked}).model_dump_json(indent=1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -62,6 +63,14 @@ class ChoiceNetwork:
         terms = zip(self._strategy_seconds, self._read_bytes)
         unary = [Factor((index,), seconds + price * weights) for index, (seconds, weights) in enumerate(terms)]
         return [*unary, *self._factors]
+
+    def restrict(self, index: int, numbers: Sequence[int]) -> ChoiceNetwork:
+        """Return the network in which a node has only some of its strategies: the others cost infinitely much."""
+        restricted, seconds = copy(self), np.full(self.sizes[index], math.inf)
+        seconds[numbers] = self._strategy_seconds[index][numbers]
+        restricted._strategy_seconds = [*self._strategy_seconds]
+        restricted._strategy_seconds[index] = seconds
+        return restricted
 
     def read_bytes(self, values: Sequence[int]) -> float:
         """Return the bytes of weights that nodes read, each on the device that reads most of it."""
@@ -306,10 +315,9 @@ class ChoiceProblem:
 
     def restrict(self, index: int, numbers: Sequence[int]) -> ChoiceProblem:
         """Return the problem in which a node has only some of its strategies, given by their positions."""
-        strategies, seconds = list(self.space.strategies), list(self.strategy_seconds)
-        strategies[index] = tuple(strategies[index][number] for number in numbers)
-        seconds[index] = [seconds[index][number] for number in numbers]
-        return replace(self, space=replace(self.space, strategies=tuple(strategies)), strategy_seconds=seconds)
+        restricted = replace(self)
+        vars(restricted)["_network"] = self._network.restrict(index, numbers)
+        return restricted
 
     def solve(self, limit_bytes: Sequence[int] | None = None) -> LayoutChoice | None:
         """Return the cheapest choice within the memory of each device; None if none was found that fits."""

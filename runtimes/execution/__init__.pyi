@@ -1,4 +1,10 @@
+from onnxplace.runtimes.execution.bells import count_pauses as count_pauses, exchanges_often as exchanges_often
 from onnxplace.runtimes.execution.bound_memory import BoundMemory as BoundMemory
+from onnxplace.runtimes.execution.compiled_wait import (
+    AddAndRing as AddAndRing,
+    RingAndWait as RingAndWait,
+    load_counter as load_counter,
+)
 from onnxplace.runtimes.execution.device_streams import DeviceTensor as DeviceTensor, StreamValue as StreamValue
 from onnxplace.runtimes.execution.engine import (
     END_GRACE_SECONDS as END_GRACE_SECONDS,

@@ -40,7 +40,7 @@ from onnxplace.runtime import Result, forked_session_error, run_timeout_error
 from onnxplace.runtimes.execution.bells import CALLERS
 from onnxplace.runtimes.execution.fallback import Fallback
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
-from onnxplace.runtimes.execution.host_memory import HostMemory
+from onnxplace.runtimes.execution.host_memory import HostMemory, return_freed_memory
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
 from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice, choose_route
 from onnxplace.runtimes.execution.workers import Worker, WorkLoop
@@ -88,6 +88,8 @@ class Engine(WorkLoop):
     """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
 
     request_class: ClassVar[type[Request]] = Request
+    callers_seconds: ClassVar[float] = float("inf")
+    """How long callers do their part at most; the rest is left to workers."""
 
     def __init__(
         self,
@@ -172,8 +174,8 @@ class Engine(WorkLoop):
     def run(self, request: Request, timeout: float | None) -> Result:
         """Return the result of a request; with no other in flight, do one device's part in this thread.
 
-        That saves waking a worker and being woken by it, about 100 us. The thread stays on its cores. With a timeout in
-        seconds, workers do all parts, so that this thread can stop waiting.
+        That saves waking a worker and being woken by it, about 100 us. The thread stays on its cores. With a timeout
+        that is shorter than callers do parts, workers do all of them, so that this thread can stop waiting.
         """
         if isinstance(threading.current_thread(), Worker):
             hint = "start it from another thread, or use run_async, whose callbacks may run the session"
@@ -181,11 +183,11 @@ class Engine(WorkLoop):
             raise ExecutionError("X006", message, where=threading.current_thread().name, hint=hint)
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            self._admit(request, self._first_device if timeout is None else None, deadline)
+            does_part = timeout is None or timeout > self.callers_seconds
+            self._admit(request, self._first_device if does_part else None, deadline)
             if request.callers_device:
                 device = self._devices[request.callers_device]
-                with interruptible(request.stop):
-                    self._run_part(device, request)
+                self._run_callers_part(device, request)
                 self._finish_part(request, device.id)
                 if device.id in self._bells:
                     self._bells[device.id].watch(lambda: request.future.is_finished, self._bells[CALLERS])
@@ -200,6 +202,11 @@ class Engine(WorkLoop):
                 raise
             raise reason from None
 
+    def _run_callers_part(self, device: PlacedDevice, request: Request) -> None:
+        """Do a device's part of a request in the thread of its caller."""
+        with interruptible(request.stop):
+            self._run_part(device, request)
+
     def _admit(self, request: Request, callers_device: PlacedDevice | None, deadline: float | None) -> None:
         """Put a request in flight; its caller does the part of `callers_device` if no other is in flight.
 
@@ -209,9 +216,13 @@ class Engine(WorkLoop):
             self._wake()  # workers that an interrupt kept from their token get it here
             if not wakeup.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0)):
                 raise TimeoutError
-        self._wake(request.callers_device)
+        self._announce(request)
         if not self._devices:
             self._finish_part(request, "")
+
+    def _announce(self, request: Request) -> None:
+        """Let workers begin with a request that is in flight."""
+        self._wake(request.callers_device)
 
     def _try_admit(self, request: Request, callers_device: PlacedDevice | None) -> threading.Lock | None:
         """Put a request in flight; returns a lock to wait for if no slot is free."""
@@ -402,6 +413,7 @@ class Engine(WorkLoop):
             return
         for route in self._routes:
             route.segments.clear()
+        return_freed_memory(sum(record.weights_bytes for record in self.bundle.manifest.segments))
         self._weight_files.close()
         for conversation in list(self._conversations):
             conversation.clear()

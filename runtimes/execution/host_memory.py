@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,10 @@ from onnxplace.ort import import_onnxruntime
 MIN_TRIMMED_BYTES = 1 << 20
 
 
+# Of the threads that open sessions, one registers it.
+_arena_lock = threading.Lock()
+
+
 @cache
 def register_shared_arena() -> None:
     """Create the arena of sessions with the entry `session.use_env_allocators`, limited to the machine's memory.
@@ -57,10 +62,10 @@ def _total_memory_bytes() -> int:
 
 
 def return_freed_memory(weights_bytes: int) -> None:
-    """Return memory that opening a session freed to the system; only glibc needs it.
+    """Return memory to the system that opening or closing sessions freed; only glibc needs it.
 
     ONNX Runtime rewrites weights of convolutions when it opens a session. glibc keeps up to one and a half times their
-    size for later.
+    size for later, for each thread that opened some.
     """
     if weights_bytes >= MIN_TRIMMED_BYTES and sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
@@ -107,7 +112,8 @@ class HostMemory(DeviceMemory):
 
     def session_entries(self) -> dict[str, str]:
         """Let all sessions share one arena."""
-        register_shared_arena()
+        with _arena_lock:
+            register_shared_arena()
         return {"session.use_env_allocators": "1"}
 
     def feed(self, array: Any, declared: str) -> Any:

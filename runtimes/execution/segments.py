@@ -7,7 +7,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,17 @@ from onnxplace.errors import BundleError, Diagnostic, ModelError, NoteWarning, O
 from onnxplace.machine import (
     assign_cores,
     available_cores,
+    describe_optimiser,
     is_absent,
     is_native_type,
     make_session_options,
+    open_in_threads,
     open_session,
     pin_thread,
     to_ort_value_if_possible,
     to_python,
     uses_optimisations,
+    without_optimisations,
 )
 from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory
 from onnxplace.target import Device
@@ -90,7 +95,7 @@ class OpenSegment:
         self._leaving = leaving
 
     def on(self, device: PlacedDevice) -> OpenSegment:
-        """Return the same session for another device."""
+        """Return the same session for a device."""
         twin = copy.copy(self)
         twin._device = device
         return twin
@@ -193,7 +198,7 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
         return OpenSegment(record, _open_fastest(bundle, record, device), device, leaving)
     sessions = []
     for size in record.sized:
-        sized = record.model_copy(update={"file": size.file, "inputs": _list_inputs(record, size)})
+        sized = record.model_copy(update={"file": size.file, "inputs": _list_inputs(record, size), "optimised": ""})
         try:
             sessions.append((size, _open_fastest(bundle, sized, device)))
         except ModelError as problem:  # a provider may claim nodes and then fail to compile them
@@ -204,6 +209,11 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
 def _open_fastest(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -> Any:
     """Return the session of a segment on its device, from a compiled model if one was made for this device."""
     address, reason = device.memory.address, ""
+    is_fitting = record.optimised and uses_optimisations() and not device.kind.list_providers(address)
+    if is_fitting and bundle.manifest.optimised_for == describe_optimiser():
+        with suppress(OnnxplaceError), without_optimisations():  # it may be removed, or damaged
+            bundle.check_files(record.optimised)
+            return _open(bundle, record, record.optimised, device)
     fitting = [item for item in record.compiled if item.source == record.file] if uses_optimisations() else []
     made_for = device.kind.describe_compiler(address) if fitting else ""
     for item in (item for item in fitting if item.made_for == made_for):
@@ -330,20 +340,35 @@ class OpenRoute:
 def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[OpenRoute]:
     """Open the segments of all routes that run on some devices, each once on each of these, or on several at once.
 
+    CPU devices, of which each has cores of its own, do so at the same time.
+
     Raises the errors of `open_segment`.
     """
-    opened: dict[tuple[str, str], OpenSegment] = {}
-    routes = []
-    for index, route in enumerate(list_routes(bundle.manifest)):
-        segments = {}
-        for record in bundle.manifest.segments:
-            if (device := devices.get(route.devices[record.device])) is None:
-                continue  # another process has it
-            own, shared = (record.id, device.id), (record.id, _find_sharing_group(device))
-            if own not in opened:
-                opened[own] = opened[shared].on(device) if shared in opened else open_segment(bundle, record, device)
-                opened[shared] = opened[own]
-            segments[record.id] = opened[own]
+    manifest, routes = bundle.manifest, list[OpenRoute]()
+    groups = {device.id: _find_sharing_group(device) for device in devices.values()}
+    needed: dict[tuple[str, str], tuple[SegmentRecord, PlacedDevice]] = {}  # by segment and group
+    for route in list_routes(manifest):
+        for record in manifest.segments:
+            if (device := devices.get(route.devices[record.device])) is not None:  # else another process has it
+                needed.setdefault((record.id, groups[device.id]), (record, device))
+    queues: dict[str, list[tuple[str, str]]] = {"": []}  # providers other than the CPU's open one after the other
+    for key, (_, device) in needed.items():
+        queues.setdefault(device.id if device.kind.is_host and type(device.memory) is HostMemory else "", []).append(
+            key
+        )
+
+    def open_queue(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], OpenSegment]:
+        return {key: open_segment(bundle, *needed[key]) for key in keys}
+
+    opened = open_queue(queues.pop(""))
+    for part in open_in_threads([partial(open_queue, keys) for keys in queues.values()]):
+        opened |= part
+    for index, route in enumerate(list_routes(manifest)):
+        segments = {
+            record.id: opened[record.id, groups[device.id]].on(device)
+            for record in manifest.segments
+            if (device := devices.get(route.devices[record.device])) is not None
+        }
         programs = {device: home for home, device in route.devices.items()}
         routes.append(OpenRoute(index, route.devices, programs, segments, max(route.share, MIN_SHARE)))
     for device in devices.values():

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from onnxplace.errors import OnnxplaceError, escape_unprintable
 from onnxplace.hosts import Connection
-from onnxplace.runtimes.ranks.launcher import RANK_MODULE, REPORTING_SECONDS, Launcher, RankSocket
+from onnxplace.runtimes.ranks.launcher import REPORTING_SECONDS, Launcher, RankSocket, make_command
 
 # In front of all frames: what a shell prints before is skipped.
 GREETING = b"\0onnxplace frames\n"
@@ -67,7 +67,7 @@ def main() -> None:
     os.write(_OUTPUT, GREETING)
     try:
         with RankSocket() as ranks:
-            command = connection.make_ranks_command(arguments["counts"], RANK_MODULE, ranks.path)
+            command = make_command(connection, arguments["counts"], ranks.path, 1)
             launcher = Launcher(command, ranks.path)
             try:
                 _serve(launcher, ranks, time.monotonic() + arguments["timeout"])

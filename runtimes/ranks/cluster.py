@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -32,12 +32,13 @@ from onnxplace.bundle import Bundle, Manifest, list_route_devices
 from onnxplace.errors import ExecutionError, InputError, TargetError, format_count
 from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause, find_rank_end
 from onnxplace.runtimes.ranks.bridge import ALIVE_SECONDS, GREETING
-from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, FrameSockets, RankTick
-from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, RANK_MODULE, REPORTING_SECONDS, Launcher, RankSocket
+from onnxplace.runtimes.ranks.driver_sockets import FrameSockets
+from onnxplace.runtimes.ranks.frames import SLICE_SECONDS, Frame
+from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, REPORTING_SECONDS, Launcher, RankSocket, make_command
 from onnxplace.runtimes.ranks.opening import Opening, read_piece, rebuild_error
 from onnxplace.runtimes.ranks.rank_plans import RankPlan
 from onnxplace.runtimes.ranks.rank_process import RankProcess
-from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
+from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks, SharedBlocks
 from onnxplace.target import split_host
 from onnxplace.utils import start_thread
 
@@ -64,15 +65,16 @@ class Cluster:
         self.plan = plan
         self.timeout_seconds = timeout_seconds
         self._connection = connection
-        self._sockets: FrameSockets | None = None
+        self.sockets: FrameSockets | None = None
+        """The sockets of ranks while the cluster is open."""
         self._launcher: Launcher | None = None
         self._processes: dict[int, int] = {}
         """Process ids by rank."""
         self._ending = threading.Lock()
         self.is_ended = False
         self.blocks = SharedBlocks()
-        self.sharing_ranks: set[int] = set()
-        """Ranks that can map these blocks."""
+        self.maps: dict[int, MappedBlocks] = {}
+        """The blocks of ranks that can map these, too."""
 
     def open(self, opening: Opening) -> None:
         """Start the ranks, and open a bundle on them.
@@ -111,17 +113,16 @@ class Cluster:
     def _start(self, deadline: float) -> None:
         """Start the launcher, and wait for the ranks of this machine."""
         require_mpi4py()
-        sockets: dict[int, FrameSocket] = {}
+        sockets: dict[int, socket.socket] = {}
         count = self.plan.near_count
         try:
             with RankSocket() as ranks:
-                command = self._connection.make_ranks_command(self.plan.counts, RANK_MODULE, ranks.path, str(count))
+                command = make_command(self._connection, self.plan.counts, ranks.path, count)
                 self._launch(lambda: Launcher(command, ranks.path))
                 while len(sockets) < count:
-                    rank, connection = ranks.accept(lambda: self._check_start(deadline))
-                    sockets[rank] = FrameSocket(connection)
+                    rank, sockets[rank] = ranks.accept(lambda: self._check_start(deadline))
         finally:
-            self._sockets = FrameSockets(sockets) if sockets else None
+            self.sockets = FrameSockets(sockets) if sockets else None
 
     def _launch(self, start: Callable[[], Launcher]) -> None:
         """Start the launcher; raises EOFError if another thread has ended the cluster already."""
@@ -152,13 +153,12 @@ class Cluster:
         missing = set(range(len(self.plan.devices)))
         deadline = time.monotonic() + self.timeout_seconds
 
-        def tick(rank: int, silent_seconds: float) -> None:
+        while missing:
+            frame = self.receive(SLICE_SECONDS)
             late = ", ".join(self.plan.devices[rank] for rank in sorted(missing))
             self._require_time(deadline, f"{late} {what}")
-
-        while missing:
-            frame = self.receive(tick)
-            tick(0, 0.0)
+            if frame is None:
+                continue
             if frame.kind == "failed":
                 raise rebuild_error(frame.fields["error"], self.plan.describe(frame.rank))
             if frame.kind == "need":
@@ -169,8 +169,9 @@ class Cluster:
             elif frame.kind == kind:
                 self._processes.setdefault(frame.rank, frame.fields.get("pid", 0))
                 missing.discard(frame.rank)
-                if frame.fields.get("shares"):
-                    self.sharing_ranks.add(frame.rank)
+                if frame.fields.get("shares") and frame.rank < self.plan.near_count:
+                    self.maps[frame.rank] = MappedBlocks()
+                    self.maps[frame.rank].try_probe(frame.fields["probe"])
 
     def _send_piece(self, bundle: Bundle, frame: Frame) -> None:
         """Send bytes of a file of the bundle to a rank that does not have it."""
@@ -183,19 +184,15 @@ class Cluster:
 
     def send(self, rank: int, frame: Frame) -> None:
         """Send a frame to a rank; raises OSError if the ranks have ended."""
-        self.send_all([(rank, frame)])
-
-    def send_all(self, frames: Sequence[tuple[int, Frame]]) -> None:
-        """Send frames to ranks; raises OSError if the ranks have ended."""
-        if self._sockets is None:
+        if self.sockets is None:
             raise OSError("the ranks have ended")
-        self._sockets.send(frames)
+        self.sockets.send([(rank, frame)])
 
-    def receive(self, tick: RankTick) -> Frame:
-        """Return the next frame of any rank; raises EOFError or OSError if they have ended."""
-        if self._sockets is None:
+    def receive(self, seconds: float) -> Frame | None:
+        """Return the next frame of any rank, None if none comes in time; raises EOFError or OSError if ranks ended."""
+        if self.sockets is None:
             raise EOFError
-        return self._sockets.receive(tick).unpack()
+        return self.sockets.receive(seconds)
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -242,9 +239,9 @@ class Cluster:
 
     def close_socket(self) -> None:
         """Close the sockets, after the thread that reads them has ended; or in a forked process."""
-        if self._sockets is not None:
-            self._sockets.close()
-            self._sockets = None
+        if self.sockets is not None:
+            self.sockets.close()
+            self.sockets = None
         self.blocks.close()
 
 
@@ -299,7 +296,7 @@ class RemoteCluster(Cluster):
         near, far = socket.socketpair()
         with far:
             self._launch(lambda: Launcher(remote, uuid.uuid4().hex, far))
-        self._sockets = FrameSockets({0: FrameSocket(near)})
+        self.sockets = FrameSockets({0: near})
         read = bytearray()
         while not read.endswith(GREETING):
             if select.select([near], [], [], _LOOK_SECONDS)[0]:
@@ -360,9 +357,16 @@ def plan_job(manifest: Manifest, size: int) -> RankPlan:
     return RankPlan(devices, tuple(split_host(device)[0] or "localhost" for device in devices))
 
 
+def read_processor_name() -> str:
+    """Return the name by which MPI knows this host."""
+    from mpi4py import MPI
+
+    return str(MPI.Get_processor_name())
+
+
 def serve_rank(job: Any) -> None:
     """Serve the session of rank 0 until it is closed."""
-    RankProcess(job, None).run()
+    RankProcess(job, None, read_processor_name()).run()
 
 
 class LedCluster(Cluster):
@@ -380,13 +384,13 @@ class LedCluster(Cluster):
         """Start the thread of rank 0, which waits until the other ranks open their sessions, too."""
         del deadline
         near, self._far = socket.socketpair()
-        self._sockets = FrameSockets({0: FrameSocket(near)})
+        self.sockets = FrameSockets({0: near})
         start_thread(self._thread)
 
     def _serve(self) -> None:
         assert self._far is not None
         with self._far:
-            RankProcess(self._job, self._far).run()
+            RankProcess(self._job, self._far, read_processor_name()).run()
 
     def describe_end(self) -> ExecutionError:
         """Return the error of a rank 0 that has ended; where another rank dies, MPI ends the whole job."""

@@ -6,15 +6,12 @@ Nothing in a frame is executed when it is read.
 from __future__ import annotations
 
 import json
-import select
 import socket
 import struct
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -121,17 +118,18 @@ _PREFIX = struct.Struct("<IIi")
 BETWEEN_RANKS = -1
 # A frame with more is refused: the other side is not ours.
 MAX_TEXT_BYTES, MAX_BUFFERS = 256 << 20, 1 << 20
-# Headers are filled up to a multiple of this, so that the numbers of a buffer right behind one are aligned.
-_ALIGNED_BYTES = 16
-# Values up to this size are sent in one piece with their header.
-MAX_JOINED_BYTES = 16 << 10
 _READ_BYTES = 64 << 10
 # How often a reader that waits looks after other things; a slice counts as at most this long, so that a process that
 # was stopped itself does not take the others for dead.
 SLICE_SECONDS = 0.1
 
-Tick = Callable[[float], None]
-RankTick = Callable[[int, float], None]
+Piece = tuple[Any, list[int]]
+"""Bytes to send, and how many of them were sent, one number for each time."""
+
+
+encode_fields = json.JSONEncoder(separators=(",", ":")).encode
+# What frames have in common is decoded once.
+_decode_common = lru_cache(64)(json.loads)
 
 
 @dataclass
@@ -144,121 +142,164 @@ class Frame:
     """Flat arrays of bytes."""
     rank: int = BETWEEN_RANKS
     """Towards ranks, who gets it; towards the driver, who sends it."""
+    common: str = ""
+    """More fields, as JSON, which other frames have, too."""
 
     def pack(self, rank: int = BETWEEN_RANKS) -> PackedFrame:
         """Return it as bytes and buffers, for a rank or from it."""
-        text = json.dumps({"kind": self.kind, "fields": self.fields}, separators=(",", ":")).encode()
-        text += b" " * (-(_PREFIX.size + 8 * len(self.buffers) + len(text)) % _ALIGNED_BYTES)
-        sizes = struct.pack(f"<{len(self.buffers)}Q", *map(len, self.buffers))
-        return PackedFrame(rank, _PREFIX.pack(len(text), len(self.buffers), rank) + sizes + text, self.buffers)
+        text = encode_fields({"kind": self.kind, "fields": self.fields})
+        return PackedFrame(rank, (f"{text}\n{self.common}" if self.common else text).encode(), self.buffers)
 
 
-@dataclass
+@dataclass(slots=True)
 class PackedFrame:
     """A message as bytes, which rank 0 passes on without reading it."""
 
     rank: int
-    header: bytes
-    """All but the buffers: the sizes of these, and the text."""
+    text: bytes
+    """JSON, or something else that begins with another byte than its brace."""
     buffers: Sequence[Any] = ()
 
+    @property
+    def header(self) -> bytes:
+        """Return all but the buffers: the sizes of these, and the text."""
+        count = len(self.buffers)
+        sizes = struct.pack(f"<{count}Q", *map(len, self.buffers)) if count else b""
+        return b"".join((_PREFIX.pack(len(self.text), count, self.rank), sizes, self.text))
+
     def unpack(self) -> Frame:
-        """Return the message."""
-        _, count, _ = _PREFIX.unpack_from(self.header)
-        data = json.loads(self.header[_PREFIX.size + 8 * count :])
-        return Frame(data["kind"], data["fields"], self.buffers, self.rank)
-
-    def join(self) -> bytes:
-        """Return the message in one piece; `split` is the inverse."""
-        return b"".join((self.header, *self.buffers))
-
-    @staticmethod
-    def split(data: Any) -> PackedFrame:
-        """Return the message of an array of bytes, whose memory its buffers share."""
-        frame, sizes, position = split_header(data)
-        ends = list(accumulate(sizes, initial=position))
-        frame.buffers = [data[start:end] for start, end in pairwise(ends)]
-        return frame
-
-
-def split_header(data: Any) -> tuple[PackedFrame, list[int], int]:
-    """Return a frame without its buffers, their sizes, and the length of its header, from bytes that begin with it."""
-    length, count, rank = _PREFIX.unpack_from(data)
-    end = _PREFIX.size + 8 * count + length
-    sizes = struct.unpack_from(f"<{count}Q", data, _PREFIX.size)
-    return PackedFrame(rank, bytes(data[:end])), list(sizes), end
+        """Return the message; only for JSON."""
+        text, _, common = self.text.partition(b"\n")
+        data = json.loads(text)
+        fields = {**data["fields"], **_decode_common(common)} if common else data["fields"]
+        return Frame(data["kind"], fields, self.buffers, self.rank)
 
 
 class FrameSocket:
-    """A stream socket of frames: any thread may send, one thread receives."""
+    """A stream socket of frames that never blocks: one thread at a time sends, and one receives.
+
+    Ctrl-C may raise in the main thread between any two instructions of Python, so also between a call that has moved
+    bytes and the assignment of their count; then nobody would know where the next frame begins. Here one instruction
+    does both: in `counts.extend(map(socket.send, ...))`, a loop in C calls the socket and keeps what it returns. All
+    else follows from that by steps that may be repeated, and by assignments without a call between them.
+
+    Args:
+        connection: A connected socket.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(True)
         self._socket = connection
-        self._sending = threading.Lock()
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
-        self._received = bytearray()
+        self.frames: list[PackedFrame] = []
+        """Frames that were read, for whoever takes them out."""
+        self._chunks: list[bytes] = []
+        """What was read last, unless it is parsed."""
+        self._rest = b""
+        """The beginning of a header."""
+        self._partial: PackedFrame | None = None
+        """A frame whose buffers are not here yet."""
+        self._missing: list[tuple[memoryview, list[int]]] = []
+        """Its incomplete buffers, with the numbers of bytes that they have."""
+        self._unsent: deque[Piece] = deque()
 
-    def send(self, *frames: PackedFrame) -> None:
-        """Send frames; blocks while the other side does not read. Raises OSError if it has ended."""
-        pieces: list[Any] = [piece for frame in frames for piece in (frame.header, *frame.buffers)]
-        if sum(map(len, pieces)) <= _READ_BYTES:
-            pieces = [b"".join(pieces)]
-        with self._sending:
-            for piece in pieces:
-                self._socket.sendall(piece)
+    def push(self, *frames: PackedFrame) -> None:
+        """Begin to send frames, whose buffers must not be altered any more; `flush` sends the rest.
 
-    def receive(self, tick: Tick) -> PackedFrame:
-        """Return the next frame.
-
-        Args:
-            tick: Called several times a second while nothing arrives, with the seconds of silence; it may raise.
-
-        Raises EOFError or OSError if the other side has ended.
+        Raises OSError if the other side has ended.
         """
-        self._await_bytes(_PREFIX.size, tick)
-        length, count, _ = _PREFIX.unpack_from(self._received)
-        if length > MAX_TEXT_BYTES or count > MAX_BUFFERS:
-            raise OSError(f"a frame with {length} bytes of text and {count} buffers")
-        self._await_bytes(_PREFIX.size + 8 * count + length, tick)
-        frame, sizes, end = split_header(self._received)
-        del self._received[:end]
-        frame.buffers = [self._read_buffer(size, tick) for size in sizes]
-        return frame
+        self._unsent += [(item, []) for item in join_small(frames)]
+        self.flush()
 
-    def _await_bytes(self, count: int, tick: Tick) -> None:
-        """Read until so many bytes are here."""
-        while len(self._received) < count:
-            self._await_data(tick)
-            data = self._socket.recv(max(_READ_BYTES, count - len(self._received)))
-            if not data:
-                raise EOFError("the other side has ended")
-            self._received += data
+    def flush(self) -> bool:
+        """Send what the system takes of frames that were pushed; return whether that is all."""
+        while self._unsent:
+            if not self.send_piece(self._unsent[0]):
+                return False
+            self._unsent.popleft()
+        return True
 
-    def _read_buffer(self, size: int, tick: Tick) -> Any:
-        """Return the next bytes as a flat array."""
-        buffer: Any = np.empty(size, np.uint8)
-        view, known = memoryview(buffer), min(size, len(self._received))
-        view[:known] = self._received[:known]
-        del self._received[:known]
-        view = view[known:]
-        while len(view):
-            self._await_data(tick)
-            count = self._socket.recv_into(view)
-            if not count:
-                raise EOFError("the other side has ended")
-            view = view[count:]
-        return buffer
+    def send_piece(self, piece: Piece) -> bool:
+        """Send what the system takes of some bytes; return whether all are sent."""
+        data, counts = piece
+        while (sent := sum(counts)) < len(data):
+            try:
+                rest = memoryview(data)[sent:] if sent else data
+                counts.extend(map(self._socket.send, (rest,), (socket.MSG_DONTWAIT,)))
+            except BlockingIOError:
+                return False
+        return True
 
-    def _await_data(self, tick: Tick) -> None:
-        """Wait until there is something to read."""
-        silent = 0.0
-        began = time.monotonic()
-        while not self._poll.poll(SLICE_SECONDS * 1000):
-            silent += min(time.monotonic() - began, 2 * SLICE_SECONDS)
-            tick(silent)
-            began = time.monotonic()
+    @property
+    def has_unsent(self) -> bool:
+        """Return whether `flush` has work."""
+        return bool(self._unsent)
+
+    @property
+    def is_moving(self) -> bool:
+        """Return whether a frame has begun to leave or to arrive."""
+        return bool(self._unsent or self._missing)
+
+    @property
+    def has_part(self) -> bool:
+        """Return whether a frame has begun to arrive."""
+        return bool(self._rest or self._missing)
+
+    def read(self) -> list[PackedFrame]:
+        """Return the frames that are here; raises what `look` raises."""
+        self.look()
+        frames, self.frames = self.frames, []
+        return frames
+
+    def look(self) -> None:
+        """Add the frames that are here to `frames`; what arrives meanwhile is for the next call.
+
+        Raises EOFError or OSError if the other side has ended, and no frame is here.
+        """
+        try:
+            self._read_some()
+        except EOFError:
+            if not self.frames:
+                raise
+
+    def _read_some(self) -> None:
+        """Read once."""
+        if self._missing and not self._fill():
+            return
+        if not self._chunks:  # else an interrupt kept them from being parsed
+            try:
+                size = max(_READ_BYTES, len(self._rest))
+                self._chunks.extend(map(self._socket.recv, (size,), (socket.MSG_DONTWAIT,)))
+            except BlockingIOError:
+                return
+        if not self._chunks[0]:
+            self._chunks = []
+            raise EOFError("the other side has ended")
+        data, start = self._rest + self._chunks[0] if self._rest else self._chunks[0], 0
+        frames, missing = list[PackedFrame](), list[tuple[memoryview, list[int]]]()
+        while (end := _parse(data, start, frames, missing)) != start:
+            start = end
+        rest, partial = data[start:], frames.pop() if missing else None
+        # No call between these.
+        self.frames += frames
+        self._chunks, self._rest, self._partial, self._missing = [], rest, partial, missing
+        if missing:
+            self._fill()
+
+    def _fill(self) -> bool:
+        """Read what is here of the partial frame, and add it once it is whole; return whether it is."""
+        for view, counts in self._missing:
+            while (count := sum(counts)) < len(view):
+                counts[:] = (count,)
+                try:
+                    counts.extend(map(self._socket.recv_into, (view[count:],), (0,), (socket.MSG_DONTWAIT,)))
+                except BlockingIOError:
+                    return False
+                if not counts[-1]:
+                    raise EOFError("the other side has ended")
+        assert self._partial is not None
+        # No call between these.
+        self.frames += [self._partial]
+        self._partial, self._missing = None, []
+        return True
 
     def close(self) -> None:
         """Close the socket."""
@@ -269,69 +310,43 @@ class FrameSocket:
         """Return the file descriptor."""
         return self._socket.fileno()
 
-    @property
-    def has_bytes(self) -> bool:
-        """Return whether the next frame, or its beginning, was read."""
-        return bool(self._received)
 
+def _parse(data: bytes, start: int, frames: list[PackedFrame], missing: list[Any]) -> int:
+    """Add the frame that begins at a position; return where the next one does, or `start` if too little is here.
 
-class FrameSockets:
-    """The driver's sockets of ranks: any thread may send, one thread receives.
-
-    Args:
-        sockets: The socket of each rank that has one. Frames for other ranks, and from them, go through rank 0, which
-            has one.
+    Buffers that are not complete are added to `missing`, with the numbers of bytes that they have.
     """
+    end: int = start + _PREFIX.size
+    if end > len(data):
+        return start
+    length, count, rank = _PREFIX.unpack_from(data, start)
+    if length > MAX_TEXT_BYTES or count > MAX_BUFFERS:
+        raise OSError(f"a frame with {length} bytes of text and {count} buffers")
+    text = end + 8 * count
+    if (end := text + length) > len(data):
+        return start
+    frame = PackedFrame(rank, data[text:end])
+    if count:
+        frame.buffers = buffers = list[Any]()
+        sizes: tuple[int, ...] = struct.unpack_from(f"<{count}Q", data, start + _PREFIX.size)
+        for size in sizes:
+            buffer: Any = np.empty(size, np.uint8)
+            known = min(size, len(data) - end)
+            buffer[:known] = np.frombuffer(data, np.uint8, known, end) if known else 0
+            end += known
+            buffers.append(buffer)
+            if known < size:
+                missing.append((memoryview(buffer), [known]))
+    frames.append(frame)
+    return end
 
-    def __init__(self, sockets: Mapping[int, FrameSocket]) -> None:
-        self._sockets = dict(sockets)
-        self._ranks = {item.descriptor: rank for rank, item in sockets.items()}
-        self._poll = select.poll()
-        for descriptor in self._ranks:
-            self._poll.register(descriptor, select.POLLIN)
-        self._ready: deque[int] = deque()
-        self._silent_seconds, self._looked = 0.0, time.monotonic()
 
-    def send(self, frames: Sequence[tuple[int, Frame]]) -> None:
-        """Send frames to ranks, those of one socket in one piece if they are small; raises OSError if it has ended."""
-        pieces: dict[int, list[PackedFrame]] = {}
-        for rank, frame in frames:
-            pieces.setdefault(rank if rank in self._sockets else 0, []).append(frame.pack(rank))
-        for rank, packed in pieces.items():
-            self._sockets[rank].send(*packed)
-
-    def receive(self, tick: RankTick) -> PackedFrame:
-        """Return the next frame of any rank.
-
-        Args:
-            tick: Called several times a second while nothing arrives, with a rank and the seconds of its silence: rank
-                0, which says that it is alive, or one that has sent half a frame. It may raise.
-
-        Raises EOFError or OSError if a rank has ended.
-        """
-        while not self._ready:
-            self._ready.extend(rank for rank, item in self._sockets.items() if item.has_bytes)
-            if self._ready:
-                break
-            self._ready.extend(self._ranks[descriptor] for descriptor, _ in self._poll.poll(SLICE_SECONDS * 1000))
-            self._add_silence()
-            if not self._ready:
-                tick(0, self._silent_seconds)
-        rank = self._ready.popleft()
-        packed = self._sockets[rank].receive(lambda silent: tick(rank, silent))
-        if rank == 0:
-            self._silent_seconds = 0.0
-        elif self._silent_seconds > SLICE_SECONDS:  # others have much to say
-            tick(0, self._silent_seconds)
-        return packed
-
-    def _add_silence(self) -> None:
-        """Add the time since the last call to the silence of rank 0."""
-        now = time.monotonic()
-        self._silent_seconds += min(now - self._looked, 2 * SLICE_SECONDS)
-        self._looked = now
-
-    def close(self) -> None:
-        """Close the sockets."""
-        for item in self._sockets.values():
-            item.close()
+def join_small(frames: Sequence[PackedFrame]) -> list[Any]:
+    """Return the bytes of frames, in one piece if they are few; large ones are not copied."""
+    pieces = list[Any]()
+    for frame in frames:
+        pieces.append(frame.header)
+        pieces += frame.buffers
+    if len(pieces) == 1:
+        return pieces
+    return [b"".join(pieces)] if sum(map(len, pieces)) <= _READ_BYTES else [piece for piece in pieces if len(piece)]

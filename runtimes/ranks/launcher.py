@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -12,21 +13,36 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from onnxplace.hosts import Connection
 
 # What each rank runs.
 RANK_MODULE = "onnxplace.runtimes.ranks.rank_process"
 # Time for the launcher to end after a rank, and to say which; it takes a tenth of that where processors are free.
 REPORTING_SECONDS = 2.0
 # Time to end: after ranks were asked to, after the launcher was asked to, and after it was killed.
-CLOSING_SECONDS, TERMINATING_SECONDS, KILLING_SECONDS = 1.0, 0.4, 0.3
+CLOSING_SECONDS, TERMINATING_SECONDS, KILLING_SECONDS = 1.0, 0.4, 1.0
 _LOOK_SECONDS = 0.005
 MAX_LOG_BYTES = 1 << 16
 
 # Files of shared memory of MPICH and Open MPI, in the memory maps of a process.
 _MEMORY_FILE = re.compile(r"(/dev/shm/(?:mpich_shm|sm_segment)\S+)$", re.MULTILINE)
+
+
+def make_command(connection: Connection, counts: Mapping[str, int], path: str, connected: int) -> list[str]:
+    """Return the command that starts ranks.
+
+    Args:
+        connection: How to reach other hosts.
+        counts: The number of ranks of each host, in the order of the ranks.
+        path: The socket of the driver, or of its bridge.
+        connected: The number of ranks that connect to it, which come first.
+    """
+    arguments = (path, str(connected), json.dumps(dict(counts)), connection.interface)
+    return connection.make_ranks_command(counts, RANK_MODULE, *arguments)
 
 
 class Launcher:

@@ -2,9 +2,9 @@
 
 The driver sends each request to all ranks of its route, with a serial number that is the same for all; ranks follow
 requests in this order. A rank follows the program of its device as a worker thread does, except that its peers are
-other processes. A send is only begun: MPI moves the bytes while the next segment runs. A receive waits for a value that
-has been expected since the request began, so that its bytes have a place when they arrive. Outputs go back in a report;
-states stay here, under the serial number of the request that left them, until the driver names or frees them.
+other processes. A send is only begun: the rest leaves while the next segment runs. Values that arrive wait here, under
+the serial number of their request. Outputs go back in a report; states stay here, under the serial number of the
+request that left them, until the driver names or frees them.
 
 A rank that fails or is told to cancel leaves the program, and reports. The others would wait for its values, so the
 driver cancels the request for them. Values of a request that has ended here are dropped when they come.
@@ -13,10 +13,10 @@ driver cancels the request for them. Values of a request that has ended here are
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from onnxplace.bundle import Step, list_routes, list_working_devices
@@ -25,7 +25,7 @@ from onnxplace.errors import (
     TargetError,
 )
 from onnxplace.hosts import describe_error, list_versions
-from onnxplace.machine import require_device, use_custom_operators, without_optimisations
+from onnxplace.machine import is_native_array, require_device, use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution import (
     END_GRACE_SECONDS,
     WEIGHTS_PART,
@@ -40,20 +40,22 @@ from onnxplace.runtimes.execution import (
     Worker,
     describe_step_failure,
     drop_last_frees,
+    exchanges_often,
     find_cores,
     open_routes,
 )
+from onnxplace.runtimes.ranks.data_planes import DeviceArray, choose_plane
 from onnxplace.runtimes.ranks.frames import Frame, decode_value, decode_values, encode_value, encode_values
-from onnxplace.runtimes.ranks.mpi_messages import Channel, MessageBus, ValueChannels, choose_plane
+from onnxplace.runtimes.ranks.links import Links
 from onnxplace.runtimes.ranks.opening import Fetch, Opening, find_clock, obtain_bundle
 from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
 from onnxplace.target import Device
 
-# A look for later values delays the value that is awaited by some us, so most looks are for that one alone.
-LOOKS_PER_LOOK_AHEAD = 10
+# Segments that take longer have the helper move messages meanwhile; waking it takes some 10 us.
+LONG_SECONDS = 2e-3
 
 Waiter = Callable[..., None]
-"""Waits, while messages are looked for, until its first argument holds; it naps only while its second one does not."""
+"""Waits, while messages are taken, until its argument holds."""
 
 
 class RankLoop(ProgramLoop):
@@ -63,8 +65,8 @@ class RankLoop(ProgramLoop):
         opening: What the driver said.
         device: The device of this rank, opened.
         routes: All routes, with the segments of this device only.
-        bus: The messages of this rank.
-        wait: Waits until a condition holds, while messages are looked for.
+        links: The messages of this rank.
+        wait: Waits until a condition holds, while messages are taken.
     """
 
     def __init__(
@@ -72,19 +74,20 @@ class RankLoop(ProgramLoop):
         opening: Opening,
         device: PlacedDevice,
         routes: list[OpenRoute],
-        bus: MessageBus,
+        links: Links,
         wait: Waiter,
     ) -> None:
         bundle = opening.bundle
         segments = {name: item for route in routes for name, item in route.segments.items()}
         super().__init__(bundle, {device.id: device}, list_working_devices(bundle.manifest), segments, opening.trace)
-        self._device, self._routes, self._bus, self._wait = device, routes, bus, wait
+        self._device, self._routes, self._links, self._wait = device, routes, links, wait
+        links.on_value = self.accept_value
         self._followed = {home: drop_last_frees(program) for home, program in bundle.manifest.programs.items()}
         self._ranks = {name: rank for rank, name in enumerate(opening.devices)}
-        self._channels = ValueChannels(bus, bundle.manifest)
         self._plane = choose_plane(device)
         self._arrived: dict[int, dict[str, Any]] = {}
-        """Values of other ranks that came as frames, by the number of their request."""
+        """Values of other ranks, by the number of their request."""
+        self._long_segments: set[str] = set()
         self._stored: dict[tuple[int, str], Any] = {}
         """Carried states, by the number of the request that stored them and their input."""
         self._ended = -1
@@ -95,6 +98,8 @@ class RankLoop(ProgramLoop):
         self._blocks = MappedBlocks()
         self.shares_memory = self._blocks.try_probe(opening.probe)
         """Whether inputs can come by memory of the driver."""
+        self._lent: deque[tuple[int, list[int]]] = deque()
+        """Blocks with outputs of requests, which the driver has not taken."""
         self._entries = device.memory.run_entries()
         self._readers = [Worker(device, loader.read, WEIGHTS_PART) for loader in self._weight_loaders.values()]
         for reader in self._readers:
@@ -102,27 +107,24 @@ class RankLoop(ProgramLoop):
         self.cores = device.cores
         self.clock_offset_seconds = 0.0
         """What the clock of this machine shows more than the driver's."""
-        self.compares_clocks = opening.trace and (opening.clock != find_clock() or bus.rank in opening.remote)
+        self.compares_clocks = opening.trace and (opening.clock != find_clock() or links.rank in opening.remote)
 
-    # -- messages, under the lock of the bus ----------------------------------------------------------
+    # -- messages, under the lock of the links --------------------------------------------------------
 
-    def accept_value(self, frame: Frame) -> None:
-        """Keep a value that came as a frame, unless its request has ended here."""
-        serial = frame.fields["serial"]
+    def accept_value(self, serial: int, name: str, value: Any) -> None:
+        """Keep a value of another rank, unless its request has ended here."""
         if serial > self._ended:
-            value = decode_value(frame.fields["value"], iter(frame.buffers))
-            self._arrived.setdefault(serial, {})[frame.fields["name"]] = value
+            self._arrived.setdefault(serial, {})[name] = value
 
-    def look_ahead(self) -> None:
-        """Receive what the current request waits for next, while its segments run; for any thread."""
-        if self._current is not None:
-            self._channels.look(self._serial)
+    def accept_frame(self, frame: Frame) -> None:
+        """Keep a value that came as a frame."""
+        value = decode_value(frame.fields["value"], iter(frame.buffers))
+        self.accept_value(frame.fields["serial"], frame.fields["name"], value)
 
     @property
-    def is_receiving(self) -> bool:
-        """Return whether a value is on its way to here; for any thread."""
-        with self._bus.lock:
-            return self._channels.is_arriving
+    def is_busy(self) -> bool:
+        """Return whether a request is in progress; for any thread."""
+        return self._current is not None
 
     def cancel(self, serial: int) -> None:
         """End a request as soon as possible, whether it has begun here or not; for any thread."""
@@ -141,6 +143,9 @@ class RankLoop(ProgramLoop):
         serial, route = fields["serial"], self._routes[fields["route"]]
         names = self._returned_names.union(fields["states"]) if fields["states"] else self._returned_names
         self._blocks.restore(frame)
+        if (taken := fields["taken"]) is not None:
+            while self._lent and self._lent[0][0] <= taken:
+                self._links.blocks.give_back(self._lent.popleft()[1])
         feeds = decode_values(fields["feeds"], iter(frame.buffers))
         conversation = CarriedStates(self._state_table, fields["conversation"])
         request = Request(fields["number"], feeds, route, names, conversation, Outcome())
@@ -148,17 +153,21 @@ class RankLoop(ProgramLoop):
         for key, value in self._entries.items():
             request.options.add_run_config_entry(key, value)
         request.states = {name: self._take_state(*handle) for name, handle in fields["stored"].items()}
-        # From here on, looks of other threads receive its values, and a cancellation reaches it.
+        # From here on, a cancellation reaches it.
         self._serial, self._current = serial, request
         # Its cancellation may have come before the request itself.
         if serial in self._cancelled:
             request.fail(CancelledError())
         try:
-            return self._report(serial, self._run_part(request), request)
+            report = self._report(serial, self._run_part(request), request)
+            if taken is not None:
+                self._lent.append((serial, self._links.blocks.place(report)))
+            return report
         finally:
             # What still comes for this request, or an earlier one, is late: values and cancellations are dropped.
-            self._ended, self._current = serial, None
-            self._arrived.pop(serial, None)
+            with self._links.lock:
+                self._ended, self._current = serial, None
+                self._arrived.pop(serial, None)
             # One by one, since another thread may add some meanwhile.
             for item in tuple(self._cancelled):
                 if item <= serial:
@@ -168,7 +177,6 @@ class RankLoop(ProgramLoop):
         """Follow the program; return the outputs, empty after a failure, which the request then has."""
         device = self._device
         program = self._followed[request.route.programs[device.id]]
-        self._channels.expect((step.value, self._find_rank(step, request)) for step in program if step.op == "receive")
         try:
             self.follow_program(device, program, request)
             for memory, _, checkpoint in request.checkpoints:
@@ -203,56 +211,38 @@ class RankLoop(ProgramLoop):
         return Frame("report", fields, buffers)
 
     def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
-        """Run a segment; the helper has to look for messages meanwhile."""
-        if self._bus.is_moving:
-            self._bus.is_unattended.set()
+        """Run a segment; the helper has to move messages meanwhile if it takes long, or if some have not left."""
+        name, began = segment.record.id, time.perf_counter()
+        if name in self._long_segments or self._links.is_sending:
+            self._links.call_helper()
         super().run_segment(device, segment, values, request)
+        if time.perf_counter() - began > LONG_SECONDS:
+            self._long_segments.add(name)
 
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Send a value to the rank of another device; the send is only begun."""
         rank = self._find_rank(step, request)
-        array = self._plane.export(value)
-        # Tensors of types that numpy has go by channels; other values are packed into frames.
-        if step.value in self._channels:
-            self._channels.send(rank, self._serial, step.value, array)
+        array = value if is_native_array(value) else self._plane.export(value)
+        if array is value or isinstance(array, DeviceArray) or is_native_array(array):
+            self._links.send_value(rank, self._serial, step.value, array)
             return
         buffers: list[Any] = []
         fields = {"serial": self._serial, "name": step.value, "value": encode_value(array, buffers)}
-        self._bus.send(rank, Frame("value", fields, buffers))
+        self._links.send(rank, Frame("value", fields, buffers))
 
     def _receive(self, device: PlacedDevice, step: Step, request: Request) -> Any:
         """Wait for a value of another rank; raises CancelledError if the request ends meanwhile."""
         began = time.perf_counter()
-        if step.value in self._channels:
-            array = self._await_channel(self._channels.find(step.value, self._find_rank(step, request)), request)
-        else:
+        with self._links.lock:
             arrived = self._arrived.setdefault(self._serial, {})
-            self._wait(lambda: step.value in arrived or request.failure is not None)
-            if request.failure is not None:
-                raise CancelledError
-            array = arrived.pop(step.value)
-        self._record(request, device, "wait", step.value, began)
-        began = time.perf_counter()
-        value = self._plane.accept(array, self.bundle.manifest.values[step.value].dtype)
-        self._record(request, device, "copy", step.value, began, value)
-        return value
-
-    def _await_channel(self, channel: Channel, request: Request) -> Any:
-        """Wait for the value of a channel, and return it."""
-        serial, lock, looks = self._serial, self._bus.lock, count(1)
-
-        def is_ready() -> bool:
-            with lock:
-                if channel.look(serial) or request.failure is not None:
-                    return True
-                if next(looks) % LOOKS_PER_LOOK_AHEAD == 0:  # later values may arrive before this one
-                    self._channels.look(serial)
-                return False
-
-        self._wait(is_ready, lambda: channel.is_arriving or self._channels.is_arriving)
+        self._wait(lambda: step.value in arrived or request.failure is not None)
         if request.failure is not None:
             raise CancelledError
-        return channel.take()
+        self._record(request, device, "wait", step.value, began)
+        began = time.perf_counter()
+        value = self._plane.accept(arrived.pop(step.value), self.bundle.manifest.values[step.value].dtype)
+        self._record(request, device, "copy", step.value, began, value)
+        return value
 
     def _find_rank(self, step: Step, request: Request) -> int:
         """Return the rank of the other device of a transfer."""
@@ -280,7 +270,6 @@ class RankLoop(ProgramLoop):
 
     def close(self) -> None:
         """Close sessions and memory."""
-        self._channels.close()
         for thread, loader in zip(self._readers, self._weight_loaders.values()):
             loader.end()
             thread.join(END_GRACE_SECONDS)
@@ -289,13 +278,13 @@ class RankLoop(ProgramLoop):
         self._device.memory.close()
 
 
-def open_rank(opening: Opening, bus: MessageBus, wait: Waiter, fetch: Fetch) -> RankLoop:
+def open_rank(opening: Opening, links: Links, wait: Waiter, fetch: Fetch) -> RankLoop:
     """Open the device and the segments of a rank; on another machine than the driver's, `fetch` gets what is missing.
 
     Raises the errors of the runtime `onnxruntime`, and TargetError if versions differ.
     """
     _require_versions(opening.versions)
-    bundle, name = opening.bundle, opening.devices[bus.rank]
+    bundle, name = opening.bundle, opening.devices[links.rank]
     target = bundle.target
     device = target.devices[target.position(name)]
     _require_local(device)
@@ -305,14 +294,16 @@ def open_rank(opening: Opening, bus: MessageBus, wait: Waiter, fetch: Fetch) -> 
     homes = {home for route in list_routes(bundle.manifest) for home, item in route.devices.items() if item == name}
     segments = [item for item in bundle.manifest.segments if item.device in homes]
     # A remote machine may lack files of the bundle: it fetches those that this rank needs.
-    if bus.rank in opening.remote:
+    if links.rank in opening.remote:
         states = [item.input for item in bundle.manifest.states if item.device in homes]
         bundle = obtain_bundle(bundle, segments, states, fetch)
         opening = replace(opening, bundle=bundle)
     with use_custom_operators(opening.libraries), nullcontext() if opening.optimises else without_optimisations():
         bundle.check_files(*{item.file for item in segments}, check="small")
         routes = open_routes(bundle, {name: placed})
-    return RankLoop(opening, placed, routes, bus, wait)
+    if placed.cores and exchanges_often(bundle.manifest):
+        links.open_rings()
+    return RankLoop(opening, placed, routes, links, wait)
 
 
 def _require_versions(expected: Mapping[str, str]) -> None:

@@ -1,8 +1,9 @@
-"""Large inputs in memory that ranks on the driver's machine share, where a socket would copy them twice.
+"""Large values in memory that processes of one machine share, where a socket would copy them twice.
 
-A block is an anonymous file in memory, so nothing is left of it however its processes end. A rank reaches it by the
-driver's entry in /proc, which other users cannot. Ranks that cannot either, such as those in another container, say so
-when they open the bundle, and get their inputs by the socket.
+A process writes a value once, into a block of its own, and lends the block to others, which read it where it is. A
+block is an anonymous file in memory, so nothing is left of it however its processes end. Others reach it by the owner's
+entry in /proc, which other users cannot. Processes that cannot either, such as those in another container, find that
+out by a probe, and get values by the socket.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,15 +22,17 @@ import numpy as np
 from onnxplace.runtimes.ranks.frames import Frame
 
 # Smaller buffers are as quick by the socket.
-MIN_SHARED_BYTES = 64 << 10
+MIN_SHARED_BYTES = 32 << 10
 _TOKEN_BYTES = 16
 
 
-class _SharedBlock:
+class SharedBlock:
     """Memory that other processes can map."""
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.readers = 0
+        """How many have not given it back."""
         self.descriptor = os.memfd_create("onnxplace", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.descriptor, size)
@@ -42,89 +47,123 @@ class _SharedBlock:
 
 
 class SharedBlocks:
-    """The blocks of a driver, taken by requests while these are in flight; for any thread."""
+    """The blocks of one process, lent to others until these give them back; for any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_closed = False
-        self._free: list[_SharedBlock] = []
-        self._taken: dict[int, list[_SharedBlock]] = {}
-        self._probe: _SharedBlock | None = None
+        self._free: dict[int, list[SharedBlock]] = {}
+        """By size; the last one that came back is taken first, as it may still be in the caches of a core."""
+        self._lent: dict[int, SharedBlock] = {}
+        self._probe: SharedBlock | None = None
 
     def make_probe(self) -> list[Any]:
-        """Return what a rank needs to try whether it can share memory; empty where the system has no such memory."""
+        """Return what another process needs to try whether it can map blocks; empty where there is no such memory."""
         if not hasattr(os, "memfd_create"):
             return []
-        self._probe = self._probe or _SharedBlock(_TOKEN_BYTES)
+        self._probe = self._probe or SharedBlock(_TOKEN_BYTES)
         token = secrets.token_bytes(_TOKEN_BYTES)
         self._probe.memory[:] = token
         return [os.getpid(), self._probe.descriptor, token.hex()]
 
-    def place(self, number: int, frame: Frame) -> None:
-        """Move the large buffers of a request's frame into blocks, which it has until `free`.
+    def lend(self, buffer: Any, readers: int = 1) -> SharedBlock | None:
+        """Copy bytes into a block, which is lent until so many readers have given it back.
 
-        Buffers stay in the frame where the system has no more memory or files for blocks.
+        Returns None if the bytes are few, or the system has no more memory or files for blocks.
         """
-        buffers, shared = list(frame.buffers), []
-        with self._lock:  # so that no block is closed meanwhile
-            for index, buffer in enumerate(buffers):
-                if (length := len(buffer)) >= MIN_SHARED_BYTES and (block := self._take(number, length)) is not None:
-                    block.memory[:length] = memoryview(buffer)
-                    shared.append([index, block.descriptor, block.size, length])
-                    buffers[index] = np.empty(0, np.uint8)
-        if shared:
-            frame.fields["shared"], frame.buffers = shared, buffers
-
-    def _take(self, number: int, length: int) -> _SharedBlock | None:
-        """Return the smallest free block that is large enough, or a new one; None if there is none."""
-        if self._is_closed:
+        if (length := len(buffer)) < MIN_SHARED_BYTES:
             return None
-        fitting = [block for block in self._free if block.size >= length]
-        if fitting:
-            block = min(fitting, key=lambda item: item.size)
-            self._free.remove(block)
-        else:
-            try:
-                block = _SharedBlock(1 << (length - 1).bit_length())
-            except OSError:
-                return None
-        self._taken.setdefault(number, []).append(block)
+        with self._lock:  # so that no block is closed meanwhile
+            if (block := self._take(length)) is not None:
+                block.memory[:length] = memoryview(buffer)
+                block.readers = readers
+                self._lent[block.descriptor] = block
         return block
 
-    def free(self, number: int) -> None:
-        """Free the blocks of a request that has ended on all ranks."""
+    def lend_again(self, block: SharedBlock) -> bool:
+        """Lend a block to one more reader; returns False if all others have given it back."""
         with self._lock:
-            self._free += self._taken.pop(number, ())
+            block.readers += block.readers > 0
+            return block.readers > 0
+
+    def place(self, frame: Frame) -> list[int]:
+        """Move the large buffers of a frame into blocks; return these, for `give_back`."""
+        buffers, shared = list(frame.buffers), []
+        for index, buffer in enumerate(buffers):
+            if (block := self.lend(buffer)) is not None:
+                shared.append([index, block.descriptor, block.size, len(buffer)])
+                buffers[index] = np.empty(0, np.uint8)
+        if shared:
+            frame.fields["shared"], frame.buffers = shared, buffers
+        return [descriptor for _, descriptor, _, _ in shared]
+
+    def _take(self, length: int) -> SharedBlock | None:
+        """Return a free block that is large enough, or a new one; None if there is none."""
+        if self._is_closed:
+            return None
+        size = 1 << (length - 1).bit_length()
+        if free := self._free.get(size):
+            return free.pop()
+        try:
+            return SharedBlock(size)
+        except OSError:
+            return None
+
+    def give_back(self, descriptors: Iterable[int]) -> None:
+        """Note that a reader needs blocks no more."""
+        with self._lock:
+            for descriptor in descriptors:
+                if (block := self._lent.get(descriptor)) is not None:
+                    block.readers -= 1
+                    if not block.readers:
+                        self._free.setdefault(block.size, []).append(self._lent.pop(descriptor))
 
     def close(self) -> None:
         """Give all memory back."""
         with self._lock:
             self._is_closed = True
-            blocks = [*self._free, *(block for taken in self._taken.values() for block in taken)]
-            for block in [*blocks, *([self._probe] if self._probe else [])]:
+            free = [block for blocks in self._free.values() for block in blocks]
+            for block in [*free, *self._lent.values(), *([self._probe] if self._probe else [])]:
                 block.close()
-            self._free, self._taken, self._probe = [], {}, None
+            self._free, self._lent, self._probe = {}, {}, None
 
 
 class MappedBlocks:
-    """The blocks of a driver as a rank sees them."""
+    """The blocks of another process as this one sees them."""
 
     def __init__(self) -> None:
-        self._driver = 0
+        self.is_mapped = False
+        """Whether the probe has shown that this process can map them."""
+        self.owner = 0
         self._maps: dict[tuple[int, int], Any] = {}
+        self._returned: deque[int] = deque()
+        """Blocks that nothing here refers to any more; any thread may find that out."""
 
     def try_probe(self, probe: Sequence[Any]) -> bool:
-        """Return whether this process can map blocks of the driver."""
+        """Return whether this process can map blocks of the one that made the probe."""
         if not probe:
             return False
-        self._driver, descriptor, token = probe
-        try:
-            return bool(self._map(descriptor, _TOKEN_BYTES).tobytes().hex() == token)
-        except (OSError, ValueError):
-            return False
+        self.owner, descriptor, token = probe
+        with suppress(OSError, ValueError):
+            self.is_mapped = bool(self._map(descriptor, _TOKEN_BYTES).tobytes().hex() == token)
+        return self.is_mapped
+
+    def borrow(self, descriptor: int, size: int, length: int) -> Any:
+        """Return the bytes that were lent, as a flat array that nobody may write to.
+
+        Once neither it nor an array that shares its memory is left, `take_returned` has the block.
+        """
+        return np.asarray(_Loan(self._map(descriptor, size)[:length], descriptor, self._returned))
+
+    def take_returned(self) -> list[int]:
+        """Return blocks that are needed no more, for the owner's `give_back`; each once."""
+        descriptors = []
+        while self._returned:
+            descriptors.append(self._returned.popleft())
+        return descriptors
 
     def restore(self, frame: Frame) -> None:
-        """Put the shared buffers of a request back into its frame; they share the memory of the driver."""
+        """Put the shared buffers of a frame back into it; they share the memory of the owner."""
         buffers = list(frame.buffers)
         for index, descriptor, size, length in frame.fields.get("shared", ()):
             buffers[index] = self._map(descriptor, size)[:length]
@@ -133,7 +172,18 @@ class MappedBlocks:
     def _map(self, descriptor: int, size: int) -> Any:
         """Return the bytes of a block."""
         if (array := self._maps.get((descriptor, size))) is None:
-            with open(f"/proc/{self._driver}/fd/{descriptor}", "rb") as file:
+            with open(f"/proc/{self.owner}/fd/{descriptor}", "rb") as file:
                 array = np.frombuffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ), np.uint8)
             self._maps[descriptor, size] = array
         return array
+
+
+class _Loan:
+    """Bytes in a block of another process; arrays on it keep it, and its end is noted."""
+
+    def __init__(self, memory: Any, descriptor: int, returned: deque[int]) -> None:
+        self._memory, self._descriptor, self._returned = memory, descriptor, returned
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._returned.append(self._descriptor)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -48,10 +49,19 @@ def list_python_files(folder: str | Path) -> list[Path]:
     return [path for path in sorted((ROOT / folder).rglob("*.py")) if linked.isdisjoint(path.parents)]
 
 
+def walk_statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield a tree and all statements in it; most of its nodes are in their expressions."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield from walk_statements(child)
+
+
 def read_imported_packages(source: str) -> set[str]:
     """Return the top-level packages that a source imports, also in functions and for type checking."""
     modules = set()
-    for node in ast.walk(ast.parse(source)):
+    walk = ast.walk if "importorskip" in source or "import_module" in source else walk_statements
+    for node in walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:

@@ -79,7 +79,7 @@ MAY_IMPORT = {
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle devices errors feeds graph machine pipeline runtime target utils",
     "hosts": "calibration errors machine ort target utils",
-    "runtimes.ranks": "bundle devices errors feeds hosts machine model runtime runtimes.execution target utils",
+    "runtimes.ranks": "bundle devices errors hosts machine model runtime runtimes.execution target utils",
     "runtimes": (
         "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks runtimes.replicas target traces"
     ),
@@ -91,18 +91,19 @@ MAY_IMPORT = {
         "problem reports simulation state target torch utils"
     ),
     "export": "bundle devices errors model target training_step utils",
-    "api": "bundle driver drop_in errors machine pipeline reports runtime serving traces utils",
-    "verification": "api bundle driver errors evaluation feeds machine pipeline runtime utils",
-    "benchmark": "api bundle driver errors evaluation feeds machine pipeline runtime serving traces utils",
-    "training": "api bundle errors feeds model runtime utils",
+    "session": "bundle drop_in errors machine pipeline reports runtime serving traces utils",
+    "api": "bundle driver reports",
+    "verification": "bundle driver errors evaluation feeds machine pipeline runtime session utils",
+    "benchmark": "bundle driver errors evaluation feeds machine pipeline runtime serving session traces utils",
+    "training": "bundle errors feeds model runtime session utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
     "doctor": (
-        "api bundle calibration devices driver errors evaluation feeds machine ort pipeline reports runtime target "
+        "bundle calibration devices driver errors evaluation feeds machine ort pipeline reports runtime session target "
         "testing utils"
     ),
     "cli": (
-        "api benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds hosts machine "
-        "pipeline reports runtime serving target traces training utils verification"
+        "benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds hosts machine "
+        "pipeline reports runtime serving session target traces training utils verification"
     ),
     "__main__": "cli",
 }

@@ -48,7 +48,34 @@ def compiled_from(model: Path | onnx.ModelProto, folder: Path, device_map: dict[
     return onnxplace.compile(model, folder / "bundle", devices="cpu:0,cpu:1", pipeline=steps, **options).path
 
 
+@pytest.fixture(scope="module")
+def measured() -> dict[object, object]:
+    """What processes of their own were found to need, by what they opened."""
+    return {}
+
+
+@pytest.fixture
+def measured_once(monkeypatch, measured):
+    """Start no process for what an earlier test has measured."""
+    measure, measure_opening = memory_use._run_in_child, benchmark.measure_model_opening
+
+    def measure_once(job):
+        key = job.bundle, job.device
+        if key not in measured:
+            measured[key] = measure(job)
+        return measured[key]
+
+    def measure_opening_once(bundle, against):
+        if bundle.path not in measured:
+            measured[bundle.path] = measure_opening(bundle, against)
+        return measured[bundle.path]
+
+    monkeypatch.setattr(memory_use, "_run_in_child", measure_once)
+    monkeypatch.setattr(benchmark, "measure_model_opening", measure_opening_once)
+
+
 @only_linux
+@pytest.mark.usefixtures("measured_once")
 def test_all_predictions_are_compared_with_measurements(run_cli, compiled):
     data, manifest = bench(run_cli, compiled, "--repeat", "3"), onnxplace.load(compiled).manifest
     for device, planned in zip(data["devices"], manifest.devices):
@@ -79,6 +106,7 @@ def test_all_predictions_are_compared_with_measurements(run_cli, compiled):
 
 
 @only_linux
+@pytest.mark.usefixtures("measured_once")
 def test_the_text_has_a_row_for_each_device_link_and_the_process(run_cli, compiled):
     result = run_cli("bench", compiled, "--repeat", "2")
     assert (result.code, result.err) == (0, "")
@@ -146,6 +174,7 @@ def test_memory_is_omitted_on_request_and_on_other_systems(run_cli, compiled, mo
 
 
 @only_linux
+@pytest.mark.usefixtures("measured_once")
 def test_a_model_that_cannot_be_opened_again_is_a_note(run_cli, compiled, monkeypatch):
     def fail(*_):
         raise onnxplace.ExecutionError("X004", "it was killed", where="whole.onnx")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import onnxplace
+from onnxplace.errors import UsageError
 from tests.conftest import FAST_PIPELINE
 from tests.support.commands import FAST, SHAPE, node_names, only_json
 
@@ -49,6 +50,43 @@ def test_compile_json_agrees_with_the_bundle(run_cli, model_file):
     assert sum(device["nodes"] for device in data["devices"]) == 5
     assert [step["name"] for step in data["passes"]] == [part.partition("{")[0] for part in FAST_PIPELINE.split(",")]
     assert 0 < data["predicted"]["lower_bound_seconds"] <= data["predicted"]["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("effort", "profile", "auto", "limited"),
+    [
+        ("low", "profile{estimate=true}", "auto{seconds=0.2}", "auto{seconds=0.1}"),
+        ("default", "profile", "auto{eager=true}", "auto{seconds=0.1,eager=true}"),
+        ("high", "profile{thorough=true}", "auto", "auto{seconds=0.1}"),
+    ],
+)
+def test_an_effort_decides_what_is_measured_and_how_long_is_searched(
+    run_cli, model_file, effort, profile, auto, limited
+):
+    options = (*SHAPE, "--shard", "off", "--effort", effort, "--no-trial", "--json", "-o", "out", "--force")
+    data = only_json(run_cli("compile", model_file, *options))
+    assert data["pipeline"] == f"optimize,{profile},coplace{{join=never}},fuse,{auto},split,emit"
+    assert (effort == "low") == any("estimates were requested" in note["message"] for note in data["diagnostics"])
+    assert f"fuse,{limited},split" in only_json(run_cli("compile", model_file, *options, "--budget", "0.1"))["pipeline"]
+
+
+@pytest.mark.parametrize("effort", ["low", "default"])
+def test_an_effort_decides_what_plan_measures(run_cli, model_file, effort):
+    result = run_cli("plan", model_file, *SHAPE, "--devices", "cpu:0,cpu:1", "--effort", effort)
+    assert result.code == 0
+    assert ("costs are estimates" in result.out) == (effort == "low")
+
+
+def test_an_effort_belongs_to_passes_that_onnxplace_chooses(run_cli, model_file):
+    result = run_cli("compile", model_file, *SHAPE, "--effort", "high", "--pipeline", FAST_PIPELINE, "-o", "out")
+    assert result.code == 2
+    assert "error[U042]" in result.err
+
+
+def test_an_unknown_effort_is_refused_before_any_work(model_file):
+    for command in (onnxplace.compile, onnxplace.plan):
+        with pytest.raises(UsageError, match="expected low, default or high"):
+            command(model_file, effort="much")
 
 
 def test_the_pipeline_in_the_output_compiles_the_same_again(run_cli, model_file):

@@ -241,7 +241,7 @@ def test_names_are_refused_before_anything_is_run(tmp_path: Path, run_cli: Cli, 
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     bundle = compiled_with(proto, RandomPlacement((0, 1)), tmp_path)
     assert run_cli("run", bundle.path).code == 0
-    monkeypatch.setattr("onnxplace.api.InferenceSession", None)  # a session would fail
+    monkeypatch.setattr("onnxplace.session.InferenceSession", None)  # a session would fail
     result = run_cli("run", bundle.path, "--outputs", tmp_path / "out.npz")
     assert result.code == 2
     assert result.err.startswith("error[U032] output 'y.npy'")

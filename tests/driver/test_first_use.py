@@ -63,12 +63,15 @@ print(",".join(sorted(loops)), [name for name, loop in loops.items() if len(loop
 def list_loops_without_arrays() -> list[tuple[str, ast.FunctionDef]]:
     """Return the functions of this package that are declared to make no arrays, with the name of their file."""
     files = {path.resolve() for top in ("onnxplace", "passes", "plugins") for path in (ROOT / top).rglob("*.py")}
-    functions = ((path.name, node) for path in files for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+    declarations = ("in_place", "linear_in_place", "compiled_part")
+    sources = {path.name: text for path in files if "@" in (text := path.read_text("utf-8"))}
     return [
         (name, node)
-        for name, node in functions
+        for name, text in sources.items()
+        if any(f"@{declaration}" in text for declaration in declarations)
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef)
-        and {"in_place", "linear_in_place", "compiled_part"} & {ast.unparse(d) for d in node.decorator_list}
+        and {ast.unparse(d) for d in node.decorator_list}.intersection(declarations)
     ]
 
 

@@ -29,7 +29,7 @@ TWO = {"devices": "cpu:0,cpu:1", "objective": "throughput", "force": True}
 @pytest.fixture
 def work_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    onnx.save(mlp(layers=4, rows=16), tmp_path / "m.onnx")
+    onnx.save(mlp(layers=4, rows=16, width=256, inner=512), tmp_path / "m.onnx")
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_stages_are_kept_where_they_are_measured_to_be_faster(measured):
     compiled = compile_model("m.onnx", "out", **TWO)
     assert not compiled.bundle.manifest.routes
     assert compiled.bundle.manifest.placer == "stages"
-    x = np.ones((16, 512), "f4")
+    x = np.ones((16, 256), "f4")
     with onnxplace.InferenceSession("out") as session:
         assert np.isfinite(session.run(None, {"x": x})[0]).all()
 

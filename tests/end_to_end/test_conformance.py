@@ -14,11 +14,18 @@ from tests.support.conformance import Case, case, failures, outcome, placements,
 PARTS = 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sampled(24)
 def test_cases_that_onnxruntime_passes_pass_in_every_split(part: int):
-    cases = [*sample_cases(hard=3, other=24), ("light", "test_shufflenet")]
-    outcomes = [outcome(kind, name) for kind, name in cases[part::PARTS]]
+    check([*sample_cases(hard=3, other=24), ("light", "test_shufflenet")][part::PARTS])
+
+
+def test_a_few_of_these_cases_pass():
+    check(sample_cases(hard=3, other=24, quick=True)[::PARTS])
+
+
+def check(cases: list[tuple[str, str]]) -> None:
+    outcomes = [outcome(kind, name) for kind, name in cases]
     assert [item for item in outcomes if item.status == "failed"] == []
     assert sum(item.status == "passed" for item in outcomes) > len(outcomes) / 4
 

@@ -126,6 +126,32 @@ def test_a_model_that_fits_is_measured_only_as_a_whole():
     assert state[Profile].whole_seconds
 
 
+@pytest.mark.parametrize(("options", "pieces"), [("", 12), (",thorough=true", 0)])
+def test_large_layers_that_repeat_are_measured_once(monkeypatch, options, pieces):
+    model, parts, actual = bind(load(chain(12)), {"batch": 4}, {}), [], MeasurementOptions.measure
+    monkeypatch.setattr(chunks, "BEYOND_CACHES_BYTES", 5_000)  # of a layer: the model is more than four of them
+    monkeypatch.setattr(
+        MeasurementOptions, "measure", lambda self, part, feeds: parts.append(part) or actual(self, part, feeds)
+    )
+    state = State(local_target("cpu:0,cpu:1")).with_facts(model)
+    state, _ = Pipeline.parse(f"profile{{repeat=3,seconds=0,cache=false{options}}}").run(state)
+    notes = [note.message for note in state.diagnostics if note.code == "C001"]
+    profile = state[Profile]
+    assert [len(part.nodes) for part in parts] == [3 if pieces else 36]
+    assert [f"{pieces} pieces" in note and "known to" in note for note in notes] == [True] * bool(pieces)
+    assert profile.quality["cpu/1"].runs == 3
+    assert bool(profile.whole_seconds) == (not pieces)
+    assert set(profile.sources["cpu/1"].tolist()) <= {Source.MEASURED, Source.KNOWN}
+
+
+@pytest.mark.parametrize(("layers", "beyond"), [(3, 7_000), (12, 1 << 28)], ids=["few layers", "small ones"])
+def test_a_model_that_caches_hold_or_that_repeats_little_is_measured_as_a_whole(monkeypatch, layers, beyond):
+    model = bind(load(chain(layers)), {"batch": 4}, {})
+    graph, kinds, found = structure(model)
+    monkeypatch.setattr(chunks, "BEYOND_CACHES_BYTES", beyond)
+    assert not chunks.has_repeated_chunks(graph, kinds, chunks.cut_into_chunks(graph, found, 1 << 40))
+
+
 def test_a_model_larger_than_a_device_compiles_with_measured_costs(tmp_path, run_cli):
     path = saved(tmp_path / "here", chain(12, 64))
     out = tmp_path / "bundle"

@@ -24,7 +24,7 @@ EXAMPLES = int(os.environ.get("ONNXPLACE_EXAMPLES", "0"))
 # Segments run as users run them, at level "all", or at "none"; the model is never optimised. Either way the bits must
 # be equal, because tests/support/random_models.py draws no operation that rounds: no fusion can change a result.
 @settings(
-    max_examples=EXAMPLES or 600,
+    max_examples=EXAMPLES or 400,
     deadline=None,
     derandomize=not EXAMPLES,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

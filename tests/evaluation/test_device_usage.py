@@ -15,7 +15,13 @@ from onnxplace.devices import Hardware
 from onnxplace.errors import ExecutionError
 from onnxplace.evaluation import TracedRequests, device_usage, measure_usage, memory_use
 from onnxplace.evaluation.device_usage import count_value_bytes
-from onnxplace.evaluation.memory_use import BundleMemory, StoredFeeds, can_measure_memory, measure_memory
+from onnxplace.evaluation.memory_use import (
+    BundleMemory,
+    ProcessMemory,
+    StoredFeeds,
+    can_measure_memory,
+    measure_memory,
+)
 from onnxplace.feeds import random_feeds
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event
@@ -157,8 +163,27 @@ def values(bundle) -> dict:
         return {**feeds, **session.run(feeds).outputs}
 
 
+@pytest.fixture(scope="module")
+def processes() -> dict[str, ProcessMemory]:
+    """What the process of each device was found to need; "" is that of the whole bundle."""
+    return {}
+
+
+@pytest.fixture
+def measured_once(monkeypatch, processes):
+    """Start no process for a job that an earlier test measured with these values."""
+    measure = memory_use._run_in_child
+
+    def measure_once(job):
+        if job.device not in processes:
+            processes[job.device] = measure(job)
+        return processes[job.device]
+
+    monkeypatch.setattr(memory_use, "_run_in_child", measure_once)
+
+
 @only_linux
-def test_each_device_is_measured_alone_and_the_process_as_a_whole(bundle, values):
+def test_each_device_is_measured_alone_and_the_process_as_a_whole(bundle, values, measured_once):
     notifications: list[tuple[str, int, int]] = []
     memory = measure_memory(bundle, values, lambda *arguments: notifications.append(arguments))
     assert memory.notes == ()
@@ -182,7 +207,7 @@ def test_the_process_is_the_measurement_of_a_single_device(tmp_path, model_file)
 
 
 @only_linux
-def test_a_device_without_its_received_values_is_left_out(bundle, values):
+def test_a_device_without_its_received_values_is_left_out(bundle, values, measured_once):
     memory = measure_memory(bundle, {"x0": values["x0"]})
     assert set(memory.device_bytes) == {"cpu:0"}
     assert memory.notes == ()
@@ -194,7 +219,8 @@ def test_nothing_is_measured_except_on_linux(bundle, values, monkeypatch, tmp_pa
 
 
 @only_linux
-def test_a_process_that_fails_is_noted_by_device(bundle, values):
+def test_a_process_that_fails_is_noted_by_device(bundle, values, measured_once, processes):
+    processes.pop("cpu:1", None)
     wrong = {**values, "x3": values["x3"][:, :7]}
     memory = measure_memory(bundle, wrong)
     (note,) = memory.notes

@@ -360,7 +360,7 @@ def make_model_for_two(model_file, tmp_path):
 def pretend_trials(monkeypatch, seconds_by_devices):
     """Let trials return these times of a step, by the number of devices that a bundle uses."""
 
-    def result(bundles, feeds, cached):
+    def result(bundles, feeds, **options):
         return tuple(
             trial.Trial(
                 seconds_by_devices[len(list_devices(bundle))],

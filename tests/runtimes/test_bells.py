@@ -81,9 +81,9 @@ def test_without_a_ring_watching_ends_and_is_left_out_more_and_more_often(bells:
         mine.watch(lambda: False)
     assert 4 <= len(calls) <= 8  # 1 + 1 + 3 + 7 + ... of them are left out
     mine.plan_ring(other)
-    before = int(mine._counters.sum())
+    before = sum(mine._counters)
     mine.watch(lambda: False)  # left out or not, it rings
-    assert int(mine._counters.sum()) == before + 1
+    assert sum(mine._counters) == before + 1
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def compile_alternating(tmp_path: Path) -> onnxplace.Bundle:
 def test_the_last_of_the_most_bells_rings() -> None:
     bells = hang_bells([str(number) for number in range(bells_module.MAX_BELLS - 1)])
     first, callers = bells["0"], bells[CALLERS]
-    before = int(first._counters[callers.index * first._stride])
+    before = first._counters[callers.index * first._stride]
     first.plan_ring(callers)
     first.watch(lambda: False)
-    assert int(first._counters[callers.index * first._stride]) == before + 1
+    assert first._counters[callers.index * first._stride] == before + 1
 
 
 class _LyingBell(Bell):
@@ -134,7 +134,8 @@ class _LyingBell(Bell):
 
     def ring(self) -> None:
         self._unrung = 0
-        self._counters[:] += 1
+        for index in range(0, len(self._counters), self._stride):
+            self._counters[index] += 1
 
 
 @pytest.mark.parametrize("bell", [Bell, _LyingBell])

@@ -12,7 +12,14 @@ import pytest
 from onnx import parser
 
 from onnxplace.bundle import WHOLE_MODEL_FILE
-from onnxplace.machine import make_session_options, open_session
+from onnxplace.errors import ModelError
+from onnxplace.machine import (
+    make_session_options,
+    open_in_threads,
+    open_session,
+    uses_optimisations,
+    without_optimisations,
+)
 from onnxplace.runtimes.execution import engine as engine_module, workers as workers_module
 from tests.support.endless import endless_bundle, feeds
 from tests.support.fault_checks import HUNG_SECONDS, ROOT, assert_expected
@@ -191,22 +198,50 @@ def folding_model(tmp_path_factory):
 
 
 OPENING = """
-    from onnxplace.machine import open_session, make_session_options
+    from onnxplace.machine import make_session_options, open_in_threads, open_session
     try:
         print("ready", flush=True)
-        open_session({path!r}, make_session_options([0]))
+        open_in_threads([lambda: open_session({path!r}, make_session_options([0]))] * {threads})
     except KeyboardInterrupt:
         print("interrupted")
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
-def test_an_interrupt_ends_the_opening_of_a_session(bundle, folding_model):
-    process = start(bundle, OPENING.format(path=str(folding_model)))
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_interrupt_ends_the_opening_of_a_session(bundle, folding_model, threads):
+    process = start(bundle, OPENING.format(path=str(folding_model), threads=threads))
     interrupt_until_end(process)
     code, out, _ = wait_for_end(process)
-    # A further interrupt may come while the interpreter ends, where it has its default effect.
-    assert (code, out) in ((0, "interrupted\n"), (-signal.SIGINT, "interrupted\n"), (130, ""))
+    # A further interrupt may come while the interpreter ends, where it has its default effect, or while it waits for
+    # threads: ONNX Runtime in one of them aborts a process whose interpreter has ended.
+    codes = (0, -signal.SIGINT, -signal.SIGABRT) if threads > 1 else (0, -signal.SIGINT)
+    assert (out, code) == ("", 130) or (out == "interrupted\n" and code in codes)
+
+
+def test_threads_give_up_sessions_when_one_of_them_fails(folding_model):
+    errors = []
+
+    def fail():
+        raise ValueError("refused")
+
+    def open_later():
+        time.sleep(0.2)
+        try:
+            open_session(folding_model, make_session_options([0]))
+        except ModelError as error:
+            errors.append(error.message)
+            raise
+
+    with pytest.raises(ValueError, match="refused"):
+        open_in_threads([open_later, fail])
+    assert "MODEL_LOAD_CANCELED" in errors[0]
+
+
+def test_threads_open_sessions_as_their_caller_would():
+    with without_optimisations():
+        assert open_in_threads([uses_optimisations, uses_optimisations, lambda: 3]) == [False, False, 3]
+    assert open_in_threads([uses_optimisations] * 2) == [True, True]
 
 
 # Says when signals are handled.
@@ -241,6 +276,19 @@ def test_one_signal_ends_a_command_while_it_computes(tmp_path, command, number):
 
 
 @pytest.mark.slow
+def test_opening_and_running_a_bundle_imports_nothing_that_compiles(bundle):
+    code = f"""if True:
+        import sys
+        import numpy as np
+        import onnxplace
+        session = onnxplace.InferenceSession({str(bundle.path)!r})
+        session.run(None, {{"limit": np.array(2), "x": np.ones(4, np.float32)}})
+        print([name for name in ("numba", "onnx", "onnxplace.driver") if name in sys.modules])
+    """
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr
+
+
 def test_the_interpreter_ends_while_daemon_threads_open_sessions(bundle):
     text = """
         def work():

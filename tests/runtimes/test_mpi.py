@@ -79,9 +79,9 @@ def test_a_cancelled_request_ends_on_its_ranks(shared):
 def test_idle_ranks_sleep(shared):
     shared.run(None, feeds(3))
     before = [read_processor_seconds(item) for item in read_rank_ids(shared)]
-    time.sleep(2.0)
+    time.sleep(0.5)
     used = [read_processor_seconds(item) - first for item, first in zip(read_rank_ids(shared), before)]
-    assert max(used) < 0.2  # a rank that waits inside MPI uses 2.0
+    assert max(used) < 0.1  # a rank that waits inside MPI uses 0.5
 
 
 def read_processor_seconds(process_id):
@@ -155,7 +155,7 @@ def test_a_forgotten_session_ends_its_ranks_and_threads(bundle):
     session = open_ranks(bundle)
     ranks = read_rank_ids(session)
     threads = set(threading.enumerate()) - before
-    assert len(threads) == 2
+    assert len(threads) == 1
     del session
     gc.collect()
     for thread in threads:

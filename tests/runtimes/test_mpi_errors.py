@@ -110,7 +110,7 @@ class Dying(Connection):
     def make_ranks_command(self, counts, module, *arguments):
         code = (
             f"import os, signal\nfrom {module} import RankProcess, main\nopen_bundle = RankProcess._open\n"
-            "def die(self, frame):\n    os.kill(os.getpid(), signal.SIGKILL) if self.bus.rank else None\n"
+            "def die(self, frame):\n    os.kill(os.getpid(), signal.SIGKILL) if self.links.rank else None\n"
             "    return open_bundle(self, frame)\n"
             "RankProcess._open = die\nmain()"
         )

@@ -90,6 +90,25 @@ def test_values_of_all_types_cross_from_rank_to_rank_as_between_threads(tmp_path
             assert_same(outputs[name], want[name])
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_large_outputs_belong_to_the_caller_whether_ranks_share_memory_or_not(tmp_path, monkeypatch, shares):
+    text = '<ir_version: 8, opset_import: ["": 17]> big (float[20000] x) => (float[20000] a, float[20000] y) '
+    text += "{ a = Neg(x) y = Neg(a) }"
+    bundle = compile_alternating(parser.parse_model(text), tmp_path, "cpu:0", "cpu:1")
+    if not shares:
+        monkeypatch.setattr(SharedBlocks, "make_probe", lambda self: [])
+    with onnxplace.InferenceSession(bundle, runtime="mpi", timeout=WAIT_SECONDS) as session:
+        assert bool(session._session.engine._taken) == shares
+        kept = []
+        for seed in range(1, 7):
+            kept.append(session.run(["a", "y"], {"x": np.full(20_000, seed, np.float32)}))
+            for output in kept[-1]:
+                output *= 10
+        for seed, (a, y) in enumerate(kept, 1):
+            assert set(a) == {-10.0 * seed}
+            assert set(y) == {10.0 * seed}
+
+
 @pytest.mark.slow
 def test_large_inputs_of_requests_in_flight_stay_apart_whether_ranks_share_memory_or_not(tmp_path, monkeypatch):
     text = '<ir_version: 8, opset_import: ["": 17]> big (float[110000] x) => (float[110000] y) '
@@ -100,7 +119,7 @@ def test_large_inputs_of_requests_in_flight_stay_apart_whether_ranks_share_memor
         if not shares:
             monkeypatch.setattr(SharedBlocks, "make_probe", lambda self: [])
         with onnxplace.InferenceSession(bundle, runtime="mpi", timeout=WAIT_SECONDS) as session:
-            assert bool(session._session.engine._cluster.sharing_ranks) == shares
+            assert bool(session._session.engine._cluster.maps) == shares
             for futures in [[session.submit(item) for item in feeds] for _ in range(3)]:
                 for item, future in zip(feeds, futures):
                     np.testing.assert_array_equal(future.result(WAIT_SECONDS).outputs["y"], item["x"])

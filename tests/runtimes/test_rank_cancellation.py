@@ -32,8 +32,8 @@ def loop(tmp_path: Path) -> RankLoop:
         bundle=bundle, devices=["cpu:0"], trace=False, libraries=(), versions={}, optimises=True, remote=()
     )
     device = PlacedDevice(bundle.target.devices[0], ())
-    bus = SimpleNamespace(rank=0, lock=threading.RLock(), max_tag=1 << 20, is_moving=False)
-    loop = RankLoop(opening, device, open_routes(bundle, {"cpu:0": device}), bus, wait=lambda *_: None)
+    links = SimpleNamespace(rank=0, lock=threading.RLock(), is_sending=False, call_helper=lambda: None)
+    loop = RankLoop(opening, device, open_routes(bundle, {"cpu:0": device}), links, wait=lambda *_: None)
     yield loop
     loop.close()
 
@@ -49,6 +49,7 @@ def request(serial: int) -> Frame:
         "submitted": time.perf_counter(),
         "states": [],
         "stored": {},
+        "taken": None,
         "feeds": encode_values({"x": np.ones((2, 64), np.float32)}, buffers),
     }
     return Frame("request", fields, buffers)

@@ -1,4 +1,4 @@
-"""Large inputs in memory that ranks share with the driver."""
+"""Large values in memory that processes of one machine share."""
 
 import os
 
@@ -40,24 +40,23 @@ def test_a_rank_reads_what_the_driver_placed_while_requests_overlap(requests, in
         for number, buffer_sizes in enumerate([*requests, *[[]] * in_flight]):
             frame = make_frame(*buffer_sizes, seed=number)
             expected = [buffer.copy() for buffer in frame.buffers]
-            blocks.place(number, frame)
+            lent = blocks.place(frame)
             assert all(len(buffer) < MIN_SHARED_BYTES for buffer in frame.buffers)
-            waiting.append((number, frame, expected))
+            waiting.append((lent, frame, expected))
             if len(waiting) > in_flight:
-                first, frame, expected = waiting.pop(0)
+                lent, frame, expected = waiting.pop(0)
                 mapped.restore(frame)
                 assert len(frame.buffers) == len(expected)
                 assert all(map(np.array_equal, frame.buffers, expected))
-                blocks.free(first)
+                blocks.give_back(lent)
     finally:
         blocks.close()
 
 
 def test_memory_of_ended_requests_is_taken_again(blocks):
     counts = []
-    for number in range(20):
-        blocks.place(number, make_frame(MIN_SHARED_BYTES, MIN_SHARED_BYTES * 3))
-        blocks.free(number)
+    for _ in range(20):
+        blocks.give_back(blocks.place(make_frame(MIN_SHARED_BYTES, MIN_SHARED_BYTES * 3)))
         counts.append(open_files())
     assert len(set(counts)) == 1
 
@@ -65,13 +64,12 @@ def test_memory_of_ended_requests_is_taken_again(blocks):
 def test_closing_gives_all_memory_back_and_later_frames_keep_their_buffers():
     before, blocks = open_files(), SharedBlocks()
     blocks.make_probe()
-    blocks.place(0, make_frame(MIN_SHARED_BYTES))
-    blocks.place(1, make_frame(MIN_SHARED_BYTES))
-    blocks.free(1)
+    blocks.place(make_frame(MIN_SHARED_BYTES))
+    blocks.give_back(blocks.place(make_frame(MIN_SHARED_BYTES)))
     blocks.close()
     assert open_files() == before
     frame = make_frame(MIN_SHARED_BYTES)
-    blocks.place(2, frame)
+    assert blocks.place(frame) == []
     assert len(frame.buffers[0]) == MIN_SHARED_BYTES
     assert "shared" not in frame.fields
 
@@ -82,7 +80,7 @@ def test_buffers_stay_in_the_frame_where_no_memory_is_left(blocks, monkeypatch):
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     frame = make_frame(MIN_SHARED_BYTES)
-    blocks.place(0, frame)
+    assert blocks.place(frame) == []
     assert len(frame.buffers[0]) == MIN_SHARED_BYTES
 
 
@@ -101,3 +99,24 @@ def test_systems_without_such_memory_have_no_probe(blocks, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     assert blocks.make_probe() == []
     assert not MappedBlocks().try_probe([])
+
+
+def test_a_block_is_lent_again_only_after_all_its_readers_have_let_it_go(blocks):
+    mapped = MappedBlocks()
+    assert mapped.try_probe(blocks.make_probe())
+    block = blocks.lend(np.full(MIN_SHARED_BYTES, 7, np.uint8))
+    assert blocks.lend_again(block)
+    borrowed = mapped.borrow(block.descriptor, block.size, MIN_SHARED_BYTES)
+    part = borrowed.view(np.float32).reshape(2, -1)[1]  # what is read may be any view
+    assert not borrowed.flags.writeable
+    del borrowed
+    assert mapped.take_returned() == []
+    assert part.tobytes() == bytes([7]) * (MIN_SHARED_BYTES // 2)
+    del part
+    assert mapped.take_returned() == [block.descriptor]
+    blocks.give_back([block.descriptor])
+    assert blocks.lend(np.zeros(MIN_SHARED_BYTES, np.uint8)) is not block  # the second reader has it
+    blocks.give_back([block.descriptor])
+    assert blocks.lend(np.zeros(MIN_SHARED_BYTES, np.uint8)) is block
+    blocks.give_back([block.descriptor])
+    assert not blocks.lend_again(block)

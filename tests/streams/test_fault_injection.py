@@ -30,9 +30,13 @@ def programs(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("names", PLACES, ids=",".join)
-@pytest.mark.sampled(22)
+# Each kind in two of the four places, and each place with half of the kinds; random faults are of all of them.
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [(names, kind) for place, names in enumerate(PLACES) for turn, kind in enumerate(KINDS) if (place + turn) % 2 == 0],
+    ids=lambda item: item if isinstance(item, str) else ",".join(item),
+)
+@pytest.mark.sampled(11)
 def test_a_fault_at_any_instruction_is_survived(programs, names, kind):
     bundle, model = programs[names]
     assert inject_at_each_place(bundle, model, kind) > 0

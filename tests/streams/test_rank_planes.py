@@ -14,8 +14,7 @@ from onnx import parser
 import onnxplace
 from onnxplace.hosts import Connection
 from onnxplace.runtimes import mpi
-from onnxplace.runtimes.ranks import mpi_messages
-from onnxplace.runtimes.ranks.frames import MAX_JOINED_BYTES
+from onnxplace.runtimes.ranks import data_planes
 from tests.support.two_hosts import compile_alternating
 
 pytest.importorskip("mpi4py")
@@ -45,11 +44,11 @@ mixed (float[200, 200] x, float[3] small, float[0, 3] empty, string[2] text, flo
 RANK = """
 import json, pathlib
 from mpi4py import MPI
-from onnxplace.runtimes.ranks import mpi_messages
+from onnxplace.runtimes.ranks import data_planes
 from tests.support.fake_streams import FakeDriver, register_fake_kind, use_fake_driver
 from {module} import main
 if {reads}:
-    mpi_messages.reads_device_memory = lambda kind: kind == "fake"
+    data_planes.reads_device_memory = lambda kind: kind == "fake"
 rank = MPI.COMM_WORLD.rank
 with register_fake_kind(), use_fake_driver(FakeDriver(rank + {reads})) as driver:
     main()
@@ -109,17 +108,13 @@ def test_values_of_devices_with_streams_cross_between_ranks_through_the_host_or_
     assert copies[1] < copies[0]
 
 
-def test_what_mpi_reads_is_larger_than_what_headers_contain():
-    assert mpi_messages.MIN_DEVICE_BYTES >= MAX_JOINED_BYTES
-
-
 def test_mpi_is_asked_whether_it_reads_the_memory_of_gpus():
     from mpi4py import MPI
 
     library = ctypes.CDLL(MPI.__file__)
     assert library.MPIX_Query_cuda_support() == 0  # the wheel of MPICH is built without CUDA
-    assert mpi_messages.reads_device_memory("cuda") is False
-    assert mpi_messages.reads_device_memory("cpu") is False
+    assert data_planes.reads_device_memory("cuda") is False
+    assert data_planes.reads_device_memory("cpu") is False
 
 
 def answer_for_one_kind(kind, answer):
@@ -138,4 +133,4 @@ def answer_for_one_kind(kind, answer):
     ],
 )
 def test_the_answer_of_mpi_counts_and_silence_is_no(functions, expected):
-    assert mpi_messages.ask_for_cuda(SimpleNamespace(**functions)) is expected
+    assert data_planes.ask_for_cuda(SimpleNamespace(**functions)) is expected

@@ -1,5 +1,7 @@
 """Chains of matrix products, which only gain from several devices if their operators are split."""
 
+from functools import cache
+
 import numpy as np
 import onnx
 from onnx import numpy_helper, parser
@@ -7,6 +9,11 @@ from onnx import numpy_helper, parser
 
 def mlp(layers: int = 3, rows: int = 128, width: int = 512, inner: int = 1024, seed: int = 0) -> onnx.ModelProto:
     """Return a chain of `layers` blocks: x + relu(x W) V, for x [rows, width]."""
+    return onnx.ModelProto.FromString(_mlp_bytes(layers, rows, width, inner, seed))
+
+
+@cache
+def _mlp_bytes(layers: int, rows: int, width: int, inner: int, seed: int) -> bytes:
     lines, value = [], "x"
     random, weights = np.random.default_rng(seed), []
     for layer in range(layers):
@@ -23,7 +30,7 @@ def mlp(layers: int = 3, rows: int = 128, width: int = 512, inner: int = 1024, s
     mlp (float[{rows}, {width}] x) => (float[{rows}, {width}] y) {{ {" ".join(lines)} [end] y = Identity({value}) }}"""
     model = parser.parse_model(text)
     model.graph.initializer.extend(weights)
-    return model
+    return model.SerializeToString()
 
 
 def exported_decoder(heads: int = 4, kept: int = 2, size: int = 8) -> onnx.ModelProto:

@@ -11,6 +11,7 @@ import os
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
+import pkgutil
 import tempfile
 import warnings
 import zlib
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,7 +27,8 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
-from onnx.backend.test.loader import load_model_tests
+from onnx.backend.test.case import node as node_cases
+from onnx.backend.test.loader import DATA_DIR, load_model_tests
 from onnx.backend.test.runner import Runner
 
 import onnxplace
@@ -42,6 +45,8 @@ from tests.support.random_placements import RandomPlacement
 KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator", "light")
 HARD = ("loop", "_if", "scan", "sequence", "optional", "string", "strnorm", "int4", "float8", "bfloat16", "quantize")
 """Parts of names of cases that each can fail at a split in their own way."""
+SLOW_TO_MAKE = ("averagepool", "lppool", "maxpool")
+"""Modules of the suite whose outputs onnx computes in Python, in three quarters of the 5 s that all modules take."""
 # Twice the distance of neighbours, relative to them, as much as the suite itself allows bfloat16.
 FLOAT16_RTOL = 2**-9
 
@@ -91,19 +96,32 @@ def _tests(kind: str) -> dict[str, Any]:
     return {test.name: test for test in sorted(tests, key=lambda test: test.name)}
 
 
-def names(kind: str) -> list[str]:
-    """Return the names of all cases of a kind, sorted."""
-    return list(_tests(kind))
+@cache
+def _quick_tests(kind: str) -> dict[str, Any]:
+    """Return the tests of a kind without those of `SLOW_TO_MAKE`, which are not made for them."""
+    if kind != "node" or (Path(DATA_DIR) / kind).is_dir():  # onnx up to 1.22 has all as files
+        return _tests(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in pkgutil.iter_modules(node_cases.__path__):
+            if module.name not in SLOW_TO_MAKE:
+                import_module(f"{node_cases.__name__}.{module.name}")
+    return {test.name: test for test in sorted(node_cases._NodeTestCases, key=lambda test: test.name)}
 
 
-def sample_cases(hard: int, other: int) -> list[tuple[str, str]]:
+def names(kind: str, quick: bool = False) -> list[str]:
+    """Return the names of all cases of a kind, sorted; those that are `quick` to make, if asked for."""
+    return list(_quick_tests(kind) if quick else _tests(kind))
+
+
+def sample_cases(hard: int, other: int, quick: bool = False) -> list[tuple[str, str]]:
     """Return kind and name of one in `hard` of the cases of `HARD`, and of one in `other` of the others.
 
-    They are the same every time.
+    They are the same every time. Those of a `quick` sample are soon made.
     """
     chosen = []
     for kind in ("node", "simple", "pytorch-converted", "pytorch-operator"):
-        for name in names(kind):
+        for name in names(kind, quick):
             is_hard = any(part in name.lower() for part in HARD)
             if zlib.crc32(name.encode()) % (hard if is_hard else other) == 0:
                 chosen.append((kind, name))
@@ -112,7 +130,7 @@ def sample_cases(hard: int, other: int) -> list[tuple[str, str]]:
 
 def case(kind: str, name: str) -> Case | None:
     """Return a case; None if it would have to be downloaded."""
-    test = _tests(kind)[name]
+    test = _quick_tests(kind).get(name) or _tests(kind)[name]
     if kind == "light":
         return _light_case(name, test)
     if test.data_sets is not None:  # made on import; onnx up to 1.22 has all as files

@@ -165,6 +165,8 @@ class Budget:
 
     seconds: float
     proposals: int
+    eager: bool = False
+    """Whether a search ends before its time where it gains nothing (`search_and_commit`)."""
     cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
     """Once set, searches with this budget, or a part of it, end."""
 
@@ -215,6 +217,11 @@ def project(space: SearchSpace, candidate: Candidate, coarse: SearchSpace, clust
     return min(options, key=lambda option: option.seconds, default=None)
 
 
+def count_worthwhile_moves(problem: PlacementProblem) -> int:
+    """Return the proposals beyond which a search finds nothing better."""
+    return MAX_PROPOSALS + MAX_PROPOSALS_PER_ATOM * int((problem.pinned < 0).sum())
+
+
 def improve(
     space: SearchSpace,
     start: Candidate,
@@ -228,10 +235,9 @@ def improve(
     Deterministic under `seed` as long as proposals, not the wall clock, end the search. Stops at `goal` seconds.
     """
     problem, atoms, wiring = space.problem, space.atoms, space.wiring
-    free = int((problem.pinned < 0).sum())
-    if len(problem.target.devices) < 2 or not free or start.seconds <= goal:
+    if len(problem.target.devices) < 2 or (problem.pinned >= 0).all() or start.seconds <= goal:
         return start, 0
-    max_proposals = MAX_PROPOSALS + MAX_PROPOSALS_PER_ATOM * free
+    max_proposals = count_worthwhile_moves(problem)
     max_proposals = min(max_proposals, budget.proposals) if budget.proposals else max_proposals
     scratch = new_scratch(wiring)
     walk = start_walk(start.device, start.bias, len(problem.pinned), seed)

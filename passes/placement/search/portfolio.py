@@ -19,8 +19,10 @@ from onnxplace.passes.placement.list_scheduling import favourite_children, fill_
 from onnxplace.passes.placement.search.placement_search import (
     Budget,
     Candidate,
+    Explored,
     SearchSpace,
     coarsen,
+    count_worthwhile_moves,
     evaluate_candidate,
     explore,
     list_distinct_devices,
@@ -46,6 +48,9 @@ MAX_SCT_NODES = 3_000
 MAX_SERIES_NODES, MIN_SERIES_WORK_SHARE = 30_000, 0.9
 # Nodes of a block, proposals of each search of it, and the share of the time for all of them.
 MAX_BLOCK_NODES, MAX_BLOCK_PROPOSALS, BLOCK_TIME_SHARE = 100, 500, 0.2
+# Rounds of an eager search, as shares of the moves that are worth it: shares of time would depend on the clock. It ends
+# after one that comes this close to the lower bound, or gains less than this share of the step.
+ROUNDS, NEAR_BOUND_RATIO, LEAST_GAIN = (1 / 32, 3 / 32, 7 / 8), 1.02, 0.005
 
 
 @dataclass(frozen=True)
@@ -178,14 +183,8 @@ def search_and_commit(
     remaining = replace(budget, seconds=max(budget.seconds - (time.perf_counter() - start_time), budget.seconds / 2))
     simulated = list[SimulatedPlan]()
     try:
-        exploration = explore(
-            coarsen(problem),
-            [candidate for candidate in candidates.values() if candidate],
-            remaining,
-            seed,
-            _goal_seconds(problem),
-            candidates.get(promising),
-        )
+        fitting = [candidate for candidate in candidates.values() if candidate]
+        exploration = _explore_in_rounds(problem, fitting, remaining, seed, candidates.get(promising))
     except LookupError:
         pass
     else:
@@ -203,6 +202,24 @@ def search_and_commit(
     best = min(simulated, key=lambda option: option.seconds)
     after = commit_placement(state, problem, best.plan.device, best.plan.rank, placer)
     return after.with_notes(_describe_result(best, simulated, effort, after[Schedule].lower_bound_seconds, placer))
+
+
+def _explore_in_rounds(
+    problem: PlacementProblem, given: Sequence[Candidate], budget: Budget, seed: int, promising: Candidate | None
+) -> Explored:
+    """Search from given candidates; where the budget is eager, in rounds from the best so far while that gains much."""
+    ladder, goal, began, moves = coarsen(problem), _goal_seconds(problem), time.perf_counter(), 0
+    worth = budget.proposals or count_worthwhile_moves(problem)
+    rounds = [replace(budget, proposals=int(np.ceil(share * worth))) for share in ROUNDS] if budget.eager else [budget]
+    for part in rounds:
+        before = min((candidate.seconds for candidate in given), default=np.inf)
+        found = explore(ladder, given, part, seed, goal, promising)
+        given, moves = [*given, found.best], moves + found.proposals
+        is_over = 0 < budget.seconds <= time.perf_counter() - began
+        gains_little = found.best.seconds >= (1 - LEAST_GAIN) * before
+        if is_over or gains_little or found.best.seconds <= NEAR_BOUND_RATIO * goal:
+            break
+    return replace(found, proposals=moves)
 
 
 def improve_and_commit(state: State, problem: PlacementProblem, plan: PlacerPlan, budget: Budget, seed: int) -> State:

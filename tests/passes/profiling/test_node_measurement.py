@@ -27,6 +27,7 @@ from onnxplace.model import load, store_for_session
 from onnxplace.passes.profiling import node_measurement, report_unknown_sizes
 from onnxplace.passes.profiling.kernel_attribution import Attribution, attribute_kernels, remove_overhead
 from onnxplace.passes.profiling.node_measurement import (
+    MeasurementOptions,
     ProfilingJob,
     collect_kernels,
     measure,
@@ -60,6 +61,20 @@ def test_fused_nodes_are_one_unit_and_one_group(model):
         same = np.flatnonzero(profile.unit == profile.unit[node])
         assert len(set(groups.group[same].tolist())) == 1
     assert set(profile.sources["cpu/1"].tolist()) <= {Source.MEASURED, Source.KNOWN}
+
+
+@pytest.mark.parametrize(
+    ("thorough", "added", "series"), [(False, 0.0, 1), (False, 1.0, 2), (True, 0.0, 2)], ids=["heavy", "light", "all"]
+)
+def test_a_model_runs_again_without_the_profiler_only_where_that_adds_much(model, monkeypatch, thorough, added, series):
+    made, actual = [], node_measurement.run_repeatedly
+    monkeypatch.setattr(node_measurement, "run_repeatedly", lambda *args: made.append(actual(*args)) or made[-1])
+    monkeypatch.setattr(node_measurement, "PROFILER_SECONDS", added)
+    options = MeasurementOptions(DeviceAddress("cpu", 0), (0,), 3, 0.5, thorough=thorough)
+    measurement, results = options.measure(model, model.feeds())
+    assert len(made) == series
+    assert measurement.whole_seconds == made[-1][0].seconds == pytest.approx(measurement.seconds.sum())
+    assert results is made[-1][1]
 
 
 def job_for(model, folder: Path) -> ProfilingJob:

@@ -50,7 +50,7 @@ def make_index_model(random: Random) -> ModelProto:
 @pytest.mark.slow
 def test_picks_from_rows_are_proven_only_if_they_are_those_of_single_requests():
     counts: Counter[str] = Counter()
-    for seed in range(EXAMPLES or 600):
+    for seed in range(EXAMPLES or 400):
         proto = make_index_model(Random(seed))
         feeds = draw_inputs(proto, {"N": 3})
         axes = prove(proto, {"N": 3})

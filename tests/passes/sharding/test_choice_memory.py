@@ -69,9 +69,10 @@ def drop_unused(proto: ModelProto) -> ModelProto:
     return result
 
 
-def test_the_account_of_random_models_is_about_that_of_the_simulator() -> None:
+@pytest.mark.parametrize("seeds", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_the_account_of_random_models_is_about_that_of_the_simulator(seeds: int) -> None:
     ratios = []
-    for seed in range(60):
+    for seed in range(seeds):
         model = make_model(Random(seed))
         problem = make_problem(make_space(drop_unused(model.proto), model.dimensions[0], SHARES[seed % 4]), seed)
         choice = solve_within(problem, HUGE)

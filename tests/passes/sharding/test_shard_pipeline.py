@@ -34,7 +34,7 @@ PIPELINE = "optimize,profile{estimate=true},shard{weights=least},coplace,m-etf,s
 def test_sharded_bundles_compute_the_same_at_every_size(
     is_random: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seed in range(EXAMPLES or 30):
+    for seed in range(EXAMPLES or 20):
         random = Random(seed)
         model = make_model(random)
         results = run_sizes(model.proto, model.feeds)

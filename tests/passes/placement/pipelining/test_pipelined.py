@@ -72,7 +72,7 @@ def test_two_devices_share_the_time_and_overlap(schedule: str) -> None:
 
 def test_gpipe_runs_all_forward_parts_before_the_backward_ones_and_1f1b_does_not() -> None:
     def last_forward_before_first_backward(schedule: str) -> bool:
-        state = place(options=f"schedule={schedule}")
+        state = place(count=8, options=f"schedule={schedule}")
         rank = np.empty(len(state[Schedule].order))
         rank[state[Schedule].order] = np.arange(len(rank))
         own = state[Placement].device == 1

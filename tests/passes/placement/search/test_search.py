@@ -17,6 +17,7 @@ from onnxplace.passes.placement.search import (
     evaluate_candidate,
     explore,
     placement_search,
+    portfolio,
 )
 from onnxplace.passes.placement.search.anneal_kernels import (
     BIASED_NODE,
@@ -32,6 +33,7 @@ from onnxplace.passes.placement.search.decode_kernels import build_wiring, decod
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
 from onnxplace.passes.placement.search.placement_search import (
     WORK_SHARES,
+    Explored,
     decode_candidate,
     improve,
     place_on_one_device,
@@ -336,6 +338,43 @@ def test_a_note_of_auto_lists_the_plans_and_the_gap():
     assert state[Placement].placer == "auto"
     for word in ("kept", "over the lower bound", "m-topo", "m-etf", "m-sct", "cuda:0", "moves"):
         assert word in note.message
+
+
+@pytest.mark.parametrize(
+    ("gains", "options", "rounds"),
+    [
+        ([0.0], {"eager": "true"}, 1),
+        ([0.1, 0.0], {"eager": "true"}, 2),
+        ([0.1, 0.1, 0.0], {"eager": "true", "seconds": "0"}, 3),
+        ([0.1], {"eager": "true", "seconds": "1e-9"}, 1),
+        ([0.1], {}, 1),
+    ],
+    ids=["nothing gained", "then nothing", "always gained", "no time left", "not eager"],
+)
+def test_an_eager_search_goes_on_while_that_gains_something(monkeypatch, gains, options, rounds):
+    proposals = []
+
+    def explored(ladder, given, budget, *others):
+        best = min(given, key=lambda candidate: candidate.seconds)
+        proposals.append(budget.proposals)
+        return Explored(replace(best, seconds=best.seconds * (1 - gains[len(proposals) - 1])), 1)
+
+    monkeypatch.setattr(portfolio, "explore", explored)
+    monkeypatch.setattr(portfolio, "plan_blocks", lambda *_: [])
+    monkeypatch.setattr(portfolio, "_goal_seconds", lambda problem: 0.0)
+    state = run_pass(make_pass("auto", {"seconds": "10", **options}), GENERATORS["layered"](100, 0).state())
+    assert len(proposals) == rounds
+    assert proposals == sorted(proposals)
+    assert all(proposals) == ("eager" in options)
+    assert f"{rounds} moves" in state.diagnostics[-1].message
+
+
+def test_an_eager_search_ends_near_the_lower_bound(monkeypatch):
+    budgets, actual = [], portfolio.explore
+    monkeypatch.setattr(portfolio, "explore", lambda *args: budgets.append(args[2]) or actual(*args))
+    monkeypatch.setattr(portfolio, "NEAR_BOUND_RATIO", 1e9)
+    run_pass(make_pass("auto", {"seconds": "0.3", "eager": "true"}), GENERATORS["layered"](100, 0).state())
+    assert len(budgets) == 1
 
 
 def test_independent_work_is_spread_evenly():

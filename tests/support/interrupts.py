@@ -1,0 +1,28 @@
+"""Ctrl-C at any moment of the code under test."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt in the main thread after some seconds, as Ctrl-C does, if that is inside then."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._is_inside = False
+
+    def __enter__(self) -> None:
+        self._is_inside = True
+        signal.signal(signal.SIGALRM, self._interrupt)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def __exit__(self, *problem: object) -> None:
+        self._is_inside = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._is_inside:
+            self._is_inside = False
+            raise KeyboardInterrupt
