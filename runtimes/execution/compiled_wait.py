@@ -80,7 +80,7 @@ def _load_kernels() -> list[Callable[[int], int]]:
     module.triple = binding.get_process_triple()
     builders = (_build_wait, _build_addition, _build_load)
     for number, build in enumerate(builders):
-        build(module, ir.Function(module, ir.FunctionType(_NUMBER, [_NUMBER.as_pointer()]), f"kernel{number}"))
+        build(ir.Function(module, ir.FunctionType(_NUMBER, [_NUMBER.as_pointer()]), f"kernel{number}"))
     machine = binding.Target.from_triple(module.triple).create_target_machine()
     engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
     engine.finalize_object()
@@ -91,14 +91,12 @@ def _load_kernels() -> list[Callable[[int], int]]:
     return kernels
 
 
-def _build_load(module: ir.Module, function: ir.Function) -> None:
-    del module
+def _build_load(function: ir.Function) -> None:
     build = ir.IRBuilder(function.append_basic_block())
     build.ret(build.load_atomic(function.args[0], "seq_cst", 8))
 
 
-def _build_addition(module: ir.Module, function: ir.Function) -> None:
-    del module
+def _build_addition(function: ir.Function) -> None:
     build = ir.IRBuilder(function.append_basic_block())
     counter, amount, bell = (build.load(build.gep(function.args[0], [_NUMBER(index)])) for index in range(3))
     pointer = _NUMBER.as_pointer()
@@ -107,8 +105,8 @@ def _build_addition(module: ir.Module, function: ir.Function) -> None:
     build.ret(build.load_atomic(build.inttoptr(build.add(bell, _NUMBER(8)), pointer), "seq_cst", 8))
 
 
-def _build_wait(module: ir.Module, function: ir.Function) -> None:
-    number = _NUMBER
+def _build_wait(function: ir.Function) -> None:
+    number, module = _NUMBER, function.module
     entry, more, ring, look, late, pause, heard = map(
         function.append_basic_block, ["entry", "more", "ring", "look", "late", "pause", "heard"]
     )

@@ -169,9 +169,9 @@ class Cluster:
             elif frame.kind == kind:
                 self._processes.setdefault(frame.rank, frame.fields.get("pid", 0))
                 missing.discard(frame.rank)
-                if frame.fields.get("shares") and frame.rank < self.plan.near_count:
+                if (probe := frame.fields.get("probe")) and frame.rank < self.plan.near_count:
                     self.maps[frame.rank] = MappedBlocks()
-                    self.maps[frame.rank].try_probe(frame.fields["probe"])
+                    self.maps[frame.rank].try_probe(probe)
 
     def _send_piece(self, bundle: Bundle, frame: Frame) -> None:
         """Send bytes of a file of the bundle to a rank that does not have it."""

@@ -125,7 +125,7 @@ class MpiBodies:
         self._moving: list[tuple[Any, Any, Callable[[], object]]] = []
         """Requests of MPI, what they send or receive, and what to do at their end."""
         self.has_arrived = False
-        """Whether the last `progress` received a value."""
+        """Whether the last `progress` found something sent or received."""
 
     def send(self, rank: int, data: Any) -> int:
         """Begin to send bytes to a rank, and return the tag to receive them by."""

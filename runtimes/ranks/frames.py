@@ -108,7 +108,7 @@ def _encode_strings(array: Any) -> Any:
 #                     clock (an answer), watch (report silent ranks from now on), alive (for the bridge), close
 #   rank to driver    started, need (a piece), ready or failed, report (of a request), answer (to read or delays),
 #                     clock (a question), silent (another rank), alive
-#   rank to rank      value (that no channel can send), clock (question and answer)
+#   rank to rank      value (of a type that numpy lacks), clock (question and answer); links.py has messages of its own
 #
 # Rank 0 passes on those between the driver and ranks without a socket of it.
 
@@ -201,13 +201,13 @@ class FrameSocket:
         """Its incomplete buffers, with the numbers of bytes that they have."""
         self._unsent: deque[Piece] = deque()
 
-    def push(self, *frames: PackedFrame) -> None:
-        """Begin to send frames, whose buffers must not be altered any more; `flush` sends the rest.
+    def push(self, *frames: PackedFrame) -> bool:
+        """Begin to send frames, whose buffers must not be altered any more; return whether all is sent.
 
-        Raises OSError if the other side has ended.
+        Else `flush` sends the rest. Raises OSError if the other side has ended.
         """
         self._unsent += [(item, []) for item in join_small(frames)]
-        self.flush()
+        return self.flush()
 
     def flush(self) -> bool:
         """Send what the system takes of frames that were pushed; return whether that is all."""
@@ -227,11 +227,6 @@ class FrameSocket:
             except BlockingIOError:
                 return False
         return True
-
-    @property
-    def has_unsent(self) -> bool:
-        """Return whether `flush` has work."""
-        return bool(self._unsent)
 
     @property
     def is_moving(self) -> bool:

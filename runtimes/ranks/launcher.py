@@ -183,13 +183,19 @@ def _read_rank(connection: socket.socket) -> int | None:
     """Return which rank has connected; None for a process of another user, or one that does not say it."""
     if not _is_same_user(connection):
         return None
-    connection.settimeout(_RANK_SECONDS)
+    number = read_exactly(connection, _RANK.size, _RANK_SECONDS)
+    return None if number is None else int(_RANK.unpack(number)[0])
+
+
+def read_exactly(connection: socket.socket, size: int, seconds: float) -> bytes | None:
+    """Return so many bytes, or None if they do not come within so many seconds; the connection blocks afterwards."""
+    connection.settimeout(seconds)
     try:
-        number = connection.recv(_RANK.size, socket.MSG_WAITALL)
+        data = connection.recv(size, socket.MSG_WAITALL)
     except OSError:
         return None
     connection.settimeout(None)
-    return int(_RANK.unpack(number)[0]) if len(number) == _RANK.size else None
+    return data if len(data) == size else None
 
 
 def _is_same_user(connection: socket.socket) -> bool:

@@ -31,7 +31,7 @@ import numpy as np
 from onnxplace.errors import ExecutionError
 from onnxplace.runtimes.ranks.data_planes import DeviceArray, MpiBodies
 from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame, flatten
-from onnxplace.runtimes.ranks.launcher import RankSocket, connect_rank
+from onnxplace.runtimes.ranks.launcher import RankSocket, connect_rank, read_exactly
 from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks, SharedBlock, SharedBlocks
 
 if TYPE_CHECKING:
@@ -128,9 +128,9 @@ class Links:
 
     # -- sending ------------------------------------------------------------------------------------
 
-    def send(self, rank: int, *frames: Frame | PackedFrame) -> None:
-        """Begin to send frames to another rank, or to the driver; does nothing if it has ended."""
-        self._push(rank, *(frame.pack() if isinstance(frame, Frame) else frame for frame in frames))
+    def send(self, rank: int, frame: Frame | PackedFrame) -> None:
+        """Begin to send a frame to another rank, or to the driver; does nothing if it has ended."""
+        self._push(rank, frame.pack() if isinstance(frame, Frame) else frame)
 
     def send_value(self, rank: int, serial: int, name: str, array: Any) -> None:
         """Begin to send an array.
@@ -144,19 +144,19 @@ class Links:
         peer, way, place, size = self._peers.get(rank), _BEHIND, 0, 0
         if peer is None:  # it has ended
             return
-        body: Any = b""
+        body, text = b"", name.encode()
         if isinstance(array, DeviceArray):
             with self.lock:
                 way, place = _BY_MPI, self._bodies.send(rank, array)
         elif array.nbytes <= _MAX_WITHIN_BYTES:
-            way, size, body = _WITHIN, len(name.encode()), array.tobytes()
+            way, size, body = _WITHIN, len(text), array.tobytes()
         elif peer.shares and (block := self._lend(serial, name, array)) is not None:
             way, place, size = _SHARED, block.descriptor, block.size
         header = _HEADER.pack(_VALUE, way, array.ndim, array.dtype.str.encode(), serial, place, size, array.nbytes)
         shape = struct.pack(f"<{array.ndim}q", *array.shape)
-        text = b"".join((header, shape, name.encode(), body))
         buffers = [flatten(array)] if way == _BEHIND else ()
-        self._push(rank, *self._make_returns(peer), PackedFrame(BETWEEN_RANKS, text, buffers))
+        value = PackedFrame(BETWEEN_RANKS, b"".join((header, shape, text, body)), buffers)
+        self._push_for_main(peer, [*self._make_returns(peer), value])
 
     def _lend(self, serial: int, name: str, array: Any) -> SharedBlock | None:
         """Return a block with an array that was lent, None if it is small; several ranks read the same block."""
@@ -174,9 +174,8 @@ class Links:
 
     def return_blocks(self) -> None:
         """Give back to all ranks what they have lent."""
-        for peer in self._peers.values():
-            if returns := self._make_returns(peer):
-                self._push(peer.rank, *returns)
+        for peer in tuple(self._peers.values()):
+            self._push_for_main(peer, self._make_returns(peer))
 
     def send_heartbeat(self, rank: int) -> None:
         """Tell a rank that this one is alive."""
@@ -186,29 +185,27 @@ class Links:
         with self.lock:
             if (peer := self._peers.get(rank)) is None:
                 return
-            rest: Sequence[PackedFrame] = frames
-            if peer.writer is not None and not any(frame.buffers for frame in frames):
-                rest = self._write(peer.writer, frames)
-                if not rest:
-                    return
             try:
-                peer.socket.push(*rest)
+                is_sent = peer.socket.push(*frames)
             except OSError:
                 self._drop(peer)
                 return
-            if peer.socket.has_unsent:
+            if not is_sent:
                 self._sending.add(rank)
                 self._poll.modify(peer.socket.descriptor, select.POLLIN | select.POLLOUT)
 
-    def _write(self, ring: RingWriter, frames: Sequence[PackedFrame]) -> Sequence[PackedFrame]:
-        """Write small frames to a ring; return what has to go by the socket: those, or what wakes the peer."""
-        sleeps = False
-        for number, frame in enumerate(frames):
-            # Heartbeats are also for ranks that compute, whose helpers read sockets only.
-            if frame.rank != BETWEEN_RANKS or frame.text[0] == _ALIVE or (shown := ring.put(frame.text)) is None:
-                return frames[number:]
-            sleeps |= shown
-        return (PackedFrame(BETWEEN_RANKS, bytes((_ALIVE,))),) if sleeps else ()
+    def _push_for_main(self, peer: Peer, frames: Sequence[PackedFrame]) -> None:
+        """Begin to send what only the main thread of a peer needs: by its ring, as far as that has room."""
+        with self.lock:
+            sleeps = False
+            while peer.writer is not None and frames and not frames[0].buffers:
+                if (shown := peer.writer.put(frames[0].text)) is None:
+                    break
+                frames, sleeps = frames[1:], sleeps or shown
+            if frames:
+                self._push(peer.rank, *frames)
+            elif sleeps:
+                self.send_heartbeat(peer.rank)  # anything wakes it
 
     def open_rings(self) -> None:
         """Exchange small messages with ranks of this host by memory from now on; all of them have to call it."""
@@ -314,9 +311,8 @@ class Links:
         with self.lock:
             if is_computing():  # else the main thread looks itself
                 self._take(ready)
-        with suppress(BlockingIOError):
-            if any(descriptor == self._called for descriptor, _ in ready):
-                os.read(self._called, 1 << 10)
+        with suppress(BlockingIOError):  # it was not called
+            os.read(self._called, 1 << 10)
 
     def call_helper(self) -> None:
         """Let `attend` return, so that it is called again and sees what has changed."""
@@ -530,13 +526,7 @@ def _connect(card: Mapping[str, Any], networks: Sequence[Any], host: str) -> soc
 
 def _read_hello(connection: socket.socket, token: bytes) -> tuple[int, bool] | None:
     """Return who has connected, and whether it can map memory of this rank; None if it does not know the secret."""
-    connection.settimeout(_HELLO_SECONDS)
-    try:
-        data = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-    except OSError:
-        return None
-    connection.settimeout(None)
-    if len(data) < _HELLO.size:
+    if (data := read_exactly(connection, _HELLO.size, _HELLO_SECONDS)) is None:
         return None
     shown, rank, maps = _HELLO.unpack(data)
     return (rank, maps) if secrets.compare_digest(shown, token) else None

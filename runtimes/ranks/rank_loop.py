@@ -54,7 +54,7 @@ from onnxplace.target import Device
 # Segments that take longer have the helper move messages meanwhile; waking it takes some 10 us.
 LONG_SECONDS = 2e-3
 
-Waiter = Callable[..., None]
+Waiter = Callable[[Callable[[], bool]], None]
 """Waits, while messages are taken, until its argument holds."""
 
 
@@ -104,7 +104,6 @@ class RankLoop(ProgramLoop):
         self._readers = [Worker(device, loader.read, WEIGHTS_PART) for loader in self._weight_loaders.values()]
         for reader in self._readers:
             reader.start()
-        self.cores = device.cores
         self.clock_offset_seconds = 0.0
         """What the clock of this machine shows more than the driver's."""
         self.compares_clocks = opening.trace and (opening.clock != find_clock() or links.rank in opening.remote)

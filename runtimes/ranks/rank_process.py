@@ -65,11 +65,11 @@ FLUSHING_SECONDS = 2.0
 
 
 class RankProcess:
-    """The main thread, the helper, and on rank 0 the reader of the driver's socket.
+    """The main thread and the helper.
 
     Args:
         communicator: A communicator of MPI.
-        connection: A connected socket of the driver; rank 0 has one.
+        connection: A connected socket of the driver; rank 0 has one, and all others on the driver's machine.
         host: The name of this host; ranks with one name share memory.
         interface: The network interface for messages between hosts; empty for any.
     """
@@ -224,7 +224,7 @@ class RankProcess:
         if self._loop.compares_clocks and self.links.rank == 0:  # before others compare theirs with it
             self._loop.clock_offset_seconds = self._measure_clock_offset()
         probe = self.links.blocks.make_probe() if self._loop.shares_memory else []
-        return Frame("ready", {"shares": self._loop.shares_memory, "probe": probe})
+        return Frame("ready", {"probe": probe})
 
     def _measure_clock_offset(self) -> float:
         """Return what this clock shows more than the driver's, by the quickest of some round trips to rank 0.

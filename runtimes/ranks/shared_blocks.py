@@ -61,13 +61,13 @@ class SharedBlocks:
         """Return what another process needs to try whether it can map blocks; empty where there is no such memory."""
         if not hasattr(os, "memfd_create"):
             return []
-        self._probe = self._probe or SharedBlock(_TOKEN_BYTES)
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        self._probe.memory[:] = token
-        return [os.getpid(), self._probe.descriptor, token.hex()]
+        if self._probe is None:
+            self._probe = SharedBlock(_TOKEN_BYTES)
+            self._probe.memory[:] = secrets.token_bytes(_TOKEN_BYTES)
+        return [os.getpid(), self._probe.descriptor, self._probe.memory[:].hex()]
 
-    def lend(self, buffer: Any, readers: int = 1) -> SharedBlock | None:
-        """Copy bytes into a block, which is lent until so many readers have given it back.
+    def lend(self, buffer: Any) -> SharedBlock | None:
+        """Copy bytes into a block, which is lent until its reader has given it back.
 
         Returns None if the bytes are few, or the system has no more memory or files for blocks.
         """
@@ -76,7 +76,7 @@ class SharedBlocks:
         with self._lock:  # so that no block is closed meanwhile
             if (block := self._take(length)) is not None:
                 block.memory[:length] = memoryview(buffer)
-                block.readers = readers
+                block.readers = 1
                 self._lent[block.descriptor] = block
         return block
 
