@@ -49,10 +49,10 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
 
 
-# A rank that waits for a value takes messages without pause at first: waking a thread that sleeps takes some 40 us.
-# So it does while one is on its way, for longer. Then it sleeps until one comes, or for so long, as another thread may
-# end a request.
-SPIN_SECONDS, NEAR_SECONDS, SLEEP_SECONDS = 200e-6, 10e-3, 0.05
+# A rank that waits for a value takes messages without pause at first, but lets others have the core in between. Waking
+# a thread that sleeps takes some 40 us, and more where its core sleeps, too. So it does while one is on its way, for
+# longer. Then it sleeps until one comes, or for so long, as another thread may end a request.
+SPIN_SECONDS, NEAR_SECONDS, SLEEP_SECONDS = 1e-3, 10e-3, 0.05
 HEARTBEAT_SECONDS = 0.25
 # While a request is in progress, the helper looks that often whether the main thread computes for long.
 CHECK_SECONDS = 0.05
@@ -163,6 +163,7 @@ class RankProcess:
                 self.links.look(0.0)
                 if is_ready():
                     break
+                os.sched_yield()
             else:
                 self.links.return_blocks()
                 while not is_ready():

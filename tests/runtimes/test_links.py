@@ -6,16 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 import onnxplace
-from onnxplace.runtimes.ranks import links as links_module
+from onnxplace.runtimes.execution import ProgramLoop
+from onnxplace.runtimes.ranks import links as links_module, rank_loop
 from onnxplace.runtimes.ranks.data_planes import DeviceArray
 from onnxplace.runtimes.ranks.frames import Frame
 from onnxplace.runtimes.ranks.links import Links
+from onnxplace.runtimes.ranks.rank_loop import RankLoop
 from onnxplace.runtimes.ranks.shared_blocks import MIN_SHARED_BYTES, MappedBlocks
 
 pytest.importorskip("mpi4py")
@@ -280,6 +283,22 @@ def test_the_helper_moves_what_a_socket_does_not_take_at_once():
         return int(rank.values[0, "v"].sum())
 
     assert run_ranks(["a", "b"], serve) == {0: size, 1: size}
+
+
+def test_the_helper_is_called_for_segments_whose_last_run_took_long(monkeypatch):
+    times, called = [0.0], list[str]()
+    seconds = {"a": iter([9.0, 0.0, 0.0]), "b": iter([0.0, 9.0, 9.0])}
+    loop, bare = object.__new__(RankLoop), SimpleNamespace
+    loop._long_segments, loop._links = set(), bare(is_sending=False, call_helper=lambda: called.append(name))
+
+    def run(_, device, segment, *rest):
+        times[0] += next(seconds[segment.record.id])
+
+    monkeypatch.setattr(ProgramLoop, "run_segment", run)
+    monkeypatch.setattr(rank_loop, "time", bare(perf_counter=lambda: times[0]))
+    for name in "ababab":
+        loop.run_segment(None, bare(record=bare(id=name)), {}, None)
+    assert called == ["a", "b"]
 
 
 def test_other_processes_that_connect_are_not_taken_for_ranks(monkeypatch):
