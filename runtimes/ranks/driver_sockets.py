@@ -35,8 +35,6 @@ class FrameSockets:
         for end in (self._alarm, self._alarmed):
             end.setblocking(False)
         self._poll, self._poll_with_alarm = self._make_poll(), self._make_poll(self._alarmed)
-        self._alarm_poll = select.poll()
-        self._alarm_poll.register(self._alarmed, select.POLLIN)
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -112,10 +110,7 @@ class FrameSockets:
 
     def _find_read(self) -> FrameSocket | None:
         """Return a socket whose next frame was read."""
-        for item in self._sockets.values():
-            if item.frames:
-                return item
-        return None
+        return next((item for item in self._sockets.values() if item.frames), None)
 
     def _make_poll(self, alarm: socket.socket | None = None, reads: bool = True) -> select.poll:
         """Return what waits for sockets that take more of what is unsent, for frames, and for `wake`."""
@@ -153,8 +148,7 @@ class FrameSockets:
 
     def sleep(self, seconds: float) -> None:
         """Wait until `wake` is called, or until sockets take more of what is unsent."""
-        poll = self._make_poll(self._alarmed, reads=False) if self.unsent else self._alarm_poll
-        poll.poll(seconds * 1000)
+        self._make_poll(self._alarmed, reads=False).poll(seconds * 1000)
         self._end_alarm()
 
     def _end_alarm(self) -> None:
