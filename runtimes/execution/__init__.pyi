@@ -3,7 +3,7 @@ from onnxplace.runtimes.execution.bound_memory import BoundMemory as BoundMemory
 from onnxplace.runtimes.execution.compiled_wait import (
     AddAndRing as AddAndRing,
     RingAndWait as RingAndWait,
-    load_counter as load_counter,
+    bind_load as bind_load,
 )
 from onnxplace.runtimes.execution.device_streams import DeviceTensor as DeviceTensor, StreamValue as StreamValue
 from onnxplace.runtimes.execution.engine import (
