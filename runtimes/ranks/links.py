@@ -30,8 +30,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxplace.errors import ExecutionError
+from onnxplace.machine import is_native_array
 from onnxplace.runtimes.ranks.data_planes import DeviceArray, MpiBodies
-from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame, flatten
+from onnxplace.runtimes.ranks.frames import (
+    BETWEEN_RANKS,
+    Frame,
+    FrameSocket,
+    PackedFrame,
+    decode_value,
+    encode_fields,
+    encode_value,
+    flatten,
+)
 from onnxplace.runtimes.ranks.launcher import RankSocket, connect_rank, read_exactly
 from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks, SharedBlock, SharedBlocks
 
@@ -41,7 +51,7 @@ if TYPE_CHECKING:
 # The first byte of messages that are not JSON: a value, blocks that are given back, a heartbeat, and where the board
 # and the ring of the sender are.
 _VALUE, _RETURNED, _ALIVE, _RING = 1, 2, 3, 4
-# How the bytes of a value travel: in the same text, as a buffer, in a block of shared memory, or by MPI.
+# How the bytes of a value travel: in the same text, as buffers, in a block of shared memory, or by MPI.
 _WITHIN, _BEHIND, _SHARED, _BY_MPI = 0, 1, 2, 3
 # Kind, way, number of the request, and length of the description, which follows. Then come the bytes within, or two
 # numbers: descriptor and size of a block, or tag of MPI and 0.
@@ -102,7 +112,7 @@ class Links:
         """Guards all sockets."""
         self.blocks = SharedBlocks()
         self.on_value: Callable[[int, str, Any], None] = lambda *_: None
-        """Called with the number of a request, a name and an array, under the lock."""
+        """Called with the number of a request, a name and a value, under the lock."""
         self.silent_seconds = [0.0] * self.size
         """Time since the last message of each rank."""
         self._aged = time.monotonic()
@@ -134,28 +144,31 @@ class Links:
         """Begin to send a frame to another rank, or to the driver; does nothing if it has ended."""
         self._push(rank, frame.pack() if isinstance(frame, Frame) else frame)
 
-    def send_value(self, rank: int, serial: int, name: str, array: Any) -> None:
-        """Begin to send an array.
+    def send_value(self, rank: int, serial: int, name: str, value: Any) -> None:
+        """Begin to send a value.
 
         Args:
             rank: The receiver.
             serial: Number of the request.
             name: Name of the value.
-            array: Of numpy, or a DeviceArray, which MPI reads where it is. It must not be altered any more.
+            value: An object for frames, or a DeviceArray, which MPI reads where it is. It must not be altered any more.
         """
         if (peer := self._peers.get(rank)) is None:  # it has ended
             return
-        way, rest, buffers = _BEHIND, b"", list[Any]()
-        if isinstance(array, DeviceArray):
+        way, rest = _BEHIND, b""
+        buffers: list[Any] = []
+        if isinstance(value, DeviceArray):
             with self.lock:
-                way, rest = _BY_MPI, _PLACE.pack(self._bodies.send(rank, array), 0)
-        elif array.nbytes <= _MAX_WITHIN_BYTES:
-            way, rest = _WITHIN, array.tobytes()
-        elif peer.shares and (block := self._lend(serial, name, array)) is not None:
-            way, rest = _SHARED, _PLACE.pack(block.descriptor, block.size)
+                way, rest = _BY_MPI, _PLACE.pack(self._bodies.send(rank, value), 0)
+        elif is_native_array(value):
+            if value.nbytes <= _MAX_WITHIN_BYTES:
+                way, rest = _WITHIN, value.tobytes()
+            elif peer.shares and (block := self._lend(serial, name, value)) is not None:
+                way, rest = _SHARED, _PLACE.pack(block.descriptor, block.size)
+        if way == _BEHIND:
+            description = encode_fields([name, encode_value(value, buffers)]).encode()
         else:
-            buffers.append(flatten(array))
-        description = _describe(name, array.dtype, array.shape)
+            description = _describe(name, value.dtype, value.shape)
         header = _HEADER.pack(_VALUE, way, serial, len(description))
         self._return_blocks(peer)
         self._push_for_main(peer, b"".join((header, description, rest)), buffers)
@@ -282,7 +295,7 @@ class Links:
         for peer in self._readers:
             assert peer.reader is not None
             if texts := peer.reader.take():
-                found = True
+                found, self.silent_seconds[peer.rank] = True, 0.0
                 with self.lock:
                     for text in texts:
                         self._accept(peer, text)
@@ -320,7 +333,10 @@ class Links:
                     self._sending.discard(peer.rank)
                     self._poll.modify(descriptor, select.POLLIN)
                 if events & ~select.POLLOUT:
-                    for frame in peer.socket.read():
+                    frames = peer.socket.read()
+                    if peer.rank != DRIVER:
+                        self.silent_seconds[peer.rank] = 0.0
+                    for frame in frames:
                         if peer.rank == DRIVER or frame.text[0] > _RING:
                             self._on_frame(peer.rank, frame)
                         else:
@@ -331,8 +347,7 @@ class Links:
 
     def _accept(self, peer: Peer, text: bytes, buffers: Sequence[Any] = ()) -> None:
         """Take a message of another rank that is not JSON."""
-        self.silent_seconds[peer.rank], kind = 0.0, text[0]
-        if kind == _VALUE:
+        if (kind := text[0]) == _VALUE:
             self._accept_value(peer, text, buffers)
         elif kind == _RETURNED:
             self.blocks.give_back(struct.unpack_from(f"<{len(text) // 8}q", text, 1))
@@ -343,15 +358,16 @@ class Links:
     def _accept_value(self, peer: Peer, text: bytes, buffers: Sequence[Any]) -> None:
         _, way, serial, length = _HEADER.unpack_from(text)
         end = _HEADER.size + length
+        if way == _BEHIND:
+            name, description = json.loads(text[_HEADER.size : end])
+            self.on_value(serial, name, decode_value(description, iter(buffers)))
+            return
         name, dtype, shape, size = _parse_description(text[_HEADER.size : end])
         if way == _WITHIN:
             self.on_value(serial, name, np.ndarray(shape, dtype, text, end).copy())
             return
-        if way == _BEHIND:
-            body = buffers[0]
-        else:
-            place, block_size = _PLACE.unpack_from(text, end)
-            body = peer.blocks.borrow(place, block_size, size) if way == _SHARED else np.empty(size, np.uint8)
+        place, block_size = _PLACE.unpack_from(text, end)
+        body = peer.blocks.borrow(place, block_size, size) if way == _SHARED else np.empty(size, np.uint8)
         array = body.view(dtype).reshape(shape)
         if way == _BY_MPI:
             self._bodies.receive(peer.rank, place, body, lambda: self.on_value(serial, name, array))
@@ -395,7 +411,7 @@ class Links:
 @lru_cache(_MAX_DESCRIPTIONS)
 def _describe(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """Return a description of an array as JSON."""
-    return json.dumps([name, dtype.str, shape]).encode()
+    return encode_fields([name, dtype.name, shape]).encode()
 
 
 @lru_cache(_MAX_DESCRIPTIONS)

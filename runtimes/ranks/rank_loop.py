@@ -19,13 +19,15 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from onnxplace.bundle import Step, list_routes, list_working_devices
 from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
 )
 from onnxplace.hosts import describe_error, list_versions
-from onnxplace.machine import is_native_array, require_device, use_custom_operators, without_optimisations
+from onnxplace.machine import require_device, use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution import (
     END_GRACE_SECONDS,
     WEIGHTS_PART,
@@ -45,8 +47,8 @@ from onnxplace.runtimes.execution import (
     find_cores,
     open_routes,
 )
-from onnxplace.runtimes.ranks.data_planes import DeviceArray, choose_plane
-from onnxplace.runtimes.ranks.frames import Frame, decode_value, decode_values, encode_value, encode_values
+from onnxplace.runtimes.ranks.data_planes import choose_plane
+from onnxplace.runtimes.ranks.frames import Frame, decode_values, encode_values
 from onnxplace.runtimes.ranks.links import Links
 from onnxplace.runtimes.ranks.opening import Fetch, Opening, find_clock, obtain_bundle
 from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
@@ -126,11 +128,6 @@ class RankLoop(ProgramLoop):
         """Keep a value of another rank, unless its request has ended here."""
         if serial > self._begun or serial in self._requests:
             self._arrived.setdefault(serial, {})[name] = value
-
-    def accept_frame(self, frame: Frame) -> None:
-        """Keep a value that came as a frame."""
-        value = decode_value(frame.fields["value"], iter(frame.buffers))
-        self.accept_value(frame.fields["serial"], frame.fields["name"], value)
 
     @property
     def is_busy(self) -> bool:
@@ -239,13 +236,8 @@ class RankLoop(ProgramLoop):
         """Send a value to the rank of another device; the send is only begun."""
         assert isinstance(request, RankRequest)
         rank = self._ranks[request.route.devices[step.peer]]
-        array = value if is_native_array(value) else self._plane.export(value)
-        if array is value or isinstance(array, DeviceArray) or is_native_array(array):
-            self._links.send_value(rank, request.serial, step.value, array)
-            return
-        buffers: list[Any] = []
-        fields = {"serial": request.serial, "name": step.value, "value": encode_value(array, buffers)}
-        self._links.send(rank, Frame("value", fields, buffers))
+        exported = value if isinstance(value, np.ndarray) else self._plane.export(value)
+        self._links.send_value(rank, request.serial, step.value, exported)
 
     def _receive(self, device: PlacedDevice, step: Step, request: Request) -> Generator[Condition, None, Any]:
         """Wait for a value of another rank; raises CancelledError if the request ends meanwhile."""

@@ -113,10 +113,7 @@ class RankProcess:
             self.links.send(DRIVER, packed)
             return
         frame = packed.unpack()
-        if frame.kind == "value":
-            assert self._loop is not None
-            self._loop.accept_frame(frame)
-        elif frame.kind == "clock" and source != DRIVER and self.links.rank == 0:  # it knows the driver's clock
+        if frame.kind == "clock" and source != DRIVER and self.links.rank == 0:  # it knows the driver's clock
             offset = self._loop.clock_offset_seconds if self._loop is not None else 0.0
             self.links.send(source, Frame("clock", {"seconds": time.perf_counter() - offset}))
         else:
@@ -157,7 +154,7 @@ class RankProcess:
         self._is_computing = False
         with self.links.lock:  # what the helper takes right now is there
             pass
-        if not is_ready() and not (spins and self.links.watch(is_ready)):
+        if not (self.links.watch(is_ready) if spins else is_ready()):
             began = time.perf_counter()
             while spins and (
                 (waited := time.perf_counter() - began) < SPIN_SECONDS

@@ -48,7 +48,8 @@ class Board:
         self.bell = find_address(memory)
         """Its address; the counter behind it is more than 0 while the rank sleeps."""
         self._wait, self._seen = RingAndWait(self.bell), 0
-        self._add_sleep = AddAndRing(self.bell + 8, self.bell + 16)
+        self.show_sleep = AddAndRing(self.bell + 8, self.bell + 16)
+        """Shows that the rank sleeps from now on, by 1, or no more, by -1."""
 
     @staticmethod
     def count_bytes(ranks: int) -> int:
@@ -58,10 +59,6 @@ class Board:
     def find_position(self, rank: int) -> int:
         """Return the address of the counter of bytes that were read from a rank."""
         return self.bell + _LINE_BYTES * (1 + rank)
-
-    def show_sleep(self, change: int) -> None:
-        """Show that the rank sleeps from now on, by 1, or no more, by -1."""
-        self._add_sleep(change)
 
     def count_pauses(self) -> int:
         """Return how many pauses `watch` makes at most."""
