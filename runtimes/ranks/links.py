@@ -51,8 +51,9 @@ if TYPE_CHECKING:
 # The first byte of messages that are not JSON: a value, blocks that are given back, a heartbeat, and where the board
 # and the ring of the sender are.
 _VALUE, _RETURNED, _ALIVE, _RING = 1, 2, 3, 4
-# How the bytes of a value travel: in the same text, as buffers, in a block of shared memory, or by MPI.
-_WITHIN, _BEHIND, _SHARED, _BY_MPI = 0, 1, 2, 3
+# How the bytes of an array travel: in the same text, as a buffer, in a block of shared memory, or by MPI. Other values
+# are encoded as in frames.
+_WITHIN, _BEHIND, _SHARED, _BY_MPI, _ENCODED = 0, 1, 2, 3, 4
 # Kind, way, number of the request, and length of the description, which follows. Then come the bytes within, or two
 # numbers: descriptor and size of a block, or tag of MPI and 0.
 _HEADER, _PLACE = struct.Struct("<BBqI"), struct.Struct("<qq")
@@ -155,7 +156,7 @@ class Links:
         """
         if (peer := self._peers.get(rank)) is None:  # it has ended
             return
-        way, rest = _BEHIND, b""
+        way, rest = _ENCODED, b""
         buffers: list[Any] = []
         if isinstance(value, DeviceArray):
             with self.lock:
@@ -165,7 +166,9 @@ class Links:
                 way, rest = _WITHIN, value.tobytes()
             elif peer.shares and (block := self._lend(serial, name, value)) is not None:
                 way, rest = _SHARED, _PLACE.pack(block.descriptor, block.size)
-        if way == _BEHIND:
+            else:
+                way, buffers = _BEHIND, [flatten(value)]
+        if way == _ENCODED:
             description = encode_fields([name, encode_value(value, buffers)]).encode()
         else:
             description = _describe(name, value.dtype, value.shape)
@@ -358,7 +361,7 @@ class Links:
     def _accept_value(self, peer: Peer, text: bytes, buffers: Sequence[Any]) -> None:
         _, way, serial, length = _HEADER.unpack_from(text)
         end = _HEADER.size + length
-        if way == _BEHIND:
+        if way == _ENCODED:
             name, description = json.loads(text[_HEADER.size : end])
             self.on_value(serial, name, decode_value(description, iter(buffers)))
             return
@@ -366,8 +369,11 @@ class Links:
         if way == _WITHIN:
             self.on_value(serial, name, np.ndarray(shape, dtype, text, end).copy())
             return
-        place, block_size = _PLACE.unpack_from(text, end)
-        body = peer.blocks.borrow(place, block_size, size) if way == _SHARED else np.empty(size, np.uint8)
+        if way == _BEHIND:
+            body = buffers[0]
+        else:
+            place, block_size = _PLACE.unpack_from(text, end)
+            body = peer.blocks.borrow(place, block_size, size) if way == _SHARED else np.empty(size, np.uint8)
         array = body.view(dtype).reshape(shape)
         if way == _BY_MPI:
             self._bodies.receive(peer.rank, place, body, lambda: self.on_value(serial, name, array))
