@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 import warnings
 from collections import Counter
@@ -23,6 +24,7 @@ from onnxplace.machine import (
     available_cores,
     describe_optimiser,
     is_absent,
+    is_foreign_error,
     is_native_type,
     make_session_options,
     open_in_threads,
@@ -33,11 +35,13 @@ from onnxplace.machine import (
     uses_optimisations,
     without_optimisations,
 )
-from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory
+from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory, run_into
 from onnxplace.target import Device
 from onnxplace.utils import call_guarded, format_milliseconds
 
 MAX_PATTERN_BYTES = 4 << 20
+# Smaller outputs are copied as quickly as they are computed in memory that another core has just read.
+MIN_PLACED_BYTES = 512 << 10
 
 
 class PlacedDevice:
@@ -93,12 +97,27 @@ class OpenSegment:
         self._native = device.kind.is_host and all(is_native_type(kind) for kind in types)
         self._inputs, self._names = (*record.inputs, *record.streamed), list(record.outputs)
         self._leaving = leaving
+        self._placed: Collection[str] = ()
+        """Outputs that `_allocate` makes arrays for if they are large."""
+        self._rooms: tuple[list[Any], dict[str, Callable[[], Any]]] | None = None
+        """Shapes of the inputs of a run with large outputs, and what makes arrays for its outputs."""
 
     def on(self, device: PlacedDevice) -> OpenSegment:
         """Return the same session for a device."""
         twin = copy.copy(self)
         twin._device = device
         return twin
+
+    def place_outputs(self, names: Collection[str], allocate: Callable[[Any, Any], Any]) -> None:
+        """Let large outputs be computed in arrays of the caller, where ONNX Runtime can do that.
+
+        Args:
+            names: Names of values, also of other segments.
+            allocate: It makes arrays as `np.empty` does.
+        """
+        if self._native and type(self._device.memory) is HostMemory:
+            small = {item.name for item in self._session.get_outputs() if _count_elements(item) * 8 < MIN_PLACED_BYTES}
+            self._placed, self._allocate = set(names).intersection(self._names) - small, allocate
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
         """Compute this segment's outputs from `values` and add them there.
@@ -113,7 +132,7 @@ class OpenSegment:
             for name, value in inputs.items():
                 if type(value) is not np.ndarray:
                     inputs[name] = to_python(value)
-            values.update(zip(self._names, self._session.run(self._names, inputs, options)))
+            values.update(zip(self._names, self._run_native(inputs, options)))
             return
         memory = self._device.memory
         inputs = {name: values[name] for name in self._inputs if name in values}
@@ -124,6 +143,35 @@ class OpenSegment:
             outputs = memory.run_unbound(lambda: self._run_unbound(inputs, options))
             kept_alive.append(inputs)
         values.update(zip(self._names, outputs))
+
+    def _run_native(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
+        """Run with arrays; large outputs are placed if the inputs have the shapes of the last run that had such."""
+        arrays = dict[str, Any]()
+        if self._rooms is not None and self._rooms[0] == [value.shape for value in inputs.values()]:
+            arrays = {name: make() for name, make in self._rooms[1].items()}
+            try:
+                run_into(self._session, inputs, arrays, options)
+                return list(arrays.values())
+            except Exception as problem:  # the run below fails as well, unless an output has another shape
+                if is_foreign_error(problem):
+                    raise
+        outputs: list[Any] = self._session.run(self._names, inputs, options)
+        if arrays:  # the shapes of outputs depend on more than those of inputs
+            self._placed, self._rooms = (), None
+        elif self._placed and (large := self._find_large(outputs)):
+            self._rooms = (
+                [value.shape for value in inputs.values()],
+                {
+                    name: partial(self._allocate if name in large else np.empty, item.shape, item.dtype)
+                    for name, item in zip(self._names, outputs)
+                },
+            )
+        return outputs
+
+    def _find_large(self, outputs: Sequence[Any]) -> list[str]:
+        """Return the names of outputs of a run that are placed in the next one."""
+        sizes = zip(self._names, (item.nbytes for item in outputs))
+        return [name for name, size in sizes if size >= MIN_PLACED_BYTES and name in self._placed]
 
     def _run_unbound(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
         """Run with sequences, maps, optionals or strings, which cannot be bound."""
@@ -185,6 +233,12 @@ def _has_size(size: SizedRecord, values: Mapping[str, Any]) -> bool:
 def _shape_of(value: Any) -> tuple[int, ...]:
     """Return the shape of a tensor in the host's memory."""
     return tuple(value.shape if isinstance(value, np.ndarray) else value.shape())
+
+
+def _count_elements(item: Any) -> float:
+    """Return how many elements an output of a session has; infinity if that may vary."""
+    is_fixed = item.shape and all(isinstance(size, int) for size in item.shape)  # an empty list may be any shape
+    return math.prod(item.shape) if is_fixed else math.inf
 
 
 def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -> OpenSegment:

@@ -100,6 +100,11 @@ class RankLoop(ProgramLoop):
         """Whether inputs can come by memory of the driver."""
         self._lent: deque[tuple[int, list[int]]] = deque()
         """Blocks with outputs of requests, which the driver has not taken."""
+        read_by_ranks = {step.value for program in self._programs.values() for step in program if step.op == "send"}
+        read_by_driver = {value for values in self._returned_values.values() for value in values}
+        shared = (read_by_ranks if links.shares_memory else set()) | (read_by_driver if self.shares_memory else set())
+        for segment in (item for route in routes for item in route.segments.values()):
+            segment.place_outputs(shared, links.blocks.allocate)
         self._entries = device.memory.run_entries()
         self._readers = [Worker(device, loader.read, WEIGHTS_PART) for loader in self._weight_loaders.values()]
         for reader in self._readers:
