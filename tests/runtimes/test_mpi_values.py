@@ -143,7 +143,9 @@ large (float[n, 1024] x, float[n, 1024] total) => (float[n, 1024] y, int64[2, k]
 
 def test_large_values_of_all_sizes_stay_apart_while_they_are_read_on_several_devices_and_as_states(tmp_path):
     state = ("next=total",)
-    bundle = compile_alternating(parser.parse_model(LARGE), tmp_path, "cpu:0", "cpu:1", "cpu:2", state=state, shape={"n": 150})
+    bundle = compile_alternating(
+        parser.parse_model(LARGE), tmp_path, "cpu:0", "cpu:1", "cpu:2", state=state, shape={"n": 150}
+    )
     expected, actual = [], []
     for results, options in ((expected, {}), (actual, {"runtime": "mpi", "timeout": WAIT_SECONDS})):
         random = np.random.default_rng(0)
