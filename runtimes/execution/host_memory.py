@@ -98,24 +98,15 @@ def run_bound(
 def run_into(session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any], options: Any) -> None:
     """Run a session on arrays of types that numpy has, and let it compute its outputs in such arrays.
 
-    An I/O binding would do the same, and take 40 us longer.
-
-    Raises an error of ONNX Runtime if an output has another shape.
+    A binding would do the same in 40 us more. Raises an error of ONNX Runtime if an output has another shape.
     """
-    make_vector, make_value, host = _find_constructors()
-    vectors = make_vector(), make_vector()
-    for vector, arrays in zip(vectors, (inputs, outputs)):
-        for array in arrays.values():
-            vector.push_back(make_value(array, host))
-    session.run_with_ortvaluevector(options, list(inputs), vectors[0], list(outputs), vectors[1], [host] * len(outputs))
-
-
-@cache
-def _find_constructors() -> tuple[Any, Any, Any]:
-    """Return what makes vectors of values and values on arrays, and the host as a device."""
     state = import_onnxruntime().capi._pybind_state
     host = state.OrtDevice(state.OrtDevice.cpu(), state.OrtDevice.default_memory(), 0)
-    return state.OrtValueVector, state.OrtValue.ortvalue_from_numpy, host
+    vectors = state.OrtValueVector(), state.OrtValueVector()
+    for vector, arrays in zip(vectors, (inputs, outputs)):
+        for array in arrays.values():
+            vector.push_back(state.OrtValue.ortvalue_from_numpy(array, host))
+    session.run_with_ortvaluevector(options, list(inputs), vectors[0], list(outputs), vectors[1], [host] * len(outputs))
 
 
 def detach_value(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 import warnings
 from collections import Counter
@@ -40,8 +39,6 @@ from onnxplace.target import Device
 from onnxplace.utils import call_guarded, format_milliseconds
 
 MAX_PATTERN_BYTES = 4 << 20
-# Smaller outputs are copied as quickly as they are computed in memory that another core has just read.
-MIN_PLACED_BYTES = 512 << 10
 
 
 class PlacedDevice:
@@ -98,9 +95,9 @@ class OpenSegment:
         self._inputs, self._names = (*record.inputs, *record.streamed), list(record.outputs)
         self._leaving = leaving
         self._placed: Collection[str] = ()
-        """Outputs that `_allocate` makes arrays for if they are large."""
+        """Outputs that `_allocate` makes arrays for."""
         self._rooms: tuple[list[Any], dict[str, Callable[[], Any]]] | None = None
-        """Shapes of the inputs of a run with large outputs, and what makes arrays for its outputs."""
+        """Shapes of the inputs of the last run, and what makes arrays for its outputs."""
 
     def on(self, device: PlacedDevice) -> OpenSegment:
         """Return the same session for a device."""
@@ -109,15 +106,14 @@ class OpenSegment:
         return twin
 
     def place_outputs(self, names: Collection[str], allocate: Callable[[Any, Any], Any]) -> None:
-        """Let large outputs be computed in arrays of the caller, where ONNX Runtime can do that.
+        """Let outputs be computed in arrays of the caller, where ONNX Runtime can do that and knows their shapes.
 
         Args:
             names: Names of values, also of other segments.
             allocate: It makes arrays as `np.empty` does.
         """
         if self._native and type(self._device.memory) is HostMemory:
-            small = {item.name for item in self._session.get_outputs() if _count_elements(item) * 8 < MIN_PLACED_BYTES}
-            self._placed, self._allocate = set(names).intersection(self._names) - small, allocate
+            self._placed, self._allocate = set(names).intersection(self._names), allocate
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
         """Compute this segment's outputs from `values` and add them there.
@@ -145,9 +141,9 @@ class OpenSegment:
         values.update(zip(self._names, outputs))
 
     def _run_native(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
-        """Run with arrays; large outputs are placed if the inputs have the shapes of the last run that had such."""
-        arrays = dict[str, Any]()
-        if self._rooms is not None and self._rooms[0] == [value.shape for value in inputs.values()]:
+        """Run with arrays; outputs are placed if the inputs have the shapes of the last run."""
+        shapes, arrays = [value.shape for value in inputs.values()] if self._placed else [], dict[str, Any]()
+        if self._rooms is not None and self._rooms[0] == shapes:
             arrays = {name: make() for name, make in self._rooms[1].items()}
             try:
                 run_into(self._session, inputs, arrays, options)
@@ -158,20 +154,15 @@ class OpenSegment:
         outputs: list[Any] = self._session.run(self._names, inputs, options)
         if arrays:  # the shapes of outputs depend on more than those of inputs
             self._placed, self._rooms = (), None
-        elif self._placed and (large := self._find_large(outputs)):
+        elif self._placed:
             self._rooms = (
-                [value.shape for value in inputs.values()],
+                shapes,
                 {
-                    name: partial(self._allocate if name in large else np.empty, item.shape, item.dtype)
+                    name: partial(self._allocate if name in self._placed else np.empty, item.shape, item.dtype)
                     for name, item in zip(self._names, outputs)
                 },
             )
         return outputs
-
-    def _find_large(self, outputs: Sequence[Any]) -> list[str]:
-        """Return the names of outputs of a run that are placed in the next one."""
-        sizes = zip(self._names, (item.nbytes for item in outputs))
-        return [name for name, size in sizes if size >= MIN_PLACED_BYTES and name in self._placed]
 
     def _run_unbound(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
         """Run with sequences, maps, optionals or strings, which cannot be bound."""
@@ -233,12 +224,6 @@ def _has_size(size: SizedRecord, values: Mapping[str, Any]) -> bool:
 def _shape_of(value: Any) -> tuple[int, ...]:
     """Return the shape of a tensor in the host's memory."""
     return tuple(value.shape if isinstance(value, np.ndarray) else value.shape())
-
-
-def _count_elements(item: Any) -> float:
-    """Return how many elements an output of a session has; infinity if that may vary."""
-    is_fixed = item.shape and all(isinstance(size, int) for size in item.shape)  # an empty list may be any shape
-    return math.prod(item.shape) if is_fixed else math.inf
 
 
 def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -> OpenSegment:

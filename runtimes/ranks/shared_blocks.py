@@ -100,7 +100,7 @@ class SharedBlocks:
         return [os.getpid(), self._probe.descriptor, self._probe.memory[:].hex()]
 
     def allocate(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Return an array like `np.empty`, which `lend` need not copy as long as there is memory for blocks."""
+        """Return an array like `np.empty`, which `lend` need not copy unless it is small or there are no more blocks."""
         length = math.prod(shape)
         with self._lock:
             if (block := self._take(length * dtype.itemsize)) is None:
@@ -112,13 +112,11 @@ class SharedBlocks:
 
         Returns None if the bytes are few, or the system has no more memory or files for blocks.
         """
-        if (length := len(buffer)) < MIN_SHARED_BYTES:
-            return None
         with self._lock:  # so that no block is closed meanwhile
             if (block := self._lent.get(self._arrays.find(buffer))) is not None:
                 block.readers += 1
-            elif (block := self._take(length)) is not None:
-                block.memory[:length] = memoryview(buffer)
+            elif (block := self._take(len(buffer))) is not None:
+                block.memory[: len(buffer)] = memoryview(buffer)
         return block
 
     def lend_again(self, block: SharedBlock) -> bool:
@@ -139,8 +137,8 @@ class SharedBlocks:
         return [descriptor for _, descriptor, _, _ in shared]
 
     def _take(self, length: int) -> SharedBlock | None:
-        """Return a free block that is large enough, or a new one, which has one reader; None if there is none."""
-        if self._is_closed:
+        """Return a free block that is large enough, or a new one, with one reader; None if there is none or need be."""
+        if self._is_closed or length < MIN_SHARED_BYTES:
             return None
         self._release(self._arrays.take_ended())
         size = 1 << (length - 1).bit_length()
