@@ -53,6 +53,8 @@ from onnxplace.target import Device
 
 # Segments that take longer have the helper move messages meanwhile; waking it takes some 10 us.
 LONG_SECONDS = 2e-3
+# Smaller values are copied as quickly as they are computed in memory that another core has just read.
+MIN_PLACED_BYTES = 512 << 10
 
 Waiter = Callable[[Callable[[], bool]], None]
 """Waits, while messages are taken, until its argument holds."""
@@ -100,11 +102,13 @@ class RankLoop(ProgramLoop):
         """Whether inputs can come by memory of the driver."""
         self._lent: deque[tuple[int, list[int]]] = deque()
         """Blocks with outputs of requests, which the driver has not taken."""
-        read_by_ranks = {step.value for program in self._programs.values() for step in program if step.op == "send"}
-        read_by_driver = {value for values in self._returned_values.values() for value in values}
-        shared = (read_by_ranks if links.shares_memory else set()) | (read_by_driver if self.shares_memory else set())
+        # Others read large values where they are computed.
+        sent = {step.value for program in self._programs.values() for step in program if step.op == "send"}
+        returned = {name for names in self._returned_values.values() for name in names}
+        shared = (sent if links.shares_memory else set()) | (returned if self.shares_memory else set())
+        large = {name for name in shared if bundle.manifest.values[name].bytes >= MIN_PLACED_BYTES}
         for segment in (item for route in routes for item in route.segments.values()):
-            segment.place_outputs(shared, links.blocks.allocate)
+            segment.place_outputs(large, links.blocks.allocate)
         self._entries = device.memory.run_entries()
         self._readers = [Worker(device, loader.read, WEIGHTS_PART) for loader in self._weight_loaders.values()]
         for reader in self._readers:

@@ -100,7 +100,7 @@ class SharedBlocks:
         return [os.getpid(), self._probe.descriptor, self._probe.memory[:].hex()]
 
     def allocate(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Return an array like `np.empty`, which `lend` need not copy unless it is small or there are no more blocks."""
+        """Return an array like `np.empty`, in a block that `lend` need not copy if it is large and there is memory."""
         length = math.prod(shape)
         with self._lock:
             if (block := self._take(length * dtype.itemsize)) is None:

@@ -69,12 +69,6 @@ def run(segment, feeds):
     return {name: value for name, value in values.items() if name not in feeds}
 
 
-@pytest.fixture
-def small_limit(monkeypatch):
-    """Let outputs of 40 elements be large."""
-    monkeypatch.setattr(segments, "MIN_PLACED_BYTES", SIZE)
-
-
 feeds = st.builds(
     lambda size, zeros, flag, count, seed: {
         "x": np.where(np.arange(size) < zeros, 0, np.random.default_rng(seed).standard_normal(size)).astype("f4"),
@@ -92,10 +86,8 @@ feeds = st.builds(
 )
 @settings(deadline=None)
 def test_placed_outputs_are_those_of_other_runs_whatever_their_shapes(session, requests, names):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "MIN_PLACED_BYTES", SIZE)
-        plain, placed = make_segment(session), make_segment(session, np.empty, names or None)
-        kept = [(run(plain, item), run(placed, item)) for item in requests]
+    plain, placed = make_segment(session), make_segment(session, np.empty, names or None)
+    kept = [(run(plain, item), run(placed, item)) for item in requests]
     for expected, actual in kept:
         assert list(actual) == list(expected)
         for name, value in actual.items():
@@ -120,21 +112,21 @@ class Memory:
         return self.arrays[-1]
 
 
-def test_large_outputs_are_placed_from_the_second_run_of_a_shape_on(session, small_limit):
+def test_outputs_are_placed_from_the_second_run_of_a_shape_on(session):
     memory = Memory()
-    segment = make_segment(session, memory.allocate, ["same", "sum", "elsewhere"])
+    segment = make_segment(session, memory.allocate, ["same", "elsewhere"])
     run(segment, make_feeds())
     assert not memory.arrays
     for _ in range(2):
         outputs = run(segment, make_feeds())
         assert outputs["same"] is memory.arrays[-1]
-    assert len(memory.arrays) == 2  # the sum is small, and no other output was named
+    assert len(memory.arrays) == 2  # for the one output that was named
     run(segment, make_feeds(2 * SIZE))
     assert len(memory.arrays) == 2
     assert run(segment, make_feeds(2 * SIZE))["same"] is memory.arrays[2]
 
 
-def test_outputs_are_not_placed_any_more_once_their_shapes_were_not_those_expected(session, small_limit):
+def test_outputs_are_not_placed_any_more_once_their_shapes_were_not_those_expected(session):
     memory = Memory()
     segment = make_segment(session, memory.allocate, ["same", "places"])
     for zeros in (0, 0, 5, 5, 5):
@@ -142,7 +134,7 @@ def test_outputs_are_not_placed_any_more_once_their_shapes_were_not_those_expect
     assert len(memory.arrays) == 4  # in the second and the third run
 
 
-def test_runs_that_fail_or_are_ended_do_not_keep_outputs_from_being_placed(session, small_limit):
+def test_runs_that_fail_or_are_ended_do_not_keep_outputs_from_being_placed(session):
     memory = Memory()
     segment = make_segment(session, memory.allocate, ["same"])
     run(segment, make_feeds())
@@ -153,7 +145,7 @@ def test_runs_that_fail_or_are_ended_do_not_keep_outputs_from_being_placed(sessi
     assert run(segment, make_feeds())["same"] is memory.arrays[-1]
 
 
-def test_what_a_signal_handler_raises_is_not_taken_for_an_error_of_the_run(session, small_limit, monkeypatch):
+def test_what_a_signal_handler_raises_is_not_taken_for_an_error_of_the_run(session, monkeypatch):
     segment = make_segment(session, Memory().allocate)
     run(segment, make_feeds())
 
