@@ -102,13 +102,12 @@ class RankLoop(ProgramLoop):
         """Whether inputs can come by memory of the driver."""
         self._lent: deque[tuple[int, list[int]]] = deque()
         """Blocks with outputs of requests, which the driver has not taken."""
-        # Others read large values where they are computed.
-        sent = {step.value for program in self._programs.values() for step in program if step.op == "send"}
-        returned = {name for names in self._returned_values.values() for name in names}
-        shared = (sent if links.shares_memory else set()) | (returned if self.shares_memory else set())
-        large = {name for name in shared if bundle.manifest.values[name].bytes >= MIN_PLACED_BYTES}
-        for segment in (item for route in routes for item in route.segments.values()):
-            segment.place_outputs(large, links.blocks.allocate)
+        if links.shares_memory or self.shares_memory:  # others read large values where they are computed
+            sent = {step.value for program in self._programs.values() for step in program if step.op == "send"}
+            read = sent.union(*self._returned_values.values())
+            large = {name for name in read if bundle.manifest.values[name].bytes >= MIN_PLACED_BYTES}
+            for segment in (item for route in routes for item in route.segments.values()):
+                segment.place_outputs(large, links.blocks.allocate)
         self._entries = device.memory.run_entries()
         self._readers = [Worker(device, loader.read, WEIGHTS_PART) for loader in self._weight_loaders.values()]
         for reader in self._readers:
