@@ -25,6 +25,8 @@ from onnxplace.runtimes.ranks.frames import Frame
 
 # Smaller buffers are as quick by the socket.
 MIN_SHARED_BYTES = 32 << 10
+# Smaller values are copied as quickly as they are computed in memory that another core has just read.
+MIN_PLACED_BYTES = 512 << 10
 _TOKEN_BYTES = 16
 
 

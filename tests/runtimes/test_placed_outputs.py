@@ -1,23 +1,19 @@
 """Outputs of segments that are computed where another process reads them."""
 
-import os
-from contextlib import closing
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from onnx import parser
 
-import onnxplace
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.ort import import_onnxruntime
-from onnxplace.runtimes.execution import OpenSegment, PlacedDevice, segments
-from onnxplace.runtimes.ranks.frames import decode_values
-from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks, SharedBlocks
+from onnxplace.runtimes.execution import OpenSegment, PlacedDevice, open_routes, segments
+from onnxplace.runtimes.ranks.rank_loop import place_outputs
+from onnxplace.runtimes.ranks.shared_blocks import MIN_PLACED_BYTES
 from onnxplace.target import Device
-from tests.support.lone_rank import make_request, open_lone_rank
+from tests.support.two_hosts import compile_alternating
 
 SIZE = 40
 # Outputs of all kinds: of fixed and of other shapes, of shapes that depend on what is in inputs, of subgraphs, of no
@@ -157,23 +153,21 @@ def test_what_a_signal_handler_raises_is_not_taken_for_an_error_of_the_run(sessi
         run(segment, make_feeds())
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has such memory")
-def test_a_rank_computes_outputs_where_its_driver_reads_them(tmp_path, monkeypatch):
-    allocate = mock.Mock(wraps=SharedBlocks.allocate)
-    monkeypatch.setattr(SharedBlocks, "allocate", lambda *arguments: allocate(*arguments))
-    driver, mapped, batch, count = SharedBlocks(), MappedBlocks(), 2048, 5
-    loop, blocks = open_lone_rank(tmp_path, batch, driver.make_probe())
-    with closing(loop), closing(blocks), closing(driver):
-        assert mapped.try_probe(blocks.make_probe())
-        reports = [loop.follow(make_request(serial, batch, taken=-1)) for serial in range(count)]
-        assert allocate.call_count == count - 1
-        assert len(blocks._lent) + sum(map(len, blocks._free.values())) == count  # none of them is copied to another
-        results = []
-        for report in reports:
-            mapped.restore(report)
-            results.append(decode_values(report.fields["outputs"], iter(report.buffers))["y"].copy())
-        loop.follow(make_request(count, batch, taken=count - 1))
-        assert len(blocks._lent) == 1
-    session = onnxplace.InferenceSession(str(tmp_path / "b"))
-    for serial, result in enumerate(results):
-        np.testing.assert_array_equal(result, session.run(None, {"x": np.full((batch, 64), serial, np.float32)})[0])
+def test_large_values_that_another_process_reads_are_placed(tmp_path):
+    size, memory = MIN_PLACED_BYTES // 4, Memory()
+    text = f"""
+        <ir_version: 8, opset_import: ["": 17]>
+        chain (float[{size}] x) => (float[{size}] y, float s)
+        {{ sent = Neg(x) t = ReduceSum<keepdims = 0>(sent) kept = Abs(x) s = Neg(t) y = Sub(sent, kept) }}
+    """
+    bundle = compile_alternating(parser.parse_model(text), tmp_path, "cpu:0", "cpu:1")
+    devices = {item.id: PlacedDevice(item, ()) for item in bundle.target.devices}
+    (route,) = routes = open_routes(bundle, devices)
+    place_outputs(bundle, routes, memory.allocate)
+    x = np.ones(size, np.float32)
+    for _ in range(2):
+        values = {"x": x}
+        for segment in route.segments.values():
+            segment.run(values, [], import_onnxruntime().RunOptions())
+    assert {id(values["sent"]), id(values["y"])} == {id(item) for item in memory.arrays}
+    np.testing.assert_array_equal(values["y"], -2 * x)

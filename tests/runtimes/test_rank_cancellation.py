@@ -1,12 +1,19 @@
 """Cancellations that reach a rank while it ends another request."""
 
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from onnxplace.runtimes.ranks.frames import Frame
+import onnxplace
+from onnxplace.runtimes.execution import PlacedDevice, open_routes
+from onnxplace.runtimes.ranks.frames import Frame, encode_values
+from onnxplace.runtimes.ranks.opening import Opening
 from onnxplace.runtimes.ranks.rank_loop import RankLoop
-from tests.support.lone_rank import make_request, open_lone_rank
+from tests.conftest import FAST_PIPELINE, branches
 
 
 class MeddledSet(set):
@@ -19,14 +26,33 @@ class MeddledSet(set):
 
 @pytest.fixture
 def loop(tmp_path: Path) -> RankLoop:
-    loop, blocks = open_lone_rank(tmp_path, 2)
+    """A rank that has the whole of a bundle, so that it needs no messages."""
+    bundle = onnxplace.compile(branches(), tmp_path / "b", devices="cpu:0", shape={"batch": 2}, pipeline=FAST_PIPELINE)
+    opening = Opening(
+        bundle=bundle, devices=["cpu:0"], trace=False, libraries=(), versions={}, optimises=True, remote=()
+    )
+    device = PlacedDevice(bundle.target.devices[0], ())
+    links = SimpleNamespace(rank=0, lock=threading.RLock(), is_sending=False, call_helper=lambda: None)
+    loop = RankLoop(opening, device, open_routes(bundle, {"cpu:0": device}), links, wait=lambda *_: None)
     yield loop
     loop.close()
-    blocks.close()
 
 
 def request(serial: int) -> Frame:
-    return make_request(serial, 2)
+    """Return a request as the driver sends it."""
+    buffers = []
+    fields = {
+        "serial": serial,
+        "number": serial,
+        "route": 0,
+        "conversation": 0,
+        "submitted": time.perf_counter(),
+        "states": [],
+        "stored": {},
+        "taken": None,
+        "feeds": encode_values({"x": np.ones((2, 64), np.float32)}, buffers),
+    }
+    return Frame("request", fields, buffers)
 
 
 def test_a_cancellation_that_comes_while_another_request_ends_is_kept(loop):
