@@ -250,6 +250,11 @@ class Links:
         self._readers.append(peer)
 
     @property
+    def shares_memory(self) -> bool:
+        """Return whether another rank can map memory of this one."""
+        return any(peer.shares for peer in self._peers.values())
+
+    @property
     def is_sending(self) -> bool:
         """Return whether messages have not left."""
         return bool(self._sending) or self._bodies.is_moving

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Step, list_routes, list_working_devices
+from onnxplace.bundle import Bundle, Step, list_routes, list_working_devices
 from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
@@ -51,7 +51,7 @@ from onnxplace.runtimes.ranks.data_planes import choose_plane
 from onnxplace.runtimes.ranks.frames import Frame, decode_values, encode_values
 from onnxplace.runtimes.ranks.links import Links
 from onnxplace.runtimes.ranks.opening import Fetch, Opening, find_clock, obtain_bundle
-from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
+from onnxplace.runtimes.ranks.shared_blocks import MIN_PLACED_BYTES, MappedBlocks
 from onnxplace.target import Device
 
 # Segments that take longer have the helper move messages meanwhile; waking it takes some 10 us.
@@ -309,9 +309,21 @@ def open_rank(opening: Opening, links: Links, fetch: Fetch) -> RankLoop:
     with use_custom_operators(opening.libraries), nullcontext() if opening.optimises else without_optimisations():
         bundle.check_files(*{item.file for item in segments}, check="small")
         routes = open_routes(bundle, {name: placed})
+    if links.shares_memory or opening.probe:
+        place_outputs(bundle, routes, links.blocks.allocate)
     if placed.cores and exchanges_often(bundle.manifest):
         links.open_rings()
     return RankLoop(opening, placed, routes, links)
+
+
+def place_outputs(bundle: Bundle, routes: Sequence[OpenRoute], allocate: Callable[[Any, Any], Any]) -> None:
+    """Let large values that other processes read be computed in arrays in memory that these share."""
+    manifest, returned = bundle.manifest, {item.name for item in bundle.returned_outputs}
+    read = {step.value for program in manifest.programs.values() for step in program if step.op == "send"}
+    read |= {item.value for item in manifest.outputs if item.name in returned}
+    large = {name for name, item in manifest.values.items() if name in read and item.bytes >= MIN_PLACED_BYTES}
+    for segment in (item for route in routes for item in route.segments.values()):
+        segment.place_outputs(large, allocate)
 
 
 def _require_versions(expected: Mapping[str, str]) -> None:
