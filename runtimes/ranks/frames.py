@@ -326,13 +326,12 @@ def _parse(data: bytes, start: int, frames: list[PackedFrame], missing: list[Any
         frame.buffers = buffers = list[Any]()
         sizes: tuple[int, ...] = struct.unpack_from(f"<{count}Q", data, start + _PREFIX.size)
         for size in sizes:
-            buffer: Any = np.empty(size, np.uint8)
-            known = min(size, len(data) - end)
-            buffer[:known] = np.frombuffer(data, np.uint8, known, end) if known else 0
+            buffers.append(np.empty(size, np.uint8))
+            view, known = memoryview(buffers[-1]), min(size, len(data) - end)
+            view[:known] = data[end : end + known]
             end += known
-            buffers.append(buffer)
             if known < size:
-                missing.append((memoryview(buffer), [known]))
+                missing.append((view, [known]))
     frames.append(frame)
     return end
 

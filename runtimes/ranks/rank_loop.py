@@ -97,6 +97,7 @@ class RankLoop(ProgramLoop):
         self._arrived: dict[int, dict[str, Any]] = {}
         """Values of other ranks, by the number of their request."""
         self._long_segments: set[str] = set()
+        """Those whose last run took long."""
         self._stored: dict[tuple[int, str], Any] = {}
         """Carried states, by the number of the request that stored them and their input."""
         self._requests: dict[int, RankRequest] = {}
@@ -229,8 +230,8 @@ class RankLoop(ProgramLoop):
         if name in self._long_segments or self._links.is_sending:
             self._links.call_helper()
         super().run_segment(device, segment, values, request)
-        if time.perf_counter() - began > LONG_SECONDS:
-            self._long_segments.add(name)
+        is_long = time.perf_counter() - began > LONG_SECONDS
+        (self._long_segments.add if is_long else self._long_segments.discard)(name)
 
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Send a value to the rank of another device; the send is only begun."""

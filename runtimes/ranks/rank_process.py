@@ -50,10 +50,11 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
 
 
-# A rank that waits for a value takes messages without pause at first: waking a thread that sleeps takes some 40 us.
-# So it does while one is on its way, for longer. Then it sleeps until one comes, or for so long, as another thread may
-# end a request.
-SPIN_SECONDS, NEAR_SECONDS, SLEEP_SECONDS = 200e-6, 10e-3, 0.05
+# A rank that waits takes messages without pause at first: waking a thread that sleeps takes some 40 us, and more where
+# its core sleeps, too. After a short wait the next one may be as short, so it looks for longer, but others get the core
+# in between. So it does while a message is on its way. Then it sleeps until one comes, or for so long: another thread
+# may end a request.
+SPIN_SECONDS, SHORT_SECONDS, NEAR_SECONDS, SLEEP_SECONDS = 200e-6, 1e-3, 10e-3, 0.05
 HEARTBEAT_SECONDS = 0.25
 # While a request is in progress, the helper looks that often whether the main thread computes for long.
 CHECK_SECONDS = 0.05
@@ -88,6 +89,8 @@ class RankProcess:
         self._parts: dict[Generator[Condition, None, Frame], Condition] = {}
         """This rank's parts of requests in progress, in their order, and what each waits for."""
         self._ended = False
+        self._spin_seconds = {True: SPIN_SECONDS, False: SPIN_SECONDS}
+        """How long a wait looks for messages, one that spins and one that does not, unless one is on its way."""
         self._is_computing = True
         """Whether the main thread does not take messages."""
         self._clock_answers: deque[float] = deque()
@@ -141,25 +144,28 @@ class RankProcess:
             self._abort("the driver has ended")
 
     def _answer(self, frame: Frame) -> None:
-        """Send a frame to the driver."""
+        """Send a frame to the driver, and give back what other ranks have lent: this one may not wait for long."""
         self.links.send(DRIVER if self._has_driver else 0, frame.pack(self.links.rank))
+        self.links.return_blocks()
 
     def wait(self, is_ready: Callable[[], bool], spins: bool = True) -> None:
         """Wait until something is ready, by messages or by another thread.
 
         Args:
             is_ready: What to wait for.
-            spins: Whether to look without pause at first; else others get the core, such as the driver's threads.
+            spins: Whether to look without pause at first; else others get the core after each look, such as the
+                driver's threads.
         """
         self._is_computing = False
         with self.links.lock:  # what the helper takes right now is there
             pass
         if not (self.links.watch(is_ready) if spins else is_ready()):
-            began = time.perf_counter()
-            while spins and (
-                (waited := time.perf_counter() - began) < SPIN_SECONDS
-                or (waited < NEAR_SECONDS and self.links.is_moving)
+            began, spin_seconds = time.perf_counter(), self._spin_seconds[spins]
+            while (waited := time.perf_counter() - began) < spin_seconds or (
+                waited < NEAR_SECONDS and self.links.is_moving
             ):
+                if waited > SPIN_SECONDS or not spins:
+                    os.sched_yield()
                 self.links.look(0.0)
                 if is_ready():
                     break
@@ -167,6 +173,8 @@ class RankProcess:
                 self.links.return_blocks()
                 while not is_ready():
                     self.links.look(SLEEP_SECONDS if spins else HEARTBEAT_SECONDS)
+            is_short = time.perf_counter() - began < SHORT_SECONDS
+            self._spin_seconds[spins] = SHORT_SECONDS if is_short else SPIN_SECONDS
         self._is_computing = True
 
     # -- threads ------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from hypothesis import given, settings, strategies as st
 from ml_dtypes import bfloat16
 
 import onnxplace
-from onnxplace.runtimes.ranks import links as links_module
+from onnxplace.runtimes.execution import ProgramLoop
+from onnxplace.runtimes.ranks import links as links_module, rank_loop, rank_process
 from onnxplace.runtimes.ranks.data_planes import DeviceArray
 from onnxplace.runtimes.ranks.frames import Frame
 from onnxplace.runtimes.ranks.links import Links
+from onnxplace.runtimes.ranks.rank_loop import RankLoop
+from onnxplace.runtimes.ranks.rank_process import RankProcess
 from onnxplace.runtimes.ranks.shared_blocks import MIN_SHARED_BYTES, MappedBlocks
 
 pytest.importorskip("mpi4py")
@@ -295,6 +299,52 @@ def test_the_helper_moves_what_a_socket_does_not_take_at_once():
         return int(rank.values[0, "v"].sum())
 
     assert run_ranks(["a", "b"], serve) == {0: size, 1: size}
+
+
+@pytest.mark.parametrize("spins", [False, True])
+def test_a_rank_that_waits_sleeps_late_after_a_short_wait_and_soon_after_a_long_one(monkeypatch, spins):
+    process, now, end, slept = object.__new__(RankProcess), 0.0, 0.0, False
+
+    def look(seconds):
+        nonlocal now, slept
+        now, slept = max(now + 10e-6, min(end, now + seconds)), slept or seconds > 0
+
+    process.links = SimpleNamespace(
+        lock=nullcontext(), is_moving=False, look=look, watch=lambda is_ready: is_ready(), return_blocks=lambda: None
+    )
+    process._spin_seconds = dict.fromkeys([False, True], rank_process.SPIN_SECONDS)
+    monkeypatch.setattr(rank_process, "time", SimpleNamespace(perf_counter=lambda: now))
+    sleeps = []
+    for seconds in (500e-6, 500e-6, 500e-6, 20e-3, 500e-6, 500e-6):
+        end, slept = now + seconds, False
+        process.wait(lambda end=end: now >= end, spins)
+        sleeps.append(slept)
+    assert sleeps == [True, False, False, True, True, False]
+
+
+def test_the_helper_is_called_for_segments_whose_last_run_took_long(monkeypatch):
+    times, called = [0.0], list[str]()
+    seconds = {"a": iter([9.0, 0.0, 0.0]), "b": iter([0.0, 9.0, 9.0])}
+    loop, bare = object.__new__(RankLoop), SimpleNamespace
+    loop._long_segments, loop._links = set(), bare(is_sending=False, call_helper=lambda: called.append(name))
+
+    def run(_, device, segment, *rest):
+        times[0] += next(seconds[segment.record.id])
+
+    monkeypatch.setattr(ProgramLoop, "run_segment", run)
+    monkeypatch.setattr(rank_loop, "time", bare(perf_counter=lambda: times[0]))
+    for name in "ababab":
+        loop.run_segment(None, bare(record=bare(id=name)), {}, None)
+    assert called == ["a", "b"]
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="Linux names the congestion control")
+def test_connections_between_hosts_do_not_pace():
+    def serve(rank):
+        connection = rank.links._peers[1 - rank.links.rank].socket._socket
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+    assert run_ranks(["a", "b"], serve) == {0: b"reno", 1: b"reno"}
 
 
 def test_other_processes_that_connect_are_not_taken_for_ranks(monkeypatch):

@@ -1,8 +1,11 @@
 """Values between ranks, on one host and on two that are both this machine."""
 
+import os
 import sys
+from collections import deque
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from onnxplace.runtimes import mpi
 from onnxplace.runtimes.ranks import Opening, opening
 from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
 from tests.support.random_placements import assert_same
+from tests.support.ranks import read_rank_ids
 from tests.support.two_hosts import TWO_HOSTS, compile_alternating
 
 pytest.importorskip("mpi4py")
@@ -57,6 +61,12 @@ many (float[2, 3] x, float[0, 3] empty, string[2] text, float[300, 1000] big, fl
 TWO_PRODUCTS = """
 <ir_version: 8, opset_import: ["": 17]>
 products (float[2, 256] x) => (float[2, 256] y) { a = MatMul(x, v) y = MatMul(a, w) }
+"""
+
+
+LARGE = """
+<ir_version: 8, opset_import: ["": 17]>
+large (float[400, 400] x) => (float[400, 400] y) { a = Neg(x) y = MatMul(a, a) }
 """
 
 
@@ -288,3 +298,15 @@ def test_states_stay_on_their_rank_and_are_read_kept_restored_and_told_apart(tmp
         session.reset_state()
         with pytest.raises(onnxplace.FeedError, match="S007"):
             session.run(None, one)
+
+
+def test_a_rank_that_only_receives_gives_memory_back_also_where_it_never_waits(tmp_path):
+    bundle = compile_alternating(parser.parse_model(LARGE), tmp_path, "cpu:0", "cpu:1")
+    feeds, count, in_flight = {"x": np.ones((400, 400), np.float32)}, 100, 4
+    with onnxplace.InferenceSession(bundle, runtime="mpi", hosts="localhost:2") as session:
+        futures = deque(session.submit(feeds) for _ in range(in_flight))
+        for _ in range(count):
+            futures.append(session.submit(feeds))
+            futures.popleft().result(WAIT_SECONDS)
+        links = [path for rank in read_rank_ids(session) for path in Path(f"/proc/{rank}/fd").iterdir()]
+        assert sum("memfd:onnxplace" in os.readlink(path) for path in links) < count
