@@ -49,10 +49,13 @@ def is_native_type(declared: str) -> bool:
 
 def is_native_array(value: Any) -> bool:
     """Return whether a value is an array of a type that numpy has."""
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in _NATIVE_KINDS:
-        return False
+    return isinstance(value, np.ndarray) and _is_native(value.dtype)
+
+
+@lru_cache(maxsize=64)
+def _is_native(dtype: np.dtype[Any]) -> bool:
     # One that was unpickled may not be numpy's own object for its type.
-    return value.dtype.isbuiltin != 2 and bool(value.dtype == np.dtype(value.dtype.type))
+    return dtype.kind in _NATIVE_KINDS and dtype.isbuiltin != 2 and bool(dtype == np.dtype(dtype.type))
 
 
 def to_ort_value(array: Any, declared: str = "") -> Any:

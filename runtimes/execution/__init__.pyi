@@ -3,7 +3,7 @@ from onnxplace.runtimes.execution.bound_memory import BoundMemory as BoundMemory
 from onnxplace.runtimes.execution.compiled_wait import (
     AddAndRing as AddAndRing,
     RingAndWait as RingAndWait,
-    load_counter as load_counter,
+    bind_load as bind_load,
 )
 from onnxplace.runtimes.execution.device_streams import DeviceTensor as DeviceTensor, StreamValue as StreamValue
 from onnxplace.runtimes.execution.engine import (
@@ -15,7 +15,11 @@ from onnxplace.runtimes.execution.failures import describe_step_failure as descr
 from onnxplace.runtimes.execution.fallback import Fallback as Fallback
 from onnxplace.runtimes.execution.futures import Outcome as Outcome, ResultFuture as ResultFuture, WaitList as WaitList
 from onnxplace.runtimes.execution.host_memory import HostMemory as HostMemory
-from onnxplace.runtimes.execution.programs import ProgramLoop as ProgramLoop, drop_last_frees as drop_last_frees
+from onnxplace.runtimes.execution.programs import (
+    Condition as Condition,
+    ProgramLoop as ProgramLoop,
+    drop_last_frees as drop_last_frees,
+)
 from onnxplace.runtimes.execution.requests import (
     CancelledError as CancelledError,
     CarriedStates as CarriedStates,

@@ -77,8 +77,8 @@ class Bell:
                 return
             planned, self._unrung, self._skipped = self._unrung, 0, 0
             began = time.perf_counter()
-            rung = self._kernel(planned, index, seen, self._pauses)
-            if not rung or time.perf_counter() - began > 2 * WATCH_SECONDS:  # others use this core
+            count = self._kernel(planned, index, seen, self._pauses)
+            if count == seen or time.perf_counter() - began > 2 * WATCH_SECONDS:  # others use this core
                 # Exponential backoff: after n failures in a row, 2^n - 1 watches are left out.
                 self._failures = min(2 * self._failures + 1, MAX_SKIPPED)
                 return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class RingAndWait:
         self._numbers, self._place, self._kernel = numbers.data, numbers.ctypes.data, _load_kernels()[0]
 
     def __call__(self, rung: int, bell: int, seen: int, pauses: int) -> int:
-        """Return 1 if a bell has rung since it was `seen`, or does within so many pauses, else 0.
+        """Return how often a bell has rung, once that is not what was `seen`, or after so many pauses.
 
         Args:
             rung: bit i is set if bell i is to ring first.
@@ -66,9 +66,9 @@ class AddAndRing:
         return self._kernel(self._place)
 
 
-def load_counter(address: int) -> int:
-    """Return the counter at an address; what its writer wrote before is seen afterwards."""
-    return _load_kernels()[2](address)
+def bind_load(address: int) -> Callable[[], int]:
+    """Return what loads the counter at an address; what its writer wrote before is seen afterwards."""
+    return partial(_load_kernels()[2], address)
 
 
 @cache
@@ -84,8 +84,12 @@ def _load_kernels() -> list[Callable[[int], int]]:
     machine = binding.Target.from_triple(module.triple).create_target_machine()
     engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
     engine.finalize_object()
-    kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
-    kernels: list[Any] = [kind(engine.get_function_address(f"kernel{number}")) for number in range(len(builders))]
+    # Only the wait gives the interpreter's lock up: the others take less time than that.
+    kinds = (ctypes.CFUNCTYPE, ctypes.PYFUNCTYPE, ctypes.PYFUNCTYPE)
+    kernels: list[Any] = [
+        kind(ctypes.c_int64, ctypes.c_void_p)(engine.get_function_address(f"kernel{number}"))
+        for number, kind in enumerate(kinds)
+    ]
     for kernel in kernels:
         kernel.engine = engine  # whose end frees the code
     return kernels
@@ -130,7 +134,8 @@ def _build_wait(function: ir.Function) -> None:
     build.branch(more)
     build.position_at_end(look)  # then turn after turn
     turn = build.phi(number)
-    build.cbranch(build.icmp_unsigned("!=", build.load_atomic(counter, "seq_cst", 8), seen), heard, late)
+    count = build.load_atomic(counter, "seq_cst", 8)
+    build.cbranch(build.icmp_unsigned("!=", count, seen), heard, late)
     build.position_at_end(late)
     build.cbranch(build.icmp_signed("<", turn, pauses), pause, heard)
     build.position_at_end(pause)
@@ -142,7 +147,4 @@ def _build_wait(function: ir.Function) -> None:
     turn.add_incoming(build.add(turn, one), pause)
     build.branch(look)
     build.position_at_end(heard)
-    answer = build.phi(number)
-    answer.add_incoming(one, look)
-    answer.add_incoming(zero, late)
-    build.ret(answer)
+    build.ret(count)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from onnxplace.bundle import Bundle, Step
@@ -20,6 +20,9 @@ from onnxplace.runtimes.execution.requests import CancelledError, Request, State
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
 from onnxplace.runtimes.execution.weight_files import WeightFiles
 from onnxplace.runtimes.execution.weight_loader import open_weight_loaders
+
+Condition = Callable[[], bool]
+"""Whether what is awaited is here."""
 
 
 class ProgramLoop(ABC):
@@ -73,15 +76,20 @@ class ProgramLoop(ABC):
 
     def follow_program(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
         """Execute the steps of a device's program for one request; raises ExecutionError if its weights changed."""
+        for _ in self.begin_program(device, program, request):
+            pass
+
+    def begin_program(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> Iterator[Condition]:
+        """Do what `follow_program` does; where that would wait, yield what for, to go on once it holds."""
         try:
-            self._follow_steps(device, program, request)
+            yield from self._follow_steps(device, program, request)
         except BaseException as failure:
             if getattr(failure, "code", "") != "X017":  # which says already what happened to the weights
                 self._weight_files.check()
             raise
         self._weight_files.check()
 
-    def _follow_steps(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
+    def _follow_steps(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> Iterator[Condition]:
         home = request.route.programs[device.id]
         bell = self._bells.get(device.id)
         stored, states = self._take_states(request), self._state_table.value_names.get(home, {})
@@ -106,7 +114,7 @@ class ProgramLoop(ABC):
             elif step.op == "send":
                 self._send(device, step, values[step.value], request)
             else:
-                values[step.value] = self._receive(device, step, request)
+                values[step.value] = yield from self._receive(device, step, request)
         for name in self._returned_values[home]:
             request.outputs[name] = device.memory.send(values[name], None)
         if request.output_names is not self._returned_names:  # it also returns states, which else stay on their device
@@ -130,8 +138,9 @@ class ProgramLoop(ABC):
         if (bell := self._bells.get(device.id)) is not None:
             bell.plan_ring(self._bells[request.route.devices[step.peer]])
 
-    def _receive(self, device: PlacedDevice, step: Step, request: Request) -> Any:
+    def _receive(self, device: PlacedDevice, step: Step, request: Request) -> Generator[Condition, None, Any]:
         """Wait for a value of another device, and return it as a value on this one."""
+        yield from ()  # this thread waits itself
         began = time.perf_counter()
         arrived = request.receive(step.value, request.route.programs[device.id], self._bells.get(device.id))
         self._record(request, device, "wait", step.value, began)

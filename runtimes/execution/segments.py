@@ -23,6 +23,7 @@ from onnxplace.machine import (
     available_cores,
     describe_optimiser,
     is_absent,
+    is_foreign_error,
     is_native_type,
     make_session_options,
     open_in_threads,
@@ -33,7 +34,7 @@ from onnxplace.machine import (
     uses_optimisations,
     without_optimisations,
 )
-from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory
+from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory, run_into
 from onnxplace.target import Device
 from onnxplace.utils import call_guarded, format_milliseconds
 
@@ -93,12 +94,26 @@ class OpenSegment:
         self._native = device.kind.is_host and all(is_native_type(kind) for kind in types)
         self._inputs, self._names = (*record.inputs, *record.streamed), list(record.outputs)
         self._leaving = leaving
+        self._placed: Collection[str] = ()
+        """Outputs that `_allocate` makes arrays for."""
+        self._rooms: tuple[list[Any], dict[str, Callable[[], Any]]] | None = None
+        """Shapes of the inputs of the last run, and what makes arrays for its outputs."""
 
     def on(self, device: PlacedDevice) -> OpenSegment:
         """Return the same session for a device."""
         twin = copy.copy(self)
         twin._device = device
         return twin
+
+    def place_outputs(self, names: Collection[str], allocate: Callable[[Any, Any], Any]) -> None:
+        """Let outputs be computed in arrays of the caller, where ONNX Runtime can do that and knows their shapes.
+
+        Args:
+            names: Names of values, also of other segments.
+            allocate: It makes arrays as `np.empty` does.
+        """
+        if self._native and type(self._device.memory) is HostMemory:
+            self._placed, self._allocate = set(names).intersection(self._names), allocate
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
         """Compute this segment's outputs from `values` and add them there.
@@ -113,7 +128,7 @@ class OpenSegment:
             for name, value in inputs.items():
                 if type(value) is not np.ndarray:
                     inputs[name] = to_python(value)
-            values.update(zip(self._names, self._session.run(self._names, inputs, options)))
+            values.update(zip(self._names, self._run_native(inputs, options)))
             return
         memory = self._device.memory
         inputs = {name: values[name] for name in self._inputs if name in values}
@@ -124,6 +139,30 @@ class OpenSegment:
             outputs = memory.run_unbound(lambda: self._run_unbound(inputs, options))
             kept_alive.append(inputs)
         values.update(zip(self._names, outputs))
+
+    def _run_native(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
+        """Run with arrays; outputs are placed if the inputs have the shapes of the last run."""
+        shapes, arrays = [value.shape for value in inputs.values()] if self._placed else [], dict[str, Any]()
+        if self._rooms is not None and self._rooms[0] == shapes:
+            arrays = {name: make() for name, make in self._rooms[1].items()}
+            try:
+                run_into(self._session, inputs, arrays, options)
+                return list(arrays.values())
+            except Exception as problem:  # the run below fails as well, unless an output has another shape
+                if is_foreign_error(problem):
+                    raise
+        outputs: list[Any] = self._session.run(self._names, inputs, options)
+        if arrays:  # the shapes of outputs depend on more than those of inputs
+            self._placed, self._rooms = (), None
+        elif self._placed:
+            self._rooms = (
+                shapes,
+                {
+                    name: partial(self._allocate if name in self._placed else np.empty, item.shape, item.dtype)
+                    for name, item in zip(self._names, outputs)
+                },
+            )
+        return outputs
 
     def _run_unbound(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
         """Run with sequences, maps, optionals or strings, which cannot be bound."""

@@ -108,7 +108,7 @@ def _encode_strings(array: Any) -> Any:
 #                     clock (an answer), watch (report silent ranks from now on), alive (for the bridge), close
 #   rank to driver    started, need (a piece), ready or failed, report (of a request), answer (to read or delays),
 #                     clock (a question), silent (another rank), alive
-#   rank to rank      value (of a type that numpy lacks), clock (question and answer); links.py has messages of its own
+#   rank to rank      clock (question and answer); links.py has messages of its own
 #
 # Rank 0 passes on those between the driver and ranks without a socket of it.
 
@@ -269,7 +269,8 @@ class FrameSocket:
             self._chunks = []
             raise EOFError("the other side has ended")
         data, start = self._rest + self._chunks[0] if self._rest else self._chunks[0], 0
-        frames, missing = list[PackedFrame](), list[tuple[memoryview, list[int]]]()
+        frames: list[PackedFrame] = []
+        missing: list[tuple[memoryview, list[int]]] = []
         while (end := _parse(data, start, frames, missing)) != start:
             start = end
         rest, partial = data[start:], frames.pop() if missing else None
@@ -337,7 +338,7 @@ def _parse(data: bytes, start: int, frames: list[PackedFrame], missing: list[Any
 
 def join_small(frames: Sequence[PackedFrame]) -> list[Any]:
     """Return the bytes of frames, in one piece if they are few; large ones are not copied."""
-    pieces = list[Any]()
+    pieces: list[Any] = []
     for frame in frames:
         pieces.append(frame.header)
         pieces += frame.buffers

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import secrets
 import select
@@ -23,14 +24,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onnxplace.errors import ExecutionError
+from onnxplace.machine import is_native_array
 from onnxplace.runtimes.ranks.data_planes import DeviceArray, MpiBodies
-from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame, flatten
+from onnxplace.runtimes.ranks.frames import (
+    BETWEEN_RANKS,
+    Frame,
+    FrameSocket,
+    PackedFrame,
+    decode_value,
+    encode_fields,
+    encode_value,
+    flatten,
+)
 from onnxplace.runtimes.ranks.launcher import RankSocket, connect_rank, read_exactly
 from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks, SharedBlock, SharedBlocks
 
@@ -40,12 +51,14 @@ if TYPE_CHECKING:
 # The first byte of messages that are not JSON: a value, blocks that are given back, a heartbeat, and where the board
 # and the ring of the sender are.
 _VALUE, _RETURNED, _ALIVE, _RING = 1, 2, 3, 4
-# How the bytes of a value travel: in the same text, as a buffer, in a block of shared memory, or by MPI.
-_WITHIN, _BEHIND, _SHARED, _BY_MPI = 0, 1, 2, 3
-# Kind, way, number of dimensions, element type of numpy, number of the request; descriptor of a block or tag of MPI,
-# size of a block or of the name, and of the value. The shape, the name, and the bytes within follow.
-_HEADER = struct.Struct("<BBB4sqqqq")
+# How the bytes of an array travel: in the same text, as a buffer, in a block of shared memory, or by MPI. Other values
+# are encoded as in frames.
+_WITHIN, _BEHIND, _SHARED, _BY_MPI, _ENCODED = 0, 1, 2, 3, 4
+# Kind, way, number of the request, and length of the description, which follows. Then come the bytes within, or two
+# numbers: descriptor and size of a block, or tag of MPI and 0.
+_HEADER, _PLACE = struct.Struct("<BBqI"), struct.Struct("<qq")
 _MAX_WITHIN_BYTES = 16 << 10
+_MAX_DESCRIPTIONS = 1 << 10
 DRIVER = -1
 # A thread that was held up counts as at most this much silence of others.
 MAX_STEP_SECONDS = 0.5
@@ -100,7 +113,7 @@ class Links:
         """Guards all sockets."""
         self.blocks = SharedBlocks()
         self.on_value: Callable[[int, str, Any], None] = lambda *_: None
-        """Called with the number of a request, a name and an array, under the lock."""
+        """Called with the number of a request, a name and a value, under the lock."""
         self.silent_seconds = [0.0] * self.size
         """Time since the last message of each rank."""
         self._aged = time.monotonic()
@@ -132,31 +145,36 @@ class Links:
         """Begin to send a frame to another rank, or to the driver; does nothing if it has ended."""
         self._push(rank, frame.pack() if isinstance(frame, Frame) else frame)
 
-    def send_value(self, rank: int, serial: int, name: str, array: Any) -> None:
-        """Begin to send an array.
+    def send_value(self, rank: int, serial: int, name: str, value: Any) -> None:
+        """Begin to send a value.
 
         Args:
             rank: The receiver.
             serial: Number of the request.
             name: Name of the value.
-            array: Of numpy, or a DeviceArray, which MPI reads where it is. It must not be altered any more.
+            value: An object for frames, or a DeviceArray, which MPI reads where it is. It must not be altered any more.
         """
-        peer, way, place, size = self._peers.get(rank), _BEHIND, 0, 0
-        if peer is None:  # it has ended
+        if (peer := self._peers.get(rank)) is None:  # it has ended
             return
-        body, text = b"", name.encode()
-        if isinstance(array, DeviceArray):
+        way, rest = _ENCODED, b""
+        buffers: list[Any] = []
+        if isinstance(value, DeviceArray):
             with self.lock:
-                way, place = _BY_MPI, self._bodies.send(rank, array)
-        elif array.nbytes <= _MAX_WITHIN_BYTES:
-            way, size, body = _WITHIN, len(text), array.tobytes()
-        elif peer.shares and (block := self._lend(serial, name, array)) is not None:
-            way, place, size = _SHARED, block.descriptor, block.size
-        header = _HEADER.pack(_VALUE, way, array.ndim, array.dtype.str.encode(), serial, place, size, array.nbytes)
-        shape = struct.pack(f"<{array.ndim}q", *array.shape)
-        buffers = [flatten(array)] if way == _BEHIND else ()
-        value = PackedFrame(BETWEEN_RANKS, b"".join((header, shape, text, body)), buffers)
-        self._push_for_main(peer, [*self._make_returns(peer), value])
+                way, rest = _BY_MPI, _PLACE.pack(self._bodies.send(rank, value), 0)
+        elif is_native_array(value):
+            if value.nbytes <= _MAX_WITHIN_BYTES:
+                way, rest = _WITHIN, value.tobytes()
+            elif peer.shares and (block := self._lend(serial, name, value)) is not None:
+                way, rest = _SHARED, _PLACE.pack(block.descriptor, block.size)
+            else:
+                way, buffers = _BEHIND, [flatten(value)]
+        if way == _ENCODED:
+            description = encode_fields([name, encode_value(value, buffers)]).encode()
+        else:
+            description = _describe(name, value.dtype, value.shape)
+        header = _HEADER.pack(_VALUE, way, serial, len(description))
+        self._return_blocks(peer)
+        self._push_for_main(peer, b"".join((header, description, rest)), buffers)
 
     def _lend(self, serial: int, name: str, array: Any) -> SharedBlock | None:
         """Return a block with an array that was lent, None if it is small; several ranks read the same block."""
@@ -166,27 +184,26 @@ class Links:
         self._lent = None if block is None else (serial, name, block)
         return block
 
-    def _make_returns(self, peer: Peer) -> list[PackedFrame]:
-        """Return the frame, if any, that gives back what a peer has lent and nothing here refers to."""
-        if not (descriptors := peer.blocks.take_returned()):
-            return []
-        return [PackedFrame(BETWEEN_RANKS, struct.pack(f"<B{len(descriptors)}q", _RETURNED, *descriptors))]
-
     def return_blocks(self) -> None:
         """Give back to all ranks what they have lent."""
         for peer in tuple(self._peers.values()):
-            self._push_for_main(peer, self._make_returns(peer))
+            self._return_blocks(peer)
+
+    def _return_blocks(self, peer: Peer) -> None:
+        """Give back what a peer has lent and nothing here refers to."""
+        if descriptors := peer.blocks.take_returned():
+            self._push_for_main(peer, struct.pack(f"<B{len(descriptors)}q", _RETURNED, *descriptors))
 
     def send_heartbeat(self, rank: int) -> None:
         """Tell a rank that this one is alive."""
         self._push(rank, PackedFrame(BETWEEN_RANKS, bytes((_ALIVE,))))
 
-    def _push(self, rank: int, *frames: PackedFrame) -> None:
+    def _push(self, rank: int, frame: PackedFrame) -> None:
         with self.lock:
             if (peer := self._peers.get(rank)) is None:
                 return
             try:
-                is_sent = peer.socket.push(*frames)
+                is_sent = peer.socket.push(frame)
             except OSError:
                 self._drop(peer)
                 return
@@ -194,16 +211,11 @@ class Links:
                 self._sending.add(rank)
                 self._poll.modify(peer.socket.descriptor, select.POLLIN | select.POLLOUT)
 
-    def _push_for_main(self, peer: Peer, frames: Sequence[PackedFrame]) -> None:
-        """Begin to send what only the main thread of a peer needs: by its ring, as far as that has room."""
+    def _push_for_main(self, peer: Peer, text: bytes, buffers: Sequence[Any] = ()) -> None:
+        """Begin to send what only the main thread of a peer needs: by its ring if that has room."""
         with self.lock:
-            sleeps = False
-            while peer.writer is not None and frames and not frames[0].buffers:
-                if (shown := peer.writer.put(frames[0].text)) is None:
-                    break
-                frames, sleeps = frames[1:], sleeps or shown
-            if frames:
-                self._push(peer.rank, *frames)
+            if peer.writer is None or buffers or (sleeps := peer.writer.put(text)) is None:
+                self._push(peer.rank, PackedFrame(BETWEEN_RANKS, text, buffers))
             elif sleeps:
                 self.send_heartbeat(peer.rank)  # anything wakes it
 
@@ -236,6 +248,11 @@ class Links:
         peer.writer = RingWriter(peer.ring, Board(map_block(peer.blocks.owner, board, board_size)), self.rank)
         peer.reader = RingReader(map_block(peer.blocks.owner, ring, ring_size), self._board, peer.rank)
         self._readers.append(peer)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Return whether another rank can map memory of this one."""
+        return any(peer.shares for peer in self._peers.values())
 
     @property
     def is_sending(self) -> bool:
@@ -276,25 +293,20 @@ class Links:
 
         It does not hold the interpreter's lock.
         """
-        if self._board is None:
-            return is_ready()
-        while True:
-            seen = self._board.read()  # before the look, so that no ring is missed
+        while not (is_over := is_ready()) and self._board is not None and self._board.watch(self._pauses):
             self._take_rings()
-            if is_ready():
-                return True
-            if not self._board.watch(seen, self._pauses):
-                return False
+        return is_over
 
     def _take_rings(self) -> bool:
         """Take what is in the rings; return whether that is anything."""
         found = False
-        with self.lock:
-            for peer in self._readers:
-                assert peer.reader is not None
-                for text in peer.reader.take():
-                    found = True
-                    self._accept(peer, PackedFrame(BETWEEN_RANKS, text))
+        for peer in self._readers:
+            assert peer.reader is not None
+            if texts := peer.reader.take():
+                found, self.silent_seconds[peer.rank] = True, 0.0
+                with self.lock:
+                    for text in texts:
+                        self._accept(peer, text)
         return found
 
     def attend(self, seconds: float, is_computing: Callable[[], bool]) -> None:
@@ -329,45 +341,49 @@ class Links:
                     self._sending.discard(peer.rank)
                     self._poll.modify(descriptor, select.POLLIN)
                 if events & ~select.POLLOUT:
-                    for frame in peer.socket.read():
-                        self._accept(peer, frame)
+                    frames = peer.socket.read()
+                    if peer.rank != DRIVER:
+                        self.silent_seconds[peer.rank] = 0.0
+                    for frame in frames:
+                        if peer.rank == DRIVER or frame.text[0] > _RING:
+                            self._on_frame(peer.rank, frame)
+                        else:
+                            self._accept(peer, frame.text, frame.buffers)
             except (EOFError, OSError):
                 self._drop(peer)
         self._bodies.progress()
 
-    def _accept(self, peer: Peer, frame: PackedFrame) -> None:
-        """Take a message."""
-        if peer.rank == DRIVER:
-            self._on_frame(DRIVER, frame)
-            return
-        self.silent_seconds[peer.rank], text = 0.0, frame.text
-        if text[0] == _VALUE:
-            self._accept_value(peer, text, frame.buffers)
-        elif text[0] == _RETURNED:
+    def _accept(self, peer: Peer, text: bytes, buffers: Sequence[Any] = ()) -> None:
+        """Take a message of another rank that is not JSON."""
+        if (kind := text[0]) == _VALUE:
+            self._accept_value(peer, text, buffers)
+        elif kind == _RETURNED:
             self.blocks.give_back(struct.unpack_from(f"<{len(text) // 8}q", text, 1))
-        elif text[0] == _RING:
+        elif kind == _RING:
             peer.places = struct.unpack_from("<4q", text, 1)
             self._join(peer)
-        elif text[0] != _ALIVE:
-            self._on_frame(peer.rank, frame)
 
     def _accept_value(self, peer: Peer, text: bytes, buffers: Sequence[Any]) -> None:
-        _, way, rank, code, serial, place, size, length = _HEADER.unpack_from(text)
-        shape, start = struct.unpack_from(f"<{rank}q", text, _HEADER.size), _HEADER.size + 8 * rank
+        _, way, serial, length = _HEADER.unpack_from(text)
+        end = _HEADER.size + length
+        if way == _ENCODED:
+            name, description = json.loads(text[_HEADER.size : end])
+            self.on_value(serial, name, decode_value(description, iter(buffers)))
+            return
+        name, dtype, shape, size = _parse_description(text[_HEADER.size : end])
         if way == _WITHIN:
-            name = text[start : start + size]
-            body = np.frombuffer(text, np.uint8, length, start + size).copy() if length else np.empty(0, np.uint8)
+            self.on_value(serial, name, np.ndarray(shape, dtype, text, end).copy())
+            return
+        if way == _BEHIND:
+            body = buffers[0]
         else:
-            name = text[start:]
-            if way == _SHARED:
-                body = peer.blocks.borrow(place, size, length)
-            else:
-                body = buffers[0] if way == _BEHIND else np.empty(length, np.uint8)
-        array = body.view(_find_dtype(code)).reshape(shape)
+            place, block_size = _PLACE.unpack_from(text, end)
+            body = peer.blocks.borrow(place, block_size, size) if way == _SHARED else np.empty(size, np.uint8)
+        array = body.view(dtype).reshape(shape)
         if way == _BY_MPI:
-            self._bodies.receive(peer.rank, place, body, lambda: self.on_value(serial, name.decode(), array))
+            self._bodies.receive(peer.rank, place, body, lambda: self.on_value(serial, name, array))
         else:
-            self.on_value(serial, name.decode(), array)
+            self.on_value(serial, name, array)
 
     def _drop(self, peer: Peer) -> None:
         """Forget a peer whose socket has ended: who watches all ranks says why."""
@@ -400,10 +416,20 @@ class Links:
             self.blocks.close()
 
 
-@cache
-def _find_dtype(code: bytes) -> np.dtype[Any]:
-    """Return an element type by its code in a header."""
-    return np.dtype(code.rstrip(b"\0").decode())
+# Requests have the same values, so that most descriptions were made, and parsed, before.
+
+
+@lru_cache(_MAX_DESCRIPTIONS)
+def _describe(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Return a description of an array as JSON."""
+    return encode_fields([name, dtype.name, shape]).encode()
+
+
+@lru_cache(_MAX_DESCRIPTIONS)
+def _parse_description(text: bytes) -> tuple[str, np.dtype[Any], tuple[int, ...], int]:
+    """Return the name, the element type, the shape and the number of bytes of an array."""
+    name, code, shape = json.loads(text)
+    return name, np.dtype(code), tuple(shape), np.dtype(code).itemsize * math.prod(shape)
 
 
 # How ranks find each other: each opens a Unix socket and a TCP port, tells all others by MPI where these are, connects

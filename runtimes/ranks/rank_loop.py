@@ -1,10 +1,10 @@
 """One rank's part of a bundle: the segments of its device, and the programs that it follows.
 
-The driver sends each request to all ranks of its route, with a serial number that is the same for all; ranks follow
-requests in this order. A rank follows the program of its device as a worker thread does, except that its peers are
-other processes. A send is only begun: the rest leaves while the next segment runs. Values that arrive wait here, under
-the serial number of their request. Outputs go back in a report; states stay here, under the serial number of the
-request that left them, until the driver names or frees them.
+The driver sends each request to all ranks of its route, with a serial number that is the same for all; requests begin
+and report in this order, and while one waits, the next may go on. A rank follows the program of its device as a worker
+thread does, except that its peers are other processes. A send is only begun: the rest leaves while the next segment
+runs. Values that arrive wait here, under the serial number of their request. Outputs go back in a report; states stay
+here, under the serial number of the request that left them, until the driver names or frees them.
 
 A rank that fails or is told to cancel leaves the program, and reports. The others would wait for its values, so the
 driver cancels the request for them. Values of a request that has ended here are dropped when they come.
@@ -14,23 +14,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from onnxplace.bundle import Step, list_routes, list_working_devices
+import numpy as np
+
+from onnxplace.bundle import Bundle, Step, list_routes, list_working_devices
 from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
 )
 from onnxplace.hosts import describe_error, list_versions
-from onnxplace.machine import is_native_array, require_device, use_custom_operators, without_optimisations
+from onnxplace.machine import require_device, use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution import (
     END_GRACE_SECONDS,
     WEIGHTS_PART,
     CancelledError,
     CarriedStates,
+    Condition,
     OpenRoute,
     OpenSegment,
     Outcome,
@@ -44,18 +47,26 @@ from onnxplace.runtimes.execution import (
     find_cores,
     open_routes,
 )
-from onnxplace.runtimes.ranks.data_planes import DeviceArray, choose_plane
-from onnxplace.runtimes.ranks.frames import Frame, decode_value, decode_values, encode_value, encode_values
+from onnxplace.runtimes.ranks.data_planes import choose_plane
+from onnxplace.runtimes.ranks.frames import Frame, decode_values, encode_values
 from onnxplace.runtimes.ranks.links import Links
 from onnxplace.runtimes.ranks.opening import Fetch, Opening, find_clock, obtain_bundle
-from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
+from onnxplace.runtimes.ranks.shared_blocks import MIN_PLACED_BYTES, MappedBlocks
 from onnxplace.target import Device
 
 # Segments that take longer have the helper move messages meanwhile; waking it takes some 10 us.
 LONG_SECONDS = 2e-3
+# Where values are exchanged often, so many requests are in progress at once; each holds its values.
+MAX_IN_PROGRESS = 4
 
-Waiter = Callable[[Callable[[], bool]], None]
-"""Waits, while messages are taken, until its argument holds."""
+
+class RankRequest(Request):
+    """A request that a rank follows."""
+
+    serial = -1
+    """Its number, the same for all ranks."""
+    arrived: dict[str, Any]
+    """Values of other ranks."""
 
 
 class RankLoop(ProgramLoop):
@@ -66,7 +77,6 @@ class RankLoop(ProgramLoop):
         device: The device of this rank, opened.
         routes: All routes, with the segments of this device only.
         links: The messages of this rank.
-        wait: Waits until a condition holds, while messages are taken.
     """
 
     def __init__(
@@ -75,12 +85,11 @@ class RankLoop(ProgramLoop):
         device: PlacedDevice,
         routes: list[OpenRoute],
         links: Links,
-        wait: Waiter,
     ) -> None:
         bundle = opening.bundle
         segments = {name: item for route in routes for name, item in route.segments.items()}
         super().__init__(bundle, {device.id: device}, list_working_devices(bundle.manifest), segments, opening.trace)
-        self._device, self._routes, self._links, self._wait = device, routes, links, wait
+        self._device, self._routes, self._links = device, routes, links
         links.on_value = self.accept_value
         self._followed = {home: drop_last_frees(program) for home, program in bundle.manifest.programs.items()}
         self._ranks = {name: rank for rank, name in enumerate(opening.devices)}
@@ -91,17 +100,22 @@ class RankLoop(ProgramLoop):
         """Those whose last run took long."""
         self._stored: dict[tuple[int, str], Any] = {}
         """Carried states, by the number of the request that stored them and their input."""
-        self._ended = -1
-        """Number of the last request that ended here; values of earlier ones are late."""
-        self._current: Request | None = None
-        self._serial = -1
+        self._requests: dict[int, RankRequest] = {}
+        """Requests in progress, by their number, in this order."""
+        self._begun = -1
+        """Number of the last request that began here; what comes for earlier ones that are not in progress is late."""
         self._cancelled: set[int] = set()
+        """Requests that have not begun."""
+        self._dtypes = {name: item.dtype for name, item in bundle.manifest.values.items()}
         self._blocks = MappedBlocks()
         self.shares_memory = self._blocks.try_probe(opening.probe)
         """Whether inputs can come by memory of the driver."""
         self._lent: deque[tuple[int, list[int]]] = deque()
         """Blocks with outputs of requests, which the driver has not taken."""
         self._entries = device.memory.run_entries()
+        overlaps = exchanges_often(bundle.manifest) and device.kind.is_host and not self._weight_loaders
+        self.max_in_progress = MAX_IN_PROGRESS if overlaps and not opening.trace else 1
+        """How many requests may be in progress, one of which goes on while others wait."""
         self._readers = [Worker(device, loader.read, WEIGHTS_PART) for loader in self._weight_loaders.values()]
         for reader in self._readers:
             reader.start()
@@ -113,72 +127,72 @@ class RankLoop(ProgramLoop):
 
     def accept_value(self, serial: int, name: str, value: Any) -> None:
         """Keep a value of another rank, unless its request has ended here."""
-        if serial > self._ended:
+        if serial > self._begun or serial in self._requests:
             self._arrived.setdefault(serial, {})[name] = value
-
-    def accept_frame(self, frame: Frame) -> None:
-        """Keep a value that came as a frame."""
-        value = decode_value(frame.fields["value"], iter(frame.buffers))
-        self.accept_value(frame.fields["serial"], frame.fields["name"], value)
 
     @property
     def is_busy(self) -> bool:
         """Return whether a request is in progress; for any thread."""
-        return self._current is not None
+        return bool(self._requests)
 
     def cancel(self, serial: int) -> None:
-        """End a request as soon as possible, whether it has begun here or not; for any thread."""
-        if serial <= self._ended:
-            return
-        self._cancelled.add(serial)
-        request = self._current
-        if request is not None and self._serial == serial:
+        """End a request as soon as possible, whether it has begun here or not."""
+        if (request := self._requests.get(serial)) is not None:
             request.fail(CancelledError())
+        elif serial > self._begun:
+            self._cancelled.add(serial)
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def follow(self, frame: Frame) -> Frame:
-        """Follow a program for one request; return the report with its outputs, or its failure."""
+    def follow(self, frame: Frame) -> Generator[Condition, None, Frame]:
+        """Follow a program for one request; return the report with its outputs, or its failure.
+
+        Where that has to wait, it yields what for, and goes on once it holds.
+        """
+        request, taken = self._begin(frame), frame.fields["taken"]
+        try:
+            outputs = yield from self._run_part(request)
+            # Reports leave in the order of requests, so that `taken` is for all earlier ones, too.
+            if next(iter(self._requests)) != request.serial:
+                yield lambda: next(iter(self._requests)) == request.serial
+            report = self._report(request.serial, outputs, request)
+            if taken is not None:
+                self._lent.append((request.serial, self._links.blocks.place(report)))
+            return report
+        finally:
+            # What still comes for this request is late.
+            with self._links.lock:
+                del self._requests[request.serial], self._arrived[request.serial]
+
+    def _begin(self, frame: Frame) -> RankRequest:
+        """Return a request of the driver, which is in progress from now on."""
         fields = frame.fields
-        serial, route = fields["serial"], self._routes[fields["route"]]
+        serial, route, taken = fields["serial"], self._routes[fields["route"]], fields["taken"]
         names = self._returned_names.union(fields["states"]) if fields["states"] else self._returned_names
         self._blocks.restore(frame)
-        if (taken := fields["taken"]) is not None:
-            while self._lent and self._lent[0][0] <= taken:
-                self._links.blocks.give_back(self._lent.popleft()[1])
+        while taken is not None and self._lent and self._lent[0][0] <= taken:
+            self._links.blocks.give_back(self._lent.popleft()[1])
         feeds = decode_values(fields["feeds"], iter(frame.buffers))
         conversation = CarriedStates(self._state_table, fields["conversation"])
-        request = Request(fields["number"], feeds, route, names, conversation, Outcome())
+        request = RankRequest(fields["number"], feeds, route, names, conversation, Outcome())
         request.start_time = fields["submitted"] + self.clock_offset_seconds
         for key, value in self._entries.items():
             request.options.add_run_config_entry(key, value)
         request.states = {name: self._take_state(*handle) for name, handle in fields["stored"].items()}
-        # From here on, a cancellation reaches it.
-        self._serial, self._current = serial, request
-        # Its cancellation may have come before the request itself.
-        if serial in self._cancelled:
-            request.fail(CancelledError())
-        try:
-            report = self._report(serial, self._run_part(request), request)
-            if taken is not None:
-                self._lent.append((serial, self._links.blocks.place(report)))
-            return report
-        finally:
-            # What still comes for this request, or an earlier one, is late: values and cancellations are dropped.
-            with self._links.lock:
-                self._ended, self._current = serial, None
-                self._arrived.pop(serial, None)
-            # One by one, since another thread may add some meanwhile.
-            for item in tuple(self._cancelled):
-                if item <= serial:
-                    self._cancelled.discard(item)
+        with self._links.lock:
+            request.serial, request.arrived = serial, self._arrived.setdefault(serial, {})
+            self._begun, self._requests[serial] = serial, request
+            if serial in self._cancelled:  # its cancellation came before the request itself
+                self._cancelled.remove(serial)
+                request.fail(CancelledError())
+        return request
 
-    def _run_part(self, request: Request) -> dict[str, Any]:
+    def _run_part(self, request: RankRequest) -> Generator[Condition, None, dict[str, Any]]:
         """Follow the program; return the outputs, empty after a failure, which the request then has."""
         device = self._device
         program = self._followed[request.route.programs[device.id]]
         try:
-            self.follow_program(device, program, request)
+            yield from self.begin_program(device, program, request)
             for memory, _, checkpoint in request.checkpoints:
                 memory.settle(checkpoint)
             return {name: device.memory.read(parcel) for name, parcel in request.outputs.items()}
@@ -221,32 +235,27 @@ class RankLoop(ProgramLoop):
 
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Send a value to the rank of another device; the send is only begun."""
-        rank = self._find_rank(step, request)
-        array = value if is_native_array(value) else self._plane.export(value)
-        if array is value or isinstance(array, DeviceArray) or is_native_array(array):
-            self._links.send_value(rank, self._serial, step.value, array)
-            return
-        buffers: list[Any] = []
-        fields = {"serial": self._serial, "name": step.value, "value": encode_value(array, buffers)}
-        self._links.send(rank, Frame("value", fields, buffers))
+        assert isinstance(request, RankRequest)
+        rank = self._ranks[request.route.devices[step.peer]]
+        exported = value if isinstance(value, np.ndarray) else self._plane.export(value)
+        self._links.send_value(rank, request.serial, step.value, exported)
 
-    def _receive(self, device: PlacedDevice, step: Step, request: Request) -> Any:
+    def _receive(self, device: PlacedDevice, step: Step, request: Request) -> Generator[Condition, None, Any]:
         """Wait for a value of another rank; raises CancelledError if the request ends meanwhile."""
-        began = time.perf_counter()
-        with self._links.lock:
-            arrived = self._arrived.setdefault(self._serial, {})
-        self._wait(lambda: step.value in arrived or request.failure is not None)
+        assert isinstance(request, RankRequest)
+        arrived, name, began = request.arrived, step.value, time.perf_counter()
+        if name not in arrived:
+            yield lambda: name in arrived or request.failure is not None
         if request.failure is not None:
             raise CancelledError
-        self._record(request, device, "wait", step.value, began)
-        began = time.perf_counter()
-        value = self._plane.accept(arrived.pop(step.value), self.bundle.manifest.values[step.value].dtype)
-        self._record(request, device, "copy", step.value, began, value)
+        value = arrived.pop(name)
+        if self._trace:
+            self._record(request, device, "wait", name, began)
+            began = time.perf_counter()
+        value = self._plane.accept(value, self._dtypes[name])
+        if self._trace:
+            self._record(request, device, "copy", name, began, value)
         return value
-
-    def _find_rank(self, step: Step, request: Request) -> int:
-        """Return the rank of the other device of a transfer."""
-        return self._ranks[request.route.devices[step.peer]]
 
     # -- states ------------------------------------------------------------------------------------
 
@@ -278,7 +287,7 @@ class RankLoop(ProgramLoop):
         self._device.memory.close()
 
 
-def open_rank(opening: Opening, links: Links, wait: Waiter, fetch: Fetch) -> RankLoop:
+def open_rank(opening: Opening, links: Links, fetch: Fetch) -> RankLoop:
     """Open the device and the segments of a rank; on another machine than the driver's, `fetch` gets what is missing.
 
     Raises the errors of the runtime `onnxruntime`, and TargetError if versions differ.
@@ -301,9 +310,21 @@ def open_rank(opening: Opening, links: Links, wait: Waiter, fetch: Fetch) -> Ran
     with use_custom_operators(opening.libraries), nullcontext() if opening.optimises else without_optimisations():
         bundle.check_files(*{item.file for item in segments}, check="small")
         routes = open_routes(bundle, {name: placed})
+    if links.shares_memory or opening.probe:
+        place_outputs(bundle, routes, links.blocks.allocate)
     if placed.cores and exchanges_often(bundle.manifest):
         links.open_rings()
-    return RankLoop(opening, placed, routes, links, wait)
+    return RankLoop(opening, placed, routes, links)
+
+
+def place_outputs(bundle: Bundle, routes: Sequence[OpenRoute], allocate: Callable[[Any, Any], Any]) -> None:
+    """Let large values that other processes read be computed in arrays in memory that these share."""
+    manifest, returned = bundle.manifest, {item.name for item in bundle.returned_outputs}
+    read = {step.value for program in manifest.programs.values() for step in program if step.op == "send"}
+    read |= {item.value for item in manifest.outputs if item.name in returned}
+    large = {name for name, item in manifest.values.items() if name in read and item.bytes >= MIN_PLACED_BYTES}
+    for segment in (item for route in routes for item in route.segments.values()):
+        segment.place_outputs(large, allocate)
 
 
 def _require_versions(expected: Mapping[str, str]) -> None:

@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.hosts import describe_error
 from onnxplace.machine import read_run_delays
+from onnxplace.runtimes.execution import Condition
 from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame, encode_value
 from onnxplace.runtimes.ranks.launcher import connect_rank
 from onnxplace.runtimes.ranks.links import DRIVER, Links
@@ -85,6 +86,8 @@ class RankProcess:
         self._abort_all = communicator.Abort
         self._inbox: deque[Frame] = deque()
         self._loop: RankLoop | None = None
+        self._parts: dict[Generator[Condition, None, Frame], Condition] = {}
+        """This rank's parts of requests in progress, in their order, and what each waits for."""
         self._ended = False
         self._spin_seconds = {True: SPIN_SECONDS, False: SPIN_SECONDS}
         """How long a wait looks for messages, one that spins and one that does not, unless one is on its way."""
@@ -113,10 +116,7 @@ class RankProcess:
             self.links.send(DRIVER, packed)
             return
         frame = packed.unpack()
-        if frame.kind == "value":
-            assert self._loop is not None
-            self._loop.accept_frame(frame)
-        elif frame.kind == "clock" and source != DRIVER and self.links.rank == 0:  # it knows the driver's clock
+        if frame.kind == "clock" and source != DRIVER and self.links.rank == 0:  # it knows the driver's clock
             offset = self._loop.clock_offset_seconds if self._loop is not None else 0.0
             self.links.send(source, Frame("clock", {"seconds": time.perf_counter() - offset}))
         else:
@@ -159,7 +159,7 @@ class RankProcess:
         self._is_computing = False
         with self.links.lock:  # what the helper takes right now is there
             pass
-        if not is_ready() and not (spins and self.links.watch(is_ready)):
+        if not (self.links.watch(is_ready) if spins else is_ready()):
             began, spin_seconds = time.perf_counter(), self._spin_seconds[spins]
             while (waited := time.perf_counter() - began) < spin_seconds or (
                 waited < NEAR_SECONDS and self.links.is_moving
@@ -186,11 +186,15 @@ class RankProcess:
         helper.start()
         self._answer(Frame("started", {"pid": os.getpid()}))
         while True:
-            self.wait(lambda: bool(self._inbox), spins=False)
-            frame = self._inbox.popleft()
-            if frame.kind == "close":
-                break
-            self._serve(frame)
+            self.wait(self._can_go_on, spins=bool(self._parts))
+            for part, condition in tuple(self._parts.items()):
+                if condition():
+                    self._advance(part)
+            if self._can_serve():
+                frame = self._inbox.popleft()
+                if frame.kind == "close":
+                    break
+                self._serve(frame)
         if self._loop is not None:
             self._loop.close()
         end = time.monotonic() + FLUSHING_SECONDS
@@ -200,6 +204,28 @@ class RankProcess:
         self.links.call_helper()
         helper.join()  # no thread may use MPI after its end
         self.links.close()
+
+    def _can_go_on(self) -> bool:
+        """Return whether a request in progress can go on, or a frame can be served."""
+        for condition in self._parts.values():
+            if condition():
+                return True
+        return self._can_serve()
+
+    def _can_serve(self) -> bool:
+        """Return whether the next frame of the driver can be served: requests need room, the end waits for them."""
+        if not self._inbox or not self._parts or self._loop is None:
+            return bool(self._inbox)
+        kind = self._inbox[0].kind
+        return len(self._parts) < self._loop.max_in_progress if kind == "request" else kind != "close"
+
+    def _advance(self, part: Generator[Condition, None, Frame]) -> None:
+        """Go on with a request until it has to wait, or report its end."""
+        try:
+            self._parts[part] = next(part)
+        except StopIteration as end:
+            self._parts.pop(part, None)
+            self._answer(end.value)
 
     def _serve(self, frame: Frame) -> None:
         """Do what a frame of the driver says, in the main thread."""
@@ -211,7 +237,7 @@ class RankProcess:
         elif frame.kind == "request":
             if self._loop.compares_clocks and time.monotonic() >= self._next_clock_time:
                 self._loop.clock_offset_seconds = self._measure_clock_offset()
-            self._answer(self._loop.follow(frame))
+            self._advance(self._loop.follow(frame))
         elif frame.kind == "free":
             self._loop.free(fields["handles"])
         elif frame.kind in ("read", "delays"):
@@ -223,7 +249,7 @@ class RankProcess:
     def _open(self, frame: Frame) -> Frame:
         """Open the bundle; return the answer."""
         try:
-            self._loop = open_rank(Opening.from_frame(frame), self.links, self.wait, self._fetch)
+            self._loop = open_rank(Opening.from_frame(frame), self.links, self._fetch)
         except OnnxplaceError as problem:
             return Frame("failed", {"error": describe_error(problem)})
         except Exception as problem:  # noqa: BLE001 - the driver reports it

@@ -13,7 +13,7 @@ import struct
 
 import numpy as np
 
-from onnxplace.runtimes.execution import AddAndRing, RingAndWait, count_pauses, load_counter
+from onnxplace.runtimes.execution import AddAndRing, RingAndWait, bind_load, count_pauses
 from onnxplace.runtimes.ranks.shared_blocks import SharedBlock
 
 # Room for what a rank receives while it computes; what does not fit goes by the socket.
@@ -47,8 +47,9 @@ class Board:
         self._memory = memory
         self.bell = find_address(memory)
         """Its address; the counter behind it is more than 0 while the rank sleeps."""
-        self._wait = RingAndWait(self.bell)
-        self._add_sleep = AddAndRing(self.bell + 8, self.bell + 16)
+        self._wait, self._seen = RingAndWait(self.bell), 0
+        self.show_sleep = AddAndRing(self.bell + 8, self.bell + 16)
+        """Shows that the rank sleeps from now on, by 1, or no more, by -1."""
 
     @staticmethod
     def count_bytes(ranks: int) -> int:
@@ -59,21 +60,14 @@ class Board:
         """Return the address of the counter of bytes that were read from a rank."""
         return self.bell + _LINE_BYTES * (1 + rank)
 
-    def show_sleep(self, change: int) -> None:
-        """Show that the rank sleeps from now on, by 1, or no more, by -1."""
-        self._add_sleep(change)
-
     def count_pauses(self) -> int:
         """Return how many pauses `watch` makes at most."""
         return count_pauses(self._wait)
 
-    def read(self) -> int:
-        """Return how often the bell was rung."""
-        return load_counter(self.bell)
-
-    def watch(self, seen: int, pauses: int) -> bool:
-        """Return whether the bell rings, or has rung since it was `seen`, before so many pauses."""
-        return bool(self._wait(0, 0, seen, pauses))
+    def watch(self, pauses: int) -> bool:
+        """Return whether the bell has rung since the last time, or does before so many pauses."""
+        seen, self._seen = self._seen, self._wait(0, 0, self._seen, pauses)
+        return seen != self._seen
 
 
 class RingWriter:
@@ -87,7 +81,7 @@ class RingWriter:
 
     def __init__(self, block: SharedBlock, board: Board, rank: int) -> None:
         self._memory, self._board = block.memory, board
-        self._position = board.find_position(rank)
+        self._load_position = bind_load(board.find_position(rank))
         self._add = AddAndRing(find_address(block.memory), board.bell)
         self._size = block.size - _LINE_BYTES
         self._written = self._known_read = 0
@@ -95,14 +89,14 @@ class RingWriter:
     def put(self, text: bytes) -> bool | None:
         """Write a message; return whether the reader sleeps, or None if there is no room for a message of this size."""
         length, place = len(text), self._written % self._size
-        need = _LENGTH.size + (length + 7) // 8 * 8
+        need = length + 15 & -8  # with its length, in whole counters
         if need > self._size // 4:
             return None
         skipped = self._size - place
         if skipped >= need:  # it fits before the end
             skipped = 0
         if self._written + skipped + need - self._known_read > self._size:
-            self._known_read = load_counter(self._position)
+            self._known_read = self._load_position()
             if self._written + skipped + need - self._known_read > self._size:
                 return None
         if skipped:
@@ -126,22 +120,23 @@ class RingReader:
 
     def __init__(self, memory: mmap.mmap, board: Board, rank: int) -> None:
         self._memory, self._board = memory, board
-        self._head = find_address(memory)
+        self._load_head = bind_load(find_address(memory))
         self._advance = AddAndRing(board.find_position(rank), board.bell + 16)
         self._size = len(memory) - _LINE_BYTES
         self._read = 0
 
     def take(self) -> list[bytes]:
         """Return the messages that are here."""
-        texts, began, head = list[bytes](), self._read, load_counter(self._head)
+        texts: list[bytes] = []
+        start, head = self._read, self._load_head()
         while self._read < head:
-            start = _LINE_BYTES + self._read % self._size
-            (length,) = _LENGTH.unpack_from(self._memory, start)
+            place = _LINE_BYTES + self._read % self._size
+            (length,) = _LENGTH.unpack_from(self._memory, place)
             if length == _WRAP:
-                self._read += self._size + _LINE_BYTES - start
+                self._read += self._size + _LINE_BYTES - place
                 continue
-            texts.append(self._memory[start + 8 : start + 8 + length])
-            self._read += _LENGTH.size + (length + 7) // 8 * 8
-        if self._read > began:
-            self._advance(self._read - began)
+            texts.append(self._memory[place + 8 : place + 8 + length])
+            self._read += length + 15 & -8
+        if texts:
+            self._advance(self._read - start)
         return texts

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from ml_dtypes import bfloat16
 
 import onnxplace
 from onnxplace.runtimes.execution import ProgramLoop
@@ -154,6 +155,20 @@ def test_all_ranks_get_the_values_of_all_others(hosts, values, has_rings):
             assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
             assert array.flags.aligned
             np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("has_rings", [False, True])
+def test_values_other_than_arrays_of_numbers_arrive_as_they_were(has_rings):
+    values = [None, np.array(["a", "ä"], object), [np.ones(3), None], {"k": np.arange(2)}, np.ones(2, bfloat16)]
+
+    def serve(rank):
+        for serial, value in enumerate(values):
+            rank.links.send_value(1 - rank.links.rank, serial, "v", value)
+        rank.await_values(len(values))
+        return [rank.values[serial, "v"] for serial in range(len(values))]
+
+    for found in run_ranks(["a", "a"], serve, has_rings).values():
+        assert repr(found) == repr(values)
 
 
 @pytest.mark.parametrize("has_rings", [False, True])

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -133,6 +134,47 @@ def test_large_inputs_of_requests_in_flight_stay_apart_whether_ranks_share_memor
             for futures in [[session.submit(item) for item in feeds] for _ in range(3)]:
                 for item, future in zip(feeds, futures):
                     np.testing.assert_array_equal(future.result(WAIT_SECONDS).outputs["y"], item["x"])
+
+
+LARGE = """
+<ir_version: 8, opset_import: ["": 17]>
+large (float[n, 1024] x, float[n, 1024] total) => (float[n, 1024] y, int64[2, k] places, float[n, 1024] next)
+{
+    a = Neg(x)
+    p = NonZero(x)
+    b = Neg(a)
+    next = Add(total, a)
+    y0 = Add(a, b)
+    places = Neg(p)
+    y = Sub(y0, next)
+}
+"""
+
+
+def test_large_values_of_all_sizes_stay_apart_while_they_are_read_on_several_devices_and_as_states(tmp_path):
+    state = ("next=total",)
+    bundle = compile_alternating(
+        parser.parse_model(LARGE), tmp_path, "cpu:0", "cpu:1", "cpu:2", state=state, shape={"n": 150}
+    )
+    expected, actual = [], []
+    for results, options in ((expected, {}), (actual, {"runtime": "mpi", "timeout": WAIT_SECONDS})):
+        random = np.random.default_rng(0)
+        with onnxplace.InferenceSession(bundle, **options) as session:
+            for rows in (150, 150, 150, 200, 150):
+                start = {"total": random.standard_normal((rows, 1024), np.float32)}
+                futures = []
+                for _ in range(4):
+                    x = random.standard_normal((rows, 1024), np.float32)
+                    x[: random.integers(2)] = 0  # so the number of places varies
+                    futures.append(session.submit({"x": x, **start}))
+                    start = {}
+                with suppress(onnxplace.ExecutionError):  # a request that is ended somewhere on its way
+                    session.run(None, {"x": x}, timeout=2e-3)
+                results += [future.result(WAIT_SECONDS).outputs for future in futures]
+                session.reset_state()
+    for want, outputs in zip(expected, actual):
+        for name in want:
+            np.testing.assert_array_equal(outputs[name], want[name])
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.runtimes.ranks.frames import Frame
+from onnxplace.runtimes.ranks.frames import Frame, flatten
 from onnxplace.runtimes.ranks.shared_blocks import MIN_SHARED_BYTES, MappedBlocks, SharedBlocks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has such memory")
@@ -120,3 +120,47 @@ def test_a_block_is_lent_again_only_after_all_its_readers_have_let_it_go(blocks)
     assert blocks.lend(np.zeros(MIN_SHARED_BYTES, np.uint8)) is block
     blocks.give_back([block.descriptor])
     assert not blocks.lend_again(block)
+
+
+def test_an_array_in_a_block_is_lent_without_a_copy_until_it_and_its_readers_have_ended(blocks):
+    mapped = MappedBlocks()
+    assert mapped.try_probe(blocks.make_probe())
+    array = blocks.allocate((100, 200), np.dtype(np.float32))
+    block = blocks.lend(flatten(array))
+    array[:] = np.arange(200)
+    borrowed = mapped.borrow(block.descriptor, block.size, array.nbytes)
+    assert borrowed.tobytes() == array.tobytes()
+    assert blocks.lend(flatten(array)) is block  # for another reader
+    part = array[1]
+    del array
+    blocks.give_back([block.descriptor] * 2)
+    others = [blocks.allocate((100, 200), np.dtype(np.float32)) for _ in range(2)]
+    assert not any(np.shares_memory(part, other) for other in others)
+    address = part.ctypes.data - part.nbytes
+    del part
+    assert blocks.allocate((100, 200), np.dtype(np.float32)).ctypes.data == address
+
+
+@pytest.mark.parametrize(
+    "view", [lambda a: a[1:], lambda a: a[:-1], lambda a: a[::-1], lambda a: a.T, lambda a: a[:, :150]]
+)
+def test_of_views_the_bytes_that_they_show_are_lent(blocks, view):
+    mapped = MappedBlocks()
+    assert mapped.try_probe(blocks.make_probe())
+    array = blocks.allocate((200, 200), np.dtype(np.float32))
+    array[:] = np.arange(40_000).reshape(200, 200)
+    shown = view(array)
+    block = blocks.lend(flatten(shown))
+    assert mapped.borrow(block.descriptor, block.size, shown.nbytes).tobytes() == shown.tobytes()
+
+
+def test_arrays_outlive_the_blocks_in_which_they_are():
+    before, blocks = open_files(), SharedBlocks()
+    array = blocks.allocate((100_000,), np.dtype(np.int64))
+    array[:] = 7
+    blocks.close()
+    assert set(array) == {7}
+    assert blocks.lend(flatten(array)) is None
+    assert blocks.allocate((2, 3), np.dtype(np.int8)).shape == (2, 3)  # elsewhere
+    del array
+    assert open_files() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from onnx import ModelProto
 
@@ -24,7 +25,7 @@ def make_target(*device_ids: str) -> Target:
     return Target(devices, tuple(Link(one, other, 1e-4, 1e9) for one, other in pairs))
 
 
-def compile_alternating(model: ModelProto, folder: Path, *device_ids: str, state: tuple[str, ...] = ()) -> Bundle:
+def compile_alternating(model: ModelProto, folder: Path, *device_ids: str, **options: Any) -> Bundle:
     """Compile a model whose nodes change the device one after another; nodes get the names of their outputs."""
     for node in model.graph.node:
         node.name = node.output[0]
@@ -32,4 +33,4 @@ def compile_alternating(model: ModelProto, folder: Path, *device_ids: str, state
     (folder / "map.json").write_text(json.dumps(placed))
     pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{folder / "map.json"}"}},m-topo,split,emit'
     path = folder / f"{model.graph.name}.bundle"
-    return compile_model(model, path, target=make_target(*device_ids), pipeline=pipeline, state=state).bundle
+    return compile_model(model, path, target=make_target(*device_ids), pipeline=pipeline, **options).bundle
