@@ -179,7 +179,7 @@ def test_memory_of_values_that_are_dropped_is_used_again(has_rings):
         for serial in range(50):
             rank.links.send_value(1 - rank.links.rank, serial, "v", array)
             rank.await_values(serial + 1)
-            rank.values[serial, "v"] = None
+            rank.values = dict.fromkeys(rank.values)  # the first may be overtaken by the second, which takes the ring
         return len(rank.links.blocks._lent) + sum(map(len, rank.links.blocks._free.values()))
 
     assert max(run_ranks(["a", "a"], serve, has_rings).values()) <= 3
