@@ -248,11 +248,12 @@ def local_shapes(
 
 def describe_copies(view: NodeView, strategy: NodeStrategy, division: Division) -> tuple[object, ...]:
     """Return all that a sharded model holds of a strategy: equal for two sizes, it computes the same at both."""
+    if strategy.edit is None:
+        return (strategy,)
     copies = []
-    for device in range(division.count if strategy.edit is not None else 0):
+    for device in range(division.count):
         proto = deepcopy(view.node)
         inputs, outputs = local_shapes(division, view, strategy, device)
-        assert strategy.edit is not None
         strategy.edit(
             LocalNode(
                 proto=proto,

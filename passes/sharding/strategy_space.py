@@ -199,11 +199,12 @@ class _Spreader:
         # Too little is known about shapes at other sizes to trust any split.
         if others is None:
             return (whole,)
+        copies = {item: describe_copies(view, item, self._division) for item in rest if others}
         for shapes in others if rest else ():
             # What rules list at the bound sizes may be right for these alone: [N, 8] is [8, N] reshaped if N is 1.
             other = replace(view, inputs=shapes[:count], outputs=shapes[count:])
             listed = {describe_copies(other, item, self._division) for item in self._table.list(other, by_axis, free)}
-            rest = [item for item in rest if describe_copies(view, item, self._division) in listed]
+            rest = [item for item in rest if copies[item] in listed]
         return (whole, *rest)
 
     def _spread(self, index: int, strategies: Sequence[NodeStrategy]) -> list[int]:
