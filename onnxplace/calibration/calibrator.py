@@ -16,12 +16,11 @@ from onnxplace.calibration.microbenchmarks import (
     CallCosts,
     Contention,
     HopSamples,
-    estimate_undisturbed,
     prepare_calls,
     prepare_contention,
     prepare_hops,
 )
-from onnxplace.calibration.probe_runs import MIN_UNDISTURBED_SAMPLES, Samples, take_turns
+from onnxplace.calibration.probe_runs import LOWER_QUARTILE, MIN_UNDISTURBED_SAMPLES, Samples, take_turns
 from onnxplace.errors import UsageError
 from onnxplace.machine import available_memory_bytes, find_link_technology, require_device
 from onnxplace.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, LinkModel, Shared, Target
@@ -193,12 +192,12 @@ def _fit_links(
 
 def _compute_waking(hops: HopSamples, calls: CallCosts) -> float:
     """Return how much slower a tiny segment is after a hop than right after another segment."""
-    return max(estimate_undisturbed(hops.woken_runs) - calls.copied_seconds, 0.0) if hops.woken_runs.seconds else 0.0
+    return max(hops.woken_runs.estimate(LOWER_QUARTILE) - calls.copied_seconds, 0.0) if hops.woken_runs.seconds else 0.0
 
 
 def _fit_direction(by_size: Mapping[int, Samples], waking_seconds: float) -> LinkFit:
     """Fit the transfers of one direction, with the waking of the destination added to each."""
-    return fit_link(list(by_size), [estimate_undisturbed(samples) + waking_seconds for samples in by_size.values()])
+    return fit_link(list(by_size), [samples.estimate(LOWER_QUARTILE) + waking_seconds for samples in by_size.values()])
 
 
 def _join_samples(a: Samples, b: Samples) -> Samples:

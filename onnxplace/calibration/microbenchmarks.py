@@ -16,7 +16,8 @@ import numpy as np
 
 from onnxplace.calibration.probe_runs import (
     ANY_SIZE,
-    MIN_UNDISTURBED_SAMPLES,
+    LOWER_QUARTILE,
+    MEDIAN,
     Probe,
     RequestTimes,
     Samples,
@@ -57,18 +58,6 @@ def open_probes(stack: ExitStack, folder: Path, target: Target, probes: Sequence
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     folder.mkdir(parents=True)
     return stack.enter_context(runtime.open(write_probe_bundle(folder, target, probes), trace=True))
-
-
-def estimate_undisturbed(samples: Samples) -> float:
-    """Return the lower quartile of undisturbed samples, or the shortest sample if there are too few.
-
-    Other programs use caches and memory of the machine, or of a virtual machine's host, for seconds at a time. The
-    median varies with the share of time in which they do.
-    """
-    undisturbed = samples.list_undisturbed()
-    if len(undisturbed) < MIN_UNDISTURBED_SAMPLES:
-        return min(samples.seconds)
-    return float(np.quantile(undisturbed, 0.25))
 
 
 def _run_warm(session: RuntimeSession, feeds: Mapping[str, Array]) -> RequestTimes:
@@ -186,14 +175,14 @@ def prepare_calls(stack: ExitStack, target: Target, device: str, folder: Path) -
 def _make_call_task(session: RuntimeSession, feeds: Mapping[str, Array], samples: Samples) -> Callable[[], object]:
     def sample_calls() -> None:
         times = _run_warm(session, feeds)
-        runs = times.list_seconds("run")[SEGMENTS_PER_REQUEST // 4 :]  # without those right after a sleep
+        runs = times.list_run_seconds()[SEGMENTS_PER_REQUEST // 4 :]  # without those right after a sleep
         _add_median(samples, runs, times.waiting_share)
 
     return sample_calls
 
 
 def _compute_call_costs(samples: Mapping[str, Samples]) -> CallCosts:
-    seconds = {name: estimate_undisturbed(item) for name, item in samples.items()}
+    seconds = {name: item.estimate(LOWER_QUARTILE) for name, item in samples.items()}
     plain_call = seconds["plain"]
     node = max(seconds["nodes"] - plain_call, 0.0) / EXTRA_VALUES
     input_seconds = max(seconds["inputs"] - plain_call, 0.0) / EXTRA_VALUES
@@ -307,10 +296,10 @@ def _compute_slowdown(alone: Mapping[str, Samples], together: Mapping[str, Sampl
     not the shortest, as the shortest overlapped least.
     """
     fewest = min(samples.undisturbed_count for group in (alone, together) for samples in group.values())
-    alone_seconds = float(np.median([samples.estimate_typical() for samples in alone.values()]))
+    alone_seconds = float(np.median([samples.estimate(MEDIAN) for samples in alone.values()]))
     if fewest < MIN_CONTENTION_SAMPLES:
         return Slowdown(1.0, fewest, alone_seconds)
-    ratios = [together[device].estimate_typical() / alone[device].estimate_typical() for device in alone]
+    ratios = [together[device].estimate(MEDIAN) / alone[device].estimate(MEDIAN) for device in alone]
     return Slowdown(1 + max(float(np.median(ratios)) - 1, 0.0) / (len(alone) - 1), fewest, alone_seconds)
 
 

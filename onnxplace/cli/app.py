@@ -12,6 +12,7 @@ import traceback
 from _thread import interrupt_main
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from threading import Timer
@@ -152,13 +153,6 @@ for command in (
     cli.add_command(command)
 
 
-def convert_to_dict(device: object) -> dict[str, Any]:
-    """Return a frozen record as a plain dictionary."""
-    from dataclasses import asdict
-
-    return asdict(device)  # type: ignore[call-overload, no-any-return]
-
-
 @cli.command(short_help="List the passes; with a NAME, its options.")
 @click.argument("name", required=False, shell_complete=complete_passes)
 @as_json
@@ -190,7 +184,7 @@ def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
         return
     known = list_entries(kind)
     if json_:
-        print_json({kind: [convert_to_dict(entry) for entry in known.values()]})
+        print_json({kind: [asdict(entry) for entry in known.values()]})
     else:
         print_text(format_table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
 

@@ -10,22 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.completion import PATH
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
     against_option,
-    as_json,
-    inputs_option,
+    bundle_options,
     note_left_out_copies,
     parse_shape,
     print_json,
     print_notes,
     print_text,
-    seed_option,
-    shape_option,
     show_progress,
-    with_operator_libraries,
-    with_runtime,
 )
 from onnxplace.errors import format_count, format_name
 from onnxplace.reports import format_table
@@ -39,10 +34,8 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand, short_help="Compare predictions with measurements: steps, memory.")
-@click.argument("bundle", type=BUNDLE_PATH)
+@bundle_options
 @against_option
-@inputs_option
-@shape_option
 @click.option(
     "--repeat", default=20, show_default=True, type=click.IntRange(1), help="Rounds, after two for warming up."
 )
@@ -51,18 +44,13 @@ if TYPE_CHECKING:
     help="Also time a result with N requests in flight.",
 )  # fmt: skip
 @click.option(
-    "--trace", type=click.Path(path_type=Path), metavar="F.json",
-    help="Write a timeline of requests and the predicted one, for Perfetto.",
-)  # fmt: skip
-@with_runtime
+    "--trace", type=PATH, metavar="F.json", help="Write a timeline of requests and the predicted one, for Perfetto."
+)
 @click.option(
     "--no-memory", is_flag=True, help="Do not measure memory and opening, which needs a process for each device."
 )
 @click.option("--record", is_flag=True, help="Write the times of segments into BUNDLE: predictions then follow them.")
 @click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
-@seed_option
-@with_operator_libraries
-@as_json
 def bench(
     bundle: Path,
     *,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completion import complete_devices, complete_pipeline, complete_placers
+from onnxplace.cli.completion import PATH, complete_pipeline
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.report import report_option
 from onnxplace.cli.shared_options import (
@@ -16,17 +16,14 @@ from onnxplace.cli.shared_options import (
     as_json,
     budget_option,
     describe_note,
-    effort_option,
-    fixed_sizes_option,
-    inputs_option,
-    llm_option,
+    model_options,
     objective_option,
     parse_sizes,
+    placer_option,
     print_json,
     print_notes,
     print_text,
     seed_option,
-    shape_option,
     show_progress,
     with_machine,
     with_operator_libraries,
@@ -37,50 +34,17 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand, short_help="Profile, place and split a model; write a bundle.")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=PATH)
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="The folder of the bundle  [default: MODEL, ending in .bundle]",
+    "-o", "--output", type=PATH, metavar="DIR", help="The folder of the bundle  [default: MODEL, ending in .bundle]"
 )
-@click.option(
-    "--devices", shell_complete=complete_devices, metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1."
-)
-@click.option(
-    "--target",
-    type=click.Path(path_type=Path),
-    metavar="F.toml",
-    help="Devices and links from a file, of this or another machine (docs/target.md).",
-)
+@model_options
 @with_machine()
-@click.option(
-    "--max-memory",
-    metavar="16GiB",
-    help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB,host=64GiB  [default: 90 % of the free memory]",
-)
-@shape_option
-@fixed_sizes_option
-@inputs_option
-@click.option(
-    "--state",
-    multiple=True,
-    metavar="OUT=IN",
-    help="Keep output OUT on its device as input IN of the next call; 'present.*=past.*' for many; may be repeated.",
-)
-@llm_option
-@click.option("--costs", type=click.Path(path_type=Path), metavar="F", help="Costs measured elsewhere: JSON or CSV.")
-@click.option(
-    "--save-costs", type=click.Path(path_type=Path), metavar="F", help="Write the costs to a file: JSON or CSV."
-)
-@click.option("--no-cache", is_flag=True, help="Measure all costs again.")
+@click.option("--costs", type=PATH, metavar="F", help="Costs measured elsewhere: JSON or CSV.")
+@click.option("--save-costs", type=PATH, metavar="F", help="Write the costs to a file: JSON or CSV.")
 @click.option("--no-trial", is_flag=True, help="Do not run the compiled bundle.")
-@click.option(
-    "--placer", metavar="NAME", shell_complete=complete_placers, help="`onnxplace passes` lists them  [default: auto]"
-)
+@placer_option
 @objective_option
-@effort_option
 @budget_option
 @click.option(
     "--pipeline",
@@ -90,7 +54,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--device-map",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="F",
     help='Your placement: {"encoder.*": "cpu:0"}, or a map of accelerate, Olive or ONNX (docs/export.md).',
 )
@@ -110,9 +74,7 @@ if TYPE_CHECKING:
     help='How to split which nodes: \'{"layers.*.mlp.*": "columns"}\', or a file (docs/sharding.md).',
 )
 @click.option(
-    "--shard-metadata",
-    is_flag=True,
-    help="Write the layouts into segments/whole.onnx, as ONNX describes them.",
+    "--shard-metadata", is_flag=True, help="Write the layouts into segments/whole.onnx, as ONNX describes them."
 )
 @click.option(
     "--recompute",

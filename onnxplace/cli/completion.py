@@ -54,7 +54,7 @@ def _list_folders(prefix: str) -> list[str]:
     return [*first, *sorted(below)[:MAX_ENTRIES]]
 
 
-BUNDLE_PATH = BundlePath()
+BUNDLE_PATH, PATH = BundlePath(), click.Path(path_type=Path)
 
 
 def complete_passes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace._version import __version__
-from onnxplace.cli.completion import complete_devices
-from onnxplace.cli.shared_options import as_json, print_hint, print_json, print_text, show_progress
+from onnxplace.cli.shared_options import (
+    as_json,
+    devices_option,
+    print_hint,
+    print_json,
+    print_text,
+    show_progress,
+    target_output_option,
+)
 from onnxplace.errors import UsageError, format_count
 from onnxplace.reports import format_table
 from onnxplace.utils import format_bytes
@@ -25,13 +32,11 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--devices", shell_complete=complete_devices, metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1."
-)
+@devices_option
 @click.option("--calibrate", is_flag=True, help="Measure links, calls and shared resources.")
 @click.option("--sizes", metavar="1,4KiB,64MiB", help="Sizes of transferred values  [default: 1 B to 256 MiB]")
 @click.option("--seconds", type=float, help="Approximate time to measure  [default: 30]")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the target to a file.")
+@target_output_option
 @as_json
 def devices(
     devices: str | None, calibrate: bool, sizes: str | None, seconds: float | None, output: Path | None, json_: bool
@@ -257,7 +262,7 @@ def _format_accelerator(item: Mapping[str, Any]) -> str:
 @click.option("--remote-shell", default="ssh", show_default=True, metavar="PROGRAM", help="Runs a command on a host.")
 @click.option("--interface", default="", metavar="eth0", help="Network for messages  [default: MPI's choice]")
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="To reach a host.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the target to a file.")
+@target_output_option
 @as_json
 def hosts(
     hosts: str,

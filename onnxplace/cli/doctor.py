@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from onnxplace.cli.completion import complete_devices
+from onnxplace.cli.completion import PATH, complete_devices
 from onnxplace.cli.shared_options import as_json, print_json, print_text, show_progress
 
 DEFAULT_OUTPUT = Path("onnxplace-doctor.json")
@@ -20,13 +20,7 @@ INTERRUPTED_EXIT_CODE = 130
     "--devices", shell_complete=complete_devices, metavar="cpu:0,cuda:0", help="Default: every kind that works here."
 )
 @click.option("--seconds", type=float, help="Approximate time for all checks  [default: 120]")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="F.json",
-    help=f"The report  [default: {DEFAULT_OUTPUT}]",
-)
+@click.option("-o", "--output", type=PATH, metavar="F.json", help=f"The report  [default: {DEFAULT_OUTPUT}]")
 @as_json
 def doctor(devices: str | None, seconds: float | None, output: Path | None, json_: bool) -> None:
     """Check that bundles run right on the devices of this machine, and measure it.

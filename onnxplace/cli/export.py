@@ -7,15 +7,13 @@ from typing import Any
 
 import click
 
-from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.completion import BUNDLE_PATH, PATH
 from onnxplace.cli.shared_options import as_json, describe_note, print_json, print_notes, print_text, show_progress
 
 
 @click.command(short_help="Put a bundle back together as one model.")
 @click.argument("bundle", type=BUNDLE_PATH)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="F.onnx", required=True, help="The file of the model."
-)
+@click.option("-o", "--output", type=PATH, metavar="F.onnx", required=True, help="The file of the model.")
 @click.option(
     "--external-data", is_flag=True, help="Write the weights to F.onnx.data, as is always done if they exceed 1 GiB."
 )
@@ -45,7 +43,7 @@ FORMAT_NAMES = ("stages", "triton", "ort-genai", "onnx-metadata")
 @click.command(short_help="Write a bundle in the format of another program.")
 @click.argument("bundle", type=BUNDLE_PATH)
 @click.option("--to", type=click.Choice(FORMAT_NAMES), required=True, help="The format (docs/export.md).")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", required=True, help="A new folder.")
+@click.option("-o", "--output", type=PATH, metavar="DIR", required=True, help="A new folder.")
 @click.option("--force", is_flag=True, help="Replace an earlier export in this folder.")
 @click.option(
     "--name", default="", metavar="NAME", help="triton: the model that clients call; by default that of the bundle."
@@ -58,9 +56,7 @@ FORMAT_NAMES = ("stages", "triton", "ort-genai", "onnx-metadata")
     help="triton: one model for each segment, or one that runs the bundle.",
 )
 @click.option("--max-batch", type=int, default=0, metavar="N", help="triton: join requests, up to N rows.")
-@click.option(
-    "--config", type=click.Path(path_type=Path), metavar="F", help="ort-genai: genai_config.json of the whole model."
-)
+@click.option("--config", type=PATH, metavar="F", help="ort-genai: genai_config.json of the whole model.")
 @as_json
 def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **options: Any) -> None:
     """Write BUNDLE to a folder in the format of another program.

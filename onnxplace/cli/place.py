@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from onnxplace.cli.completion import complete_placers
+from onnxplace.cli.completion import PATH
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.report import report_option
 from onnxplace.cli.shared_options import (
@@ -19,6 +19,7 @@ from onnxplace.cli.shared_options import (
     budget_option,
     describe_note,
     objective_option,
+    placer_option,
     print_json,
     print_notes,
     print_text,
@@ -35,22 +36,15 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand, short_help="Place a cost graph; no ONNX needed.")
-@click.argument("graph", type=click.Path(path_type=Path))
+@click.argument("graph", type=PATH)
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="F.graphml",
+    "-o", "--output", type=PATH, metavar="F.graphml",
     help="Write the placed graph as GraphML, with the device, start and finish of each node.",
-)
+)  # fmt: skip
 @click.option(
-    "--graph-format",
-    type=click.Choice(["json", "graphml"]),
-    help="Of GRAPH  [default: what its name ends in; json]",
+    "--graph-format", type=click.Choice(["json", "graphml"]), help="Of GRAPH  [default: what its name ends in; json]"
 )
-@click.option(
-    "--placer", metavar="NAME", shell_complete=complete_placers, help="`onnxplace passes` lists them  [default: auto]"
-)
+@placer_option
 @objective_option
 @budget_option
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="For placers that search.")
@@ -73,7 +67,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--placement",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="F.json",
     help="Place nothing, score this: {node id: device id}, or what --json printed.",
 )

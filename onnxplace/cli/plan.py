@@ -10,21 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completion import complete_devices
+from onnxplace.cli.completion import PATH
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     describe_note,
-    effort_option,
-    fixed_sizes_option,
-    inputs_option,
-    llm_option,
+    model_options,
     parse_shape,
     print_json,
     print_notes,
     print_text,
-    shape_option,
     show_progress,
     with_machine,
 )
@@ -36,42 +32,22 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand, short_help="Compare strategies for a model; write nothing.")
-@click.argument("model", type=click.Path(path_type=Path), required=False)
+@click.argument("model", type=PATH, required=False)
 @click.option(
-    "--diff", nargs=2, type=click.Path(path_type=Path), metavar="A B",
-    help="What two bundles, or two files of --json, decide differently.",
-)  # fmt: skip
-@click.option(
-    "--devices",
-    shell_complete=complete_devices,
-    metavar="cuda:0,cuda:1",
-    help="Devices of this machine  [default: all GPUs, else cpu:0,cpu:1]",
+    "--diff", nargs=2, type=PATH, metavar="A B", help="What two bundles, or two files of --json, decide differently."
 )
-@click.option(
-    "--target",
-    type=click.Path(path_type=Path),
-    metavar="F.toml",
-    help="Devices and links from a file, of this or another machine (docs/target.md).",
-)
+@model_options
 @with_machine(multiple=True)
-@click.option("--price", type=click.Path(path_type=Path), metavar="F.toml", help="Your prices per hour, of machines.")
+@click.option("--price", type=PATH, metavar="F.toml", help="Your prices per hour, of machines.")
 @click.option("--latency", metavar="20ms", help="Of machines, keep what answers in this time.")
 @click.option("--rate", metavar="500/s", help="Of machines, keep what answers so many requests.")
 @click.option("--fit", is_flag=True, help="Of machines, keep what fits into memory.")
-@click.option("--max-memory", metavar="16GiB", help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB,host=64GiB.")
 @click.option("--stream", is_flag=True, help="The step for several limits, where weights stream to the device.")
 @click.option(
     "--explain", multiple=True, metavar="NAME", help="Compare devices and layouts of a node or value; repeat."
 )
-@shape_option
-@fixed_sizes_option
-@inputs_option
-@click.option("--state", multiple=True, metavar="OUT=IN", help="Outputs that are inputs of the next call.")
-@llm_option
 @click.option("--costs", metavar="F", default="", help="Costs measured elsewhere: JSON or CSV.")
-@click.option("--no-cache", is_flag=True, help="Measure all costs again.")
 @click.option("--estimate", is_flag=True, help="Measure nothing: estimate all costs from operations and bytes.")
-@effort_option
 @as_json
 def plan(
     model: Path | None,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.completion import BUNDLE_PATH, PATH
 from onnxplace.cli.shared_options import as_json, print_json, print_text, show_progress
 from onnxplace.errors import UsageError
 
@@ -15,7 +15,7 @@ from onnxplace.errors import UsageError
 MAX_BUNDLES = 2
 
 report_option = click.option(
-    "--report", type=click.Path(path_type=Path), metavar="F.html",
+    "--report", type=PATH, metavar="F.html",
     help="Also write a page that shows the result (docs/report.md); needs the extra [report].",
 )  # fmt: skip
 
@@ -23,11 +23,10 @@ report_option = click.option(
 @click.command(short_help="Show a bundle as one HTML page; two side by side.")
 @click.argument("bundles", metavar="BUNDLE [BUNDLE2]", nargs=-1, required=True, type=BUNDLE_PATH)
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="F.html",
-    help="The file to write  [default: report.html; none with --json]",
-)  # fmt: skip
+    "-o", "--output", type=PATH, metavar="F.html", help="The file to write  [default: report.html; none with --json]"
+)
 @click.option(
-    "--trace", type=click.Path(path_type=Path), metavar="F.json",
+    "--trace", type=PATH, metavar="F.json",
     help="Show the timelines of `onnxplace run --trace F.json`, measured and predicted.",
 )  # fmt: skip
 @as_json

@@ -10,21 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.completion import PATH
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
-    as_json,
-    inputs_option,
+    bundle_options,
     note_core_shortage,
     note_left_out_copies,
     parse_shape,
     print_json,
     print_text,
-    seed_option,
-    shape_option,
     show_progress,
-    with_operator_libraries,
-    with_runtime,
 )
 from onnxplace.errors import format_name
 
@@ -66,22 +61,11 @@ class RunSummary:
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("bundle", type=BUNDLE_PATH)
-@inputs_option
-@click.option("--outputs", type=click.Path(path_type=Path), metavar="F.npz", help="Write the outputs to a file.")
+@bundle_options
+@click.option("--outputs", type=PATH, metavar="F.npz", help="Write the outputs to a file.")
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Number of runs.")
-@shape_option
-@with_runtime
 @click.option("--timeout", type=float, metavar="SECONDS", help="Abandon a run that takes longer, with exit code 4.")
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    metavar="F.json",
-    help="Write a timeline and the predicted one, for Perfetto.",
-)
-@seed_option
-@with_operator_libraries
-@as_json
+@click.option("--trace", type=PATH, metavar="F.json", help="Write a timeline and the predicted one, for Perfetto.")
 def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, **options: Any) -> None:
     """Run BUNDLE on the given or on random inputs.
 

@@ -6,14 +6,21 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import reduce, wraps
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completion import complete_machines, complete_runtimes
+from onnxplace.cli.completion import (
+    BUNDLE_PATH,
+    PATH,
+    complete_devices,
+    complete_machines,
+    complete_placers,
+    complete_runtimes,
+)
 from onnxplace.cli.terminal import (
     as_json as as_json,
     is_quiet,
@@ -33,40 +40,35 @@ if TYPE_CHECKING:
 # Any int64. The model limits sizes further.
 _SIZE = re.compile(r"[0-9]{1,18}")
 
-against_option = click.option(
-    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the unsplit model in the bundle."
-)
-inputs_option = click.option(
-    "--inputs", type=click.Path(path_type=Path), metavar="F.npz", help="Real inputs by name, from numpy.savez."
-)
-runtime_option = click.option(
-    "--runtime",
-    default="onnxruntime",
-    show_default=True,
-    metavar="NAME",
-    shell_complete=complete_runtimes,
-    help="`onnxplace runtimes` lists them.",
-)
-_fallback_option = click.option("--fallback", metavar="cpu:0", help="Takes over the segments of a device that is lost.")
-_MPI_OPTIONS = (
+
+def stack(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return one decorator for several: the first one is outermost, as if they were written one below the other."""
+    return lambda command: reduce(lambda inner, decorate: decorate(inner), reversed(decorators), command)
+
+
+against_option = click.option("--against", type=PATH, metavar="MODEL", help="Default: the unsplit model in the bundle.")
+inputs_option = click.option("--inputs", type=PATH, metavar="F.npz", help="Real inputs by name, from numpy.savez.")
+_RUNTIME_OPTIONS = (
     click.option(
-        "--hosts", metavar="node1:1,node2:1", help="Hosts, and how many devices may run on each."
+        "--runtime",
+        default="onnxruntime",
+        show_default=True,
+        metavar="NAME",
+        shell_complete=complete_runtimes,
+        help="`onnxplace runtimes` lists them.",
     ),
+    click.option("--fallback", metavar="cpu:0", help="Takes over the segments of a device that is lost."),
+    click.option("--hosts", metavar="node1:1,node2:1", help="Hosts, and how many devices may run on each."),
+    click.option("--replicas", type=int, metavar="N", help="Copies of the bundle, on slots of their own  [default: 1]"),
     click.option(
-        "--replicas", type=int, metavar="N",
-        help="Copies of the bundle, on hosts or slots of their own  [default: 1]",
-    ),
-    click.option(
-        "--start-timeout", type=click.FloatRange(min=0.1), metavar="SECONDS",
+        "--start-timeout",
+        type=click.FloatRange(min=0.1),
+        metavar="SECONDS",
         help="Time for processes to start and open the bundle  [default: 30]",
     ),
-    click.option(
-        "--remote-shell", metavar="PROGRAM", help="Runs a command on a host  [default: ssh]"
-    ),
-    click.option(
-        "--interface", metavar="eth0", help="Network for messages  [default: MPI's choice]"
-    ),
-)  # fmt: skip
+    click.option("--remote-shell", metavar="PROGRAM", help="Runs a command on a host  [default: ssh]"),
+    click.option("--interface", metavar="eth0", help="Network for messages  [default: MPI's choice]"),
+)
 seed_option = click.option(
     "--seed",
     default=0,
@@ -84,20 +86,50 @@ objective_option = click.option(
 budget_option = click.option(
     "--budget", type=float, metavar="SECONDS", help="Time limit of the search, more than 0  [default: 2]"
 )
-effort_option = click.option(
-    "--effort",
-    type=click.Choice(["low", "default", "high"]),
-    default="default",
-    show_default=True,
-    help="low: estimates and little search; high: all is measured as a whole, and searched for all of the time.",
+placer_option = click.option(
+    "--placer", metavar="NAME", shell_complete=complete_placers, help="`onnxplace passes` lists them  [default: auto]"
 )
+devices_option = click.option(
+    "--devices", shell_complete=complete_devices, metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1."
+)
+target_output_option = click.option("-o", "--output", type=PATH, metavar="F.toml", help="Write the target to a file.")
 shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
-
-fixed_sizes_option = click.option(
-    "--fixed-sizes", is_flag=True, help="Take the sizes of --shape alone: NPUs run more of the model then."
-)
-llm_option = click.option(
-    "--llm", is_flag=True, help="MODEL is a decoder with a cache: recognise its states and sizes (docs/models.md)."
+# Those of commands that read a model and compare ways to run it.
+model_options = stack(
+    devices_option,
+    click.option(
+        "--target",
+        type=PATH,
+        metavar="F.toml",
+        help="Devices and links from a file, of this or another machine (docs/target.md).",
+    ),
+    click.option(
+        "--max-memory",
+        metavar="16GiB",
+        help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB,host=64GiB  [default: 90 % of the free memory]",
+    ),
+    shape_option,
+    click.option(
+        "--fixed-sizes", is_flag=True, help="Take the sizes of --shape alone: NPUs run more of the model then."
+    ),
+    inputs_option,
+    click.option(
+        "--state",
+        multiple=True,
+        metavar="OUT=IN",
+        help="Keep output OUT on its device as input IN of the next call; 'present.*=past.*' for many; repeat.",
+    ),
+    click.option(
+        "--llm", is_flag=True, help="MODEL is a decoder with a cache: recognise its states and sizes (docs/models.md)."
+    ),
+    click.option("--no-cache", is_flag=True, help="Measure all costs again."),
+    click.option(
+        "--effort",
+        type=click.Choice(["low", "default", "high"]),
+        default="default",
+        show_default=True,
+        help="low: estimates and little search; high: all is measured as a whole, and searched for all of the time.",
+    ),
 )
 
 
@@ -116,10 +148,7 @@ def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
             warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)
             command(*arguments, session_options=session_options, **options)
 
-    decorated: Callable[..., None] = run
-    for option in reversed((runtime_option, _fallback_option, *_MPI_OPTIONS)):
-        decorated = option(decorated)
-    return decorated
+    return stack(*_RUNTIME_OPTIONS)(run)  # type: ignore[no-any-return]
 
 
 def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]:
@@ -146,6 +175,18 @@ def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]
         help="A shared library with operators that ONNX Runtime lacks; may be repeated.",
     )
     return option(run)
+
+
+# Those of commands that run a bundle on inputs.
+bundle_options = stack(
+    click.argument("bundle", type=BUNDLE_PATH),
+    inputs_option,
+    shape_option,
+    with_runtime,
+    seed_option,
+    with_operator_libraries,
+    as_json,
+)
 
 
 def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:

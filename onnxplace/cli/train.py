@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.completion import BUNDLE_PATH, PATH
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
     as_json,
@@ -51,7 +51,7 @@ class TrainOptions:
 
 @click.command(cls=GroupedCommand)
 @click.argument("bundle", type=BUNDLE_PATH)
-@click.option("--data", required=True, type=click.Path(path_type=Path), metavar="F.npz",
+@click.option("--data", required=True, type=PATH, metavar="F.npz",
               help="Arrays by input name, from numpy.savez; rows are their first axis.")  # fmt: skip
 @click.option("--steps", required=True, type=click.IntRange(0), metavar="N",
               help="Train up to step N, those of a resumed run included.")  # fmt: skip
@@ -63,15 +63,12 @@ class TrainOptions:
 @click.option("--batch", type=click.IntRange(1), metavar="B", help="Rows of a batch.  [default: as compiled]")
 @click.option("--seed", type=click.IntRange(0), metavar="S",
               help="Seed of the order of rows and of dropout.  [default: 0, or that of --resume]")  # fmt: skip
-@click.option("--save", type=click.Path(path_type=Path), metavar="F.safetensors",
-              help="Write a checkpoint at the end, also after Ctrl-C.")  # fmt: skip
+@click.option("--save", type=PATH, metavar="F.safetensors", help="Write a checkpoint at the end, also after Ctrl-C.")
 @click.option("--save-every", type=click.IntRange(1), metavar="N", help="Write it after every N steps, too.")
-@click.option("--resume", type=click.Path(path_type=Path), metavar="F.safetensors",
-              help="Continue from a checkpoint, bit for bit.")  # fmt: skip
-@click.option("--log", type=click.Path(path_type=Path), metavar="F.csv", help="Write the loss of each step.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="F.png", help="Draw the losses (PNG, SVG or PDF).")
-@click.option("--export", type=click.Path(path_type=Path), metavar="F.onnx",
-              help="Write the trained model for inference.")  # fmt: skip
+@click.option("--resume", type=PATH, metavar="F.safetensors", help="Continue from a checkpoint, bit for bit.")
+@click.option("--log", type=PATH, metavar="F.csv", help="Write the loss of each step.")
+@click.option("--plot", type=PATH, metavar="F.png", help="Draw the losses (PNG, SVG or PDF).")
+@click.option("--export", type=PATH, metavar="F.onnx", help="Write the trained model for inference.")
 @click.option("--on-nan", type=click.Choice(["stop", "continue"]), default="stop", show_default=True,
               help="What to do if the loss is NaN or infinite.")  # fmt: skip
 @with_operator_libraries

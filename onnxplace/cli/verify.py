@@ -10,21 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completion import BUNDLE_PATH
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
     against_option,
-    as_json,
-    inputs_option,
+    bundle_options,
     note_left_out_copies,
     parse_shape,
     print_json,
     print_text,
-    seed_option,
-    shape_option,
     show_progress,
-    with_operator_libraries,
-    with_runtime,
 )
 from onnxplace.errors import format_name, format_names
 
@@ -34,11 +28,8 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("bundle", type=BUNDLE_PATH)
+@bundle_options
 @against_option
-@inputs_option
-@shape_option
-@with_runtime
 @click.option(
     "--steps", type=click.IntRange(1), metavar="N", help="Calls that pass states on  [default: 3 if it has states]"
 )
@@ -46,9 +37,6 @@ if TYPE_CHECKING:
     "--sizes", default=3, show_default=True, type=click.IntRange(0), metavar="N",
     help="Other sizes to compare, of each symbolic dimension that neither --shape nor --inputs gives.",
 )  # fmt: skip
-@seed_option
-@with_operator_libraries
-@as_json
 def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
     """Compare BUNDLE with the unsplit model at several sizes.
 

@@ -13,7 +13,6 @@ ids and the ends of edges are required: a missing number is zero (docs/cost-grap
 
 from __future__ import annotations
 
-import difflib
 import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -26,10 +25,10 @@ import numpy as np
 
 from onnxplace.cost_graph.data import CostGraph
 from onnxplace.cost_graph.entries import read_cost, read_costs, require_ids, require_list
-from onnxplace.cost_graph.graph_attributes import describe, exact_profile, read_attributes
+from onnxplace.cost_graph.graph_attributes import describe, exact_profile, note_missing_costs, read_attributes
 from onnxplace.cost_graph.graph_files import GraphFormat, format_of, read_graph, write_graph
 from onnxplace.cost_graph.networkx_graphs import to_networkx
-from onnxplace.errors import Diagnostic, InputError, format_value
+from onnxplace.errors import InputError, format_value
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.state import State
@@ -144,20 +143,10 @@ def parse_cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
         raise InputError("D002", str(error), where=where) from None
     return replace(
         assemble_cost_graph(where, ids, graph, seconds, data, given_group, backward),
-        notes=_note_missing_times(nodes, where),
+        notes=note_missing_costs(
+            [(node.get("name", node.get("id")), node) for node in nodes], "compute_time_us", where
+        ),
     )
-
-
-def _note_missing_times(nodes: Sequence[Mapping[str, Any]], where: str) -> tuple[Diagnostic, ...]:
-    """Return a note if nodes have no compute time, which counts as zero."""
-    incomplete = [node for node in nodes if "compute_time_us" not in node]
-    if not incomplete:
-        return ()
-    name = incomplete[0].get("name", incomplete[0].get("id"))
-    similar = difflib.get_close_matches("compute_time_us", [str(key) for key in incomplete[0]], n=1)
-    hint = f"it has {similar[0]!r}; write" if similar else "give every node"
-    message = f"{len(incomplete)} of {len(nodes)} nodes have no compute_time_us, such as {name!r}: that counts as zero"
-    return (Diagnostic("C002", message, where=where, hint=f"{hint} compute_time_us, 0 where it takes no time"),)
 
 
 def assemble_cost_graph(

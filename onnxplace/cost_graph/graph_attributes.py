@@ -83,7 +83,7 @@ def describe(graph: AttributedGraph, where: str, device_count: int | None = None
         "devices": _devices(graph.attributes, where, device_count),
     }
     latency = _number(graph.attributes, "latency_seconds", where)
-    notes = (*_note_missing_costs(nodes, "seconds", "node", where), *_note_missing_costs(edges, "bytes", "edge", where))
+    notes = (*note_missing_costs(nodes, "seconds", where), *note_missing_costs(edges, "bytes", where))
     classes = _class_seconds(nodes, seconds, where)
     return GraphDescription(
         document=document,
@@ -267,11 +267,12 @@ def _class_seconds(
     return classes
 
 
-def _note_missing_costs(items: Sequence[tuple[Any, ...]], key: str, kind: str, where: str) -> tuple[Diagnostic, ...]:
+def note_missing_costs(items: Sequence[tuple[Any, ...]], key: str, where: str) -> tuple[Diagnostic, ...]:
     """Return a note if nodes or edges lack a cost, which counts as zero."""
     incomplete = [item for item in items if key not in item[-1]]
     if not incomplete:
         return ()
+    kind = "node" if len(incomplete[0]) == 2 else "edge"
     similar = difflib.get_close_matches(key, [str(name) for name in incomplete[0][-1]], n=1, cutoff=0.5)
     hint = f"it has {similar[0]!r}; call it {key}" if similar else f"give every {kind} {key}, 0 where there are none"
     label = _label(*incomplete[0][:-1])

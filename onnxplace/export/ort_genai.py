@@ -103,7 +103,7 @@ def require_decoder(manifest: Manifest, decoder: Mapping[str, Any], where: str) 
 def _list_read_outputs(fed: Mapping[str, str], returned: Mapping[str, str], inputs: Collection[str]) -> list[str]:
     """Return the outputs that GenAI reads: the logits, and those of the caches among the inputs."""
     caches = {key for key, name in fed.items() if name in inputs}
-    return [name for key, name in returned.items() if key == "logits" or pair_of(key) in caches]
+    return [name for key, name in returned.items() if key == "logits" or key.replace("present", "past") in caches]
 
 
 def _require_computed_outputs(manifest: Manifest) -> None:
@@ -126,11 +126,6 @@ def expand_names(names: Mapping[str, Any], layers: int) -> dict[str, str]:
         elif isinstance(name, str):
             expanded[key] = name
     return expanded
-
-
-def pair_of(key: str) -> str:
-    """Return the key of the cache's input for that of its output."""
-    return key.replace("present", "past")
 
 
 def require_one_cache(models: BundleModels) -> None:

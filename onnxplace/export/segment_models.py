@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from onnxplace.bundle import (
     SegmentRecord,
 )
 from onnxplace.errors import BundleError
-from onnxplace.model import WeightFile, embed_tensor, parse_type, tensor_size
+from onnxplace.graph import order_items
+from onnxplace.model import WeightFile, embed_tensor, make_reference, parse_type, tensor_size
 from onnxplace.target import Device
 from onnxplace.utils import progress_part, report_progress
 
@@ -93,16 +93,12 @@ class BundleModels:
     def _refer_to_bytes(self, name: str, dtype: str, record: InitialRecord) -> TensorProto:
         kind = parse_type(dtype, record.shape)
         assert kind is not None, "checked when the bundle was opened"
-        tensor = TensorProto(name=name, data_type=kind.tensor_type.elem_type, dims=record.shape)
+        element_type = kind.tensor_type.elem_type
         if not record.bytes:
-            tensor.raw_data = b""
-            return tensor
+            return TensorProto(name=name, data_type=element_type, dims=record.shape, raw_data=b"")
         file = (self.bundle.linked_file if record.linked else self.bundle.file)(record.file).resolve()
         location = file.relative_to(self.weights_folder.resolve()).as_posix()
-        tensor.data_location = TensorProto.EXTERNAL
-        for key, value in (("location", location), ("offset", record.offset), ("length", record.bytes)):
-            tensor.external_data.add(key=key, value=str(value))
-        return tensor
+        return make_reference(name, element_type, record.shape, location, record.offset, record.bytes)
 
     def place(self, tensors: Iterable[TensorProto], weights: WeightFile | None) -> list[TensorProto]:
         """Return tensors with their bytes in a file of weights, or in themselves without one; report progress."""
@@ -123,23 +119,15 @@ def order_segments(manifest: Manifest) -> list[SegmentRecord]:
 
     Among those that are ready, the first of the manifest comes first.
     """
+    position = {segment.id: index for index, segment in enumerate(manifest.segments)}
     producers = [list_producers(manifest, segment) for segment in manifest.segments]
-    waiting_for = list(map(len, producers))
-    readers: dict[str, list[int]] = {segment.id: [] for segment in manifest.segments}
+    readers: list[list[int]] = [[] for _ in producers]
     for index, names in enumerate(producers):
         for producer in names:
-            readers[producer].append(index)
-    ready = [index for index, count in enumerate(waiting_for) if count == 0]
-    ordered = []
-    while ready:
-        segment = manifest.segments[heapq.heappop(ready)]
-        ordered.append(segment)
-        for reader in readers[segment.id]:
-            waiting_for[reader] -= 1
-            if waiting_for[reader] == 0:
-                heapq.heappush(ready, reader)
-    assert len(ordered) == len(manifest.segments), "checked when the bundle was opened: its programs cannot deadlock"
-    return ordered
+            readers[position[producer]].append(index)
+    order = order_items(readers, list(map(len, producers)))
+    assert len(order) == len(producers), "checked when the bundle was opened: its programs cannot deadlock"
+    return [manifest.segments[index] for index in order]
 
 
 def list_producers(manifest: Manifest, segment: SegmentRecord) -> tuple[str, ...]:

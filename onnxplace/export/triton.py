@@ -336,21 +336,9 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 # ONNX Runtime's name of an element type -> Triton's.
-DATA_TYPES = {
-    "bool": "TYPE_BOOL",
-    "uint8": "TYPE_UINT8",
-    "uint16": "TYPE_UINT16",
-    "uint32": "TYPE_UINT32",
-    "uint64": "TYPE_UINT64",
-    "int8": "TYPE_INT8",
-    "int16": "TYPE_INT16",
-    "int32": "TYPE_INT32",
-    "int64": "TYPE_INT64",
-    "float16": "TYPE_FP16",
-    "float": "TYPE_FP32",
-    "double": "TYPE_FP64",
-    "string": "TYPE_STRING",
-    "bfloat16": "TYPE_BF16",
+DATA_TYPES = {"float": "FP32", "double": "FP64", "float16": "FP16", "bfloat16": "BF16"} | {
+    name: name.upper()
+    for name in ("bool", "string", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 }
 
 Shape = Sequence[int | str | None] | None
@@ -396,7 +384,7 @@ def find_data_type(dtype: str) -> Name | None:
     ('TYPE_FP32', None)
     """
     element = dtype.removeprefix("tensor(").removesuffix(")")
-    return Name(DATA_TYPES[element]) if dtype.startswith("tensor(") and element in DATA_TYPES else None
+    return Name(f"TYPE_{DATA_TYPES[element]}") if dtype.startswith("tensor(") and element in DATA_TYPES else None
 
 
 def describe_tensor(

@@ -13,22 +13,13 @@ from numpy.typing import NDArray
 from onnxplace.errors import FeedError, format_names, format_value, suggest_nearest
 
 Array = NDArray[Any]
-# ONNX Runtime's name of a type -> numpy's.
-_DTYPES = {
-    "tensor(float)": np.float32,
-    "tensor(double)": np.float64,
-    "tensor(float16)": np.float16,
-    "tensor(int8)": np.int8,
-    "tensor(int16)": np.int16,
-    "tensor(int32)": np.int32,
-    "tensor(int64)": np.int64,
-    "tensor(uint8)": np.uint8,
-    "tensor(uint16)": np.uint16,
-    "tensor(uint32)": np.uint32,
-    "tensor(uint64)": np.uint64,
-    "tensor(bool)": np.bool_,
-    "tensor(complex64)": np.complex64,
-    "tensor(complex128)": np.complex128,
+# ONNX Runtime's name of a type -> numpy's, where they differ; and those that both share.
+_DTYPES = {"tensor(float)": "float32", "tensor(double)": "float64"} | {
+    f"tensor({name})": name
+    for name in (
+        *("float16", "complex64", "complex128", "bool"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    )
 }
 
 # Types that the package ml_dtypes adds to numpy.

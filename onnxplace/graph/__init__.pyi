@@ -10,5 +10,7 @@ from onnxplace.graph.op_graph import (
     Ints as Ints,
     Longs as Longs,
     OpGraph as OpGraph,
+    find_root as find_root,
+    order_items as order_items,
     sum_by as sum_by,
 )

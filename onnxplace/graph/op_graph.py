@@ -6,6 +6,7 @@ any number of readers. A *weight* has no producer and is stored on each device t
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,11 @@ class Csr:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    @property
+    def arrays(self) -> tuple[Longs, Ints]:
+        """Return both arrays, as compiled loops take them."""
+        return self.starts, self.items
 
     @cached_property
     def rows(self) -> Ints:
@@ -67,6 +73,37 @@ class Csr:
         starts, unique_items = np.zeros(count + 1, dtype=np.int64), np.empty(len(items), dtype=np.int32)
         unique_count = group_items(keys, items, np.zeros(count + 1, dtype=np.int64), seen_by, starts, unique_items)
         return Csr(starts, unique_items[:unique_count].copy())
+
+
+def find_root(parent: list[int], item: int) -> int:
+    """Return the representative of an item's set, where each item names its parent; shortens the path to it.
+
+    >>> find_root([0, 0, 1], 2)
+    0
+    """
+    while parent[item] != item:
+        parent[item] = parent[parent[item]]
+        item = parent[item]
+    return item
+
+
+def order_items(readers: Sequence[Sequence[int]], missing: list[int]) -> list[int]:
+    """Return items, each after those that it reads, and of those that are ready the lowest first; O(E log N).
+
+    Items on a cycle, and all that depend on them, are left out: their counts of `missing` stay above zero.
+
+    Args:
+        readers: Per item, those that read it, once for each read.
+        missing: Per item, the number of its reads; counted down.
+    """
+    ready, order = [item for item, count in enumerate(missing) if count == 0], list[int]()
+    while ready:
+        order.append(heapq.heappop(ready))
+        for reader in readers[order[-1]]:
+            missing[reader] -= 1
+            if missing[reader] == 0:
+                heapq.heappush(ready, reader)
+    return order
 
 
 def sum_by(keys: Ints, amounts: Floats | Longs, count: int) -> Floats:
@@ -237,10 +274,8 @@ class OpGraph:
             is_inner,
             roots,
             self.value_bytes,
-            self.outputs.starts,
-            self.outputs.items,
-            self.inputs.starts,
-            self.inputs.items,
+            *self.outputs.arrays,
+            *self.inputs.arrays,
             self.workspace_bytes,
             unread,
             live,

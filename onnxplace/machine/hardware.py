@@ -15,7 +15,6 @@ from typing import Any
 from onnxplace.devices import (
     SHORT_NAMES,
     DeviceAddress,
-    DeviceKind,
     Hardware,
     find_kind,
     is_isolated,
@@ -101,7 +100,7 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
         message = f"{specs[0].id} is a device of host {host}; expected devices of this machine"
         hint = "leave the host out, or describe several hosts in a file for --target (docs/target.md)"
         raise TargetError("T005", message, where="--devices", hint=hint)
-    hosts = [spec.id for spec in specs if _kind_of(spec.id).is_host]
+    hosts = [spec.id for spec in specs if find_kind(spec.id.partition(":")[0]).is_host]
     core_counts = dict(zip(hosts, divide_cores(len(hosts)) if hosts else ()))
     usable_bytes = max(available_memory_bytes() - RUNTIME_BYTES, 0)
     host_bytes = int(usable_bytes * (1 - HEADROOM_SHARE)) // max(len(hosts), 1)
@@ -121,10 +120,6 @@ def resolve_device(spec: DeviceSpec) -> DeviceSpec:
     address = DeviceAddress.of(spec.id) if not split_host(spec.id)[0] else None
     found = resolve_short_name(address.kind, address.index) if address and address.kind in SHORT_NAMES else None
     return replace(spec, id=f"{found[0]}:{found[1]}") if found else spec
-
-
-def _kind_of(device_id: str) -> DeviceKind:
-    return find_kind(device_id.partition(":")[0])
 
 
 def list_default_device_ids() -> tuple[str, ...]:

@@ -114,12 +114,6 @@ class GuardedSession(SessionHandle):
 
 CPU = DeviceAddress("cpu", 0)
 Level = Literal["none", "basic", "extended", "all"]
-_GRAPH_OPTIMIZATION_LEVELS = {
-    "none": "ORT_DISABLE_ALL",
-    "basic": "ORT_ENABLE_BASIC",
-    "extended": "ORT_ENABLE_EXTENDED",
-    "all": "ORT_ENABLE_ALL",
-}
 # Idle threads of the pool spin for this time before they sleep. The default burns tens of milliseconds after each run.
 SPIN_MICROSECONDS = 100
 
@@ -213,9 +207,9 @@ def make_session_options(
         properties["enable_mem_reuse"] = False
         level = "none"
     properties["log_severity_level"] = 4  # failures arrive as exceptions, and need not be repeated on stderr
-    properties["graph_optimization_level"] = getattr(
-        runtime.GraphOptimizationLevel, _GRAPH_OPTIMIZATION_LEVELS[level or _default_level.get()]
-    )
+    level = level or _default_level.get()
+    name = "ORT_DISABLE_ALL" if level == "none" else f"ORT_ENABLE_{level.upper()}"
+    properties["graph_optimization_level"] = getattr(runtime.GraphOptimizationLevel, name)
     properties["intra_op_num_threads"] = max(len(cores), 1)
     properties["inter_op_num_threads"] = 1
     all_entries: dict[str, str] = {}

@@ -189,38 +189,23 @@ def _make_strings(array: Array) -> Any:
 def _sequence_to_list(value: Any) -> list[Array]:
     """Return a sequence of tensors as a list; ONNX Runtime returns elements only through a model."""
     element = value.data_type().removeprefix("seq(tensor(").removesuffix("))")
-    counter = _open_sequence_counter(element)
-    count = int(counter.run_with_ort_values(["count"], {"items": value, "index": to_ort_value(np.array(0))})[0].numpy())
-    reader = _open_element_reader(element)
-    return [
-        _tensor_to_array(reader.run_with_ort_values(["item"], {"items": value, "index": to_ort_value(np.array(i))})[0])
-        for i in range(count)
-    ]
+    count = int(_open_reader(element, "SequenceLength").run_with_ort_values(["result"], {"items": value})[0].numpy())
+    reader = _open_reader(element, "SequenceAt")
+    feeds = ({"items": value, "index": to_ort_value(np.array(index))} for index in range(count))
+    return [_tensor_to_array(reader.run_with_ort_values(["result"], item)[0]) for item in feeds]
 
 
-@lru_cache(maxsize=64)
-def _open_sequence_counter(element: str) -> Any:
-    """Return a session that counts a sequence of tensors."""
-    return _open_graph(_build_reader_graph(element, "SequenceLength", ["items"], "count"))
-
-
-@lru_cache(maxsize=64)
-def _open_element_reader(element: str) -> Any:
-    """Return a session that takes one element out of a sequence of tensors."""
-    return _open_graph(_build_reader_graph(element, "SequenceAt", ["items", "index"], "item"))
-
-
-def _build_reader_graph(element: str, operator: str, inputs: list[str], output: str) -> Any:
+@lru_cache(maxsize=128)
+def _open_reader(element: str, operator: str) -> Any:
+    """Return a session that counts a sequence of tensors, or takes the one at an index out of it."""
     from onnx import TensorProto, helper
 
-    kind = _element_kind(element)
-    items = helper.make_tensor_sequence_value_info("items", kind, None)
-    index = helper.make_tensor_value_info("index", TensorProto.INT64, [])
-    result = helper.make_tensor_value_info(output, TensorProto.INT64 if output == "count" else kind, None)
-    unused = [] if "index" in inputs else [helper.make_node("Identity", ["index"], ["index_unused"])]
-    return helper.make_graph(
-        [helper.make_node(operator, inputs, [output]), *unused], "reader", [items, index], [result]
-    )
+    kind, counts = _element_kind(element), operator == "SequenceLength"
+    inputs = [helper.make_tensor_sequence_value_info("items", kind, None)]
+    inputs += [] if counts else [helper.make_tensor_value_info("index", TensorProto.INT64, [])]
+    result = helper.make_tensor_value_info("result", TensorProto.INT64 if counts else kind, None)
+    node = helper.make_node(operator, [item.name for item in inputs], ["result"])
+    return _open_graph(helper.make_graph([node], "reader", inputs, [result]))
 
 
 def _open_graph(graph: Any) -> Any:

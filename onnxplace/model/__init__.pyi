@@ -63,6 +63,7 @@ from onnxplace.model.tensors import (
     embed_tensor as embed_tensor,
     find_external_range as find_external_range,
     format_type as format_type,
+    make_reference as make_reference,
     make_tensor_part as make_tensor_part,
     packed_size as packed_size,
     parse_type as parse_type,

@@ -5,7 +5,6 @@ Functions are inlined, constants lifted, names unique, and nodes in topological 
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -32,6 +31,7 @@ from onnx.shape_inference import infer_shapes
 
 from onnxplace.errors import MAX_LISTED, ModelError
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
+from onnxplace.graph import order_items
 from onnxplace.model.nested_graphs import (
     assign_unique_names,
     iterate_graph_texts,
@@ -400,15 +400,7 @@ def sort_topologically(
             elif name not in known:
                 place, hint = f"{where}, node {node.name!r}", "the model is incomplete; export it again"
                 raise ModelError("M008", f"it reads {name!r}, which has no producer", where=place, hint=hint)
-    ready = [index for index, count in enumerate(missing_counts) if count == 0]
-    order: list[int] = []
-    while ready:
-        index = heapq.heappop(ready)
-        order.append(index)
-        for reader in readers[index]:
-            missing_counts[reader] -= 1
-            if missing_counts[reader] == 0:
-                heapq.heappush(ready, reader)
+    order = order_items(readers, missing_counts)
     if len(order) < len(nodes):
         cycle = _describe_cycle(nodes, producers, missing_counts)
         raise ModelError("M008", f"the graph has a cycle: {cycle}", where=where)

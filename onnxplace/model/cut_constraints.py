@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import NodeProto, TensorProto, TypeProto
 
-from onnxplace.graph import Ints
+from onnxplace.graph import Ints, find_root
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import has_subgraphs
 from onnxplace.model.tensors import read_tensor_bytes
@@ -40,19 +40,13 @@ def join_quantised_units(model: Model, unit: Ints) -> Ints:
     producer = {name: index for index, node in enumerate(model.nodes) for name in node.output if name}
     parent = list(range(int(unit.max(initial=-1)) + 1))
 
-    def find(item: int) -> int:
-        while parent[item] != item:
-            parent[item] = parent[parent[item]]
-            item = parent[item]
-        return item
-
     for index, node in enumerate(model.nodes):
         for name in node.input:
             source = producer.get(name)
             if source is not None and _share_unit(model.nodes[source], node):
-                first, second = sorted((find(int(unit[source])), find(int(unit[index]))))
+                first, second = sorted((find_root(parent, int(unit[source])), find_root(parent, int(unit[index]))))
                 parent[second] = first
-    joined = np.array([find(int(item)) for item in unit], dtype=np.int64)
+    joined = np.array([find_root(parent, int(item)) for item in unit], dtype=np.int64)
     return np.unique(joined, return_inverse=True)[1].astype(np.int32)
 
 

@@ -119,7 +119,7 @@ class _Tracer:
     def _trace_node(self, node: NodeProto, known: Mapping[str, Lineage]) -> Lineage | None:
         """Return the lineage of a node's outputs; None if they are constant."""
         inputs = {name: known[name] for name in iterate_reads(node) if name in known}
-        drawing = frozenset(self._find_random_nodes(node))
+        drawing = frozenset([inner.name or inner.op_type for inner in walk_nodes([node]) if self._is_random(inner)])
         if not inputs and not drawing:
             return None
         sources = Lineage()
@@ -132,10 +132,6 @@ class _Tracer:
         cast = _to_numpy_names([kind]) if (kind := _read_cast_type(node)) else frozenset()
         types = _unite([sources.types, cast, *(_collect_subgraph_types(graph) for graph in iterate_subgraphs(node))])
         return Lineage(types, sources.random_nodes | drawing, shape_is_drawn)
-
-    def _find_random_nodes(self, node: NodeProto) -> list[str]:
-        """Return the random nodes: the node itself, or nodes in its subgraphs."""
-        return [inner.name or inner.op_type for inner in walk_nodes([node]) if self._is_random(inner)]
 
     def _is_random(self, node: NodeProto) -> bool:
         """Return whether a node draws random numbers, its subgraphs left out."""

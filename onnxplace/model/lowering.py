@@ -96,7 +96,7 @@ def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
             for size in sizes[value.name]:
                 bound.type.tensor_type.shape.dim.add(dim_value=size)
         inputs.append(bound)
-    outputs = tuple(_drop_shape(output) for output in model.outputs)
+    outputs = tuple(ValueInfoProto(name=output.name) for output in model.outputs)
     entries = {
         name: read_shape_entries(kind)
         for name, kind in replace(model, inputs=tuple(inputs), outputs=outputs).types.items()
@@ -110,14 +110,6 @@ def _is_known(shape: tuple[int | str | None, ...]) -> TypeGuard[tuple[int, ...]]
     Inference computes negative ones where a model cannot run.
     """
     return all(isinstance(size, int) and size >= 0 for size in shape)
-
-
-def _drop_shape(output: ValueInfoProto) -> ValueInfoProto:
-    """Return an output without its declared type and shape.
-
-    These may be wrong or symbolic.
-    """
-    return ValueInfoProto(name=output.name)
 
 
 def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

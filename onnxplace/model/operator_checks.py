@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
 
 from onnx import AttributeProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, defs, helper
 
@@ -50,17 +49,9 @@ def find_form(operator: str, domain: str, version: int) -> OperatorForm | None:
     return OperatorForm(
         inputs=(schema.min_input, schema.max_input),
         outputs=(schema.min_output, schema.max_output),
-        attributes={name: _to_int(attribute.type) for name, attribute in schema.attributes.items()},
+        attributes={name: int(item.type) for name, item in schema.attributes.items()},  # type: ignore[call-overload]
         required=tuple(sorted(name for name, attribute in schema.attributes.items() if attribute.required)),
     )
-
-
-def _to_int(kind: Any) -> int:
-    """Return the number of an attribute type.
-
-    The enumeration of onnx has no annotations.
-    """
-    return int(kind)
 
 
 def find_since_version(operator: str, version: int, domain: str) -> int:

@@ -22,6 +22,7 @@ _MAX_ELEMENTS = (1 << 63) - 1
 # Longer paths are cut in messages.
 _MAX_SHOWN_CHARACTERS = 500
 _DAMAGED_HINT = "the model is damaged; export it again"
+_NEXT_HINT = "keep the weights file next to the model"
 _DATA_FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 
 _ELEMENT_TYPES = frozenset(TensorProto.DataType.values())
@@ -157,14 +158,9 @@ def find_external_file(tensor: TensorProto, folder: Path | None) -> Path:
     Raises ModelError for a file that is missing, unreadable, or outside the model's folder. The files of a model in
     Hugging Face's cache may be links to blobs of its repository.
     """
-    where = f"weight {tensor.name!r}"
     if folder is None:
-        raise ModelError(
-            "M005",
-            "it has external data, but the model is an object without a folder",
-            where=where,
-            hint="pass the path of the model file",
-        )
+        message = "it has external data, but the model is an object without a folder"
+        raise _build_data_error(tensor, message, "pass the path of the model file")
     location = {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
     file = folder / location
     shown = str(file) if len(str(file)) < _MAX_SHOWN_CHARACTERS else f"{str(file)[:_MAX_SHOWN_CHARACTERS]}..."
@@ -176,23 +172,23 @@ def find_external_file(tensor: TensorProto, folder: Path | None) -> Path:
         exists = inside and file.is_file()
     except (OSError, RuntimeError, ValueError) as problem:  # a name that is too long, a circle of links
         message = f"its external data file cannot be opened: {format_one_line(problem)[:_MAX_SHOWN_CHARACTERS]}"
-        raise ModelError("M005", message, where=where, hint=_DAMAGED_HINT) from None
+        raise _build_data_error(tensor, message) from None
     if not inside:
         is_link = named and Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder))
         kind = "a link that leads outside" if is_link else "outside"
         message = f"its external data is {kind} the model's folder: {location[:_MAX_SHOWN_CHARACTERS]!r}"
-        hint = "replace the link by the file itself: cp -L" if is_link else "keep the weights file next to the model"
-        raise ModelError("M005", message, where=where, hint=hint)
-    if not exists:
-        raise ModelError(
-            "M005",
-            f"its external data file is missing: {shown}",
-            where=where,
-            hint="keep the weights file next to the model",
+        raise _build_data_error(
+            tensor, message, "replace the link by the file itself: cp -L" if is_link else _NEXT_HINT
         )
+    if not exists:
+        raise _build_data_error(tensor, f"its external data file is missing: {shown}", _NEXT_HINT)
     if not os.access(file, os.R_OK):
-        raise ModelError("M005", f"its external data file cannot be read: {file}", where=where, hint=f"chmod +r {file}")
+        raise _build_data_error(tensor, f"its external data file cannot be read: {file}", f"chmod +r {file}")
     return file
+
+
+def _build_data_error(tensor: TensorProto, message: str, hint: str = _DAMAGED_HINT) -> ModelError:
+    return ModelError("M005", message, where=f"weight {tensor.name!r}", hint=hint)
 
 
 def find_external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path, int, int]:
@@ -201,24 +197,17 @@ def find_external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path,
     Raises ModelError naming the tensor and the file if the file is missing, too short, or outside the folder.
     """
     entries = {entry.key: entry.value for entry in tensor.external_data}
-    where = f"weight {tensor.name!r}"
     file, size = find_external_file(tensor, folder), tensor_size(tensor)
     try:
         offset, length = int(entries.get("offset") or 0), int(entries.get("length") or size)
     except ValueError:
         offset, length = -1, size
     if offset < 0 or length < 0:
-        raise ModelError(
-            "M005", f"its external data has an impossible range: {entries}", where=where, hint=_DAMAGED_HINT
-        )
+        raise _build_data_error(tensor, f"its external data has an impossible range: {entries}")
     file_size = file.stat().st_size
     if length != size or offset + length > file_size:
-        raise ModelError(
-            "M005",
-            f"its external data is too short: expected {size} bytes at {offset} of {file}, which has {file_size}",
-            where=where,
-            hint="the file was cut, or it belongs to another model; copy it again",
-        )
+        message = f"its external data is too short: expected {size} bytes at {offset} of {file}, which has {file_size}"
+        raise _build_data_error(tensor, message, "the file was cut, or it belongs to another model; copy it again")
     return file, offset, length
 
 
@@ -252,6 +241,16 @@ def embed_tensor(tensor: TensorProto, folder: Path | None) -> TensorProto:
 def make_raw_tensor(tensor: TensorProto, pieces: Iterable[bytes]) -> TensorProto:
     """Return a tensor of the same name, type and shape that holds these bytes."""
     return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=b"".join(pieces))
+
+
+def make_reference(
+    name: str, data_type: int, dims: Iterable[int], location: str, offset: int, length: int
+) -> TensorProto:
+    """Return a tensor whose bytes are at `offset` of a file."""
+    tensor = TensorProto(name=name, data_type=data_type, dims=dims, data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor
 
 
 Fingerprint = tuple[int, int, int]

@@ -24,6 +24,7 @@ from onnxplace.model.tensors import (
     embed_part,
     find_external_range,
     is_tensor_part,
+    make_reference,
     read_part_bytes,
     read_tensor_bytes,
     tensor_size,
@@ -144,7 +145,7 @@ class WeightFile:
         elif external:
             file, start, _ = source = find_external_range(tensor, folder)
             if self._linked_below is not None:
-                return _make_reference(tensor, self._link(file), start, size)
+                return make_reference(tensor.name, tensor.data_type, tensor.dims, self._link(file), start, size)
         elif self._linked_below is not None:
             return tensor
         if source not in self._offsets or source is None:
@@ -154,7 +155,7 @@ class WeightFile:
                 self._offsets[source] = offset
         else:
             offset = self._offsets[source]
-        return _make_reference(tensor, self.location, offset, size)
+        return make_reference(tensor.name, tensor.data_type, tensor.dims, self.location, offset, size)
 
     def _link(self, file: Path) -> str:
         """Return the path of a weight file below the folder.
@@ -218,16 +219,6 @@ class WeightFile:
             return True
         self._stream.seek(self.bytes_written)
         return False
-
-
-def _make_reference(tensor: TensorProto, location: str, offset: int, length: int) -> TensorProto:
-    """Return a tensor whose bytes are at `offset` of a file."""
-    placed = TensorProto(
-        name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=TensorProto.EXTERNAL
-    )
-    for name, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
-        placed.external_data.add(key=name, value=value)
-    return placed
 
 
 def build_link_error(file: Path, folder: Path) -> UsageError:

@@ -127,7 +127,7 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         layers=build_layer_tree(nodes.nodes),
         edges=nodes.edges,
         segments=nodes.segments,
-        division=list_division(manifest),
+        division=tuple(_iterate_tables(manifest)),
         alternatives=tabulate_alternatives(step, [item.title for item in nodes.segments], manifest.sharding),
         notes=list_notes(manifest.diagnostics),
         passes=list_passes(manifest.pipeline),
@@ -303,11 +303,6 @@ def _format_shape(shape: Sequence[int | str | None] | None) -> str:
 
 # Placers that give each device a stage of a pipeline.
 STAGE_PLACERS = ("stages", "pipelined")
-
-
-def list_division(manifest: Manifest) -> tuple[Table, ...]:
-    """Return the tables that apply to a bundle, none for whole operators on one route."""
-    return tuple(_iterate_tables(manifest))
 
 
 def _list_stages(manifest: Manifest) -> Iterator[tuple[str, ...]]:

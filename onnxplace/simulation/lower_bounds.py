@@ -68,18 +68,7 @@ def heads_and_tails(graph: OpGraph, seconds: Floats, target: Target | None = Non
     outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
     scratch, (head, tail) = new_neighbourhood(len(graph)), np.zeros((2, len(graph)))
     compute_heads(graph.order, graph.producer, inputs.starts, inputs.items, least, send, has_channels, scratch, head)
-    compute_tails(
-        graph.order,
-        outputs.starts,
-        outputs.items,
-        readers.starts,
-        readers.items,
-        least,
-        send,
-        has_channels,
-        scratch,
-        tail,
-    )
+    compute_tails(graph.order, *outputs.arrays, *readers.arrays, least, send, has_channels, scratch, tail)
     return Reach(head, tail, least, send)
 
 

@@ -5,7 +5,6 @@ from onnxplace.target.machines import Machine as Machine, parse_machine as parse
 from onnxplace.target.parsing import (
     DeviceSpec as DeviceSpec,
     parse_bytes as parse_bytes,
-    parse_device_ids as parse_device_ids,
     parse_device_spec as parse_device_spec,
     parse_devices as parse_devices,
     parse_memory as parse_memory,

@@ -143,15 +143,6 @@ def _require_whole_or_parts(ids: Sequence[str], where: str) -> None:
             raise TargetError("T005", message, where=f"{where} {','.join(ids)}", hint=hint)
 
 
-def parse_device_ids(text: str | Sequence[str], where: str = "--devices") -> tuple[str, ...]:
-    """Parse `cuda:0,cpu:1` into ids, without their options; raises TargetError that names the bad one.
-
-    >>> parse_device_ids("cuda:0, cpu:1")
-    ('cuda:0', 'cpu:1')
-    """
-    return tuple(device.id for device in parse_devices(text, where))
-
-
 # Lower-case unit -> bytes: decimal ones, and binary ones with an i.
 _UNIT_BYTES = {"": 1, "b": 1} | {
     f"{letter}{ending}": base**power

@@ -62,7 +62,7 @@ class StepAssembly:
         inference = self.list_inference(results)
         self.name_outputs(gradients, inference)
         self.builder.drop_unused(list(self.outputs))
-        inference = {name: value for name, value in inference.items() if self.is_computed(value)}
+        inference = {name: value for name, value in inference.items() if self.builder.is_produced(value)}
         step = self.describe(gradients, parameters, buffers, metrics, inference)
         mark_owners(self.builder, {item.name: item.gradient for item in step.parameters})
         return self.make_model(step)
@@ -233,10 +233,6 @@ class StepAssembly:
         self.builder.rename_values(names)
         gradients.update({name: names.get(value, value) for name, value in gradients.items()})
         inference.update({name: names.get(value, value) for name, value in inference.items()})
-
-    def is_computed(self, value: str) -> bool:
-        """Return whether a node that is still there writes a value."""
-        return any(value in node.output for node in self.builder.nodes)
 
     def describe(
         self,

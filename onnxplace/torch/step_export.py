@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onnxplace.errors import UsageError, format_names, format_value
-from onnxplace.torch.assembly import StepAssembly
+from onnxplace.torch.assembly import StepAssembly, short
 from onnxplace.torch.optimizers import plan_optimizer
 from onnxplace.torch.step_trace import Problem, StepModule, trace_step
 from onnxplace.torch.translation import ONNX_TYPES
@@ -165,22 +165,13 @@ def export_training_step(
     check_parameters(problem.trained, {**problem.frozen, **problem.buffers})
     scale = (loss_scale or 1.0) / gradient_accumulation
     problem = split_problem(problem, gradient_accumulation, scale)
-    known = {id(tensor): user_name(name) for name, tensor in {**problem.trained, **problem.frozen}.items()}
+    known = {id(tensor): short(name) for name, tensor in {**problem.trained, **problem.frozen}.items()}
     plan = plan_optimizer(optimizer, known)
     note_frozen(problem)
     trace = trace_step(problem)
     note_unused(problem, trace.results.gradients)
     assembly = StepAssembly(problem, trace, plan, batch, gradient_accumulation, loss_scale, clip)
     return assembly.build()
-
-
-def user_name(key: str) -> str:
-    """Return the name of a tensor for users.
-
-    >>> user_name("module.layers.0.weight"), user_name("loss.temperature")
-    ('layers.0.weight', 'loss.temperature')
-    """
-    return key.removeprefix("module.")
 
 
 def state_problem(
@@ -198,7 +189,7 @@ def state_problem(
     given = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     parameters = dict(whole.named_parameters())
     trained = {key: tensor for key, tensor in parameters.items() if tensor.requires_grad and id(tensor) in given}
-    names = [user_name(key) for key in (*parameters, *dict(whole.named_buffers()))]
+    names = [short(key) for key in (*parameters, *dict(whole.named_buffers()))]
     if len(set(names)) < len(names):
         hint = "rename the part of the module that is called 'loss'"
         raise UsageError("L010", "module and loss have tensors of equal names", where=WHERE, hint=hint)
@@ -221,7 +212,7 @@ def split_problem(problem: Problem, parts: int, scale: float) -> Problem:
 
 def note_frozen(problem: Problem) -> None:
     """Warn about parameters that the optimiser does not have, though they could be trained."""
-    forgotten = [user_name(name) for name, tensor in problem.frozen.items() if tensor.requires_grad]
+    forgotten = [short(name) for name, tensor in problem.frozen.items() if tensor.requires_grad]
     if forgotten:
         text = f"parameters that the optimiser does not have stay as they are: {format_names(forgotten)}"
         warnings.warn(text, stacklevel=3)
@@ -229,7 +220,7 @@ def note_frozen(problem: Problem) -> None:
 
 def note_unused(problem: Problem, gradients: Mapping[str, Any]) -> None:
     """Warn about parameters that have no influence on the loss; torch does not update them either."""
-    unused = [user_name(name) for name in problem.trained if gradients[name] is None]
+    unused = [short(name) for name in problem.trained if gradients[name] is None]
     if len(unused) == len(problem.trained):
         message = "the loss does not depend on any trained parameter"
         raise UsageError("L005", message, where=WHERE, hint="do not detach() what the loss needs")

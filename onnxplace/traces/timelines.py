@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -76,7 +76,7 @@ class TraceRecorder:
             # The parts of a joined request share its events. All empty tuples are one object.
             groups.setdefault(id(entry.result.events) if entry.result.events else next(unique), []).append(entry)
         timelines = sorted(map(_make_timeline, groups.values()), key=lambda item: item.submitted_seconds)
-        return tuple(_renumber(timelines))
+        return tuple(replace(item, number=number) for number, item in enumerate(timelines))
 
 
 def _make_timeline(entries: list[_RecordedResult]) -> RequestTimeline:
@@ -99,10 +99,6 @@ def _make_timeline(entries: list[_RecordedResult]) -> RequestTimeline:
         copy=copy,
         tag=", ".join(dict.fromkeys(entry.tag for entry in entries if entry.tag)),
     )
-
-
-def _renumber(timelines: Iterable[RequestTimeline]) -> Iterable[RequestTimeline]:
-    return (replace(item, number=number) for number, item in enumerate(timelines))
 
 
 # Predict the timelines of requests, as they were submitted.

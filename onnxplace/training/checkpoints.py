@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,23 +114,23 @@ def check_states(arrays: Mapping[str, Array], specs: Mapping[str, StateSpec], wh
 
     Without `strict`, states may be missing.
     """
+    for difference in _list_differences(arrays, specs, strict):
+        raise InputError("L041", f"it is of another model: {difference}", where=where, hint=_OTHER_HINT)
+
+
+def _list_differences(arrays: Mapping[str, Array], specs: Mapping[str, StateSpec], strict: bool) -> Iterator[str]:
     for name, spec in specs.items():
         if name not in arrays:
-            if not strict:
-                continue
-            message = f"it is of another model: it has no {name!r}, which this model has"
-            raise InputError("L041", message, where=where, hint=_OTHER_HINT)
+            if strict:
+                yield f"it has no {name!r}, which this model has"
+            continue
         array, dtype = arrays[name], numpy_type(spec.dtype)
         if not _fits(array.shape, spec.shape):
-            expected = list(spec.shape or ())
-            message = f"it is of another model: {name!r} has the shape {list(array.shape)}, expected {expected}"
-            raise InputError("L041", message, where=where, hint=_OTHER_HINT)
+            yield f"{name!r} has the shape {list(array.shape)}, expected {list(spec.shape or ())}"
         if dtype is not None and array.dtype != dtype:
-            message = f"it is of another model: {name!r} has the type {array.dtype}, expected {dtype}"
-            raise InputError("L041", message, where=where, hint=_OTHER_HINT)
+            yield f"{name!r} has the type {array.dtype}, expected {dtype}"
     if unknown := [name for name in arrays if name not in specs]:
-        message = f"it is of another model: it has {format_names(unknown)}, which this model does not have"
-        raise InputError("L041", message, where=where, hint=_OTHER_HINT)
+        yield f"it has {format_names(unknown)}, which this model does not have"
 
 
 def _fits(shape: tuple[int, ...], declared: tuple[int | str | None, ...] | None) -> bool:

@@ -123,14 +123,10 @@ def map_arrays(path: Path, code: str, hint: str) -> ArrayFile:
     Raises:
         InputError: there is no such file, or it is not as the format has it.
     """
-    where = format_path(path)
     with open_input(path, code) as stream:
         size = os.fstat(stream.fileno()).st_size
         try:
             header, start = _read_header(stream, size)
-        except _MalformedError as problem:
-            raise InputError(code, str(problem), where=where, hint=hint) from None
-        try:
             metadata = _read_metadata(header)
             entries = {name: _read_entry(name, entry, size - start) for name, entry in header.items()}
             _require_whole(entries, size - start)
@@ -138,7 +134,7 @@ def map_arrays(path: Path, code: str, hint: str) -> ArrayFile:
             if (hashed := metadata.pop(HASH_KEY, None)) is not None:
                 _require_hash(hashed, whole, start)
         except (_MalformedError, OSError) as problem:
-            raise InputError(code, str(problem), where=where, hint=hint) from None
+            raise InputError(code, str(problem), where=format_path(path), hint=hint) from None
     arrays = {
         name: np.asarray(whole[start + entry.start : start + entry.end]).view(entry.dtype).reshape(entry.shape)
         for name, entry in entries.items()

@@ -39,20 +39,12 @@ def run_in_child(work: Callable[[Job], Answer], job: Job, what: str, where: str,
         OnnxplaceError: as `work` raises it.
         ExecutionError: if the process fails otherwise; its message ends with the last line that the process wrote.
     """
-    with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
-        command, answer_path = _prepare_job(Path(folder), "run_job", work, job)
-        process = subprocess.run(
-            command,
-            env=_make_environment(environment),
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            pass_fds=lease.descriptors,  # the folder stays while the child works, even if this process is killed
-        )
-        if process.returncode or not answer_path.exists():
-            message = f"{what} failed in a process of its own: {_describe_failure(process)}"
-            raise ExecutionError("X004", message, where=where)
-        answer: Answer | OnnxplaceError = pickle.loads(answer_path.read_bytes())
+    with start_child(work, job, None, **environment) as child:
+        end = child.describe_end()
+        if child.exit_code or not child.answer.exists():
+            cause = ", as when memory runs out" if end == "SIGKILL" else ""
+            raise ExecutionError("X004", f"{what} failed in a process of its own: {end}{cause}", where=where)
+        answer: Answer | OnnxplaceError = pickle.loads(child.answer.read_bytes())
     if isinstance(answer, OnnxplaceError):
         raise answer
     return answer
@@ -61,8 +53,10 @@ def run_in_child(work: Callable[[Job], Answer], job: Job, what: str, where: str,
 class ChildProcess:
     """A running child process of `start_child`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
-        self._process, self._output = process, output
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self._process, self._output = process, folder / "output"
+        self.answer = folder / "answer"
+        """The file with the pickled result of its work, once that is done."""
         self.pipes: Any = process.stdout, process.stdin
         """Its stdout, to read, and its stdin, to write; None each unless `start_child` connects them."""
 
@@ -82,7 +76,7 @@ class ChildProcess:
         self._process.wait()
 
     def describe_end(self) -> str:
-        """Return how a child that has ended did so: `SIGSEGV`, the last line that it wrote, or its exit code."""
+        """Wait for its end; return how it ended: `SIGSEGV`, the last line that it wrote, or its exit code."""
         code = self._process.wait()
         if code < 0:
             with suppress(ValueError):
@@ -104,8 +98,7 @@ def start_child(
 ) -> Iterator[ChildProcess]:
     """Start `work(job)` in a fresh process, which ends with this block or with this process at the latest.
 
-    The result of `work` is not returned: it has to write to a file what it finds out. Its own output is kept from the
-    user. The child gets no Ctrl-C of the terminal.
+    Its own output is kept from the user. The child gets no Ctrl-C of the terminal.
 
     Args:
         work: a function at the top level of a module.
@@ -114,44 +107,32 @@ def start_child(
             then, which the caller closes.
         environment: additional environment variables of the process.
     """
-    with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
-        command, _ = _prepare_job(Path(folder), "run_job_of_parent", work, job)
-        output = Path(folder) / "output"
-        with output.open("wb") as stream:
+    with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as name:
+        folder = Path(name)
+        (folder / "job").write_bytes(pickle.dumps((work, job)))
+        with (folder / "output").open("wb") as stream:
             process = subprocess.Popen(
-                command,
-                env=_make_environment(environment),
+                # -P: files in the current folder do not hide modules.
+                [sys.executable, "-P", "-c", f"from {__name__} import run_job; run_job()", name],
+                # It imports what this process can import.
+                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(i or os.getcwd() for i in sys.path)},
                 stdin=subprocess.DEVNULL if connects is None else subprocess.PIPE,
                 stdout=stream if connects is None else subprocess.PIPE,
                 stderr=stream,
                 start_new_session=True,
+                # The folder stays while the child works, even if this process is killed.
                 pass_fds=(*lease.descriptors, *(connects or ())),
             )
-        child = ChildProcess(process, output)
+        child = ChildProcess(process, folder)
         try:
             yield child
         finally:
             child.kill()
 
 
-def _prepare_job(folder: Path, function: str, work: Callable[[Job], object], job: Job) -> tuple[Sequence[str], Path]:
-    """Write a job to a folder; return the command of the child that runs it, and the path of its answer."""
-    job_path, answer_path = folder / "job", folder / "answer"
-    job_path.write_bytes(pickle.dumps((work, job)))
-    # -P: files in the current folder do not hide modules.
-    script = f"from {__name__} import {function}; {function}()"
-    return [sys.executable, "-P", "-c", script, str(job_path), str(answer_path)], answer_path
-
-
-def _make_environment(additional: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a child, which imports what this process can import."""
-    paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {**os.environ, **additional, "PYTHONPATH": paths}
-
-
-def run_job_of_parent() -> None:
-    """Run, in the child, the job of `start_child`; end when the parent has ended."""
-    parent = os.getppid()
+def run_job() -> None:
+    """Run, in the child, the job in the folder that the command line names; end when the parent has ended."""
+    parent, folder = os.getppid(), Path(sys.argv[1])
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -159,24 +140,9 @@ def run_job_of_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="onnxplace watches its parent", daemon=True).start()
-    run_job()
-
-
-def run_job() -> None:
-    """Run, in the child, the job in the first file that the command line names; write the answer to the second."""
-    job_path, answer_path = (Path(name) for name in sys.argv[1:3])
-    work, job = pickle.loads(job_path.read_bytes())
+    work, job = pickle.loads((folder / "job").read_bytes())
     try:
         answer = work(job)
     except OnnxplaceError as problem:
         answer = problem
-    answer_path.write_bytes(pickle.dumps(answer))
-
-
-def _describe_failure(process: subprocess.CompletedProcess[str]) -> str:
-    """Return the last line that a failed process wrote, or how it ended."""
-    lines = [line for line in process.stderr.splitlines() if line.strip()]
-    if process.returncode < 0:
-        cause = ", as when memory runs out" if process.returncode == -9 else ""
-        return f"ended by signal {-process.returncode}{cause}"
-    return lines[-1].strip() if lines else f"exit code {process.returncode}"
+    (folder / "answer").write_bytes(pickle.dumps(answer))

@@ -320,14 +320,9 @@ def require_version(version: object, path: str | Path) -> None:
         raise InputError("C010", message, where=str(path))
 
 
-def read_lines(path: str | Path) -> list[str]:
-    """Return the lines of a text file; raises InputError if unreadable."""
-    return read_text(path, "C011", "a cost file", "utf-8-sig").splitlines()
-
-
 def read_table(path: str | Path, model: Model) -> dict[str, Any]:
     """Read CSV into the form of JSON; raises InputError at others."""
-    lines = read_lines(path)
+    lines = read_text(path, "C011", "a cost file", "utf-8-sig").splitlines()
     comments = [line[1:].split() for line in lines if line.startswith("#")]
     _require_format(comments, path)
     rows = _read_rows([line for line in lines if not line.startswith("#")], path)

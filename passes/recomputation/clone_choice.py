@@ -68,17 +68,7 @@ class TurnProblem:
         sequence, spans = np.full((2, count), -1, dtype=np.int64), np.full((4, len(graph.producer)), -1, dtype=np.int64)
         outputs, readers, inputs = graph.outputs, graph.readers, graph.inputs
         length = place_clones(
-            self.order,
-            position,
-            self.turn,
-            is_cloned,
-            outputs.items,
-            outputs.starts,
-            readers.items,
-            readers.starts,
-            clone_slot,
-            slots,
-            sequence,
+            self.order, position, self.turn, is_cloned, *outputs.arrays, *readers.arrays, clone_slot, slots, sequence
         )
         buffer_spans(
             graph.producer,
@@ -87,10 +77,8 @@ class TurnProblem:
             position,
             self.turn,
             is_cloned,
-            inputs.items,
-            inputs.starts,
-            readers.items,
-            readers.starts,
+            *inputs.arrays,
+            *readers.arrays,
             sequence,
             length,
             spans,

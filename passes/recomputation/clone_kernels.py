@@ -9,7 +9,7 @@ from onnxplace.utils import in_place
 
 
 @in_place
-def place_clones(order, position, turn, is_cloned, outs, out_starts, readers, read_starts, clone_slot, slots, sequence):
+def place_clones(order, position, turn, is_cloned, out_starts, outs, read_starts, readers, clone_slot, slots, sequence):
     """Place each clone directly before its first reader; number all nodes and clones in their sequence.
 
     Readers behind the position `turn` read the clone of a value, earlier ones the value. Fills `clone_slot` (per node,
@@ -51,7 +51,7 @@ def place_clones(order, position, turn, is_cloned, outs, out_starts, readers, re
 
 @in_place
 def buffer_spans(
-    producer, alias, is_output, position, turn, is_cloned, ins, in_starts, readers, read_starts, sequence, end, span
+    producer, alias, is_output, position, turn, is_cloned, in_starts, ins, read_starts, readers, sequence, end, span
 ):
     """Compute the first and last number in the sequence of each buffer.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from onnxplace.graph import Bools, Csr, Ints, Longs, OpGraph
+from onnxplace.graph import Bools, Csr, Ints, Longs, OpGraph, find_root
 from onnxplace.passes.recomputation.clone_choice import held_bytes
 
 # A node belongs to the update of a parameter, or to another branch of its own, if at most this share of all outputs,
@@ -84,18 +84,12 @@ def _connect(graph: OpGraph, is_branch: Bools) -> list[int]:
     """Return, per node, a representative of the connected branch that it belongs to."""
     parent = list(range(len(graph)))
 
-    def find(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
     predecessors = graph.predecessors
     for node in np.flatnonzero(is_branch).tolist():
         for predecessor in predecessors[node].tolist():
             if is_branch[predecessor]:
-                parent[find(predecessor)] = find(node)
-    return [find(node) for node in range(len(graph))]
+                parent[find_root(parent, predecessor)] = find_root(parent, node)
+    return [find_root(parent, node) for node in range(len(graph))]
 
 
 def delay_nodes(graph: OpGraph, order: Ints) -> Ints:

@@ -268,15 +268,13 @@ def merge_segments(state: State, nodes: Sequence[Ints]) -> list[Ints]:
     simulation = plan.simulation
     seconds = simulation.finish_seconds - simulation.start_seconds
     queues = SegmentQueues(
-        by_device.starts,
-        by_device.items,
+        *by_device.arrays,
         seconds,
         np.array([device.segment_seconds for device in state.target.devices]),
         sends.starts,
         sends.destination,
         sends.seconds,
-        sends.needs.starts,
-        sends.needs.items,
+        *sends.needs.arrays,
         LINK_MODELS.index(state.target.link_model),
     )
     devices = len(state.target.devices)

@@ -25,7 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from onnxplace.model import find_external_range, make_tensor_part, packed_size, read_tensor_bytes
+from onnxplace.model import (
+    embed_tensor,
+    find_external_range,
+    make_reference,
+    make_tensor_part,
+    packed_size,
+    read_tensor_bytes,
+)
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace
@@ -65,7 +72,7 @@ def shard_weight(
         return make_tensor_part(tensor, name, axis, ranges)
     # Elements of less than a byte, and strings, have no offsets in bytes.
     if is_packed or tensor.data_type == TensorProto.STRING:
-        array = numpy_helper.to_array(_embedded(tensor, folder))
+        array = numpy_helper.to_array(embed_tensor(tensor, folder))
         pieces = [array.take(range(low, high), axis) for low, high in ranges]
         return numpy_helper.from_array(np.concatenate(pieces, axis), name)
     item = packed_size(tensor.data_type, inner)
@@ -81,18 +88,8 @@ def _refer_to_range(
     """Return a part of external data that is contiguous in its file."""
     _, offset, _ = find_external_range(tensor, folder)
     location = next(entry.value for entry in tensor.external_data if entry.key == "location")
-    part = TensorProto(name=name, data_type=tensor.data_type, dims=dims, data_location=TensorProto.EXTERNAL)
     length = packed_size(tensor.data_type, dims)
-    for key, value in (("location", location), ("offset", str(offset + start_bytes)), ("length", str(length))):
-        part.external_data.add(key=key, value=value)
-    return part
-
-
-def _embedded(tensor: TensorProto, folder: Path | None) -> TensorProto:
-    if tensor.data_location != TensorProto.EXTERNAL:
-        return tensor
-    raw = b"".join(read_tensor_bytes(tensor, folder))
-    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=raw)
+    return make_reference(name, tensor.data_type, dims, location, offset + start_bytes, length)
 
 
 @dataclass(frozen=True)

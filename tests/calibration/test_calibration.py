@@ -18,9 +18,10 @@ from onnxplace.calibration.microbenchmarks import (
     HopSamples,
     Slowdown,
     _make_hop_task,
-    estimate_undisturbed,
 )
 from onnxplace.calibration.probe_runs import (
+    LOWER_QUARTILE,
+    MEDIAN,
     Probe,
     RequestTimes,
     Samples,
@@ -51,27 +52,27 @@ def test_the_median_leaves_out_samples_that_waited_for_a_core():
     samples.add([1.0, 2.0, 9.0], 0.01)
     samples.add([0.1, 50.0], 0.4)
     assert samples.undisturbed_count == 3
-    assert samples.estimate_typical() == 2.0
+    assert samples.estimate(MEDIAN) == 2.0
 
 
 def test_the_shortest_sample_counts_if_nearly_all_waited():
     samples = Samples([5.0, 4.0, 6.0], [0.9, 0.2, 0.0])
-    assert samples.estimate_typical() == 4.0
+    assert samples.estimate(MEDIAN) == 4.0
 
 
 def test_the_lower_quartile_of_undisturbed_samples_counts():
     samples = Samples([4.0, 1.0, 5.0, 2.0, 3.0], [0.0] * 5)
-    assert estimate_undisturbed(samples) == 2.0
+    assert samples.estimate(LOWER_QUARTILE) == 2.0
     samples.add([0.1] * 9, 0.5)
-    assert estimate_undisturbed(samples) == 2.0
-    assert estimate_undisturbed(Samples([5.0, 4.0, 6.0], [0.9, 0.2, 0.0])) == 4.0
+    assert samples.estimate(LOWER_QUARTILE) == 2.0
+    assert Samples([5.0, 4.0, 6.0], [0.9, 0.2, 0.0]).estimate(LOWER_QUARTILE) == 4.0
 
 
 @given(st.floats(0, 0.7), st.floats(1.1, 3), st.randoms(use_true_random=False))
 def test_a_machine_that_is_slow_most_of_the_time_does_not_change_the_estimate(share, slower, random):
     slow = int(100 * share)
     seconds = [random.uniform(1.0, 1.05) * (slower if index < slow else 1.0) for index in range(100)]
-    assert 1.0 <= estimate_undisturbed(Samples(seconds, [0.0] * 100)) <= 1.05
+    assert 1.0 <= Samples(seconds, [0.0] * 100).estimate(LOWER_QUARTILE) <= 1.05
 
 
 def test_waited_seconds_never_decrease():
@@ -102,15 +103,14 @@ def test_without_time_each_task_runs_the_minimum_number_of_times():
     assert names == ["a", "b"] * 2
 
 
-def test_events_are_selected_by_kind_and_device():
+def test_runs_are_selected():
     events = (
         Event("cpu:0", "run", "0", 0.0, 1.0),
         Event("cpu:1", "run", "1", 2.0, 5.0),
         Event("cpu:1", "copy", "v", 1, 2),
     )
     times = RequestTimes(events, 0.0)
-    assert times.list_seconds("run") == [1.0, 3.0]
-    assert times.list_seconds("run", "cpu:1") == [3.0]
+    assert times.list_run_seconds() == [1.0, 3.0]
     assert set(times.get_runs()) == {"0", "1"}
 
 

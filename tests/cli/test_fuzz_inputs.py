@@ -29,7 +29,7 @@ from onnxplace.passes.profile import ProfileCosts
 from onnxplace.passes.profiling.profile_model import recall_measurement, store_measurement
 from onnxplace.pipeline import Pipeline, run_pass
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Shared, Target, format_target, parse_device_ids, parse_memory, read_target
+from onnxplace.target import Device, Link, Shared, Target, format_target, parse_devices, parse_memory, read_target
 from onnxplace.utils import names
 from tests.cli.test_contradictions import states_model
 from tests.conftest import FAST_PIPELINE, branches
@@ -317,8 +317,8 @@ def test_amounts_of_memory(text):
 @fuzzed
 @given(near_texts("cpu:0,cpu:1", "cuda:0"))
 def test_lists_of_devices(text):
-    parsed = read_or_refused(lambda: parse_device_ids(text))
-    assert parsed is None or len(set(parsed)) == len(parsed) > 0
+    parsed = read_or_refused(lambda: parse_devices(text))
+    assert parsed is None or len({device.id for device in parsed}) == len(parsed) > 0
 
 
 STATES = load(states_model(3))

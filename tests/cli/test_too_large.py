@@ -14,7 +14,7 @@ from onnxplace.driver import replace_devices
 from onnxplace.errors import FeedError, InputError, TargetError, UsageError
 from onnxplace.feeds import read_npz
 from onnxplace.pipeline import Pipeline
-from onnxplace.target import Device, Link, Shared, Target, parse_device_ids, read_target
+from onnxplace.target import Device, Link, Shared, Target, parse_devices, read_target
 from onnxplace.target.limits import MAX_DEVICES
 from tests.cli.test_fuzz_inputs import HEADERS, with_header
 from tests.machine.test_damaged_cache import QUALITY
@@ -101,7 +101,7 @@ def test_sizes_and_devices_of_thousands_of_digits_are_refused(run_cli, model_fil
     assert (result.code, result.err.partition("]")[0]) == (2, "error[M022")
     result = run_cli("compile", model_file, "--shape", "batch=4", "--devices", f"cpu:0,cpu:{digits}")
     assert (result.code, result.err.partition("]")[0]) == (2, "error[T005")
-    assert parse_device_ids(f"cpu:{'0' * 5000}7") == ("cpu:7",)
+    assert [item.id for item in parse_devices(f"cpu:{'0' * 5000}7")] == ["cpu:7"]
 
 
 @pytest.mark.parametrize("digits", ["٢", "²", "9" * 5000])

@@ -9,7 +9,7 @@ from onnxplace.machine import IsolatedSession
 def list_children() -> list[psutil.Process]:
     """Return the processes of devices that this one has started."""
     children = psutil.Process().children()
-    return [child for child in children if any("run_job_of_parent" in word for word in child.cmdline())]
+    return [child for child in children if any("run_job" in word for word in child.cmdline())]
 
 
 def crash_at_next_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from onnxplace.target import (
     Target,
     default_link,
     format_target,
-    parse_device_ids,
     parse_devices,
     parse_memory,
     read_target,
@@ -45,7 +44,7 @@ def test_a_device_id_is_its_host_and_its_id_there(host, local_id):
         device.local.address,
         device.local.cost_class,
     )
-    assert parse_device_ids(device.id) == (device.id,)
+    assert [item.id for item in parse_devices(device.id)] == [device.id]
     assert split_host(local_id) == ("", local_id)
     assert Device(local_id, 1).host == ""
 

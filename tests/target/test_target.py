@@ -18,7 +18,6 @@ from onnxplace.target import (
     default_link,
     format_target,
     parse_bytes,
-    parse_device_ids,
     parse_devices,
     parse_memory,
     read_target,
@@ -57,8 +56,8 @@ def targets(draw, names=hardware_names) -> Target:
 
 @given(id_lists, st.sampled_from(["", " ", "  "]))
 def test_device_ids_are_parsed_in_order(ids, blank):
-    assert parse_device_ids(f"{blank},{blank}".join(ids)) == tuple(ids)
-    assert parse_device_ids(ids) == tuple(ids)
+    assert [item.id for item in parse_devices(f"{blank},{blank}".join(ids))] == ids
+    assert [item.id for item in parse_devices(ids)] == ids
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_device_ids_are_parsed_in_order(ids, blank):
 )
 def test_an_id_without_its_colon_gets_a_suggestion(text, meant):
     with pytest.raises(TargetError, match="T005") as caught:
-        parse_device_ids(text)
+        parse_devices(text)
     assert caught.value.hint.startswith(f"did you mean '{meant}'?")
 
 
@@ -84,7 +83,7 @@ def test_a_link_from_a_device_to_itself_is_refused(tmp_path):
 @given(id_lists)
 def test_a_repeated_device_is_refused(ids):
     with pytest.raises(TargetError, match="twice"):
-        parse_device_ids([*ids, ids[0]])
+        parse_devices([*ids, ids[0]])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_a_repeated_device_is_refused(ids):
 )
 def test_a_bad_device_id_is_named_with_a_suggestion(text, expected):
     with pytest.raises(TargetError) as caught:
-        parse_device_ids(text)
+        parse_devices(text)
     for words in expected:
         assert words in str(caught.value)
 
@@ -112,7 +111,7 @@ def test_a_bad_device_id_is_named_with_a_suggestion(text, expected):
 @pytest.mark.parametrize("text", ["cpu:0,cpu:00", "cpu:0,cpu:\u0660"])
 def test_two_spellings_of_one_device_are_a_duplicate(text):
     with pytest.raises(TargetError):
-        parse_device_ids(text)
+        parse_devices(text)
 
 
 @pytest.mark.parametrize(

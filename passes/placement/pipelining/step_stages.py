@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 
 from onnxplace.facts import MicroBatches, Profile
-from onnxplace.graph import Bools, Floats, Ints, OpGraph, sum_by
+from onnxplace.graph import Bools, Floats, Ints, OpGraph, find_root, sum_by
 from onnxplace.state import State
 from onnxplace.training_roles import Phase
 
@@ -93,18 +93,12 @@ def _join(group: Ints, source: Ints) -> Ints:
     """Return dense ids of the finest units that keep groups, and nodes of one source, together."""
     parent = list(range(int(group.max(initial=-1)) + 1))
 
-    def root(item: int) -> int:
-        while parent[item] != item:
-            parent[item] = parent[parent[item]]
-            item = parent[item]
-        return item
-
     first: dict[int, int] = {}
     for node_group, node_source in zip(group.tolist(), source.tolist()):
         if node_source >= 0:
-            one, other = root(node_group), root(first.setdefault(node_source, node_group))
+            one, other = find_root(parent, node_group), find_root(parent, first.setdefault(node_source, node_group))
             parent[max(one, other)] = min(one, other)
-    roots = np.array([root(item) for item in range(len(parent))], dtype=np.int32)
+    roots = np.array([find_root(parent, item) for item in range(len(parent))], dtype=np.int32)
     return np.unique(roots[group], return_inverse=True)[1].astype(np.int32)
 
 

@@ -34,14 +34,7 @@ def critical_path_plan(problem: PlacementProblem, wiring: Wiring, weight: float)
     weights = Csr.grouped(problem.group[graph.weights.rows].astype(np.int32), graph.weights.items, len(problem.pinned))
     plan = empty_plan(problem)
     earliest_finish(
-        wiring,
-        order,
-        problem.group.astype(np.int32),
-        problem.pinned,
-        weights.starts,
-        weights.items,
-        graph.weight_bytes,
-        plan,
+        wiring, order, problem.group.astype(np.int32), problem.pinned, *weights.arrays, graph.weight_bytes, plan
     )
     return plan.device, plan.start
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from onnxplace.facts import REFUSED_SECONDS, is_refused
-from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, find_root
 from onnxplace.problem import PlacementProblem, sort_by_start
 
 # More memory than any block needs.
@@ -92,7 +92,7 @@ def _find_blocks(problem: PlacementProblem, max_nodes: int) -> list[Block]:
     # One node less than the limit: a block also has the node at whose end it begins.
     sections = _PathSections(len(path), max_nodes - 1)
     joined = np.array([n for n in parallel.tolist() if sections.join(int(first[n]) + 1, int(last[n]))], dtype=np.int32)
-    section_starts = np.array([sections.first_position(position) for position in range(len(path))])
+    section_starts = np.array([find_root(sections.parent, position) for position in range(len(path))])
     forks = np.isin(section_starts, section_starts[first[joined] + 1])
     # Sections with parallel nodes stay apart, since each is a problem of its own.
     # Neighbouring sections without parallel nodes become one block.
@@ -235,18 +235,11 @@ class _PathSections:
         self.parent, self.max_nodes = list(range(length)), max_nodes
         self.size = [1] * length
 
-    def first_position(self, position: int) -> int:
-        """Return the first position of the section that holds a position."""
-        while self.parent[position] != position:
-            self.parent[position] = self.parent[self.parent[position]]
-            position = self.parent[position]
-        return position
-
     def join(self, start: int, stop: int) -> bool:
         """Join the sections of a span and a node parallel to it; return False if that exceeds the limit."""
         section_starts, position = [], stop
         while position >= start:
-            section_starts.append(self.first_position(position))
+            section_starts.append(find_root(self.parent, position))
             position = section_starts[-1] - 1
             if 1 + sum(self.size[begin] for begin in section_starts) > self.max_nodes:
                 return False
