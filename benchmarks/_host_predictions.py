@@ -119,7 +119,9 @@ def measure_prediction(name: str, model: Any, folder: Path, nodes: TwoNodes, **o
         seconds, waiting = time_undisturbed(lambda: session.run(None, feeds), read_rank_ids(session))
         crossed = (nodes.count_crossed_bytes() - before) / STEPS
     hops = sum(step.op == "send" for program in bundle.manifest.programs.values() for step in program)
-    cells = [f"{predicted * 1e3:.1f}", f"{tried * 1e3:.1f}", f"{seconds * 1e3:.1f}"]
+    fit = survey.links[0].fit
+    link = f"{fit.latency_seconds * 1e6:.0f} us, {fit.bytes_per_second / 1e9:.1f} GB/s, {fit.worst_error:.0%}"
+    cells = [link, f"{predicted * 1e3:.1f}", f"{tried * 1e3:.1f}", f"{seconds * 1e3:.1f}"]
     cells += [f"{predicted / seconds - 1:+.0%}", f"{tried / seconds - 1:+.0%}", f"{waiting:.0%}"]
     return f"| {name} | {hops} | {crossed / 1e6:.1f} | {' | '.join(cells)} |"
 

@@ -308,7 +308,17 @@ def print_turns(cases: list[Case], turns: int, folder: Path, nodes: TwoNodes | N
 
 def print_predictions(folder: Path, nodes: TwoNodes, bert: Path | None) -> None:
     """Print the table of predicted and measured steps."""
-    names = ("bundle", "messages", "MB", "predicted ms", "with a trial ms", "measured ms", "error", "with a trial")
+    names = (
+        "bundle",
+        "messages",
+        "MB",
+        "link, its error",
+        "predicted ms",
+        "with a trial ms",
+        "measured ms",
+        "error",
+        "with a trial",
+    )
     print(f"\n| {' | '.join((*names, 'ranks waited for a core'))} |\n{'|---' * (len(names) + 1)}|")
     shape = {"images": 4, "texts": 8}
     prefer([os.getpid()])

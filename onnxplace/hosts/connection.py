@@ -180,20 +180,21 @@ def find_mpi_cause(printed: str, hosts: Sequence[str]) -> str:
     >>> find_mpi_cause("[proxy:1@vm] connect (sock.c:140): no route\n[mpiexec@vm] main (m.c:1): error", ["a", "b"])
     'on b: no route'
     """
+    # Open MPI warns where it runs as root, and may say nothing else.
+    printed = "\n".join(line for line in printed.splitlines() if ": Warning: " not in line)
     if end := find_rank_end(printed):
         return end.cause or f"rank {end.rank} died ({end.reason})"
     box = _BOX.search(printed)
     if box is not None:  # Open MPI explains at length; what was written before it is the cause
-        before = [line for line in printed[: box.start()].strip().splitlines() if ": Warning: " not in line]
-        if before:
-            return before[-1].strip()
+        if before := printed[: box.start()].strip():
+            return before.splitlines()[-1].strip()
         host = _REMOTE_HOST.search(box[1])
         return f"{f'on {host[1]}: ' if host else ''}{' '.join(box[1].split()).partition('. ')[0]}"
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     launcher = [match for line in lines if (match := _LAUNCHER_LINE.fullmatch(line))]
     others = [line for line in lines if not line.startswith(("[mpiexec", "[proxy", "Abort("))]
     if others or not launcher:
-        return (others or lines or ["it wrote nothing"])[-1]
+        return (others or lines or ["it gave no reason"])[-1]
     index, message = launcher[0]["index"], launcher[0]["message"]
     return message if index is None else f"on {hosts[int(index)]}: {message}"
 

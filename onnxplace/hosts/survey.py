@@ -83,7 +83,7 @@ def survey_hosts(
     connection: Connection | None = None,
     observer: Observer | None = None,
 ) -> HostSurvey:
-    """Describe hosts, and measure the links between them by messages of MPI.
+    """Describe hosts, and measure the links between them, by values that travel as those of bundles.
 
     Args:
         hosts: Their names, as `parse_hosts` returns them.
@@ -109,8 +109,8 @@ def survey_hosts(
     _require_equal_versions(described)
     notify("measuring links", 1, 2)
     report_time_limit(seconds)
-    module = "onnxplace.hosts.link_ranks"
-    times = connection.run_ranks(hosts, module, str(seconds), timeout_seconds=3 * seconds + STARTING_SECONDS)
+    module, options = "onnxplace.runtimes.ranks.link_ranks", (str(seconds), ",".join(hosts), connection.interface)
+    times = connection.run_ranks(hosts, module, *options, timeout_seconds=3 * seconds + STARTING_SECONDS)
     return HostSurvey(described, _fit_links(described, _read_line(times, ", ".join(hosts))))
 
 

@@ -170,7 +170,8 @@ NO_DAEMON = f"{'-' * 60}\nA daemon failed. It\n\n  Remote host:    node3\n{'-' *
 @pytest.mark.parametrize(
     ("printed", "cause"),
     [
-        ("", "it wrote nothing"),
+        ("", "it gave no reason"),
+        ("[node1:7] plm:ssh: Warning: setpgid(8,8) failed: denied(13)\n", "it gave no reason"),
         ("Traceback:\nValueError: boom\nAbort(1) on node 1: application called MPI_Abort", "ValueError: boom"),
         ("[mpiexec@a] f (sock.c:4): no interface x\n[mpiexec@a] main (m.c:2): error", "no interface x"),
         ("[proxy:1@a] f (sock.c:4): no route (1)\n[mpiexec@a] main (m.c:2): error", "on node2: no route (1)"),

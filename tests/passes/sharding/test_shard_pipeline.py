@@ -101,3 +101,46 @@ def test_rows_stay_apart_in_subgraphs_and_quantisers(tmp_path: Path) -> None:
     assert {layouts[op] for op in ("MatMul", "Loop", "Scan", "DynamicQuantizeLinear")} == {"axis 0"}
     with onnxplace.InferenceSession(compiled.bundle) as session:
         assert_close(list(session.run(None, feeds)), run_plain(model.SerializeToString(), [feeds])[0], 1e-5)
+
+
+# Each expert computes all tokens, weighted by the gates of the two that the router chooses.
+EXPERTS = """
+<ir_version: 8, opset_import: ["": 18]>
+g (float[tokens, 16] x) => (float[tokens, 16] y)
+<int64[1] two = {2}, int64[1] last = {-1}, int64[1] first = {0}, float nought = {0.0}> {
+    logits = MatMul(x, router)
+    probabilities = Softmax(logits)
+    best, indices = TopK(probabilities, two)
+    zeros = Mul(probabilities, nought)
+    sparse = ScatterElements<axis = 1>(zeros, indices, best)
+    columns = Transpose(sparse)
+    gates = Unsqueeze(columns, last)
+    a = MatMul(x, up)
+    b = Relu(a)
+    c = MatMul(b, down)
+    d = Mul(c, gates)
+    y = ReduceSum<keepdims = 0>(d, first)
+}
+"""
+
+
+def test_mixtures_of_stacked_experts_are_split_by_expert(tmp_path: Path) -> None:
+    model = parser.parse_model(EXPERTS)
+    random = np.random.default_rng(0)
+    for name, shape in (("router", (16, 8)), ("up", (8, 16, 32)), ("down", (8, 32, 16))):
+        model.graph.initializer.append(numpy_helper.from_array(random.normal(size=shape).astype(np.float32), name))
+    compiled = compile_model(
+        model,
+        tmp_path / "bundle",
+        target=Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30))),
+        shape={"tokens": 6},
+        pipeline=PIPELINE,
+    )
+    sharding = compiled.bundle.manifest.sharding
+    assert sharding is not None
+    layouts = {(kind.op, kind.layout) for kind in sharding.kinds}
+    assert {("MatMul", "axis 0"), ("Relu", "axis 0")} <= layouts, layouts
+    with onnxplace.InferenceSession(compiled.bundle) as session:
+        for tokens in (6, 1, 9):
+            feeds = {"x": random.normal(size=(tokens, 16)).astype(np.float32)}
+            assert_close(list(session.run(None, feeds)), run_plain(model.SerializeToString(), [feeds])[0], 1e-4)
