@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,14 +168,16 @@ def stop_on_signals() -> Iterator[asyncio.Event]:
     import asyncio
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
     def request_stop(*_: object) -> None:
-        restore()
+        for number, handler in previous.items():
+            # In the loop: asyncio prints what a handler raises within a task.
+            signal.signal(number, partial(loop.call_soon_threadsafe, handler) if callable(handler) else handler)
         loop.call_soon_threadsafe(stop.set)
 
     for number in previous:

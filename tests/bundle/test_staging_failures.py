@@ -121,9 +121,15 @@ FORKS = pytest.mark.skipif(not LINUX, reason="processes are forked, and killed")
 
 @FORKS
 @pytest.mark.slow  # about 30 compiles
-@pytest.mark.parametrize("how", ["kill", "raise"])
-@pytest.mark.parametrize("rename_method", ["atomic", "steps"])
-@pytest.mark.parametrize("destination", ["fresh", "force"])
+@pytest.mark.parametrize(
+    ("destination", "rename_method", "how"),  # each pair of values is in one of the cases
+    [
+        ("fresh", "atomic", "kill"),
+        ("fresh", "steps", "raise"),
+        ("force", "atomic", "raise"),
+        ("force", "steps", "kill"),
+    ],
+)
 def test_an_interrupted_compile_leaves_the_old_bundle_the_new_one_or_none(
     place, compiled, how, destination, rename_method
 ):

@@ -1,14 +1,18 @@
 """The command `onnxplace serve`, as far as it ends by itself; tests/serving has the server."""
 
+import asyncio
 import re
 import shlex
+import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
-from onnxplace.cli.serve import serve
+from onnxplace.cli.serve import serve, stop_on_signals
 from tests.support import endless
+from tests.support.fault_checks import HUNG_SECONDS
 
 
 @pytest.fixture
@@ -90,6 +94,25 @@ def test_a_path_that_exists_is_a_path_also_with_an_equals_sign(run_cli, served, 
     result = run_cli("serve", "c=a=b", "--port", "0", "--grpc-port", "0")
     assert result.code == 0, result.err
     assert [model.bundle.path.name for model in served[0][0].models.values()] == ["a=b"]
+
+
+def test_a_second_signal_ends_the_server_outside_of_its_tasks():
+    reached, previous = [], signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    async def serve_until_signals():
+        with stop_on_signals() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            await stop.wait()
+            signal.raise_signal(signal.SIGTERM)
+            reached.append("after the second signal")
+            await asyncio.sleep(HUNG_SECONDS)
+
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            asyncio.run(serve_until_signals())
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert reached
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "onnxplace-serve.service"])

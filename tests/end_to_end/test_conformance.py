@@ -5,11 +5,12 @@ import os
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 from dataclasses import replace
+from zlib import crc32
 
 import numpy as np
 import pytest
 
-from tests.support.conformance import Case, case, failures, outcome, placements, sample_cases, surrounded
+from tests.support.conformance import Case, Forced, case, failures, outcome, placements, sample_cases, surrounded
 
 PARTS = 24
 
@@ -25,9 +26,15 @@ def test_a_few_of_these_cases_pass():
 
 
 def check(cases: list[tuple[str, str]]) -> None:
-    outcomes = [outcome(kind, name) for kind, name in cases]
+    outcomes = [outcome(kind, name, choose_placements(name)) for kind, name in cases]
     assert [item for item in outcomes if item.status == "failed"] == []
     assert sum(item.status == "passed" for item in outcomes) > len(outcomes) / 4
+
+
+def choose_placements(name: str) -> list[Forced]:
+    """Return half of the placements of a case: those on two devices, or those on three."""
+    seed = crc32(name.encode())
+    return [item for item in placements(seed) if item.devices == 2 + seed % 2]
 
 
 def small() -> Case:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import onnxplace
-from onnxplace.runtimes.execution import engine, weight_loader
+from onnxplace.runtimes.execution import weight_loader
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, raise_in, wait_until
 from tests.support.small_programs import Talker
@@ -208,8 +208,7 @@ def test_a_failure_ahead_of_time_that_does_not_come_back_hits_no_request(bundle,
         ask(Talker(session, CHAIN), 0)
 
 
-def test_requests_end_at_once_while_a_read_hangs(bundle, faulty_reads, monkeypatch):
-    monkeypatch.setattr(engine, "END_GRACE_SECONDS", 0.1)
+def test_requests_end_at_once_while_a_read_hangs(bundle, faulty_reads):
     released = threading.Event()
     faulty_reads += [lambda: released.wait(HUNG_SECONDS)] * 2
     session = onnxplace.InferenceSession(bundle)
