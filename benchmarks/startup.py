@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+# Some containers set it: then each process compiles all modules that it imports, and not those of an installed numpy.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 EXAMPLES = Path(__file__).parents[1] / "examples"
 COMMANDS = {
     "python, nothing imported": [sys.executable, "-c", "pass"],
@@ -41,6 +43,7 @@ OPENED = {
     "squeezenet": ((), ()),
     "resnet50": ((), ()),
     "two-tower": ((), ("--shape", "images=4,texts=8")),
+    "two-encoders": ((), ()),
     "decoder": (("--layers", "8", "--hidden", "1024", "--heads", "16", "--vocab", "20000", "--external"), ("--llm",)),
 }
 # Open a model so many times in one process, after one time that does not count, or once as the first thing that a

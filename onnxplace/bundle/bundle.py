@@ -318,10 +318,9 @@ def _parse_manifest(path: Path, file: Path) -> Any:
 
 def _check_file(file: Path, record: FileRecord, check: Check) -> None:
     """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash."""
-    if file.exists() and not file.is_file():
-        raise BundleError("N002", "expected a regular file of the bundle", where=str(file), hint=DAMAGED_HINT)
     if not file.is_file():
-        raise BundleError("N002", "this file of the bundle is missing", where=str(file), hint=DAMAGED_HINT)
+        reason = "expected a regular file of the bundle" if file.exists() else "this file of the bundle is missing"
+        raise BundleError("N002", reason, where=str(file), hint=DAMAGED_HINT)
     size = file.stat().st_size
     if size != record.bytes:
         raise BundleError(

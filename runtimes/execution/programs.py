@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnxplace.bundle import Bundle, Step
 from onnxplace.errors import OnnxplaceError
@@ -19,7 +19,9 @@ from onnxplace.runtimes.execution.failures import describe_segment_failure, is_o
 from onnxplace.runtimes.execution.requests import CancelledError, Request, StateTable
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
 from onnxplace.runtimes.execution.weight_files import WeightFiles
-from onnxplace.runtimes.execution.weight_loader import open_weight_loaders
+
+if TYPE_CHECKING:
+    from onnxplace.runtimes.execution.weight_loader import WeightLoader
 
 Condition = Callable[[], bool]
 """Whether what is awaited is here."""
@@ -52,7 +54,12 @@ class ProgramLoop(ABC):
         self._index_values(bundle, homes)
         self._state_table = StateTable(bundle)
         self._weight_files = WeightFiles(bundle)
-        self._weight_loaders = open_weight_loaders(bundle, devices, trace)
+        self._weight_loaders: dict[tuple[str, str], WeightLoader] = {}
+        """By device, and the one in whose program its segments are."""
+        if bundle.manifest.streams:
+            from onnxplace.runtimes.execution.weight_loader import open_weight_loaders
+
+            self._weight_loaders = open_weight_loaders(bundle, devices, trace)
 
     def _index_values(self, bundle: Bundle, homes: Sequence[str]) -> None:
         """Build the tables of values that each request needs; those by device are by the home of its program."""

@@ -271,29 +271,19 @@ def _open_fastest(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -
 
 def _open(bundle: Bundle, record: SegmentRecord, file: str, device: PlacedDevice) -> Any:
     """Return a session of a segment, whose model is in `file`, on its device."""
-    with pin_thread(device.cores):
-        options = make_session_options(
-            device.cores,
-            entries={**bundle.session_entries, **device.memory.session_entries()},
-            keeps_order=record.keeps_order,
-        )
-        # One block for all memory of a run saves an eighth of a call of 0.15 ms; on the CPU it comes on top of others.
-        is_small = not device.kind.is_host or record.workspace_bytes <= MAX_PATTERN_BYTES
-        options.enable_mem_pattern = is_small and not record.keeps_order
-        try:
-            session = open_session(
-                bundle.file(file),
-                options,
-                device.memory.address,
-                f"segment {record.id}",
-                device.memory.provider_options(),
-            )
-        except ModelError:
-            bundle.check_files(file)  # larger files were not hashed when the bundle was opened
-            raise
+    entries = {**bundle.session_entries, **device.memory.session_entries()}
+    options = make_session_options(device.cores, entries=entries, keeps_order=record.keeps_order)
+    # One block for all memory of a run saves an eighth of a call of 0.15 ms; on the CPU it comes on top of others.
+    is_small = not device.kind.is_host or record.workspace_bytes <= MAX_PATTERN_BYTES
+    options.enable_mem_pattern = is_small and not record.keeps_order
+    where, address, provider_options = f"segment {record.id}", device.memory.address, device.memory.provider_options()
+    try:
+        session = open_session(bundle.file(file), options, address, where, provider_options)
+    except ModelError:
+        bundle.check_files(file)  # larger files were not hashed when the bundle was opened
+        raise
     _require_declared_interface(bundle, record, session)
-    device.memory.adopt(session, f"segment {record.id}")
-    return_freed_memory(record.weights_bytes)
+    device.memory.adopt(session, where)
     return session
 
 
@@ -383,36 +373,40 @@ def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[Ope
 
     Raises the errors of `open_segment`.
     """
-    manifest, routes = bundle.manifest, list[OpenRoute]()
-    groups = {device.id: _find_sharing_group(device) for device in devices.values()}
+    manifest, routes = bundle.manifest, list_routes(bundle.manifest)
+    # A single route runs each segment on one device, which shares it with no other.
+    groups = {item.id: _find_sharing_group(item) if len(routes) > 1 else item.id for item in devices.values()}
     needed: dict[tuple[str, str], tuple[SegmentRecord, PlacedDevice]] = {}  # by segment and group
-    for route in list_routes(manifest):
+    for route in routes:
         for record in manifest.segments:
             if (device := devices.get(route.devices[record.device])) is not None:  # else another process has it
                 needed.setdefault((record.id, groups[device.id]), (record, device))
-    queues: dict[str, list[tuple[str, str]]] = {"": []}  # providers other than the CPU's open one after the other
+    queues: dict[PlacedDevice, list[tuple[str, str]]] = {}
     for key, (_, device) in needed.items():
-        queues.setdefault(device.id if device.kind.is_host and type(device.memory) is HostMemory else "", []).append(
-            key
-        )
+        queues.setdefault(device, []).append(key)
 
-    def open_queue(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], OpenSegment]:
-        return {key: open_segment(bundle, *needed[key]) for key in keys}
+    def open_queue(device: PlacedDevice) -> dict[tuple[str, str], OpenSegment]:
+        with pin_thread(device.cores):
+            opened = {key: open_segment(bundle, *needed[key]) for key in queues[device]}
+        return_freed_memory(sum(needed[key][0].weights_bytes for key in queues[device]))
+        return opened
 
-    opened = open_queue(queues.pop(""))
-    for part in open_in_threads([partial(open_queue, keys) for keys in queues.values()]):
-        opened |= part
-    for index, route in enumerate(list_routes(manifest)):
+    at_once = [device for device in queues if device.kind.is_host and type(device.memory) is HostMemory]
+    parts = [open_queue(device) for device in queues if device not in at_once]  # other providers
+    parts += open_in_threads([partial(open_queue, device) for device in at_once])
+    opened = {key: segment for part in parts for key, segment in part.items()}
+    usable = list[OpenRoute]()
+    for index, route in enumerate(routes):
         segments = {
             record.id: opened[record.id, groups[device.id]].on(device)
             for record in manifest.segments
             if (device := devices.get(route.devices[record.device])) is not None
         }
         programs = {device: home for home, device in route.devices.items()}
-        routes.append(OpenRoute(index, route.devices, programs, segments, max(route.share, MIN_SHARE)))
+        usable.append(OpenRoute(index, route.devices, programs, segments, max(route.share, MIN_SHARE)))
     for device in devices.values():
         device.report_slow_openings()
-    return routes
+    return usable
 
 
 def _find_sharing_group(device: PlacedDevice) -> str:

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, OnnxplaceError
@@ -34,7 +34,9 @@ from onnxplace.runtimes.execution.futures import WaitList
 from onnxplace.runtimes.execution.programs import ProgramLoop
 from onnxplace.runtimes.execution.requests import CancelledError, CarriedStates, Request
 from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice
-from onnxplace.runtimes.execution.weight_loader import WeightLoader
+
+if TYPE_CHECKING:
+    from onnxplace.runtimes.execution.weight_loader import WeightLoader
 
 # Idle workers check this often whether their engine still has an owner.
 OWNER_CHECK_SECONDS = 3.0

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from onnxplace.cost_graph import GENERATORS, write_cost_graph
-from onnxplace.pipeline import list_entries
+from onnxplace.pipeline import find_plugin, list_entries
 from onnxplace.testing import check_pass, check_runtime
 from tests.conftest import FAST_PIPELINE, Ran
 
@@ -185,6 +185,11 @@ def test_a_command_of_a_plugin_is_listed_without_its_module_and_runs_like_built_
     assert text.out.startswith("cpu:0  ")
     assert "--quiet" in own_help.out
     assert "error[" in wrong.err
+
+
+def test_built_in_runtimes_are_found_without_a_look_at_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("onnxplace.pipeline.registry.metadata.entry_points")
+    assert find_plugin("runtimes", "onnxruntime").__name__ == "OnnxRuntime"
 
 
 @pytest.fixture
