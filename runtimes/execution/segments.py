@@ -112,7 +112,9 @@ class OpenSegment:
             names: Names of values, also of other segments.
             allocate: It makes arrays as `np.empty` does.
         """
-        if self._native and type(self._device.memory) is HostMemory:
+        # ONNX Runtime leaves an array alone whose output is an input of the model.
+        is_computed = set(self._names).isdisjoint(self._inputs)
+        if self._native and is_computed and type(self._device.memory) is HostMemory:
             self._placed, self._allocate = set(names).intersection(self._names), allocate
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:

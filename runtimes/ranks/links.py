@@ -469,8 +469,6 @@ def connect_ranks(communicator: Any, host: str, interface: str, blocks: SharedBl
                 peer.blocks.try_probe(cards[other]["probe"])
             else:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                with suppress(AttributeError, OSError):  # another system than Linux
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # BBR waits by timers
             return peer
 
         connections = {}

@@ -338,15 +338,6 @@ def test_the_helper_is_called_for_segments_whose_last_run_took_long(monkeypatch)
     assert called == ["a", "b"]
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="Linux names the congestion control")
-def test_connections_between_hosts_do_not_pace():
-    def serve(rank):
-        connection = rank.links._peers[1 - rank.links.rank].socket._socket
-        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
-
-    assert run_ranks(["a", "b"], serve) == {0: b"reno", 1: b"reno"}
-
-
 def test_other_processes_that_connect_are_not_taken_for_ranks(monkeypatch):
     connect, strangers = links_module._connect, []
 

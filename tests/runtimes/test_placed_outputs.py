@@ -130,6 +130,19 @@ def test_outputs_are_not_placed_any_more_once_their_shapes_were_not_those_expect
     assert len(memory.arrays) == 4  # in the second and the third run
 
 
+def test_inputs_that_are_outputs_are_returned():
+    text = '<ir_version: 8, opset_import: ["": 17]> passed (float[4] x) => (float[4] y, float[4] x) { y = Neg(x) }'
+    segment = make_segment(
+        open_session(parser.parse_model(text).SerializeToString(), make_session_options((0,))), np.empty
+    )
+    x = np.arange(4, dtype=np.float32)
+    for _ in range(3):
+        values = {"x": x.copy()}
+        segment.run(values, [], import_onnxruntime().RunOptions())
+        np.testing.assert_array_equal(values["x"], x)
+        np.testing.assert_array_equal(values["y"], -x)
+
+
 def test_runs_that_fail_or_are_ended_do_not_keep_outputs_from_being_placed(session):
     memory = Memory()
     segment = make_segment(session, memory.allocate, ["same"])
