@@ -136,7 +136,7 @@ def test_large_inputs_of_requests_in_flight_stay_apart_whether_ranks_share_memor
                     np.testing.assert_array_equal(future.result(WAIT_SECONDS).outputs["y"], item["x"])
 
 
-LARGE = """
+PLACED = """
 <ir_version: 8, opset_import: ["": 17]>
 large (float[n, 1024] x, float[n, 1024] total) => (float[n, 1024] y, int64[2, k] places, float[n, 1024] next)
 {
@@ -154,7 +154,7 @@ large (float[n, 1024] x, float[n, 1024] total) => (float[n, 1024] y, int64[2, k]
 def test_large_values_of_all_sizes_stay_apart_while_they_are_read_on_several_devices_and_as_states(tmp_path):
     state = ("next=total",)
     bundle = compile_alternating(
-        parser.parse_model(LARGE), tmp_path, "cpu:0", "cpu:1", "cpu:2", state=state, shape={"n": 150}
+        parser.parse_model(PLACED), tmp_path, "cpu:0", "cpu:1", "cpu:2", state=state, shape={"n": 150}
     )
     expected, actual = [], []
     for results, options in ((expected, {}), (actual, {"runtime": "mpi", "timeout": WAIT_SECONDS})):
