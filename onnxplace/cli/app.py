@@ -254,21 +254,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print_error(_make_output_error(problem), json_=False)
         return _print_error(disk_error(problem, str(problem.filename or "a file")), json_)
     except ImportError as problem:
-        if error := find_library_error(problem):
-            return _print_error(error, json_)
-        raise
+        if not (error := find_library_error(problem)):
+            raise
+        return _print_error(error, json_)
 
 
 def _make_usage_error(problem: click.ClickException) -> UsageError:
     """Return the error for what click says of wrong arguments, with the option or value that was probably meant."""
-    context, parameter = getattr(problem, "ctx", None), getattr(problem, "param", None)
+    context, kind = getattr(problem, "ctx", None), getattr(getattr(problem, "param", None), "type", None)
     command = context.command_path if context else "onnxplace"
     hint, message, name, known = f"`{command} --help` says more", problem.format_message(), "", list[str]()
     if isinstance(problem, click.NoSuchOption):
         options = [option for item in context.command.params for option in item.opts] if context else []
         message, name, known = problem.message, problem.option_name, [item for item in options if item.startswith("-")]
-    elif isinstance(getattr(parameter, "type", None), click.Choice) and (value := _QUOTED.match(problem.message)):
-        name, known = value[1], list(parameter.type.choices)
+    elif isinstance(kind, click.Choice) and (value := _QUOTED.match(problem.message)):
+        name, known = value[1], list(kind.choices)
     if known:
         hint = f"{suggest_nearest(name, known)}; {hint}"
     # What the user typed may have line breaks.

@@ -98,10 +98,9 @@ class Trial:
 def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
     """Return why these bundles cannot be run here at the same time, or None."""
     for manifest in (bundle.manifest for bundle in bundles):
-        problem = _find_missing_gpu(manifest)
-        if not problem and math.isinf(find_core_limit()):  # a trial below a quota counts what devices share: their time
-            problem = find_core_shortage(manifest)
-        if problem:
+        # A trial below a quota counts processor time, which devices share.
+        has_quota = find_core_limit() < math.inf
+        if problem := _find_missing_gpu(manifest) or (None if has_quota else find_core_shortage(manifest)):
             return replace(problem, code="C020", message=f"no trial was run: {problem.message}")
     # All bundles are open at the same time, since they run in turns.
     needs, free = sum(count_process_bytes(bundle.manifest) for bundle in bundles), available_memory_bytes()

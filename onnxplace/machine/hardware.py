@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from onnxplace.errors import PluginError, TargetError
 from onnxplace.machine.measurement_cache import processor
 from onnxplace.ort import import_onnxruntime, list_installed_wheels
 from onnxplace.target import Device, DeviceSpec, Target, parse_devices, split_host
-from onnxplace.utils import count_free_bytes, find_core_limit, run_in_child
+from onnxplace.utils import count_free_bytes, find_core_limit, list_cores, run_in_child
 
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
 RUNTIME_BYTES = 141 << 20
@@ -39,10 +38,8 @@ def available_cores() -> tuple[int, ...]:
 
     These are whole cores, at least one. A thread that pinned itself gets all of them too.
     """
-    cores = (
-        sorted(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
-    return tuple(cores[: max(int(min(find_core_limit(), len(cores))), 1)])
+    cores = list_cores()
+    return tuple(cores[: max(int(min(find_core_limit(), len(cores)) + 0.01), 1)])
 
 
 def available_memory_bytes() -> int:

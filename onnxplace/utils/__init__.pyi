@@ -3,7 +3,11 @@ from onnxplace.utils.array_files import (
     map_arrays as map_arrays,
     write_arrays as write_arrays,
 )
-from onnxplace.utils.control_groups import count_free_bytes as count_free_bytes, find_core_limit as find_core_limit
+from onnxplace.utils.control_groups import (
+    count_free_bytes as count_free_bytes,
+    find_core_limit as find_core_limit,
+    list_cores as list_cores,
+)
 from onnxplace.utils.differences import relative_error as relative_error
 from onnxplace.utils.docstrings import read_field_docs as read_field_docs
 from onnxplace.utils.files import (

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 # Where `proc` and the mounted groups are: tests have others.
 ROOT = Path("/")
@@ -25,6 +25,13 @@ _MEMORY_FILES = (
 )
 
 
+def list_cores() -> list[int]:
+    """Return the processor cores that this process may run on, in order."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(os.getpid()))
+    return list(range(os.cpu_count() or 1))
+
+
 @cache
 def find_core_limit() -> float:
     """Return how many cores' time this process may use, such as 0.6; infinity if that is all that it can run on."""
@@ -34,8 +41,7 @@ def find_core_limit() -> float:
         with suppress(ValueError, ZeroDivisionError):  # "max", or no such files
             used, period = map(int, quota)
             limits.append(used / period if used > 0 else math.inf)
-    cores = len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(limits) if min(limits) < cores else math.inf
+    return min(limits) if min(limits) < len(list_cores()) else math.inf
 
 
 def count_free_bytes() -> int:
@@ -57,16 +63,15 @@ def _list_groups() -> Iterator[Path]:
     groups = re.findall(r"^\d+:(.*?):(/.*)$", _read_text(ROOT / "proc/self/cgroup"), re.MULTILINE)
     for mount in _MOUNT.finditer(_read_text(ROOT / "proc/self/mountinfo")):
         root, folder = (re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), mount[name]) for name in (1, 2))
+        mounted = set(mount[4].split(",")) if mount[3] == "cgroup" else {""}  # version 2 names no controllers
         for controllers, path in groups:
-            is_mounted = (
-                set(controllers.split(",")) <= set(mount[4].split(",")) if controllers else mount[3] == "cgroup2"
-            )
-            below = _find_path_below(_split(root), _split(path)) if is_mounted else None
-            for length in range(len(below) + 1) if below is not None else ():
-                yield ROOT.joinpath(folder.lstrip("/"), *below[:length])
+            ends = PurePosixPath(root).parts[1:], PurePosixPath(path).parts[1:]
+            below = _find_path_below(*ends) if mounted >= set(controllers.split(",")) else None
+            if below is not None:
+                yield from (ROOT.joinpath(folder.lstrip("/"), *below[:length]) for length in range(len(below) + 1))
 
 
-def _find_path_below(root: list[str], path: list[str]) -> list[str] | None:
+def _find_path_below(root: tuple[str, ...], path: tuple[str, ...]) -> tuple[str, ...] | None:
     """Return the path from a mounted group to that of this process; None if that is not below it.
 
     Both are told from the root of the namespace, and lead out of it by "..". From there no name is known of the way
@@ -74,11 +79,7 @@ def _find_path_below(root: list[str], path: list[str]) -> list[str] | None:
     """
     if path[: len(root)] == root:
         return None if ".." in path[len(root) :] else path[len(root) :]
-    return [] if set(root) == {".."} and path.count("..") < len(root) else None
-
-
-def _split(path: str) -> list[str]:
-    return [part for part in path.split("/") if part]
+    return () if set(root) == {".."} and path.count("..") < len(root) else None
 
 
 def _read(path: Path) -> list[str]:

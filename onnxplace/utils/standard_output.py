@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 
 def keep_stdout() -> int:
@@ -15,17 +16,17 @@ def keep_stdout() -> int:
     Returns:
         The file descriptor of Python's stdout from now on.
     """
-    stream = sys.stdout
+    stream: Any = sys.stdout
+    if stream is None or stream is not sys.__stdout__:
+        return 1
     try:
-        if stream.fileno() != 1:
-            return 1
         stream.flush()
-        copy = os.dup(1)
-        os.dup2(2, 1)
+        copy = os.dup(stream.fileno())
+        os.dup2(2, stream.fileno())
     except (OSError, ValueError):
         return 1
     buffering = 1 if stream.line_buffering else -1
-    sys.stdout = sys.__stdout__ = open(  # noqa: SIM115 - until the process ends
+    sys.stdout = open(  # noqa: SIM115 - until the process ends
         copy, "w", buffering, encoding=stream.encoding, errors=stream.errors
     )
     return copy
