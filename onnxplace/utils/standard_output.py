@@ -16,9 +16,9 @@ def keep_stdout() -> int:
     Returns:
         The file descriptor of Python's stdout from now on.
     """
-    stream: Any = sys.stdout
-    if stream is None or stream is not sys.__stdout__:
+    if sys.stdout is None or sys.stdout is not sys.__stdout__:
         return 1
+    stream: Any = sys.stdout
     try:
         stream.flush()
         copy = os.dup(stream.fileno())
