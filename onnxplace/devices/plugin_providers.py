@@ -286,12 +286,9 @@ class ProviderKind(DeviceKind):
                 return f"{_package(self.family)} offers {', '.join(offered)} on this machine"
             if self.family == "webgpu" and address.index:
                 return "its sessions run on the first adapter whatever they are told (onnxruntime #32561)"
-        problems: list[str] = []
-        for name in PROBES:
-            if (problem := self._probe(address, name)) is None:
-                return None
-            problems.append(problem)
-        return problems[0]
+        problems = (self._probe(address, name) for name in PROBES)
+        first = next(problems)
+        return first if first and all(problems) else None  # no graph after the first that is taken is tried
 
     def list_taken(self, address: DeviceAddress) -> list[str]:
         """Return the names of those graphs of `PROBES` that a usable device takes, at least in part."""
