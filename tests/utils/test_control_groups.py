@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onnxplace.machine import available_cores
+from onnxplace.machine import available_cores, make_session_options, measurement_cache, pin_thread
 from onnxplace.machine.repeated_runs import RepeatPolicy, Stopwatch, find_typical_seconds
 from onnxplace.utils import control_groups, count_free_bytes, find_core_limit
 
@@ -258,6 +258,29 @@ def test_the_times_of_repeated_runs_contain_the_stops_of_a_quota(set_clocks, mon
 def test_without_a_quota_a_time_is_the_median(write_groups):
     write_groups(CONTAINER, in_version_2(), {"cpu.max": "200000 100000"})
     assert find_typical_seconds([0.02, 0.02, 0.08]) == pytest.approx(0.02)
+
+
+def test_threads_are_kept_on_cores_only_without_a_quota(write_groups, monkeypatch):
+    taken = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: taken.append(cores), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
+    name = "session.intra_op_thread_affinities"
+    assert make_session_options((0, 1, 2)).entries[name] == "2;3"
+    with pin_thread((1,)):
+        assert taken == [{1}]
+    write_groups(CONTAINER, in_version_2(), {"cpu.max": "300000 100000"})
+    find_core_limit.cache_clear()
+    taken.clear()
+    assert name not in make_session_options((0, 1, 2)).entries
+    with pin_thread((1,)):
+        assert taken == []
+
+
+def test_costs_of_another_quota_are_not_reused(write_groups):
+    without = measurement_cache.key(["costs"])
+    write_groups(CONTAINER, in_version_2(), {"cpu.max": "60000 100000"})
+    find_core_limit.cache_clear()
+    assert measurement_cache.key(["costs"]) != without
 
 
 # ------------------------------------------------------------------------------------------------------- real groups
