@@ -5,6 +5,7 @@
 ...     outputs = session.run(None, feeds)
 """
 
+from onnxplace import _startup as _startup
 from onnxplace._lazy import attach
 from onnxplace._version import __version__ as __version__
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +36,8 @@ from onnxplace.evaluation import (
 from onnxplace.feeds import Array, dimension_keys
 from onnxplace.machine import (
     DOUBTFUL_WAITING_SHARE,
-    MAX_CREDIBLE_WAITING_SHARE,
+    Stopwatch,
     available_cores,
-    longest_wait,
     read_run_delays,
     use_custom_operators,
 )
@@ -311,13 +309,13 @@ def _time_steps(
             "one_device": one,
         }
         with steps.explained(1):
-            delays, began = read_run_delays(pool=True), time.perf_counter()
+            stopwatch = Stopwatch(lambda: read_run_delays(pool=True))
             times = time_in_turns({name: _iterate_feeds(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
-            waited, elapsed = longest_wait(delays, read_run_delays(pool=True)), time.perf_counter() - began
+            stopwatch.stop()
             if in_flight > 1:
                 times["in_flight"] = _time_results(session, feeds, in_flight, repeat)
         copies = session.list_copies()
-    waiting = min(waited / elapsed, MAX_CREDIBLE_WAITING_SHARE) if elapsed >= MIN_JUDGED_SECONDS else None
+    waiting = max(stopwatch.waiting_share, 0.0) if stopwatch.elapsed_seconds >= MIN_JUDGED_SECONDS else None
     return times, waiting, copies
 
 

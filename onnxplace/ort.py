@@ -41,7 +41,7 @@ def import_onnxruntime() -> Any:
         )
     try:
         import onnxruntime
-    except ImportError as problem:
+    except (ImportError, OSError) as problem:
         raise ExecutionError("R001", f"ONNX Runtime cannot be imported: {problem}", hint=INSTALL_HINT) from None
     if not hasattr(onnxruntime, "InferenceSession"):
         raise ExecutionError(

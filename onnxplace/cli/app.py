@@ -6,6 +6,7 @@ Commands import heavy modules only when they run.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -39,6 +40,7 @@ from onnxplace.cli.train import train
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, name_options, suggest_nearest
 from onnxplace.machine import register_ending_handler
+from onnxplace.utils import find_library_error, keep_stdout
 
 # Errors about paths that are not a model, a bundle or a cost graph, with the command that takes such a path.
 COMMANDS_BY_PATH_ERROR = {"M001": "compile", "M002": "compile", "N001": "run", "D001": "place"}
@@ -66,8 +68,8 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the name and command of the first argument, and the rest.
 
-        Raises click.UsageError with a hint at the nearest name, which click itself has only since version 8.4; and
-        UsageError or PluginError for a command of a plugin that is not installed or broken.
+        Raises UsageError for an unknown name, and UsageError or PluginError for a command of a plugin that is not
+        installed or broken.
         """
         from onnxplace.pipeline import OFFERED
 
@@ -79,13 +81,18 @@ class CommandGroup(click.Group):
             return name, load_plugin_command(name), args[1:]
         if ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        raise click.UsageError(f"No such command {name!r}: {suggest_nearest(name, known)}", ctx)
+        hint = f"{suggest_nearest(name, known)}; `{ctx.command_path} --help` says more"
+        raise UsageError("U000", f"no such command {name!r}", where=ctx.command_path, hint=hint)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; with `--verbose`, print its time. Raises PluginError for a defect of a plugin's command."""
         try:
             with report_total_time(ctx), show_session_notes():
                 return super().invoke(ctx)
+        except click.UsageError as problem:
+            if problem.ctx is None and (name := ctx.invoked_subcommand):  # for an option without its value
+                problem.ctx = click.Context(self.get_command(ctx, name) or self, parent=ctx, info_name=name)
+            raise
         except (OnnxplaceError, click.ClickException, click.exceptions.Exit, click.Abort, OSError, MemoryError):
             raise
         except Exception as problem:
@@ -115,7 +122,11 @@ def load_plugin_command(name: str) -> click.Command:
     return command
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=CommandGroup,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(package_name="onnxplace")
 def cli() -> None:
     """Split an ONNX model over several devices, and run it there.
@@ -195,6 +206,8 @@ for command in cli.commands.values():
 
 # As shells report a process that SIGTERM ended: 128 + 15.
 SIGTERM_EXIT_CODE = 143
+# How click begins what it says of a wrong value.
+_QUOTED = re.compile("'([^']*)'")
 
 
 @name_options()
@@ -210,14 +223,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     json_ = "--json" in (sys.argv[1:] if arguments is None else arguments)
     stdout, stderr = sys.stdout, sys.stderr
     try:
-        result = cli.main(args=arguments, standalone_mode=False)
+        result = cli.main(args=arguments, prog_name="onnxplace", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except OnnxplaceError as problem:
         if _signals:  # its exception was swallowed, for example in a callback of numba, and led to this error
             return _print_interruption(_signals[0], json_)
         return _print_error(_add_path_hint(problem), json_)
     except click.ClickException as problem:
-        return _print_misuse(problem, json_)
+        return _print_error(_make_usage_error(problem), json_)
     except (KeyboardInterrupt, click.Abort):
         return _print_interruption(_signals[0] if _signals else signal.SIGINT, json_)
     except SystemExit as request:
@@ -240,19 +253,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if any(frame.f_code is click.echo.__code__ for frame, _ in traceback.walk_tb(problem.__traceback__)):
             return _print_error(_make_output_error(problem), json_=False)
         return _print_error(disk_error(problem, str(problem.filename or "a file")), json_)
+    except ImportError as problem:
+        if not (error := find_library_error(problem)):
+            raise
+        return _print_error(error, json_)
 
 
-def _print_misuse(problem: click.ClickException, json_: bool) -> int:
-    """Print what click says of wrong arguments, with how to use the command; return the exit code."""
-    context = getattr(problem, "ctx", None)
+def _make_usage_error(problem: click.ClickException) -> UsageError:
+    """Return the error for what click says of wrong arguments, with the option or value that was probably meant."""
+    context, kind = getattr(problem, "ctx", None), getattr(getattr(problem, "param", None), "type", None)
     command = context.command_path if context else "onnxplace"
-    # click's own `show` prints the line breaks of what the user typed.
-    message = " ".join(problem.format_message().split())
-    usage = f"{context.get_usage()}\nTry '{command} -h' for help.\n\n" if context else ""
-    with suppress(OSError):
-        print_text(f"{usage}Error: {message}", err=True)
-    error = UsageError("U000", message, where=command, hint=f"{command} --help")
-    return _print_error(error, json_, shown=True)
+    hint, message, name, known = f"`{command} --help` says more", problem.format_message(), "", list[str]()
+    if isinstance(problem, click.NoSuchOption):
+        options = [option for item in context.command.params for option in item.opts] if context else []
+        message, name, known = problem.message, problem.option_name, [item for item in options if item.startswith("-")]
+    elif isinstance(kind, click.Choice) and (value := _QUOTED.match(problem.message)):
+        name, known = value[1], list(kind.choices)
+    if known:
+        hint = f"{suggest_nearest(name, known)}; {hint}"
+    # What the user typed may have line breaks.
+    text = " ".join(message.split()).rstrip(".")
+    return UsageError("U000", text[:1].lower() + text[1:], where=command, hint=hint)
 
 
 def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> int:
@@ -353,10 +374,12 @@ def entry() -> None:
     for name in ("stdout", "stderr"):  # closed by the user (`>&-`); some versions of click fail then
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
+    descriptor = keep_stdout()
+    sys.argv = [item.replace("/dev/stdout", f"/dev/fd/{descriptor}") for item in sys.argv]
     register_ending_handler(_handle_signal)
     signal.signal(signal.SIGTERM, _handle_signal)
     sys.unraisablehook = _repeat_interrupt
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise it is ignored, for example by `nohup`
+    if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):  # it is ignored for example by `nohup`
         signal.signal(signal.SIGINT, _handle_signal)
     try:
         code = main()

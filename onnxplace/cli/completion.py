@@ -112,10 +112,11 @@ def complete_machines(ctx: click.Context, param: click.Parameter, incomplete: st
 
 
 def _list_devices() -> Iterable[str]:
+    from onnxplace.utils import list_cores
+
     gpus = sorted(int(path.removeprefix("/dev/nvidia")) for path in glob.glob("/dev/nvidia[0-9]*"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield from (f"cuda:{index}" for index in gpus)
-    yield from (f"cpu:{index}" for index in range(min(cores, MAX_CPU_DEVICES)))
+    yield from (f"cpu:{index}" for index in range(min(len(list_cores()), MAX_CPU_DEVICES)))
 
 
 # ---------------------------------------------------------------------------------------------------------- the command

@@ -213,9 +213,10 @@ def _format_link(measured: LinkMeasurement) -> str:
 def format_devices(about: Mapping[str, Any], target: Target) -> str:
     """Return the hardware of this machine, that without a provider too, and the default devices."""
     host = about["host"]
+    limit = "" if host["core_limit"] is None else f" (its container may use the time of {host['core_limit']:.3g})"
     lines = [
-        f"host: {len(host['cores'])} cores, {format_bytes(host['available_memory_bytes'])} available; "
-        f"onnxruntime {about['onnxruntime']}"
+        f"host: {format_count(len(host['cores']), 'core')}{limit}, {format_bytes(host['available_memory_bytes'])} "
+        f"available; onnxruntime {about['onnxruntime']}"
     ]
     lines += [_format_accelerator(item) for item in about["accelerators"]]
     lines += [
@@ -241,6 +242,7 @@ def _format_accelerator(item: Mapping[str, Any]) -> str:
     assumed = "" if item["problem"] else f"its memory is unknown: that of the host is assumed, {free}"
     name = ", ".join(filter(None, (item["name"], free if item["memory_is_known"] else assumed)))
     limits = [
+        f"takes {', '.join(item['takes'])}" if item.get("takes") else "",
         "inputs of fixed sizes only" if item.get("needs_static_shapes") else "",
         f"float32 is computed in {item['precision']}" if item.get("precision", "float32") != "float32" else "",
         f"NOT usable: {item['problem']}" if item["problem"] else "",

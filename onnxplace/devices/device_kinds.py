@@ -128,6 +128,10 @@ class DeviceKind(ABC):
     def find_problem(self, address: DeviceAddress) -> str | None:
         """Return why ONNX Runtime cannot use a device of this machine; None if it can."""
 
+    def list_taken(self, address: DeviceAddress) -> list[str]:
+        """Return which sorts of operators a usable device was found to take; empty where that was not tried."""
+        return []
+
     @abstractmethod
     def list_providers(self, address: DeviceAddress) -> list[tuple[str, dict[str, str]]]:
         """Return the execution providers of a session on a device, with options, except the CPU's."""

@@ -8,14 +8,12 @@ variable ONNXPLACE_PROVIDER_LIBRARIES names. A record says what is special about
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import pkgutil
 import re
-import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -26,7 +24,7 @@ from onnxplace.devices.provider_lock import ProviderLock
 from onnxplace.devices.webgpu import WEBGPU_LOCK
 from onnxplace.errors import OnnxplaceError, UsageError, format_one_line
 from onnxplace.ort import import_onnxruntime
-from onnxplace.utils import run_in_child
+from onnxplace.utils import count_free_bytes, run_in_child
 
 # name=path of libraries, separated as in PATH.
 LIBRARIES_VARIABLE = "ONNXPLACE_PROVIDER_LIBRARIES"
@@ -216,48 +214,14 @@ def _register(family: str, path: str) -> list[Any]:
     """Register a library; return the devices that are new."""
     runtime = import_onnxruntime()
     known = {device.ep_name for device in runtime.get_ep_devices()}
-    with _keep_stdout():
-        runtime.register_execution_provider_library(family, path)
-        return [device for device in runtime.get_ep_devices() if device.ep_name not in known]
+    runtime.register_execution_provider_library(family, path)
+    return [device for device in runtime.get_ep_devices() if device.ep_name not in known]
 
 
 def _find_type(device: Any) -> str:
     kind = str(device.device.type).rpartition(".")[2].lower()
     is_integrated = dict(device.device.metadata).get("Discrete", "1") == "0"
     return "igpu" if kind == "gpu" and is_integrated else kind
-
-
-_greeted: set[str] = set()
-
-
-@contextlib.contextmanager
-def _hold_greeting(family: str) -> Iterator[None]:
-    """Keep what the first session of a provider in this process prints from stdout: QNN's simulator greets there."""
-    if family in _greeted:
-        yield
-        return
-    with _loading, _keep_stdout():
-        yield
-        _greeted.add(family)
-
-
-@contextlib.contextmanager
-def _keep_stdout() -> Iterator[None]:
-    """Send what native code prints to stdout to stderr meanwhile; `_loading` must be held: all threads share stdout."""
-    sys.stdout.flush()
-    try:
-        saved = os.dup(1)
-        os.dup2(2, 1)
-    except OSError:  # one of them is closed
-        yield
-        return
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).fflush(None)
-        os.dup2(saved, 1)
-        os.close(saved)
 
 
 class ProviderKind(DeviceKind):
@@ -283,7 +247,7 @@ class ProviderKind(DeviceKind):
                 index=index,
                 name=self.describe(index),
                 memory_bytes=int(memory.total),
-                free_bytes=int(memory.available),
+                free_bytes=count_free_bytes(),
                 memory_is_known=False,
                 vendor=str(devices[index].ep_vendor) if devices else find_record(self.family).vendor,
                 package="" if self._is_built_in else _package(self.family),
@@ -322,7 +286,16 @@ class ProviderKind(DeviceKind):
                 return f"{_package(self.family)} offers {', '.join(offered)} on this machine"
             if self.family == "webgpu" and address.index:
                 return "its sessions run on the first adapter whatever they are told (onnxruntime #32561)"
-        return _probe(self, address.index, tuple(sorted(address.options.items())))
+        problems = (self._probe(address, name) for name in PROBES)
+        first = next(problems)
+        return first if first and all(problems) else None  # no graph after the first that is taken is tried
+
+    def list_taken(self, address: DeviceAddress) -> list[str]:
+        """Return the names of those graphs of `PROBES` that a usable device takes, at least in part."""
+        return [name for name in PROBES if self._probe(address, name) is None]
+
+    def _probe(self, address: DeviceAddress, name: str) -> str | None:
+        return _probe(self, address.index, tuple(sorted(address.options.items())), name)
 
     def list_providers(self, address: DeviceAddress) -> list[tuple[str, dict[str, str]]]:
         """Return the provider with its options."""
@@ -336,8 +309,7 @@ class ProviderKind(DeviceKind):
             return super().create_session(model, options, address, provider_options)
         device = load_provider(self.family).devices[self.type][address.index]
         options.add_provider_for_devices([device], {**self._provider_options(address), **provider_options})
-        with _hold_greeting(self.family):
-            return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
+        return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
 
     def provider(self, options: Mapping[str, str]) -> str:
         """Return the name that ONNX Runtime has for the provider."""
@@ -457,27 +429,34 @@ def make_provider_kind(name: str) -> DeviceKind:
     return made
 
 
-def _build_probe() -> bytes:
-    """Return a model of one operator in float32, and one between quantisers: some devices take only one of them."""
-    from onnx import parser
-
-    text = """<ir_version: 8, opset_import: ["": 17]> probe (float[1, 8] x) => (float[1, 8] y, float[1, 8] z)
-        <float[1] scale = {0.5}, uint8[1] zero = {128}> {
-        y = Relu(x) a = QuantizeLinear(x, scale, zero) b = DequantizeLinear(a, scale, zero) c = Relu(b)
-        d = QuantizeLinear(c, scale, zero) z = DequantizeLinear(d, scale, zero) }"""
-    return bytes(parser.parse_model(text).SerializeToString())
+_WEIGHTS = ", ".join(["0.25"] * 64)
+# What providers are tried with, apart: some refuse a whole graph for one of its nodes, or take no single node.
+PROBES = {
+    "elementwise operators": "(float[1, 8] x) => (float[1, 8] y) { y = Relu(x) }",
+    "matrix products": f"""(float[1, 8] x) => (float[1, 8] y) <float[8, 8] w = {{{_WEIGHTS}}}> {{
+        a = MatMul(x, w) b = Relu(a) c = MatMul(b, w) d = Relu(c) e = MatMul(d, w) y = Relu(e) }}""",
+    "convolutions": f"""(float[1, 8, 8, 8] x) => (float[1, 8, 8, 8] y) <float[8, 8, 1, 1] w = {{{_WEIGHTS}}}> {{
+        a = Conv(x, w) b = Relu(a) c = Conv(b, w) d = Relu(c) e = Conv(d, w) y = Relu(e) }}""",
+    "quantised operators": """(float[1, 8] x) => (float[1, 8] z) <float[1] scale = {0.5}, uint8[1] zero = {128}> {
+        a = QuantizeLinear(x, scale, zero) b = DequantizeLinear(a, scale, zero) c = Relu(b)
+        d = QuantizeLinear(c, scale, zero) z = DequantizeLinear(d, scale, zero) }""",
+    "float16": "(float16[1, 8] x) => (float16[1, 8] y) { y = Relu(x) }",
+}
 
 
 @cache
-def _probe(kind: ProviderKind, index: int, options: tuple[tuple[str, str], ...]) -> str | None:
-    """Return why a device does not compute; a backend that is missing leaves all nodes to the CPU without an error."""
+def _probe(kind: ProviderKind, index: int, options: tuple[tuple[str, str], ...], name: str) -> str | None:
+    """Return why a device computes none of a graph of `PROBES`; a missing backend leaves all to the CPU, no error."""
+    from onnx import parser
+
     runtime, address = import_onnxruntime(), DeviceAddress(kind.name, index, options=dict(options))
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> probe {PROBES[name]}').SerializeToString()
     settings = runtime.SessionOptions()
     settings.log_severity_level = 4
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
 
     def list_providers() -> set[str]:
-        session = kind.create_session(_build_probe(), settings, address, {})
+        session = kind.create_session(model, settings, address, {})
         return {item.ep_name for item in session.get_provider_graph_assignment_info()}
 
     try:

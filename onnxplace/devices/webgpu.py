@@ -9,6 +9,7 @@ from typing import ClassVar
 from onnxplace.devices.device_kinds import DeviceAddress, DeviceKind, Hardware
 from onnxplace.devices.provider_lock import ProviderLock
 from onnxplace.ort import find_provider_problem, import_onnxruntime
+from onnxplace.utils import count_free_bytes
 
 # Two threads at once get wrong results, or crash.
 WEBGPU_LOCK = ProviderLock()
@@ -43,8 +44,7 @@ class WebGpu(DeviceKind):
             return ()
         import psutil
 
-        memory = psutil.virtual_memory()
-        return (Hardware(0, "", int(memory.total), int(memory.available), memory_is_known=False),)
+        return (Hardware(0, "", int(psutil.virtual_memory().total), count_free_bytes(), memory_is_known=False),)
 
     def find_problem(self, address: DeviceAddress) -> str | None:
         """Return why ONNX Runtime cannot use the GPU; None if it can."""

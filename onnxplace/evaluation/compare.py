@@ -14,7 +14,7 @@ import numpy as np
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates, list_route_devices
 from onnxplace.errors import ModelError
 from onnxplace.feeds import Array, Declared, describe_input
-from onnxplace.machine import make_runner, make_session_options, open_session, pin_thread
+from onnxplace.machine import find_typical_seconds, make_runner, make_session_options, open_session, pin_thread
 from onnxplace.model import Lineage, is_quantising, output_lineages
 from onnxplace.target import PRECISIONS
 from onnxplace.utils import report_progress
@@ -314,4 +314,4 @@ def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_u
         take_turn(min(calls_per_turn, repeat - finished))
         report_progress(finished + calls_per_turn, repeat)
     measured = {name: times[warm_ups:] for name, times in seconds.items()}
-    return {name: Timings(float(np.median(t)), float(np.quantile(t, 0.9)), len(t)) for name, t in measured.items()}
+    return {name: Timings(find_typical_seconds(t), float(np.quantile(t, 0.9)), len(t)) for name, t in measured.items()}

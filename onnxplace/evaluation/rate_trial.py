@@ -20,9 +20,9 @@ from onnxplace.evaluation.compare import open_reference
 from onnxplace.evaluation.trial import find_median_seconds
 from onnxplace.feeds import Array
 from onnxplace.machine import (
-    MAX_CREDIBLE_WAITING_SHARE,
+    Stopwatch,
     available_cores,
-    longest_wait,
+    find_typical_seconds,
     read_run_delays,
 )
 from onnxplace.pipeline import find_plugin
@@ -133,7 +133,7 @@ class RequestStream:
             began, _ = self._await_result()
             self._submit()
         events: list[Sequence[Event]] = []
-        delays, last, results = _read_worker_delays(), began, 0
+        stopwatch, last, results = Stopwatch(_read_worker_delays), began, 0
         while results < RESULTS_PER_REQUEST * self._in_flight or last - began < TURN_SECONDS:
             # Whole rounds: results of copies come in groups.
             for _ in range(self._in_flight):
@@ -141,10 +141,10 @@ class RequestStream:
                 self._submit()
                 results += 1
                 events.append(result.events)
-        share = longest_wait(delays, _read_worker_delays()) / (last - began)
+        stopwatch.stop()
         for _ in range(self._in_flight):
             self._await_result()
-        return Turn(last - began, results, tuple(events), min(share, MAX_CREDIBLE_WAITING_SHARE))
+        return Turn(last - began, results, tuple(events), max(stopwatch.waiting_share, 0.0))
 
     def _submit(self) -> None:
         future = self._start()
@@ -190,7 +190,7 @@ def _time_plain_session(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
         began = time.perf_counter()
         run(feeds)
         times.append(time.perf_counter() - began)
-    return float(np.median(times))
+    return find_typical_seconds(times)
 
 
 def _read_worker_delays() -> dict[str, int]:

@@ -7,6 +7,7 @@ longer depends on model and machine, so it is measured.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -45,6 +46,7 @@ from onnxplace.machine import (
     RUNTIME_BYTES,
     RepeatPolicy,
     Runs,
+    Stopwatch,
     available_cores,
     available_memory_bytes,
     find_device_problem,
@@ -54,7 +56,7 @@ from onnxplace.machine import (
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Runtime, RuntimeSession
 from onnxplace.target import split_host
-from onnxplace.utils import relative_error, report_progress, write_file
+from onnxplace.utils import find_core_limit, relative_error, report_progress, write_file
 
 # Clocks and caches settle within this time, and sessions within these steps.
 WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
@@ -96,7 +98,9 @@ class Trial:
 def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
     """Return why these bundles cannot be run here at the same time, or None."""
     for manifest in (bundle.manifest for bundle in bundles):
-        if problem := _find_missing_gpu(manifest) or find_core_shortage(manifest):
+        # A trial below a quota counts processor time, which devices share.
+        has_quota = find_core_limit() < math.inf
+        if problem := _find_missing_gpu(manifest) or (None if has_quota else find_core_shortage(manifest)):
             return replace(problem, code="C020", message=f"no trial was run: {problem.message}")
     # All bundles are open at the same time, since they run in turns.
     needs, free = sum(count_process_bytes(bundle.manifest) for bundle in bundles), available_memory_bytes()
@@ -314,11 +318,11 @@ class _TrialSession:
 
     def run_burst(self) -> None:
         """Run steps for `BURST_SECONDS`, at least one."""
-        before, began, first = read_run_delays(pool=True), time.perf_counter(), len(self._steps)
+        stopwatch, began, first = Stopwatch(lambda: read_run_delays(pool=True)), time.perf_counter(), len(self._steps)
         while len(self._steps) == first or time.perf_counter() - began < BURST_SECONDS:
             self._run_step()
-        share = longest_wait(before, read_run_delays(pool=True)) / (time.perf_counter() - began)
-        self._waiting_shares += [min(share, MAX_CREDIBLE_WAITING_SHARE)] * (len(self._steps) - first)
+        stopwatch.stop()
+        self._waiting_shares += [stopwatch.waiting_share] * (len(self._steps) - first)
 
     @property
     def has_enough(self) -> bool:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from onnxplace._version import __version__
 from onnxplace.errors import OnnxplaceError
+from onnxplace.utils import keep_stdout
 
 # Packages besides onnxplace that have to be equal on all hosts: they exchange messages and open the same segments.
 PACKAGES = ("mpi4py", "mpich", "openmpi")
@@ -54,6 +55,7 @@ def _find_version(package: str) -> str:
 
 def main() -> None:
     """Print the description, or the error that prevents it."""
+    keep_stdout()
     try:
         description = describe_host(sys.argv[1])
     except OnnxplaceError as problem:

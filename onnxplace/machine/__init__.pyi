@@ -57,6 +57,8 @@ from onnxplace.machine.repeated_runs import (
     MIN_RUNS as MIN_RUNS,
     RepeatPolicy as RepeatPolicy,
     Runs as Runs,
+    Stopwatch as Stopwatch,
+    find_typical_seconds as find_typical_seconds,
     longest_wait as longest_wait,
     read_run_delays as read_run_delays,
 )

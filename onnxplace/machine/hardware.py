@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from onnxplace.devices import (
@@ -26,7 +24,7 @@ from onnxplace.errors import PluginError, TargetError
 from onnxplace.machine.measurement_cache import processor
 from onnxplace.ort import import_onnxruntime, list_installed_wheels
 from onnxplace.target import Device, DeviceSpec, Target, parse_devices, split_host
-from onnxplace.utils import run_in_child
+from onnxplace.utils import count_free_bytes, find_core_limit, list_cores, run_in_child
 
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
 RUNTIME_BYTES = 141 << 20
@@ -36,24 +34,17 @@ HEADROOM_SHARE = 0.10
 
 
 def available_cores() -> tuple[int, ...]:
-    """Return the processor cores of this process, in order.
+    """Return the processor cores of this process, in order: as many as its container may use the time of.
 
-    A thread that pinned itself gets all of them too.
+    These are whole cores, at least one. A thread that pinned itself gets all of them too.
     """
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(os.getpid())))
-    return tuple(range(os.cpu_count() or 1))
+    cores = list_cores()
+    return tuple(cores[: max(int(min(find_core_limit(), len(cores)) + 0.01), 1)])
 
 
 def available_memory_bytes() -> int:
     """Return the free host memory, within the limit of the container."""
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    with suppress(OSError, ValueError):  # no such control group, or its limit is "max"
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return max(free, 0)
+    return count_free_bytes()
 
 
 def divide_cores(count: int) -> list[int]:
@@ -81,7 +72,7 @@ def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 def local_target(devices: str | Sequence[str] | None = None) -> Target:
     """Return a target of devices of this machine.
 
-    By default, these are all usable GPUs of one built-in kind, or else two CPU devices.
+    By default, these are all usable GPUs of one built-in kind, or else two CPU devices, or one on a single core.
 
     A memory limit is the memory that is free now, less `HEADROOM_SHARE`. CPU devices share the host's memory equally,
     less `RUNTIME_BYTES`, and logical devices of a GPU share that of the GPU.
@@ -123,12 +114,12 @@ def resolve_device(spec: DeviceSpec) -> DeviceSpec:
 
 
 def list_default_device_ids() -> tuple[str, ...]:
-    """Return the usable GPUs of the first kind that has any, or else two CPU devices."""
+    """Return the usable GPUs of the first kind that has any, or else two CPU devices; one where there is one core."""
     for kind in map(find_kind, list_kind_names(plugins=False)):
         addresses = [DeviceAddress(kind.name, hardware.index) for hardware in kind.list_hardware()]
         if usable := tuple(address.id for address in addresses if kind.find_problem(address) is None):
             return usable
-    return ("cpu:0", "cpu:1")
+    return ("cpu:0", "cpu:1")[: len(available_cores())]
 
 
 def _describe_accelerator(spec: DeviceSpec, sharers: int) -> Device:
@@ -262,7 +253,11 @@ def describe_machine() -> dict[str, Any]:
     Each accelerator has the reason why it cannot be used, or None. Those without a provider are `without_provider`.
     """
     return {
-        "host": {"cores": list(available_cores()), "available_memory_bytes": available_memory_bytes()},
+        "host": {
+            "cores": list(available_cores()),
+            "core_limit": None if math.isinf(find_core_limit()) else find_core_limit(),
+            "available_memory_bytes": available_memory_bytes(),
+        },
         "accelerators": [_describe(*item) for item in list_accelerators(plugins=True)],
         "without_provider": [asdict(item) for item in list_unused_hardware()],
         "onnxruntime": import_onnxruntime().__version__,
@@ -291,6 +286,7 @@ def _describe(device_id: str, hardware: Hardware, problem: str | None) -> dict[s
         "name": hardware.name or kind.title,
         "provider": kind.provider({}),
         "precision": kind.precision(device.address),
+        "takes": [] if problem else kind.list_taken(device.address),
         "needs_static_shapes": kind.needs_static_shapes,
         "install_hint": _hint_install(device) if problem else "",
     }

@@ -28,7 +28,7 @@ import numpy as np
 
 from onnxplace._version import __version__
 from onnxplace.errors import OnnxplaceError
-from onnxplace.utils import write_file
+from onnxplace.utils import find_core_limit, write_file
 
 # Part of every key, next to our version: raise it when the measurements, or their format, change.
 VERSION = 1
@@ -79,9 +79,9 @@ def contents() -> Contents:
 def key(parts: Iterable[str | bytes]) -> str:
     """Return the key of a measurement that these parts describe.
 
-    The order of the parts matters.
+    The order of the parts matters. Below a core, the quota of the container does too: what is measured contains it.
     """
-    digest = hashlib.sha256(f"{__version__} {VERSION}".encode())
+    digest = hashlib.sha256(f"{__version__} {VERSION} {min(find_core_limit(), 1):.2g}".encode())
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "little"))

@@ -6,6 +6,7 @@ Sessions are quiet, pinned to cores, and on the given device or not opened.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import re
 import threading
@@ -23,7 +24,7 @@ from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_
 from onnxplace.machine.interrupts import interruptible
 from onnxplace.machine.refusals import explain_refusal, find_written_folder
 from onnxplace.ort import import_onnxruntime
-from onnxplace.utils import run_in_threads
+from onnxplace.utils import find_core_limit, run_in_threads
 
 # ------------------------------------------------------------------ sessions of providers that are not safe for threads
 
@@ -215,7 +216,8 @@ def make_session_options(
     all_entries: dict[str, str] = {}
     if len(cores) > 1 and hasattr(os, "sched_setaffinity"):
         # The entry counts cores from 1, and leaves out the calling thread.
-        all_entries["session.intra_op_thread_affinities"] = ";".join(str(core + 1) for core in cores[1:])
+        affinities = ";".join(str(core + 1) for core in cores[1:])
+        all_entries.update({"session.intra_op_thread_affinities": affinities} if _may_pin() else {})
         all_entries["session.intra_op.spin_duration_us"] = str(SPIN_MICROSECONDS)
     return create_session_options(properties, {**all_entries, **(entries or {})}, list_operator_libraries())
 
@@ -406,10 +408,15 @@ def list_taken_nodes(session: Any, device: DeviceAddress) -> frozenset[str]:
     return frozenset(item for name in names for item in (name, re.sub(r"_token_\d+$", "", name)))
 
 
+def _may_pin() -> bool:
+    """Return whether threads can be kept on cores; all containers with a quota would take the same ones."""
+    return hasattr(os, "sched_setaffinity") and math.isinf(find_core_limit())
+
+
 @contextmanager
 def pin_thread(cores: Sequence[int]) -> Iterator[None]:
     """Keep the calling thread on the first of `cores` while inside."""
-    if not cores or not hasattr(os, "sched_setaffinity"):
+    if not cores or not _may_pin():
         yield
         return
     previous = os.sched_getaffinity(0)

@@ -3,6 +3,9 @@
 Waiting for a core is separated from computing: the time that a run waited is subtracted, and the runs that waited least
 are preferred. Linux counts for each thread the time that it was ready and had no core (`schedstat`, second number). On
 other systems this is unknown, and counts as zero.
+
+The quota of a container is no such wait: it stops a process that has used its share of a period, perhaps in one run of
+many. So a run counts as long as its processor time takes at the rate of the quota, wherever the stops fell.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from onnxplace.graph import Floats, Longs
-from onnxplace.utils import report_progress
+from onnxplace.utils import find_core_limit, report_progress
 
 T = TypeVar("T")
 
@@ -45,7 +48,7 @@ class Runs:
     elapsed_seconds: Floats
     """Seconds from start to end of each run."""
     waiting_seconds: Floats
-    """Seconds of each run without a core."""
+    """Seconds of each run without a core; negative if a quota would not let it be as fast all the time."""
 
     @staticmethod
     def join(parts: Sequence[Runs]) -> Runs:
@@ -94,7 +97,7 @@ class Runs:
     def waiting(self) -> float:
         """Return the share of time that undisturbed runs waited for a core."""
         waited, elapsed = self.waiting_seconds[self.undisturbed].sum(), self.elapsed_seconds[self.undisturbed].sum()
-        return float(waited / max(float(elapsed), 1e-9))
+        return max(float(waited / max(float(elapsed), 1e-9)), 0.0)
 
 
 @dataclass(frozen=True)
@@ -120,10 +123,11 @@ class RepeatPolicy:
         elapsed: list[float] = []
         waiting: list[float] = []
         while True:
-            delays, start = read_run_delays(pool), time.perf_counter()
+            stopwatch = Stopwatch(lambda: read_run_delays(pool))
             result = call()
-            elapsed.append(time.perf_counter() - start)
-            waiting.append(min(longest_wait(delays, read_run_delays(pool)), MAX_CREDIBLE_WAITING_SHARE * elapsed[-1]))
+            stopwatch.stop()
+            elapsed.append(stopwatch.elapsed_seconds)
+            waiting.append(stopwatch.waiting_share * stopwatch.elapsed_seconds)
             # Not after each run: the statistics take longer than a small model.
             count = len(elapsed)
             if count < self.max_runs and count % max(count // 8, 1):
@@ -151,6 +155,34 @@ class RepeatPolicy:
 
 
 # --------------------------------------------------------------------------------------------------- waiting for a core
+
+
+class Stopwatch:
+    """Times work of this process, from its construction on, and how long threads waited for a core meanwhile.
+
+    Args:
+        read_delays: Returns the run delays of the threads that count.
+    """
+
+    elapsed_seconds: float
+    waiting_share: float
+    """Share of the time; negative if a quota would not let this process be as fast all the time."""
+
+    def __init__(self, read_delays: Callable[[], dict[str, int]]) -> None:
+        self._read_delays, self._delays = read_delays, read_delays()
+        self._cpu_seconds, self._began = time.process_time(), time.perf_counter()
+
+    def stop(self) -> None:
+        """Set the results."""
+        self.elapsed_seconds = max(time.perf_counter() - self._began, 1e-9)
+        least_seconds = (time.process_time() - self._cpu_seconds) / find_core_limit()
+        waited = longest_wait(self._delays, self._read_delays()) / self.elapsed_seconds
+        self.waiting_share = min(waited, MAX_CREDIBLE_WAITING_SHARE, 1 - least_seconds / self.elapsed_seconds)
+
+
+def find_typical_seconds(seconds: Sequence[float]) -> float:
+    """Return the median; the mean where a quota of less than a core stops some of the runs for long."""
+    return float(np.mean(seconds) if find_core_limit() < 1 else np.median(seconds))
 
 
 def read_run_delays(pool: bool) -> dict[str, int]:

@@ -3,11 +3,17 @@ from onnxplace.utils.array_files import (
     map_arrays as map_arrays,
     write_arrays as write_arrays,
 )
+from onnxplace.utils.control_groups import (
+    count_free_bytes as count_free_bytes,
+    find_core_limit as find_core_limit,
+    list_cores as list_cores,
+)
 from onnxplace.utils.differences import relative_error as relative_error
 from onnxplace.utils.docstrings import read_field_docs as read_field_docs
 from onnxplace.utils.files import (
     cannot_write_error as cannot_write_error,
     disk_error as disk_error,
+    find_library_error as find_library_error,
     format_path as format_path,
     open_input as open_input,
     parse_json as parse_json,
@@ -57,6 +63,7 @@ from onnxplace.utils.quantities import (
 )
 from onnxplace.utils.random_kernels import random_uniform as random_uniform
 from onnxplace.utils.renames import exchange_names as exchange_names, rename_new as rename_new
+from onnxplace.utils.standard_output import keep_stdout as keep_stdout
 from onnxplace.utils.subprocesses import (
     ChildProcess as ChildProcess,
     run_in_child as run_in_child,

@@ -32,6 +32,10 @@ _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # At most so many names of a folder are read for the suggestion of another file.
 _MAX_NAMES = 1000
 # The escape of half of a character outside the first 65536, which is a character only together with its other half.
+# Of the messages of loaders of Linux, macOS and Windows.
+_LIBRARY_WORDS = re.compile(
+    r"shared (object|library)|undefined symbol|dlopen|invalid ELF|file too short|\.(so|dylib|dll)\b"
+)
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -51,11 +55,21 @@ def is_disk_full(problem: OSError) -> bool:
 
 def disk_error(problem: OSError, where: str) -> OnnxplaceError:
     """Return the error for a file system that refuses to write: exit 4, with advice for a full one."""
+    if library_error := find_library_error(problem):
+        return library_error
     if is_disk_full(problem):
         hint = "free some space, or choose another -o (for temporary files, another TMPDIR)"
         return ExecutionError("E001", "no space left", where=where, hint=hint)
     message = f"cannot be written: {problem.strerror or problem}"
     return ExecutionError("U032", message, where=where, hint="check the folder and its permissions")
+
+
+def find_library_error(problem: OSError | ImportError) -> UsageError | None:
+    """Return the error for a library that cannot be loaded, if that is the cause: such an OSError has no number."""
+    if getattr(problem, "errno", None) is not None or not _LIBRARY_WORDS.search(str(problem)):
+        return None
+    hint = "reinstall the package that it belongs to, and what that needs"
+    return UsageError("U110", f"a library cannot be loaded: {problem}", hint=hint)
 
 
 def cannot_write_error(problem: OSError | ValueError | str, path: Path) -> UsageError:

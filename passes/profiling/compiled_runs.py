@@ -90,7 +90,8 @@ class RunMeasurer:
 
         The whole model says so. If a provider fails to open it, there is a first node in the order with which it fails,
         alone or in one kernel with nodes before: it is found by bisection, and refused with its equals. The rest is
-        tried again, until it opens. So every part of what is taken opens, too.
+        tried again, until it opens. So every part of what is taken opens, too. A provider that takes none of the nodes
+        may do so for one of them, which is found in the same way.
         """
         unit = join_quantised_units(self.model, np.arange(len(self.graph), dtype=np.int32))
         units = list(dict.fromkeys(unit[self.graph.order].tolist()))
@@ -101,17 +102,20 @@ class RunMeasurer:
             # The first `openable` units open together, the first `failing` do not.
             try:
                 taken = self._list_taken(np.flatnonzero(np.isin(unit, units[:count])).astype(np.int32), values)
+                messages = []
             except OnnxplaceError as problem:
+                taken, messages = frozenset(), [problem.message]
+            if taken and count == len(units):
+                names = taken
+                break
+            if taken:
+                openable = count
+            else:
+                failing = count
                 if values is feeds:
                     values = self._compute_inputs(list(np.arange(len(self.graph), dtype=np.int32)[:, None]), feeds)
-                failing, message = count, problem.message
-            else:
-                openable = count
-                if count == len(units):
-                    names = taken
-                    break
             if failing - openable == 1:
-                problems.append(message)
+                problems += messages
                 culprit = kind[units[failing - 1]]
                 openable = sum(kind[name] != culprit for name in units[:openable])
                 units = [name for name in units if kind[name] != culprit]

@@ -108,7 +108,7 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 # Modules that every wing may import.
-EVERYWHERE = {"_lazy", "_version"}
+EVERYWHERE = {"_lazy", "_startup", "_version"}
 WINGS = tuple(MAY_IMPORT)
 
 

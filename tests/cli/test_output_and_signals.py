@@ -119,6 +119,99 @@ def test_a_closed_stdout_is_not_a_defect(bundle: Path):
     assert (result.returncode, result.stderr) == (0, "")
 
 
+# ------------------------------------------------------------------------------------- what native libraries print
+
+
+NATIVE_SCRIPT = """
+import ctypes, os
+from onnxplace.cli import app, print_json, print_text
+def command(**_):
+    os.write(1, b"written by a library\\n")
+    ctypes.CDLL(None).puts(b"kept in a buffer of C")
+    RESULT
+    os.write(1, b"written later\\n")
+app.cli.main = command
+app.entry()
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="it calls C's puts")
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [("print_json({'a': 1})", '{\n "a": 1\n}\n'), ("print_text('a table')", "a table\n")],
+    ids=["json", "text"],
+)
+def test_what_native_libraries_print_does_not_reach_stdout(result: str, expected: str):
+    command = [sys.executable, "-c", NATIVE_SCRIPT.replace("RESULT", result), "passes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert (done.returncode, done.stdout) == (0, expected)
+    assert sorted(done.stderr.splitlines()) == ["kept in a buffer of C", "written by a library", "written later"]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_left_as_they_are(closed: str):
+    command = ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", *PYTHON, "passes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("m-etf" in done.stdout) == closed.startswith("2")
+
+
+def test_a_file_that_is_called_stdout_is_that_of_the_user(bundle: Path, tmp_path: Path):
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        command = [*PYTHON, "run", str(bundle), "--outputs", "/dev/stdout", "--quiet"]
+        assert subprocess.run(command, stdout=out, stderr=err, timeout=TIMEOUT_SECONDS).returncode == 0
+    assert np.load(tmp_path / "out")["y"].shape == (4, 64)
+    assert (tmp_path / "err").read_text() == ""
+
+
+# ------------------------------------------------------------------------------------- signals while it is imported
+
+
+# As sitecustomize.py, it sends the signal when the command line is about to be imported.
+EARLY_SIGNAL = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "onnxplace.cli":
+            os.kill(os.getpid(), signal.NAME)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("json_", [False, True], ids=["text", "json"])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize("is_module", [False, True], ids=["script", "module"])
+def test_signals_during_imports_leave_no_traceback(tmp_path: Path, is_module: bool, name: str, code: int, json_: bool):
+    (tmp_path / "sitecustomize.py").write_text(EARLY_SIGNAL.replace("NAME", name))
+    (tmp_path / "onnxplace").write_text("from onnxplace.cli import entry\nentry()")
+    command = [sys.executable, *(("-m", "onnxplace") if is_module else (str(tmp_path / "onnxplace"),)), "passes"]
+    root = str(Path(onnxplace.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), root))}
+    done = subprocess.run(
+        [*command, *(["--json"] if json_ else [])], capture_output=True, text=True, env=environment, cwd=root,
+        timeout=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    message = "interrupted" if name == "SIGINT" else "interrupted (SIGTERM)"
+    assert (done.returncode, done.stderr) == (code, f"{message}; nothing half-written was left\n")
+    error = {"code": "X011", "message": message, "where": "", "hint": ""}
+    assert done.stdout == (f"{json.dumps({'error': error}, indent=1)}\n" if json_ else "")
+
+
+def test_a_program_that_imports_the_package_keeps_its_interrupts():
+    script = "import signal, onnxplace; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is no nohup")
+def test_ignored_interrupts_stay_ignored(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(EARLY_SIGNAL.replace("NAME", "SIGINT"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-m", "onnxplace", "passes"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # ---------------------------------------------------------------------------------------------------------- SIGTERM
 
 

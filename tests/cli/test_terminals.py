@@ -171,9 +171,9 @@ def test_flags_mean_the_same_in_every_version_of_click(name):
 @pytest.mark.parametrize(
     ("arguments", "expected_words"),
     [
-        (("compil",), "No such command 'compil': did you mean 'compile'?"),
-        (("RUN", "x"), "No such command 'RUN': did you mean 'run'?"),
-        (("frobnicate",), "No such command 'frobnicate': known: compile, run,"),
+        (("compil",), "no such command 'compil'\n  hint: did you mean 'compile'?"),
+        (("RUN", "x"), "no such command 'RUN'\n  hint: did you mean 'run'?"),
+        (("frobnicate",), "no such command 'frobnicate'\n  hint: known: compile, run,"),
         (("--frobnicate",), "--frobnicate"),
         (("--", "--frobnicate"), "--frobnicate"),
     ],

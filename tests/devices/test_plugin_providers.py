@@ -4,11 +4,21 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
-from onnxplace.devices import find_kind, is_known_kind, list_kind_names, plugin_providers, resolve_short_name
+from onnxplace.devices import (
+    DeviceAddress,
+    find_kind,
+    is_known_kind,
+    list_kind_names,
+    plugin_providers,
+    resolve_short_name,
+)
 from onnxplace.devices.plugin_providers import LIBRARIES_VARIABLE, RECORDS, has_family, parse_kind_name
 from onnxplace.errors import UsageError
 from onnxplace.machine import find_link_technology
@@ -203,7 +213,8 @@ def test_short_names_stand_for_usable_devices_in_order(monkeypatch, name_library
 class FakeDevice:
     """A device of a provider, with memory of its own or without."""
 
-    ep_name, ep_vendor = "FakeExecutionProvider", "Fake"
+    ep_name, ep_vendor, ep_metadata = "FakeExecutionProvider", "Fake", {}
+    device = SimpleNamespace(metadata={})
 
     def __init__(self, memory):
         self._memory = memory
@@ -230,3 +241,85 @@ def test_malformed_libraries_do_not_disturb_devices_of_other_kinds(monkeypatch):
     has_family.cache_clear()
     with pytest.raises(UsageError, match="U005"):
         is_known_kind("other/npu")
+
+
+# ------------------------------------------------------------------------------------- what an unknown provider takes
+
+
+class FakeSession:
+    """A session of which a provider took the nodes, or the CPU."""
+
+    def __init__(self, provider):
+        self.ep_name = provider
+
+    def get_provider_graph_assignment_info(self):
+        return [self]
+
+
+@pytest.fixture
+def pretend_provider(monkeypatch):
+    """Return a kind of devices whose provider takes graphs without some operators, whole or not at all."""
+    monkeypatch.setattr(plugin_providers, "_list_named", lambda: {"pretended": "libpretended.so"})
+    loaded = plugin_providers.LoadedProvider({"npu": [FakeDevice(None)]})
+    monkeypatch.setitem(plugin_providers._loaded, "pretended", loaded)
+    has_family.cache_clear()
+
+    def pretend(refused, fails=False):
+        def open_graph(self, model, options, address, entries):
+            if refused & {node.op_type for node in onnx.load_from_string(model).graph.node}:
+                if fails:
+                    raise RuntimeError("[ONNXRuntimeError] : 1 : FAIL : it cannot do this")
+                return FakeSession("CPUExecutionProvider")
+            return FakeSession("FakeExecutionProvider")
+
+        monkeypatch.setattr(plugin_providers.ProviderKind, "create_session", open_graph)
+        plugin_providers._probe.cache_clear()
+        return plugin_providers.make_provider_kind("pretended/npu")
+
+    yield pretend
+    plugin_providers._probe.cache_clear()
+    plugin_providers.make_provider_kind.cache_clear()
+    has_family.cache_clear()
+
+
+ADDRESS = DeviceAddress("pretended/npu", 0)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["leaves them to the CPU", "fails"])
+@pytest.mark.parametrize(
+    ("refused", "taken"),
+    [
+        ({"QuantizeLinear"}, ["elementwise operators", "matrix products", "convolutions", "float16"]),
+        ({"Conv", "QuantizeLinear"}, ["elementwise operators", "matrix products", "float16"]),
+        (set(), [*plugin_providers.PROBES]),
+    ],
+)
+def test_a_provider_is_usable_if_it_takes_one_of_several_graphs(pretend_provider, refused, taken, fails):
+    kind = pretend_provider(refused, fails)
+    assert kind.find_problem(ADDRESS) is None
+    assert kind.list_taken(ADDRESS) == taken
+
+
+def test_a_provider_that_takes_nothing_cannot_be_used(pretend_provider):
+    kind = pretend_provider({"Relu"})
+    problem = "it opens, but leaves every node to the CPU: its driver or backend is missing"
+    assert kind.find_problem(ADDRESS) == problem
+    assert (
+        pretend_provider({"Relu"}, fails=True).find_problem(ADDRESS) == "ONNX Runtime cannot open it: it cannot do this"
+    )
+
+
+def test_every_graph_that_providers_are_tried_with_runs():
+    for text in plugin_providers.PROBES.values():
+        model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> probe {text}')
+        onnx.checker.check_model(model, full_check=True)
+        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        (item,) = session.get_inputs()
+        kind = np.float16 if "float16" in item.type else np.float32
+        assert np.isfinite(session.run(None, {item.name: np.ones(item.shape, kind)})[0]).all()
+
+
+def test_devices_says_what_a_provider_takes(pretend_provider, run_cli, monkeypatch):
+    pretend_provider({"QuantizeLinear"})
+    words = "takes elementwise operators, matrix products, convolutions, float16"
+    assert words in run_cli("devices", "--devices", "cpu:0").out

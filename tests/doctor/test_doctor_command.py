@@ -87,7 +87,7 @@ def test_bad_usage_exits_with_2(run_cli, tmp_path, monkeypatch):
         (("--devices", "cudda:0"), "T005"),
         (("--seconds", "0"), "error[U005] --seconds: expected a positive number of seconds, at most 86400, got 0"),
         (("--output", tmp_path / "none" / "report.json"), "U032"),
-        (("model.onnx",), "Error"),
+        (("model.onnx",), "error[U000] onnxplace doctor: got unexpected extra argument"),
     ):
         result = run_cli("doctor", *arguments)
         assert (result.code, result.out) == (2, "")

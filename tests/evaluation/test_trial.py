@@ -265,6 +265,13 @@ def test_a_bundle_with_missing_devices_is_not_tried_out(branches_bundle):
     assert note.where == "cuda:99"
 
 
+def test_below_a_quota_devices_that_compete_are_tried(branches_bundle, monkeypatch):
+    many = tuple(Device(f"cpu:{index}", 1 << 30, cores=64) for index in range(2))
+    assert find_untried_note(branches_bundle, devices=many).code == "C020"
+    monkeypatch.setattr(trial, "find_core_limit", lambda: 0.6)
+    assert find_untried_note(branches_bundle, devices=many) is None
+
+
 def test_a_bundle_that_does_not_fit_into_memory_is_not_tried_out(model_file, tmp_path, monkeypatch, open_calls):
     monkeypatch.setattr(trial, "available_memory_bytes", lambda: 1000)
     result = compile_model(model_file, tmp_path / "b", **TWO)

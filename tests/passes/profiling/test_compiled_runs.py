@@ -164,3 +164,32 @@ def test_nodes_with_which_a_provider_fails_to_open_are_found_and_refused_with_th
     assert is_refused(measurement.seconds).tolist() == [op in culprits for op in measured.graph.ops]
     assert "could not be run, such as: the backend cannot finalize the graph" in note.message
     assert len(opened) <= 13
+
+
+def test_a_provider_that_refuses_a_whole_graph_for_one_node_takes_the_parts_without_it(monkeypatch):
+    def list_whole(session, device):
+        names = list_of_graph(session)
+        return frozenset() if names & {"erf", "last"} else names
+
+    def list_of_graph(session):
+        return frozenset(
+            item.name for group in session.get_provider_graph_assignment_info() for item in group.get_nodes()
+        )
+
+    measured = measurer(monkeypatch, set())
+    monkeypatch.setattr(compiled_runs, "list_taken_nodes", list_whole)
+    measurement, (note,) = measured.measure(measured.model.feeds())
+    refused = {name for name, time in zip(measured.graph.names, measurement.seconds) if time == REFUSED_SECONDS}
+    assert refused == {"erf", "last"}
+    assert note.message.startswith("takes 5 of 7 nodes, not 2 Erf; measured in 3 runs of nodes; opening took ")
+    assert "could not be run" not in note.message
+
+
+def test_a_provider_that_takes_nothing_is_asked_once_for_each_sort_of_nodes_at_most(monkeypatch):
+    asked = []
+    monkeypatch.setattr(RunMeasurer, "_list_taken", lambda self, nodes, values: asked.append(len(nodes)) or frozenset())
+    measured = measurer(monkeypatch, set())
+    measurement, (note,) = measured.measure(measured.model.feeds())
+    assert is_refused(measurement.seconds).all()
+    assert note.message.startswith("takes 0 of 7 nodes, not 4 MatMul, 2 Erf, 1 Relu; measured in 0 runs of nodes")
+    assert len(asked) <= 10
