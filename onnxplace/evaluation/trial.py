@@ -203,7 +203,7 @@ def run_trials(
         )
 
     parts = [f"compared trial {is_sure}", *(f"plain {cores}" for cores in references)]
-    return measure_once(Trial, parts, bundles, feeds, cached and is_local, measure)
+    return measure_once(Trial, parts, bundles, feeds, cached and is_local, is_local, measure)
 
 
 def _list_reference_cores(bundles: Sequence[Bundle]) -> tuple[tuple[int, ...], ...]:
