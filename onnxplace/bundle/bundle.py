@@ -89,7 +89,7 @@ def describe_step(manifest: Manifest) -> str:
     if manifest.gap is not None:
         parts.append(describe_gap(manifest.gap))
     if any((note.code, note.where) == ("C004", manifest.model) for note in manifest.diagnostics):
-        parts.append("unsure: other programs used the cores")
+        parts.append("unsure: other programs used the cores, or costs are wrong")
     return ", ".join(parts)
 
 

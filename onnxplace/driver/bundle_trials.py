@@ -36,7 +36,7 @@ from onnxplace.feeds import Array
 from onnxplace.graph import Floats
 from onnxplace.model import Model
 from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices
-from onnxplace.problem import commit_placement, placement_problem, predict_single_device_seconds
+from onnxplace.problem import bound_speedup, commit_placement, placement_problem, predict_single_device_seconds
 from onnxplace.state import State
 from onnxplace.utils import format_milliseconds, progress_part
 
@@ -48,6 +48,9 @@ CLEAR_ONE_DEVICE_RATIO = 0.97
 CLEAR_BALANCED_RATIO = 0.99
 # Stages are balanced again where they are at most this many times slower than the best.
 BALANCED_RATIO = 1.3
+# Costs are wrong if a trial is faster by more than this than they allow; overheads, which they leave out, hide that in
+# shorter steps.
+CREDIBLE_EXCESS, MIN_JUDGED_SECONDS = 1.05, 1e-3
 # Credible ratios of a measured to a predicted time of a segment.
 MIN_SCALE, MAX_SCALE = 0.1, 10.0
 
@@ -142,15 +145,23 @@ class _Trials:
         try:
             if problem := find_trial_obstacle(bundle):
                 return candidate.with_notes(problem), None
-            (trial,) = run_trials([bundle], self._feeds, cached=self._cache, thorough=self._thorough, plain=True)
+            trial = self._run_trial(bundle, self._cache)
+            contradiction = _find_contradiction(candidate, trial)
+            if contradiction and not trial.is_doubtful:  # measured once more, as either of the two may be wrong
+                trial = self._run_trial(bundle, cached=False)
+                contradiction = _find_contradiction(candidate, trial)
         except OnnxplaceError as problem:
             if problem.code == "C022":
                 raise
             message = f"the bundle fails in its trial: {problem.message}"
             hint = "onnxplace verify shows whether the unsplit model fails too"
             return candidate.with_notes(Diagnostic("C021", message, where=problem.where, hint=hint)), None
-        doubt = find_trial_doubt(trial, candidate.state[Model].name)
+        doubt = find_trial_doubt(trial, candidate.state[Model].name) or contradiction
         return candidate.with_notes(*([doubt] if doubt else [])), trial
+
+    def _run_trial(self, bundle: Bundle, cached: bool) -> Trial:
+        (trial,) = run_trials([bundle], self._feeds, cached=cached, thorough=self._thorough, plain=True)
+        return trial
 
     def _keep_fastest(
         self, candidates: Sequence[BuiltStrategy], comparison: Comparison
@@ -353,6 +364,26 @@ def _find_faster_device(candidate: BuiltStrategy, step_seconds: float, trial: Tr
         return None
     shortest = trial.plain.one_device_seconds if trial and trial.plain else float(seconds[best])
     return (best, shortest) if shortest < step_seconds else None
+
+
+def _find_contradiction(candidate: BuiltStrategy, trial: Trial) -> Diagnostic | None:
+    """Return a note if a trial is faster than its devices can be by the costs of nodes, which are wrong then."""
+    if trial.step_seconds < MIN_JUDGED_SECONDS:
+        return None
+    bound = candidate.bundle.manifest.predicted.lower_bound_seconds
+    most = bound_speedup(candidate.unsharded[Profile], candidate.unsharded.target)
+    step, ratio = format_milliseconds(trial.step_seconds), 0.0
+    if trial.plain:
+        ratio = trial.plain.one_device_seconds / trial.step_seconds
+    if trial.step_seconds * CREDIBLE_EXCESS < bound:
+        problem = f"the step of {step} is below the lower bound of {format_milliseconds(bound)}"
+    elif ratio > CREDIBLE_EXCESS * most:
+        problem = f"the step of {step} is {ratio:.2f} times as fast as one device, and {most:.2f} is the most"
+    else:
+        return None
+    message = f"the figures are less sure than usual: {problem} by the costs of nodes, so these costs are wrong"
+    hint = "--no-cache measures the costs again, when the machine is idle"
+    return Diagnostic("C004", message, where=candidate.state[Model].name, hint=hint)
 
 
 def _report_faster_device(candidate: BuiltStrategy, step_seconds: float, trial: Trial | None) -> list[Diagnostic]:

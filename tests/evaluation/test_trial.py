@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from onnx import numpy_helper
 
 import onnxplace
-from onnxplace.bundle import Manifest, list_routes, predict_serial_seconds, simulate_manifest
+from onnxplace.bundle import Manifest, describe_step, list_routes, predict_serial_seconds, simulate_manifest
 from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError
 from onnxplace.evaluation import trial
@@ -20,6 +20,7 @@ from onnxplace.facts import Placement
 from onnxplace.machine import available_cores, local_target, measurement_cache
 from onnxplace.model import Model
 from onnxplace.passes import emit
+from onnxplace.problem import bound_speedup
 from onnxplace.runtime import Event, Result, RuntimeSession
 from onnxplace.runtimes.execution.segments import OpenSegment
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
@@ -475,3 +476,33 @@ def test_every_request_of_a_trial_begins_with_the_same_states(tmp_path, monkeypa
     assert bundle.manifest.trial is not None
     assert inputs
     assert all(values == [0] * 6 for values in inputs)
+
+
+def test_a_trial_that_is_faster_than_costs_allow_is_run_again_and_then_unsure(make_model_for_two, monkeypatch):
+    calls = []
+
+    def result(bundles, feeds, **options):
+        calls.append(options["cached"])
+        times = {segment.id: 1e-3 for segment in bundles[0].manifest.segments}
+        return tuple(trial.Trial(2e-3, 1e-5, times, 5, 0.0) for _ in bundles)  # by the costs, it takes 20 ms and more
+
+    monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", result)
+    monkeypatch.setattr("onnxplace.driver.bundle_trials._find_unmeasured_costs", lambda state: None)
+    compiled = make_model_for_two()
+    assert calls == [True, False]
+    (note,) = [note for note in compiled.diagnostics if note.code == "C004"]
+    assert "the step of 2 ms is below the lower bound of " in note.message
+    assert "these costs are wrong" in note.message
+    assert describe_step(compiled.bundle.manifest).endswith(
+        ", unsure: other programs used the cores, or costs are wrong"
+    )
+
+
+def test_two_equal_devices_are_at_most_twice_as_fast_as_one():
+    profile = SimpleNamespace(seconds={"a": np.array([1.0, 3.0]), "b": np.array([2.0, np.inf])})
+    devices = [SimpleNamespace(cost_class=name) for name in "aab"]
+    assert bound_speedup(profile, SimpleNamespace(devices=devices[:2])) == pytest.approx(2.0)
+    assert bound_speedup(profile, SimpleNamespace(devices=devices[:1])) == pytest.approx(1.0)
+    # Of the first node, the three do 2.5 in a second, of the second one, two do 2 / 3.
+    assert bound_speedup(profile, SimpleNamespace(devices=devices)) == pytest.approx(4 / (1 / 2.5 + 1.5))
+    assert bound_speedup(profile, SimpleNamespace(devices=devices[2:])) == np.inf
