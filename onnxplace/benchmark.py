@@ -5,25 +5,28 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from onnxplace.bundle import MANIFEST_FILE, Bundle
 from onnxplace.driver import checks_arguments
-from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
+from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError, format_count
 from onnxplace.evaluation import (
+    DeviceUsage,
     DeviceUse,
     LinkUse,
     Opening,
     ProcessUse,
     RequestStream,
+    Speedup,
     StateCarrier,
     StepInputs,
     StreamUse,
     Timings,
     choose_step_inputs,
+    compute_speedup,
     find_core_shortage,
     find_trial_doubt,
     measure_model_opening,
@@ -62,8 +65,15 @@ WARM_UPS = 2
 MAX_STREAMED_TURNS = 8
 # Rounds with traces; more of them hardly change the medians of parts of a step.
 MAX_TRACED = 20
+# Fewer rounds say little about a difference.
+MIN_JUDGED_ROUNDS = 5
+# A device that is busy for this share of a step limits it; below, devices wait for one another.
+LIMITING_SHARE = 0.6
 # The system counts a wait when it ends, wherever it began: less time says nothing about the load.
 MIN_JUDGED_SECONDS = 0.25
+
+
+AnyRecord = TypeVar("AnyRecord")
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,8 @@ class Rates:
 
     measured: float
     """With several in flight."""
-    predicted: float
+    predicted: float | None
+    """None for other sizes than the compiled ones."""
     all_cores: float
     """Of one session with all cores, one request after the other."""
 
@@ -98,18 +109,22 @@ class Benchmark:
     """The same with the cores of a single device."""
     in_flight: Timings | None
     """The time between two results with several requests in flight, if that was asked for."""
-    ratio: float
-    """The bundle's time over that of the model."""
-    ratio_one_device: float
-    predicted_seconds: float
-    predicted_interval_seconds: float
+    speedup: Speedup
+    """How many times as fast the bundle is as one session with all cores."""
+    speedup_one_device: Speedup
+    """The same for one session with the cores of a single device."""
+    verdict: str
+    """In words: faster or slower than one session with all cores, how sure that is, and what limits."""
+    predicted_seconds: float | None
+    """None, as the other two, where the inputs have other sizes than the compiled ones."""
+    predicted_interval_seconds: float | None
     requests_per_second: Rates | None
-    predicted_one_device_seconds: float
+    predicted_one_device_seconds: float | None
     devices: tuple[DeviceUse, ...]
     links: tuple[LinkUse, ...]
     process: ProcessUse
-    timeline: TimelineComparison
-    """Where a timeline of the bundle differs most from the predicted one."""
+    timeline: TimelineComparison | None
+    """Where a timeline differs most from the predicted one; None for other sizes than the compiled ones."""
     waiting: float | None = None
     """Share of the time in which a thread waited for a core that another one used; None if the steps are too short."""
     streams: tuple[StreamUse, ...] = ()
@@ -124,11 +139,14 @@ class Benchmark:
     def __repr__(self) -> str:
         rates, bundle = self.requests_per_second, format_milliseconds(self.bundle.median_seconds)
         model, one_device = (format_milliseconds(item.median_seconds) for item in (self.model, self.one_device))
-        in_flight = [f"in flight: {rates.measured:.4g} requests/s, predicted {rates.predicted:.4g}"] if rates else []
+        in_flight = [f"in flight: {rates.measured:.4g} requests/s"] if rates else []
+        predicted = self.predicted_seconds
+        expected = "" if predicted is None else f", predicted {format_milliseconds(predicted)}"
         return format_object(
-            f"Benchmark: step {bundle}, predicted {format_milliseconds(self.predicted_seconds)}",
+            f"Benchmark: step {bundle}{expected}",
             f"one session: {model} with all cores, {one_device} with those of one device",
             *in_flight,
+            self.verdict,
         )
 
 
@@ -186,7 +204,7 @@ def bench(
             message = "requests with states follow one another, so only one is in flight"
             raise UsageError("U042", message, where="--in-flight", hint="omit it")
         steps = choose_step_inputs(opened, inputs, shape or {}, seed)
-        notes = _report_other_sizes(opened, steps.first)
+        notes = other_sizes = _report_other_sizes(opened, steps.first)
         if record:
             _require_recordable(opened.path, notes)
             opened, notes = _record_trial(opened, steps.first, runtime)
@@ -198,17 +216,19 @@ def bench(
     predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
     if trace:
         _write_trace(Path(trace), opened, usage.timelines, predict_timelines(opened.manifest, usage.timelines))
-    expected, step = opened.manifest.predicted, times["bundle"].median_seconds
+    expected = opened.manifest.predicted
     # Copies do not delay each other.
     interval = expected.interval_seconds / max(len(copies), 1)
     shortage = find_core_shortage(opened.manifest)
-    return Benchmark(
+    speedup = compute_speedup(times["model"], times["bundle"])
+    result = Benchmark(
         bundle=times["bundle"],
         model=times["model"],
         one_device=times["one_device"],
         in_flight=times.get("in_flight"),
-        ratio=step / times["model"].median_seconds,
-        ratio_one_device=step / times["one_device"].median_seconds,
+        speedup=speedup,
+        speedup_one_device=compute_speedup(times["one_device"], times["bundle"]),
+        verdict=_phrase_verdict(speedup, times["bundle"], waiting, usage),
         predicted_seconds=expected.step_seconds,
         predicted_interval_seconds=interval,
         requests_per_second=_compute_rates(times, interval),
@@ -229,6 +249,53 @@ def bench(
             *failures,
         ),
     )
+    return _without_predictions(result) if other_sizes else result
+
+
+def _without_predictions(result: Benchmark) -> Benchmark:
+    """Return the figures of other sizes than the compiled ones, for which nothing was predicted."""
+    rates = result.requests_per_second
+    return replace(
+        _clear_predictions(result),
+        requests_per_second=rates and replace(rates, predicted=None),
+        timeline=None,
+        devices=tuple(map(_clear_predictions, result.devices)),
+        links=tuple(map(_clear_predictions, result.links)),
+        streams=tuple(map(_clear_predictions, result.streams)),
+    )
+
+
+def _clear_predictions(record: AnyRecord) -> AnyRecord:
+    """Return a record without its predicted figures."""
+    names = [item.name for item in fields(cast("Any", record)) if item.name.startswith("predicted_")]
+    return cast("AnyRecord", replace(cast("Any", record), **dict.fromkeys(names)))
+
+
+def _phrase_verdict(speedup: Speedup, bundle: Timings, waiting: float | None, usage: DeviceUsage) -> str:
+    """Return how the bundle compares with one session with all cores, how sure that is, and what limits it."""
+    turns = f"{speedup.low:.2f} to {speedup.high:.2f} in eight of ten rounds"
+    if waiting is not None and waiting > DOUBTFUL_WAITING_SHARE:
+        doubt = f"unsure, as other programs used the cores for {waiting:.0%} of the time: "
+    else:
+        doubt = f"unsure after {format_count(bundle.runs, 'round')}: " if bundle.runs < MIN_JUDGED_ROUNDS else ""
+    if speedup.is_clear:
+        slower = "slower than one session with all cores: " if speedup.ratio < 1 else ""
+        words = f"{slower}{speedup.ratio:.2f} times as fast as {'it' if slower else 'one session with all cores'}"
+    else:
+        words = f"no clear difference from one session with all cores: {speedup.ratio:.2f} times as fast"
+    return f"{doubt}{words} ({turns}); {_describe_limit(bundle.median_seconds, usage)}"
+
+
+def _describe_limit(step_seconds: float, usage: DeviceUsage) -> str:
+    """Return what takes most of a step, from measurements."""
+    waits = max((stream.wait_seconds for stream in usage.streams), default=0.0)
+    busy, device = max(((item.busy_seconds, item.id) for item in usage.devices), default=(0.0, ""))
+    if waits > busy:
+        return f"limited by weights that stream: {waits / step_seconds:.0%} of a step waits for them"
+    share = min(busy / step_seconds, 1.0)
+    if share >= LIMITING_SHARE:
+        return f"limited by {device}, which is busy for {share:.0%} of a step"
+    return f"limited by waits: no device is busy for more than {share:.0%} of a step"
 
 
 def _compare_openings(

@@ -181,6 +181,19 @@ def device_seconds(profile: Profile, target: Target) -> Floats:
     return np.stack([profile.seconds[device.cost_class] for device in target.devices])
 
 
+def bound_speedup(profile: Profile, target: Target) -> float:
+    """Return how many times as fast as the best single device all devices can be, by the costs of nodes.
+
+    That is the work on the best one over the time in which all together, each at its own speed, do it without
+    transfers. It is infinite where the costs show no limit, such as where each device refuses some node.
+    """
+    seconds = device_seconds(profile, target)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        together = float((1 / (1 / seconds).sum(axis=0)).sum())
+    best = float(seconds.sum(axis=1).min(initial=np.inf))
+    return best / together if 0 < together < np.inf else np.inf
+
+
 def placement_problem(state: State) -> PlacementProblem:
     """Return the placement problem of a state; Groups and Clusters are optional facts.
 

@@ -62,7 +62,7 @@ class ProfileCosts(Pass):
     save: str = ""
     """Write the costs to a cost file of this name, as CSV if it ends so."""
     cache: bool = True
-    """Use earlier measurements of the same model, device and versions, and store new ones."""
+    """Use earlier measurements of the same model, device and versions; new ones replace them in any case."""
     estimate: bool = False
     """Estimate everything, measure nothing."""
     thorough: bool = False

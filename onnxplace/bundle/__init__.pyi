@@ -8,6 +8,7 @@ from onnxplace.bundle.bundle import (
     Check as Check,
     compute_sha256 as compute_sha256,
     describe_linked_file as describe_linked_file,
+    describe_step as describe_step,
     external_data_options as external_data_options,
     extract_device_part as extract_device_part,
     list_crossing_values as list_crossing_values,

@@ -69,6 +69,41 @@ UNTRUSTED_HINT = "do not trust this bundle; compile the model again"
 MAX_MANIFEST_BYTES = 256 << 20
 
 
+def describe_step(manifest: Manifest) -> str:
+    """Return one line: the step, how many times as fast as one device it is, and how far above the bound.
+
+    The step is that of the trial, as is one device's if it took part; without a trial, both follow from costs.
+    """
+    predicted, trial, speedup = manifest.predicted, manifest.trial, manifest.speedup
+    parts = [f"{format_milliseconds(manifest.step_seconds)} a step{'' if trial else ', predicted'}"]
+    if manifest.streams:
+        parts.append(f"of which {format_milliseconds(predicted.weight_wait_seconds)} waits for weights")
+    if len({segment.device for segment in manifest.segments}) == 1 and not manifest.routes:
+        parts.append("on one device")
+    elif speedup is not None:
+        single = format_milliseconds(predicted.single_device_seconds)
+        where = single if predicted.single_device_fits else f"{single}, where it does not fit"
+        parts.append(f"{speedup:.2g} times as fast as one device ({where})")
+    elif predicted.single_device_seconds == 0:
+        parts.append("no single device takes all nodes")
+    if manifest.gap is not None:
+        parts.append(describe_gap(manifest.gap))
+    if any((note.code, note.where) == ("C004", manifest.model) for note in manifest.diagnostics):
+        parts.append("unsure: other programs used the cores, or costs are wrong")
+    return ", ".join(parts)
+
+
+def describe_gap(gap: float) -> str:
+    """Return how far a step is above the lower bound of the same costs, in words.
+
+    >>> describe_gap(0.061), describe_gap(0.0), describe_gap(2.4)
+    ('6 % above the bound', 'at the bound', '3.4 times the bound')
+    """
+    if gap < 0.005:
+        return "at the bound"
+    return f"{100 * gap:.0f} % above the bound" if gap < 1 else f"{gap + 1:.1f} times the bound"
+
+
 @dataclass(frozen=True)
 class Bundle:
     """A compiled model: its folder and its manifest."""
@@ -79,18 +114,16 @@ class Bundle:
     """What a notebook shows: `onnxplace.session` sets it, since reports know bundles and not the other way round."""
 
     def __repr__(self) -> str:
-        manifest, predicted = self.manifest, self.manifest.predicted
+        manifest = self.manifest
         devices = [
             f"{item.id}: {format_count(item.nodes, 'node')}, peak {format_bytes(item.peak_bytes)}"
             for item in manifest.devices
         ]
-        step, bound = format_milliseconds(predicted.step_seconds), format_milliseconds(predicted.lower_bound_seconds)
-        single = format_milliseconds(predicted.single_device_seconds)
         names = (format_names((item.name for item in items), quoted=False) for items in (self.inputs, self.outputs))
         return format_object(
             f"Bundle {str(self.path)!r}: {manifest.model}, placer {manifest.placer}",
             format_first(devices),
-            f"predicted step {step}; best single device {single}; lower bound {bound}",
+            describe_step(manifest),
             " -> ".join(names),
         )
 

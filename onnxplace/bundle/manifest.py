@@ -290,11 +290,14 @@ class Predicted(Record):
     step_seconds: Seconds
     """From the call to the last output, one request at a time."""
     single_device_seconds: Seconds
-    """On the best single device, whether the model fits there or not; 0 if each refuses some node."""
+    """On the best single device, whether the model fits there or not; 0 if each refuses some node.
+
+    Measured where the trial compared with it.
+    """
     single_device_fits: bool = True
     """Whether some device takes every node of the model, and has room for it."""
     lower_bound_seconds: Seconds
-    """Lower bound over all placements, by the costs of nodes; at most the time of this one in its trial."""
+    """Lower bound over all placements, proven for the costs of nodes; comparable with the step that these plan."""
     interval_seconds: Seconds
     """Between two results, with requests in flight on all devices: the largest load of a device, a channel, or Python.
 
@@ -321,6 +324,16 @@ class TrialRecord(Record):
     """Measured between two results, with requests in flight; 0 if that was not measured."""
     in_flight: Bytes = 0
     """Number of requests in flight of that measurement."""
+    one_device_seconds: Seconds = 0
+    """Median step of the unsplit model in one session with the cores of one device, in turns with the bundle.
+
+    0, as the others below, if that was not measured.
+    """
+    all_cores_seconds: Seconds = 0
+    """The same with all cores of this machine."""
+    speedup_low: Seconds = 0
+    speedup_high: Seconds = 0
+    """Eight of ten turns had a speed-up over one device between the two."""
 
 
 class DeviceRecord(Record):
@@ -425,3 +438,26 @@ class Manifest(Record):
     """What the ONNX file said of the model."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the step: of the trial, if there was one, else the predicted one."""
+        return self.trial.step_seconds if self.trial else self.predicted.step_seconds
+
+    @property
+    def speedup(self) -> float | None:
+        """Return how many times as fast the step is as one device; None if that is unknown.
+
+        Both times are of one trial, or of one set of costs.
+        """
+        single, step = self.predicted.single_device_seconds, self.step_seconds
+        if self.trial and not self.trial.one_device_seconds:
+            step = self.trial.planned_seconds
+        return single / step if min(single, step) > 0 else None
+
+    @property
+    def gap(self) -> float | None:
+        """Return how far the step that the costs of nodes plan is above their lower bound, as a share of it."""
+        planned = self.trial.planned_seconds if self.trial else self.predicted.step_seconds
+        bound = self.predicted.lower_bound_seconds
+        return planned / bound - 1 if bound > 0 else None

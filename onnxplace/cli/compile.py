@@ -28,9 +28,13 @@ from onnxplace.cli.shared_options import (
     with_machine,
     with_operator_libraries,
 )
+from onnxplace.cli.terminal import is_verbose
 
 if TYPE_CHECKING:
     from onnxplace.driver import Compiled
+
+DETAILS = ("P040", "P060", "P062")
+"""Notes that list candidates and layouts, of which the summary has the result: they are shown with `--verbose`."""
 
 
 @click.command(cls=GroupedCommand, short_help="Profile, place and split a model; write a bundle.")
@@ -154,7 +158,7 @@ def compile(  # noqa: A001
             print_text(f"costs: {options['save_costs']}")
         if report:
             print_text(f"report: {report}")
-    print_notes(compiled.diagnostics)
+    print_notes([note for note in compiled.diagnostics if is_verbose() or note.code not in DETAILS])
 
 
 def _require_report(report: Path, model: Path, *inputs: Path | None, **options: Any) -> None:

@@ -19,7 +19,7 @@ GROUPS = {
         "post_adjust"
     ),
     "Limits of each model": "max_batch max_delay max_in_flight max_queue max_request max_sequences",
-    "Running": "repeat in_flight timeout no_memory max_ratio lr schedule warmup resume on_nan",
+    "Running": "repeat in_flight timeout no_memory min_speedup lr schedule warmup resume on_nan",
     "Output": (
         "explain diff output outputs link_weights force report trace record save save_every log plot export json_ "
         "quiet verbose _click_default_help"

@@ -36,7 +36,7 @@ from onnxplace.feeds import Array
 from onnxplace.graph import Floats
 from onnxplace.model import Model
 from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices
-from onnxplace.problem import commit_placement, placement_problem, predict_single_device_seconds
+from onnxplace.problem import bound_speedup, commit_placement, placement_problem, predict_single_device_seconds
 from onnxplace.state import State
 from onnxplace.utils import format_milliseconds, progress_part
 
@@ -48,6 +48,9 @@ CLEAR_ONE_DEVICE_RATIO = 0.97
 CLEAR_BALANCED_RATIO = 0.99
 # Stages are balanced again where they are at most this many times slower than the best.
 BALANCED_RATIO = 1.3
+# Costs are wrong if a trial is faster by more than this than they allow; overheads, which they leave out, hide that in
+# shorter steps.
+CREDIBLE_EXCESS, MIN_JUDGED_SECONDS = 1.05, 1e-3
 # Credible ratios of a measured to a predicted time of a segment.
 MIN_SCALE, MAX_SCALE = 0.1, 10.0
 
@@ -74,14 +77,16 @@ def finish_bundle(
         staging: Where bundles are written.
         settings: Whether bundles may run, and whether earlier trials may be used.
     """
-    kept, step, rate, timings = candidates[0], None, None, tuple[Timing, ...]()
+    kept, step, rate, timings, has_compared = candidates[0], None, None, tuple[Timing, ...](), False
     obstacles = _find_unmeasured_costs(kept.state) if settings.trial else []
     if obstacles is None:
         passes, start = kept.pipeline.passes, time.perf_counter()
         if settings.observer:
             settings.observer("trial", len(passes), len(passes) + 1)
         cache = settings.cache and all(getattr(item, "cache", True) for item in passes)
-        kept, step, rate = _Trials(kept, staging, cache, thorough=settings.effort == "high").run(candidates, comparison)
+        trials = _Trials(kept, staging, cache, thorough=settings.effort == "high")
+        kept, step, rate = trials.run(candidates, comparison)
+        has_compared = trials.has_compared_one_device
         timings = (Timing("trial", time.perf_counter() - start),)
     # From here on, predictions are those of measured segments, and the measured rate.
     bundle = kept.bundle
@@ -89,7 +94,7 @@ def finish_bundle(
     if comparison in ("steps", "requests in flight"):
         faster = report_plain_session(rate, manifest.predicted.interval_seconds) if rate else []
     else:
-        faster = _report_faster_device(kept, manifest.predicted.step_seconds)
+        faster = [] if has_compared else _report_faster_device(kept, manifest.step_seconds, step)
     manifest = manifest if rate is None else apply_rate_trial(manifest, rate)
     kept = kept.with_notes(*(obstacles or ()), *faster, *report_host_nodes(bundle))
     # Emitting twice repeats notes.
@@ -108,6 +113,8 @@ class _Trials:
         profile = next((step for step in first.profiled.front if Profile in step.provides), None)
         self._feeds: Mapping[str, Array] = first.unsharded[Model].feeds(getattr(profile, "seed", 0))
         self._staging, self._cache, self._thorough = staging, cache, thorough
+        self.has_compared_one_device = False
+        """Whether the faster one of several devices and one was kept, as their turns had it."""
 
     def run(
         self, candidates: Sequence[BuiltStrategy], comparison: Comparison
@@ -123,7 +130,7 @@ class _Trials:
         # The kept bundle runs alone, too: its segments' times are those of one request at a time.
         with progress_part(int(compares), 1 + (compares or comparison == "one device")):
             kept, step = self._try_steps(kept)
-        if step and comparison == "one device" and _find_faster_device(kept, step.step_seconds):
+        if step and comparison == "one device" and _find_faster_device(kept, step.step_seconds, step):
             with progress_part(1, 2):
                 kept, step = self._compare_with_one_device(kept, step)
         return kept, step, rate
@@ -138,15 +145,23 @@ class _Trials:
         try:
             if problem := find_trial_obstacle(bundle):
                 return candidate.with_notes(problem), None
-            (trial,) = run_trials([bundle], self._feeds, cached=self._cache, thorough=self._thorough)
+            trial = self._run_trial(bundle, self._cache)
+            contradiction = _find_contradiction(candidate, trial)
+            if contradiction and not trial.is_doubtful:  # measured once more, as either of the two may be wrong
+                trial = self._run_trial(bundle, cached=False)
+                contradiction = _find_contradiction(candidate, trial)
         except OnnxplaceError as problem:
             if problem.code == "C022":
                 raise
             message = f"the bundle fails in its trial: {problem.message}"
             hint = "onnxplace verify shows whether the unsplit model fails too"
             return candidate.with_notes(Diagnostic("C021", message, where=problem.where, hint=hint)), None
-        doubt = find_trial_doubt(trial, candidate.state[Model].name)
+        doubt = find_trial_doubt(trial, candidate.state[Model].name) or contradiction
         return candidate.with_notes(*([doubt] if doubt else [])), trial
+
+    def _run_trial(self, bundle: Bundle, cached: bool) -> Trial:
+        (trial,) = run_trials([bundle], self._feeds, cached=cached, thorough=self._thorough, plain=True)
+        return trial
 
     def _keep_fastest(
         self, candidates: Sequence[BuiltStrategy], comparison: Comparison
@@ -246,11 +261,13 @@ class _Trials:
             bundles = [several.bundle, alone.bundle]
             if find_trial_obstacle(*bundles):
                 return several, step
-            step, one = run_trials(bundles, self._feeds, cached=self._cache)
+            step, one = run_trials(bundles, self._feeds, cached=self._cache, plain=True)
         except (OnnxplaceError, OSError):  # for example, nodes are pinned to two devices
             return several, step
-        is_clear = one.step_seconds <= CLEAR_ONE_DEVICE_RATIO * step.step_seconds
-        if step.is_doubtful or one.is_doubtful or not is_clear:
+        self.has_compared_one_device = True
+        # They took turns, so that other work slowed both. A plain session that was faster, too, is a second witness.
+        is_confirmed = step.plain is not None and step.plain.one_device_seconds < step.step_seconds
+        if one.step_seconds > (1.0 if is_confirmed else CLEAR_ONE_DEVICE_RATIO) * step.step_seconds:
             return several, step
         home = alone.state.target.devices[int(alone.state[Placement].device[0])].id
         times = (
@@ -260,7 +277,7 @@ class _Trials:
         figures = (Figure(home, one.step_seconds), Figure("several devices", step.step_seconds))
         message, placer = f"in a trial, {times}: kept {home}", several.state[Placement].placer
         note = Diagnostic("P042", message, where=placer, figures=figures)
-        return alone.with_notes(note, *report_idle_devices(alone.state)), one
+        return alone.with_notes(note, *report_idle_devices(alone.state)), replace(one, plain=step.plain)
 
 
 def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], str]) -> str:
@@ -334,21 +351,48 @@ def _find_unmeasured_costs(state: State) -> list[Diagnostic] | None:
     return [Diagnostic("C020", message, where=state[Model].name)]
 
 
-def _find_faster_device(candidate: BuiltStrategy, step_seconds: float) -> tuple[int, float] | None:
-    """Return the fastest single device and its step, if below `step_seconds`."""
+def _find_faster_device(candidate: BuiltStrategy, step_seconds: float, trial: Trial | None) -> tuple[int, float] | None:
+    """Return the fastest single device that the model fits on and its step, if below `step_seconds`.
+
+    A trial that ran the model on one device knows better than the costs of nodes.
+    """
     if len(set(candidate.state[Placement].device.tolist())) < 2:
         return None
     seconds = predict_single_device_seconds(candidate.unsharded, must_fit=True)
     best = int(seconds.argmin())
-    return (best, float(seconds[best])) if seconds[best] < step_seconds else None
+    if not np.isfinite(seconds[best]):
+        return None
+    shortest = trial.plain.one_device_seconds if trial and trial.plain else float(seconds[best])
+    return (best, shortest) if shortest < step_seconds else None
 
 
-def _report_faster_device(candidate: BuiltStrategy, step_seconds: float) -> list[Diagnostic]:
-    """Return a note if one device should be faster than the bundle."""
+def _find_contradiction(candidate: BuiltStrategy, trial: Trial) -> Diagnostic | None:
+    """Return a note if a trial is faster than its devices can be by the costs of nodes, which are wrong then."""
+    if trial.step_seconds < MIN_JUDGED_SECONDS:
+        return None
+    bound = candidate.bundle.manifest.predicted.lower_bound_seconds
+    most = bound_speedup(candidate.unsharded[Profile], candidate.unsharded.target)
+    step, ratio = format_milliseconds(trial.step_seconds), 0.0
+    if trial.plain:
+        ratio = trial.plain.one_device_seconds / trial.step_seconds
+    if trial.step_seconds * CREDIBLE_EXCESS < bound:
+        problem = f"the step of {step} is below the lower bound of {format_milliseconds(bound)}"
+    elif ratio > CREDIBLE_EXCESS * most:
+        problem = f"the step of {step} is {ratio:.2f} times as fast as one device, and {most:.2f} is the most"
+    else:
+        return None
+    message = f"the figures are less sure than usual: {problem} by the costs of nodes, so these costs are wrong"
+    hint = "--no-cache measures the costs again, when the machine is idle"
+    return Diagnostic("C004", message, where=candidate.state[Model].name, hint=hint)
+
+
+def _report_faster_device(candidate: BuiltStrategy, step_seconds: float, trial: Trial | None) -> list[Diagnostic]:
+    """Return a note if one device is faster than the bundle, which the user asked for, or which could not be tried."""
     aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # which do not aim at the time of one step
-    faster = _find_faster_device(candidate, CLEAR_ONE_DEVICE_RATIO * step_seconds)
+    faster = _find_faster_device(candidate, CLEAR_ONE_DEVICE_RATIO * step_seconds, trial)
     if candidate.state[Placement].placer in aims or faster is None:
         return []
     expected = f"{format_milliseconds(faster[1])} a step, the bundle {format_milliseconds(step_seconds)}"
-    message, device = f"one device is expected to be faster: {expected}", candidate.state.target.devices[faster[0]]
+    verb = "is" if trial and trial.plain else "is expected to be"
+    message, device = f"one device {verb} faster: {expected}", candidate.state.target.devices[faster[0]]
     return [Diagnostic("P011", message, where=device.id, hint="try --placer single")]

@@ -16,6 +16,7 @@ from onnxplace.machine import available_memory_bytes, local_target
 from onnxplace.model import StateRequest
 from onnxplace.pipeline import (
     BAECHI,
+    OBJECTIVES,
     ObjectiveName,
     Observer,
     PassSpec,
@@ -110,7 +111,12 @@ class CompileSettings:
     @property
     def is_placement_open(self) -> bool:
         """Return whether the user left open which device gets which node."""
-        return self.pipeline is None and self.placer is None and not self.device_map_text
+        return self.pipeline is None and self.has_default_placer and not self.device_map_text
+
+    @property
+    def has_default_placer(self) -> bool:
+        """Return whether the placer is the default one, whether typed or not."""
+        return self.placer in (None, OBJECTIVES["latency"])
 
     @property
     def is_sharding_open(self) -> bool:
@@ -125,7 +131,7 @@ class CompileSettings:
     @property
     def may_stream(self) -> bool:
         """Return whether weights may stream: one request at a time, over whole operators, placed by no one else."""
-        is_open = self.pipeline is None and self.placer is None and self.shard_ways in (None, 1)
+        is_open = self.pipeline is None and self.has_default_placer and self.shard_ways in (None, 1)
         return is_open and self.objective in ("latency", "fit") and self.stream != "off"
 
     @property

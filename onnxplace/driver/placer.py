@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxplace.cost_graph import CostGraph
 from onnxplace.driver.keywords import takes_fields_of
-from onnxplace.errors import Diagnostic, InputError, format_count, suggest_nearest
+from onnxplace.errors import Diagnostic, InfeasibleError, InputError, format_count, suggest_nearest
 from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.pipeline import (
@@ -36,6 +36,8 @@ from onnxplace.utils import budget_clock, format_bytes, format_first, format_mil
 
 Grouping = Literal["none", "given", "coplace", "given+coplace"]
 Adjustment = Literal["compute", "memory", "majority"]
+# Groups that a placer joins are remarked on if they make a step longer by more than this share.
+MIN_GROUPING_COST = 0.1
 _COPLACE_OPTIONS: Mapping[Grouping, Mapping[str, str]] = {
     "none": {"join": "never", "given": "false"},
     "given": {"join": "never"},
@@ -141,10 +143,34 @@ def place_cost_graph(graph: CostGraph, settings: PlaceSettings) -> PlacementResu
     spec = choose_placer(settings.placer, settings.objective, settings.budget_seconds, settings.seed)
     steps = _list_passes(spec, settings)
     pipeline = Pipeline.parse(format_pipeline(steps))
-    state = replace(graph, target=replace(graph.target, link_model=settings.links)).state()
+    base = replace(graph, target=replace(graph.target, link_model=settings.links)).state()
     start = budget_clock()
-    state, timings = pipeline.run(state)
-    return _build_result(graph, state, budget_clock() - start, timings, spec.name, settings.strict)
+    state, timings = pipeline.run(base)
+    elapsed = budget_clock() - start
+    if settings.groups is None and spec.name in BAECHI and not settings.post_adjust:
+        state = _compare_without_joining(base, state, replace(settings, groups="given", placer="m-etf"))
+    return _build_result(graph, state, elapsed, timings, spec.name, settings.strict)
+
+
+def _compare_without_joining(base: State, joined: State, settings: PlaceSettings) -> State:
+    """Return a placement of groups that a placer joined, with the bound of the graph that the user gave.
+
+    Where m-ETF without these groups is shorter by more than a tenth, a note says what they cost.
+    """
+    steps = _list_passes(PassSpec("m-etf"), settings)
+    try:
+        apart, _ = Pipeline.parse(format_pipeline(steps)).run(base)
+    except InfeasibleError:  # so that nothing is known without them
+        return joined
+    schedule, step = joined[Schedule], joined[Schedule].simulation.makespan_seconds
+    shorter = apart[Schedule].simulation.makespan_seconds
+    bound = min(schedule.lower_bound_seconds, apart[Schedule].lower_bound_seconds)
+    joined = joined.with_facts(replace(schedule, lower_bound_seconds=bound))
+    if shorter * (1 + MIN_GROUPING_COST) >= step:
+        return joined
+    times = f"{format_milliseconds(step)} a step, and {format_milliseconds(shorter)} with m-etf without them"
+    message = f"the groups of nodes that {joined[Placement].placer} joined cost {step / shorter - 1:.0%}: {times}"
+    return joined.with_notes(Diagnostic("P021", message, where=joined[Placement].placer, hint="--groups given"))
 
 
 def _list_passes(placer: PassSpec, settings: PlaceSettings) -> list[PassSpec]:

@@ -1,7 +1,9 @@
 from onnxplace.evaluation.compare import (
     OutputDifference as OutputDifference,
+    Speedup as Speedup,
     Timings as Timings,
     compare_outputs as compare_outputs,
+    compute_speedup as compute_speedup,
     find_bundle_lineages as find_bundle_lineages,
     list_precisions as list_precisions,
     open_reference as open_reference,

@@ -48,6 +48,7 @@ def measure_once(
     bundles: Sequence[Bundle],
     feeds: Mapping[str, Array],
     cached: bool,
+    kept: bool,
     measure: Callable[[], tuple[AnyTrial, ...]],
 ) -> tuple[AnyTrial, ...]:
     """Return the trials of bundles, of earlier measurements of equal segments and feeds if there are any.
@@ -57,14 +58,15 @@ def measure_once(
         parts: What else the measurement depends on.
         bundles: What is run.
         feeds: Inputs.
-        cached: Whether trials may be read from the cache, and kept there unless other work disturbed them.
+        cached: Whether trials may be read from the cache.
+        kept: Whether trials are written there, in the place of earlier ones, unless other work disturbed them.
         measure: Runs the bundles.
     """
     name = measurement_cache.key([*parts, *(build_trial_key(bundle, feeds) for bundle in bundles)])
     if cached and (trials := recall_trials(name, kind, bundles)):
         return trials
     trials = measure()
-    if cached and not any(trial.is_doubtful for trial in trials):
+    if kept and not any(trial.is_doubtful for trial in trials):
         with suppress(ValueError):  # for example a full disk: then it is measured again next time
             measurement_cache.write(name, {"trials": [asdict(trial) for trial in trials]})
     return trials

@@ -285,6 +285,36 @@ class Timings:
     median_seconds: float
     p90_seconds: float
     runs: int
+    samples: tuple[float, ...] = ()
+    """Seconds of each run, in order, where calls took turns: runs at one position belong to one turn."""
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How many times as fast one call is as another, from runs in turns; larger is better."""
+
+    ratio: float
+    """Of the medians."""
+    low: float
+    high: float
+    """Eight of ten turns lie between `low` and `high`; `ratio` does, too."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether the turns agree which of the two is faster."""
+        return self.low > 1 or self.high < 1
+
+
+def compute_speedup(slow: Timings, fast: Timings) -> Speedup:
+    """Return how many times as fast `fast` is as `slow`; both were timed in the same turns.
+
+    >>> compute_speedup(Timings(2.0, 2.0, 2, (2.0, 2.0)), Timings(1.0, 1.0, 2, (1.0, 1.0)))
+    Speedup(ratio=2.0, low=2.0, high=2.0)
+    """
+    ratio = slow.median_seconds / max(fast.median_seconds, 1e-12)
+    turns = np.array(slow.samples) / np.maximum(fast.samples, 1e-12)
+    low, high = np.quantile(turns, (0.1, 0.9)).tolist() if len(turns) else (ratio, ratio)
+    return Speedup(ratio, min(low, ratio), max(high, ratio))
 
 
 def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_ups: int = 2) -> dict[str, Timings]:
@@ -314,4 +344,7 @@ def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_u
         take_turn(min(calls_per_turn, repeat - finished))
         report_progress(finished + calls_per_turn, repeat)
     measured = {name: times[warm_ups:] for name, times in seconds.items()}
-    return {name: Timings(find_typical_seconds(t), float(np.quantile(t, 0.9)), len(t)) for name, t in measured.items()}
+    return {
+        name: Timings(find_typical_seconds(times), float(np.quantile(times, 0.9)), len(times), tuple(times))
+        for name, times in measured.items()
+    }

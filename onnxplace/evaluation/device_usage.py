@@ -38,12 +38,12 @@ TRACED_PER_REQUEST = 8
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """A device in one inference; None for values that were not measured."""
+    """A device in one inference; None for values that were not measured, or not predicted for these sizes."""
 
     id: str
-    predicted_busy_seconds: float
+    predicted_busy_seconds: float | None
     busy_seconds: float
-    predicted_peak_bytes: int
+    predicted_peak_bytes: int | None
     """Weights, each once, and values."""
     peak_bytes: int | None
     """Memory of the device's part of the process, or of the GPU."""
@@ -51,14 +51,14 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class LinkUse:
-    """Transfers from one device to another in one inference; None for values that were not measured."""
+    """Transfers between two devices in one inference; None for values not measured, or not predicted."""
 
     source: str
     destination: str
     values: int
-    predicted_bytes: int
+    predicted_bytes: int | None
     bytes: int | None
-    predicted_seconds: float
+    predicted_seconds: float | None
     """Sum over values, whether or not they overlap."""
     seconds: float
     """The same sum: each value from when it is computed and requested until it has arrived."""
@@ -66,14 +66,14 @@ class LinkUse:
 
 @dataclass(frozen=True)
 class StreamUse:
-    """Weights that stream to a device in one inference; None for values that were not measured."""
+    """Weights that stream in one inference; None for values not measured, or not predicted for these sizes."""
 
     device: str
     bytes: int
-    predicted_bytes_per_second: float
+    predicted_bytes_per_second: float | None
     bytes_per_second: float | None
     """While weights are on their way."""
-    predicted_wait_seconds: float
+    predicted_wait_seconds: float | None
     wait_seconds: float
     """Time in which the device waits for weights alone."""
 

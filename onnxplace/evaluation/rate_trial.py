@@ -95,7 +95,7 @@ def run_rate_trials(
         plain_seconds = _time_plain_session(bundles[0], feeds)
         return tuple(session.summarise(plain_seconds) for session in sessions)
 
-    return measure_once(RateTrial, ["rates", str(in_flight)], bundles, feeds, cached, measure)
+    return measure_once(RateTrial, ["rates", str(in_flight)], bundles, feeds, cached, True, measure)
 
 
 @dataclass(frozen=True)

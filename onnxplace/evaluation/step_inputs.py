@@ -182,14 +182,14 @@ class RepeatedStep:
 
     States that keep their shapes, such as parameters, are fed to the first step only: feeding copies them, which takes
     as long as much of a training step. States that may grow, such as caches of past tokens, are fed to each step, so
-    that all steps take the same time.
+    that all steps take the same time. Sessions that do not carry states are fed all of them in each step.
     """
 
-    def __init__(self, bundle: Bundle, feeds: Mapping[str, Any]) -> None:
+    def __init__(self, bundle: Bundle, feeds: Mapping[str, Any], *, carries: bool = True) -> None:
         states = {item.input for item in bundle.manifest.states}
         self._first = feeds
         self._later = {name: value for name, value in feeds.items() if name not in states}
-        self._carries = bool(states) and keeps_state_shapes(bundle)
+        self._carries = carries and bool(states) and keeps_state_shapes(bundle)
         self._has_run = False
 
     def prepare(self, session: RuntimeSession) -> Mapping[str, Any]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import cast
@@ -54,7 +55,7 @@ from onnxplace.machine import (
     read_run_delays,
 )
 from onnxplace.pipeline import find_plugin
-from onnxplace.runtime import Event, Runtime, RuntimeSession
+from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
 from onnxplace.target import split_host
 from onnxplace.utils import find_core_limit, relative_error, report_progress, write_file
 
@@ -73,6 +74,18 @@ NO_TRIAL_CODES = ("C020", "C021")
 
 
 @dataclass(frozen=True)
+class PlainTimes:
+    """Steps of the unsplit model in plain sessions, which took turns with a bundle; without the waits for cores."""
+
+    one_device_seconds: Seconds
+    """In one session with the cores of the largest device."""
+    all_cores_seconds: Seconds
+    speedup_low: Seconds
+    speedup_high: Seconds
+    """Eight of ten turns had a speed-up over one device between the two."""
+
+
+@dataclass(frozen=True)
 class Trial:
     """Measured times of a bundle."""
 
@@ -88,6 +101,8 @@ class Trial:
     """Share of the time of these requests in which a thread waited for a core, also one of another process."""
     load_seconds: Mapping[str, Seconds] = field(default_factory=dict)
     """Time in which the weights of a segment came that stream, without those that were on their way before."""
+    plain: PlainTimes | None = None
+    """Of plain sessions in the same turns, if they took part."""
 
     @property
     def is_doubtful(self) -> bool:
@@ -147,8 +162,12 @@ def run_trials(
     cached: bool = True,
     runtime: Runtime | None = None,
     thorough: bool = False,
+    plain: bool = False,
 ) -> tuple[Trial, ...]:
     """Run bundles in turns until their medians are sure: five steps at least, nine of several or if `thorough`.
+
+    If `plain`, and the memory suffices, the unsplit model of the first bundle takes turns with them: in one session
+    with the cores of one device, and in one with all cores.
 
     Earlier measurements of equal segments and feeds are reused if `cached`. With a `runtime`, such as that for several
     hosts, its sessions run, and nothing is reused. Raises ExecutionError if a segment fails or a bundle differs from
@@ -156,6 +175,7 @@ def run_trials(
     """
     is_local, is_sure = runtime is None, thorough or len(bundles) > 1
     policy = replace(REPEAT_POLICY, min_runs=SURE_RUNS) if is_sure else REPEAT_POLICY
+    references = _list_reference_cores(bundles) if plain and is_local else ()
 
     def measure() -> tuple[Trial, ...]:
         opener = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
@@ -163,21 +183,50 @@ def run_trials(
             opened = [stack.enter_context(opener.open(bundle, trace=True)) for bundle in bundles]
             # One bundle may hold a state whole that another one holds in parts.
             steps = [RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)) for bundle in bundles]
-            sessions = [_TrialSession(*pair, policy) for pair in zip(opened, steps)]
+            whole_step = RepeatedStep(bundles[0], SplitStates(bundles[0].manifest).align_copies(feeds), carries=False)
+            tried = [_TrialSession(*pair, policy) for pair in zip(opened, steps)]
+            plain_sessions = {
+                cores: _TrialSession(_PlainSession(bundles[0], cores), whole_step, policy)
+                for cores in dict.fromkeys(references)
+            }
+            sessions = [*tried, *plain_sessions.values()]
             for session in sessions:
                 session.warm_up()
-            # In turns, so that changes of the machine's speed affect all bundles. The last to settle ends the loop.
-            while not all(session.has_enough for session in sessions):
+            # In turns, so that changes of the machine's speed affect all. The last bundle to settle ends the loop.
+            while not all(session.has_enough for session in tried):
                 for session in sessions:
                     session.run_burst()
-                report_progress(min(session.share for session in sessions))
+                report_progress(min(session.share for session in tried))
             for session in sessions:
                 session.end()
             for bundle, running in zip(bundles, opened) if is_local else ():
                 require_equal_at_another_size(running, bundle)
-        return tuple(session.summarise() for session in sessions)
+        times = _compare_plain(tried[0], *(plain_sessions[cores] for cores in references)) if references else None
+        return tuple(
+            replace(session.summarise(), plain=None if index else times) for index, session in enumerate(tried)
+        )
 
-    return measure_once(Trial, [f"compared trial {is_sure}"], bundles, feeds, cached and is_local, measure)
+    parts = [f"compared trial {is_sure}", *(f"plain {cores}" for cores in references)]
+    return measure_once(Trial, parts, bundles, feeds, cached and is_local, is_local, measure)
+
+
+def _list_reference_cores(bundles: Sequence[Bundle]) -> tuple[tuple[int, ...], ...]:
+    """Return the cores of one device, and all cores, if plain sessions can run the unsplit model here."""
+    first = bundles[0].manifest
+    if first.streams or not first.segments or any(device.kind != "cpu" for device in first.target.devices):
+        return ()
+    weights = sum(item.bytes for item in (*first.files.values(), *first.linked.values()))
+    if sum(count_process_bytes(bundle.manifest) for bundle in bundles) + 2 * weights > available_memory_bytes():
+        return ()
+    cores, largest = available_cores(), max(device.cores for device in first.target.devices)
+    return cores[:largest], cores
+
+
+def _compare_plain(bundle: _TrialSession, one_device: _TrialSession, all_cores: _TrialSession) -> PlainTimes:
+    """Return the times of plain sessions; the speed-up is that of their turns with the bundle."""
+    turns = np.array(one_device.burst_seconds) / np.maximum(bundle.burst_seconds, 1e-9)
+    low, high = np.quantile(turns, (0.1, 0.9)).tolist()
+    return PlainTimes(one_device.step_seconds, all_cores.step_seconds, low, high)
 
 
 def measure_error(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
@@ -220,8 +269,9 @@ def find_trial_doubt(trial: Trial | TrialRecord, where: str) -> Diagnostic | Non
 def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     """Return a manifest whose predictions use the segments' times of a trial.
 
-    An earlier trial is replaced: planned times stay those from the costs of nodes. The lower bound and the time of a
-    single device, both from the costs of nodes, stay unless a trial contradicts them.
+    An earlier trial is replaced: planned times stay those from the costs of nodes. So does the lower bound, which is
+    proven for these costs, and is compared with the planned step only. The time of a single device is that of the
+    trial, if one took part.
     """
     earlier = manifest.trial
     segments = tuple(
@@ -241,13 +291,12 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     changed = manifest.model_copy(update=updates)
     simulation, busy = simulate_manifest(changed), sum_device_seconds(changed)
     step_seconds = simulation.makespan_seconds + trial.request_seconds
-    single_seconds = manifest.predicted.single_device_seconds
-    if len({segment.device for segment in segments}) == 1:
+    single_seconds = trial.plain.one_device_seconds if trial.plain else manifest.predicted.single_device_seconds
+    if len({segment.device for segment in segments}) == 1:  # it is one device itself
         single_seconds = min(single_seconds, step_seconds)
     predicted = measured.model_copy(
         update={
             "step_seconds": step_seconds,
-            "lower_bound_seconds": min(manifest.predicted.lower_bound_seconds, step_seconds),
             "single_device_seconds": single_seconds,
             "interval_seconds": predict_interval_seconds(changed),
             "weight_wait_seconds": predict_weight_wait_seconds(changed),
@@ -258,6 +307,7 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
         planned_seconds=manifest.predicted.step_seconds if earlier is None else earlier.planned_seconds,
         requests=trial.requests,
         waiting=min(trial.waiting, 1.0),
+        **(asdict(trial.plain) if trial.plain else {}),
     )
     devices = tuple(item.model_copy(update={"compute_seconds": busy[item.id]}) for item in manifest.devices)
     return changed.model_copy(update={"predicted": predicted, "trial": record, "devices": devices})
@@ -288,6 +338,22 @@ def _scale_streams(manifest: Manifest, trial: Trial) -> tuple[StreamRecord, ...]
     return tuple(streams)
 
 
+class _PlainSession(RuntimeSession):
+    """One session over the unsplit model of a bundle."""
+
+    def __init__(self, bundle: Bundle, cores: Sequence[int]) -> None:
+        self._run_model = open_reference(bundle, None, cores)
+
+    def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
+        future, began = Future[Result](), time.perf_counter()
+        outputs = self._run_model(feeds)
+        future.set_result(Result(outputs, (), time.perf_counter() - began))
+        return future
+
+    def close(self, timeout: float | None = None) -> None:
+        """Do nothing: the session ends with its last reference."""
+
+
 class _TrialSession:
     """An open bundle and the times of its steps."""
 
@@ -297,6 +363,8 @@ class _TrialSession:
         """Events and seconds of each step."""
         self._waiting_shares: list[float] = []
         """Share of the burst of each step in which a thread waited for a core."""
+        self.burst_seconds: list[float] = []
+        """Mean step of each burst, without the waits."""
         self._began, self._remote_delays = 0.0, dict[str, int]()
         """When the warm-up ended, and how long threads of other processes had waited until then."""
         self._remote_waiting_share = 0.0
@@ -322,7 +390,9 @@ class _TrialSession:
         while len(self._steps) == first or time.perf_counter() - began < BURST_SECONDS:
             self._run_step()
         stopwatch.stop()
-        self._waiting_shares += [stopwatch.waiting_share] * (len(self._steps) - first)
+        share, count = stopwatch.waiting_share, len(self._steps) - first
+        self._waiting_shares += [share] * count
+        self.burst_seconds.append(sum(seconds for _, seconds in self._steps[first:]) / count * (1 - share))
 
     @property
     def has_enough(self) -> bool:
@@ -333,6 +403,11 @@ class _TrialSession:
     def share(self) -> float:
         """Return the share of the most steps, or of the most time, that is over."""
         return self._policy.estimate_share(self._runs)
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the median of the undisturbed steps, without the waits."""
+        return self._runs.seconds
 
     @property
     def _runs(self) -> Runs:

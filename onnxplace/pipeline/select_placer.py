@@ -7,8 +7,10 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
+
 from onnxplace.errors import Diagnostic, InfeasibleError, UsageError, suggest_nearest
-from onnxplace.facts import Placement, Routes
+from onnxplace.facts import Placement, Profile, Routes
 from onnxplace.pipeline.pipeline import make_pass
 from onnxplace.pipeline.registry import OFFERED, list_entries
 from onnxplace.pipeline.text_form import PassSpec, parse_pipeline
@@ -22,6 +24,8 @@ OBJECTIVES: Mapping[ObjectiveName, str] = MappingProxyType(
 least time of a training step, which is compared with other ways to use the devices."""
 USE_FEWER_DEVICES = "ask for fewer with --devices N"
 """The hint for idle devices of a cost graph."""
+CHAIN_SHARE = 0.9
+"""A model is a chain if so much of its computing lies on one path."""
 BAECHI = ("m-topo", "m-etf", "m-sct")
 """The placers of Baechi (SoCC 2020), which join nodes to their only readers before placing."""
 
@@ -97,17 +101,40 @@ def report_idle_devices(state: State, names: Sequence[object] = ()) -> list[Diag
     used = set(state[Placement].device.tolist())
     if Routes in state:
         used |= {device for route in state[Routes].routes for device in route.device.tolist()}
+    idle = [index for index in range(len(state.target.devices)) if index not in used]
+    reason = _explain_idleness(state) if idle else ""
     return [
         Diagnostic(
             "P010",
             f"this device{f', {names[index]!r} in the graph,' if names else ''} gets no work from "
-            f"placer {state[Placement].placer!r}",
-            where=device.id,
+            f"placer {state[Placement].placer!r}{reason}",
+            where=state.target.devices[index].id,
             hint=f"try another --placer, or {USE_FEWER_DEVICES if names else 'omit the device'}",
         )
-        for index, device in enumerate(state.target.devices)
-        if index not in used
+        for index in idle
     ]
+
+
+def _explain_idleness(state: State) -> str:
+    """Return why more devices would not help, by the costs of nodes; empty where they do not show it."""
+    if Profile not in state:
+        return ""
+    graph, seconds = state[Profile].graph, np.stack([state[Profile].seconds[kind] for kind in state[Profile].seconds])
+    fastest = np.where(np.isfinite(seconds), seconds, np.inf).min(axis=0, initial=np.inf)
+    if not np.isfinite(fastest).all() or (total := float(fastest.sum())) <= 0:
+        return ""
+    finish = np.zeros(len(graph))
+    for node in graph.order.tolist():
+        producers = graph.producer[graph.inputs[node]]
+        finish[node] = fastest[node] + finish[producers[producers >= 0]].max(initial=0.0)
+    if (share := float(finish.max(initial=0.0)) / total) >= CHAIN_SHARE:
+        return f": {share:.0%} of the computing is one chain, in which each node needs the one before"
+    figures = [figure for note in state.diagnostics if note.code == "P040" for figure in note.figures]
+    ids = {device.id for device in state.target.devices}
+    one, several = ([item.seconds for item in figures if (item.name in ids) == alone] for alone in (True, False))
+    if not one or not several or min(several) <= min(one):
+        return ""
+    return f": the best of several devices takes {min(several) / min(one) - 1:.0%} longer than one"
 
 
 def require_all_devices_used(unused: Sequence[Diagnostic], remedy: str = "omit the device") -> None:

@@ -103,9 +103,12 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         predicted.lower_bound_seconds,
         predicted.single_device_seconds,
         predicted.request_seconds,
+        manifest.trial.planned_seconds if manifest.trial else None,
     )
     known = Circumstances(
         basis=FROM_COSTS if manifest.trial is None else FROM_TRIAL,
+        step_seconds=manifest.trial.step_seconds if manifest.trial else None,
+        times_as_fast=manifest.speedup,
         single_device_fits=predicted.single_device_fits,
         interval_seconds=predicted.interval_seconds,
         sizes=", ".join(f"{name} = {size}" for name, size in manifest.dimensions.items()),
@@ -191,8 +194,7 @@ def _summarise(manifest: Manifest) -> Iterator[Quantity]:
     if trial is None:
         yield _quantify_time("Step, from node costs", predicted.step_seconds)
     else:
-        yield _quantify_time("Step, from trial", predicted.step_seconds)
-        yield _quantify_time("Whole step in the trial", trial.step_seconds)
+        yield _quantify_time("Step, from trial", trial.step_seconds)
         yield _quantify_time("Step, from node costs", trial.planned_seconds)
     if manifest.streams:
         yield _quantify_time("Waits for weights in a step", predicted.weight_wait_seconds)

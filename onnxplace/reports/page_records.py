@@ -188,6 +188,8 @@ class Bound:
     """The step, its lower bound, and what lies between them."""
 
     step_seconds: float
+    planned_seconds: float
+    """The step that the costs of the lower bound plan; without a trial, that is the step."""
     lower_bound_seconds: float
     single_device_seconds: float
     even_seconds: float
@@ -198,6 +200,17 @@ class Bound:
     """The longest part first; together they are the step."""
     remarks: tuple[str, ...]
     """Sentences about causes that keep the step above the bound."""
+
+    @property
+    def times_as_fast(self) -> float | None:
+        """Return how many times as fast as one device the step is; None if that is unknown."""
+        single, step = self.single_device_seconds, self.step_seconds
+        return single / step if min(single, step) > 0 else None
+
+    @property
+    def above_bound(self) -> float | None:
+        """Return how far the planned step is above its lower bound, as a share of it; None without a bound."""
+        return self.planned_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds > 0 else None
 
 
 @dataclass(frozen=True)

@@ -220,15 +220,17 @@ def explain_step(
     lower_bound_seconds: float,
     single_device_seconds: float,
     request_seconds: float = 0.0,
+    planned_seconds: float | None = None,
 ) -> Bound:
     """Return the parts of a step, and what keeps it above its lower bound.
 
     Args:
         step: The simulated step.
         step_seconds: The predicted step, from the call to the last output.
-        lower_bound_seconds: No placement is faster.
+        lower_bound_seconds: No placement is faster, by the costs of nodes.
         single_device_seconds: The step on the best single device; 0 if that is unknown.
         request_seconds: The part of a step before its first event and after its last one.
+        planned_seconds: The step by the costs of nodes, if `step_seconds` is of a trial.
     """
     parts: dict[tuple[str, str], list[float]] = {}
     for link in _walk_back(step):
@@ -240,6 +242,7 @@ def explain_step(
     busiest = int(compute.argmax()) if len(compute) else 0
     bound = Bound(
         step_seconds=step_seconds,
+        planned_seconds=step_seconds if planned_seconds is None else planned_seconds,
         lower_bound_seconds=lower_bound_seconds,
         single_device_seconds=single_device_seconds,
         even_seconds=float(compute.sum()) / max(len(compute), 1),
@@ -307,13 +310,12 @@ def _find_channel_predecessors(step: PlacedStep) -> list[list[int]]:
 
 def _list_remarks(bound: Bound) -> Iterator[str]:
     """Yield sentences about what keeps the step above its bound, with their times."""
-    step = bound.step_seconds
-    gap = step - bound.lower_bound_seconds
-    if bound.lower_bound_seconds <= 0 or gap <= MIN_REMARKED_SHARE * step:
-        yield "The step is as short as its lower bound, or nearly so."
+    step, gap = bound.step_seconds, bound.planned_seconds - bound.lower_bound_seconds
+    name = "The step" if bound.planned_seconds == step else "The step that the costs of nodes plan"
+    if bound.above_bound is None or gap <= MIN_REMARKED_SHARE * bound.planned_seconds:
+        yield f"{name} is as short as its lower bound, or nearly so."
     else:
-        share = gap / bound.lower_bound_seconds
-        yield f"The step is {format_time(gap)} ({share:.1%}) longer than its lower bound."
+        yield f"{name} is {format_time(gap)} ({bound.above_bound:.1%}) longer than its lower bound."
     yield from _remark_on_chain(bound.chain, step)
     spread = bound.busiest_seconds - bound.even_seconds
     if spread > MIN_REMARKED_SHARE * step:

@@ -74,18 +74,12 @@ def compile_summary(bundle: Bundle) -> str:
 
 
 def _format_steps(manifest: Manifest) -> list[str]:
-    """Return lines with the predicted step and that of the trial."""
+    """Return a line about the step, and what is known with requests in flight."""
+    from onnxplace.bundle import describe_step
     from onnxplace.pipeline import OBJECTIVES  # imports what placing needs, and other texts do not
 
     predicted, trial = manifest.predicted, manifest.trial
-    step, best = format_milliseconds(predicted.step_seconds), format_milliseconds(predicted.single_device_seconds)
-    bound = format_milliseconds(predicted.lower_bound_seconds)
-    suffix = "" if predicted.single_device_fits else ", where it does not fit"
-    if not predicted.single_device_fits and predicted.single_device_seconds == 0:
-        best, suffix = "none: each refuses some node", ""
-    if manifest.streams:
-        step += f", of which {format_milliseconds(predicted.weight_wait_seconds)} waits for weights"
-    lines = [f"predicted step {step}; best single device {best}{suffix}; lower bound {bound}"]
+    lines = [describe_step(manifest)]
     notes = {(note.code, note.where): note.message for note in manifest.diagnostics}
     if manifest.placer == OBJECTIVES["throughput"] or manifest.routes or ("P043", "throughput") in notes:
         rate = f" ({1 / predicted.interval_seconds:.4g} requests/s)" if predicted.interval_seconds > 0 else ""
@@ -94,9 +88,6 @@ def _format_steps(manifest: Manifest) -> list[str]:
         source = f"measured in {kind} with {trial.in_flight} in flight" if trial and trial.in_flight else "predicted"
         lines.append(f"with requests in flight, a result every {interval}{rate}, {source}")
         lines += [message for (code, _), message in notes.items() if code == "P048"]
-    if trial is not None:
-        measured, planned = format_milliseconds(trial.step_seconds), format_milliseconds(trial.planned_seconds)
-        lines.append(f"predicted from a trial, whose steps took {measured}; planned by the costs of nodes: {planned}")
     return lines
 
 

@@ -44,6 +44,10 @@ class Circumstances:
     basis: str
     """`from trial` or `from node costs`."""
     single_device_fits: bool = True
+    step_seconds: float | None = None
+    """Measured in a trial, if there was one."""
+    times_as_fast: float | None = None
+    """As one device, in that trial."""
     interval_seconds: float = 0.0
     """Between two results with requests in flight; 0 if unknown."""
     sizes: str = ""
@@ -55,14 +59,13 @@ class Circumstances:
 
 def judge_step(step: PlacedStep, bound: Bound, known: Circumstances) -> Verdict:
     """Return the verdict about a simulated step."""
-    single, lowest = bound.single_device_seconds, bound.lower_bound_seconds
     limit, seconds = _find_limit(bound)
     verdict = Verdict(
         sentence="",
         basis=known.basis,
-        step_seconds=bound.step_seconds,
-        times_as_fast=single / bound.step_seconds if min(single, bound.step_seconds) > 0 else None,
-        above_bound=bound.step_seconds / lowest - 1 if lowest > 0 else None,
+        step_seconds=bound.step_seconds if known.step_seconds is None else known.step_seconds,
+        times_as_fast=bound.times_as_fast if known.step_seconds is None else known.times_as_fast,
+        above_bound=bound.above_bound,
         limit=limit,
         advice=tuple(_list_advice(step, bound, known))[:MAX_ADVICE],
     )

@@ -91,9 +91,7 @@ class ModelProfiler:
     use_cache: bool
 
     def measure(self, feeds: Mapping[str, Any]) -> tuple[Measurement, list[Diagnostic]]:
-        """Recall a stored measurement, else measure and store; with notes."""
-        if not self.use_cache:
-            return self._measure_now(feeds)
+        """Recall a stored measurement if `use_cache`, else measure and store; with notes."""
         structure, cost_class = self.structure, self.device.cost_class
         limit: float | None = None if self._fits_whole() else self.limit_bytes
         if self.device.compiles:
@@ -103,7 +101,7 @@ class ModelProfiler:
         key = measurement_key(structure.model, structure.graph, structure.prints, self.device, feeds, settings)
         problems = []
         try:
-            stored = recall_measurement(key, len(structure.graph))
+            stored = recall_measurement(key, len(structure.graph)) if self.use_cache else None
             if stored is not None:
                 return stored
         except ValueError as error:

@@ -88,7 +88,7 @@ def measure_streamed(
         nodes: Those whose factors are wanted; others get 1, except for the rest of their units.
         shapes: Of values, by name, as far as they are known (`infer_shapes_and_values`).
         types: Element types of values whose types ONNX cannot infer (`infer_with_runtime`).
-        cache: Use earlier measurements of equal units, and store new ones.
+        cache: Use earlier measurements of equal units; new ones are stored anyway.
     """
     units = _StreamedUnits(model, profile, shapes, types, fingerprints(model, shapes))
     members = Csr.grouped(profile.unit, np.arange(len(profile.unit), dtype=np.int32), len(profile.unit))
@@ -120,15 +120,16 @@ class _StreamedUnits:
     def find_factors(self, units: Sequence[Ints], device: Device, cache: bool) -> Floats:
         """Return, per node, the factor of its unit on a class of device, for some units."""
         key, factors = measurement_cache.key(("streamed", *describe_class(device))), np.ones(len(self.profile.graph))
-        known: dict[str, float | None] = {**_read_factors(key)} if cache else {}
+        stored = _read_factors(key)
+        known: dict[str, float | None] = {**stored} if cache else {}
         count, is_here = len(known), find_measurement_obstacle(device) is None
         for number, unit in enumerate(units):
             with progress_part(number, len(units)):
                 factors[unit] = self._find_factor(unit, device, known if is_here else None)
-        if cache and len(known) > count:
+        if len(known) > count:
             with suppress(ValueError):  # a cache that cannot be written only costs time
                 sure = {equal: factor for equal, factor in known.items() if factor is not None}
-                measurement_cache.write(key, {"factors": sure})
+                measurement_cache.write(key, {"factors": {**stored, **sure}})
         return factors
 
     def _find_factor(self, unit: Ints, device: Device, known: dict[str, float | None] | None) -> float:

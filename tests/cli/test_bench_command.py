@@ -4,6 +4,7 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -13,7 +14,7 @@ from onnx import TensorProto, helper, parser
 import onnxplace
 from onnxplace import benchmark
 from onnxplace.bundle import DiagnosticRecord
-from onnxplace.evaluation import memory_use, replace_manifest, trial
+from onnxplace.evaluation import Timings, compute_speedup, memory_use, replace_manifest, trial
 from onnxplace.evaluation.memory_use import can_measure_memory
 from tests.conftest import FAST_PIPELINE
 from tests.support.state_checks import APART, START, STATES, feeds, sums
@@ -110,8 +111,11 @@ def test_all_predictions_are_compared_with_measurements(run_cli, compiled):
 def test_the_text_has_a_row_for_each_device_link_and_the_process(run_cli, compiled):
     result = run_cli("bench", compiled, "--repeat", "2")
     assert (result.code, result.err) == (0, "")
-    steps, devices, links, opening, timeline = (block.splitlines() for block in result.out.strip("\n").split("\n\n"))
-    assert steps[0].split() == ["median", "p90", "predicted", "/", "all", "cores"]
+    blocks = (block.splitlines() for block in result.out.strip("\n").split("\n\n"))
+    steps, devices, links, opening, timeline, verdict = blocks
+    assert steps[0].split() == ["median", "p90", "predicted", "speed"]
+    assert steps[-1].endswith(" 1.00x")
+    assert re.fullmatch(r"verdict: .*\d times as fast .*; limited by .*", verdict[0])
     assert devices[0].split() == ["busy", "predicted", "process", "peak", "predicted"]
     assert [line.split("  ")[0] for line in devices[1:]] == ["cpu:0", "cpu:1", "process, opening", "process, running"]
     for line in devices[1:3]:
@@ -281,9 +285,54 @@ def test_sizes_other_than_the_compiled_ones_are_noted_and_measured(run_cli, comp
     result = run_cli("bench", compiled, *QUICK, "--shape", "batch=8", "--json")
     assert result.code == 0
     assert "note[F008] branches: predictions are for batch=4, and the inputs have batch=8" in result.err
-    for link in json.loads(result.out)["links"]:
-        assert link["bytes"] == 2 * link["predicted_bytes"]
+    data = json.loads(result.out)
+    values = onnxplace.load(compiled).manifest.values
+    for link in data["links"]:
+        sent = sum(value.bytes for value in values.values() if value.bytes)
+        assert 0 < link["bytes"] <= 2 * sent
+    predictions = {key: item for key, item in _walk(data) if key.startswith("predicted")}
+    assert predictions
+    assert set(predictions.values()) == {None}  # never the figure of another size
+    assert data["timeline"] is None
+    text = run_cli("bench", compiled, *QUICK, "--shape", "batch=8").out
+    assert re.search(r"bundle on 2 devices +\S+ ms +\S+ ms +- +\S+x", text)
     assert run_cli("bench", compiled, *QUICK, "--shape", "batch=4").err == ""
+
+
+def _walk(data):
+    """Yield the entries of nested JSON with their keys."""
+    for key, item in data.items() if isinstance(data, dict) else ():
+        yield key, item
+    for item in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from _walk(item)
+
+
+def test_the_verdict_says_how_sure_a_difference_is():
+    usage = SimpleNamespace(
+        devices=[SimpleNamespace(id="cpu:0", busy_seconds=0.9), SimpleNamespace(id="cpu:1", busy_seconds=0.5)],
+        streams=[],
+    )
+
+    def judge(model, bundle, waiting=0.0):
+        times = [Timings(float(np.median(samples)), 0.0, len(samples), tuple(samples)) for samples in (model, bundle)]
+        return benchmark._phrase_verdict(compute_speedup(*times), times[1], waiting, usage)
+
+    limit = "limited by cpu:0, which is busy for 90% of a step"
+    faster = "2.00 times as fast as one session with all cores (2.00 to 2.00 in eight of ten rounds)"
+    assert judge([2.0] * 5, [1.0] * 5) == f"{faster}; {limit}"
+    assert judge([2.0] * 4, [1.0] * 4).startswith(f"unsure after 4 rounds: {faster}")
+    assert judge([2.0] * 5, [1.0] * 5, 0.5).startswith("unsure, as other programs used the cores for 50% of the time: ")
+    assert judge([1.0] * 5, [2.0] * 5).startswith("slower than one session with all cores: 0.50 times as fast as it (")
+    assert judge([1.0, 2.0] * 5, [1.5] * 10).startswith("no clear difference from one session with all cores: 1.00 ")
+
+
+def test_a_speedup_is_larger_than_one_where_the_bundle_is_faster():
+    slow, fast = Timings(3.0, 3.0, 3, (3.0, 2.0, 4.0)), Timings(1.0, 1.0, 3, (1.0, 1.0, 1.0))
+    speedup = compute_speedup(slow, fast)
+    assert speedup.ratio == 3.0
+    assert 2.0 <= speedup.low <= 3.0 <= speedup.high <= 4.0
+    assert compute_speedup(fast, slow).ratio == pytest.approx(1 / 3)
+    assert compute_speedup(Timings(2.0, 2.0, 3), Timings(1.0, 1.0, 3)).low == 2.0  # not timed in turns
 
 
 @only_linux

@@ -17,7 +17,7 @@ def test_compile_writes_a_bundle_next_to_the_model_and_prints_a_summary(run_cli,
     result = run_cli("compile", model_file, *SHAPE)
     assert result.code == 0
     bundle = onnxplace.load(model_file.with_suffix(".bundle"), "all")
-    for words in ("branches: 5 nodes", "placer auto", "cpu:0", "cpu:1", "segments", "predicted step", str(bundle.path)):
+    for words in ("branches: 5 nodes", "placer auto", "cpu:0", "cpu:1", "segments", " ms a step, ", str(bundle.path)):
         assert words in result.out
 
 

@@ -70,7 +70,7 @@ def test_bench_has_the_fields_of_the_command(run_cli, compiled, tmp_path):
     printed = json.loads(run_cli("bench", compiled, *options, "--json").out)
     result = onnxplace.bench(compiled, memory=False, repeat=2, in_flight=2, trace=tmp_path / "t.json")
     assert set(printed) == {item.name for item in fields(result)} - {"diagnostics", "copies", "streams", "opening"}
-    assert result.ratio == result.bundle.median_seconds / result.model.median_seconds
+    assert result.speedup.ratio == result.model.median_seconds / result.bundle.median_seconds
     assert result.requests_per_second.measured == 1 / result.in_flight.median_seconds
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert printed["predicted_seconds"] == result.predicted_seconds
@@ -100,7 +100,7 @@ def test_objects_show_themselves_in_five_lines(compiled):
     many = Target(tuple(Device(f"cpu:{index}", 1 << 20, index + 1) for index in range(40)))
     with onnxplace.InferenceSession(bundle) as session:
         objects = [
-            (bundle, ("branches", "cpu:0: ", "predicted step", " -> ")),
+            (bundle, ("branches", "cpu:0: ", " ms a step, ", " -> ")),
             (session, ("InferenceSession of Bundle", "cpu:1: ")),
             (bundle.target, ("Target of 2 devices", "cpu:0, cpu:1: cpu/1, ")),
             (graph, ("30 nodes", "Target of 4 devices")),

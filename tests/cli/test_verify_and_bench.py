@@ -60,9 +60,12 @@ def test_bench_json_has_the_keys_that_scripts_depend_on(run_cli, compiled):
     data = only_json(result)
     assert result.code == 0
     for name in ("bundle", "model"):
-        assert set(data[name]) == {"median_seconds", "p90_seconds", "runs"}
-        assert data[name]["runs"] == 2
-    assert data["ratio"] == pytest.approx(data["bundle"]["median_seconds"] / data["model"]["median_seconds"])
+        assert set(data[name]) == {"median_seconds", "p90_seconds", "runs", "samples"}
+        assert data[name]["runs"] == len(data[name]["samples"]) == 2
+    speedup = data["speedup"]
+    assert speedup["ratio"] == pytest.approx(data["model"]["median_seconds"] / data["bundle"]["median_seconds"])
+    assert speedup["low"] <= speedup["ratio"] <= speedup["high"]
+    assert f"{speedup['ratio']:.2f} times as fast" in data["verdict"]
     assert data["predicted_seconds"] == onnxplace.load(compiled).manifest.predicted.step_seconds
 
 
@@ -118,10 +121,10 @@ def test_run_and_bench_of_a_bundle_with_routes_and_a_batch_print_valid_json(run_
 
 
 def test_bench_over_a_limit_exits_with_one(run_cli, compiled):
-    result = run_cli("bench", compiled, "--no-memory", "--repeat", "1", "--max-ratio", "1e-9", "--json")
+    result = run_cli("bench", compiled, "--no-memory", "--repeat", "1", "--min-speedup", "1e9", "--json")
     assert result.code == 1
-    assert only_json(result)["ratio"] > 1e-9
-    assert "expected at most 1e-09" in result.err
+    assert only_json(result)["speedup"]["ratio"] < 1e9
+    assert "times as fast as one session, expected at least 1000000000.0" in result.err
 
 
 def test_a_file_that_is_no_model_is_no_reference(run_cli, compiled, tmp_path):

@@ -268,3 +268,21 @@ def test_a_placement_that_search_did_not_improve_is_not_called_improved():
     assert remaining.startswith("kept cuda:0:")
     assert "improved" not in remaining
     assert "cuda:0" not in note.message.removeprefix(remaining)
+
+
+def test_joined_groups_are_judged_by_the_bound_of_the_graph_that_was_given(run_cli, tmp_path):
+    # Both branches have one reader, so m-ETF joins them with it, and one device computes all.
+    (tmp_path / "graph.json").write_text(json.dumps(fork()))
+    joined = run_cli("place", tmp_path / "graph.json", "--placer", "m-etf")
+    apart = place_cost_graph(parse_cost_graph(fork()), "m-etf", groups="given")
+    result = place_cost_graph(parse_cost_graph(fork()), "m-etf")
+    assert result.makespan_seconds > 1.1 * apart.makespan_seconds
+    assert result.lower_bound_seconds <= apart.lower_bound_seconds <= apart.makespan_seconds
+    assert "note[P021] m-etf: the groups of nodes that m-etf joined cost " in joined.err
+    assert "0.0% above a bound" not in joined.out
+    (note,) = [note for note in result.diagnostics if note.code == "P021"]
+    assert note.hint == "--groups given"
+    # What the user asked for is not compared.
+    for options in ({"groups": "given+coplace"}, {"groups": "none"}):
+        notes = place_cost_graph(parse_cost_graph(fork()), "m-etf", **options).diagnostics
+        assert not [note for note in notes if note.code == "P021"]

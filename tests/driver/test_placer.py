@@ -7,6 +7,7 @@ import pytest
 
 from onnxplace.cost_graph import GENERATORS, parse_cost_graph
 from onnxplace.driver import evaluate_placement, place_cost_graph, replace_devices
+from onnxplace.driver.compile_options import CompileSettings
 from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.pipeline import Pipeline, choose_placer
 from onnxplace.utils import jit
@@ -161,3 +162,10 @@ def test_the_bound_of_a_given_placement_holds_for_every_placement(run_cli, tmp_p
     assert wrong.code == 2
     assert "error[D007] --placement: no device for 2 nodes, such as '0'" in wrong.err
     assert 'hint: write ids, not names: {"0": "a"} ...' in wrong.err
+
+
+def test_the_default_placer_may_be_typed():
+    assert CompileSettings(placer="auto").compares_sharding
+    assert CompileSettings(placer="auto").may_stream
+    assert not CompileSettings(placer="auto{seconds=1}").compares_sharding  # options ask for this placer
+    assert not CompileSettings(placer="m-etf").compares_sharding

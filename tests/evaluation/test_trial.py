@@ -1,6 +1,7 @@
 """Trials: a compiled bundle is run once, and its prediction uses the measured times of its segments."""
 
 import json
+import re
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,14 +12,15 @@ from hypothesis import given, strategies as st
 from onnx import numpy_helper
 
 import onnxplace
-from onnxplace.bundle import Manifest, list_routes, predict_serial_seconds, simulate_manifest
+from onnxplace.bundle import Manifest, describe_step, list_routes, predict_serial_seconds, simulate_manifest
 from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError
 from onnxplace.evaluation import trial
 from onnxplace.facts import Placement
-from onnxplace.machine import local_target, measurement_cache
+from onnxplace.machine import available_cores, local_target, measurement_cache
 from onnxplace.model import Model
 from onnxplace.passes import emit
+from onnxplace.problem import bound_speedup
 from onnxplace.runtime import Event, Result, RuntimeSession
 from onnxplace.runtimes.execution.segments import OpenSegment
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
@@ -243,9 +245,40 @@ def test_a_pipeline_without_cache_repeats_the_trial_with_the_same_inputs(model_f
 
 
 def test_after_a_trial_bounds_do_not_contradict_it(model_file, tmp_path):
-    predicted = compile_bundle(model_file, tmp_path / "a", device_map={".*": "cpu:0"}).manifest.predicted
-    assert predicted.lower_bound_seconds <= predicted.step_seconds
-    assert predicted.single_device_seconds <= predicted.step_seconds
+    manifest = compile_bundle(model_file, tmp_path / "a", device_map={".*": "cpu:0"}).manifest
+    # The bound is proven for the costs of nodes, and compared with the step that the same costs plan.
+    assert manifest.predicted.lower_bound_seconds <= manifest.trial.planned_seconds
+    assert manifest.predicted.single_device_seconds <= manifest.predicted.step_seconds
+
+
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_a_trial_moves_no_lower_bound(model_file, tmp_path, factor):
+    bundle = compile_bundle(model_file, tmp_path / "b", trial=False)
+    before = bundle.manifest
+    after = apply_times(bundle, segment=factor * before.predicted.step_seconds, request=1e-6)
+    assert after.predicted.lower_bound_seconds == before.predicted.lower_bound_seconds
+    assert after.trial.planned_seconds == before.predicted.step_seconds
+    assert after.gap == before.gap >= 0
+
+
+def test_a_speedup_is_of_times_from_one_trial(model_file, tmp_path):
+    bundle = compile_bundle(model_file, tmp_path / "b")
+    manifest = bundle.manifest
+    assert manifest.trial.one_device_seconds > 0
+    assert manifest.trial.all_cores_seconds > 0
+    assert 0 < manifest.trial.speedup_low <= manifest.trial.speedup_high
+    assert manifest.speedup == manifest.trial.one_device_seconds / manifest.trial.step_seconds
+    # Without plain sessions, both times follow from the costs of nodes.
+    planned = apply_times(compile_bundle(model_file, tmp_path / "b", trial=False), segment=9.0, request=1.0)
+    assert planned.speedup == planned.predicted.single_device_seconds / planned.trial.planned_seconds
+
+
+def test_plain_sessions_take_part_only_where_there_is_memory_for_them(model_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "available_memory_bytes", lambda: trial.count_process_bytes(bundle.manifest))
+    bundle = compile_bundle(model_file, tmp_path / "b", trial=False)
+    assert trial._list_reference_cores([bundle]) == ()
+    monkeypatch.setattr(trial, "available_memory_bytes", lambda: 1 << 40)
+    assert [len(cores) for cores in trial._list_reference_cores([bundle])] == [1, len(available_cores())]
 
 
 def find_untried_note(bundle, **changes):
@@ -326,11 +359,11 @@ def test_an_interrupt_during_the_trial_leaves_nothing(model_file, tmp_path, monk
 
 def test_the_command_shows_the_trial_and_can_skip_it(model_file, tmp_path, run_cli):
     command = ["compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4", "--force"]
-    assert "predicted from a trial, whose steps took " in run_cli(*command).out
+    assert re.search(r"\n[\d.e-]+ ms a step, (?!predicted)", run_cli(*command).out)
     data = json.loads(run_cli(*command, "--json").out)
     assert data["trial"]["step_seconds"] > 0
     assert data["passes"][-1]["name"] == "trial"
-    assert "trial" not in run_cli(*command, "--no-trial").out
+    assert " a step, predicted, " in run_cli(*command, "--no-trial").out
     assert json.loads(run_cli(*command, "--no-trial", "--json").out)["trial"] is None
 
 
@@ -450,3 +483,33 @@ def test_every_request_of_a_trial_begins_with_the_same_states(tmp_path, monkeypa
     assert bundle.manifest.trial is not None
     assert inputs
     assert all(values == [0] * 6 for values in inputs)
+
+
+def test_a_trial_that_is_faster_than_costs_allow_is_run_again_and_then_unsure(make_model_for_two, monkeypatch):
+    calls = []
+
+    def result(bundles, feeds, **options):
+        calls.append(options["cached"])
+        times = {segment.id: 1e-3 for segment in bundles[0].manifest.segments}
+        return tuple(trial.Trial(2e-3, 1e-5, times, 5, 0.0) for _ in bundles)  # by the costs, it takes 20 ms and more
+
+    monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", result)
+    monkeypatch.setattr("onnxplace.driver.bundle_trials._find_unmeasured_costs", lambda state: None)
+    compiled = make_model_for_two()
+    assert calls == [True, False]
+    (note,) = [note for note in compiled.diagnostics if note.code == "C004"]
+    assert "the step of 2 ms is below the lower bound of " in note.message
+    assert "these costs are wrong" in note.message
+    assert describe_step(compiled.bundle.manifest).endswith(
+        ", unsure: other programs used the cores, or costs are wrong"
+    )
+
+
+def test_two_equal_devices_are_at_most_twice_as_fast_as_one():
+    profile = SimpleNamespace(seconds={"a": np.array([1.0, 3.0]), "b": np.array([2.0, np.inf])})
+    devices = [SimpleNamespace(cost_class=name) for name in "aab"]
+    assert bound_speedup(profile, SimpleNamespace(devices=devices[:2])) == pytest.approx(2.0)
+    assert bound_speedup(profile, SimpleNamespace(devices=devices[:1])) == pytest.approx(1.0)
+    # Of the first node, the three do 2.5 in a second, of the second one, two do 2 / 3.
+    assert bound_speedup(profile, SimpleNamespace(devices=devices)) == pytest.approx(4 / (1 / 2.5 + 1.5))
+    assert bound_speedup(profile, SimpleNamespace(devices=devices[2:])) == np.inf

@@ -86,13 +86,18 @@ def test_another_processor_or_version_of_onnxruntime_is_measured(model_file, mea
     assert len(measured_models) == 3
 
 
-def test_without_the_cache_nothing_is_read_or_written(model_file, measured_models):
+def test_without_the_cache_nothing_is_read_and_what_is_measured_replaces_an_entry(model_file, measured_models):
     run_profile(model_file, ",cache=false")
-    assert list_files() == []
+    (file,) = list_files()
     run_profile(model_file)
+    assert len(measured_models) == 1
+    wrong = json.loads(file.read_text())
+    wrong["seconds"] = [1e3 for _ in wrong["seconds"]]  # measured while something disturbed it
+    file.write_text(json.dumps(wrong))
     run_profile(model_file, ",cache=false")
-    assert len(measured_models) == 3
-    assert len(list_files()) == 1
+    assert len(measured_models) == 2
+    assert list_files() == [file]
+    assert max(json.loads(file.read_text())["seconds"]) < 1e3
 
 
 @pytest.mark.parametrize(

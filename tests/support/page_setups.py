@@ -114,6 +114,7 @@ SETUPS: Mapping[str, Setup] = {
         replaced={"node1:1,node2:1": "localhost:2", "node[1-4]": "localhost:4", '"tokens"': '"x"'},
     ),
     "docs/index.md": setup("model.onnx", "feeds.npz", "examples"),
+    "docs/inside.md": setup(),
     "docs/machines.md": setup("model.onnx", after="test -s l4.toml && test -d model.bundle"),
     "docs/models.md": setup(
         *("decoder.onnx", "examples"),
