@@ -12,6 +12,7 @@ from onnx import ModelProto, TensorProto
 from onnxplace.errors import InputError, ModelError
 from onnxplace.model.canonicalize import take_apart
 from onnxplace.model.model import Model
+from onnxplace.model.operator_checks import note_known_functions
 from onnxplace.model.tensors import find_external_range, find_repository, relocate_external_data, take_fingerprint
 from onnxplace.model.weights import build_link_error
 from onnxplace.model_metadata import ModelMetadata
@@ -70,6 +71,7 @@ def load(source: str | Path | ModelProto) -> Model:
         keeps_order=training is not None,
         metadata=metadata,
         removed=tuple(node.name for node in proto.graph.node if node.name not in names),
+        notes=note_known_functions(proto.functions, where),
     )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from onnx import AttributeProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, defs, helper
+from onnx import AttributeProto, FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, defs, helper
 
-from onnxplace.errors import ExecutionError, ModelError, suggest_nearest
+from onnxplace.errors import Diagnostic, ExecutionError, ModelError, format_names, suggest_nearest
 from onnxplace.machine import LIBRARY_HINT, list_operator_libraries, make_session_options, open_session
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import walk_nodes
@@ -34,6 +34,10 @@ class OperatorForm:
     """Name -> number of the type (`AttributeProto.AttributeType`)."""
     required: tuple[str, ...]
     """Names of the attributes that have no default value, sorted."""
+    since: int
+    """The opset that introduced it."""
+    definition: tuple[object, ...]
+    """Names, types and defaults of its attributes, and whether it is deprecated."""
 
 
 @cache
@@ -51,21 +55,32 @@ def find_form(operator: str, domain: str, version: int) -> OperatorForm | None:
         outputs=(schema.min_output, schema.max_output),
         attributes={name: int(item.type) for name, item in schema.attributes.items()},  # type: ignore[call-overload]
         required=tuple(sorted(name for name, attribute in schema.attributes.items() if attribute.required)),
+        since=schema.since_version,
+        definition=(schema.deprecated, *sorted(map(_describe_attribute, schema.attributes.values()))),
     )
 
 
-def find_since_version(operator: str, version: int, domain: str) -> int:
-    """Return the opset that introduced an operator's form.
+# From this opset on, versions of an operator that have the same inputs and attributes compute the same: later ones have
+# more types. Before, PRelu and the arithmetic operators were broadcast in another way.
+_FIRST_STABLE_OPSET = 7
 
-    The form is that of opset `version`. Returns 0 for an unknown operator.
 
-    >>> find_since_version("Relu", 20, "")
-    14
+def _describe_attribute(attribute: defs.OpSchema.Attribute) -> tuple[object, ...]:
+    return attribute.name, str(attribute.type), attribute.required, attribute.default_value.SerializeToString()
+
+
+def keeps_meaning(node: NodeProto, old: int, new: int) -> bool:
+    """Return whether a node computes the same in two opsets of its domain; one that ONNX does not define does.
+
+    >>> keeps_meaning(helper.make_node("Pad", ["x", "pads"], ["y"]), 18, 17)
+    True
     """
-    try:
-        return int(defs.get_schema(operator, version, domain).since_version)
-    except (defs.SchemaError, TypeError):  # onnx raises TypeError for a version beyond 32 bits
-        return 0
+    forms = [form for version in (old, new) if (form := find_form(node.op_type, node.domain, version)) is not None]
+    if len(forms) < 2:
+        return not forms
+    is_possible = all(_count_given(node.input) <= form.inputs[1] for form in forms)
+    is_same = forms[0].definition == forms[1].definition and min(old, new) >= _FIRST_STABLE_OPSET
+    return forms[0].since == forms[1].since or (is_same and is_possible)
 
 
 def merge_opsets(proto: ModelProto) -> list[OperatorSetIdProto]:
@@ -167,6 +182,22 @@ def require_operators(model: Model) -> None:
                 where=f"node {node.name!r}",
                 hint="export the model with a newer opset",
             )
+
+
+def note_known_functions(functions: Iterable[FunctionProto], where: str) -> tuple[Diagnostic, ...]:
+    """Return a note on local functions that have the name of an operator of ONNX Runtime, which runs the operator."""
+    try:
+        known = _load_known_operators()
+    except ExecutionError:
+        return ()
+    names = [_qualify(item.domain, item.name) for item in functions if item.name in known.get(item.domain, {})]
+    if not names:
+        return ()
+    message = (
+        f"the model defines functions that are named as operators of ONNX Runtime: {format_names(names)}; the bundle "
+        "computes the functions, as ONNX specifies, and ONNX Runtime its own operators"
+    )
+    return (Diagnostic("M010", message, where=where, hint="rename the functions, or remove them"),)
 
 
 def list_custom_operators(model: Model) -> tuple[str, ...]:
