@@ -425,3 +425,8 @@ class Manifest(Record):
     """What the ONNX file said of the model."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
+
+    @property
+    def has_equal_sizes(self) -> bool:
+        """Return whether dimensions of one name need one size: a split of operators, or states, were chosen for it."""
+        return self.sharding is not None or bool(self.states)

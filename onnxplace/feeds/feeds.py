@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -74,8 +75,12 @@ class Declared:
         return self.dtype
 
 
-def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[str, Any]:
+def check_feeds(
+    feeds: Mapping[str, Any], inputs: Sequence[Declared], *, has_equal_sizes: bool = True
+) -> dict[str, Any]:
     """Return the feeds as arrays, checked against the declared inputs.
+
+    `has_equal_sizes` says whether dimensions of one name have one size, as the name says, or any, as in ONNX Runtime.
 
     Raises FeedError for a wrong name, type, rank or size, and for missing inputs.
 
@@ -92,7 +97,7 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
     if missing:
         hint = f"inputs of this model: {format_names(map(describe_input, inputs), quoted=False)}"
         raise FeedError("F002", f"no value for {format_names(missing)}", hint=hint)
-    symbols: dict[str, tuple[int, str]] = {}
+    symbols: dict[str, tuple[int, str]] | None = {} if has_equal_sizes else None
     return {
         name: _check_tensor(_as_array(name, value, known[name].dtype), known[name], symbols)
         if known[name].dtype.startswith("tensor(")
@@ -124,10 +129,12 @@ def _as_array(name: str, value: Any, dtype: str) -> Array:
     where, declared = f"input {name!r}", numpy_type(dtype)
     try:
         array: Array = np.asarray(value)
-        rank = _RANKS.get(declared.kind, -1) if declared is not None else -1
-        takes_list = array.size == 0 or _RANKS.get(array.dtype.kind, len(_RANKS)) <= rank
-        if declared is not None and rank >= 0 and isinstance(value, (list, tuple)) and takes_list:
-            return _convert_numbers(array, declared)
+        if declared is not None and isinstance(value, (list, tuple)):
+            # Types of ml_dtypes have the kind "V".
+            rank = _RANKS["i"] if "int" in declared.name else _RANKS.get(declared.kind, _RANKS["f"])
+            array = _keep_whole_numbers(value, array, rank)
+            if array.size == 0 or _RANKS.get(array.dtype.kind, len(_RANKS)) <= rank:
+                return _convert_numbers(array, declared)
     except (OverflowError, ValueError) as problem:
         raise FeedError("F003", f"expected an array: {problem}", where=where) from None
     if array.dtype == object and dtype != "tensor(string)":
@@ -136,10 +143,32 @@ def _as_array(name: str, value: Any, dtype: str) -> Array:
     return array
 
 
+def _keep_whole_numbers(value: Sequence[Any], array: Array, rank: int) -> Array:
+    """Return the array of a list, of which numpy makes floats or objects if whole numbers of it need 64 bits and more.
+
+    `rank` is that of the input's type. Raises OverflowError for numbers that no whole type of 64 bits holds.
+    """
+    is_whole = rank <= _RANKS["i"]
+    if array.dtype.kind != "O" and (array.dtype.kind != "f" or not is_whole):
+        return array
+    exact: Array = np.array(value, dtype=object)
+    kind = Integral if is_whole else Real
+    if not exact.size or not all(isinstance(element, kind) for element in exact.ravel()):
+        return array
+    if is_whole and not 0 <= exact.min() <= exact.max() < 1 << 64:
+        raise OverflowError(f"no type of 64 bits holds its numbers from {exact.min()} to {exact.max()}")
+    return exact.astype(np.uint64 if is_whole else np.float64)
+
+
 def _convert_numbers(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array with another type; raises OverflowError for whole numbers that do not fit."""
-    converted: Array = array.astype(dtype)
-    if dtype.kind in "ui" and not np.array_equal(converted, array):
+    """Return an array with another type; raises OverflowError for numbers that do not fit."""
+    with np.errstate(over="ignore"):
+        converted: Array = array.astype(dtype)
+    if "int" in dtype.name:
+        fits = np.array_equal(converted if dtype.kind != "V" else converted.astype(np.int64), array)
+    else:
+        fits = np.array_equal(np.isfinite(converted), np.isfinite(array))
+    if not fits:
         raise OverflowError(f"its numbers from {array.min()} to {array.max()} do not all fit into {dtype}")
     return converted
 
@@ -154,7 +183,7 @@ def describe_input(item: Declared) -> str:
     return f"{item.name} {item.dtype} {shape}"
 
 
-def _check_tensor(array: Array, item: Declared, symbols: dict[str, tuple[int, str]]) -> Array:
+def _check_tensor(array: Array, item: Declared, symbols: dict[str, tuple[int, str]] | None) -> Array:
     """Return an array with the declared type; raises FeedError if type or shape do not fit."""
     where = f"input {item.name!r}"
     dtype = numpy_type(item.dtype)
@@ -188,10 +217,10 @@ def _require_text(array: Array, where: str) -> None:
             raise FeedError("F003", message, where=where, hint="decode it: .decode(errors='replace')") from None
 
 
-def check_shape(shape: tuple[int, ...], item: Declared, symbols: dict[str, tuple[int, str]], where: str) -> None:
+def check_shape(shape: tuple[int, ...], item: Declared, symbols: dict[str, tuple[int, str]] | None, where: str) -> None:
     """Raise FeedError unless a value of this shape can be fed.
 
-    `symbols` collects the size of each symbol, and the axis that has it, over several inputs.
+    `symbols` collects the size of each symbol, and the axis that has it, over several inputs; None leaves them open.
     """
     if item.shape is None:
         return
@@ -201,7 +230,7 @@ def check_shape(shape: tuple[int, ...], item: Declared, symbols: dict[str, tuple
     for axis, (size, entry) in enumerate(zip(shape, item.shape)):
         if isinstance(entry, int) and size != entry:
             raise FeedError("F003", f"{message}: axis {axis} must be {entry}", where=where)
-        if isinstance(entry, str):
+        if isinstance(entry, str) and symbols is not None:
             first, place = symbols.setdefault(entry, (size, f"{item.name}[{axis}]"))
             # Ones may be broadcast, and empty arrays are for branches that are not taken.
             if first != size and not {0, 1} & {first, size}:

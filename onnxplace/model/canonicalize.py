@@ -41,7 +41,15 @@ from onnxplace.model.nested_graphs import (
     walk_nodes,
 )
 from onnxplace.model.operator_checks import merge_opsets, name_attribute_type, require_form
-from onnxplace.model.tensors import check_tensor, embed_tensor, find_unknown_element, require_shape, tensor_size
+from onnxplace.model.tensors import (
+    check_tensor,
+    clear_sizes,
+    embed_tensor,
+    find_unknown_element,
+    require_shape,
+    says_unknown,
+    tensor_size,
+)
 from onnxplace.utils import claim_name
 
 
@@ -89,8 +97,8 @@ def take_apart(proto: ModelProto, where: str, folder: Path | None) -> ModelParts
     # Before IR version 4, all initializers had to be inputs too; they were constants all the same.
     constants = set(initializers) if proto.ir_version < 4 else set()
     fed = [value for value in graph.input if value.name not in producers and value.name not in constants]
-    inputs = [_clear_unknown_sizes(value, where) for value in fed]
-    outputs = [_clear_unknown_sizes(value, where) for value in graph.output]
+    inputs = [_check_declaration(value, where) for value in fed]
+    outputs = [_check_declaration(value, where) for value in graph.output]
     input_names = {value.name for value in inputs}
     nodes = sort_topologically(nodes, producers, {*input_names, *initializers}, where)
     sources = _return_initializers(graph, nodes, initializers, input_names, where)
@@ -115,12 +123,10 @@ def _require_text(proto: ModelProto, where: str) -> None:
             raise ModelError("M002", f"the name of an opset is not text: {entry.domain[:40]!r}", where=where)
 
 
-def _clear_unknown_sizes(value: ValueInfoProto, where: str) -> ValueInfoProto:
-    """Return an input or output without sizes of -1.
+def _check_declaration(value: ValueInfoProto, where: str) -> ValueInfoProto:
+    """Return an input or output without sizes that only say that they are unknown.
 
-    Some exporters write -1 for unknown sizes.
-
-    Raises ModelError for other negative sizes, for sizes and ranks beyond those of arrays, and for unknown types.
+    Raises ModelError for negative sizes except -1, for sizes and ranks beyond those of arrays, and for unknown types.
     """
     dims = value.type.tensor_type.shape.dim
     place, hint = f"{where}, input or output {value.name!r}", "the model is damaged; export it again"
@@ -134,13 +140,7 @@ def _clear_unknown_sizes(value: ValueInfoProto, where: str) -> ValueInfoProto:
         if not -1 <= dim.dim_value <= MAX_DIMENSION:
             message = f"it is declared with size {dim.dim_value} on axis {axis}, expected 0 to {MAX_DIMENSION}"
             raise ModelError("M008", message, where=place, hint=hint)
-    if all(dim.dim_value >= 0 for dim in dims):
-        return value
-    result = deepcopy(value)
-    for dim in result.type.tensor_type.shape.dim:
-        if dim.dim_value < 0:
-            dim.ClearField("value")
-    return result
+    return clear_sizes(value, says_unknown)
 
 
 def _lift_constants(
