@@ -60,16 +60,6 @@ def load(path: str | Path, check: Check = "small") -> Bundle:
     return Bundle.open(path, check)
 
 
-def _show(bundle: Bundle) -> str | None:
-    """Return what a notebook shows."""
-    from onnxplace.reports import show_bundle  # which needs most of onnxplace
-
-    return show_bundle(bundle)
-
-
-Bundle._repr_html_ = _show
-
-
 class InferenceSession(SessionMethods):
     """Run a bundle the way ONNX Runtime runs a model: its constructor and methods are those of ONNX Runtime, too.
 

@@ -19,8 +19,9 @@ import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from pydantic import ValidationError
@@ -75,8 +76,6 @@ class Bundle:
 
     path: Path
     manifest: Manifest
-    _repr_html_: ClassVar[Callable[[Bundle], str | None]]
-    """What a notebook shows: `onnxplace.session` sets it, since reports know bundles and not the other way round."""
 
     def __repr__(self) -> str:
         manifest, predicted = self.manifest, self.manifest.predicted
@@ -93,6 +92,12 @@ class Bundle:
             f"predicted step {step}; best single device {single}; lower bound {bound}",
             " -> ".join(names),
         )
+
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows."""
+        # By name: reports know bundles, and not the other way round.
+        show_bundle: Callable[[Bundle], str | None] = import_module("onnxplace.reports").show_bundle
+        return show_bundle(self)
 
     @staticmethod
     def open(path: str | Path, check: Check = "small") -> Bundle:

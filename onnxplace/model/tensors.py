@@ -382,7 +382,7 @@ _SIZE_SYMBOL = re.compile(r"[0-9]{1,9}")
 
 
 def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
-    """Return the entries of a tensor's shape: sizes, symbols, or None.
+    """Return the entries of a tensor's shape: sizes, symbols, or None; also of an optional tensor's.
 
     Returns None for a type without a shape.
 
@@ -393,6 +393,8 @@ def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
     >>> read_shape_entries(helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 4, None]))
     ('batch', 4, None)
     """
+    if kind.HasField("optional_type"):
+        kind = kind.optional_type.elem_type
     if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
         return None
     sizes = kind.tensor_type.shape.dim

@@ -107,7 +107,8 @@ def read_list(item: Declared, data: Any) -> Array:
         if not all(isinstance(text, str | bytes) for text in array.ravel()):
             raise FeedError("F003", "expected texts", where=where)
         return array
-    return check_feeds({item.name: data}, [Declared(item.name, item.dtype, None)])[item.name]
+    arrays: dict[str, Array] = check_feeds({item.name: data}, [Declared(item.name, item.dtype, None)])
+    return arrays[item.name]
 
 
 def describe_output(item: Declared, array: Array) -> dict[str, Any]:

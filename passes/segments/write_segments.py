@@ -7,7 +7,7 @@ Initial values of carried states are written once, and are read by no segment.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from onnxplace.bundle import (
     describe_linked_file,
     external_data_options,
 )
-from onnxplace.errors import Diagnostic, ModelError
+from onnxplace.errors import Diagnostic, ModelError, OnnxplaceError
 from onnxplace.facts import Home, Recomputation, Segment, Segments, Shards, Streaming
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.model import (
@@ -37,6 +37,7 @@ from onnxplace.model import (
     find_scales_to_protect,
     format_type,
     parse_type,
+    read_shape_entries,
     store_for_session,
 )
 from onnxplace.passes.segments.compile_segments import (
@@ -56,35 +57,48 @@ from onnxplace.utils import report_progress, temporary_folder
 def infer_boundary_types(model: Model, names: Iterable[str]) -> dict[str, TypeProto]:
     """Return the type of each value, from shape inference or ONNX Runtime.
 
+    Of outputs, also the shape is found, which users see.
+
     Raises:
         ModelError: neither knows the type of a value.
     """
-    known = model.types
-    types = {name: known[name] for name in names if name in known and _is_complete(known[name])}
-    unknown = sorted(set(names) - set(types))
-    return {**types, **_infer_with_onnxruntime(model, unknown)} if unknown else types
+    types = {name: model.types[name] for name in names if name in model.types and _is_complete(model.types[name])}
+    unknown = set(names) - set(types)
+    shapeless = {
+        output.name
+        for output in model.outputs
+        if output.name in types
+        and output.name not in model.misjudged
+        and read_shape_entries(types[output.name]) is None
+        and read_shape_entries(output.type) is None
+    }
+    try:
+        inferred = _infer_with_onnxruntime(model, unknown, shapeless) if unknown or shapeless else {}
+    except OnnxplaceError:  # such as that of a library of operators that is not given here
+        if unknown:
+            raise
+        inferred = {}
+    for name in sorted(unknown - set(inferred)):
+        raise ModelError(
+            "M008",
+            "its type is unknown, so the model cannot be cut there",
+            where=f"value {name!r}",
+            hint="export the model with value_info, or keep its producer and readers together with --colocate",
+        )
+    return {**types, **inferred}
 
 
 def _is_complete(value_type: TypeProto) -> bool:
     return not value_type.HasField("tensor_type") or value_type.tensor_type.elem_type != TensorProto.UNDEFINED
 
 
-def _infer_with_onnxruntime(model: Model, names: list[str]) -> dict[str, TypeProto]:
-    """Open the model with these values as outputs and read types."""
+def _infer_with_onnxruntime(model: Model, hidden: Set[str], returned: Set[str]) -> dict[str, TypeProto]:
+    """Return the types of hidden values, which become outputs for this, and of outputs, as far as they are known."""
     with temporary_folder() as folder:
-        source, entries = store_for_session(model, folder, [ValueInfoProto(name=name) for name in names])
+        source, entries = store_for_session(model, folder, [ValueInfoProto(name=name) for name in sorted(hidden)])
         session = open_session(source, make_session_options([0], "none", entries), where=model.name)
-        unknown = set(names)
-        outputs = [output for output in session.get_outputs() if output.name in unknown]
+        outputs = [output for output in session.get_outputs() if output.name in hidden | returned]
         types = {output.name: parse_type(output.type, output.shape or None) for output in outputs}
-    for name in names:
-        if types.get(name) is None:
-            raise ModelError(
-                "M008",
-                "its type is unknown, so the model cannot be cut there",
-                where=f"value {name!r}",
-                hint="export the model with value_info, or keep its producer and readers together with --colocate",
-            )
     return {name: value_type for name, value_type in types.items() if value_type is not None}
 
 
