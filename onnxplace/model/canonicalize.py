@@ -43,11 +43,10 @@ from onnxplace.model.nested_graphs import (
 from onnxplace.model.operator_checks import merge_opsets, name_attribute_type, require_form
 from onnxplace.model.tensors import (
     check_tensor,
-    clear_sizes,
+    clear_unknown_sizes,
     embed_tensor,
     find_unknown_element,
     require_shape,
-    says_unknown,
     tensor_size,
 )
 from onnxplace.utils import claim_name
@@ -140,7 +139,7 @@ def _check_declaration(value: ValueInfoProto, where: str) -> ValueInfoProto:
         if not -1 <= dim.dim_value <= MAX_DIMENSION:
             message = f"it is declared with size {dim.dim_value} on axis {axis}, expected 0 to {MAX_DIMENSION}"
             raise ModelError("M008", message, where=place, hint=hint)
-    return clear_sizes(value, says_unknown)
+    return clear_unknown_sizes(value)
 
 
 def _lift_constants(

@@ -25,7 +25,7 @@ from onnxplace.feeds import (
 )
 from onnxplace.graph import Csr, OpGraph
 from onnxplace.model.model import Model, declaration_of
-from onnxplace.model.tensors import clear_sizes, find_unknown_element, packed_size, read_shape_entries, tensor_size
+from onnxplace.model.tensors import find_unknown_element, packed_size, read_shape_entries, tensor_size
 
 # ----------------------------------------------------------------------------------------- dimensions, shapes and sizes
 
@@ -48,7 +48,6 @@ def bind(model: Model, dimensions: Mapping[str, int], samples: Mapping[str, Arra
         ModelError: The model does not have a dimension, a size is impossible, or a size contradicts the samples.
         FeedError: Samples do not fit the inputs, or sizes contradict each other.
     """
-    model = _separate_sizes(model, samples)
     inputs = [declaration_of(value, model) for value in model.inputs]
     for item in inputs:
         if "map(" in item.dtype:
@@ -67,23 +66,6 @@ def bind(model: Model, dimensions: Mapping[str, int], samples: Mapping[str, Arra
         dimensions = {**dimensions, **sampled}
     sizes = {key: int(size) for key, size in complete_dimensions(keys, dimensions).items()}
     return replace(model, dimensions=MappingProxyType(sizes), samples=MappingProxyType(dict(samples)))
-
-
-def _separate_sizes(model: Model, samples: Mapping[str, Array]) -> Model:
-    """Return the model without names of dimensions that have several sizes in the samples: ONNX Runtime takes those.
-
-    Sizes of 0 and 1 do not count.
-    """
-    sizes: dict[str, set[int]] = {}
-    for item in (declaration_of(value, model) for value in model.inputs if hasattr(samples.get(value.name), "shape")):
-        for (key, _), size in zip(dimension_keys(item), samples[item.name].shape):
-            sizes.setdefault(key, set()).add(size)
-    names = {key for key, several in sizes.items() if len(several - {0, 1}) > 1}
-    return replace(
-        model,
-        inputs=tuple(clear_sizes(value, names.__contains__) for value in model.inputs),
-        outputs=tuple(clear_sizes(value, names.__contains__) for value in model.outputs),
-    )
 
 
 def _require_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> None:

@@ -146,22 +146,6 @@ class Model:
 
         Symbolic dimensions stay symbolic. Types without a shape are those of values whose shape is doubtful.
         """
-        types = dict(self._inferred_types)
-        for name in self.misjudged & types.keys():
-            if types[name].HasField("tensor_type"):
-                types[name] = deepcopy(types[name])
-                types[name].tensor_type.ClearField("shape")
-        return types
-
-    @cached_property
-    def misjudged(self) -> set[str]:
-        """Return the values for which shape inference, also that of ONNX Runtime, may find wrong shapes."""
-        shapes: dict[str, Entries] = {name: read_shape_entries(kind) for name, kind in self._inferred_types.items()}
-        shapes |= {name: tuple(tensor.dims) for name, tensor in self.initializers.items()}
-        return find_misjudged_values(self.nodes, self.reads, shapes)
-
-    @cached_property
-    def _inferred_types(self) -> dict[str, TypeProto]:
         skeleton = self._build_skeleton()
         try:
             inferred = onnx.shape_inference.infer_shapes(skeleton)
@@ -171,7 +155,13 @@ class Model:
         except Exception:  # noqa: BLE001 - inference may fail here: ONNX Runtime knows the missing types
             graph = skeleton.graph
         types = {v.name: v.type for v in (*graph.value_info, *graph.output, *graph.input)}
-        return {name: kind for name, kind in types.items() if kind.WhichOneof("value")}
+        types = {name: kind for name, kind in types.items() if kind.WhichOneof("value")}
+        shapes: dict[str, Entries] = {name: read_shape_entries(kind) for name, kind in types.items()}
+        shapes |= {name: tuple(tensor.dims) for name, tensor in self.initializers.items()}
+        for name in find_misjudged_values(self.nodes, self.reads, shapes) & types.keys():
+            if types[name].HasField("tensor_type"):
+                types[name].tensor_type.ClearField("shape")
+        return types
 
     def _build_skeleton(self) -> ModelProto:
         """Return the model without the bytes of large weights.

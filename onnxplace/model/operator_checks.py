@@ -34,10 +34,8 @@ class OperatorForm:
     """Name -> number of the type (`AttributeProto.AttributeType`)."""
     required: tuple[str, ...]
     """Names of the attributes that have no default value, sorted."""
-    since: int
-    """The opset that introduced it."""
-    definition: tuple[object, ...]
-    """Names, types and defaults of its attributes, and whether it is deprecated."""
+    definition: Mapping[str, object]
+    """Types and defaults of its attributes, and whether it is deprecated."""
 
 
 @cache
@@ -55,18 +53,16 @@ def find_form(operator: str, domain: str, version: int) -> OperatorForm | None:
         outputs=(schema.min_output, schema.max_output),
         attributes={name: int(item.type) for name, item in schema.attributes.items()},  # type: ignore[call-overload]
         required=tuple(sorted(name for name, attribute in schema.attributes.items() if attribute.required)),
-        since=schema.since_version,
-        definition=(schema.deprecated, *sorted(map(_describe_attribute, schema.attributes.values()))),
+        definition={
+            "deprecated": schema.deprecated,
+            **{name: (str(a.type), a.default_value.SerializeToString()) for name, a in schema.attributes.items()},
+        },
     )
 
 
 # From this opset on, versions of an operator that have the same inputs and attributes compute the same: later ones have
 # more types. Before, PRelu and the arithmetic operators were broadcast in another way.
 _FIRST_STABLE_OPSET = 7
-
-
-def _describe_attribute(attribute: defs.OpSchema.Attribute) -> tuple[object, ...]:
-    return attribute.name, str(attribute.type), attribute.required, attribute.default_value.SerializeToString()
 
 
 def keeps_meaning(node: NodeProto, old: int, new: int) -> bool:
@@ -76,11 +72,10 @@ def keeps_meaning(node: NodeProto, old: int, new: int) -> bool:
     True
     """
     forms = [form for version in (old, new) if (form := find_form(node.op_type, node.domain, version)) is not None]
-    if len(forms) < 2:
-        return not forms
-    is_possible = all(_count_given(node.input) <= form.inputs[1] for form in forms)
-    is_same = forms[0].definition == forms[1].definition and min(old, new) >= _FIRST_STABLE_OPSET
-    return forms[0].since == forms[1].since or (is_same and is_possible)
+    if not forms or old == new:
+        return True
+    is_same = len(forms) > 1 and forms[0].definition == forms[1].definition and min(old, new) >= _FIRST_STABLE_OPSET
+    return is_same and all(_count_given(node.input) <= form.inputs[1] for form in forms)
 
 
 def merge_opsets(proto: ModelProto) -> list[OperatorSetIdProto]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -420,14 +420,14 @@ def says_unknown(symbol: str) -> bool:
     return _UNKNOWN_SIZE.fullmatch(symbol) is not None and _SIZE_SYMBOL.fullmatch(symbol) is None
 
 
-def clear_sizes(value: ValueInfoProto, is_unknown: Callable[[str], bool]) -> ValueInfoProto:
-    """Return an input or output without negative sizes, and without the names of sizes that are unknown.
+def clear_unknown_sizes(value: ValueInfoProto) -> ValueInfoProto:
+    """Return an input or output without negative sizes, and without names that only say that a size is unknown.
 
     Each of these axes then has a size of its own.
     """
     result = deepcopy(value)
     for dim in result.type.tensor_type.shape.dim:
-        if dim.dim_value < 0 or (dim.HasField("dim_param") and is_unknown(dim.dim_param)):
+        if dim.dim_value < 0 or (dim.HasField("dim_param") and says_unknown(dim.dim_param)):
             dim.ClearField("value")
     return result
 

@@ -7,7 +7,8 @@ Initial values of carried states are written once, and are read by no segment.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,48 +58,49 @@ from onnxplace.utils import report_progress, temporary_folder
 def infer_boundary_types(model: Model, names: Iterable[str]) -> dict[str, TypeProto]:
     """Return the type of each value, from shape inference or ONNX Runtime.
 
-    Of outputs, also the shape is found, which users see.
+    ONNX Runtime also knows the shapes of outputs, which users see, behind operators that ONNX does not define.
 
     Raises:
         ModelError: neither knows the type of a value.
     """
-    types = {name: model.types[name] for name in names if name in model.types and _is_complete(model.types[name])}
-    unknown = set(names) - set(types)
-    shapeless = {
-        output.name
-        for output in model.outputs
-        if output.name in types
-        and output.name not in model.misjudged
-        and read_shape_entries(types[output.name]) is None
-        and read_shape_entries(output.type) is None
-    }
-    try:
-        inferred = _infer_with_onnxruntime(model, unknown, shapeless) if unknown or shapeless else {}
-    except OnnxplaceError:  # such as that of a library of operators that is not given here
-        if unknown:
-            raise
-        inferred = {}
-    for name in sorted(unknown - set(inferred)):
-        raise ModelError(
-            "M008",
-            "its type is unknown, so the model cannot be cut there",
-            where=f"value {name!r}",
-            hint="export the model with value_info, or keep its producer and readers together with --colocate",
-        )
-    return {**types, **inferred}
+    known = model.types
+    types = {name: known[name] for name in names if name in known and _is_complete(known[name])}
+    # Without such operators, a missing shape is one that inference gets wrong, also that of ONNX Runtime.
+    has_others = any(node.domain not in ("", "ai.onnx", "ai.onnx.ml") for node in model.nodes)
+    described = [
+        item.name
+        for item in model.outputs
+        if has_others and item.name in types and not {*map(read_shape_entries, (item.type, types[item.name]))} - {None}
+    ]
+    if described:
+        with suppress(OnnxplaceError):  # such as that of a library of operators that is not given here
+            types |= _infer_with_onnxruntime(model, described)
+    unknown = sorted(set(names) - set(types))
+    return {**types, **_infer_with_onnxruntime(model, unknown)} if unknown else types
 
 
 def _is_complete(value_type: TypeProto) -> bool:
     return not value_type.HasField("tensor_type") or value_type.tensor_type.elem_type != TensorProto.UNDEFINED
 
 
-def _infer_with_onnxruntime(model: Model, hidden: Set[str], returned: Set[str]) -> dict[str, TypeProto]:
-    """Return the types of hidden values, which become outputs for this, and of outputs, as far as they are known."""
+def _infer_with_onnxruntime(model: Model, names: list[str]) -> dict[str, TypeProto]:
+    """Open the model with these values as outputs and read types."""
+    returned = {output.name for output in model.outputs}
+    more = [ValueInfoProto(name=name) for name in names if name not in returned]
     with temporary_folder() as folder:
-        source, entries = store_for_session(model, folder, [ValueInfoProto(name=name) for name in sorted(hidden)])
+        source, entries = store_for_session(model, folder, more)
         session = open_session(source, make_session_options([0], "none", entries), where=model.name)
-        outputs = [output for output in session.get_outputs() if output.name in hidden | returned]
+        unknown = set(names)
+        outputs = [output for output in session.get_outputs() if output.name in unknown]
         types = {output.name: parse_type(output.type, output.shape or None) for output in outputs}
+    for name in names:
+        if types.get(name) is None:
+            raise ModelError(
+                "M008",
+                "its type is unknown, so the model cannot be cut there",
+                where=f"value {name!r}",
+                hint="export the model with value_info, or keep its producer and readers together with --colocate",
+            )
     return {name: value_type for name, value_type in types.items() if value_type is not None}
 
 

@@ -15,7 +15,7 @@ import onnxplace
 from onnxplace.bundle import Bundle
 from onnxplace.bundle.manifest import ShardingRecord, StateRecord
 from onnxplace.drop_in import RequestChecks
-from onnxplace.errors import FeedError, ModelError
+from onnxplace.errors import FeedError
 from onnxplace.evaluation.step_inputs import choose_step_inputs
 from onnxplace.feeds import dimension_keys
 from onnxplace.model import bind, declaration_of, load
@@ -115,11 +115,3 @@ def test_one_name_is_one_size_where_the_bundle_relies_on_it(pair: Bundle, change
     checks = RequestChecks(bundle, is_batched=not change)
     with pytest.raises(FeedError, match="dimension 'N' is 5 here and 3 in x"):
         checks.check_feeds({"x": draw(3), "z": draw(5)}, ["y"])
-
-
-def test_a_name_with_several_sizes_in_the_samples_has_no_meaning():
-    bound = bind(load(build_pair("N")), {}, {"x": draw(3), "z": draw(5)})
-    assert dict(bound.dimensions) == {"x.0": 3, "z.0": 5}
-    assert dict(bind(load(build_pair("N")), {}, {"x": draw(4), "z": draw(1)}).dimensions) == {"N": 4}
-    with pytest.raises(ModelError, match="no symbolic dimension 'N'"):
-        bind(load(build_pair("N")), {"N": 3}, {"x": draw(3), "z": draw(5)})

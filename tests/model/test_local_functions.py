@@ -182,9 +182,9 @@ def test_an_operator_that_changed_is_converted():
     np.testing.assert_allclose(compute(load(model).whole_proto()), np.exp(X) / np.exp(X).sum(), rtol=1e-5)
 
 
-def test_a_refusal_names_the_function_and_its_operator():
+def test_a_refusal_names_the_function():
     axes = "f (x) => (y) { p = Constant<value_ints = [0, 1]>() a = Constant<value_ints = [1]>() y = Pad(x, p, , a) }"
-    with pytest.raises(ModelError, match="function 'f' is written for opset 18, the model for 17, and its Pad cannot"):
+    with pytest.raises(ModelError, match="functions cannot be inlined: 'f'; operators"):
         load(parse_calls("y = own.f(x)", axes, function_opset=18))
 
 
