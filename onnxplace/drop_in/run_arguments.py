@@ -83,7 +83,7 @@ class RequestChecks:
         self._output_names = [item.name for item in bundle.outputs]
         self._returned_names = [item.name for item in bundle.returned_outputs]
         self._state_outputs = {item.output for item in bundle.manifest.states}
-        self._has_equal_sizes = is_batched or bundle.manifest.has_equal_sizes
+        self._is_strict = is_batched or bundle.manifest.has_equal_sizes
         self._accepted_signature: FeedSignature | None = None
         self._labels = bundle.manifest.training.labels if bundle.manifest.training else ()
         # Of texts and labels, the content is checked too, so that nothing is known of those of the next request.
@@ -98,7 +98,7 @@ class RequestChecks:
         if signature is not None and signature == self._accepted_signature:
             return dict(input_feed), states
         given = input_feed if signature else unwrap_ort_values(input_feed)
-        feeds = check_feeds(given, self._run_inputs, has_equal_sizes=self._has_equal_sizes)
+        feeds = check_feeds(given, self._run_inputs, strict=self._is_strict)
         for labels in self._labels:
             labels.check(feeds)
         if (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from onnxplace.errors import FeedError, format_names, format_value, suggest_nearest
 
 Array = NDArray[Any]
+Symbols = dict[str, tuple[int, str]]
+"""Name of a dimension -> its size, and the axis that has it."""
+
 # ONNX Runtime's name of a type -> numpy's, where they differ; and those that both share.
 _DTYPES = {"tensor(float)": "float32", "tensor(double)": "float64"} | {
     f"tensor({name})": name
@@ -75,12 +78,10 @@ class Declared:
         return self.dtype
 
 
-def check_feeds(
-    feeds: Mapping[str, Any], inputs: Sequence[Declared], *, has_equal_sizes: bool = True
-) -> dict[str, Any]:
+def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared], *, strict: bool = True) -> dict[str, Any]:
     """Return the feeds as arrays, checked against the declared inputs.
 
-    `has_equal_sizes` says whether dimensions of one name have one size, as the name says, or any, as in ONNX Runtime.
+    `strict` says whether dimensions of one name have one size, as the name says, or any, as in ONNX Runtime.
 
     Raises FeedError for a wrong name, type, rank or size, and for missing inputs.
 
@@ -97,7 +98,7 @@ def check_feeds(
     if missing:
         hint = f"inputs of this model: {format_names(map(describe_input, inputs), quoted=False)}"
         raise FeedError("F002", f"no value for {format_names(missing)}", hint=hint)
-    symbols: dict[str, tuple[int, str]] | None = {} if has_equal_sizes else None
+    symbols: Symbols | None = {} if strict else None
     return {
         name: _check_tensor(_as_array(name, value, known[name].dtype), known[name], symbols)
         if known[name].dtype.startswith("tensor(")
@@ -130,34 +131,20 @@ def _as_array(name: str, value: Any, dtype: str) -> Array:
     try:
         array: Array = np.asarray(value)
         if declared is not None and isinstance(value, (list, tuple)):
-            # Types of ml_dtypes have the kind "V".
-            rank = _RANKS["i"] if "int" in declared.name else _RANKS.get(declared.kind, _RANKS["f"])
-            array = _keep_whole_numbers(value, array, rank)
+            is_whole = "int" in declared.name  # types of ml_dtypes all have the kind "V"
+            if is_whole and array.size and array.dtype.kind in "fO":
+                exact = np.array(value, dtype=object)  # numpy makes floats of numbers that need 64 bits
+                if all(isinstance(number, Integral) for number in exact.ravel()):
+                    return _convert_numbers(exact, declared)
+            rank = _RANKS["i"] if is_whole else _RANKS.get(declared.kind, _RANKS["f"])
             if array.size == 0 or _RANKS.get(array.dtype.kind, len(_RANKS)) <= rank:
                 return _convert_numbers(array, declared)
-    except (OverflowError, ValueError) as problem:
+    except (OverflowError, TypeError, ValueError) as problem:
         raise FeedError("F003", f"expected an array: {problem}", where=where) from None
     if array.dtype == object and dtype != "tensor(string)":
         hint = f"give it as an array: np.asarray(..., {declared.name!r})" if declared is not None else ""
         raise FeedError("F003", f"expected an array, got {format_value(value)}", where=where, hint=hint)
     return array
-
-
-def _keep_whole_numbers(value: Sequence[Any], array: Array, rank: int) -> Array:
-    """Return the array of a list, of which numpy makes floats or objects if whole numbers of it need 64 bits and more.
-
-    `rank` is that of the input's type. Raises OverflowError for numbers that no whole type of 64 bits holds.
-    """
-    is_whole = rank <= _RANKS["i"]
-    if array.dtype.kind != "O" and (array.dtype.kind != "f" or not is_whole):
-        return array
-    exact: Array = np.array(value, dtype=object)
-    kind = Integral if is_whole else Real
-    if not exact.size or not all(isinstance(element, kind) for element in exact.ravel()):
-        return array
-    if is_whole and not 0 <= exact.min() <= exact.max() < 1 << 64:
-        raise OverflowError(f"no type of 64 bits holds its numbers from {exact.min()} to {exact.max()}")
-    return exact.astype(np.uint64 if is_whole else np.float64)
 
 
 def _convert_numbers(array: Array, dtype: np.dtype[Any]) -> Array:
@@ -183,7 +170,7 @@ def describe_input(item: Declared) -> str:
     return f"{item.name} {item.dtype} {shape}"
 
 
-def _check_tensor(array: Array, item: Declared, symbols: dict[str, tuple[int, str]] | None) -> Array:
+def _check_tensor(array: Array, item: Declared, symbols: Symbols | None) -> Array:
     """Return an array with the declared type; raises FeedError if type or shape do not fit."""
     where = f"input {item.name!r}"
     dtype = numpy_type(item.dtype)

@@ -157,9 +157,8 @@ def require_operators(model: Model) -> None:
 
     Does nothing without ONNX Runtime: a model can be compiled for another machine.
     """
-    try:
-        known = _load_known_operators()
-    except ExecutionError:
+    known = _load_known_operators()
+    if not known:
         return
     _require_opsets(model)
     versions = {entry.domain: entry.version for entry in model.opsets}
@@ -181,17 +180,11 @@ def require_operators(model: Model) -> None:
 
 def note_known_functions(functions: Iterable[FunctionProto], where: str) -> tuple[Diagnostic, ...]:
     """Return a note on local functions that have the name of an operator of ONNX Runtime, which runs the operator."""
-    try:
-        known = _load_known_operators()
-    except ExecutionError:
+    functions = [item for item in functions if item.name in _load_known_operators().get(item.domain, {})]
+    if not functions:
         return ()
-    names = [_qualify(item.domain, item.name) for item in functions if item.name in known.get(item.domain, {})]
-    if not names:
-        return ()
-    message = (
-        f"the model defines functions that are named as operators of ONNX Runtime: {format_names(names)}; the bundle "
-        "computes the functions, as ONNX specifies, and ONNX Runtime its own operators"
-    )
+    names = format_names(_qualify(item.domain, item.name) for item in functions)
+    message = f"the bundle computes functions where ONNX Runtime has operators of the same name: {names}"
     return (Diagnostic("M010", message, where=where, hint="rename the functions, or remove them"),)
 
 
@@ -200,13 +193,12 @@ def list_custom_operators(model: Model) -> tuple[str, ...]:
 
     Without ONNX Runtime, the result is empty.
     """
-    try:
-        known = _load_known_operators()
-    except ExecutionError:
-        return ()
+    known = _load_known_operators()
     used = dict.fromkeys((node.domain, node.op_type) for node in walk_nodes(model.nodes))
     return tuple(
-        _qualify(domain, name) for domain, name in used if domain != "ai.onnx" and name not in known.get(domain, {})
+        _qualify(domain, name)
+        for domain, name in used
+        if known and domain != "ai.onnx" and name not in known.get(domain, {})
     )
 
 
@@ -222,8 +214,11 @@ def _build_unknown_operator_error(domain: str, node: NodeProto, known: Mapping[s
 
 @lru_cache(maxsize=1)
 def _load_known_operators() -> Mapping[str, Mapping[str, int]]:
-    """Return domain -> operator -> first opset that has it."""
-    import_onnxruntime()
+    """Return domain -> operator -> first opset that has it; empty without ONNX Runtime."""
+    try:
+        import_onnxruntime()
+    except ExecutionError:
+        return {}
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     known: dict[str, dict[str, int]] = {}

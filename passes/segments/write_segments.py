@@ -67,11 +67,8 @@ def infer_boundary_types(model: Model, names: Iterable[str]) -> dict[str, TypePr
     types = {name: known[name] for name in names if name in known and _is_complete(known[name])}
     # Without such operators, a missing shape is one that inference gets wrong, also that of ONNX Runtime.
     has_others = any(node.domain not in ("", "ai.onnx", "ai.onnx.ml") for node in model.nodes)
-    described = [
-        item.name
-        for item in model.outputs
-        if has_others and item.name in types and not {*map(read_shape_entries, (item.type, types[item.name]))} - {None}
-    ]
+    undeclared = {item.name for item in model.outputs if has_others and read_shape_entries(item.type) is None}
+    described = sorted(name for name in undeclared & types.keys() if read_shape_entries(types[name]) is None)
     if described:
         with suppress(OnnxplaceError):  # such as that of a library of operators that is not given here
             types |= _infer_with_onnxruntime(model, described)
