@@ -140,7 +140,7 @@ def _as_array(name: str, value: Any, dtype: str) -> Array:
             if array.size == 0 or _RANKS.get(array.dtype.kind, len(_RANKS)) <= rank:
                 return _convert_numbers(array, declared)
     except (OverflowError, TypeError, ValueError) as problem:
-        raise FeedError("F003", f"expected an array: {problem}", where=where) from None
+        raise FeedError("F003", f"expected an array for {dtype}: {problem}", where=where) from None
     if array.dtype == object and dtype != "tensor(string)":
         hint = f"give it as an array: np.asarray(..., {declared.name!r})" if declared is not None else ""
         raise FeedError("F003", f"expected an array, got {format_value(value)}", where=where, hint=hint)
@@ -204,7 +204,7 @@ def _require_text(array: Array, where: str) -> None:
             raise FeedError("F003", message, where=where, hint="decode it: .decode(errors='replace')") from None
 
 
-def check_shape(shape: tuple[int, ...], item: Declared, symbols: dict[str, tuple[int, str]] | None, where: str) -> None:
+def check_shape(shape: tuple[int, ...], item: Declared, symbols: Symbols | None, where: str) -> None:
     """Raise FeedError unless a value of this shape can be fed.
 
     `symbols` collects the size of each symbol, and the axis that has it, over several inputs; None leaves them open.

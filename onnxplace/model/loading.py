@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto, StringStringEntryProto, TensorProto
 
 from onnxplace.errors import InputError, ModelError
 from onnxplace.model.canonicalize import take_apart
@@ -133,9 +133,10 @@ def parse_model(data: bytes, path: Path) -> ModelProto:
 
 def _suggest_owner(path: Path) -> str:
     """Return a hint at the model in the same folder that refers to a file of weights; "" if there is none."""
+    entry = StringStringEntryProto(key="location", value=path.name).SerializeToString()
     for model in sorted(path.parent.glob("*.onnx")):
         with suppress(OSError):
-            if model != path and model.stat().st_size <= _MAX_OWNER_BYTES and path.name.encode() in model.read_bytes():
+            if model.stat().st_size <= _MAX_OWNER_BYTES and entry in model.read_bytes():
                 return f"it holds weights of {str(model)!r}: give that file, and keep this one next to it"
     return ""
 

@@ -70,7 +70,7 @@ def test_a_file_of_weights_gets_a_hint_at_the_model_that_refers_to_it(require_re
     onnx.save(model, tmp_path / "my.onnx", save_as_external_data=True, location=name, size_threshold=0)
     (tmp_path / "folder.onnx").mkdir()
     (tmp_path / "broken.onnx").symlink_to("nowhere")
-    (tmp_path / "other.onnx").write_bytes(b"other")
+    (tmp_path / "an_other.onnx").write_bytes(name.encode())
     require_refusal(tmp_path / name, "M002", "not an ONNX file", "it holds weights of", "my.onnx'", "give that file")
 
 
