@@ -88,16 +88,16 @@ class Server:
     def _read_array(self, name: str, value: Any) -> NDArray[Any]:
         element = self._types[name].removeprefix("tensor(").removesuffix(")")
         try:
-            array = np.asarray(value)
-            return array if element == "string" else convert(array, np.dtype(NUMPY_TYPES[element]))
+            return np.asarray(value) if element == "string" else convert(value, np.dtype(NUMPY_TYPES[element]))
         except (ValueError, TypeError, OverflowError, KeyError) as problem:
             message = f"expected {self._types[name]} as nested lists: {problem}"
             raise onnxplace.FeedError("F003", message, where=f"input {name!r}") from None
 
 
-def convert(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+def convert(value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return numbers as the bundle takes them; raises ValueError for 1.5 as a whole number, or 300 as a byte."""
-    if array.dtype.kind not in "biuf":
+    array = np.array(value, dtype=object)  # numbers of Python: numpy would round those of 64 bits
+    if not all(isinstance(number, int | float) for number in array.ravel()):
         raise ValueError("not all elements are numbers")
     converted = array.astype(dtype)
     if dtype.kind != "f" and not np.array_equal(converted, array):

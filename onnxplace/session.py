@@ -60,16 +60,6 @@ def load(path: str | Path, check: Check = "small") -> Bundle:
     return Bundle.open(path, check)
 
 
-def _show(bundle: Bundle) -> str | None:
-    """Return what a notebook shows."""
-    from onnxplace.reports import show_bundle  # which needs most of onnxplace
-
-    return show_bundle(bundle)
-
-
-Bundle._repr_html_ = _show
-
-
 class InferenceSession(SessionMethods):
     """Run a bundle the way ONNX Runtime runs a model: its constructor and methods are those of ONNX Runtime, too.
 
@@ -147,13 +137,15 @@ class InferenceSession(SessionMethods):
         )
         with use_custom_operators(custom_op_libraries):
             session = open_serving_session(opened, created, trace, max_in_flight, batching)
-            self._attach(opened, session, TraceRecorder() if trace else None)
+            self._attach(opened, session, TraceRecorder() if trace else None, is_batched=batching is not None)
 
-    def _attach(self, bundle: Bundle, session: RuntimeSession, recorder: TraceRecorder | None) -> None:
+    def _attach(
+        self, bundle: Bundle, session: RuntimeSession, recorder: TraceRecorder | None, *, is_batched: bool = False
+    ) -> None:
         """Use an open session of a runtime."""
         self._bundle = bundle
         self._session = session
-        self._checks = RequestChecks(bundle)
+        self._checks = RequestChecks(bundle, is_batched=is_batched)
         self._split_states = self._checks.split_states
         self._recorder = recorder
         self._callbacks = Callbacks()

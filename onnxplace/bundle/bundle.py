@@ -19,8 +19,9 @@ import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from pydantic import ValidationError
@@ -110,8 +111,6 @@ class Bundle:
 
     path: Path
     manifest: Manifest
-    _repr_html_: ClassVar[Callable[[Bundle], str | None]]
-    """What a notebook shows: `onnxplace.session` sets it, since reports know bundles and not the other way round."""
 
     def __repr__(self) -> str:
         manifest = self.manifest
@@ -126,6 +125,12 @@ class Bundle:
             describe_step(manifest),
             " -> ".join(names),
         )
+
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows."""
+        # By name: reports know bundles, and not the other way round.
+        show_bundle: Callable[[Bundle], str | None] = import_module("onnxplace.reports").show_bundle
+        return show_bundle(self)
 
     @staticmethod
     def open(path: str | Path, check: Check = "small") -> Bundle:

@@ -461,3 +461,8 @@ class Manifest(Record):
         planned = self.trial.planned_seconds if self.trial else self.predicted.step_seconds
         bound = self.predicted.lower_bound_seconds
         return planned / bound - 1 if bound > 0 else None
+
+    @property
+    def has_equal_sizes(self) -> bool:
+        """Return whether dimensions of one name need one size: a split of operators, or states, were chosen for it."""
+        return self.sharding is not None or bool(self.states)

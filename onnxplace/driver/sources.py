@@ -136,7 +136,7 @@ def bind_source(
         name: tuple(size) if isinstance(size, list | tuple) and size else (size,)
         for name, size in (shape or {}).items()
     }
-    given, notes = {name: sizes[0] for name, sizes in several.items()}, source.diagnostics
+    given, notes = {name: sizes[0] for name, sizes in several.items()}, (*source.diagnostics, *model.notes)
     if llm:
         decoder = recognise_decoder(model, state, given)
         model, state, notes = decoder.model, decoder.states, (*notes, decoder.note)

@@ -77,12 +77,13 @@ FeedSignature = tuple[tuple[str, "np.dtype[Any]", tuple[int, ...]], ...]
 class RequestChecks:
     """The inputs and outputs of a bundle, and what was found right in an earlier request."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, *, is_batched: bool = False) -> None:
         self.split_states = SplitStates(bundle.manifest)
         self._run_inputs = _make_states_optional(bundle)
         self._output_names = [item.name for item in bundle.outputs]
         self._returned_names = [item.name for item in bundle.returned_outputs]
         self._state_outputs = {item.output for item in bundle.manifest.states}
+        self._is_strict = is_batched or bundle.manifest.has_equal_sizes
         self._accepted_signature: FeedSignature | None = None
         self._labels = bundle.manifest.training.labels if bundle.manifest.training else ()
         # Of texts and labels, the content is checked too, so that nothing is known of those of the next request.
@@ -96,7 +97,8 @@ class RequestChecks:
         signature = _make_signature(input_feed)
         if signature is not None and signature == self._accepted_signature:
             return dict(input_feed), states
-        feeds = check_feeds(input_feed if signature else unwrap_ort_values(input_feed), self._run_inputs)
+        given = input_feed if signature else unwrap_ort_values(input_feed)
+        feeds = check_feeds(given, self._run_inputs, strict=self._is_strict)
         for labels in self._labels:
             labels.check(feeds)
         if (

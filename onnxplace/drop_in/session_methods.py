@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, OutputRecord, SplitStates
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates
 from onnxplace.drop_in.exceptions import also_raise_as, argument_error
 from onnxplace.drop_in.io_binding import IOBinding
 from onnxplace.drop_in.run_arguments import to_owned_ort_value
@@ -37,9 +37,6 @@ from onnxplace.utils import write_file
 
 # Inputs and outputs of a bundle, described as ONNX Runtime describes those of a model.
 
-# How shape inference begins the names that it invents for unknown sizes.
-_INVENTED = "unk__"
-
 
 @dataclass(frozen=True, eq=False)
 class NodeArg:
@@ -61,25 +58,6 @@ class NodeArg:
 
 def _describe(item: Declared) -> NodeArg:
     return NodeArg(item.name, item.dtype, list(item.shape or ()))
-
-
-def _describe_output(bundle: Bundle, record: OutputRecord) -> NodeArg:
-    value = bundle.manifest.values.get(record.value)
-    if value is None:
-        return NodeArg(record.name, record.dtype, list(record.shape or ()))
-    return NodeArg(record.name, value.dtype, _merge_shapes(record.shape, value.shape))
-
-
-def _merge_shapes(
-    declared: Sequence[int | str | None] | None, inferred: Sequence[int | str | None] | None
-) -> list[int | str | None]:
-    """Return a declared shape with the sizes that are only inferred, as ONNX Runtime does."""
-    known = [None if isinstance(size, str) and size.startswith(_INVENTED) else size for size in inferred or ()]
-    if declared is None:
-        return known
-    if len(known) != len(declared):
-        return list(declared)
-    return [size if isinstance(size, int) or name is None else name for name, size in zip(declared, known)]
 
 
 class SessionMethods(ABC):
@@ -174,8 +152,7 @@ class SessionMethods(ABC):
 
     def get_outputs(self) -> list[NodeArg]:
         """Return the outputs of `run(None, ...)`, without states: name, type, shape."""
-        records = {record.name: record for record in self._bundle.manifest.outputs}
-        return [_describe_output(self._bundle, records[item.name]) for item in self._bundle.returned_outputs]
+        return [_describe(item) for item in self._bundle.returned_outputs]
 
     def get_overridable_initializers(self) -> list[NodeArg]:
         """Return the model's inputs with default values: name, type, shape."""

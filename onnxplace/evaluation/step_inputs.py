@@ -51,7 +51,7 @@ class StepInputs:
         if given is None:
             fed = states.align_copies(random_feeds(self._inputs, sizes, seed))
         else:
-            fed = check_feeds(states.cut_feeds(given), self._inputs)
+            fed = check_feeds(states.cut_feeds(given), self._inputs, strict=bundle.manifest.has_equal_sizes)
         initial = bundle.initial_states()
         # Random parameters would not be those of a training step.
         self.first: Feeds = {**fed, **initial} if given is None else {**initial, **fed}

@@ -113,7 +113,7 @@ def require_batches(manifest: Manifest, options: ExportOptions) -> None:
 
 def require_tensors(manifest: Manifest, *, needs_numpy: bool) -> None:
     """Raise InputError for inputs and outputs that Triton, or numpy, does not have."""
-    items: tuple[InputRecord | OutputRecord, ...] = (*manifest.inputs, *manifest.outputs)
+    items: tuple[InputRecord | OutputRecord, ...] = (*manifest.inputs, *list_outputs(manifest))
     for item in items:
         reason = ""
         if find_data_type(item.dtype) is None:
@@ -128,6 +128,16 @@ def require_tensors(manifest: Manifest, *, needs_numpy: bool) -> None:
     if not manifest.inputs:
         message = "this bundle has no inputs, expected at least one: Triton needs it"
         raise InputError("I015", message, where="--to triton", hint="export --to stages")
+
+
+def list_outputs(manifest: Manifest) -> tuple[OutputRecord, ...]:
+    """Return the outputs with the sizes of their segments' files: those that the model declares may be wrong."""
+    shapes = {item.name: (manifest.values[item.value].shape, item.shape) for item in manifest.outputs}
+    known = {
+        name: (None,) * len(declared) if shape is None and declared is not None else shape
+        for name, (shape, declared) in shapes.items()
+    }
+    return tuple(item.model_copy(update={"shape": known[item.name]}) for item in manifest.outputs)
 
 
 def find_obstacle(manifest: Manifest) -> str:
@@ -234,7 +244,7 @@ def write_ensemble(models: BundleModels, folder: Path, name: str) -> None:
         "platform": "ensemble",
         "max_batch_size": 0,
         "input": [describe_tensor(i.name, i.dtype, i.shape) for i in manifest.inputs if not i.optional],
-        "output": [describe_tensor(output.name, output.dtype, output.shape) for output in manifest.outputs],
+        "output": [describe_tensor(output.name, output.dtype, output.shape) for output in list_outputs(manifest)],
         "ensemble_scheduling": {"step": steps},
     }
     write_config(folder / name, config)
@@ -295,7 +305,7 @@ def write_python_model(models: BundleModels, folder: Path, max_batch: int) -> No
         ],
         "output": [
             describe_tensor(output.name, output.dtype, output.shape, is_batched=is_batched)
-            for output in manifest.outputs
+            for output in list_outputs(manifest)
             if output.name not in states
         ],
         "instance_group": [{"kind": Name("KIND_MODEL"), "count": 1}],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from onnxplace.errors import FeedError, format_names, format_value, suggest_nearest
 
 Array = NDArray[Any]
+Symbols = dict[str, tuple[int, str]]
+"""Name of a dimension -> its size, and the axis that has it."""
+
 # ONNX Runtime's name of a type -> numpy's, where they differ; and those that both share.
 _DTYPES = {"tensor(float)": "float32", "tensor(double)": "float64"} | {
     f"tensor({name})": name
@@ -74,8 +78,10 @@ class Declared:
         return self.dtype
 
 
-def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[str, Any]:
+def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared], *, strict: bool = True) -> dict[str, Any]:
     """Return the feeds as arrays, checked against the declared inputs.
+
+    `strict` says whether dimensions of one name have one size, as the name says, or any, as in ONNX Runtime.
 
     Raises FeedError for a wrong name, type, rank or size, and for missing inputs.
 
@@ -92,7 +98,7 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
     if missing:
         hint = f"inputs of this model: {format_names(map(describe_input, inputs), quoted=False)}"
         raise FeedError("F002", f"no value for {format_names(missing)}", hint=hint)
-    symbols: dict[str, tuple[int, str]] = {}
+    symbols: Symbols | None = {} if strict else None
     return {
         name: _check_tensor(_as_array(name, value, known[name].dtype), known[name], symbols)
         if known[name].dtype.startswith("tensor(")
@@ -124,12 +130,17 @@ def _as_array(name: str, value: Any, dtype: str) -> Array:
     where, declared = f"input {name!r}", numpy_type(dtype)
     try:
         array: Array = np.asarray(value)
-        rank = _RANKS.get(declared.kind, -1) if declared is not None else -1
-        takes_list = array.size == 0 or _RANKS.get(array.dtype.kind, len(_RANKS)) <= rank
-        if declared is not None and rank >= 0 and isinstance(value, (list, tuple)) and takes_list:
-            return _convert_numbers(array, declared)
-    except (OverflowError, ValueError) as problem:
-        raise FeedError("F003", f"expected an array: {problem}", where=where) from None
+        if declared is not None and isinstance(value, (list, tuple)):
+            is_whole = "int" in declared.name  # types of ml_dtypes all have the kind "V"
+            if is_whole and array.size and array.dtype.kind in "fO":
+                exact = np.array(value, dtype=object)  # numpy makes floats of numbers that need 64 bits
+                if all(isinstance(number, Integral) for number in exact.ravel()):
+                    return _convert_numbers(exact, declared)
+            rank = _RANKS["i"] if is_whole else _RANKS.get(declared.kind, _RANKS["f"])
+            if array.size == 0 or _RANKS.get(array.dtype.kind, len(_RANKS)) <= rank:
+                return _convert_numbers(array, declared)
+    except (OverflowError, TypeError, ValueError) as problem:
+        raise FeedError("F003", f"expected an array for {dtype}: {problem}", where=where) from None
     if array.dtype == object and dtype != "tensor(string)":
         hint = f"give it as an array: np.asarray(..., {declared.name!r})" if declared is not None else ""
         raise FeedError("F003", f"expected an array, got {format_value(value)}", where=where, hint=hint)
@@ -137,9 +148,14 @@ def _as_array(name: str, value: Any, dtype: str) -> Array:
 
 
 def _convert_numbers(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array with another type; raises OverflowError for whole numbers that do not fit."""
-    converted: Array = array.astype(dtype)
-    if dtype.kind in "ui" and not np.array_equal(converted, array):
+    """Return an array with another type; raises OverflowError for numbers that do not fit."""
+    with np.errstate(over="ignore"):
+        converted: Array = array.astype(dtype)
+    if "int" in dtype.name:
+        fits = np.array_equal(converted if dtype.kind != "V" else converted.astype(np.int64), array)
+    else:
+        fits = np.array_equal(np.isfinite(converted), np.isfinite(array))
+    if not fits:
         raise OverflowError(f"its numbers from {array.min()} to {array.max()} do not all fit into {dtype}")
     return converted
 
@@ -154,7 +170,7 @@ def describe_input(item: Declared) -> str:
     return f"{item.name} {item.dtype} {shape}"
 
 
-def _check_tensor(array: Array, item: Declared, symbols: dict[str, tuple[int, str]]) -> Array:
+def _check_tensor(array: Array, item: Declared, symbols: Symbols | None) -> Array:
     """Return an array with the declared type; raises FeedError if type or shape do not fit."""
     where = f"input {item.name!r}"
     dtype = numpy_type(item.dtype)
@@ -188,10 +204,10 @@ def _require_text(array: Array, where: str) -> None:
             raise FeedError("F003", message, where=where, hint="decode it: .decode(errors='replace')") from None
 
 
-def check_shape(shape: tuple[int, ...], item: Declared, symbols: dict[str, tuple[int, str]], where: str) -> None:
+def check_shape(shape: tuple[int, ...], item: Declared, symbols: Symbols | None, where: str) -> None:
     """Raise FeedError unless a value of this shape can be fed.
 
-    `symbols` collects the size of each symbol, and the axis that has it, over several inputs.
+    `symbols` collects the size of each symbol, and the axis that has it, over several inputs; None leaves them open.
     """
     if item.shape is None:
         return
@@ -201,7 +217,7 @@ def check_shape(shape: tuple[int, ...], item: Declared, symbols: dict[str, tuple
     for axis, (size, entry) in enumerate(zip(shape, item.shape)):
         if isinstance(entry, int) and size != entry:
             raise FeedError("F003", f"{message}: axis {axis} must be {entry}", where=where)
-        if isinstance(entry, str):
+        if isinstance(entry, str) and symbols is not None:
             first, place = symbols.setdefault(entry, (size, f"{item.name}[{axis}]"))
             # Ones may be broadcast, and empty arrays are for branches that are not taken.
             if first != size and not {0, 1} & {first, size}:

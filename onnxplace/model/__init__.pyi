@@ -69,6 +69,7 @@ from onnxplace.model.tensors import (
     parse_type as parse_type,
     read_shape_entries as read_shape_entries,
     read_tensor_bytes as read_tensor_bytes,
+    says_unknown as says_unknown,
     tensor_size as tensor_size,
 )
 from onnxplace.model.weights import WeightFile as WeightFile, list_external_ranges as list_external_ranges

@@ -26,12 +26,11 @@ from onnx import (
     helper,
     numpy_helper,
 )
-from onnx.inliner import inline_local_functions
-from onnx.shape_inference import infer_shapes
 
 from onnxplace.errors import MAX_LISTED, ModelError
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.graph import order_items
+from onnxplace.model.local_functions import inline_functions
 from onnxplace.model.nested_graphs import (
     assign_unique_names,
     iterate_graph_texts,
@@ -41,8 +40,15 @@ from onnxplace.model.nested_graphs import (
     make_self_contained,
     walk_nodes,
 )
-from onnxplace.model.operator_checks import find_since_version, merge_opsets, name_attribute_type, require_form
-from onnxplace.model.tensors import check_tensor, embed_tensor, find_unknown_element, require_shape, tensor_size
+from onnxplace.model.operator_checks import merge_opsets, name_attribute_type, require_form
+from onnxplace.model.tensors import (
+    check_tensor,
+    clear_unknown_sizes,
+    embed_tensor,
+    find_unknown_element,
+    require_shape,
+    tensor_size,
+)
 from onnxplace.utils import claim_name
 
 
@@ -72,7 +78,6 @@ def take_apart(proto: ModelProto, where: str, folder: Path | None) -> ModelParts
     """
     _require_text(proto, where)
     if proto.functions:
-        require_no_recursion(proto, where)
         proto = inline_functions(proto, where)
     graph = proto.graph
     if not graph.output:
@@ -91,8 +96,8 @@ def take_apart(proto: ModelProto, where: str, folder: Path | None) -> ModelParts
     # Before IR version 4, all initializers had to be inputs too; they were constants all the same.
     constants = set(initializers) if proto.ir_version < 4 else set()
     fed = [value for value in graph.input if value.name not in producers and value.name not in constants]
-    inputs = [_clear_unknown_sizes(value, where) for value in fed]
-    outputs = [_clear_unknown_sizes(value, where) for value in graph.output]
+    inputs = [_check_declaration(value, where) for value in fed]
+    outputs = [_check_declaration(value, where) for value in graph.output]
     input_names = {value.name for value in inputs}
     nodes = sort_topologically(nodes, producers, {*input_names, *initializers}, where)
     sources = _return_initializers(graph, nodes, initializers, input_names, where)
@@ -117,12 +122,10 @@ def _require_text(proto: ModelProto, where: str) -> None:
             raise ModelError("M002", f"the name of an opset is not text: {entry.domain[:40]!r}", where=where)
 
 
-def _clear_unknown_sizes(value: ValueInfoProto, where: str) -> ValueInfoProto:
-    """Return an input or output without sizes of -1.
+def _check_declaration(value: ValueInfoProto, where: str) -> ValueInfoProto:
+    """Return an input or output without sizes that only say that they are unknown.
 
-    Some exporters write -1 for unknown sizes.
-
-    Raises ModelError for other negative sizes, for sizes and ranks beyond those of arrays, and for unknown types.
+    Raises ModelError for negative sizes except -1, for sizes and ranks beyond those of arrays, and for unknown types.
     """
     dims = value.type.tensor_type.shape.dim
     place, hint = f"{where}, input or output {value.name!r}", "the model is damaged; export it again"
@@ -136,13 +139,7 @@ def _clear_unknown_sizes(value: ValueInfoProto, where: str) -> ValueInfoProto:
         if not -1 <= dim.dim_value <= MAX_DIMENSION:
             message = f"it is declared with size {dim.dim_value} on axis {axis}, expected 0 to {MAX_DIMENSION}"
             raise ModelError("M008", message, where=place, hint=hint)
-    if all(dim.dim_value >= 0 for dim in dims):
-        return value
-    result = deepcopy(value)
-    for dim in result.type.tensor_type.shape.dim:
-        if dim.dim_value < 0:
-            dim.ClearField("value")
-    return result
+    return clear_unknown_sizes(value)
 
 
 def _lift_constants(
@@ -188,70 +185,6 @@ def _return_initializers(
         sources[output.name] = value
         nodes.append(helper.make_node("Identity", [output.name], [value], name=claim_name(value, taken_nodes)))
     return sources
-
-
-# ------------------------------------------------------------------------------------------------------ local functions
-
-
-MAX_NESTED_CALLS = 100
-"""The inliner of onnx, and this module, follow calls by recursion."""
-
-
-def require_no_recursion(proto: ModelProto, where: str) -> None:
-    """Raise ModelError if a local function calls itself, directly or through others."""
-    functions = {(f.domain, f.name): f for f in proto.functions}
-    checked: set[tuple[str, str]] = set()
-
-    def visit(key: tuple[str, str], path: tuple[tuple[str, str], ...]) -> None:
-        if len(path) > MAX_NESTED_CALLS and key in functions:
-            message = f"its local functions call each other more than {MAX_NESTED_CALLS} deep"
-            raise ModelError("M008", message, where=where, hint="export the model without functions")
-        if key in path:
-            calls = " -> ".join(f"{domain}.{name}" for domain, name in (*path[path.index(key) :], key))
-            raise ModelError("M008", f"a local function calls itself: {calls}", where=where, hint="unroll it")
-        if key in functions and key not in checked:
-            for node in walk_nodes(functions[key].node):
-                visit((node.domain, node.op_type), (*path, key))
-            checked.add(key)
-
-    for key in functions:
-        visit(key, ())
-
-
-def inline_functions(proto: ModelProto, where: str) -> ModelProto:
-    """Return the model without local functions.
-
-    Raises ModelError for one that cannot be inlined.
-    """
-    proto = _align_function_opsets(proto)
-    try:
-        inlined: ModelProto = inline_local_functions(proto)
-        if inlined.functions:  # those of another opset stay unless they may be converted
-            inlined = inline_local_functions(infer_shapes(proto), convert_version=True)
-    except Exception as problem:  # noqa: BLE001 - the inliner raises plain C++ errors
-        raise ModelError("M008", f"its local functions cannot be inlined: {problem}", where=where) from None
-    if inlined.functions:
-        name = inlined.functions[0].name
-        hint = "export the model with one opset for all functions"
-        raise ModelError("M008", f"its local function {name!r} cannot be inlined", where=where, hint=hint)
-    return inlined
-
-
-def _align_function_opsets(proto: ModelProto) -> ModelProto:
-    """Return the model with functions that import its own opsets.
-
-    A version changes only where it leaves all operators of the function the same.
-    """
-    versions = {entry.domain: entry.version for entry in merge_opsets(proto)}
-    result = deepcopy(proto)
-    for function in result.functions:
-        for entry in function.opset_import:
-            domain = "" if entry.domain == "ai.onnx" else entry.domain
-            operators = {n.op_type for n in walk_nodes(function.node) if n.domain in (domain, entry.domain)}
-            new, old = versions.get(domain, entry.version), entry.version
-            if all(find_since_version(op, old, domain) == find_since_version(op, new, domain) for op in operators):
-                entry.version = new
-    return result
 
 
 # ------------------------------------------------------------------------------------------------------------ constants

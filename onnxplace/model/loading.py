@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path, PurePath
 from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto, StringStringEntryProto, TensorProto
 
 from onnxplace.errors import InputError, ModelError
 from onnxplace.model.canonicalize import take_apart
 from onnxplace.model.model import Model
+from onnxplace.model.operator_checks import note_known_functions
 from onnxplace.model.tensors import find_external_range, find_repository, relocate_external_data, take_fingerprint
 from onnxplace.model.weights import build_link_error
 from onnxplace.model_metadata import ModelMetadata
@@ -70,6 +72,7 @@ def load(source: str | Path | ModelProto) -> Model:
         keeps_order=training is not None,
         metadata=metadata,
         removed=tuple(node.name for node in proto.graph.node if node.name not in names),
+        notes=note_known_functions(proto.functions, where),
     )
 
 
@@ -91,6 +94,10 @@ def _to_text(text: str | bytes) -> str:
     return text if isinstance(text, str) else text.decode(errors="replace")
 
 
+# A model with external data is small; larger files are not searched for the names of their weights files.
+_MAX_OWNER_BYTES = 64 << 20
+
+
 def read_model_file(path: Path) -> bytes:
     """Return the bytes of a file.
 
@@ -110,21 +117,28 @@ def parse_model(data: bytes, path: Path) -> ModelProto:
 
     Raises ModelError, with a hint for other formats.
     """
-    proto, hint = ModelProto(), suggest_conversion(data, str(path))
+    proto, message, is_cut = ModelProto(), "not an ONNX file", False
     try:
         proto.ParseFromString(data)
+        if proto.ir_version and proto.HasField("graph"):
+            return proto
+        message += ": it holds no graph"
     except DecodeError:
-        if data[:1] == b"\x08" and not hint:  # field 1, ir_version, which every writer of ONNX puts first
-            raise ModelError(
-                "M002",
-                f"the ONNX file is truncated or damaged ({len(data)} bytes)",
-                where=str(path),
-                hint="copy or export it again",
-            ) from None
-        raise ModelError("M002", "not an ONNX file", where=str(path), hint=hint) from None
-    if not proto.ir_version or not proto.HasField("graph"):
-        raise ModelError("M002", "not an ONNX file: it holds no graph", where=str(path), hint=hint)
-    return proto
+        is_cut = data[:1] == b"\x08"  # field 1, ir_version, which every writer of ONNX puts first
+    hint = _suggest_owner(path) or suggest_conversion(data, str(path))
+    if is_cut and not hint:
+        message, hint = f"the ONNX file is truncated or damaged ({len(data)} bytes)", "copy or export it again"
+    raise ModelError("M002", message, where=str(path), hint=hint)
+
+
+def _suggest_owner(path: Path) -> str:
+    """Return a hint at the model in the same folder that refers to a file of weights; "" if there is none."""
+    entry = StringStringEntryProto(key="location", value=path.name).SerializeToString()
+    for model in sorted(path.parent.glob("*.onnx")):
+        with suppress(OSError):
+            if model.stat().st_size <= _MAX_OWNER_BYTES and entry in model.read_bytes():
+                return f"it holds weights of {str(model)!r}: give that file, and keep this one next to it"
+    return ""
 
 
 def require_unchanged(model: Model) -> None:
@@ -165,6 +179,7 @@ _TENSORFLOW = (
 )
 _TEXT = 'it is ONNX as text: onnx.save(onnx.load("{name}", format="{format}"), "model.onnx")'
 _WEIGHTS = "it holds weights and no graph: export the model that uses them (optimum-cli export onnx --model NAME)"
+_EXTERNAL = "if it is the external data of an ONNX model: give the .onnx file of the same export, next to it"
 _COREML = "it is a Core ML model, which cannot be converted back: export the original one to ONNX"
 _SKLEARN = "if it is a pickled model: skl2onnx.to_onnx(model, inputs) of scikit-learn, torch.onnx.export of PyTorch"
 _OPENVINO = "if it is an OpenVINO model, it cannot be converted back: export the original one to ONNX"
@@ -186,6 +201,7 @@ _BY_ENDING = {
     **dict.fromkeys((".onnxtxt", ".onnxtext"), _TEXT.replace("{format}", "onnxtxt")),
     **dict.fromkeys((".textproto", ".prototxt"), _TEXT.replace("{format}", "textproto")),
     ".onnxjson": _TEXT.replace("{format}", "onnxjson"),
+    **dict.fromkeys((".data", ".onnx_data", ".weights"), _EXTERNAL),
     **dict.fromkeys((".safetensors", ".gguf", ".ggml", ".msgpack", ".bin"), _WEIGHTS),
     **dict.fromkeys((".mlmodel", ".mlpackage", ".mlmodelc"), _COREML),
     **dict.fromkeys((".pkl", ".pickle", ".joblib"), _SKLEARN),

@@ -29,6 +29,7 @@ from onnx import (
     numpy_helper,
 )
 
+from onnxplace.errors import Diagnostic
 from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
 from onnxplace.model.nested_graphs import captured_names, iterate_reads, iterate_subgraphs
 from onnxplace.model.tensors import Fingerprint, embed_part, format_type, read_shape_entries, strip_data, tensor_size
@@ -102,6 +103,8 @@ class Model:
     """What inputs and outputs mean as a training step, by the model's metadata; None for a model without it."""
     metadata: ModelMetadata = field(default_factory=ModelMetadata)
     """What its file says of it."""
+    notes: tuple[Diagnostic, ...] = ()
+    """What a user should know of how it was read."""
 
     def check(self, state: State) -> None:
         """Raise ValueError if a node reads a value without an earlier producer."""

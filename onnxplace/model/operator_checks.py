@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from onnx import AttributeProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, defs, helper
+from onnx import AttributeProto, FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, defs, helper
 
-from onnxplace.errors import ExecutionError, ModelError, suggest_nearest
+from onnxplace.errors import Diagnostic, ExecutionError, ModelError, format_names, suggest_nearest
 from onnxplace.machine import LIBRARY_HINT, list_operator_libraries, make_session_options, open_session
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import walk_nodes
@@ -34,6 +34,8 @@ class OperatorForm:
     """Name -> number of the type (`AttributeProto.AttributeType`)."""
     required: tuple[str, ...]
     """Names of the attributes that have no default value, sorted."""
+    definition: Mapping[str, object]
+    """Types and defaults of its attributes, and whether it is deprecated."""
 
 
 @cache
@@ -51,21 +53,29 @@ def find_form(operator: str, domain: str, version: int) -> OperatorForm | None:
         outputs=(schema.min_output, schema.max_output),
         attributes={name: int(item.type) for name, item in schema.attributes.items()},  # type: ignore[call-overload]
         required=tuple(sorted(name for name, attribute in schema.attributes.items() if attribute.required)),
+        definition={
+            "deprecated": schema.deprecated,
+            **{name: (str(a.type), a.default_value.SerializeToString()) for name, a in schema.attributes.items()},
+        },
     )
 
 
-def find_since_version(operator: str, version: int, domain: str) -> int:
-    """Return the opset that introduced an operator's form.
+# From this opset on, versions of an operator that have the same inputs and attributes compute the same: later ones have
+# more types. Before, PRelu and the arithmetic operators were broadcast in another way.
+_FIRST_STABLE_OPSET = 7
 
-    The form is that of opset `version`. Returns 0 for an unknown operator.
 
-    >>> find_since_version("Relu", 20, "")
-    14
+def keeps_meaning(node: NodeProto, old: int, new: int) -> bool:
+    """Return whether a node computes the same in two opsets of its domain; one that ONNX does not define does.
+
+    >>> keeps_meaning(helper.make_node("Pad", ["x", "pads"], ["y"]), 18, 17)
+    True
     """
-    try:
-        return int(defs.get_schema(operator, version, domain).since_version)
-    except (defs.SchemaError, TypeError):  # onnx raises TypeError for a version beyond 32 bits
-        return 0
+    forms = [form for version in (old, new) if (form := find_form(node.op_type, node.domain, version)) is not None]
+    if not forms or old == new:
+        return True
+    is_same = len(forms) > 1 and forms[0].definition == forms[1].definition and min(old, new) >= _FIRST_STABLE_OPSET
+    return is_same and all(_count_given(node.input) <= form.inputs[1] for form in forms)
 
 
 def merge_opsets(proto: ModelProto) -> list[OperatorSetIdProto]:
@@ -147,9 +157,8 @@ def require_operators(model: Model) -> None:
 
     Does nothing without ONNX Runtime: a model can be compiled for another machine.
     """
-    try:
-        known = _load_known_operators()
-    except ExecutionError:
+    known = _load_known_operators()
+    if not known:
         return
     _require_opsets(model)
     versions = {entry.domain: entry.version for entry in model.opsets}
@@ -169,18 +178,27 @@ def require_operators(model: Model) -> None:
             )
 
 
+def note_known_functions(functions: Iterable[FunctionProto], where: str) -> tuple[Diagnostic, ...]:
+    """Return a note on local functions that have the name of an operator of ONNX Runtime, which runs the operator."""
+    functions = [item for item in functions if item.name in _load_known_operators().get(item.domain, {})]
+    if not functions:
+        return ()
+    names = format_names(_qualify(item.domain, item.name) for item in functions)
+    message = f"the bundle computes functions where ONNX Runtime has operators of the same name: {names}"
+    return (Diagnostic("M010", message, where=where, hint="rename the functions, or remove them"),)
+
+
 def list_custom_operators(model: Model) -> tuple[str, ...]:
     """Return the operators that need a library, as `domain.Name`.
 
     Without ONNX Runtime, the result is empty.
     """
-    try:
-        known = _load_known_operators()
-    except ExecutionError:
-        return ()
+    known = _load_known_operators()
     used = dict.fromkeys((node.domain, node.op_type) for node in walk_nodes(model.nodes))
     return tuple(
-        _qualify(domain, name) for domain, name in used if domain != "ai.onnx" and name not in known.get(domain, {})
+        _qualify(domain, name)
+        for domain, name in used
+        if known and domain != "ai.onnx" and name not in known.get(domain, {})
     )
 
 
@@ -196,8 +214,11 @@ def _build_unknown_operator_error(domain: str, node: NodeProto, known: Mapping[s
 
 @lru_cache(maxsize=1)
 def _load_known_operators() -> Mapping[str, Mapping[str, int]]:
-    """Return domain -> operator -> first opset that has it."""
-    import_onnxruntime()
+    """Return domain -> operator -> first opset that has it; empty without ONNX Runtime."""
+    try:
+        import_onnxruntime()
+    except ExecutionError:
+        return {}
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     known: dict[str, dict[str, int]] = {}

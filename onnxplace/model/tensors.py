@@ -6,11 +6,12 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-from onnx import TensorProto, TypeProto, helper, numpy_helper
+from onnx import TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 
 from onnxplace.errors import ModelError, format_one_line
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
@@ -381,7 +382,7 @@ _SIZE_SYMBOL = re.compile(r"[0-9]{1,9}")
 
 
 def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
-    """Return the entries of a tensor's shape: sizes, symbols, or None.
+    """Return the entries of a tensor's shape: sizes, symbols, or None; also of an optional tensor's.
 
     Returns None for a type without a shape.
 
@@ -392,6 +393,8 @@ def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
     >>> read_shape_entries(helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 4, None]))
     ('batch', 4, None)
     """
+    if kind.HasField("optional_type"):
+        kind = kind.optional_type.elem_type
     if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
         return None
     sizes = kind.tensor_type.shape.dim
@@ -401,6 +404,32 @@ def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
         else (int(size.dim_param) if _SIZE_SYMBOL.fullmatch(size.dim_param) else size.dim_param or None)
         for size in sizes
     )
+
+
+# Names that exporters and shape inference give to sizes that they do not know: marks without a letter, and words.
+_UNKNOWN_WORDS = "any|dyn|dynamic|nan|none|null|undefined|unk|unknown|unspecified"
+_UNKNOWN_SIZE = re.compile(rf"[\W\d_]*|({_UNKNOWN_WORDS})[\W_]*(dim|dimension|size|axis)?[\W\d_]*", re.IGNORECASE)
+
+
+def says_unknown(symbol: str) -> bool:
+    """Return whether the name of a size only says that it is unknown, so that two axes need not share the size.
+
+    >>> says_unknown("unk__12"), says_unknown("?"), says_unknown("batch")
+    (True, True, False)
+    """
+    return _UNKNOWN_SIZE.fullmatch(symbol) is not None and _SIZE_SYMBOL.fullmatch(symbol) is None
+
+
+def clear_unknown_sizes(value: ValueInfoProto) -> ValueInfoProto:
+    """Return an input or output without negative sizes, and without names that only say that a size is unknown.
+
+    Each of these axes then has a size of its own.
+    """
+    result = deepcopy(value)
+    for dim in result.type.tensor_type.shape.dim:
+        if dim.dim_value < 0 or (dim.HasField("dim_param") and says_unknown(dim.dim_param)):
+            dim.ClearField("value")
+    return result
 
 
 _TYPE = re.compile(r"(?P<outer>tensor|sparse_tensor|seq|optional)\((?P<inner>.*)\)|map\((?P<key>\w+),(?P<value>.*)\)")

@@ -107,15 +107,8 @@ def read_list(item: Declared, data: Any) -> Array:
         if not all(isinstance(text, str | bytes) for text in array.ravel()):
             raise FeedError("F003", "expected texts", where=where)
         return array
-    is_plain = dtype.kind != "V"  # numpy does not convert lists to the types of ml_dtypes
-    declared = Declared(item.name, item.dtype if is_plain else "tensor(double)", None)
-    array = check_feeds({item.name: data}, [declared])[item.name]
-    if is_plain:
-        return array
-    converted: Array = array.astype(dtype)
-    if "int" in str(dtype) and not np.array_equal(converted.astype(np.float64), array):
-        raise FeedError("F003", f"not all of its numbers fit into {dtype}", where=f"input {item.name!r}")
-    return converted
+    arrays: dict[str, Array] = check_feeds({item.name: data}, [Declared(item.name, item.dtype, None)])
+    return arrays[item.name]
 
 
 def describe_output(item: Declared, array: Array) -> dict[str, Any]:

@@ -43,7 +43,14 @@ from onnxplace.bundle import (
 from onnxplace.facts import Instruction, Placement, Profile, Routes, Schedule, Segment, Segments, Shards, Streaming
 from onnxplace.graph import Ints
 from onnxplace.machine import describe_optimiser
-from onnxplace.model import Model, declaration_of, format_type, list_custom_operators, read_shape_entries
+from onnxplace.model import (
+    Model,
+    declaration_of,
+    format_type,
+    list_custom_operators,
+    read_shape_entries,
+    says_unknown,
+)
 from onnxplace.passes.segments.segment_predictions import (
     list_device_maps,
     measure_route_memory,
@@ -61,6 +68,8 @@ from onnxplace.simulation import device_weights
 from onnxplace.state import State
 from onnxplace.target import Target
 from onnxplace.training_roles import Phase
+
+_Shape = tuple[int | str | None, ...]
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ def build_manifest(
             shared=target.shared,
         ),
         inputs=tuple(InputRecord(**asdict(declaration_of(value, model))) for value in model.inputs),
-        outputs=_output_records(model),
+        outputs=_output_records(model, types),
         states=_state_records(state, written.initial_states),
         segments=_segment_records(state, ids, written),
         values=_value_records(state, ids, types),
@@ -147,16 +156,24 @@ def build_manifest(
     return manifest.model_copy(update={"predicted": manifest.predicted.model_copy(update=updates)})
 
 
-def _output_records(model: Model) -> tuple[OutputRecord, ...]:
-    return tuple(
-        OutputRecord(
-            name=value.name,
-            dtype=format_type(value.type) if value.HasField("type") else "unknown",
-            shape=read_shape_entries(value.type),
-            value=model.sources.get(value.name, value.name),
-        )
-        for value in model.outputs
-    )
+def _output_records(model: Model, types: Mapping[str, TypeProto]) -> tuple[OutputRecord, ...]:
+    records = []
+    for output in model.outputs:
+        value = model.sources.get(output.name, output.name)
+        kind = types.get(value, output.type)
+        shape = _merge_shapes(read_shape_entries(output.type), read_shape_entries(kind))
+        records.append(OutputRecord(name=output.name, dtype=format_type(kind), shape=shape, value=value))
+    return tuple(records)
+
+
+def _merge_shapes(declared: _Shape | None, inferred: _Shape | None) -> _Shape | None:
+    """Return a declared shape with the sizes that are only inferred, as ONNX Runtime does."""
+    if inferred is None:
+        return declared
+    known = tuple(None if isinstance(size, str) and says_unknown(size) else size for size in inferred)
+    if declared is None or len(known) != len(declared):
+        return known
+    return tuple(size if isinstance(size, int) or name is None else name for name, size in zip(declared, known))
 
 
 def _prediction(state: State) -> Predicted:

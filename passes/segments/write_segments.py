@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from onnxplace.bundle import (
     describe_linked_file,
     external_data_options,
 )
-from onnxplace.errors import Diagnostic, ModelError
+from onnxplace.errors import Diagnostic, ModelError, OnnxplaceError
 from onnxplace.facts import Home, Recomputation, Segment, Segments, Shards, Streaming
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.model import (
@@ -37,6 +38,7 @@ from onnxplace.model import (
     find_scales_to_protect,
     format_type,
     parse_type,
+    read_shape_entries,
     store_for_session,
 )
 from onnxplace.passes.segments.compile_segments import (
@@ -56,11 +58,20 @@ from onnxplace.utils import report_progress, temporary_folder
 def infer_boundary_types(model: Model, names: Iterable[str]) -> dict[str, TypeProto]:
     """Return the type of each value, from shape inference or ONNX Runtime.
 
+    ONNX Runtime also knows the shapes of outputs, which users see, behind operators that ONNX does not define.
+
     Raises:
         ModelError: neither knows the type of a value.
     """
     known = model.types
     types = {name: known[name] for name in names if name in known and _is_complete(known[name])}
+    # Without such operators, a missing shape is one that inference gets wrong, also that of ONNX Runtime.
+    has_others = any(node.domain not in ("", "ai.onnx", "ai.onnx.ml") for node in model.nodes)
+    undeclared = {item.name for item in model.outputs if has_others and read_shape_entries(item.type) is None}
+    described = sorted(name for name in undeclared & types.keys() if read_shape_entries(types[name]) is None)
+    if described:
+        with suppress(OnnxplaceError):  # such as that of a library of operators that is not given here
+            types |= _infer_with_onnxruntime(model, described)
     unknown = sorted(set(names) - set(types))
     return {**types, **_infer_with_onnxruntime(model, unknown)} if unknown else types
 
@@ -71,8 +82,10 @@ def _is_complete(value_type: TypeProto) -> bool:
 
 def _infer_with_onnxruntime(model: Model, names: list[str]) -> dict[str, TypeProto]:
     """Open the model with these values as outputs and read types."""
+    returned = {output.name for output in model.outputs}
+    more = [ValueInfoProto(name=name) for name in names if name not in returned]
     with temporary_folder() as folder:
-        source, entries = store_for_session(model, folder, [ValueInfoProto(name=name) for name in names])
+        source, entries = store_for_session(model, folder, more)
         session = open_session(source, make_session_options([0], "none", entries), where=model.name)
         unknown = set(names)
         outputs = [output for output in session.get_outputs() if output.name in unknown]

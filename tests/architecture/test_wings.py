@@ -91,7 +91,7 @@ MAY_IMPORT = {
         "problem reports simulation state target torch utils"
     ),
     "export": "bundle devices errors graph model target training_step utils",
-    "session": "bundle drop_in errors machine pipeline reports runtime serving traces utils",
+    "session": "bundle drop_in errors machine pipeline runtime serving traces utils",
     "api": "bundle driver reports",
     "verification": "bundle driver errors evaluation feeds machine pipeline runtime session utils",
     "benchmark": "bundle driver errors evaluation feeds machine pipeline runtime serving session traces utils",

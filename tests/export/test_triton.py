@@ -211,7 +211,11 @@ def test_wrong_options_are_refused(run_cli, chain, tmp_path, arguments, words):
             "ensemble",
             "whose rank is unknown",
         ),
-        ("(float[3] x) => (float[] y) { z = Shape(x) y = ConstantOfShape(z) }", "python", "'y' has no known rank"),
+        (
+            "(float[1, 3] x) => (y) { s = Shape<end=1>(x) k = Sub(s, s) a = Squeeze(x, k) y = Neg(a) }",
+            "python",
+            "'y' has no known rank",
+        ),
     ],
 )
 def test_what_triton_cannot_express_is_named(signature, layout, words, tmp_path):
@@ -220,6 +224,27 @@ def test_what_triton_cannot_express_is_named(signature, layout, words, tmp_path)
     with pytest.raises(onnxplace.InputError, match="I015") as refused:
         export(bundle, tmp_path, layout=layout)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("layout", ["ensemble", "python"])
+@pytest.mark.parametrize(
+    ("result", "sizes"),
+    [("(y) { y = MatMul(x, w) }", [-1, 5]), ("(float[N, 7] y) { y = Concat<axis=1>(x, x) }", [-1, 8])],
+)
+def test_outputs_have_computed_sizes_where_declared_ones_are_missing_or_wrong(layout, result, sizes, tmp_path):
+    text = f'<ir_version: 9, opset_import: ["": 18]> g (float[N, 4] x, float[4, 5] w) => {result}'
+    bundle = compiled_with(
+        parser.parse_model(text), RandomPlacement((0,), (0,)), tmp_path, optimized=False, dimensions={"N": 3}
+    )
+    repository = export(bundle, tmp_path, layout=layout)
+    assert [list(item.dims) for item in read_config(repository / "m").output] == [sizes]
+
+
+def test_an_output_that_no_inference_knows_keeps_no_declared_size(tmp_path):
+    text = '<ir_version: 9, opset_import: ["": 18, "com.microsoft": 1]> g (float[N, 4] x) => (float[N, 7] y)'
+    model = parser.parse_model(text + "{ y = com.microsoft.Gelu(x) }")
+    bundle = compiled_with(model, RandomPlacement((0,), (0,)), tmp_path, optimized=False, dimensions={"N": 3})
+    assert list(read_config(export(bundle, tmp_path) / "m").output[0].dims) == [-1, -1]
 
 
 def test_the_command_names_the_model_after_the_file(run_cli, chain, tmp_path):

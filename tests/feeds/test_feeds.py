@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.errors import FeedError
-from onnxplace.feeds import Declared, check_feeds, describe_input, dimension_keys, random_feeds, read_npz
+from onnxplace.feeds import Declared, check_feeds, describe_input, dimension_keys, numpy_type, random_feeds, read_npz
 
 NUMERIC = {
     "tensor(float)": "f4",
@@ -217,6 +217,27 @@ def test_numbers_in_lists_take_the_type_of_the_input(dtype, given, expected):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "given"),
+    [
+        ("tensor(uint64)", [2**64 - 1, 0]),
+        ("tensor(uint64)", [[2**63], [1]]),
+        ("tensor(uint64)", (2**53 + 1, 2**63 + 1, True)),
+        ("tensor(uint64)", [np.uint64(2**64 - 1), 0]),
+        ("tensor(uint64)", [np.array([2**64 - 1], "u8"), [0]]),
+        ("tensor(float)", [2**63, -1]),
+        ("tensor(float16)", [65504, -1.5, float("inf")]),
+        ("tensor(bfloat16)", [1.5, 2]),
+        ("tensor(int4)", [-8, 7]),
+        ("tensor(uint64)", []),
+    ],
+)
+def test_lists_of_numbers_are_read_by_the_type_of_the_input(dtype, given):
+    array = check_feeds({"x": given}, [Declared("x", dtype, None)])["x"]
+    assert array.dtype == numpy_type(dtype)
+    assert array.tolist() == np.array(given, dtype=object).tolist()
+
+
+@pytest.mark.parametrize(
     ("dtype", "given", "words"),
     [
         ("tensor(int64)", [1.5], "its type is float64, the model takes int64"),
@@ -226,7 +247,25 @@ def test_numbers_in_lists_take_the_type_of_the_input(dtype, given, expected):
         ("tensor(float)", None, "expected an array, got None"),
         ("tensor(float)", {"a": 1}, "expected an array, got {'a': 1}"),
         ("tensor(float)", [[1], [2, 3]], "inhomogeneous"),
-        ("tensor(int64)", [2**70], "expected an array, got [1180591620717411303424]"),
+        ("tensor(int64)", [2**70], "Python int too large"),
+        ("tensor(int64)", [2**63, 0], "too large to convert"),
+        ("tensor(uint64)", [2**63, -1], "-1 out of bounds for uint64"),
+        ("tensor(uint64)", [2**64, 0], "too large to convert"),
+        ("tensor(uint64)", [2**64 - 1, 0.5], "its type is float64, the model takes uint64"),
+        ("tensor(uint64)", [-1], "its numbers from -1 to -1 do not all fit into uint64"),
+        ("tensor(int8)", [[1], [-129]], "its numbers from -129 to 1 do not all fit into int8"),
+        ("tensor(int8)", [2**64 - 1, 0], "F003"),
+        ("tensor(int8)", [np.uint64(2**64 - 1), 0], "F003"),
+        ("tensor(int4)", [2**64 - 1, 0], "F003"),
+        ("tensor(bool)", [2**64 - 1, 0], "the model takes bool"),
+        ("tensor(float16)", [70000.0, 1], "its numbers from 1.0 to 70000.0 do not all fit into float16"),
+        ("tensor(float16)", [70000], "its numbers from 70000 to 70000 do not all fit into float16"),
+        ("tensor(float)", [1e39], "do not all fit into float32"),
+        ("tensor(bfloat16)", [1e39], "do not all fit into bfloat16"),
+        ("tensor(int4)", [8], "do not all fit into int4"),
+        ("tensor(int4)", [1.5], "its type is float64, the model takes int4"),
+        ("tensor(double)", [10**400], "expected an array"),
+        ("seq(tensor(uint64))", [[2**64, 0]], "too large to convert"),
         ("seq(tensor(float))", [None], "expected an array, got None"),
         ("seq(tensor(float))", [np.zeros(2, "f4"), np.zeros(2)], "its type is float64, the model takes float32"),
         ("seq(tensor(int64))", ["a"], "the model takes int64"),

@@ -3,7 +3,10 @@
 import io
 import zipfile
 
+import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from onnxplace.model import load
 
@@ -47,6 +50,8 @@ def zip_files(*names: str) -> bytes:
         ("m.py", b"import torch\n", "run it to write the model"),
         ("m.json", b'{"nodes": []}', "`onnxplace place"),
         ("m.safetensors", b"", "weights and no graph"),
+        ("m.onnx.data", bytes(40), "the .onnx file of the same export"),
+        ("m.onnx_data", b"\x08" + bytes(40), "the .onnx file of the same export"),
         ("m.ort", b"", "that it was made from"),
         ("m.tflite", b"", "tf2onnx"),
     ],
@@ -55,6 +60,18 @@ def zip_files(*names: str) -> bytes:
 def test_a_model_in_another_format_gets_a_hint_how_to_convert_it(require_refusal, tmp_path, name, data, expected_words):
     (tmp_path / name).write_bytes(data)
     require_refusal(tmp_path / name, "M002", "not an ONNX file", expected_words)
+
+
+@pytest.mark.parametrize("name", ["my.onnx.data", "weights", "part.bin"])
+def test_a_file_of_weights_gets_a_hint_at_the_model_that_refers_to_it(require_refusal, tmp_path, name):
+    tensor = numpy_helper.from_array(np.ones(2, np.float32), "w")
+    value = helper.make_tensor_value_info("w", TensorProto.FLOAT, [2])
+    model = helper.make_model(helper.make_graph([], "g", [], [value], [tensor]))
+    onnx.save(model, tmp_path / "my.onnx", save_as_external_data=True, location=name, size_threshold=0)
+    (tmp_path / "folder.onnx").mkdir()
+    (tmp_path / "broken.onnx").symlink_to("nowhere")
+    (tmp_path / "an_other.onnx").write_bytes(name.encode())
+    require_refusal(tmp_path / name, "M002", "not an ONNX file", "it holds weights of", "my.onnx'", "give that file")
 
 
 def test_the_folder_of_a_tensorflow_model_gets_a_hint_how_to_convert_it(require_refusal, tmp_path):

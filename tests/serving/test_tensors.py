@@ -89,7 +89,7 @@ def test_a_tensor_that_does_not_fit_is_refused_with_the_reason(change, words):
 
 
 def test_numbers_that_few_bits_cannot_hold_are_refused():
-    with pytest.raises(FeedError, match="not all of its numbers fit into int4"):
+    with pytest.raises(FeedError, match="its numbers from 100 to 100 do not all fit into int4"):
         read_list(Declared("x", "tensor(int4)", None), [100])
     with pytest.raises(FeedError, match="3 bytes hold no whole number of float32"):
         read_raw(Declared("x", "tensor(float)", None), b"abc")

@@ -40,10 +40,6 @@ def use_session(session: Any, feeds: Mapping[str, Any]) -> Notes:
     notes = Notes()
     for what in ("inputs", "outputs", "overridable_initializers"):
         nodes = getattr(session, f"get_{what}")()
-        # The text of an optional has a shape in ONNX Runtime, where a bundle has none.
-        nodes = [
-            node for node in nodes if not node.type.startswith("optional(") or notes.facts.update(optional=node.type)
-        ]
         notes.facts[what] = [str(node) for node in nodes]
         notes.facts[f"attributes of {what}"] = [(node.name, node.type, node.shape) for node in nodes]
     metadata = session.get_modelmeta()
