@@ -215,7 +215,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("forward", CHANGES)
-@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("is_nested", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_a_call_changes_for_the_next_one_is_refused_by_name(tmp_path, forward, is_nested):
     module, name = remember(forward), CHANGES[forward]
     arguments = tuple(torch.ones(2) for _ in range(2 if name == "cache" else 1))
