@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnxplace.errors import Diagnostic, ModelError, UsageError, format_names
-from onnxplace.model import Model, StateRequest, bind, bind_states, recognise_decoder
+from onnxplace.model import Model, StateRequest, bind, bind_states, recognise_decoder, try_states
 from onnxplace.utils import open_input, temporary_folder
 
 if TYPE_CHECKING:
@@ -139,7 +139,10 @@ def bind_source(
     given, notes = {name: sizes[0] for name, sizes in several.items()}, (*source.diagnostics, *model.notes)
     if llm:
         decoder = recognise_decoder(model, state, given)
-        model, state, notes = decoder.model, decoder.states, (*notes, decoder.note)
+        by_hand = {output: name for name, output in bind_states(model, state).states.items()}
+        bind_states(decoder.model, decoder.states)  # types and shapes are checked before they are tried
+        notes = (*notes, decoder.note, *try_states(decoder, by_hand))
+        model, state = decoder.model, decoder.states
         given = given if inputs else dict(decoder.sizes)
     assumed = {} if inputs or llm else {name: size for name, size in source.sizes.items() if name not in given}
     if assumed:

@@ -12,6 +12,7 @@ from onnxplace.devices import find_kind
 from onnxplace.errors import Diagnostic
 from onnxplace.export.exporting import ExportOptions, note_routes, require_one_host
 from onnxplace.export.segment_models import BundleModels, write_segment_files
+from onnxplace.model import parse_type
 from onnxplace.target import Device
 
 PLAN_FILE, SCRIPT_FILE = "stages.json", "run.py"
@@ -41,7 +42,11 @@ def build_plan(models: BundleModels, names: Sequence[str]) -> dict[str, Any]:
             frees[index].append(name)
     return {
         "model": manifest.model,
-        "inputs": [{"name": item.name, "type": item.dtype, "shape": item.shape} for item in manifest.inputs],
+        "inputs": [
+            {"name": item.name, "type": item.dtype, "shape": item.shape, "element": kind.tensor_type.elem_type}
+            for item in manifest.inputs
+            if (kind := parse_type(item.dtype, None))
+        ],
         "outputs": [{"name": item.name, "type": item.dtype, "value": item.value} for item in manifest.outputs],
         "states": [{"output": state.output, "input": state.input} for state in manifest.states],
         "stages": [

@@ -93,6 +93,8 @@ def write_npz(path: Path, outputs: Mapping[str, Any]) -> None:
         with zipfile.ZipFile(stream, "w") as archive:
             for key, array in arrays.items():
                 plain = array.astype(str) if array.dtype == object else array
+                if plain.dtype.isbuiltin == 2:  # a type of ml_dtypes, which numpy may write but not read
+                    plain = plain.view(f"V{plain.dtype.itemsize}")
                 with archive.open(f"{key}{SUFFIX}", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, plain, allow_pickle=False)
 

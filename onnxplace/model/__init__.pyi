@@ -59,6 +59,7 @@ from onnxplace.model.state_binding import (
     bind_states as bind_states,
     is_scalar as is_scalar,
 )
+from onnxplace.model.state_trials import try_states as try_states
 from onnxplace.model.tensors import (
     embed_tensor as embed_tensor,
     find_external_range as find_external_range,

@@ -29,10 +29,12 @@ _SPELLINGS = (
     (r"input\.cache\.(.*)", r"output.cache.\1"),  # the exporters in transformers
 )
 _PAST_NAME = re.compile(r"past|cache")
-# Operators that read a cache and return it with the new tokens.
-_CACHE_UPDATES = frozenset(
-    {"Attention", "Concat", "GroupQueryAttention", "MultiHeadAttention", "ScatterND", "TensorScatter"}
-)
+# Operators that return a cache with the new tokens: any input of theirs as their one output, or keys and values from
+# this input on as the outputs after the first.
+_CACHE_UPDATES = frozenset({"Concat", "ScatterND", "TensorScatter"})
+_FIRST_PAST = {"Attention": 4, "GroupQueryAttention": 3, "MultiHeadAttention": 6}
+# What comes from an encoder has a length of its own.
+_CONTEXT_NAME = re.compile(r"encoder|cross")
 _TOKEN_NAME = re.compile(r"input_ids|inputs_embeds|tokens|ids$")
 # Keys and values have a batch, heads or tokens, and a width.
 _MIN_CACHE_RANK = 3
@@ -57,6 +59,10 @@ class Decoder:
     """Symbolic dimension -> size: as given, or of one step of one conversation."""
     note: Diagnostic
     """What was recognised, in one line."""
+    roles: Mapping[str, Mapping[int, str]]
+    """Input -> axis -> role, of axes that have one."""
+    symbols: Mapping[str, str]
+    """Role -> name of its axes, or their size."""
 
 
 def recognise_decoder(model: Model, request: StateRequest, sizes: Mapping[str, int]) -> Decoder:
@@ -89,6 +95,8 @@ def recognise_decoder(model: Model, request: StateRequest, sizes: Mapping[str, i
         states=MappingProxyType({output: name for name, output in states.items()}),
         sizes=MappingProxyType({**step, **sizes}),
         note=_describe(model, states, tokens, {**step, **sizes}),
+        roles=MappingProxyType(roles),
+        symbols=MappingProxyType(names),
     )
 
 
@@ -107,9 +115,10 @@ def _find_states(model: Model, inputs: Mapping[str, Declared]) -> Iterator[tuple
         elif len(item.shape or ()) >= _MIN_CACHE_RANK and "float" in item.dtype:
             unnamed[name] = item
     for node in model.nodes:
-        if node.op_type in _CACHE_UPDATES:
-            caches = [name for name in node.input if name in unnamed]
-            yield from zip(caches, (name for name in node.output if name in outputs))
+        pairs = [(name, node.output[0]) for name in node.input] if node.op_type in _CACHE_UPDATES else []
+        if first := _FIRST_PAST.get(node.op_type):
+            pairs = [*zip(node.input[first : first + 2], node.output[1:3])]
+        yield from ((name, output) for name, output in pairs if name in unnamed and output in outputs)
 
 
 def _may_be_cache(item: Declared) -> bool:
@@ -145,6 +154,8 @@ def _list_roles(item: Declared, tokens: Declared, is_state: bool) -> dict[int, s
     """Return axis -> role of the axes of an input that have one."""
     shape, sizes = item.shape or (), tokens.shape or ()
     rank = len(shape)
+    if _CONTEXT_NAME.search(item.name):
+        return {}
     if is_state:
         return _list_cache_roles(shape, has_batch=len(sizes) >= _TOKENS_RANK and not isinstance(sizes[0], int))
     if "mask" in item.name:

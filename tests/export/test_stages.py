@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,9 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnx import parser
 
 import onnxplace
+from onnxplace.driver import compile_model
 from onnxplace.export import export_bundle, plain_stages
+from onnxplace.feeds import numpy_type, write_npz
 from onnxplace.target import Device
 from onnxplace.utils import observe_progress
 from tests.end_to_end.split_checks import ALTERNATING
@@ -67,7 +70,7 @@ def test_the_script_computes_the_bits_of_the_bundle_without_onnxplace(compiled, 
         expected = session.run(None, feeds)
     assert_same(list(run_script(tmp_path / "out", feeds).values()), expected)
     lines = (tmp_path / "out" / "run.py").read_text().splitlines()
-    assert sum(bool(line) for line in lines) <= 40
+    assert sum(bool(line) for line in lines) <= 110
     usage = subprocess.run([sys.executable, tmp_path / "out" / "run.py"], capture_output=True, text=True, check=False)
     assert (usage.returncode, usage.stderr.strip()) == (1, lines[0].strip('"'))
 
@@ -109,6 +112,69 @@ def test_values_of_types_that_numpy_lacks_pass_between_stages(tmp_path):
     assert len(bundle.manifest.segments) == 3
     export_bundle(bundle, "stages", tmp_path / "out")
     assert load_script(tmp_path / "out")({"x": np.float32([1, 2, 3])})["z"].tolist() == [1, 2, 3]
+
+
+HEAD = '<ir_version: 10, opset_import: ["": 21]> g '
+JOINED = "(float[a] x, float[b] y) => (seq(float[c]) z, float[a] k) { k = Neg(x) z = SequenceConstruct(x, y) }"
+SHORTENED = "(seq(float[c]) z) => (seq(float[c]) w, int64 k) { k = SequenceLength(z) w = SequenceErase(z) }"
+TEXTS = "(string[n] x) => (string[n] y, seq(string[n]) z) { y = StringConcat(x, x) z = SequenceConstruct(x, y) }"
+CAST = "({0}[n] x, float[n] y) => (float[n] z, {0}[n] k) {{ z = Cast<to = 1>(x) k = Cast<to = {1}>(y) }}"
+NAMES = "(float[n] file) => (float[n] allow_pickle, float[n] arr_0) { allow_pickle = Neg(file) arr_0 = Abs(file) }"
+X = np.float32([1.5, 2, 3])
+FOREIGN = {"bfloat16": 16, "float8_e4m3fn": 17, "float8_e5m2": 19, "uint4": 21, "int4": 22}
+WHAT_FILES_HOLD = {
+    "ragged sequences": (JOINED, {"x": X, "y": X[:1]}),
+    "sequences of equal arrays": (JOINED, {"x": X, "y": X}),
+    "sequences as inputs": (SHORTENED, {"z": [X, X[:1], X[:2]]}),
+    "sequences that become empty": (SHORTENED, {"z": [X]}),
+    "texts": (TEXTS, {"x": np.array(["a", "b\u00fcc", ""])}),
+    "texts in bytes": (TEXTS, {"x": np.array([b"a", "b\u00fc".encode()])}),
+    "names that numpy.savez takes for itself": (NAMES, {"file": X}),
+    **{
+        f"{name} of {count}": (
+            CAST.format(name.replace("_", ""), number),
+            {"x": X[:count].astype(numpy_type(f"tensor({name.replace('_', '')})")), "y": X[:count]},
+        )
+        for name, number in FOREIGN.items()
+        for count in (0, 2, 3)
+    },
+}
+
+
+@pytest.mark.parametrize("case", WHAT_FILES_HOLD)
+def test_the_script_writes_the_file_that_run_writes(case, tmp_path, run_cli):
+    text, feeds = WHAT_FILES_HOLD[case]
+    pipeline = "profile{estimate=true},coplace,single,split,emit"
+    bundle = compile_model(
+        parser.parse_model(HEAD + text), tmp_path / "bundle", devices="cpu:0", inputs=feeds, pipeline=pipeline
+    ).bundle
+    export_bundle(bundle, "stages", tmp_path / "out")
+    with onnxplace.InferenceSession(bundle) as session:
+        outputs = dict(zip((item.name for item in bundle.outputs), session.run(None, feeds)))
+    write_npz(tmp_path / "expected.npz", outputs)
+    write_npz(tmp_path / "inputs.npz", feeds)
+    script = run_path(str(tmp_path / "out" / "run.py"))
+    plan = script["read_plan"]()
+    sessions = [script["open_stage"](stage) for stage in plan["stages"]]
+    given = script["read_inputs"](plan, str(tmp_path / "inputs.npz"))
+    script["write_outputs"](str(tmp_path / "outputs.npz"), script["run"](plan, sessions, given))
+    expected, actual = np.load(tmp_path / "expected.npz"), np.load(tmp_path / "outputs.npz")
+    assert actual.files == expected.files
+    for name in expected:
+        assert actual[name].dtype == expected[name].dtype
+        assert_same(actual[name], expected[name])
+
+
+def test_a_stage_that_cannot_take_a_text_says_so(tmp_path):
+    text = "(string[n] x) => (string[n] y, bfloat16[1] h) <float[1] f = {1}> { y = Identity(x) h = Cast<to = 16>(f) }"
+    feeds = {"x": np.array(["a"])}
+    pipeline = "profile{estimate=true},coplace,single,split,emit"
+    bundle = compile_model(
+        parser.parse_model(HEAD + text), tmp_path / "bundle", devices="cpu:0", inputs=feeds, pipeline=pipeline
+    ).bundle
+    export_bundle(bundle, "stages", tmp_path / "out")
+    with pytest.raises(SystemExit, match=r"cpu0-000.onnx returns types that numpy lacks: it cannot take 'x', a text"):
+        load_script(tmp_path / "out")(feeds)
 
 
 def test_every_stage_names_its_execution_provider():

@@ -144,6 +144,147 @@ def test_what_torch_refuses_is_quoted(tmp_path, module, message):
     assert not list(tmp_path.iterdir())
 
 
+class Remembering(nn.Module):
+    """What a call may change; its `forward` comes from a test."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2))
+        self.plain, self.parts, self.seen = torch.zeros(2), [torch.zeros(2)], None
+        self.norm = nn.BatchNorm1d(2)
+
+
+def remember(forward):
+    return type("Remembering", (Remembering,), {"forward": forward})()
+
+
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return self.inner(*args) * 2
+
+
+def count(self, x):
+    self.total += 1
+    return x * self.total
+
+
+def count_under_a_condition(self, x):
+    self.total.copy_(torch.where(x.sum() > 0, self.total + 1, self.total))
+    return x * self.total
+
+
+def read_before_writing(self, x):
+    value = self.total + x
+    self.total = x * 2
+    return value
+
+
+def write_a_part(self, x):
+    self.total[0] = x[0] + self.total[1]
+    return self.total.sum()
+
+
+def count_in_an_attribute(self, x):
+    self.plain = self.plain + 1
+    return x * self.plain
+
+
+def count_in_a_list(self, x):
+    self.parts[0] = self.parts[0] + 1
+    return x * self.parts[0]
+
+
+def write_into_a_cache(self, x, cache):
+    cache.add_(x)
+    return cache.sum()
+
+
+CHANGES = {
+    count: "total",
+    count_under_a_condition: "total",
+    read_before_writing: "total",
+    write_a_part: "total",
+    count_in_an_attribute: "plain",
+    count_in_a_list: "parts[0]",
+    write_into_a_cache: "cache",
+}
+
+
+@pytest.mark.parametrize("forward", CHANGES)
+@pytest.mark.parametrize("is_nested", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_a_call_changes_for_the_next_one_is_refused_by_name(tmp_path, forward, is_nested):
+    module, name = remember(forward), CHANGES[forward]
+    arguments = tuple(torch.ones(2) for _ in range(2 if name == "cache" else 1))
+    if is_nested:
+        module, name = Outer(module), {"cache": "args_1"}.get(name, f"inner.{name}")
+    with pytest.raises(ModelError, match="for the next one: an ONNX model keeps nothing") as caught:
+        onnxplace.compile(module, tmp_path / "out", example_inputs=arguments)
+    assert (caught.value.code, repr(name) in caught.value.message) == ("M004", True)
+    assert "--state OUTPUT=INPUT" in caught.value.hint
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("forward", [count, read_before_writing])
+def test_a_program_in_a_file_that_changes_a_buffer_is_refused(run_cli, tmp_path, forward):
+    torch.export.save(torch.export.export(remember(forward).eval(), (torch.ones(2),)), tmp_path / "m.pt2")
+    result = run_cli("compile", tmp_path / "m.pt2")
+    assert result.code == 2
+    assert f"error[M004] {tmp_path / 'm.pt2'}: a call changes 'total' for the next one" in result.err
+    assert "--state OUTPUT=INPUT" in result.err
+
+
+def test_a_program_that_was_traced_in_training_is_refused(tmp_path):
+    program = torch.export.export(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), (torch.randn(4, 2),))
+    with pytest.raises(ModelError, match=r"changes '1.running_mean', '1.running_var' for the next") as caught:
+        onnxplace.compile(program, tmp_path / "out")
+    assert "module.eval()" in caught.value.hint
+
+
+def count_calls(self, x):
+    self.total += 1
+    return x * 2
+
+
+def replace(self, x):
+    self.total.copy_(x * 2)
+    return self.total + 1
+
+
+def keep_a_result(self, x):
+    self.seen, self.plain = x * 2, x + 1
+    return self.seen * torch.tensor([1.0, 2.0])
+
+
+def normalise(self, x):
+    return torch.relu_(self.norm(x[None])).sub_(1)
+
+
+def prepare_in_place(self, x):
+    return x.mul_(2).sub_(1) * x
+
+
+def return_the_cache(self, x, cache):
+    cache.add_(x)
+    return cache
+
+
+@pytest.mark.parametrize(
+    "forward", [count_calls, replace, keep_a_result, normalise, prepare_in_place, return_the_cache]
+)
+def test_what_no_later_call_reads_may_change(tmp_path, forward):
+    module, arguments = remember(forward), [torch.ones(2), torch.full((2,), 3.0)][: forward.__code__.co_argcount - 1]
+    bundle = onnxplace.compile(module, tmp_path / "out", example_inputs=[x.clone() for x in arguments], **OPTIONS)
+    feeds = dict(zip((item.name for item in bundle.inputs), (x.numpy() for x in arguments)))
+    with onnxplace.InferenceSession(bundle) as session:
+        for _ in range(3):
+            expected = module.eval()(*(x.clone() for x in arguments)).detach().numpy()
+            np.testing.assert_allclose(session.run(None, feeds)[0], expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("keep", [0, 7, 3000])
 def test_a_damaged_program_is_refused(run_cli, program, tmp_path, keep):
     (tmp_path / "bad.pt2").write_bytes(program[1].read_bytes()[:keep])
