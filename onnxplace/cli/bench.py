@@ -13,6 +13,7 @@ import click
 from onnxplace.cli.completion import PATH
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
+    FiniteNumber,
     against_option,
     bundle_options,
     note_left_out_copies,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     "--no-memory", is_flag=True, help="Do not measure memory and opening, which needs a process for each device."
 )
 @click.option("--record", is_flag=True, help="Write the times of segments into BUNDLE: predictions then follow them.")
-@click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
+@click.option("--max-ratio", type=FiniteNumber(min=0), metavar="R", help="Exit 1 if it takes over R times the model.")
 def bench(
     bundle: Path,
     *,

@@ -15,6 +15,7 @@ import click
 from onnxplace.cli.completion import BUNDLE_PATH
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
+    FiniteNumber,
     as_json,
     note_core_shortage,
     print_hint,
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.serving import Batching, Limits, ServedModel
 
-# Names that URLs, metrics and clients take as they are.
-_MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+# Names that URLs, metrics and clients take as they are: no path of dots, and not `/v2/models/stats`.
+_MODEL_NAME = re.compile(r"(?!\.*$|stats$)[A-Za-z0-9_.-]{1,200}")
 
 
 @click.command(cls=GroupedCommand, short_help="Answer requests over HTTP and gRPC (KServe v2).")
@@ -50,7 +51,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 @click.option("--max-queue", default=128, show_default=True, type=click.IntRange(0), help="Requests that wait.")
 @click.option("--max-request", default="64MiB", show_default=True, metavar="SIZE", help="Size of a request.")
 @click.option("--max-sequences", default=64, show_default=True, type=click.IntRange(1), help="Sequences with states.")
-@click.option("--timeout", default=60.0, show_default=True, type=click.FloatRange(0.001, 1e6), metavar="SECONDS",
+@click.option("--timeout", default=60.0, show_default=True, type=FiniteNumber(0.001, 1e6), metavar="SECONDS",
               help="Time of a request; also what requests in flight get at the end.")  # fmt: skip
 @with_runtime
 @with_operator_libraries
