@@ -43,6 +43,7 @@ _MODEL_NAME = re.compile(r"(?!\.*$|stats$)[A-Za-z0-9_.-]{1,200}")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all networks.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="For HTTP; 0: any.")
 @click.option("--grpc-port", type=click.IntRange(0, 65535), help="For gRPC  [default: the next after --port]")
+@click.option("--isolate", is_flag=True, help="Run each model in processes that are opened again if a run ends them.")
 @click.option("--warmup", is_flag=True, help="Run each model on random inputs before the first request.")
 @click.option("--max-batch", default=1, show_default=True, metavar="ROWS",
               help="Join waiting requests up to this size, for models that are proven to allow it.")  # fmt: skip
@@ -134,7 +135,8 @@ def open_models(
     try:
         with show_progress(json_, "opening models"):
             for name, bundle in bundles.items():
-                models.append(open_model(name, bundle, limits, batching, options["session_options"]))
+                more = {**options["session_options"], "isolate": options["isolate"]}
+                models.append(open_model(name, bundle, limits, batching, more))
                 if options["warmup"]:
                     models[-1].warm_up()
     except BaseException:
