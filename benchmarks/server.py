@@ -4,13 +4,15 @@ A network of convolutions, by default with most of the work of ResNet-50, takes 
 copy of it is on each of two CPU devices of one core. These take turns: `session.stream` in this process; tritonclient
 over HTTP, and over gRPC, to `onnxplace serve` in a process of its own, with many requests in flight. The table has
 requests per second as ratios to the stream, taken in one run, the time of cores that a request takes from this process,
-its client, and from the server, and counts answers that are wrong and requests without one. Then the server gets
-`--hostile` requests over each protocol, and those without a clear status are counted. The exit code is 1 if anything is
-wrong, lost or unclear. Nothing else should run meanwhile: client and server share the cores. Needs
+its client, and from the server, and counts answers that are wrong and requests without one. A second table has the
+milliseconds of a small request over each protocol, one after the other over one connection that stays open. Then the
+server gets `--hostile` requests over each protocol, and those without a clear status are counted. The exit code is 1 if
+anything is wrong, lost or unclear. Nothing else should run meanwhile: client and server share the cores. Needs
 `pip install -e '.[cpu,dev,serve]'`.
 
 Over HTTP, the client is `tritonclient.http.aio`: `async_infer` of `tritonclient.http` waits for 10 ms in each call, so
-that one client sends fewer than 100 requests per second to any server.
+that one client sends fewer than 100 requests per second to any server. Its connections stay open, and have TCP_NODELAY,
+which is checked: without it, a request may wait 40 ms for an acknowledgement.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import asyncio
 import os
 import queue
+import socket
 import sys
 import tempfile
 import time
@@ -51,6 +54,8 @@ LAYERS = 5
 # A copy of the model on each of two devices of one core.
 COPIES = "optimize,profile{estimate=true},coplace{join=never},fuse,single,split,replicate{routes=cpu:1},emit"
 IMAGES = 8
+SMALL_REQUESTS = 500
+TCP_NODELAY = socket.IPPROTO_TCP, socket.TCP_NODELAY
 HEADER = ("what", "requests/s", "/ stream", "client ms", "server ms", "wrong", "lost")
 Image = NDArray[np.float32]
 
@@ -76,7 +81,7 @@ def stream_session(session: onnxplace.InferenceSession, images: Sequence[Image],
     yield from (outputs[0] for outputs in session.stream(({"x": image} for image in images), in_flight=in_flight))
 
 
-def stream_http(url: str, images: Sequence[Image], in_flight: int) -> Iterator[Image]:
+def stream_http(url: str, images: Sequence[Image], in_flight: int, model: str = "model") -> Iterator[Image]:
     """Yield the answers over HTTP."""
     pending: deque[asyncio.Task[Image]] = deque()
 
@@ -86,7 +91,7 @@ def stream_http(url: str, images: Sequence[Image], in_flight: int) -> Iterator[I
     async def ask(client: Any, image: Image) -> Image:
         tensor = tritonclient.http.InferInput("x", list(image.shape), "FP32")
         tensor.set_data_from_numpy(image)
-        return (await client.infer("model", [tensor])).as_numpy("y")  # type: ignore[no-any-return]
+        return (await client.infer(model, [tensor])).as_numpy("y")  # type: ignore[no-any-return]
 
     with asyncio.Runner() as runner:
         loop, client = runner.get_loop(), runner.run(open_client())
@@ -96,10 +101,19 @@ def stream_http(url: str, images: Sequence[Image], in_flight: int) -> Iterator[I
             pending.append(loop.create_task(ask(client, image)))
         while pending:
             yield loop.run_until_complete(pending.popleft())
+        check_connections(client, in_flight)
         runner.run(client.close())
 
 
-def stream_grpc(url: str, images: Sequence[Image], in_flight: int) -> Iterator[Image]:
+def check_connections(client: Any, count: int) -> None:
+    """Raise SystemExit unless an HTTP client has kept its connections, at most so many, with TCP_NODELAY."""
+    kept = [handler for handlers in client._stub.connector._conns.values() for handler, _ in handlers]
+    options = [item.transport.get_extra_info("socket").getsockopt(*TCP_NODELAY) for item in kept]
+    if not 0 < len(kept) <= count or not all(options):
+        raise SystemExit(f"expected 1 to {count} open connections with TCP_NODELAY, got these options: {options}")
+
+
+def stream_grpc(url: str, images: Sequence[Image], in_flight: int, model: str = "model") -> Iterator[Image]:
     """Yield the answers over gRPC."""
     pending: deque[queue.SimpleQueue[Any]] = deque()
 
@@ -117,7 +131,7 @@ def stream_grpc(url: str, images: Sequence[Image], in_flight: int) -> Iterator[I
             tensor.set_data_from_numpy(image)
             pending.append(queue.SimpleQueue())
             put = pending[-1].put
-            client.async_infer("model", [tensor], lambda result, error, put=put: put((result, error)))
+            client.async_infer(model, [tensor], lambda result, error, put=put: put((result, error)))
         while pending:
             yield take()
 
@@ -169,6 +183,15 @@ def compare(bundle: onnxplace.Bundle, server: ServerProcess, options: argparse.N
     return not any(map(sum, problems.values()))
 
 
+def print_latencies(server: ServerProcess, count: int) -> None:
+    """Print the median milliseconds of a small request, one at a time over one connection."""
+    images = [np.zeros((1, 64), np.float32)] * count
+    print("\n| small requests | ms |\n|---|---|")
+    for what, stream in (("HTTP", stream_http), ("gRPC", stream_grpc)):
+        times = [time.perf_counter() for _ in stream(getattr(server, what.lower()), images, 1, "m")]
+        print(f"| {what} | {1e3 * median(np.diff(times)):.2f} |")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the hostile requests without a clear status."""
     arguments_parser = argparse.ArgumentParser(description=__doc__)
@@ -189,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = {"devices": "cpu:0,cpu:1", "shape": {"batch": 1}}
         small = onnxplace.compile(parser.parse_model(HOSTILE_MODEL), output=Path(folder, "m"), **settings)
         with serve_in_process(small.path, "--max-request", MAX_REQUEST_BYTES) as server:
+            print_latencies(server, SMALL_REQUESTS)
             report_progress("hostile requests")
             unclear = list_unclear_answers(server.http_port, options.hostile)
             unclear += list_unclear_calls(int(server.grpc.rpartition(":")[2]), options.hostile)

@@ -273,7 +273,7 @@ def create_runtime(runtime_class: Callable[..., Runtime], name: str, **options: 
     for key in chosen:
         if key not in parameters:
             message = f"runtime {name!r} has no option {key!r}"
-            hint = f"use the runtime {'onnxruntime' if key == 'fallback' else 'mpi'}, which has {key}"
+            hint = f"use the runtime {'onnxruntime' if key in ('fallback', 'isolate') else 'mpi'}, which has {key}"
             raise UsageError("U045", message, where=key, hint=f"leave it out, or {hint}")
     return runtime_class(**chosen)
 

@@ -88,6 +88,8 @@ class InferenceSession(SessionMethods):
         batching: Joins requests of several callers into one, `Batching(max_batch=8)`; see docs/serving.md.
         fallback: A device of this machine, "cpu:0", that takes over the segments of a device that is lost while the
             session is open; a FallbackWarning says so. See docs/faults.md.
+        isolate: Whether each device has a process of its own. If a run ends that, the request fails, and all others go
+            on when it is open again; `list_copies` counts the deaths. See docs/faults.md.
         hosts: For the runtime `mpi`: where its processes run, "localhost:2" or "node1:1,node2:1"; see docs/hosts.md.
         timeout: For the runtime `mpi`: seconds that its processes may take to start and to open the bundle.
         replicas: For the runtime `mpi`: copies of the bundle, 1 to 64, each on hosts, or slots, of its own. Each
@@ -110,6 +112,7 @@ class InferenceSession(SessionMethods):
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         batching: Batching | None = None,
         fallback: str | None = None,
+        isolate: bool | None = None,
         hosts: str | None = None,
         timeout: float | None = None,
         replicas: int | None = None,
@@ -129,6 +132,7 @@ class InferenceSession(SessionMethods):
             runtime_class,
             runtime,
             fallback=fallback,
+            isolate=isolate or None,
             hosts=hosts,
             timeout=timeout,
             replicas=replicas,

@@ -8,13 +8,17 @@ overlap: each begins after the previous one of its conversation has succeeded or
 
 from __future__ import annotations
 
+import itertools
 from typing import ClassVar
 
 from onnxplace.bundle import Bundle, list_route_devices
+from onnxplace.errors import UsageError
 from onnxplace.machine import local_target, require_device
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
 from onnxplace.runtimes.execution import Engine, EngineSession, Fallback, PlacedDevice, find_cores, open_routes
 from onnxplace.target import parse_device_spec
+
+_numbers = itertools.count(1)
 
 
 class OnnxRuntime(Runtime):
@@ -23,13 +27,18 @@ class OnnxRuntime(Runtime):
     Args:
         fallback: The device that takes over the segments of a device that is lost while a session is open, such as
             `cpu:0`; empty for none, so that requests fail then.
+        isolate: Whether each device has a process of its own, which is opened again after its death.
     """
 
     name: ClassVar[str] = "onnxruntime"
     summary: ClassVar[str] = "run segments with ONNX Runtime, a worker per device"
     keeps_state: ClassVar[bool] = True
 
-    def __init__(self, fallback: str = "") -> None:
+    def __init__(self, fallback: str = "", isolate: bool = False) -> None:
+        if fallback and isolate:
+            message = "a device that is isolated is opened again, and no other one takes over"
+            raise UsageError("U045", message, where="fallback", hint="leave one of both out")
+        self._isolates = isolate
         self._fallback = fallback and parse_device_spec(fallback, "--fallback") and fallback
 
     def open(
@@ -45,7 +54,8 @@ class OnnxRuntime(Runtime):
         for device in used:
             require_device(device, "" if bundle.manifest.states else alternative)
         cores = find_cores(bundle.target.devices)
-        devices = {device.id: PlacedDevice(device, cores.get(device.id, ())) for device in used}
+        owner = f"session {next(_numbers)}" if self._isolates else ""
+        devices = {device.id: PlacedDevice(device, cores.get(device.id, ()), owner) for device in used}
         fallback = None
         if self._fallback:
             (stand_in,) = local_target(self._fallback).devices

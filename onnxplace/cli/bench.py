@@ -13,6 +13,7 @@ import click
 from onnxplace.cli.completion import PATH
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
+    FiniteNumber,
     against_option,
     bundle_options,
     note_left_out_copies,
@@ -51,9 +52,11 @@ if TYPE_CHECKING:
 )
 @click.option("--record", is_flag=True, help="Write the times of segments into BUNDLE: predictions then follow them.")
 @click.option(
-    "--min-speedup", type=float, metavar="S",
+    "--min-speedup",
+    type=FiniteNumber(min=0),
+    metavar="S",
     help="Exit 1 if the bundle is less than S times as fast as one session with all cores.",
-)  # fmt: skip
+)
 def bench(
     bundle: Path,
     *,

@@ -13,6 +13,7 @@ import click
 
 from onnxplace._version import __version__
 from onnxplace.cli.shared_options import (
+    FiniteNumber,
     as_json,
     devices_option,
     print_hint,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 @devices_option
 @click.option("--calibrate", is_flag=True, help="Measure links, calls and shared resources.")
 @click.option("--sizes", metavar="1,4KiB,64MiB", help="Sizes of transferred values  [default: 1 B to 256 MiB]")
-@click.option("--seconds", type=float, help="Approximate time to measure  [default: 30]")
+@click.option("--seconds", type=FiniteNumber(max=86400), help="Approximate time to measure  [default: 30]")
 @target_output_option
 @as_json
 def devices(
@@ -263,7 +264,7 @@ def _format_accelerator(item: Mapping[str, Any]) -> str:
 @click.option("--seconds", type=float, help="Approximate time to measure links  [default: 10]")
 @click.option("--remote-shell", default="ssh", show_default=True, metavar="PROGRAM", help="Runs a command on a host.")
 @click.option("--interface", default="", metavar="eth0", help="Network for messages  [default: MPI's choice]")
-@click.option("--timeout", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="To reach a host.")
+@click.option("--timeout", type=FiniteNumber(min=0.1), default=30.0, show_default=True, help="To reach a host.")
 @target_output_option
 @as_json
 def hosts(

@@ -15,6 +15,7 @@ import click
 from onnxplace.cli.completion import BUNDLE_PATH
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
+    FiniteNumber,
     as_json,
     note_core_shortage,
     print_hint,
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.serving import Batching, Limits, ServedModel
 
-# Names that URLs, metrics and clients take as they are.
-_MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+# Names that URLs, metrics and clients take as they are: no path of dots, and not `/v2/models/stats`.
+_MODEL_NAME = re.compile(r"(?!\.*$|stats$)[A-Za-z0-9_.-]{1,200}")
 
 
 @click.command(cls=GroupedCommand, short_help="Answer requests over HTTP and gRPC (KServe v2).")
@@ -42,6 +43,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all networks.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="For HTTP; 0: any.")
 @click.option("--grpc-port", type=click.IntRange(0, 65535), help="For gRPC  [default: the next after --port]")
+@click.option("--isolate", is_flag=True, help="Run each model in processes that are opened again if a run ends them.")
 @click.option("--warmup", is_flag=True, help="Run each model on random inputs before the first request.")
 @click.option("--max-batch", default=1, show_default=True, metavar="ROWS",
               help="Join waiting requests up to this size, for models that are proven to allow it.")  # fmt: skip
@@ -50,7 +52,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 @click.option("--max-queue", default=128, show_default=True, type=click.IntRange(0), help="Requests that wait.")
 @click.option("--max-request", default="64MiB", show_default=True, metavar="SIZE", help="Size of a request.")
 @click.option("--max-sequences", default=64, show_default=True, type=click.IntRange(1), help="Sequences with states.")
-@click.option("--timeout", default=60.0, show_default=True, type=click.FloatRange(0.001, 1e6), metavar="SECONDS",
+@click.option("--timeout", default=60.0, show_default=True, type=FiniteNumber(0.001, 1e6), metavar="SECONDS",
               help="Time of a request; also what requests in flight get at the end.")  # fmt: skip
 @with_runtime
 @with_operator_libraries
@@ -133,7 +135,8 @@ def open_models(
     try:
         with show_progress(json_, "opening models"):
             for name, bundle in bundles.items():
-                models.append(open_model(name, bundle, limits, batching, options["session_options"]))
+                more = {**options["session_options"], "isolate": options["isolate"]}
+                models.append(open_model(name, bundle, limits, batching, more))
                 if options["warmup"]:
                     models[-1].warm_up()
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,16 @@ if TYPE_CHECKING:
     from onnxplace.errors import Diagnostic
     from onnxplace.runtime import CopyStatus
 
+
+class FiniteNumber(click.FloatRange):
+    """A number, in a range if that is given; click's own types take `nan` for one of any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or end the command."""
+        number: float = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value!r} is not a finite number.", param, ctx)
+
+
 # Any int64. The model limits sizes further.
 _SIZE = re.compile(r"[0-9]{1,18}")
 
@@ -62,7 +73,7 @@ _RUNTIME_OPTIONS = (
     click.option("--replicas", type=int, metavar="N", help="Copies of the bundle, on slots of their own  [default: 1]"),
     click.option(
         "--start-timeout",
-        type=click.FloatRange(min=0.1),
+        type=FiniteNumber(min=0.1),
         metavar="SECONDS",
         help="Time for processes to start and open the bundle  [default: 30]",
     ),
@@ -84,7 +95,7 @@ objective_option = click.option(
     help="Least step time, most steps per second, least traffic of placements that fit, or least training step.",
 )
 budget_option = click.option(
-    "--budget", type=float, metavar="SECONDS", help="Time limit of the search, more than 0  [default: 2]"
+    "--budget", type=FiniteNumber(), metavar="SECONDS", help="Time limit of the search, more than 0  [default: 2]"
 )
 placer_option = click.option(
     "--placer", metavar="NAME", shell_complete=complete_placers, help="`onnxplace passes` lists them  [default: auto]"

@@ -26,6 +26,8 @@ class DeviceAddress:
     """Options of the device, such as `provider=tensorrt`."""
     memory_bytes: int = 0
     """The limit of its memory; 0 for none."""
+    owner: str = ""
+    """The session that has a process of its own for it, which is opened again after its death; empty for none."""
 
     @staticmethod
     def of(device_id: str) -> DeviceAddress:

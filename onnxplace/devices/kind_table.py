@@ -101,7 +101,8 @@ def find_kind(name: str) -> DeviceKind:
 
 def is_isolated(address: DeviceAddress) -> bool:
     """Return whether the sessions of a device are in a process of their own."""
-    return address.options.get(ISOLATE, find_kind(address.kind).options[ISOLATE][0]) == "true"
+    is_option = address.options.get(ISOLATE, find_kind(address.kind).options[ISOLATE][0]) == "true"
+    return is_option or bool(address.owner)
 
 
 def import_memory(kind: DeviceKind) -> Any:

@@ -22,6 +22,7 @@ from onnxplace.machine.interrupts import (
 )
 from onnxplace.machine.isolated_sessions import (
     IsolatedSession as IsolatedSession,
+    find_processes as find_processes,
     list_taken_nodes as list_taken_nodes,
     open_session as open_session,
 )

@@ -4,6 +4,9 @@ All sessions of an isolated device live in one child process. It starts with the
 one, or with this process, however that ends. Requests go to it one at a time, as pickles by pipes. The bytes of arrays
 go through memory that both processes map, where the system has such memory, and numpy their type. A run that is to end
 is told so; if that does not help, the process is killed.
+
+A process that has an owner is its owner's only. If it dies, the run that it was doing fails. It is opened again at
+once, with all its sessions, and calls wait for that.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import pickle
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -42,6 +46,8 @@ POLL_SECONDS = 0.02
 # Time for a run that is to end; closing an engine waits a little longer.
 STOP_SECONDS = 1.5
 _ALIGNED_BYTES, _LEAST_BYTES = 64, 1 << 16
+# Pause before a process is opened again that died while its sessions were opened.
+PAUSE_SECONDS = 5.0
 
 
 # ------------------------------------------------------------------------------------------------------------- messages
@@ -157,8 +163,13 @@ class DeviceProcess:
     def __init__(self, device: DeviceAddress) -> None:
         self.device = device
         self.numbers = itertools.count()
-        self.sessions: set[int] = set()
+        self.sessions: dict[int, tuple[Any, ...]] = {}
+        """Of each session that is open, the arguments of `_open`, and the states of files; empty while it is opened."""
         self.ended = threading.Event()
+        self.is_open = False
+        """Whether it is there, with all its sessions."""
+        self.death_count, self.last_failure = 0, ""
+        """How often it died, and how it did last."""
         self._dropped: list[int] = []
         self._owner, self._stack, self._lock = os.getpid(), ExitStack(), threading.Lock()
         self._child: Any = None
@@ -166,6 +177,14 @@ class DeviceProcess:
         self._reason = ""
 
     def _start(self) -> None:
+        """Start it, with the sessions that it had before it died."""
+        recipes = [(number, *recipe) for number, recipe in list(self.sessions.items()) if recipe]
+        for _, arguments, files in recipes:
+            if files != _list_file_states(arguments[0]):
+                message = "a process that ended is not opened again: files of its model have changed since"
+                raise ExecutionError("X017", message, where=str(arguments[0]), hint="open a new session")
+        self._stack.close()
+        self._reason, self._answers = "", queue.SimpleQueue()
         blocks = [os.memfd_create("onnxplace") for _ in range(2)] if hasattr(os, "memfd_create") else []
         for descriptor in blocks:
             self._stack.callback(os.close, descriptor)
@@ -174,20 +193,43 @@ class DeviceProcess:
         self._stack.enter_context(suppress(OSError))  # of a pipe with bytes that the child did not read
         self._stack.callback(writing.close)
         self._channel = _Channel(reading, writing, blocks[::-1], copies=True)
+        self.ended.clear()
         start_thread(threading.Thread(target=self._read, args=(reading,), name="onnxplace answers", daemon=True))
+        try:
+            for number, arguments, _ in recipes:
+                self._channel.send(((), _open, number, arguments))
+                _, problem = self._await_answer(None) or (None, self._make_death_error(arguments[3]))
+                if problem is not None:
+                    raise problem
+        except BaseException:
+            self._child.kill()
+            raise
+        self.is_open = True
+        if not self.sessions:  # they were dropped meanwhile
+            self._stack.close()
 
     def _read(self, pipe: BinaryIO) -> None:
-        """Pass answers on; None at the end."""
+        """Pass answers on; None at the end. Then start the process again if it has an owner."""
+        child, answers, channel = self._child, self._answers, self._channel
         with suppress(Exception), pipe:
             while True:
-                self._answers.put(self._channel.receive())
-        self._child.kill()  # if it has sent what cannot be read
+                answers.put(channel.receive())
+        child.kill()  # if it has sent what cannot be read
+        self.is_open, pause = False, 0.0 if self.is_open else PAUSE_SECONDS
+        self.death_count += 1
+        self.last_failure = f"the process of {self.device.id} ended: {self._reason or child.describe_end()}"
         self.ended.set()
-        self._answers.put(None)
+        answers.put(None)
+        while self.device.owner and self.sessions and self._child is child:
+            time.sleep(pause)
+            pause = PAUSE_SECONDS
+            with suppress(Exception), self._lock:
+                if self._child is child:  # else a call was faster
+                    self._start()
 
     def drop(self, number: int) -> None:
         """Free a session, at the latest with the next call; the process ends with the last one."""
-        self.sessions.discard(number)
+        self.sessions.pop(number, None)
         self._dropped.append(number)
         if not self.sessions and os.getpid() == self._owner:  # and not in a fork
             self.ended.set()
@@ -207,9 +249,11 @@ class DeviceProcess:
         """
         with self._lock:
             answer = None
+            if self.device.owner and self._child is not None and self._child.exit_code is not None:
+                self.ended.wait()  # it died a moment ago, without a run
+            if self._child is None or (self.device.owner and self.ended.is_set() and self.sessions):
+                self._start()
             if not self.ended.is_set():
-                if self._child is None:
-                    self._start()
                 dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
                 try:
                     self._channel.send((dropped, function, number, arguments))
@@ -218,14 +262,18 @@ class DeviceProcess:
                     self._stop()
                     raise
             if answer is None:
-                reason = self._reason or self._child.describe_end()
-                message = f"{where} failed: the process of this device ended: {reason}"
-                hint = "its sessions are isolated, so all else goes on; open a new session, or use --fallback cpu:0"
-                raise ExecutionError("X016", message, where=self.device.id, hint=hint)
+                raise self._make_death_error(where)
         value, problem = answer
         if problem is not None:
             raise problem
         return value
+
+    def _make_death_error(self, where: str) -> ExecutionError:
+        """Return the error of what it did when it died."""
+        message = f"{where} failed: the process of this device ended: {self._reason or self._child.describe_end()}"
+        hint = "its sessions are isolated, so all else goes on; open a new session, or use --fallback cpu:0"
+        hint = "it is opened again for other requests; this one may end it once more" if self.device.owner else hint
+        return ExecutionError("X016", message, where=self.device.id, hint=hint)
 
     def _await_answer(self, options: Any) -> Any:
         """Return the next answer; None if the process has ended."""
@@ -305,20 +353,36 @@ def open_session(
     """
     if not is_isolated(device):
         return open_session_here(model, options, device, where, provider_options)
-    key = (os.getpid(), device.id, *sorted(device.options.items()))
+    key = (os.getpid(), device.id, device.owner, *sorted(device.options.items()))
     process = _processes.get(key)
     if process is None or process.ended.is_set():
         process = _processes[key] = DeviceProcess(device)
     number, recipe = next(process.numbers), describe_session_options(options)
     place = where or ("model" if isinstance(model, bytes) else str(model))
     source = model if isinstance(model, bytes) else os.path.abspath(model)
-    process.sessions.add(number)
+    process.sessions[number], arguments = (), (source, recipe, device, place, provider_options)
+    files = _list_file_states(source)
     try:
-        description = process.call(place, _open, number, source, recipe, device, place, provider_options)
+        description = process.call(place, _open, number, *arguments)
     except BaseException:
         process.drop(number)
         raise
+    process.sessions[number] = arguments, files
     return IsolatedSession(process, number, place, description)
+
+
+def _list_file_states(source: str | bytes) -> list[tuple[object, ...]]:
+    """Return what changes with each file in the folder of a model, which has its weights, too."""
+    if isinstance(source, bytes):
+        return []
+    with suppress(OSError), os.scandir(os.path.dirname(source)) as entries:
+        return sorted((i.name, (s := i.stat()).st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for i in entries)
+    return []
+
+
+def find_processes(owner: str) -> list[DeviceProcess]:
+    """Return the processes of an owner; none for an empty name."""
+    return [process for process in list(_processes.values()) if process.device.owner == owner != ""]
 
 
 def list_taken_nodes(session: Any, device: DeviceAddress) -> frozenset[str]:

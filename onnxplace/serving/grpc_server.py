@@ -90,10 +90,12 @@ async def stream_inferences(models: ServedModels, requests: AsyncIterator[bytes]
     """Yield the answers to the requests of a stream in their order; they run at the same time."""
     response = load_messages()["ModelStreamInferResponse"]
     pending: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(MAX_STREAMED)
+    tasks = set[asyncio.Task[Any]]()
 
     async def start_all() -> None:
         async for request in requests:
-            await pending.put(asyncio.create_task(infer(models, request)))
+            tasks.add(task := asyncio.create_task(infer(models, request)))
+            await pending.put(task)
         await pending.put(None)
 
     starter = asyncio.create_task(start_all())
@@ -103,8 +105,11 @@ async def stream_inferences(models: ServedModels, requests: AsyncIterator[bytes]
                 yield response(infer_response=await task)
             except RequestError as failure:
                 yield response(error_message=str(failure))
-    finally:
-        starter.cancel()
+            tasks.discard(task)
+    finally:  # some are left if the client has left
+        for task in (starter, *tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def make_handlers(models: ServedModels) -> dict[str, Any]:
@@ -118,7 +123,7 @@ def make_handlers(models: ServedModels) -> dict[str, Any]:
         "ServerLive": lambda _: {"live": True},
         "ServerReady": lambda _: {"ready": models.is_ready},
         "ServerMetadata": lambda _: models.describe(),
-        "ModelReady": lambda request: {"ready": not find(request).is_stopping},
+        "ModelReady": lambda request: {"ready": not find(request).reason},
         "ModelMetadata": lambda request: find(request).describe(),
         "ModelConfig": lambda request: {"config": find(request).describe_config()},
         "ModelStatistics": lambda request: models.describe_statistics(request.name, request.version),

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,7 +28,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from onnxplace.errors import format_value
 from onnxplace.serving.metrics import format_metrics
 from onnxplace.serving.served_models import VERSION, Limits, RequestError, ServedModel, ServedModels
-from onnxplace.serving.tensors import describe_output, read_inputs, read_parameters, require_kind, write_list, write_raw
+from onnxplace.serving.tensors import (
+    describe_output,
+    read_inputs,
+    read_optional,
+    read_parameters,
+    require_kind,
+    write_list,
+    write_raw,
+)
 from onnxplace.utils import parse_json
 
 LENGTH_HEADER = "inference-header-content-length"
@@ -36,6 +47,8 @@ PATIENCE_SECONDS = 10.0
 # Time that a connection is kept without requests.
 KEEP_ALIVE_SECONDS = 60
 MAX_CONNECTIONS = 1024
+# Size of all headers; also of what a connection keeps of further requests while one is answered.
+MAX_HEADER_BYTES = 1 << 16
 
 
 class TensorResponse(Response):
@@ -90,18 +103,21 @@ class RequestReader:
             raise RequestError(408, f"it was not complete within {self._limits.timeout_seconds:g} s") from None
         except ClientDisconnect:
             raise RequestError(499, "the client has left before its request was complete") from None
-        data = memoryview(body)[padding:]
-        return self._decompress(data) if "content-encoding" in self._request.headers else data
+        return self._decode(memoryview(body)[padding:])
 
-    def _decompress(self, data: memoryview) -> memoryview:
-        """Return a body that was sent in gzip or deflate; raises RequestError."""
+    def _decode(self, data: memoryview) -> memoryview:
+        """Return a body without its encoding; raises RequestError."""
+        if self._request.headers.get("content-encoding", "").strip().lower() in ("", "identity"):
+            return data
         try:
             expander = zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: zlib finds out which of both it is
-            body = expander.decompress(data, self._limits.max_request_bytes)
+            body = expander.decompress(data, self._limits.max_request_bytes + 1)
         except zlib.error as problem:
             raise RequestError(400, f"expected a body in gzip or deflate: {problem}") from None
-        if expander.unconsumed_tail:
+        if len(body) > self._limits.max_request_bytes:
             raise self._too_large
+        if not expander.eof or expander.unused_data:
+            raise RequestError(400, "the compressed body ends too early, or has bytes behind its end")
         return memoryview(body)
 
     def take_raw(self, parameters: Mapping[str, Any]) -> memoryview | None:
@@ -119,6 +135,12 @@ class RequestReader:
         if self._rest:
             raise RequestError(400, f"the body has {len(self._rest)} bytes more than its inputs")
 
+    async def cancel_at_end(self, task: asyncio.Task[Any] | None) -> None:
+        """Cancel a task when the connection ends; the request has been read."""
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        task and task.cancel()
+
     async def discard_rest(self) -> None:
         """Read what is left of a refused request: a client that still sends sees no answer."""
         with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: nothing is left
@@ -133,21 +155,24 @@ async def infer(model: ServedModel, reader: RequestReader) -> Response:
         header = await reader.read(deadline)
         feeds = read_inputs(header, model.inputs, reader.take_raw)
         reader.require_end()
-        wishes: dict[str, Mapping[str, Any]] = {}
-        for entry in require_kind(header.get("outputs", []), list, "outputs"):
-            name = str(require_kind(entry, dict, "an output").get("name"))
-            wishes[name] = read_parameters(entry)
-        parameters = read_parameters(header)
-        outputs = await model.infer(feeds, [*wishes], parameters, deadline)
+        parameters, request_id = read_parameters(header), read_optional(header, "id", "")
+        is_binary, are_binary = read_optional(parameters, "binary_data_output", False), dict[str, bool]()
+        for entry in read_optional(header, "outputs", []):
+            name = require_kind(require_kind(entry, dict, "an output").get("name"), str, "the name of an output")
+            are_binary[name] = read_optional(read_parameters(entry), "binary_data", is_binary)
+        watcher = asyncio.create_task(reader.cancel_at_end(asyncio.current_task()))
+        try:
+            outputs = await model.infer(feeds, [*are_binary], parameters, deadline)
+        finally:
+            watcher.cancel()
         entries, tensors = [], list[bytes | memoryview]()
         for name, array in outputs.items():
             entries.append(describe_output(model.outputs[name], array))
-            if wishes.get(name, {}).get("binary_data", parameters.get("binary_data_output")):
+            if are_binary.get(name, is_binary):
                 tensors.append(write_raw(array))
                 entries[-1]["parameters"] = {"binary_data_size": len(tensors[-1])}
             else:
                 entries[-1]["data"] = write_list(array)
-        request_id = str(header.get("id", ""))
         described = {"model_name": model.name, "model_version": VERSION, "id": request_id, "outputs": entries}
         return TensorResponse(described, tensors)
 
@@ -194,7 +219,7 @@ def make_app(models: ServedModels, limits: Limits) -> Starlette:
     for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         routes += [
             route(path, lambda request: find(request).describe()),
-            route(f"{path}/ready", lambda request: Response(status_code=503 if find(request).is_stopping else 200)),
+            route(f"{path}/ready", lambda request: Response(why := find(request).reason, 503 if why else 200)),
             route(f"{path}/config", lambda request: find(request).describe_config()),
             route(f"{path}/stats", lambda request: models.describe_statistics(find(request).name)),
             Route(f"{path}/infer", start_inference, methods=["POST"]),
@@ -203,11 +228,13 @@ def make_app(models: ServedModels, limits: Limits) -> Starlette:
 
 
 class ImpatientProtocol(H11Protocol):
-    """uvicorn's protocol, which also closes connections whose headers do not come.
+    """uvicorn's protocol, which also closes connections whose headers do not come, and notices clients that leave.
 
     Its other one, over httptools, reads headers of any length, and no body behind `Upgrade: h2c`, which Java's client
     sends (uvicorn's issue 2722).
     """
+
+    _ignores_data = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
         """Begin to wait for headers."""
@@ -216,19 +243,51 @@ class ImpatientProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Wait on, or no longer once the headers are there."""
-        super().data_received(data)
+        if self._ignores_data or self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED):
+            return  # that was the last request of this connection
+        # h11 refuses longer headers only if it does not get them at once.
+        room = len(data)
+        if self.conn.their_state is h11.IDLE:
+            room = MAX_HEADER_BYTES + 1 - len(self.conn.trailing_data[0])
+        super().data_received(data[:room])
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY, h11.ERROR):  # a request is complete
+            # uvicorn reads no further request while it answers this one. But only who reads sees that a client leaves.
+            self.flow.resume_reading()
+            if len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES:
+                self._ignores_data, self.cycle.keep_alive = True, False
+        if {b"transfer-encoding", b"content-length"} <= dict(self.headers or ()).keys():
+            self._refuse(400, "a body has a content-length or a transfer-encoding: proxies may differ about its end")
         self._limit_headers()
+        if data[room:]:
+            self.data_received(data[room:])
 
     def _limit_headers(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
             self.loop.call_later(PATIENCE_SECONDS, self._give_up, self.cycle)
 
     def _give_up(self, cycle: object) -> None:
-        if self.cycle is cycle and not self.transport.is_closing():
-            text = f"the headers were not complete within {PATIENCE_SECONDS:g} s\n"
-            head = f"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n"
-            self.transport.write((head + text).encode())
-            self.transport.close()
+        if self.cycle is cycle and not self._ignores_data and not self.transport.is_closing():
+            self._refuse(408, f"the headers were not complete within {PATIENCE_SECONDS:g} s")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP; called where h11's error is handled."""
+        problem = sys.exception()
+        status, reason = getattr(problem, "error_status_hint", 400), str(problem).partition(":")[0]  # then bytes follow
+        too_large = f"headers have more than {MAX_HEADER_BYTES} bytes"
+        self._refuse(status, too_large if status == 431 else f"{msg.rstrip('.')}: {reason}")
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Answer, unless an answer has begun, and read on for a while: who still sends sees no answer after a reset."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nconnection: close\r\ncontent-length: {len(text)}"
+            self.transport.write(f"{head}\r\n\r\n{text}".encode())
+        self._ignores_data = True
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        with suppress(OSError):  # the client has ended the connection
+            self.transport.write_eof()
+        self.loop.call_later(PATIENCE_SECONDS, self.transport.close)
 
 
 class HttpServer(uvicorn.Server):
@@ -237,6 +296,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: Starlette, limits: Limits) -> None:
         options: dict[str, Any] = {"http": ImpatientProtocol, "ws": "none", "lifespan": "off", "access_log": False}
         options |= {"timeout_keep_alive": KEEP_ALIVE_SECONDS, "limit_concurrency": MAX_CONNECTIONS}
+        options |= {"h11_max_incomplete_event_size": MAX_HEADER_BYTES}
         options |= {"timeout_graceful_shutdown": round(limits.timeout_seconds) or 1, "log_level": "error"}
         super().__init__(uvicorn.Config(app, **options))
 

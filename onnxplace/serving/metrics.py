@@ -37,6 +37,8 @@ def _list_metrics(
     yield "executions_total", "counter", "Runs of the model; joined requests are one.", runs
     for name, text in (("open_requests", "Requests that wait or run."), ("waiting_requests", "Requests that wait.")):
         yield name, "gauge", text, [("", (label,), getattr(model, name)) for label, model in models]
+    deaths = [("", (label,), sum(copy.failures for copy in model.session.list_copies())) for label, model in models]
+    yield "deaths_total", "counter", "Deaths of processes, and of copies of the model, that are opened again.", deaths
     waits = [("", (label,), item.seconds["queue"]) for label, item in counts]
     yield "queue_seconds_total", "counter", "Time that requests waited for a place.", waits
     bounds = [*(f"{bound:g}" for bound in LATENCY_BOUNDS), "+Inf"]

@@ -20,8 +20,8 @@ from onnxplace._version import __version__
 from onnxplace.bundle import Bundle
 from onnxplace.errors import InputError, OnnxplaceError, RunTimeoutError, format_one_line, format_value, suggest_nearest
 from onnxplace.feeds import Array, Declared, random_feeds
-from onnxplace.runtime import Event, Result
-from onnxplace.serving.tensors import name_datatype
+from onnxplace.runtime import CopyStatus, Event, Result
+from onnxplace.serving.tensors import name_datatype, read_optional
 
 LOGGER = logging.getLogger("onnxplace.serving")
 # The statuses of HTTP of requests that fail: their names in metrics, and what gRPC calls them.
@@ -62,12 +62,12 @@ def describe_failure(problem: BaseException) -> RequestError:
     if isinstance(problem, asyncio.CancelledError):
         return RequestError(499, "the client no longer waits")
     status = 400 if isinstance(problem, InputError) else 504 if isinstance(problem, RunTimeoutError) else 500
-    if isinstance(problem, OnnxplaceError) and problem.code in ("X002", "X005"):  # the session is closed, or broken
+    is_known, code = isinstance(problem, OnnxplaceError), getattr(problem, "code", "")
+    if code in ("X002", "X005", "X016", "K014"):  # the session is closed or broken, a process has died, no copy is left
         status = 503
-    is_known = isinstance(problem, OnnxplaceError)
     if is_known and "INVALID_ARGUMENT" in str(problem):  # ONNX Runtime refuses values, such as an index out of range
         status = 400
-    if status == 500:
+    if status == 500 or code == "X016":
         LOGGER.error("a request failed: %s", problem, exc_info=None if is_known else problem)
     return RequestError(status, format_one_line(problem) if is_known else f"{type(problem).__name__}: {problem}")
 
@@ -93,6 +93,7 @@ class ServedSession(Protocol):
     def submit(self, input_feed: Mapping[str, Any]) -> Future[Result]: ...
     def cancel(self, future: Future[Result]) -> None: ...
     def conversation(self) -> ServedSession: ...
+    def list_copies(self) -> tuple[CopyStatus, ...]: ...
     def close(self, timeout: float | None = None) -> None: ...
 
 
@@ -236,7 +237,7 @@ class ServedModel:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:  # its time is over, or its client has left
-            self.session.cancel(future)
+            session.cancel(future)
             raise
 
     def _choose_session(self, parameters: Mapping[str, Any]) -> ServedSession:
@@ -247,7 +248,8 @@ class ServedModel:
         if not key or type(key) not in (int, str):
             message = f"model {self.name!r} carries states: expected a sequence_id, a number or text, not 0 or empty"
             raise RequestError(400, f"{message}, and sequence_start with the first request of a sequence")
-        if parameters.get("sequence_start"):
+        is_start, is_end = (read_optional(parameters, f"sequence_{point}", False) for point in ("start", "end"))
+        if is_start:
             self._conversations.pop(key, None)
             oldest = now - max(SEQUENCE_IDLE_SECONDS, self.limits.timeout_seconds)
             self._conversations = {key: item for key, item in self._conversations.items() if item[1] >= oldest}
@@ -259,7 +261,7 @@ class ServedModel:
             message = f"sequence {format_value(key)} has not started, or made room for others: send sequence_start"
             raise RequestError(400, message)
         session, _ = self._conversations.pop(key)
-        if not parameters.get("sequence_end"):
+        if not is_end:
             self._conversations[key] = session, now
         return session
 
@@ -269,6 +271,14 @@ class ServedModel:
         session = self.session.conversation() if self.bundle.manifest.states else self.session
         for future in [session.submit(feeds) for _ in range(WARMUP_REQUESTS)]:
             future.result(self.limits.timeout_seconds)
+
+    @property
+    def reason(self) -> str:
+        """Return why it does not answer now; empty if it does."""
+        copies = self.session.list_copies()
+        if self.is_stopping or not copies or any(copy.is_open for copy in copies):
+            return "the server is stopping" if self.is_stopping else ""
+        return "; ".join(f"{copy.name} is opened again: {copy.last_failure}" for copy in copies)
 
     # What a model says of itself, as JSON of the protocol has it.
 
@@ -312,7 +322,6 @@ class ServedModels:
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self.models = {model.name: model for model in models}
-        self.is_ready = True
 
     def find(self, name: str, version: str = "") -> ServedModel:
         """Return a model; raises RequestError if there is none of this name and version."""
@@ -333,12 +342,16 @@ class ServedModels:
 
     def describe_index(self) -> list[dict[str, Any]]:
         """Return Triton's index of the models."""
-        state = "READY" if self.is_ready else "UNAVAILABLE"
-        return [{"name": name, "version": VERSION, "state": state, "reason": ""} for name in self.models]
+        states = [(name, "UNAVAILABLE" if model.reason else "READY", model) for name, model in self.models.items()]
+        return [{"name": n, "version": VERSION, "state": state, "reason": model.reason} for n, state, model in states]
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether all models answer."""
+        return not any(model.reason for model in self.models.values())
 
     def stop(self) -> None:
         """Take no further requests."""
-        self.is_ready = False
         for model in self.models.values():
             model.is_stopping = True
 

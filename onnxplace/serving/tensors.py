@@ -33,14 +33,20 @@ def name_datatype(dtype: str) -> str:
 def require_kind(value: Any, kind: type, what: str) -> Any:
     """Return a value of a request; raises FeedError unless it is of a kind."""
     if type(value) is not kind:
-        names = {dict: "an object", list: "a list", int: "a whole number"}
+        names = {dict: "an object", list: "a list", int: "a whole number", str: "a text", bool: "true or false"}
         raise FeedError("F003", f"expected {names[kind]}, got {format_value(value)}", where=what)
     return value
 
 
+def read_optional(entry: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return a field, or its default if it is left out or null; raises FeedError unless it is of the default's kind."""
+    value = entry.get(name)
+    return default if value is None else require_kind(value, type(default), name)
+
+
 def read_parameters(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of a request or tensor; raises FeedError for extensions that this server does not have."""
-    parameters: dict[str, Any] = require_kind(entry.get("parameters", {}), dict, "parameters")
+    parameters: dict[str, Any] = read_optional(entry, "parameters", {})
     for name in {"shared_memory_region", "classification"} & parameters.keys():
         raise FeedError("F003", "this server does not have this extension", where=name, hint="send and take tensors")
     return parameters
@@ -64,6 +70,8 @@ def read_inputs(
             raise FeedError("F001", f"input {name!r} is given twice")
         item, raw, shape = inputs[name], take_raw(read_parameters(entry)), entry.get("shape")
         expected, where = name_datatype(item.dtype), f"input {name!r}"
+        if raw is not None and entry.get("data"):
+            raise FeedError("F003", "it has its elements twice: in raw bytes, and in a list", where=where)
         if entry.get("datatype") != expected:
             message = f"its datatype is {format_value(entry.get('datatype'))}, the model takes {expected}"
             raise FeedError("F003", message, where=where)
@@ -87,6 +95,8 @@ def read_raw(item: Declared, data: bytes | memoryview) -> Array:
             message = f"{len(data)} bytes hold no whole number of {dtype}"
             raise FeedError("F003", message, where=f"input {item.name!r}")
         array: Array = np.frombuffer(data, dtype)
+        if dtype == np.bool_:  # for kernels, true is 1, and no other byte
+            array = array.view(np.uint8) != 0
         return array if array.flags.aligned else array.copy()
     while begin < len(data):
         first = begin + _LENGTH_BYTES

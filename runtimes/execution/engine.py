@@ -35,8 +35,8 @@ import numpy as np
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.feeds import Array
-from onnxplace.machine import end_openings, interruptible, prepare_interrupts, require_interpreter
-from onnxplace.runtime import Result, forked_session_error, run_timeout_error
+from onnxplace.machine import end_openings, find_processes, interruptible, prepare_interrupts, require_interpreter
+from onnxplace.runtime import CopyStatus, Result, forked_session_error, run_timeout_error
 from onnxplace.runtimes.execution.bells import CALLERS
 from onnxplace.runtimes.execution.fallback import Fallback
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
@@ -105,6 +105,7 @@ class Engine(WorkLoop):
         self._max_in_flight = max_in_flight
         self._numbers = itertools.count()
         self._conversation_numbers = itertools.count(1)
+        self._request_count = 0
         first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
         self._first_device = devices.get(first)
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
@@ -136,6 +137,16 @@ class Engine(WorkLoop):
     def read_remote_delays(self) -> Mapping[str, int]:
         """Return how long threads of other processes waited for a core: here, there are none."""
         return {}
+
+    def list_copies(self) -> tuple[CopyStatus, ...]:
+        """Return the bundle as its one copy, if processes of its own run it, which are opened again."""
+        owner = next((device.memory.address.owner for device in self._devices.values()), "")
+        if not (processes := find_processes(owner)):
+            return ()
+        name, is_open = ", ".join(item.device.id for item in processes), all(item.is_open for item in processes)
+        last = min(processes, key=lambda process: (process.is_open, not process.last_failure))
+        deaths = sum(process.death_count for process in processes)
+        return (CopyStatus(name, is_open, len(self._in_flight), self._request_count, deaths, last.last_failure),)
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -248,6 +259,7 @@ class Engine(WorkLoop):
             request.replacements = self._replacement_count
             self._in_flight[request.number] = request
             conversation.reset_pending = False
+            self._request_count += 1
             return None
 
     def _choose_route(self) -> OpenRoute:

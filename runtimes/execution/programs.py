@@ -53,7 +53,7 @@ class ProgramLoop(ABC):
         self._segments = segments
         self._index_values(bundle, homes)
         self._state_table = StateTable(bundle)
-        self._weight_files = WeightFiles(bundle)
+        self._weight_files = WeightFiles(bundle, [item.memory.address for item in devices.values()])
         self._weight_loaders: dict[tuple[str, str], WeightLoader] = {}
         """By device, and the one in whose program its segments are."""
         if bundle.manifest.streams:

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,13 @@ MAX_PATTERN_BYTES = 4 << 20
 class PlacedDevice:
     """A device as workers use it: its cores and its memory."""
 
-    def __init__(self, device: Device, cores: Sequence[int]) -> None:
+    def __init__(self, device: Device, cores: Sequence[int], owner: str = "") -> None:
         self.id = device.id
         self.cores = cores
         self.kind = find_kind(device.kind)
-        memory = IsolatedMemory if is_isolated(device.address) else import_memory(self.kind)
-        self.memory: DeviceMemory = memory(device.address, cores)
+        address = replace(device.address, owner=owner)
+        memory = IsolatedMemory if is_isolated(address) else import_memory(self.kind)
+        self.memory: DeviceMemory = memory(address, cores)
         self.slow_openings: list[tuple[str, float]] = []
         """Why a segment was compiled anew although it has a compiled model, and the seconds to open it."""
         self._has_warned = False

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
 from onnxplace.feeds import Array
-from onnxplace.runtime import Result, RuntimeSession, SessionStates
+from onnxplace.runtime import CopyStatus, Result, RuntimeSession, SessionStates
 from onnxplace.runtimes.execution.engine import Engine
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.requests import CarriedStates
@@ -107,6 +107,10 @@ class EngineSession(EngineConversation):
     def read_remote_delays(self) -> Mapping[str, int]:
         """Return how long threads of other processes waited for a core."""
         return self.engine.read_remote_delays()
+
+    def list_copies(self) -> tuple[CopyStatus, ...]:
+        """Return the bundle as its one copy, if processes of its own run it, which are opened again."""
+        return self.engine.list_copies()
 
     def open_conversation(self) -> RuntimeSession:
         """Return a session with states of its own over the same segments and workers."""

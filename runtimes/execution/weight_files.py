@@ -16,12 +16,12 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 from onnxplace.bundle import SEGMENTS_FOLDER, WEIGHTS_FILE, Bundle
-from onnxplace.devices import is_isolated
+from onnxplace.devices import DeviceAddress, is_isolated
 from onnxplace.errors import ExecutionError
 
 # Reading so many weights takes hundreds of times as long as looking at their file.
@@ -64,13 +64,11 @@ class WatchedFile:
 class WeightFiles:
     """The weights files of a bundle whose segments are open."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, devices: Iterable[DeviceAddress]) -> None:
         manifest, name = bundle.manifest, f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
         sizes = {bundle.file(file): record.bytes for file, record in manifest.files.items() if file == name}
         sizes |= {bundle.linked_file(link): record.bytes for link, record in manifest.linked.items()}
-        self._are_read_elsewhere = bool(manifest.streams) or any(
-            is_isolated(item.address) for item in manifest.target.devices
-        )
+        self._are_read_elsewhere = bool(manifest.streams) or any(map(is_isolated, devices))
         self._files: Sequence[WatchedFile] = [
             WatchedFile(path.resolve(), size)
             for path, size in sizes.items()

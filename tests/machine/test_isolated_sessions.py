@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from onnxplace.devices import DeviceAddress
 from onnxplace.errors import ExecutionError, ModelError
-from onnxplace.machine import find_device_problem, make_session_options, open_session
+from onnxplace.machine import find_device_problem, find_processes, make_session_options, open_session
 from onnxplace.machine.isolated_sessions import DeviceProcess
 from onnxplace.machine.ort_sessions import create_session_options, describe_session_options
 from onnxplace.machine.ort_values import is_native_array, to_ort_value, to_python
@@ -163,6 +163,40 @@ def test_sessions_of_a_device_share_a_process_which_ends_with_them():
     assert_same(second.run(None, {"x": np.ones(1, np.int8)})[0], np.ones(1, np.int8))
     del second
     assert set(list_children()) == before
+
+
+def test_a_process_with_an_owner_is_its_own_and_is_opened_again():
+    before = list_children()
+    addresses = [DeviceAddress("cpu", 0, owner=name) for name in ("first", "second")]
+    sessions = [open_session(identity("float"), make_session_options(()), address) for address in addresses]
+    processes = [find_processes(address.owner) for address in addresses]
+    assert [len(found) for found in (*processes, find_processes(""), find_processes("third"))] == [1, 1, 0, 0]
+    (first,), (second,) = processes
+    for _ in range(2):
+        first._child.kill()
+        (value,) = sessions[0].run(None, {"x": np.ones(3, "f4")})  # it was noticed before this run
+        assert value.tolist() == [1, 1, 1]
+    assert (first.is_open, first.death_count, first.last_failure) == (True, 2, "the process of cpu:0 ended: SIGKILL")
+    assert (second.is_open, second.death_count) == (True, 0)
+    for session in sessions:
+        session.close()
+    assert list_children() == before
+
+
+def test_a_process_is_not_opened_again_with_other_files(tmp_path):
+    path = tmp_path / "m.onnx"
+    path.write_bytes(identity("float"))
+    session = open_session(path, make_session_options(()), DeviceAddress("cpu", 0, owner="files"))
+    (process,) = find_processes("files")
+    times = path.stat()
+    path.write_bytes(path.read_bytes())  # as `compile --force` does, which open sessions do not mind
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert session.run(None, {"x": np.ones(1, "f4")})[0].tolist() == [1]
+    process._child.kill()
+    for _ in range(2):
+        with pytest.raises(ExecutionError, match=r"X017.*m.onnx: a process that ended is not opened again: files of"):
+            session.run(None, {"x": np.ones(1, "f4")})
+    session.close()
 
 
 def test_the_process_ends_if_this_one_is_killed():

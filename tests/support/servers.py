@@ -39,7 +39,11 @@ class RunningServer:
 
 @contextmanager
 def serve_in_thread(
-    paths: Mapping[str, Path], limits: Limits | None = None, batching: onnxplace.Batching | None = None
+    paths: Mapping[str, Path],
+    limits: Limits | None = None,
+    batching: onnxplace.Batching | None = None,
+    *,
+    isolate: bool = False,
 ) -> Iterator[RunningServer]:
     """Serve bundles from a thread until the block ends."""
     limits = limits or Limits(timeout_seconds=WAIT_SECONDS)
@@ -47,6 +51,7 @@ def serve_in_thread(
 
     async def run() -> None:
         options: Any = {"trace": True, "max_in_flight": limits.max_in_flight, "batching": batching}
+        options["isolate"] = isolate
         rows = batching.max_batch if batching else 1
         models = [
             ServedModel(name, bundle, onnxplace.InferenceSession(bundle, **options), limits, rows)
