@@ -86,12 +86,12 @@ class Stream(Pass):
 
     def _choose(self, state: State, weights: StreamableWeights, rates: Floats, host_bytes: float) -> State | None:
         """Return the state with the best choice for a size of the pool; None if nothing fits."""
-        choice = choose_homes(weights.pose(rates, weights.pool_bytes, host_bytes, always=self.always))
+        choice = choose_homes(weights.pose(rates, host_bytes, always=self.always))
         if choice is None:
             return None
         choice = choice if self.always else weights.hold_small_streams(choice)
         try:
-            after = apply_choice(state, weights, choice, weights.pool_bytes, rates, self.name)
+            after = apply_choice(state, weights, choice, rates, self.name)
         except InfeasibleError:  # values of several devices may live longer than on one alone
             return None
         return after.with_notes(describe_choice(after, choice))
@@ -123,9 +123,8 @@ class Stream(Pass):
         """Return the error for limits that are too small even for weights that stream."""
         graph, problem = state[Profile].graph, weights.problem
         largest = int(weights.block_bytes.max(initial=0))
-        kernel = np.flatnonzero(state[Profile].unit == int(weights.block_bytes.argmax()))
-        sizes = [int(graph.weight_bytes[graph.weights[node]].sum()) for node in kernel.tolist()]
-        name = graph.names[int(kernel[int(np.argmax(sizes))])]
+        kernel = np.flatnonzero(state[Profile].unit == int(weights.block_bytes.argmax())).tolist()
+        name = graph.names[max(kernel, key=lambda node: int(graph.weight_bytes[graph.weights[node]].sum()))]
         node = f"node {name!r}" if len(kernel) == 1 else f"the kernel with node {name!r}"
         if self.pool and parse_bytes(self.pool) < largest:
             wider = replace(weights, pool_bytes=largest)

@@ -50,9 +50,10 @@ class MachineRow:
 
     def rank(self) -> tuple[float, ...]:
         """Return what decides between rows, the best one first: of equal prices of requests, the price per hour."""
-        prices = [math.inf if price is None else price for price in (self.requests_price, self.price_per_hour)]
-        times = self.strategy.step_seconds or 0.0, parse_machine(self.machine).count if self.machine else 1
-        return tuple(float(f"{number:.6g}") for number in (*prices, *times))  # without errors of rounding
+        devices = len(parse_machine(self.machine).to_target().devices)
+        numbers = self.requests_price, self.price_per_hour, self.strategy.step_seconds, devices
+        # Digits that only tell errors of rounding do not decide.
+        return tuple(math.inf if number is None else float(f"{number:.6g}") for number in numbers)
 
 
 def list_machine_rows(plans: Mapping[str, Plan], goals: Goals, prices: Mapping[str, float] | None) -> list[MachineRow]:
@@ -101,7 +102,7 @@ def read_prices(path: str | Path, machines: Mapping[str, Machine]) -> dict[str, 
     found = {}
     for name, machine in machines.items():
         device = prices.get(machine.device.name)
-        price = prices.get(machine.name, None if device is None else device * machine.count)
+        price = prices.get(machine.name, None if device is None else device * machine.devices * machine.hosts)
         if price is None:
             names = dict.fromkeys((machine.name, machine.device.name))
             hint = "add {} below [per_hour]".format(" or ".join(f'"{item}"' for item in names))

@@ -214,14 +214,17 @@ def _omit_copied_stages(results: Sequence[Result]) -> list[Result]:
     return [item for item in results if item.strategy.kind != "copied stages" or item is shown]
 
 
+def _is_worse(result: BuiltStrategy, other: BuiltStrategy) -> bool:
+    return result.step_seconds >= other.step_seconds and result.interval_seconds > other.interval_seconds
+
+
 def _describe(result: Result, alone: Result) -> PlannedStrategy:
     """Return the figures of a strategy, or why it is impossible, or why it is no use next to one device."""
     if not isinstance(result, BuiltStrategy):
         return PlannedStrategy(result.strategy.name, problem=result.problem.message)
-    state, is_slower = result.state, isinstance(alone, BuiltStrategy) and result.step_seconds >= alone.step_seconds
-    if is_slower and result.routes.limit == "Python" and result.interval_seconds > alone.interval_seconds:
-        problem = "handing each request to each device, in Python, takes longer than one device takes for it"
-        return PlannedStrategy(result.name, problem=problem)
+    if result.routes.limit == "Python" and isinstance(alone, BuiltStrategy) and _is_worse(result, alone):
+        return PlannedStrategy(result.name, problem="Python hands on requests more slowly than one device answers them")
+    state = result.state
     return PlannedStrategy(
         name=result.name,
         devices=result.devices,

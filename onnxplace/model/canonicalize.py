@@ -92,7 +92,10 @@ def take_apart(proto: ModelProto, where: str, folder: Path | None) -> ModelParts
     # Before IR version 4, all initializers had to be inputs too; they were constants all the same.
     constants = set(initializers) if proto.ir_version < 4 else set()
     fed = [value for value in graph.input if value.name not in producers and value.name not in constants]
-    _require_single_inputs(fed, initializers, where)
+    counts = Counter(value.name for value in fed if value.name not in initializers)
+    if repeated := [name for name, count in counts.items() if count > 1]:  # ONNX Runtime takes those with a default
+        message = f"input {repeated[0]!r} is declared {counts[repeated[0]]} times, expected once"
+        raise ModelError("M008", message, where=where, hint="the model is damaged; export it again")
     inputs = [_clear_unknown_sizes(value, where) for value in {value.name: value for value in fed}.values()]
     outputs = [_clear_unknown_sizes(value, where) for value in graph.output]
     input_names = {value.name for value in inputs}
@@ -117,14 +120,6 @@ def _require_text(proto: ModelProto, where: str) -> None:
     for entry in proto.opset_import:
         if not isinstance(entry.domain, str):
             raise ModelError("M002", f"the name of an opset is not text: {entry.domain[:40]!r}", where=where)
-
-
-def _require_single_inputs(inputs: Sequence[ValueInfoProto], defaults: Collection[str], where: str) -> None:
-    """Raise ModelError for an input that is declared twice; ONNX Runtime takes those that have a default value."""
-    counts = Counter(value.name for value in inputs if value.name not in defaults)
-    for name in (name for name, count in counts.items() if count > 1):
-        message = f"input {name!r} is declared {counts[name]} times, expected once"
-        raise ModelError("M008", message, where=where, hint="the model is damaged; export it again")
 
 
 def _clear_unknown_sizes(value: ValueInfoProto, where: str) -> ValueInfoProto:

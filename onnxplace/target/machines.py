@@ -38,11 +38,6 @@ class Machine:
     """Connects hosts."""
 
     @property
-    def count(self) -> int:
-        """Return the number of its devices."""
-        return self.devices * self.hosts
-
-    @property
     def name(self) -> str:
         """Return the canonical name, which `parse_machine` reads back equal."""
         count = f"{self.devices}x" if self.devices > 1 else ""

@@ -118,10 +118,10 @@ class StreamableWeights:
             slot[unit] = current
         return slot
 
-    def pose(self, rates: Floats, pool_bytes: int, host_bytes: float, *, always: bool) -> HomesProblem:
+    def pose(self, rates: Floats, host_bytes: float, *, always: bool) -> HomesProblem:
         """Return the choice of devices and homes of all slots; with `always`, what may stream has to.
 
-        `rates` are those of `HomesProblem`, and so are `pool_bytes`, of each device, and `host_bytes`.
+        `rates` and `host_bytes` are those of `HomesProblem`.
         """
         problem, graph, slot = self.problem, self.profile.graph, self.slot
         slots, devices = int(slot.max(initial=-1)) + 1, len(problem.target.devices)
@@ -157,7 +157,7 @@ class StreamableWeights:
             streamed_bytes=streamed,
             crossing_seconds=self._find_crossings(slots),
             room_bytes=problem.limit_bytes - self.value_bytes - shared,
-            pool_bytes=np.full(devices, pool_bytes),
+            pool_bytes=np.full(devices, self.pool_bytes),
             host_bytes=host_bytes,
             rates=rates,
             group=np.unique(group, return_inverse=True)[1].astype(np.int32),

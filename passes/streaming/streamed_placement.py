@@ -21,9 +21,7 @@ from onnxplace.utils import format_bytes
 _HOMES: Mapping[int, Home] = {HOST: "host", DISK: "disk"}
 
 
-def apply_choice(
-    state: State, weights: StreamableWeights, choice: Choice, pool_bytes: int, rates: Floats, placer: str
-) -> State:
+def apply_choice(state: State, weights: StreamableWeights, choice: Choice, rates: Floats, placer: str) -> State:
     """Return the state with nodes placed and weights streaming as chosen.
 
     In its profile, weights that stream have no bytes, nodes take the time that they take with such weights, and a pool
@@ -43,7 +41,7 @@ def apply_choice(
     from_disk = sum(bool((choice.home[slot_of_weight[own]] == DISK).any()) for own in streamed.values())
     streams = {
         device: DeviceStream(
-            min(pool_bytes, measure_block(graph.weight_bytes[own].tolist())),
+            min(weights.pool_bytes, measure_block(graph.weight_bytes[own].tolist())),
             {
                 # Several devices share the disk.
                 _HOMES[home]: float(rates[home, device]) / (from_disk if home == DISK else 1)

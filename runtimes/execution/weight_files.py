@@ -13,7 +13,6 @@ discarded.
 from __future__ import annotations
 
 import ctypes
-import errno
 import hashlib
 import mmap
 import os
@@ -22,6 +21,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from io import FileIO
 from pathlib import Path
@@ -49,24 +49,17 @@ class WatchedFile:
         """Whether a run read zeros in its place."""
 
     def has_changed(self) -> bool:
-        """Return whether its bytes may be others than they were."""
-        status = os.fstat(self.descriptor)
-        if self.is_lost or status.st_mtime_ns != self._time or status.st_size != self._record.bytes:
-            return True
-        if status.st_ctime_ns != self._change_time:
-            if self._has_other_bytes():
-                return True
-            self._change_time = status.st_ctime_ns  # as it was before the file was read
-        return False
-
-    def _has_other_bytes(self) -> bool:
-        """Return whether its bytes are others than when the bundle was made, or cannot be read."""
-        try:
-            with self._lock, open(self.descriptor, "rb", closefd=False) as file:
-                file.seek(0)
-                return hashlib.file_digest(file, "sha256").hexdigest() != self._record.sha256
-        except OSError:
-            return True
+        """Return whether its bytes may be others than they were, or cannot be read."""
+        with self._lock:
+            status = os.fstat(self.descriptor)
+            is_same = not self.is_lost and (status.st_mtime_ns, status.st_size) == (self._time, self._record.bytes)
+            if is_same and status.st_ctime_ns != self._change_time:
+                is_same = False
+                with suppress(OSError), open(self.descriptor, "rb", closefd=False) as file:
+                    file.seek(0)
+                    is_same = hashlib.file_digest(file, "sha256").hexdigest() == self._record.sha256
+                self._change_time = status.st_ctime_ns if is_same else self._change_time
+            return not is_same
 
     def is_behind(self, inode: int, path: str) -> bool:
         """Return whether a mapping is one of this file; file systems in layers may show another inode."""
@@ -84,7 +77,7 @@ class WeightFiles:
     """The weights files of a bundle whose segments are open."""
 
     def __init__(self, bundle: Bundle) -> None:
-        manifest, name = bundle.manifest, f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
+        self.bundle, manifest, name = bundle, bundle.manifest, f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
         records = {bundle.file(file): record for file, record in manifest.files.items() if file == name}
         records |= {bundle.linked_file(link): record for link, record in manifest.linked.items()}
         self._are_read_elsewhere = bool(manifest.streams) or any(
@@ -114,7 +107,7 @@ class WeightFiles:
         file = FileIO(path)
         if not os.path.sameopenfile(file.fileno(), self._files[path].descriptor):
             file.close()
-            raise OSError(errno.ESTALE, "the file was replaced while it was in use")
+            raise OSError("the file was replaced while it was in use")
         return file
 
 

@@ -220,8 +220,7 @@ class WeightLoader:
     """Brings the weights that stream to one device for one program.
 
     Args:
-        bundle: An open bundle.
-        files: Its weights files.
+        files: The weights files of an open bundle.
         device: The device.
         home: The device in whose program the segments are; another one on further routes.
         pool_bytes: Size of the pool.
@@ -230,14 +229,12 @@ class WeightLoader:
     Raises ExecutionError if the device has no memory for the pool.
     """
 
-    def __init__(
-        self, bundle: Bundle, files: WeightFiles, device: PlacedDevice, home: str, pool_bytes: int, trace: bool
-    ) -> None:
+    def __init__(self, files: WeightFiles, device: PlacedDevice, home: str, pool_bytes: int, trace: bool) -> None:
         self.device = device
-        self.reopen = partial(WeightLoader, bundle, files, device, home, pool_bytes, trace)
+        self.reopen = partial(WeightLoader, files, device, home, pool_bytes, trace)
         """Returns another one like this."""
         self._home, self._trace = home, trace
-        self._blocks = list_blocks(bundle, home, pool_bytes)
+        self._blocks = list_blocks(files.bundle, home, pool_bytes)
         self._indices = {block.segment: index for index, block in enumerate(self._blocks)}
         self._pool: WeightPool = device.memory.open_weight_pool(pool_bytes) or HostPool(pool_bytes)
         self._open_again, self._files = files.open_again, dict[Path, FileIO]()
@@ -398,19 +395,20 @@ def _describe_failure(extent: Extent, offset: int, problem: Exception) -> Execut
 
 
 def open_weight_loaders(
-    bundle: Bundle, files: WeightFiles, devices: Mapping[str, PlacedDevice], trace: bool
+    files: WeightFiles, devices: Mapping[str, PlacedDevice], trace: bool
 ) -> dict[tuple[str, str], WeightLoader]:
     """Return the loaders of devices, by device and by the one in whose program its segments are, on all routes.
 
     Raises ExecutionError if a device has no memory for its pool.
     """
-    pools = {stream.device: stream.pool_bytes for stream in bundle.manifest.streams}
-    homes = {segment.device for segment in bundle.manifest.segments if segment.streamed}
+    manifest = files.bundle.manifest
+    pools = {stream.device: stream.pool_bytes for stream in manifest.streams}
+    homes = {segment.device for segment in manifest.segments if segment.streamed}
     return {
         (route.devices[home], home): WeightLoader(
-            bundle, files, devices[route.devices[home]], home, pools.get(route.devices[home], pools[home]), trace
+            files, devices[route.devices[home]], home, pools.get(route.devices[home], pools[home]), trace
         )
-        for route in (list_routes(bundle.manifest) if pools else ())
+        for route in (list_routes(manifest) if pools else ())
         for home in sorted(homes)
         if route.devices[home] in devices
     }

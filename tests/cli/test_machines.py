@@ -51,7 +51,7 @@ def test_a_plan_names_its_machine_and_says_that_it_is_an_estimate(run_cli, model
     assert result.code == 0, result.err
     assert result.out.startswith("g on 2xH100-SXM-NVLink4: costs are estimates")
     assert "docs/machines.md says how far off they are" in result.out
-    assert "2 copies of the model: handing each request to each device, in Python, takes longer than" in result.out
+    assert "2 copies of the model: Python hands on requests more slowly than one device answers them\n" in result.out
     assert "estimated from the target's peaks" in result.err
     data = json.loads(run_cli("plan", model, "--shape", "batch=64", "--machine", "H100", "--json").out)
     assert (data["machine"], data["is_measured"]) == ("H100-SXM", False)
