@@ -14,6 +14,7 @@ from onnxplace.machine import find_host_rate, find_measurement_obstacle, measure
 from onnxplace.model import Model, find_external_range, infer_static_shapes
 from onnxplace.passes.profiling import measure_streamed
 from onnxplace.passes.streaming import (
+    MEMORY_MARGIN,
     StreamableWeights,
     apply_choice,
     choose_homes,
@@ -85,11 +86,12 @@ class Stream(Pass):
 
     def _choose(self, state: State, weights: StreamableWeights, rates: Floats, host_bytes: float) -> State | None:
         """Return the state with the best choice for a size of the pool; None if nothing fits."""
-        choice = choose_homes(weights.pose(rates, weights.pool_bytes, host_bytes, always=self.always))
+        choice = choose_homes(weights.pose(rates, host_bytes, always=self.always))
         if choice is None:
             return None
+        choice = choice if self.always else weights.hold_small_streams(choice)
         try:
-            after = apply_choice(state, weights, choice, weights.pool_bytes, rates, self.name)
+            after = apply_choice(state, weights, choice, rates, self.name)
         except InfeasibleError:  # values of several devices may live longer than on one alone
             return None
         return after.with_notes(describe_choice(after, choice))
@@ -121,20 +123,23 @@ class Stream(Pass):
         """Return the error for limits that are too small even for weights that stream."""
         graph, problem = state[Profile].graph, weights.problem
         largest = int(weights.block_bytes.max(initial=0))
-        kernel = int(weights.block_bytes.argmax())
-        node = graph.names[int(np.flatnonzero(state[Profile].unit == kernel)[0])]
+        kernel = np.flatnonzero(state[Profile].unit == int(weights.block_bytes.argmax())).tolist()
+        name = graph.names[max(kernel, key=lambda node: int(graph.weight_bytes[graph.weights[node]].sum()))]
+        node = f"node {name!r}" if len(kernel) == 1 else f"the kernel with node {name!r}"
         if self.pool and parse_bytes(self.pool) < largest:
             wider = replace(weights, pool_bytes=largest)
             if self._choose(state, wider, rates, host_bytes) is not None:
-                message = f"the weights of node {node!r} must stream, and have {largest} bytes, more than the pool"
+                message = f"the weights of {node} must stream, and have {largest} bytes, more than the pool"
                 return InfeasibleError("P066", message, where="--pool", hint=f"--pool {largest} or more")
-        streamed = int(graph.weight_bytes[weights.may_stream].sum())
-        pool = parse_bytes(self.pool) if self.pool else largest
-        needs = weights.value_bytes + graph.total_weight_bytes - streamed + pool
+        devices = range(len(state.target.devices))
+        held = np.array([weights.held_by(device)[~weights.may_stream].sum() for device in devices])
+        pool = max(largest, parse_bytes(self.pool) if self.pool else 0)
+        purpose = "the pool" if pool > largest else f"the weights of {node}"
+        needs = np.ceil((weights.value_bytes + held + pool) / (1 - MEMORY_MARGIN))
         device = int((needs - problem.limit_bytes).argmin())
         item = state.target.devices[device]
         message = (
             f"weights cannot stream in so little memory: {item.id} needs at least {int(needs[device])} bytes, of which "
-            f"{pool} for the weights of node {node!r}, and may use {item.memory_bytes}"
+            f"{pool} for {purpose}, and may use {item.memory_bytes}"
         )
         return InfeasibleError("P066", message, where=self.name, hint="raise --max-memory, or add devices")

@@ -388,8 +388,9 @@ def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
     if status.st_size != link.bytes:
         message = f"this weights file changed since the compile: expected {link.bytes} bytes, got {status.st_size}"
         raise BundleError("N009", message, where=str(file), hint=hint)
-    # A copy, or a file that was only touched, has another time and the same bytes.
-    if (check == "all" or status.st_mtime_ns != link.mtime_ns) and compute_sha256(file) != link.sha256:
+    # A copy, or a file that was only touched, has other times and the same bytes.
+    is_same = (status.st_mtime_ns, status.st_ctime_ns) == (link.mtime_ns, link.ctime_ns)
+    if (check == "all" or not is_same) and compute_sha256(file) != link.sha256:
         message = "this weights file changed since the compile: its SHA-256 differs"
         raise BundleError("N009", message, where=str(file), hint=hint)
 
@@ -397,7 +398,8 @@ def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
 def describe_linked_file(file: Path) -> LinkRecord:
     """Describe a weights file as it is now; reads it once."""
     status = file.stat()
-    return LinkRecord(sha256=compute_sha256(file), bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+    sha256, times = compute_sha256(file), {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+    return LinkRecord(sha256=sha256, bytes=status.st_size, **times)
 
 
 def external_data_options(folder: Path) -> dict[str, str]:

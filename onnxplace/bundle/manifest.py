@@ -362,6 +362,8 @@ class LinkRecord(FileRecord):
     """A weights file of the model that the bundle refers to, as it was when the model was compiled."""
 
     mtime_ns: int
+    ctime_ns: int = 0
+    """When the file or its attributes changed last, which no program can put back."""
 
 
 class TargetRecord(Record):

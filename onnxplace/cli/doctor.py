@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from onnxplace.cli.completion import PATH, complete_devices
-from onnxplace.cli.shared_options import as_json, print_json, print_text, show_progress
+from onnxplace.cli.shared_options import as_json, format_json, print_json, print_text, show_progress
 
 DEFAULT_OUTPUT = Path("onnxplace-doctor.json")
 # As shells report a process that SIGINT ended: 128 + 2.
@@ -40,8 +39,7 @@ def doctor(devices: str | None, seconds: float | None, output: Path | None, json
         report = examine(devices, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer)
     data = report.to_json()
     if output:
-        text = json.dumps(data, indent=1)
-        write_file(output, lambda stream: stream.write(text.encode()))
+        write_file(output, lambda stream: stream.write(format_json(data).encode()))
     if json_:
         print_json(data)
     else:

@@ -169,8 +169,8 @@ def _format_machines(
 
 def _recommend(rows: Sequence[MachineRow], goals: Goals) -> str:
     """Return in one sentence the cheapest row, or without prices the fastest one."""
-    price = rows[0].requests_price
-    best = min(rows, key=lambda row: row.strategy.step_seconds or 0.0) if price is None else rows[0]
+    best = min(rows, key=lambda row: row.rank())
+    price = best.requests_price
     which = "least latency" if price is None else "cheapest"
     goal = f" that meets {text}" if (text := goals.describe()) else ""
     cost = "" if price is None else f", {price:.4g} per million requests"

@@ -24,6 +24,7 @@ from onnxplace.cli.completion import (
 )
 from onnxplace.cli.terminal import (
     as_json as as_json,
+    format_json as format_json,
     is_quiet,
     is_terminal,
     is_verbose,

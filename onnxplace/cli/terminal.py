@@ -35,7 +35,13 @@ def print_text(text: str, err: bool = False) -> None:
 
 def print_json(data: Mapping[str, Any]) -> None:
     """Print a result as JSON on stdout; names in it are whole, in ASCII."""
-    click.echo(json.dumps(data, indent=1, default=str))
+    click.echo(format_json(data))
+
+
+def format_json(data: Mapping[str, Any]) -> str:
+    """Return a result as JSON, which has no numbers that are not finite: null is in their place."""
+    finite = json.loads(json.dumps(data, default=str), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=1, allow_nan=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ verbosity

@@ -238,9 +238,9 @@ class _Run:
                 "bundle": str(bundle),
                 "step": self.trainer.step_count,
                 "steps": steps,
-                "first_loss": _finite(self.first_loss),
-                "loss": _finite(loss),
-                "metrics": {name: _finite(value) for name, value in self._list_metrics()},
+                "first_loss": self.first_loss,
+                "loss": loss,
+                "metrics": dict(self._list_metrics()),
                 "seconds": self.seconds,
                 "seconds_per_step": self.seconds / steps if steps else None,
                 "batch": self.sampler.batch,
@@ -269,11 +269,6 @@ class _Run:
 def _print_line(text: str) -> None:
     with suppress(OSError):
         print_text(text, err=True)
-
-
-def _finite(value: float) -> float | None:
-    """Return a number that JSON has, or None."""
-    return value if math.isfinite(value) else None
 
 
 @contextmanager

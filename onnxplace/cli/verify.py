@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,7 @@ def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
         result = compare(bundle, shape=parse_shape(shape), observer=display, **options)
     with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:
-            outputs = [_replace_non_finite(vars(item)) for item in result.outputs]
+            outputs = [vars(item) for item in result.outputs]
             tried = [
                 {"sizes": dict(item.sizes), "result": item.result, "message": item.message} for item in result.sizes
             ]
@@ -113,10 +112,3 @@ def _format_error(difference: OutputDifference) -> str:
     if difference.equal:
         return f"depends on random numbers of {nodes}: type, shape and finiteness agree, elements are not compared"
     return f"depends on random numbers of {nodes}, and differs in type, shape or finiteness too"
-
-
-def _replace_non_finite(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with None for numbers that JSON does not have."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()
-    }

@@ -48,6 +48,13 @@ class MachineRow:
     requests_price: float | None = None
     """Of a million requests: at the rate that is asked for, else as many as the machine can answer."""
 
+    def rank(self) -> tuple[float, ...]:
+        """Return what decides between rows, the best one first: of equal prices of requests, the price per hour."""
+        devices = len(parse_machine(self.machine).to_target().devices)
+        numbers = self.requests_price, self.price_per_hour, self.strategy.step_seconds, devices
+        # Digits that only tell errors of rounding do not decide.
+        return tuple(math.inf if number is None else float(f"{number:.6g}") for number in numbers)
+
 
 def list_machine_rows(plans: Mapping[str, Plan], goals: Goals, prices: Mapping[str, float] | None) -> list[MachineRow]:
     """Return the strategies of least latency and of most requests for each machine, of those that meet the goals.
@@ -68,7 +75,7 @@ def list_machine_rows(plans: Mapping[str, Plan], goals: Goals, prices: Mapping[s
             answered = goals.rate or 1 / (item.interval_seconds or math.inf)
             cost = None if price is None or not answered else price / SECONDS_PER_HOUR / answered * REQUESTS
             rows.append(MachineRow(machine, item, price, cost))
-    return sorted(rows, key=lambda row: row.requests_price or 0.0)
+    return sorted(rows, key=MachineRow.rank) if prices else rows
 
 
 def read_prices(path: str | Path, machines: Mapping[str, Machine]) -> dict[str, float]:
@@ -88,7 +95,10 @@ def read_prices(path: str | Path, machines: Mapping[str, Machine]) -> dict[str, 
         if isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 <= price < math.inf:
             message = f"expected a price of 0 or more for {format_value(name)}, got {format_value(price)}"
             raise TargetError("T015", message, where=where, hint=hint)
-        prices[parse_machine(name, where).name] = float(price)
+        if (machine_name := parse_machine(name, where).name) in prices:
+            message = f"{format_value(name)} is one more price for {machine_name}"
+            raise TargetError("T015", message, where=where, hint="name each machine and device once")
+        prices[machine_name] = float(price)
     found = {}
     for name, machine in machines.items():
         device = prices.get(machine.device.name)

@@ -192,7 +192,7 @@ def _plan_state(
     curve = tuple(stream_curve(streamed[0])) if streamed and has_curve else ()
     sources = profiled.state[Profile].sources
     is_measured = all(bool((sources[device.cost_class] != Source.ESTIMATED).all()) for device in state.target.devices)
-    strategies = tuple(_describe(item) for item in _omit_copied_stages(results))
+    strategies = tuple(_describe(item, results[0]) for item in _omit_copied_stages(results))
     explanations = explain_subjects(profiled.state, subjects, results)
     return Plan(name, is_measured, strategies, profiled.state.diagnostics, curve, explanations)
 
@@ -214,10 +214,16 @@ def _omit_copied_stages(results: Sequence[Result]) -> list[Result]:
     return [item for item in results if item.strategy.kind != "copied stages" or item is shown]
 
 
-def _describe(result: Result) -> PlannedStrategy:
-    """Return the figures of a strategy, or why it is impossible."""
+def _is_worse(result: BuiltStrategy, other: BuiltStrategy) -> bool:
+    return result.step_seconds >= other.step_seconds and result.interval_seconds > other.interval_seconds
+
+
+def _describe(result: Result, alone: Result) -> PlannedStrategy:
+    """Return the figures of a strategy, or why it is impossible, or why it is no use next to one device."""
     if not isinstance(result, BuiltStrategy):
         return PlannedStrategy(result.strategy.name, problem=result.problem.message)
+    if result.routes.limit == "Python" and isinstance(alone, BuiltStrategy) and _is_worse(result, alone):
+        return PlannedStrategy(result.name, problem="Python hands on requests more slowly than one device answers them")
     state = result.state
     return PlannedStrategy(
         name=result.name,

@@ -105,13 +105,13 @@ def described(value: Any) -> str:
 def file_described(path: str) -> str:
     """Return the part of a key for a file.
 
-    It has path, size and time of the file.
+    It has path, size and times of the file.
     """
     try:
         status = os.stat(path)
     except OSError:
         return path
-    return f"{path} {status.st_size} {status.st_mtime_ns}"
+    return f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def read(name: str) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ Functions are inlined, constants lifted, names unique, and nodes in topological 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -96,7 +97,11 @@ def take_apart(proto: ModelProto, where: str, folder: Path | None) -> ModelParts
     # Before IR version 4, all initializers had to be inputs too; they were constants all the same.
     constants = set(initializers) if proto.ir_version < 4 else set()
     fed = [value for value in graph.input if value.name not in producers and value.name not in constants]
-    inputs = [_check_declaration(value, where) for value in fed]
+    counts = Counter(value.name for value in fed if value.name not in initializers)
+    if repeated := [name for name, count in counts.items() if count > 1]:  # ONNX Runtime takes those with a default
+        message = f"input {repeated[0]!r} is declared {counts[repeated[0]]} times, expected once"
+        raise ModelError("M008", message, where=where, hint="the model is damaged; export it again")
+    inputs = [_check_declaration(value, where) for value in {value.name: value for value in fed}.values()]
     outputs = [_check_declaration(value, where) for value in graph.output]
     input_names = {value.name for value in inputs}
     nodes = sort_topologically(nodes, producers, {*input_names, *initializers}, where)

@@ -254,17 +254,17 @@ def make_reference(
     return tensor
 
 
-Fingerprint = tuple[int, int, int]
-"""Size in bytes, time of the last change in nanoseconds, and inode of a file."""
+Fingerprint = tuple[int, int, int, int]
+"""Size in bytes, times of the last writing and of the last change in nanoseconds, and inode of a file."""
 
 
 def take_fingerprint(file: Path) -> Fingerprint:
-    """Return a fingerprint that changes when a file is written or replaced.
+    """Return a fingerprint that changes when a file is written or replaced, also if its time is put back.
 
     Raises OSError if the file does not exist.
     """
     status = file.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def strip_data(tensor: TensorProto) -> TensorProto:

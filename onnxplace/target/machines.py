@@ -19,6 +19,8 @@ from onnxplace.target.target import Device, Link, Target, default_link
 
 # Numbers are followed by an x, before a device: `2x8xh100nvlink`.
 _NUMBERS = re.compile(r"((?:[0-9]+x){0,2})(.+)")
+# Hyphens do not matter, except before a number of devices or hosts: `-1xH100`, `2x(-8xH100)`.
+_NEGATIVE = re.compile(r"(?:^|[0-9]\s*[xX×*])[\s(]*-\s*[0-9]+\s*[xX×*]")
 _HINT = "as in 8xH100-NVLink or 2x(8xH100-NVLink)-IB400; `onnxplace machines` lists devices and fabrics"
 
 
@@ -104,7 +106,7 @@ def parse_machine(text: str, where: str = "--machine") -> Machine:
     if len(counts) < 2:  # one number counts devices, or hosts of one device that a network alone connects
         counts = [*counts, 1] if network and not fabric else [1, *counts]
     hosts, devices = counts
-    if not 0 < hosts * devices * max(len(device.parts), 1) <= MAX_DEVICES:
+    if _NEGATIVE.search(text) or not 0 < hosts * devices * max(len(device.parts), 1) <= MAX_DEVICES:
         message = f"expected 1 to {MAX_DEVICES} devices, got {format_value(text)}"
         raise TargetError("T014", message, where=where, hint=_HINT)
     if (hosts > 1) != bool(network):

@@ -49,12 +49,13 @@ def cut_blocks(state: State, nodes: Sequence[Ints]) -> list[Ints]:
         stream = streaming.streams.get(int(state[Placement].device[members[0]]))
         room = stream.pool_bytes // BLOCKS_IN_POOL if stream else 0
         begin, block = 0, set[int]()
-        for position, node in enumerate(members.tolist() if room else ()):
-            read = {weight for weight in graph.weights[node].tolist() if size[weight]}
-            is_border = position > begin and unit[node] != unit[members[position - 1]]
-            if is_border and block and not read <= block and size[list(block | read)].sum() > room:
-                parts.append(members[begin:position])
-                begin, block = position, set()
+        borders = np.flatnonzero(np.diff(unit[members])) + 1
+        for start, kernel in zip((0, *borders.tolist()), np.split(members, borders) if room else ()):
+            # Any node of a kernel may read its weights, such as the second one, after a normalisation.
+            read = {weight for node in kernel.tolist() for weight in graph.weights[node].tolist() if size[weight]}
+            if block and not read <= block and size[list(block | read)].sum() > room:
+                parts.append(members[begin:start])
+                begin, block = start, set()
             block |= read
         parts.append(members[begin:])
     return parts

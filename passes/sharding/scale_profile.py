@@ -83,7 +83,7 @@ def _find_partners(sharded: ShardedModel) -> list[tuple[int, int]]:
     """Return the steps of exchanges that stay with a node: that node's index is second."""
     nodes, origins = sharded.model.nodes, sharded.origins
     readers: dict[str, list[int]] = {}
-    producer = {name: index for index, node in enumerate(nodes) for name in node.output}
+    producer = {name: index for index, node in enumerate(nodes) for name in filter(None, node.output)}
     for index, reads in enumerate(sharded.model.reads):
         for name in reads:
             readers.setdefault(name, []).append(index)
@@ -93,7 +93,7 @@ def _find_partners(sharded: ShardedModel) -> list[tuple[int, int]]:
             continue
         reading = readers.get(node.output[0], [])
         remote = [reader for reader in reading if origins[reader].device != origin.device]
-        maker = producer.get(node.input[0], -1)
+        maker = producer.get(next(iter(node.input), ""), -1)
         if len(reading) == 1 and not remote and origins[reading[0]].source < 0:
             pairs.append((index, reading[0]))
         elif remote and node.op_type == "Slice" and maker >= 0 and origins[maker].device == origin.device:

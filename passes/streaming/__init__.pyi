@@ -1,4 +1,7 @@
-from onnxplace.passes.streaming.homes_program import choose_homes as choose_homes
+from onnxplace.passes.streaming.homes_program import (
+    MEMORY_MARGIN as MEMORY_MARGIN,
+    choose_homes as choose_homes,
+)
 from onnxplace.passes.streaming.streamable_weights import StreamableWeights as StreamableWeights
 from onnxplace.passes.streaming.streamed_placement import (
     apply_choice as apply_choice,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +15,7 @@ from onnxplace.model import Model
 from onnxplace.passes.profiling import MIN_STREAMED_BYTES
 from onnxplace.passes.streaming.homes_program import HELD, Choice, HomesProblem
 from onnxplace.problem import PlacementProblem
-from onnxplace.simulation import PAGE_BYTES
+from onnxplace.simulation import PAGE_BYTES, measure_block
 
 # Types whose elements are no whole bytes, or no bytes at all: ONNX Runtime takes them as constants only.
 _CONSTANT_TYPES = frozenset(
@@ -65,7 +65,10 @@ class StreamableWeights:
             tensor is not None and tensor.data_type not in _CONSTANT_TYPES and not model.overridable(tensor.name)
             for tensor in tensors
         ]
-        return np.array(is_constant, dtype=bool) & self.is_single & (graph.weight_bytes >= MIN_STREAMED_BYTES)
+        # Where all devices are processors, nothing streams that is only looked up, such as a table of embeddings.
+        stays = self.is_looked_up & all(device.is_host for device in self.problem.target.devices)
+        is_free = np.array(is_constant, dtype=bool) & ~stays
+        return is_free & self.is_single & (graph.weight_bytes >= MIN_STREAMED_BYTES)
 
     @cached_property
     def may_stream(self) -> Bools:
@@ -115,10 +118,10 @@ class StreamableWeights:
             slot[unit] = current
         return slot
 
-    def pose(self, rates: Floats, pool_bytes: int, host_bytes: float, *, always: bool) -> HomesProblem:
+    def pose(self, rates: Floats, host_bytes: float, *, always: bool) -> HomesProblem:
         """Return the choice of devices and homes of all slots; with `always`, what may stream has to.
 
-        `rates` are those of `HomesProblem`, and so are `pool_bytes`, of each device, and `host_bytes`.
+        `rates` and `host_bytes` are those of `HomesProblem`.
         """
         problem, graph, slot = self.problem, self.profile.graph, self.slot
         slots, devices = int(slot.max(initial=-1)) + 1, len(problem.target.devices)
@@ -154,7 +157,7 @@ class StreamableWeights:
             streamed_bytes=streamed,
             crossing_seconds=self._find_crossings(slots),
             room_bytes=problem.limit_bytes - self.value_bytes - shared,
-            pool_bytes=np.full(devices, pool_bytes),
+            pool_bytes=np.full(devices, self.pool_bytes),
             host_bytes=host_bytes,
             rates=rates,
             group=np.unique(group, return_inverse=True)[1].astype(np.int32),
@@ -195,3 +198,10 @@ class StreamableWeights:
             if len(own := own[self.streams_to(device)[own]]):
                 streamed[device] = own.tolist()
         return streamed
+
+    def hold_small_streams(self, choice: Choice) -> Choice:
+        """Return the choice with all held by devices to which no more streams than their pool has room for."""
+        size = self.profile.graph.weight_bytes
+        streamed = self.list_streamed(choice).items()
+        holding = [device for device, own in streamed if measure_block(size[own].tolist()) <= self.pool_bytes]
+        return replace(choice, home=np.where(np.isin(choice.device, holding), HELD, choice.home))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,19 +14,19 @@ from onnxplace.passes.segments import cut_blocks, cut_into_segments, simulate_se
 from onnxplace.passes.streaming.homes_program import DISK, HOST, Choice
 from onnxplace.passes.streaming.streamable_weights import StreamableWeights
 from onnxplace.problem import commit_placement, placement_problem
+from onnxplace.simulation import measure_block
 from onnxplace.state import State
 from onnxplace.utils import format_bytes
 
 _HOMES: Mapping[int, Home] = {HOST: "host", DISK: "disk"}
 
 
-def apply_choice(
-    state: State, weights: StreamableWeights, choice: Choice, pool_bytes: int, rates: Floats, placer: str
-) -> State:
+def apply_choice(state: State, weights: StreamableWeights, choice: Choice, rates: Floats, placer: str) -> State:
     """Return the state with nodes placed and weights streaming as chosen.
 
     In its profile, weights that stream have no bytes, nodes take the time that they take with such weights, and a pool
-    counts as a weight of each device to which some stream. Raises InfeasibleError if a device lacks memory.
+    counts as a weight of each device to which some stream: it is no larger than these. Raises InfeasibleError if a
+    device lacks memory.
     """
     profile, problem, target = weights.profile, weights.problem, state.target
     graph, slot = profile.graph, weights.slot
@@ -41,7 +41,7 @@ def apply_choice(
     from_disk = sum(bool((choice.home[slot_of_weight[own]] == DISK).any()) for own in streamed.values())
     streams = {
         device: DeviceStream(
-            pool_bytes,
+            min(weights.pool_bytes, measure_block(graph.weight_bytes[own].tolist())),
             {
                 # Several devices share the disk.
                 _HOMES[home]: float(rates[home, device]) / (from_disk if home == DISK else 1)
@@ -59,7 +59,7 @@ def apply_choice(
         factor = weights.factors.get(name, np.ones(len(graph)))
         own = moves[profile.unit] & (fine_device == device)
         seconds[name] = np.where(own, profile.seconds[name] * np.where(own, factor, 1.0), seconds[name])
-    thin = _without_streamed(weights, gone, fine_device, list(streams), pool_bytes)
+    thin = _without_streamed(weights, gone, fine_device, streams)
     state = state.with_facts(replace(profile, graph=thin, seconds=seconds))
     problem = placement_problem(state)
     start = problem.simulate(devices, problem.graph.order).start_seconds
@@ -68,7 +68,7 @@ def apply_choice(
 
 
 def _without_streamed(
-    weights: StreamableWeights, gone: Bools, device: Ints, pools: Sequence[int], pool_bytes: int
+    weights: StreamableWeights, gone: Bools, device: Ints, streams: Mapping[int, DeviceStream]
 ) -> OpGraph:
     """Return the graph without the bytes of some weights, in which the first reader of a device reads its pool.
 
@@ -81,13 +81,13 @@ def _without_streamed(
     elsewhere[graph.weights.items[~is_host[device[graph.weights.rows]]]] = True
     size = np.where(gone | (weights.is_looked_up & ~elsewhere), 0, graph.weight_bytes)
     lists = [graph.weights[node].tolist() for node in range(len(graph))]
-    for number, index in enumerate(pools):
+    for number, index in enumerate(streams):
         first = next(node for node in graph.order.tolist() if device[node] == index and gone[lists[node]].any())
         lists[first].append(len(size) + number)
     return replace(
         graph,
-        weight_names=(*graph.weight_names, *(f"pool of {devices[index].id}" for index in pools)),
-        weight_bytes=np.append(size, np.full(len(pools), pool_bytes, dtype=np.int64)),
+        weight_names=(*graph.weight_names, *(f"pool of {devices[index].id}" for index in streams)),
+        weight_bytes=np.append(size, np.array([item.pool_bytes for item in streams.values()], dtype=np.int64)),
         weights=Csr.of(lists),
     )
 

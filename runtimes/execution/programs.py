@@ -59,7 +59,7 @@ class ProgramLoop(ABC):
         if bundle.manifest.streams:
             from onnxplace.runtimes.execution.weight_loader import open_weight_loaders
 
-            self._weight_loaders = open_weight_loaders(bundle, devices, trace)
+            self._weight_loaders = open_weight_loaders(self._weight_files, devices, trace)
 
     def _index_values(self, bundle: Bundle, homes: Sequence[str]) -> None:
         """Build the tables of values that each request needs; those by device are by the home of its program."""

@@ -4,23 +4,29 @@ ONNX Runtime maps files, and keeps those parts mapped that it does not rewrite. 
 results, and the system ends a process with SIGBUS if it reads a page that is cut off, or that the disk does not give.
 
 Nothing is copied, as that would take the memory that mapping saves. Instead, the end of each request looks whether its
-files are as they were, which takes a microsecond. A handler of SIGBUS puts zeros in the place of the mapping, so that
-the run goes on, and notes that the file is lost, so that its result is discarded.
+files are as they were, which takes a microsecond. Another name, link or permission changes the time of a file's last
+change, and so does writing to it and putting its time back: only then is the file read again. A handler of SIGBUS puts
+zeros in the place of the mapping, so that the run goes on, and notes that the file is lost, so that its result is
+discarded.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import os
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
+from io import FileIO
 from pathlib import Path
 
-from onnxplace.bundle import SEGMENTS_FOLDER, WEIGHTS_FILE, Bundle
+from onnxplace.bundle import SEGMENTS_FOLDER, WEIGHTS_FILE, Bundle, FileRecord
 from onnxplace.devices import DeviceAddress, is_isolated
 from onnxplace.errors import ExecutionError
 
@@ -34,18 +40,26 @@ _CODE_OFFSET, _ADDRESS_OFFSET = 8, 16  # in siginfo_t
 class WatchedFile:
     """A weights file from now on; what was read before is not affected."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.path, self._size = path, size
+    def __init__(self, path: Path, record: FileRecord) -> None:
+        self.path, self._record, self._lock = path, record, threading.Lock()
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         status = os.fstat(self.descriptor)
-        self._time, self._inode = status.st_mtime_ns, status.st_ino
+        self._time, self._change_time, self._inode = status.st_mtime_ns, status.st_ctime_ns, status.st_ino
         self.is_lost = False
         """Whether a run read zeros in its place."""
 
     def has_changed(self) -> bool:
-        """Return whether its bytes may be others than they were."""
-        status = os.fstat(self.descriptor)
-        return self.is_lost or status.st_mtime_ns != self._time or status.st_size != self._size
+        """Return whether its bytes may be others than they were, or cannot be read."""
+        with self._lock:
+            status = os.fstat(self.descriptor)
+            is_same = not self.is_lost and (status.st_mtime_ns, status.st_size) == (self._time, self._record.bytes)
+            if is_same and status.st_ctime_ns != self._change_time:
+                is_same = False
+                with suppress(OSError), open(self.descriptor, "rb", closefd=False) as file:
+                    file.seek(0)
+                    is_same = hashlib.file_digest(file, "sha256").hexdigest() == self._record.sha256
+                self._change_time = status.st_ctime_ns if is_same else self._change_time
+            return not is_same
 
     def is_behind(self, inode: int, path: str) -> bool:
         """Return whether a mapping is one of this file; file systems in layers may show another inode."""
@@ -53,10 +67,8 @@ class WatchedFile:
 
     def describe_change(self) -> str:
         """Return what has happened to it."""
-        if (size := os.fstat(self.descriptor).st_size) != self._size:
-            return (
-                f"this file of weights was cut or overwritten while it was in use: {size} bytes, expected {self._size}"
-            )
+        if (size := os.fstat(self.descriptor).st_size) != (expected := self._record.bytes):
+            return f"this file of weights was cut or overwritten while it was in use: {size} bytes, expected {expected}"
         reason = "could not be read" if self.is_lost else "was modified"
         return f"this file of weights {reason} while it was in use"
 
@@ -65,27 +77,36 @@ class WeightFiles:
     """The weights files of a bundle whose segments are open."""
 
     def __init__(self, bundle: Bundle, devices: Iterable[DeviceAddress]) -> None:
-        manifest, name = bundle.manifest, f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
-        sizes = {bundle.file(file): record.bytes for file, record in manifest.files.items() if file == name}
-        sizes |= {bundle.linked_file(link): record.bytes for link, record in manifest.linked.items()}
+        self.bundle, manifest, name = bundle, bundle.manifest, f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
+        records = {bundle.file(file): record for file, record in manifest.files.items() if file == name}
+        records |= {bundle.linked_file(link): record for link, record in manifest.linked.items()}
         self._are_read_elsewhere = bool(manifest.streams) or any(map(is_isolated, devices))
-        self._files: Sequence[WatchedFile] = [
-            WatchedFile(path.resolve(), size)
-            for path, size in sizes.items()
-            if size >= MIN_WATCHED_BYTES or (size and manifest.streams)
-        ]
-        _watched.update({file.descriptor: file for file in self._files})
-        self.close = weakref.finalize(self, _forget, [file.descriptor for file in self._files])
+        self._files = {
+            path: WatchedFile(path.resolve(), record)
+            for path, record in records.items()
+            if record.bytes >= MIN_WATCHED_BYTES or (record.bytes and manifest.streams)
+        }
+        descriptors = {file.descriptor: file for file in self._files.values()}
+        _watched.update(descriptors)
+        self.close = weakref.finalize(self, _forget, list(descriptors))
         self.close.atexit = False  # requests may still be in flight
         if self._files and sys.platform == "linux":
             _handle_lost_pages()
 
     def check(self) -> None:
         """Raise ExecutionError if results since the last call may be wrong, because a file has changed."""
-        for file in self._files:
+        for file in self._files.values():
             if file.has_changed() and (file.is_lost or self._are_read_elsewhere or _is_mapped(file)):
                 hint = "restore the file, or compile the model again; then open a new session"
                 raise ExecutionError("X017", file.describe_change(), where=str(file.path), hint=hint)
+
+    def open_again(self, path: Path) -> FileIO:
+        """Open a file once more, to read it elsewhere; raises OSError if another one has its place."""
+        file = FileIO(path)
+        if not os.path.sameopenfile(file.fileno(), self._files[path].descriptor):
+            file.close()
+            raise OSError("the file was replaced while it was in use")
+        return file
 
 
 _watched: dict[int, WatchedFile] = {}

@@ -30,6 +30,7 @@ from onnxplace.machine import READ_PIECE_BYTES, drop_pages, is_native_type, to_o
 from onnxplace.runtimes.execution.failures import is_out_of_memory
 from onnxplace.runtimes.execution.requests import Request
 from onnxplace.runtimes.execution.segments import PlacedDevice
+from onnxplace.runtimes.execution.weight_files import WeightFiles
 from onnxplace.simulation import PAGE_BYTES, PoolLayout, measure_block
 
 # Blocks: what is read, and where it lies in the pool.
@@ -219,7 +220,7 @@ class WeightLoader:
     """Brings the weights that stream to one device for one program.
 
     Args:
-        bundle: An open bundle.
+        files: The weights files of an open bundle.
         device: The device.
         home: The device in whose program the segments are; another one on further routes.
         pool_bytes: Size of the pool.
@@ -228,15 +229,15 @@ class WeightLoader:
     Raises ExecutionError if the device has no memory for the pool.
     """
 
-    def __init__(self, bundle: Bundle, device: PlacedDevice, home: str, pool_bytes: int, trace: bool) -> None:
+    def __init__(self, files: WeightFiles, device: PlacedDevice, home: str, pool_bytes: int, trace: bool) -> None:
         self.device = device
-        self.reopen = partial(WeightLoader, bundle, device, home, pool_bytes, trace)
+        self.reopen = partial(WeightLoader, files, device, home, pool_bytes, trace)
         """Returns another one like this."""
         self._home, self._trace = home, trace
-        self._blocks = list_blocks(bundle, home, pool_bytes)
+        self._blocks = list_blocks(files.bundle, home, pool_bytes)
         self._indices = {block.segment: index for index, block in enumerate(self._blocks)}
         self._pool: WeightPool = device.memory.open_weight_pool(pool_bytes) or HostPool(pool_bytes)
-        self._files: dict[Path, FileIO] = {}
+        self._open_again, self._files = files.open_again, dict[Path, FileIO]()
         self._lock = threading.Lock()
         self._changes: queue.SimpleQueue[None] = queue.SimpleQueue()
         """A token makes the thread look whether it can read on; a superfluous one does no harm."""
@@ -379,7 +380,7 @@ class WeightLoader:
 
     def _open(self, path: Path) -> FileIO:
         if path not in self._files:
-            self._files[path] = file = FileIO(path)
+            self._files[path] = file = self._open_again(path)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return self._files[path]
@@ -394,19 +395,20 @@ def _describe_failure(extent: Extent, offset: int, problem: Exception) -> Execut
 
 
 def open_weight_loaders(
-    bundle: Bundle, devices: Mapping[str, PlacedDevice], trace: bool
+    files: WeightFiles, devices: Mapping[str, PlacedDevice], trace: bool
 ) -> dict[tuple[str, str], WeightLoader]:
     """Return the loaders of devices, by device and by the one in whose program its segments are, on all routes.
 
     Raises ExecutionError if a device has no memory for its pool.
     """
-    pools = {stream.device: stream.pool_bytes for stream in bundle.manifest.streams}
-    homes = {segment.device for segment in bundle.manifest.segments if segment.streamed}
+    manifest = files.bundle.manifest
+    pools = {stream.device: stream.pool_bytes for stream in manifest.streams}
+    homes = {segment.device for segment in manifest.segments if segment.streamed}
     return {
         (route.devices[home], home): WeightLoader(
-            bundle, devices[route.devices[home]], home, pools.get(route.devices[home], pools[home]), trace
+            files, devices[route.devices[home]], home, pools.get(route.devices[home], pools[home]), trace
         )
-        for route in (list_routes(bundle.manifest) if pools else ())
+        for route in (list_routes(manifest) if pools else ())
         for home in sorted(homes)
         if route.devices[home] in devices
     }

@@ -174,7 +174,7 @@ def _check_once(bundle: Bundle, name: str) -> None:
     """Raise BundleError unless a file is as compiled; a file that did not change is not hashed again."""
     path = bundle.file(name)
     stat, record = path.stat(), bundle.manifest.files[name]
-    key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino} {record.sha256}"
+    key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino} {record.sha256}"
     marker = _find_folder() / f"checked-{hashlib.sha256(key.encode()).hexdigest()}"
     if stat.st_size != record.bytes or not marker.exists():
         bundle.check_files(name)

@@ -51,9 +51,7 @@ def test_a_plan_names_its_machine_and_says_that_it_is_an_estimate(run_cli, model
     assert result.code == 0, result.err
     assert result.out.startswith("g on 2xH100-SXM-NVLink4: costs are estimates")
     assert "docs/machines.md says how far off they are" in result.out
-    assert (
-        "requests/s limited by Python, which hands each request to each device: 2 copies of the model\n" in result.out
-    )
+    assert "2 copies of the model: Python hands on requests more slowly than one device answers them\n" in result.out
     assert "estimated from the target's peaks" in result.err
     data = json.loads(run_cli("plan", model, "--shape", "batch=64", "--machine", "H100", "--json").out)
     assert (data["machine"], data["is_measured"]) == ("H100-SXM", False)
@@ -124,6 +122,45 @@ def test_goals_keep_the_machines_that_meet_them_and_say_why_others_do_not(run_cl
     missed = run_cli("plan", model, *MACHINES, "--rate", "1000000000/s")
     assert missed.code == 3
     assert missed.out.count("does not meet the goals") == 2
+
+
+TIED = ("--shape", "batch=4096", "--machine", "2xT4", "--machine", "T4")
+
+
+@pytest.mark.parametrize("machines", [TIED, (*TIED[:2], *TIED[4:], *TIED[2:4])])
+@pytest.mark.parametrize("goal", [(), ("--rate", "10/s")])
+def test_of_equal_machines_the_smaller_one_is_recommended_in_any_order(run_cli, model, tmp_path, machines, goal):
+    (tmp_path / "p.toml").write_text("[per_hour]\nT4 = 0.35\n")
+    for price in ((), ("--price", "p.toml")):
+        result = run_cli("plan", model, *machines, *goal, *price)
+        assert result.code == 0, result.err
+        last = result.out.rstrip().splitlines()[-1]
+        assert ": T4, one device" in last, last
+
+
+def test_of_equal_prices_of_requests_the_lower_price_per_hour_is_the_cheapest(run_cli, model, tmp_path):
+    (tmp_path / "p.toml").write_text("[per_hour]\nT4 = 0.35\n")
+    rows = [
+        row["machine"] for row in json.loads(run_cli("plan", model, *TIED, "--price", "p.toml", "--json").out)["rows"]
+    ]
+    assert rows[0] == "T4"
+
+
+def test_what_is_printed_as_json_is_strict_json(run_cli, model):
+    for goals in ((), ("--fit",), ("--latency", "1s"), ("--rate", "1/s")):
+        result = run_cli("plan", model, *MACHINES, *goals, "--json")
+        data = json.loads(result.out, parse_constant=pytest.fail)
+        assert data["goals"]["latency_seconds"] == (1.0 if "--latency" in goals else None)
+
+
+def test_no_copies_are_listed_that_answer_fewer_requests_than_one_device(run_cli, model):
+    for machine in ("2xT4", "4xT4", "8xH100-NVLink"):
+        result = run_cli("plan", model, "--shape", "batch=1", "--machine", machine, "--json")
+        strategies = json.loads(result.out)["strategies"]
+        assert strategies[0]["name"] == "one device"
+        slow = [item for item in strategies if (item["interval_seconds"] or 0) > strategies[0]["interval_seconds"]]
+        assert not [item["name"] for item in slow if item["step_seconds"] >= strategies[0]["step_seconds"]]
+        assert next(item for item in strategies if "copies of the model" in item["name"])["problem"]
 
 
 def test_a_machine_that_is_too_small_says_so(run_cli, model):
@@ -198,6 +235,8 @@ def test_other_commands_than_plan_take_one_machine(refused, command):
     [
         ("[per_hour]\nT4 = 0.5\n", ("there is no price for 2xL4-PCIe4", 'add "2xL4-PCIe4" or "L4" below [per_hour]')),
         ("[per_hour]\nA101 = 0.5\n", ("unknown machine 'A101'", "did you mean 'A10'?")),
+        ("[per_hour]\nL4 = 1\nl4 = 2\n", ("'l4' is one more price for L4", "name each machine and device once")),
+        ('[per_hour]\n"2xL4" = 1\n"2x l4 PCIe" = 1\n', ("'2x l4 PCIe' is one more price for 2xL4-PCIe4",)),
         ("[per_hour]\nL4 = -1\n", ("expected a price of 0 or more for 'L4', got -1",)),
         ("[per_hour]\nL4 = 'cheap'\n", ("expected a price of 0 or more for 'L4', got 'cheap'",)),
         ("L4 = 0.5\n", ("expected one table [per_hour]", '"8xH100-NVLink" = 20.0')),

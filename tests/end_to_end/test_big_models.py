@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from onnx import TensorProto, numpy_helper
 
 import onnxplace
 from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import compute_sha256
 from onnxplace.driver import compile_model
 from onnxplace.errors import BundleError, UsageError
 from onnxplace.model import WeightFile, weights as weights_module
@@ -194,16 +196,26 @@ def test_a_weight_file_with_other_bytes_and_another_time_is_named(linked):
     assert refused.value.where == str(weights)
 
 
-def test_verify_hashes_a_weight_file_whose_time_and_size_are_as_before(linked, run_cli):
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_a_weight_file_is_hashed_although_its_time_was_put_back(linked, run_cli, command):
     bundle, weights = linked
     about = weights.stat()
     altered(weights)
     os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))
-    Bundle.open(bundle.path)  # time and size are unchanged
-    result = run_cli("verify", bundle.path)
+    result = run_cli(command, bundle.path)
     assert result.code == 2
     assert "N009" in result.err
     assert str(weights) in result.err
+
+
+def test_a_weight_file_is_not_hashed_while_it_is_as_it_was(linked):
+    bundle, weights = linked
+    with patch("onnxplace.bundle.bundle.compute_sha256", side_effect=compute_sha256) as hashed:
+        Bundle.open(bundle.path)
+        assert weights not in [Path(call.args[0]).resolve() for call in hashed.call_args_list]
+        weights.chmod(0o600)
+        Bundle.open(bundle.path)  # another time of change, and the same bytes
+    assert weights.resolve() in [Path(call.args[0]).resolve() for call in hashed.call_args_list]
 
 
 def altered(weights: Path) -> None:

@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper, parser
 
+import onnxplace
 from onnxplace import FeedError, ModelError
 from onnxplace.feeds import Declared, check_feeds
 from onnxplace.model import bind, build_op_graph, load
 from tests.support.model_texts import IF, X, find_then_branch, parse_graph
+from tests.support.random_models import run_plain
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
@@ -282,3 +285,24 @@ def test_a_map_as_input_is_refused_with_or_without_a_value():
     for samples in ({}, {"x": {1: 2.0}}):
         with pytest.raises(ModelError, match=r"M020.*input 'x'.*map\(int64,tensor\(float\)\).*\n.*DictVectorizer"):
             bind(model, {}, samples)
+
+
+@pytest.mark.parametrize("options", [{"effort": "low", "trial": False}, {}])
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_input_that_is_declared_twice_is_refused(tmp_path, options, place):
+    model = parser.parse_model('<ir_version: 9, opset_import: ["": 18]> g (float[3] x) => (float[3] y) { y = Neg(x) }')
+    model.graph.input.insert(place, model.graph.input[0])
+    with pytest.raises(ModelError, match=r"M008.* g: input 'x' is declared 2 times, expected once"):
+        onnxplace.compile(model, tmp_path / "bundle", devices="cpu:0", **options)
+
+
+def test_an_input_with_a_default_value_may_be_declared_twice(tmp_path):
+    text = """<ir_version: 9, opset_import: ["": 18]> g (float[3] z, float[3] x) => (float[3] y)
+    <float[3] x = {1, 2, 3}> { y = Add(x, z) }"""
+    model = parser.parse_model(text)
+    model.graph.input.append(model.graph.input[1])
+    onnxplace.compile(model, tmp_path / "bundle", devices="cpu:0", effort="low", trial=False)
+    feeds = {"z": np.ones(3, np.float32)}
+    with onnxplace.InferenceSession(tmp_path / "bundle") as session:
+        assert [item.name for item in session.get_inputs()] == ["z"]
+        assert_same(session.run(None, feeds), run_plain(model.SerializeToString(), [feeds])[0])

@@ -91,6 +91,8 @@ def test_names_are_parsed_generously(text, name):
         ("banana", "unknown machine 'banana'", "onnxplace machines"),
         ("", "unknown machine ''", "onnxplace machines"),
         ("0xH100", "expected 1 to 256 devices, got '0xH100'", "8xH100-NVLink"),
+        ("-1xH100", "expected 1 to 256 devices, got '-1xH100'", "8xH100-NVLink"),
+        ("2x(-8xH100-NVLink)-IB400", "expected 1 to 256 devices, got '2x(-8xH100-NVLink)-IB400'", "8xH100-NVLink"),
         ("257xH100", "expected 1 to 256 devices", "8xH100-NVLink"),
         ("99999999999999999999xH100", "expected 1 to 256 devices", "8xH100-NVLink"),
         ("2x8xH100", "'2x8xH100' names no network between 2 hosts", "2x(8xH100-NVLink)-IB400"),

@@ -186,8 +186,8 @@ def _require_overlap(
     barriers = _find_barriers(space, choice, axes)
     varying = [not is_whole(strategy) for strategy in choice.strategies]
     if not is_sharded(choice):
-        heaviest = nodes[int(seconds.argmax())]
-        message = f"no operator can be computed in parts of the batch, such as {heaviest.op_type} {heaviest.name!r}"
+        heaviest = [f", such as {nodes[index].op_type} {nodes[index].name!r}" for index in np.argsort(-seconds)[:1]]
+        message = f"no operator can be computed in parts of the batch{''.join(heaviest)}"
         hint = "no rule splits these operators; onnxplace compile without micro-batches"
         raise InfeasibleError("L060", message, where=_WHERE, hint=hint)
     total = float(seconds[np.array(varying) | barriers].sum())

@@ -194,3 +194,9 @@ def test_sizes_are_fixed_where_states_keep_theirs() -> None:
         constant, f"optimize,profile{{estimate=true}},{FIXED}", states=("present=cache",), shape=shape
     )
     assert state[Model].input_shapes()["x"] == (2, 4, 8)
+
+
+def test_a_model_without_nodes_has_no_micro_batches() -> None:
+    empty = parser.parse_model('<ir_version: 8, opset_import: ["": 18]> g (float[4, 2] x) => (float[4, 2] x) {}')
+    with pytest.raises(InfeasibleError, match=r"L060.*no operator can be computed in parts of the batch\n"):
+        compile_state(empty, "optimize,profile{estimate=true},microbatch{count=2}", states=())

@@ -13,8 +13,10 @@ from onnxplace.errors import InfeasibleError, OnnxplaceError
 from onnxplace.facts import Placement, Profile, Schedule, Segments, Source, Streaming
 from onnxplace.model import bind, build_op_graph, infer_static_shapes, load, value_bytes
 from onnxplace.passes.stream import Stream
+from onnxplace.passes.streaming.homes_program import DISK, HELD, Choice
 from onnxplace.pipeline import Pipeline
 from onnxplace.problem import predict_step_seconds, predict_waiting_seconds
+from onnxplace.simulation import PoolLayout, measure_block
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Target
 from tests.support.random_models import RandomModel, random_models
@@ -23,10 +25,11 @@ MIB = 1 << 20
 GPU, HOST = Device("cuda:0", 64 * MIB, model="fast"), Device("cpu:0", 1 << 30, cores=2)
 
 
-def make_state(proto, target, dimensions=None, sizes=None):
+def make_state(proto, target, dimensions=None, sizes=None, begins=None):
     """Return a state with costs that follow from the sizes of weights: the GPU computes ten times as fast.
 
-    With `sizes`, weights count as so many bytes, whatever they are in the file.
+    With `sizes`, weights count as so many bytes, whatever they are in the file. With `begins`, whether a node begins a
+    kernel; otherwise each is one.
     """
     model = bind(load(proto), dimensions or {}, {})
     graph = build_op_graph(model, value_bytes(model, infer_static_shapes(model)))
@@ -35,7 +38,9 @@ def make_state(proto, target, dimensions=None, sizes=None):
     read = np.array([graph.weight_bytes[graph.weights[node]].sum() for node in range(len(graph))])
     seconds = {device.cost_class: 1e-6 + read / (2e10 if device.is_host else 2e11) for device in target.devices}
     sources = {name: np.full(len(graph), Source.ESTIMATED, dtype=np.uint8) for name in seconds}
-    profile = Profile(graph=graph, seconds=seconds, sources=sources, unit=np.arange(len(graph), dtype=np.int32))
+    unit = np.cumsum(np.resize([True] if begins is None else begins, len(graph))[1:])
+    unit = np.concatenate([[0], unit]).astype(np.int32) if len(graph) else np.zeros(0, np.int32)
+    profile = Profile(graph=graph, seconds=seconds, sources=sources, unit=unit)
     return State(target).with_facts(model, profile)
 
 
@@ -66,13 +71,14 @@ def run(state, text="stream"):
     st.integers(20, 120),
     st.sampled_from(("", "{host=30MiB}", "{pool=45MiB}", "{always=true}")),
     st.booleans(),
+    st.lists(st.booleans(), min_size=1, max_size=9),
 )
 def test_random_models_keep_their_limits_and_every_weight_has_a_home(
-    model: RandomModel, sizes, limit, options, has_host
+    model: RandomModel, sizes, limit, options, has_host, begins
 ):
     target = Target((replace(GPU, memory_bytes=limit * MIB), *([replace(HOST, memory_bytes=200 * MIB)] * has_host)))
     try:
-        state = make_state(model.proto, target, model.dimensions, sizes)
+        state = make_state(model.proto, target, model.dimensions, sizes, begins)
     except OnnxplaceError:
         assume(False)
     try:
@@ -83,6 +89,7 @@ def test_random_models_keep_their_limits_and_every_weight_has_a_home(
     assert (after[Segments].simulation.peak_bytes <= [device.memory_bytes for device in target.devices]).all()
     size = dict(zip(graph.weight_names, graph.weight_bytes.tolist()))
     assert all(size[name] == 0 for name in streaming.homes)
+    assert_pools_hold_their_blocks(after)
     again = run(state, f"stream{options}")
     assert again[Streaming].homes == streaming.homes
     assert again[Placement].device.tolist() == after[Placement].device.tolist()
@@ -92,6 +99,64 @@ def test_random_models_keep_their_limits_and_every_weight_has_a_home(
         except InfeasibleError:
             return
         assert predict_step_seconds(after) <= 1.05 * predict_step_seconds(alone) + 1e-4
+
+
+def assert_pools_hold_their_blocks(state):
+    """Lay the blocks out as the runtime does, and compare each pool with all that streams through it."""
+    streaming, graph = state[Streaming], state[Profile].graph
+    for device, stream in streaming.streams.items():
+        own = [segment.nodes for segment in state[Segments].segments if segment.device == device]
+        reads = [{graph.weight_names[weight] for node in nodes for weight in graph.weights[node]} for nodes in own]
+        sizes = [
+            measure_block(streaming.weight_bytes[name] for name in names & set(streaming.homes)) for names in reads
+        ]
+        PoolLayout.of([size for size in sizes if size], stream.pool_bytes)  # raises an error where one does not fit
+        assert stream.pool_bytes <= sum(sizes)
+
+
+@pytest.mark.parametrize("begins", [[True, False], [True, False, False, False], [True] + [False] * 5])
+@pytest.mark.parametrize("limit", [7, 14, 21])
+def test_kernels_whose_first_node_reads_no_weight_do_not_share_a_block(begins, limit):
+    """In float16, ONNX Runtime on processors makes one kernel of the nodes of a layer, and more."""
+    lines = [f"[n{i}] m{i} = Relu(v{i}) [mm{i}] v{i + 1} = MatMul(m{i}, w{i})" for i in range(12)]
+    model = parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
+    g (float[1, 8] v0) => (float[1, 8] v12) {{ {" ".join(lines)} }}""")
+    model.graph.initializer.extend(numpy_helper.from_array(np.ones((8, 8), np.float32), f"w{i}") for i in range(12))
+    target = Target((replace(HOST, memory_bytes=limit * MIB),))
+    state = run(make_state(model, target, sizes=[2], begins=begins))
+    assert state[Streaming].homes
+    assert_pools_hold_their_blocks(state)
+
+
+def test_a_table_that_is_only_looked_up_does_not_decide_about_the_pool():
+    lines = " ".join(f"[mm{i}] v{i + 1} = MatMul(v{i}, w{i})" for i in range(8))
+    model = parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
+    g (int64[1] x) => (float[1, 8] v8) {{ [look] v0 = Gather(table, x) {lines} }}""")
+    for name in ("table", *(f"w{i}" for i in range(8))):
+        model.graph.initializer.append(numpy_helper.from_array(np.ones((8, 8), np.float32), name))
+    sizes = [200, *[2] * 8]
+    after = run(make_state(model, Target((replace(HOST, memory_bytes=13 * MIB),)), sizes=sizes))
+    assert after[Streaming].streams[0].pool_bytes <= 4 * MIB
+    with pytest.raises(InfeasibleError, match=r"needs at least 20\d{5} bytes, of which 2097152 for .* node 'mm0'"):
+        run(make_state(model, Target((replace(HOST, memory_bytes=MIB),)), sizes=sizes))
+
+
+def test_a_device_whose_pool_has_room_for_all_that_would_stream_holds_it(monkeypatch):
+    def choose_one(problem):
+        home = np.where(np.arange(len(problem.group)) == 5, DISK, HELD)
+        return Choice(np.zeros(len(home), np.int32), home, 0.0)
+
+    monkeypatch.setattr("onnxplace.passes.stream.choose_homes", choose_one)
+    state = make_state(chain(), Target((replace(HOST, memory_bytes=20 * MIB),)))
+    assert run(state, "stream{pool=1023KiB}")[Streaming].homes == {}  # no weight may stream through it
+    assert run(state, "stream{pool=4MiB}")[Streaming].homes == {}
+
+
+def test_a_pool_has_no_more_than_what_streams_through_it():
+    state = make_state(chain(), Target((replace(HOST, memory_bytes=64 * MIB),)))
+    after = run(state, "stream{pool=45MiB,always=true}")
+    assert len(after[Streaming].homes) == 12
+    assert after[Streaming].streams[0].pool_bytes == 12 * MIB
 
 
 def test_what_has_room_stays_and_the_rest_streams_evenly():
@@ -189,6 +254,12 @@ def test_a_pool_that_is_too_small_says_how_large_it_must_be():
     ) as caught:
         run(state, "stream{pool=900KiB}")
     assert (caught.value.code, caught.value.hint) == ("P066", "--pool 1048576 or more")
+
+
+def test_a_pool_without_room_on_the_device_is_not_called_the_weights_of_a_node():
+    state = make_state(chain(), Target((replace(HOST, memory_bytes=2 * MIB),)))
+    with pytest.raises(InfeasibleError, match=r"of which 3145728 for the pool, and may use 2097152"):
+        run(state, "stream{pool=3MiB}")
 
 
 def test_a_limit_that_is_too_small_says_what_is_needed():
