@@ -53,6 +53,7 @@ from onnxplace.model.operator_checks import (
     list_custom_operators as list_custom_operators,
     require_operators as require_operators,
 )
+from onnxplace.model.shape_inference import infer_shapes as infer_shapes
 from onnxplace.model.state_binding import (
     FLOAT_TYPES as FLOAT_TYPES,
     StateRequest as StateRequest,

@@ -27,7 +27,6 @@ from onnx import (
     numpy_helper,
 )
 from onnx.inliner import inline_local_functions
-from onnx.shape_inference import infer_shapes
 
 from onnxplace.errors import MAX_LISTED, ModelError
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
@@ -42,6 +41,7 @@ from onnxplace.model.nested_graphs import (
     walk_nodes,
 )
 from onnxplace.model.operator_checks import find_since_version, merge_opsets, name_attribute_type, require_form
+from onnxplace.model.shape_inference import infer_shapes
 from onnxplace.model.tensors import check_tensor, embed_tensor, find_unknown_element, require_shape, tensor_size
 from onnxplace.utils import claim_name
 
