@@ -12,8 +12,8 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetId
 from onnxplace.model.nested_graphs import iterate_subgraphs
 from onnxplace.model.tensors import read_shape_entries
 
-# Operator -> input of which negative sizes end the process, as bounds or counts, or become possible ones.
-_FRAGILE_INPUTS = {"Slice": 0, "GatherND": 1, "Split": 0}
+FRAGILE_INPUTS = {"Slice": 0, "GatherND": 1, "Split": 0}
+"""Operator -> input of which negative sizes end the process, as bounds or counts, or become possible ones."""
 _DOMAIN, _GUARD = "onnxplace.inference", "ForgetNegativeSizes"
 
 
@@ -65,7 +65,7 @@ def _guard(graph: GraphProto | FunctionProto, sure: Set[str], prefix: str) -> No
         node, place = graph.node[index], f"{prefix}/{index}"
         for inner in iterate_subgraphs(node):
             _guard(inner, sure, place)
-        position = _FRAGILE_INPUTS.get(node.op_type, len(node.input))
+        position = FRAGILE_INPUTS.get(node.op_type, len(node.input))
         if position >= len(node.input):
             continue
         if _is_damaged(node):
