@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from functools import cache
 
 import onnx
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, ValueInfoProto, defs, helper
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, defs, helper
 
 from onnxplace.model.nested_graphs import iterate_subgraphs
-from onnxplace.model.tensors import read_shape_entries
+from onnxplace.model.tensors import is_known_shape, read_shape_entries
 
 FRAGILE_INPUTS = {"Slice": 0, "GatherND": 1, "Split": 0}
 """Operator -> input of which negative sizes end the process, as bounds or counts, or become possible ones."""
@@ -35,28 +35,19 @@ def infer_shapes(model: ModelProto, *, data_prop: bool = False) -> ModelProto:
     result.CopyFrom(model)
     guarded.CopyFrom(model)
     # Values of shapes do not pass a guard: there is none where the sizes are known to be possible.
-    sure = _list_possible([*model.graph.input, *(model.graph.value_info if data_prop else ())])
+    values = [*model.graph.input, *(model.graph.value_info if data_prop else ())]
+    sure = frozenset(value.name for value in values if is_known_shape(read_shape_entries(value.type)))
     _guard(guarded.graph, sure, _DOMAIN)
     for function in guarded.functions:
         _guard(function, sure, _DOMAIN)
         function.opset_import.append(_register_guard())
     guarded.opset_import.append(_register_guard())
     inferred = onnx.shape_inference.infer_shapes(guarded, data_prop=data_prop).graph
-    result.graph.ClearField("output")
-    result.graph.output.extend(inferred.output)
-    result.graph.ClearField("value_info")
-    result.graph.value_info.extend(value for value in inferred.value_info if not value.name.startswith(_DOMAIN))
+    for field in ("output", "value_info"):
+        values = [value for value in getattr(inferred, field) if not value.name.startswith(_DOMAIN)]
+        result.graph.ClearField(field)
+        getattr(result.graph, field).extend(values)
     return result
-
-
-def _list_possible(values: Sequence[ValueInfoProto]) -> frozenset[str]:
-    """Return the tensors whose sizes are all known and possible."""
-    shapes = {value.name: read_shape_entries(value.type) for value in values}
-    return frozenset(
-        name
-        for name, shape in shapes.items()
-        if shape is not None and all(isinstance(size, int) and size >= 0 for size in shape)
-    )
 
 
 def _guard(graph: GraphProto | FunctionProto, sure: Set[str], prefix: str) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 from onnx import TensorProto, TypeProto, helper, numpy_helper
@@ -401,6 +402,11 @@ def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
         else (int(size.dim_param) if _SIZE_SYMBOL.fullmatch(size.dim_param) else size.dim_param or None)
         for size in sizes
     )
+
+
+def is_known_shape(shape: tuple[int | str | None, ...] | None) -> TypeGuard[tuple[int, ...]]:
+    """Return whether entries of a shape are there, and all sizes."""
+    return shape is not None and all(isinstance(size, int) for size in shape)
 
 
 _TYPE = re.compile(r"(?P<outer>tensor|sparse_tensor|seq|optional)\((?P<inner>.*)\)|map\((?P<key>\w+),(?P<value>.*)\)")
