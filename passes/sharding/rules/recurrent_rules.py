@@ -38,7 +38,7 @@ def _by_direction(view: NodeView, signature: str) -> list[AxisRule]:
 
 def _take_direction(local: LocalNode) -> None:
     """Make a device's copy compute the direction that it has: forward is the first one, reverse the second."""
-    direction, _ = local.range
+    direction = local.ranges[0][0]
     local.set_attribute("direction", ("forward", "reverse")[direction])
     names = local.view.attribute("activations")
     if names:

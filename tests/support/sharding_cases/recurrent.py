@@ -74,6 +74,12 @@ RECURRENT = {
             , u = GRU<hidden_size=6,linear_before_reset=1>(x, w, r, , , h) }""",
         splits=".11--. -> -2",
     ),
+    "GRU, one step, whose units become heads": RuleCase(
+        """(float[1,1,5] x, float[1,12,5] w, float[1,12,4] r, float[1,1,4] h) => (float[1,2,2] y) {
+            , u = GRU<hidden_size=4,linear_before_reset=1>(x, w, r, , , h) s = Constant<value_ints=[1,2,2]>()
+            y = Reshape(u, s) }""",
+        splits=".11--. -> -2",
+    ),
     "GRU, one step, gate before the product": RuleCase(
         """(float[1,1,5] x, float[1,18,5] w, float[1,18,6] r, float[1,1,6] h) => (float[1,1,6] u) {
             , u = GRU<hidden_size=6>(x, w, r, , , h) }"""
