@@ -196,7 +196,8 @@ def _find_fixed_axes(
     declared = {name: read_shape_entries(kind) for name, kind in model.types.items()}
     # An empty input of a Concat may have any other sizes at some of these.
     weights = {name: tuple(tensor.dims) for name, tensor in model.initializers.items()}
-    doubtful = set().union(*(find_misjudged_values(model.nodes, model.reads, {**weights, **other}) for other in others))
+    judged = [find_misjudged_values(model.nodes, model.reads, {**weights, **other}) for other in others[: len(drawn)]]
+    doubtful = set[str]().union(*judged)
     fixed = {}
     for name, shape in shapes.items():
         entries, inferred = declared.get(name), [other[name] for other in others if name in other]
