@@ -20,6 +20,8 @@ from onnxplace.passes.sharding.tensor_facts import TensorFacts
 
 SHARES = ((1.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0), (2.0, 1.0, 1.0), (1.0,) * 4)
 """Shares of the work of two to four devices, equal and not."""
+WIDE_SHARES = (*SHARES, (1.0,) * 5, (1.0,) * 6, (1.0,) * 8, (1.0,) * 8, (2.0, 1.0, 1.0, 2.0, 1.0, 1.0))
+"""Shares of up to eight devices."""
 
 
 def make_space(proto: ModelProto, dimensions: Mapping[str, int], shares: Sequence[float] = (1.0, 1.0)) -> StrategySpace:
