@@ -101,6 +101,8 @@ def _describe_input_types(model: Path | bytes, name: str, operator: str) -> str:
             return ""
         from onnx import shape_inference
 
+        for value in proto.graph.input:  # types alone: with sizes, inference could end the process (`infer_shapes`)
+            value.type.tensor_type.ClearField("shape")
         graphs = list(_walk_graphs(shape_inference.infer_shapes(proto).graph))
         node = _find_node([node for graph in graphs for node in graph.node if node.op_type == operator], name)
         known = {kind: text for graph in graphs for kind, text in _iterate_tensor_types(graph)}

@@ -39,6 +39,7 @@ from onnxplace.model.nested_graphs import (
     iterate_reads as iterate_reads,
     iterate_subgraphs as iterate_subgraphs,
     rename_reads as rename_reads,
+    walk_nodes as walk_nodes,
 )
 from onnxplace.model.node_metadata import (
     DEVICE_KEY as DEVICE_KEY,
@@ -53,6 +54,7 @@ from onnxplace.model.operator_checks import (
     list_custom_operators as list_custom_operators,
     require_operators as require_operators,
 )
+from onnxplace.model.shape_inference import FRAGILE_INPUTS as FRAGILE_INPUTS, infer_shapes as infer_shapes
 from onnxplace.model.state_binding import (
     FLOAT_TYPES as FLOAT_TYPES,
     StateRequest as StateRequest,

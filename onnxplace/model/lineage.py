@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxplace.model.nested_graphs import is_tensor_constant, iterate_reads, iterate_subgraphs, walk_nodes
+from onnxplace.model.shape_inference import infer_shapes
 
 # Operators that draw random numbers; Dropout, which is not among them, does so in training mode only.
 RANDOM_OPERATORS = {
@@ -184,7 +184,7 @@ def _infer_types(model: ModelProto) -> ModelProto:
     copy.graph.output.extend(graph.output)
     copy.graph.value_info.extend(graph.value_info)
     try:
-        return onnx.shape_inference.infer_shapes(copy)
+        return infer_shapes(copy)
     except Exception:  # noqa: BLE001 - inference may fail here: the declared types count then
         return copy
 

@@ -8,11 +8,11 @@ from copy import deepcopy
 
 from onnx import FunctionProto, ModelProto, NodeProto
 from onnx.inliner import inline_local_functions
-from onnx.shape_inference import infer_shapes
 
 from onnxplace.errors import ModelError, format_names
 from onnxplace.model.nested_graphs import walk_nodes
 from onnxplace.model.operator_checks import keeps_meaning, merge_opsets
+from onnxplace.model.shape_inference import infer_shapes
 
 # Each level of calls is inlined by itself, which takes time for the whole model.
 MAX_NESTED_CALLS = 100

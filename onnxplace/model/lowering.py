@@ -8,7 +8,6 @@ from copy import deepcopy
 from dataclasses import replace
 from numbers import Integral
 from types import MappingProxyType
-from typing import TypeGuard
 
 import numpy as np
 from onnx import TensorProto, ValueInfoProto
@@ -25,7 +24,7 @@ from onnxplace.feeds import (
 )
 from onnxplace.graph import Csr, OpGraph
 from onnxplace.model.model import Model, declaration_of
-from onnxplace.model.tensors import find_unknown_element, packed_size, read_shape_entries, tensor_size
+from onnxplace.model.tensors import find_unknown_element, is_known_shape, packed_size, read_shape_entries, tensor_size
 
 # ----------------------------------------------------------------------------------------- dimensions, shapes and sizes
 
@@ -101,15 +100,7 @@ def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
         name: read_shape_entries(kind)
         for name, kind in replace(model, inputs=tuple(inputs), outputs=outputs).types.items()
     }
-    return {name: shape for name, shape in entries.items() if shape is not None and _is_known(shape)}
-
-
-def _is_known(shape: tuple[int | str | None, ...]) -> TypeGuard[tuple[int, ...]]:
-    """Return whether all sizes are known.
-
-    Inference computes negative ones where a model cannot run.
-    """
-    return all(isinstance(size, int) and size >= 0 for size in shape)
+    return {name: shape for name, shape in entries.items() if is_known_shape(shape)}
 
 
 def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

@@ -32,6 +32,7 @@ from onnx import (
 from onnxplace.errors import Diagnostic
 from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
 from onnxplace.model.nested_graphs import captured_names, iterate_reads, iterate_subgraphs
+from onnxplace.model.shape_inference import infer_shapes
 from onnxplace.model.tensors import Fingerprint, embed_part, format_type, read_shape_entries, strip_data, tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.model_metadata import ModelMetadata
@@ -148,9 +149,9 @@ class Model:
         """
         skeleton = self._build_skeleton()
         try:
-            inferred = onnx.shape_inference.infer_shapes(skeleton)
+            inferred = infer_shapes(skeleton)
             if not _has_long_vectors(inferred.graph):
-                inferred = onnx.shape_inference.infer_shapes(inferred, data_prop=True)
+                inferred = infer_shapes(inferred, data_prop=True)
             graph = inferred.graph
         except Exception:  # noqa: BLE001 - inference may fail here: ONNX Runtime knows the missing types
             graph = skeleton.graph

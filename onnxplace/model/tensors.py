@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 from onnx import TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
@@ -430,6 +431,11 @@ def clear_unknown_sizes(value: ValueInfoProto) -> ValueInfoProto:
         if dim.dim_value < 0 or (dim.HasField("dim_param") and says_unknown(dim.dim_param)):
             dim.ClearField("value")
     return result
+
+
+def is_known_shape(shape: tuple[int | str | None, ...] | None) -> TypeGuard[tuple[int, ...]]:
+    """Return whether entries of a shape are there, and all sizes."""
+    return shape is not None and all(isinstance(size, int) for size in shape)
 
 
 _TYPE = re.compile(r"(?P<outer>tensor|sparse_tensor|seq|optional)\((?P<inner>.*)\)|map\((?P<key>\w+),(?P<value>.*)\)")

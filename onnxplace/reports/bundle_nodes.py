@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from onnxplace.bundle import COSTS_FILE, WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import OnnxplaceError
-from onnxplace.model import iterate_reads
+from onnxplace.model import infer_shapes, iterate_reads
 from onnxplace.reports.layer_tree import LayerNode, find_separator, name_layer, name_segment
 from onnxplace.reports.page_records import NodeEdges, SegmentSummary
 from onnxplace.utils import read_json
@@ -79,7 +79,7 @@ def _infer_shapes(model: ModelProto, dimensions: Mapping[str, int]) -> dict[str,
             if (size := dimensions.get(dimension.dim_param)) is not None:
                 dimension.dim_value = size
     try:
-        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+        graph = infer_shapes(infer_shapes(model), data_prop=True).graph
     except onnx.shape_inference.InferenceError:  # custom operators, or types that it does not know
         graph = model.graph
     return {

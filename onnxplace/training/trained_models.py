@@ -152,8 +152,10 @@ def _build_model(
 
 def _declare_outputs(model: ModelProto, outputs: tuple[str, ...]) -> list[ValueInfoProto]:
     """Return the types of values, from the model's own outputs or shape inference; a type is not required."""
-    import onnx
+    from onnx import ValueInfoProto
 
-    graph = onnx.shape_inference.infer_shapes(model).graph
+    from onnxplace.model import infer_shapes
+
+    graph = infer_shapes(model).graph
     known = {item.name: item for item in (*graph.value_info, *graph.output)}
-    return [known.get(name) or onnx.ValueInfoProto(name=name) for name in outputs]
+    return [known.get(name) or ValueInfoProto(name=name) for name in outputs]

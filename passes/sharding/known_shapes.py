@@ -22,12 +22,14 @@ from onnx import NodeProto, TensorProto, TypeProto, ValueInfoProto, defs, helper
 from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.model import (
+    FRAGILE_INPUTS,
     Model,
     find_misjudged_values,
     has_subgraphs,
     infer_static_shapes,
     packed_size,
     read_shape_entries,
+    walk_nodes,
 )
 from onnxplace.passes.sharding.node_views import Shape, split_words
 from onnxplace.passes.sharding.subgraph_models import build_body, is_steady, list_bodies
@@ -78,11 +80,30 @@ def infer_with_runtime(model: Model, shapes: Mapping[str, Shape]) -> RuntimeShap
     if all(_can_onnx_infer(node.op_type, node.domain, versions.get(node.domain, 1)) for node in model.nodes):
         return RuntimeShapes({}, {})
     weights = [tensor for tensor in model.initializers.values() if _is_small_weight(tensor)]
-    try:
-        session = _open(model, model.nodes, weights, _declare_inputs(model, shapes))
-    except OnnxplaceError:  # without a kernel for an operator, values behind it stay unknown
-        return RuntimeShapes({}, {})
-    return _read_outputs(session)
+    known = {name: tuple(tensor.dims) for name, tensor in model.initializers.items()}
+    known, inferred, nodes = {**known, **infer_static_shapes(model), **shapes}, RuntimeShapes({}, {}), list[NodeProto]()
+    # What is behind a fragile node follows when its input is known to have a possible size.
+    while len(safe := _list_safe_nodes(model, {**known, **inferred.shapes})) > len(nodes):
+        nodes = safe
+        try:
+            inferred = _read_outputs(_open(model, nodes, weights, _declare_inputs(model, shapes)))
+        except OnnxplaceError:  # without a kernel for an operator, values behind it stay unknown
+            break
+    return inferred
+
+
+def _list_safe_nodes(model: Model, shapes: Mapping[str, Shape]) -> list[NodeProto]:
+    """Return the nodes without those at which inference could end the process, and without what is behind."""
+    unsafe, nodes = set[str](), []
+    for node, reads in zip(model.nodes, model.reads):
+        is_fragile = any(inner.op_type in FRAGILE_INPUTS for inner in walk_nodes([node]))
+        position = FRAGILE_INPUTS.get(node.op_type, len(node.input))
+        is_sure = position < len(node.input) and node.input[position] in shapes
+        if (is_fragile and not is_sure) or not unsafe.isdisjoint(reads):
+            unsafe.update(node.output)
+        else:
+            nodes.append(node)
+    return nodes
 
 
 def _read_outputs(session: Any) -> RuntimeShapes:

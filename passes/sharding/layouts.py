@@ -56,8 +56,13 @@ class Layout(NamedTuple):
         return self.outer < 0
 
     def contains(self, finer: Layout) -> bool:
-        """Return whether a device of a layout with copies has its part of another one within its own."""
-        return finer[:2] == self[:2] and self.blocks > 0 and finer.blocks % self.blocks == 0
+        """Return whether a device of a layout with copies has its part of another one within its own.
+
+        >>> Layout(0, 1, 2).contains(Layout(0, 1, 4)), Layout(0, 1, 2).contains(Layout(0, rows=((0, 3), (1, 4))))
+        (True, False)
+        """
+        has_blocks = min(self.blocks, finer.blocks) > 0  # rows that overlap are in none
+        return finer[:2] == self[:2] and has_blocks and finer.blocks % self.blocks == 0
 
     def in_runs(self, size: int) -> Layout:
         """Return the layout with rows of this length, for an axis of this size at the sizes of the compilation."""

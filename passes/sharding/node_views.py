@@ -96,6 +96,7 @@ class LocalNode:
     proto: NodeProto
     view: NodeView
     device: int
+    """Position in the group: not the number of its part, which several devices may have (`ranges`)."""
     inputs: tuple[Shape | None, ...]
     """Shapes of the device's parts."""
     outputs: tuple[Shape | None, ...]
@@ -134,14 +135,19 @@ class LocalNode:
         while self.proto.input and not self.proto.input[-1]:
             del self.proto.input[-1]
 
-    def take_part(self, value: str, axis: int) -> str:
-        """Return the device's part of a whole value whose axis is cut as the first of the outputs is."""
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """The rows [low, high) of the first output's split axis that the device has; several devices may have them."""
         position = self.view.present_outputs()[0]
         layout = self.layouts[position]
         assert layout is not None
-        low, high = self.division.ranges(layout, self.view.result(position)[layout.axis], self.device)[0]
-        bounds = [self.make_ints([number]) for number in (low, high, axis)]
-        return self.make_node("Slice", [value, *bounds])
+        return self.division.ranges(layout, self.view.result(position)[layout.axis], self.device)
+
+    def take_part(self, value: str, axis: int) -> str:
+        """Return the device's part of a whole value whose axis is cut as the first of the outputs is."""
+        bounds = [[self.make_ints([number]) for number in (*ends, axis)] for ends in self.ranges]
+        pieces = [self.make_node("Slice", [value, *ends]) for ends in bounds]
+        return pieces[0] if len(pieces) == 1 else self.make_node("Concat", pieces, axis=axis)
 
     def override_entry(self, position: int, first_axis: int, axis: int, size: int) -> None:
         """Set the entry of an axis in an input that holds sizes of the axes from `first_axis` on."""

@@ -14,7 +14,7 @@ from onnx import TensorProto, numpy_helper
 
 from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import complete_dimensions, symbols_of_dimension
-from onnxplace.model import Model, has_subgraphs, packed_size, read_shape_entries
+from onnxplace.model import Model, find_misjudged_values, has_subgraphs, packed_size, read_shape_entries
 from onnxplace.passes.sharding.known_shapes import infer_all_shapes, infer_with_runtime
 from onnxplace.passes.sharding.node_views import NodeView, Shape
 
@@ -22,7 +22,7 @@ from onnxplace.passes.sharding.node_views import NodeView, Shape
 _MAX_CONSTANT_ELEMENTS = 64
 # How other sizes of symbolic dimensions are drawn: a * size + b, and c more per further dimension. An axis that has
 # the same size for all is fixed: not min(size, 2), for which the first ones are. Multiples keep sizes equal, or the sum
-# of others, that a model only takes so.
+# of others, that a model only takes so; but they also keep ratios, so that each dimension is doubled alone, too.
 _OTHER_SIZES = ((0, 1, 0), (0, 2, 1), (2, 3, 1), (11, 17, 1), (2, 0, 0), (3, 0, 0))
 # Not max(size, 1000) either: each dimension once has this size. Several at a time would make vectors of millions of
 # elements, each of which inference follows (14 GB for a mixture of experts).
@@ -61,13 +61,7 @@ class TensorFacts:
         others = [_infer_at(model, sizes) for sizes in drawn]
         # Nothing is cut by rules at size 0, but an axis that is empty there varies.
         empty = [_infer_at(model, dict.fromkeys(drawn[0], 0))] if drawn else []
-        # A size that the model takes in no other way says nothing: [N, 6] is added to [8, 6] where N is 1, or 8.
-        varies = all(
-            any(sizes[name] != size and other for sizes, other in zip(drawn, others))
-            for name, size in model.dimensions.items()
-            if size > 0 and drawn and name in drawn[0]
-        )
-        fixed = _find_fixed_axes(model, shapes, [*others, *empty] if varies else [])
+        fixed = _find_fixed_axes(model, shapes, drawn, [*others, *empty])
         types = dict(infer_with_runtime(model, model.input_shapes()).types)
         types |= {
             name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")
@@ -180,27 +174,41 @@ def _has_fixed_inputs(model: Model) -> bool:
 
 
 def _find_fixed_axes(
-    model: Model, shapes: Mapping[str, Shape], others: Sequence[Mapping[str, Shape]]
+    model: Model,
+    shapes: Mapping[str, Shape],
+    drawn: Sequence[Mapping[str, int]],
+    others: Sequence[Mapping[str, Shape]],
 ) -> dict[str, tuple[bool, ...]]:
     """Return, per value, which axes keep their size when symbolic dimensions change.
 
-    An axis is fixed if shape inference says so, or finds one size for all of several very different sizes.
+    An axis is fixed if shape inference says so, or finds one size for all of several very different sizes. Sizes at
+    which the value is not known say nothing: [N, 6] is added to [8, 6] where N is 1, or 8. So each dimension must
+    change at one where it is.
+
+    Args:
+        model: The model, with bound dimensions.
+        shapes: By value, at the bound sizes.
+        drawn: Other sizes.
+        others: Shapes at these, then at further ones.
     """
     if _has_fixed_inputs(model):
         return {name: (True,) * len(shape) for name, shape in shapes.items()}
     declared = {name: read_shape_entries(kind) for name, kind in model.types.items()}
+    # An empty input of a Concat may have any other sizes at some of these.
+    weights = {name: tuple(tensor.dims) for name, tensor in model.initializers.items()}
+    judged = [find_misjudged_values(model.nodes, model.reads, {**weights, **other}) for other in others[: len(drawn)]]
+    doubtful = set[str]().union(*judged)
     fixed = {}
     for name, shape in shapes.items():
-        entries = declared.get(name)
-        axes = []
-        for axis, size in enumerate(shape):
-            is_declared = entries is not None and len(entries) == len(shape) and entries[axis] == size
-            inferred = [other[name] for other in others if name in other]
-            is_constant = len(inferred) >= _MIN_OTHER_SIZES and all(
-                len(other) == len(shape) and other[axis] == size for other in inferred
-            )
-            axes.append(is_declared or is_constant)
-        fixed[name] = tuple(axes)
+        entries, inferred = declared.get(name), [other[name] for other in others if name in other]
+        known = [sizes for sizes, other in zip(drawn, others) if name in other]
+        is_judged = len(known) >= _MIN_OTHER_SIZES and name not in doubtful
+        varies = is_judged and all(any(sizes[key] != model.dimensions[key] for sizes in known) for key in known[0])
+        fixed[name] = tuple(
+            (entries is not None and len(entries) == len(shape) and entries[axis] == size)
+            or (varies and all(len(other) == len(shape) and other[axis] == size for other in inferred))
+            for axis, size in enumerate(shape)
+        )
     return fixed
 
 
@@ -211,7 +219,8 @@ def _draw_other_sizes(model: Model) -> list[dict[str, int]]:
         {name: factor * size + offset + step * index for index, (name, size) in enumerate(bound.items())}
         for factor, offset, step in _OTHER_SIZES
     ]
-    return drawn + [{**bound, name: _LARGE_SIZE} for name in bound]
+    alone = [{**bound, name: other} for name, size in bound.items() for other in (2 * size or 2, _LARGE_SIZE)]
+    return [dict(items) for items in dict.fromkeys(tuple(sizes.items()) for sizes in (*drawn, *alone))]
 
 
 def _infer_at(model: Model, sizes: Mapping[str, int]) -> dict[str, Shape]:

@@ -18,18 +18,19 @@ from onnxplace.model import Model, bind, load, output_lineages
 from onnxplace.passes.sharding.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.layouts import Division, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.sharded_model import write_sharded_model
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from tests.support.conformance import Case, PlainSession, case, fed_names, first_line, surrounded
-from tests.support.shardings import complete_choice, is_in_runs
+from tests.support.shardings import ReturningWriter, complete_choice, is_in_runs
 
 DIVISIONS = {
     "2 ways": Division((1.0, 1.0)),
     "3 ways": Division((1.0, 1.0, 1.0)),
     "2 ways, 3:1": Division((3.0, 1.0)),
     "4 ways": Division((1.0, 1.0, 1.0, 1.0)),
+    "6 ways": Division((1.0,) * 6),
+    "8 ways": Division((1.0,) * 8),
 }
 TOLERANCES = {"float64": 1e-11, "float32": 2e-5, "float16": 1e-2, "bfloat16": 4e-2}
 """By element type, relative to the largest magnitude: parts of a sum are added in another order."""
@@ -240,7 +241,10 @@ def _try(
 
 
 def shard(space: StrategySpace, forced: Mapping[int, NodeStrategy]) -> Model:
-    """Return the model sharded with these strategies; nodes without one are whole on every device."""
+    """Return the model sharded with these strategies; nodes without one are whole on every device.
+
+    It returns what the last device has.
+    """
     strategies = tuple(forced.get(index, options[0]) for index, options in enumerate(space.strategies))
     choice = LayoutChoice(strategies, {}, seconds=0.0, lower_bound_seconds=0.0, weight_bytes=0)
     # Sums in two steps wherever they can be, which also tests the exchange of a direct sum where they cannot.
@@ -252,7 +256,7 @@ def shard(space: StrategySpace, forced: Mapping[int, NodeStrategy]) -> Model:
         copy_seconds_per_byte=0.0,
         kernel_seconds=0.0,
     )
-    return write_sharded_model(space, choice, costs).model
+    return ReturningWriter(space, choice, costs, space.division.count - 1).write().model
 
 
 def describe(strategy: NodeStrategy) -> str:

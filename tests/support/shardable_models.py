@@ -24,7 +24,8 @@ FLOAT, FLOAT16, INT64, INT32, BOOL = (
     TensorProto.INT32,
     TensorProto.BOOL,
 )
-SYMBOLS = ("N", "M")
+SYMBOLS = ("N", "M", "K", "L")
+"""The last two are in wide models alone."""
 INPUT_SHAPES: tuple[Shape, ...] = (
     ("N", 6, 8),
     (2, "N", 12),
@@ -43,6 +44,7 @@ INPUT_SHAPES: tuple[Shape, ...] = (
 WIDTHS = (4, 6, 8, 12)
 OTHER_SIZES = ((3, 5), (7, 2), (1, 1), (0, 3), (6, 0), (8, 4), (13, 11))
 """Of the symbols: zero, one, primes, sizes that meet fixed ones, larger and smaller than those to shard for."""
+ACTIVATIONS = ("Sigmoid", "Tanh", "Softsign", "Relu")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Builder:
     unknown: int = 0
     has_half: bool = False
     needs_elements: bool = False
+    is_wide: bool = False
+    """Whether layers have two directions with all that these can have, and empty constants are joined."""
 
     # --- drawing ---
 
@@ -302,8 +306,42 @@ class Builder:
         last = Value(self.fresh(), FLOAT, (ways, batch, hidden))
         direction = "forward" if ways == 1 else "bidirectional"
         outputs = self.one_of(([every.name, last.name], [every.name], ["", last.name]))
-        self.node(op, inputs, outputs, hidden_size=hidden, direction=direction)
+        attributes = self._widen_recurrent(op, ways, hidden, batch, inputs) if self.is_wide else {}
+        self.node(op, inputs, outputs, hidden_size=hidden, direction=direction, **attributes)
         self.values += [item for item in (every, last) if item.name in outputs]
+        if self.is_wide and every.name in outputs and self.chance(0.6):
+            turned = self.add("Transpose", [every], (length, batch, ways, hidden), perm=[0, 2, 1, 3])
+            self.add("Reshape", [turned, self.ints(0, 0, -1)], (length, batch, ways * hidden))
+
+    def _widen_recurrent(
+        self, op: str, ways: int, hidden: int, batch: Dimension, inputs: list[Value | str]
+    ) -> dict[str, Any]:
+        """Add biases, states and peepholes to the inputs of a layer; return further attributes."""
+        attributes: dict[str, Any] = {}
+        if self.chance(0.5):
+            count = {"LSTM": 3, "GRU": 2, "RNN": 1}[op]
+            attributes["activations"] = [self.one_of(ACTIVATIONS[:3]) for _ in range(count * ways)]
+        if self.chance(0.2):
+            attributes["clip"] = 0.7
+        if op == "GRU":
+            attributes["linear_before_reset"] = self.one_of((0, 1))
+        if isinstance(batch, int) and self.chance(0.6):
+            inputs += [""] * (5 - len(inputs)) + [self.weight(ways, batch, hidden)]
+            if op == "LSTM" and self.chance(0.7):
+                inputs.append(self.weight(ways, batch, hidden))
+                inputs += [self.weight(ways, 3 * hidden, scale=0.3)] if self.chance(0.5) else []
+        return attributes
+
+    def add_empty_part(self) -> None:
+        """Join a constant without elements, whose other sizes ONNX Runtime ignores."""
+        value = self.pick(lambda v: v.rank >= 2)
+        if value is None or not self.is_wide:
+            return
+        axis = self.random.randrange(value.rank)
+        sizes = [size if isinstance(size, int) else self.one_of((1, 2, 4, 6, 8, 12)) for size in value.shape]
+        sizes[axis] = 0
+        empty = self.initializer(np.zeros(sizes, np.float32))
+        self.add("Concat", [value, empty] if self.chance(0.5) else [empty, value], value.shape, axis=axis)
 
     def add_step(self) -> None:
         """Add one step of a decoder, of one sample."""
@@ -922,7 +960,8 @@ class Builder:
 
     def inner(self) -> Builder:
         self.count += 1
-        return Builder(self.random, self.opset, f"{self.prefix}s{self.count}_", values=list(self.values))
+        prefix = f"{self.prefix}s{self.count}_"
+        return Builder(self.random, self.opset, prefix, values=list(self.values), is_wide=self.is_wide)
 
     def fill(self, inner: Builder, value: Value) -> Value:
         """Add some nodes to a subgraph; return the last value, of the shape of another one."""
@@ -1066,18 +1105,31 @@ OTHERS: tuple[Callable[[Builder], None], ...] = (
 )
 
 
-def make_model(random: Random, max_nodes: int = 14) -> ShardableModel:
-    """Return a random model; ONNX Runtime may still refuse some."""
-    builder = Builder(random, opset=builder_opset(random))
+WIDE: tuple[Callable[[Builder], None], ...] = (
+    Builder.add_recurrent,
+    Builder.add_empty_part,
+    Builder.add_concat,
+    Builder.add_unary,
+)
+
+
+def make_model(random: Random, max_nodes: int = 14, is_wide: bool = False) -> ShardableModel:
+    """Return a random model; ONNX Runtime may still refuse some.
+
+    A wide one has up to four symbols, which also change one by one, layers of two directions, and empty constants.
+    """
+    builder = Builder(random, opset=builder_opset(random), is_wide=is_wide)
     inputs = []
     for index in range(random.randrange(1, 4)):
         shape = INPUT_SHAPES[random.randrange(len(INPUT_SHAPES))]
+        if is_wide:
+            shape = tuple(builder.one_of(SYMBOLS) if isinstance(size, str) else size for size in shape)
         inputs.append(Value(f"x{index}", FLOAT, shape))
     inputs.append(Value("ids", INT64, (("N", 6), (2, "N"), (6,), (2, 6), (12,))[random.randrange(5)]))
     builder.values += [inputs[-1], *inputs[:-1]]
     for _ in range(random.randrange(3, max_nodes)):
-        add = builder.one_of(COMMON if builder.chance(0.6) else OTHERS)
-        add(builder)
+        kinds = WIDE if is_wide and builder.chance(0.2) else COMMON if builder.chance(0.6) else OTHERS
+        builder.one_of(kinds)(builder)
     outputs = _draw_outputs(builder, inputs)
     graph = builder.graph(outputs, [*inputs, *builder.overridable])
     opsets = [helper.make_opsetid("", builder.opset)]
@@ -1086,6 +1138,9 @@ def make_model(random: Random, max_nodes: int = 14) -> ShardableModel:
     # ONNX Runtime's recurrent kernels and InstanceNormalization end the process for empty inputs.
     others = [pair for pair in OTHER_SIZES if all(pair) or not builder.needs_elements]
     sizes = [{"N": n, "M": m} for n, m in (bound, *others)]
+    if is_wide:
+        sizes = [{**item, **{name: random.choice((1, 2, 3, 4, 6, 8, 13)) for name in SYMBOLS[2:]}} for item in sizes]
+        sizes[1:] = [*sizes[1:4], *({**sizes[0], name: 2 * sizes[0][name]} for name in SYMBOLS)]
     feeds = tuple(_draw_feeds(random, inputs, builder.overridable, size) for size in sizes)
     used = {size for value in inputs for size in value.shape if isinstance(size, str)}
     dimensions = tuple({name: size for name, size in item.items() if name in used} for item in sizes)

@@ -11,15 +11,17 @@ from onnx import ModelProto
 
 from onnxplace.model import Model, bind, load
 from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice
-from onnxplace.passes.sharding.layouts import Division
+from onnxplace.passes.sharding.layouts import REPLICATED, Division, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.sharded_model import ShardedModel, write_sharded_model
+from onnxplace.passes.sharding.sharded_model import ShardedModel, ShardedModelWriter
 from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 
 SHARES = ((1.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0), (2.0, 1.0, 1.0), (1.0,) * 4)
 """Shares of the work of two to four devices, equal and not."""
+WIDE_SHARES = (*SHARES, (1.0,) * 5, (1.0,) * 6, (1.0,) * 8, (1.0,) * 8, (2.0, 1.0, 1.0, 2.0, 1.0, 1.0))
+"""Shares of up to eight devices."""
 
 
 def make_space(proto: ModelProto, dimensions: Mapping[str, int], shares: Sequence[float] = (1.0, 1.0)) -> StrategySpace:
@@ -75,10 +77,32 @@ def choose_randomly(space: StrategySpace, random: Random) -> LayoutChoice:
     return LayoutChoice(tuple(strategies), {}, 0.0, 0.0, 0)
 
 
+class ReturningWriter(ShardedModelWriter):
+    """Returns what one device has of the outputs: those of the first say nothing of parts that it never reads."""
+
+    def __init__(self, space: StrategySpace, choice: LayoutChoice, costs: ExchangeCosts, device: int) -> None:
+        super().__init__(space, choice, costs)
+        self._returning = device
+        self._moves = False
+
+    def finish(self, split_inputs: Mapping[str, tuple[str, ...]]) -> ShardedModel:
+        self._moves = True
+        return super().finish(split_inputs)
+
+    def get(self, name: str, layout: Layout, device: int) -> str:
+        if not self._moves:
+            return super().get(name, layout, device)
+        self._moves = False
+        part = super().get(name, layout, self._returning if layout == REPLICATED else device)
+        self._moves = True
+        return part
+
+
 def shard_randomly(space: StrategySpace, random: Random) -> ShardedModel:
-    """Return a model with a random strategy per node."""
+    """Return a model with a random strategy per node, whose outputs are those of a random device."""
     costs = make_costs(space.division.count, random.choice((0.0, 1.0)))
-    return write_sharded_model(space, choose_randomly(space, random), costs)
+    choice = choose_randomly(space, random)
+    return ReturningWriter(space, choice, costs, random.randrange(space.division.count)).write()
 
 
 def check_structure(original: Model, sharded: ShardedModel) -> None:

@@ -37,12 +37,13 @@ def _by_direction(view: NodeView, signature: str) -> list[AxisRule]:
 
 
 def _take_direction(local: LocalNode) -> None:
-    """Make a device's copy compute one direction: the first device forward, the second one in reverse."""
-    local.set_attribute("direction", "reverse" if local.device else "forward")
+    """Make a device's copy compute the direction that it has: forward is the first one, reverse the second."""
+    direction = local.ranges[0][0]
+    local.set_attribute("direction", ("forward", "reverse")[direction])
     names = local.view.attribute("activations")
     if names:
         half = len(names) // 2
-        local.set_attribute("activations", names[half:] if local.device else names[:half])
+        local.set_attribute("activations", names[direction * half :][:half])
 
 
 def _by_hidden_units(view: NodeView) -> list[AxisRule]:

@@ -92,6 +92,20 @@ MIXED = {
         {},
         {"N": 1, "M": 4},
     ),
+    "an empty constant of some rows, next to two symbols": (
+        "float[N, 16] x, float[M, 16] z, float[K, 16] v",
+        "c = Concat<axis = 1>(x, E) a = Relu(c) y = Sum(a, a) m = Relu(z) k = Relu(v)",
+        {"E": (4, 0)},
+        {},
+        {"N": 4, "M": 4, "K": 6},
+    ),
+    "rows that follow from the ratio of two symbols": (
+        "float[N, 5] x, float[M, 2] z",
+        """h = Shape(z) m, w = Split(h, parts) t = Concat<axis = 0>(m, last) r = Reshape(x, t) y = Relu(r)""",
+        {},
+        {"parts": [1, 1], "last": [-1]},
+        {"N": 4, "M": 4},
+    ),
     "a choice that may be broadcast": (
         "float[N, 6] x, float[8, 6] z",
         "c = Greater(x, z) y = Where(c, x, z)",
@@ -191,16 +205,15 @@ def test_a_cut_is_right_at_every_size_where_symbols_and_fixed_sizes_meet(name: s
         model.graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), target))
     entries = {value.name: value.type.tensor_type.shape.dim for value in model.graph.input}
 
-    def draw(size: int | None) -> Feeds:
+    def draw(sizes: dict[str, int]) -> Feeds:
         shapes = {
-            name: [
-                (dimensions[dim.dim_param] if size is None else size) if dim.dim_param else dim.dim_value
-                for dim in dims
-            ]
+            name: [sizes[dim.dim_param] if dim.dim_param else dim.dim_value for dim in dims]
             for name, dims in entries.items()
         }
         return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
-    feeds = accepted(model, (draw(size) for size in (None, *SIZES, 8)))
+    together = (dict.fromkeys(dimensions, size) for size in (*SIZES, 8))
+    alone = ({**dimensions, name: 2 * size} for name, size in dimensions.items())
+    feeds = accepted(model, (draw(sizes) for sizes in (dimensions, *together, *alone)))
     assert len(feeds) > 1
     assert [trial for trial in try_strategies(model, feeds) if trial.problem] == []

@@ -6,6 +6,7 @@ import pytest
 from onnx import ModelProto, TensorProto, parser
 
 from onnxplace.model import bind, load
+from onnxplace.passes.sharding.known_shapes import infer_all_shapes
 from onnxplace.passes.sharding.layouts import PARTIAL, Layout
 from onnxplace.passes.sharding.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
@@ -110,3 +111,17 @@ def test_summands_go_through_known_scales(text, factor, is_passed):
     )
     space = build_space(TensorFacts.of(bind(load(model), {}, {})), DIVISIONS["2 ways"])
     assert (PARTIAL in layouts(tuple(space.strategies[1]))) is is_passed
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(20, (2, 4, 14)), (4, None), (1, None)])
+def test_slices_behind_operators_of_onnx_runtime_are_inferred_at_possible_sizes_alone(
+    rows: int, expected: tuple[int, ...] | None
+) -> None:
+    """ONNX Runtime ends the process, too, at a Slice of an axis with a negative size."""
+    proto = parser.parse_model("""<ir_version: 8, opset_import: ["": 18, "com.microsoft": 1]>
+        g (float[N, 4, L] x, float[4, 4, 3] w) => (y) <int64[1] s = {0}, int64[1] e = {-1}, int64[1] a = {2}> {
+            g = com.microsoft.Gelu(x) c = Conv(g, w) d = Slice(c, s, e, a)
+            h = com.microsoft.Gelu(d) i = Conv(h, w) y = Slice(i, s, e, a) }""")
+    model = bind(load(proto), {"N": 2, "L": rows}, {})
+    shapes = infer_all_shapes(model)
+    assert shapes.get("y") == expected

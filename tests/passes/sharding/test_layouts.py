@@ -114,3 +114,9 @@ def test_layouts_are_described_in_words() -> None:
         "axis 1",
         "axis 2 in 3 parts",
     ]
+
+
+def test_overlapping_rows_are_no_part_of_a_layout_with_copies() -> None:
+    division, rows = Division((1.0,) * 8), ((0, 2), (0, 2), (0, 3), (0, 3), (1, 4), (1, 4), (2, 4), (2, 4))
+    assert not division.holds(Layout(2, 1, 4), Layout(2, rows=rows))
+    assert division.holds(Layout(2, 1, 2), Layout(2, 1, 4))

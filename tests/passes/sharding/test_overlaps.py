@@ -225,3 +225,20 @@ def test_weights_and_specifications_of_parts_that_overlap_stay_whole() -> None:
     feeds = {"x": np.arange(64, dtype=np.float32).reshape(1, 1, 16, 4), "w": np.ones((1, 1, 3, 3), np.float32)}
     (expected,) = run_plain(whole.whole_proto().SerializeToString(), [feeds])
     check(space, choice, feeds, expected)
+
+
+def test_overlapping_rows_are_put_together_from_parts_that_several_devices_have() -> None:
+    """Eight devices have four rows, two of them each: once, overlapping rows passed for parts of them."""
+    proto = parser.parse_model("""<ir_version: 8, opset_import: ["": 21]> g (float[1, 2, 4, 4] x, float[2, 4, 2, 2] w)
+        => (float[1, 4, 8, 8] y) { a = Relu(x) y = ConvTranspose<kernel_shape = [2, 2], strides = [2, 2]>(a, w) }""")
+    random = np.random.default_rng(0)
+    feeds = {"x": random.normal(size=(1, 2, 4, 4)), "w": random.normal(size=(2, 4, 2, 2))}
+    feeds = {name: array.astype(np.float32) for name, array in feeds.items()}
+    (expected,) = run_plain(proto.SerializeToString(), [feeds])
+    space = make_space(proto, {}, (1.0,) * 8)
+    shared = [item for item in space.strategies[0] if item.outputs[0].axis == 2 and item.outputs[0].blocks == 4]
+    overlapping = [item for item in space.strategies[1] if item.overlaps]
+    assert shared
+    assert overlapping
+    for strategy in overlapping:
+        check(space, LayoutChoice((shared[0], strategy), {}, 0.0, 0.0, 0), feeds, expected)

@@ -18,7 +18,7 @@ from onnxplace.model import load
 from tests.support.random_models import Feeds, RandomModel, random_models, reference, run_plain
 from tests.support.random_placements import assert_same
 from tests.support.shardable_models import make_model
-from tests.support.shardings import SHARES, check_structure, make_space, shard_randomly
+from tests.support.shardings import SHARES, WIDE_SHARES, check_structure, make_space, shard_randomly
 
 EXAMPLES = int(os.environ.get("ONNXPLACE_EXAMPLES", "0"))
 """Number of models; unless it is set, they are always the same."""
@@ -50,11 +50,11 @@ def assert_close(actual: list[Any], expected: list[Any], tolerance: float) -> No
 def test_every_sharding_of_a_model_computes_the_same_at_every_size(first: int) -> None:
     for seed in range(first, first + 100):
         random = Random(seed)
-        model = make_model(random)
+        model = make_model(random, is_wide=True)
         results = run_sizes(model.proto, model.feeds)
         if not results:
             continue
-        space = make_space(model.proto, model.dimensions[0], random.choice(SHARES))
+        space = make_space(model.proto, model.dimensions[0], random.choice(WIDE_SHARES))
         sharded = shard_randomly(space, random)
         try:
             check_structure(space.facts.model, sharded)

@@ -26,6 +26,27 @@ RECURRENT = {
         splits=".000.0 -> 10, 1...01 -> 21",
         feeds={"n": i32([3, 1, 2, 3])},
     ),
+    "LSTM, two directions with all that these can have": RuleCase(
+        """(float[3,4,5] x, float[2,24,5] w, float[2,24,6] r, float[2,48] b, int32[4] n, float[2,4,6] h, float[2,4,6] c,
+            float[2,18] p) => (float[3,2,4,6] y, float[2,4,6] u, float[2,4,6] v) {
+            y, u, v = LSTM<hidden_size=6,direction="bidirectional",clip=0.7,input_forget=1,
+                activations=["Sigmoid","Tanh","Softsign","Softsign","Sigmoid","Tanh"]>(x, w, r, b, n, h, c, p) }""",
+        splits=".000.000 -> 100, 1...011. -> 211",
+        feeds={"n": i32([3, 1, 2, 3])},
+    ),
+    "GRU, two directions": RuleCase(
+        """(float[3,4,5] x, float[2,18,5] w, float[2,18,6] r, float[2,36] b, int32[4] n, float[2,4,6] h)
+        => (float[3,2,4,6] y, float[2,4,6] u) {
+            y, u = GRU<hidden_size=6,direction="bidirectional",
+                activations=["Sigmoid","Tanh","Tanh","Softsign"]>(x, w, r, b, n, h) }""",
+        splits=".000.0 -> 10, 1...01 -> 21",
+        feeds={"n": i32([3, 1, 2, 3])},
+    ),
+    "RNN, two directions": RuleCase(
+        """(float[3,4,5] x, float[2,6,5] w, float[2,6,6] r, float[2,12] b, float[2,4,6] h) => (float[2,4,6] u) {
+            , u = RNN<hidden_size=6,direction="bidirectional",activations=["Tanh","Softsign"]>(x, w, r, b, , h) }""",
+        splits=".000-0 -> -0, 1...-1 -> -1",
+    ),
     "RNN": RuleCase(
         """(float[3,4,5] x, float[1,6,5] w, float[1,6,6] r) => (float[1,4,6] u) {
             , u = RNN<hidden_size=6,direction="reverse">(x, w, r) }""",
@@ -51,6 +72,12 @@ RECURRENT = {
     "GRU, one step, last state only": RuleCase(
         """(float[1,1,5] x, float[1,18,5] w, float[1,18,6] r, float[1,1,6] h) => (float[1,1,6] u) {
             , u = GRU<hidden_size=6,linear_before_reset=1>(x, w, r, , , h) }""",
+        splits=".11--. -> -2",
+    ),
+    "GRU, one step, whose units become heads": RuleCase(
+        """(float[1,1,5] x, float[1,12,5] w, float[1,12,4] r, float[1,1,4] h) => (float[1,2,2] y) {
+            , u = GRU<hidden_size=4,linear_before_reset=1>(x, w, r, , , h) s = Constant<value_ints=[1,2,2]>()
+            y = Reshape(u, s) }""",
         splits=".11--. -> -2",
     ),
     "GRU, one step, gate before the product": RuleCase(
