@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ from onnxplace.bundle import Bundle
 from onnxplace.driver import checks_arguments
 from onnxplace.errors import ExecutionError, ModelError, UsageError
 from onnxplace.evaluation import (
+    Compare,
     OutputDifference,
     SizeComparison,
     StateCarrier,
     StepInputs,
     choose_step_inputs,
+    compare_in_child,
     compare_other_sizes,
     compare_outputs,
     find_bundle_lineages,
@@ -25,7 +27,7 @@ from onnxplace.evaluation import (
     rounds_to_few_values,
 )
 from onnxplace.feeds import Array
-from onnxplace.machine import available_cores, use_custom_operators, without_optimisations
+from onnxplace.machine import available_cores, use_custom_operators, uses_optimisations, without_optimisations
 from onnxplace.pipeline import Observer
 from onnxplace.runtime import CopyStatus, make_no_outputs_error
 from onnxplace.session import InferenceSession, load
@@ -105,17 +107,13 @@ def verify(
 
     def compare_on(cores: Sequence[int]) -> tuple[SizeComparison, ...]:
         nonlocal copies
-        first = choose_step_inputs(opened, inputs, shape or {}, seed)
-        with _adapt_hints(file), InferenceSession(opened, **options) as session:
-            run_model = open_reference(opened, against, cores)
-
-            def compare(items: StepInputs) -> list[list[OutputDifference]]:
-                return _compare_copies(session, opened, run_model, items, count, options["runtime"])
-
+        first, fixed = choose_step_inputs(opened, inputs, shape or {}, seed), shape or {}
+        job = _Job(opened.path, against, count, options, tuple(cores), uses_optimisations())
+        with _adapt_hints(file), _open_session(job) as (session, compare):
             comparisons = [SizeComparison(first.sizes, compare(first))]
-            fixed = first.sizes if inputs is not None else shape or {}
-            comparisons += compare_other_sizes(compare, first, sizes, fixed)
             copies = session.list_copies()
+        with _adapt_hints(file), compare_in_child(_open_comparison, job, opened.path, against) as compare:
+            comparisons += compare_other_sizes(compare, first, sizes, fixed if inputs is None else first.sizes)
         return tuple(comparisons)
 
     with use_custom_operators(custom_op_libraries):
@@ -130,6 +128,39 @@ def verify(
     worst = find_worst([step for item in comparisons for step in item.steps])
     is_equal, precisions = _all_equal(comparisons), list_precisions(opened)
     return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A comparison that can be sent to another process."""
+
+    path: Path
+    against: str | Path | None
+    count: int
+    """Steps."""
+    options: Mapping[str, Any]
+    """Arguments of the session."""
+    cores: tuple[int, ...]
+    """Those of the unsplit model."""
+    optimised: bool
+
+
+@contextmanager
+def _open_session(job: _Job) -> Iterator[tuple[InferenceSession, Compare]]:
+    """Open bundle and unsplit model; yield the session, and what compares them."""
+    bundle, runtime = load(job.path), str(job.options["runtime"])
+    with (
+        nullcontext() if job.optimised else without_optimisations(),
+        InferenceSession(bundle, **job.options) as session,
+    ):
+        run_model = open_reference(bundle, job.against, job.cores)
+        yield session, lambda steps: _compare_copies(session, bundle, run_model, steps, job.count, runtime)
+
+
+@contextmanager
+def _open_comparison(job: _Job) -> Iterator[Compare]:
+    with _open_session(job) as (_, compare):
+        yield compare
 
 
 @contextmanager

@@ -145,8 +145,10 @@ class _Trials:
             message = f"the bundle fails in its trial: {problem.message}"
             hint = "onnxplace verify shows whether the unsplit model fails too"
             return candidate.with_notes(Diagnostic("C021", message, where=problem.where, hint=hint)), None
-        doubt = find_trial_doubt(trial, candidate.state[Model].name)
-        return candidate.with_notes(*([doubt] if doubt else [])), trial
+        name = candidate.state[Model].name
+        notes = [Diagnostic("M017", text, where=name, hint="requests of such sizes fail") for text in trial.fatal_sizes]
+        doubt = find_trial_doubt(trial, name)
+        return candidate.with_notes(*notes, *([doubt] if doubt else [])), trial
 
     def _keep_fastest(
         self, candidates: Sequence[BuiltStrategy], comparison: Comparison

@@ -8,6 +8,10 @@ from onnxplace.evaluation.compare import (
     rounds_to_few_values as rounds_to_few_values,
     time_in_turns as time_in_turns,
 )
+from onnxplace.evaluation.comparison_process import (
+    Compare as Compare,
+    compare_in_child as compare_in_child,
+)
 from onnxplace.evaluation.device_usage import (
     DeviceUsage as DeviceUsage,
     DeviceUse as DeviceUse,

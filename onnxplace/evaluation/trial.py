@@ -86,6 +86,8 @@ class Trial:
     """Share of the time of these requests in which a thread waited for a core, also one of another process."""
     load_seconds: Mapping[str, Seconds] = field(default_factory=dict)
     """Time in which the weights of a segment came that stream, without those that were on their way before."""
+    fatal_sizes: tuple[str, ...] = ()
+    """Other sizes at which ONNX Runtime ends the process that runs the unsplit model, with how it does."""
 
     @property
     def is_doubtful(self) -> bool:
@@ -169,9 +171,8 @@ def run_trials(
                 report_progress(min(session.share for session in sessions))
             for session in sessions:
                 session.end()
-            for bundle, running in zip(bundles, opened) if is_local else ():
-                require_equal_at_another_size(running, bundle)
-        return tuple(session.summarise() for session in sessions)
+        fatal = [require_equal_at_another_size(bundle) if is_local else () for bundle in bundles]
+        return tuple(replace(item.summarise(), fatal_sizes=sizes) for item, sizes in zip(sessions, fatal))
 
     return measure_once(Trial, [f"compared trial {is_sure}"], bundles, feeds, cached and is_local, measure)
 

@@ -21,6 +21,7 @@ from onnxplace.machine.interrupts import (
     register_ending_handler as register_ending_handler,
 )
 from onnxplace.machine.isolated_sessions import (
+    DeviceProcess as DeviceProcess,
     IsolatedSession as IsolatedSession,
     list_taken_nodes as list_taken_nodes,
     open_session as open_session,

@@ -218,14 +218,17 @@ class DeviceProcess:
                     self._stop()
                     raise
             if answer is None:
-                reason = self._reason or self._child.describe_end()
-                message = f"{where} failed: the process of this device ended: {reason}"
+                message = f"{where} failed: the process of this device ended: {self.describe_end()}"
                 hint = "its sessions are isolated, so all else goes on; open a new session, or use --fallback cpu:0"
                 raise ExecutionError("X016", message, where=self.device.id, hint=hint)
         value, problem = answer
         if problem is not None:
             raise problem
         return value
+
+    def describe_end(self) -> str:
+        """Wait for the end of the process; return how it ended, such as `SIGSEGV`."""
+        return self._reason or str(self._child.describe_end())
 
     def _await_answer(self, options: Any) -> Any:
         """Return the next answer; None if the process has ended."""
