@@ -146,7 +146,7 @@ class _Trials:
             hint = "onnxplace verify shows whether the unsplit model fails too"
             return candidate.with_notes(Diagnostic("C021", message, where=problem.where, hint=hint)), None
         name = candidate.state[Model].name
-        notes = [Diagnostic("M017", text, where=name, hint="requests of such sizes fail") for text in trial.fatal_sizes]
+        notes = [Diagnostic("C023", text, where=name) for text in trial.size_notes]
         doubt = find_trial_doubt(trial, name)
         return candidate.with_notes(*notes, *([doubt] if doubt else [])), trial
 

@@ -1,7 +1,6 @@
 from onnxplace.evaluation.compare import (
     OutputDifference as OutputDifference,
     Timings as Timings,
-    compare_outputs as compare_outputs,
     find_bundle_lineages as find_bundle_lineages,
     list_precisions as list_precisions,
     open_reference as open_reference,
@@ -29,6 +28,10 @@ from onnxplace.evaluation.memory_use import (
     measure_model_opening as measure_model_opening,
     measure_process_memory as measure_process_memory,
 )
+from onnxplace.evaluation.own_differences import (
+    UNREPEATABLE as UNREPEATABLE,
+    ModelComparison as ModelComparison,
+)
 from onnxplace.evaluation.rate_trial import (
     RateTrial as RateTrial,
     RequestStream as RequestStream,
@@ -39,6 +42,7 @@ from onnxplace.evaluation.rate_trial import (
 from onnxplace.evaluation.size_comparison import (
     SizeComparison as SizeComparison,
     compare_other_sizes as compare_other_sizes,
+    may_be_rounding as may_be_rounding,
 )
 from onnxplace.evaluation.step_inputs import (
     StateCarrier as StateCarrier,

@@ -9,19 +9,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.devices import DeviceAddress
 from onnxplace.errors import ExecutionError, ModelError, NoteWarning, OnnxplaceError
-from onnxplace.evaluation.compare import OutputDifference, open_reference
+from onnxplace.evaluation.compare import open_reference
+from onnxplace.evaluation.own_differences import Differences
 from onnxplace.evaluation.step_inputs import StepInputs
 from onnxplace.machine import DeviceProcess, available_cores, list_operator_libraries, use_custom_operators
 from onnxplace.utils import start_child, temporary_folder
 
-Job = TypeVar("Job")
-Differences = Sequence[Sequence[OutputDifference]]
-"""By step, of each output."""
 Compare = Callable[[StepInputs], Differences]
 
 ENDS_PROCESS = "ONNX Runtime ends the process with these inputs"
@@ -30,8 +28,7 @@ _CPU = DeviceAddress("cpu", 0)
 
 @contextmanager
 def compare_in_child(
-    open_comparison: Callable[[Job], AbstractContextManager[Compare]],
-    job: Job,
+    open_comparison: Callable[[], AbstractContextManager[tuple[Compare, Any]]],
     bundle: Path,
     against: str | Path | None,
 ) -> Iterator[Compare]:
@@ -41,8 +38,7 @@ def compare_in_child(
     ExecutionError.
 
     Args:
-        open_comparison: A function at the top level of a module, whose context yields the function to call there.
-        job: Its argument, which must be picklable.
+        open_comparison: A picklable function, whose context yields the function to call there, and a session.
         bundle: The path of the bundle that is compared.
         against: The unsplit model's file; None for the bundle's copy.
     """
@@ -50,10 +46,11 @@ def compare_in_child(
 
     def compare(steps: StepInputs) -> Differences:
         nonlocal process
+        differences: Differences
         try:
             if process is None or process.ended.is_set():
                 process = DeviceProcess(_CPU)
-            differences, notes = process.call("", _compare, 0, open_comparison, job, list_operator_libraries(), steps)
+            differences, notes = process.call("", _compare, 0, open_comparison, list_operator_libraries(), steps)
         except ExecutionError:
             if process is None or not process.ended.is_set():
                 raise
@@ -74,16 +71,16 @@ def compare_in_child(
 
 
 def _compare(
-    opened: dict[int, Any], _: int, __: Any, open_comparison: Any, job: Any, libraries: Sequence[str], steps: StepInputs
+    opened: dict[int, Any], _: int, __: Any, open_comparison: Any, libraries: Sequence[str], steps: StepInputs
 ) -> Any:
     """Compare in the child, and return the notes of sessions, too."""
     if not opened:
         stack = ExitStack()
         stack.enter_context(use_custom_operators(libraries))
-        opened |= {1: stack.enter_context(open_comparison(job)), 0: stack}
+        opened |= {1: stack.enter_context(open_comparison()), 0: stack}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NoteWarning)
-        differences = opened[1](steps)
+        differences = opened[1][0](steps)
     return differences, [item.message.note for item in caught if isinstance(item.message, NoteWarning)]
 
 

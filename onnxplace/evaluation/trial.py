@@ -36,7 +36,7 @@ from onnxplace.bundle import (
 from onnxplace.errors import Diagnostic
 from onnxplace.evaluation.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.evaluation.compare import find_bundle_lineages, open_reference
-from onnxplace.evaluation.size_comparison import require_equal_at_another_size
+from onnxplace.evaluation.size_comparison import compare_at_another_size
 from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.feeds import Array
 from onnxplace.machine import (
@@ -86,8 +86,8 @@ class Trial:
     """Share of the time of these requests in which a thread waited for a core, also one of another process."""
     load_seconds: Mapping[str, Seconds] = field(default_factory=dict)
     """Time in which the weights of a segment came that stream, without those that were on their way before."""
-    fatal_sizes: tuple[str, ...] = ()
-    """Other sizes at which ONNX Runtime ends the process that runs the unsplit model, with how it does."""
+    size_notes: tuple[str, ...] = ()
+    """What is to be said of the comparison with the unsplit model at other sizes."""
 
     @property
     def is_doubtful(self) -> bool:
@@ -171,8 +171,8 @@ def run_trials(
                 report_progress(min(session.share for session in sessions))
             for session in sessions:
                 session.end()
-        fatal = [require_equal_at_another_size(bundle) if is_local else () for bundle in bundles]
-        return tuple(replace(item.summarise(), fatal_sizes=sizes) for item, sizes in zip(sessions, fatal))
+        notes = [compare_at_another_size(bundle) if is_local else () for bundle in bundles]
+        return tuple(replace(item.summarise(), size_notes=texts) for item, texts in zip(sessions, notes))
 
     return measure_once(Trial, [f"compared trial {is_sure}"], bundles, feeds, cached and is_local, measure)
 

@@ -28,6 +28,7 @@ from onnxplace.machine.isolated_sessions import (
 )
 from onnxplace.machine.ort_sessions import (
     GuardedSession as GuardedSession,
+    Level as Level,
     end_openings as end_openings,
     is_foreign_error as is_foreign_error,
     list_operator_libraries as list_operator_libraries,

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,14 +47,14 @@ def write(text: str, name: str = "model.onnx") -> str:
 
 
 @contextmanager
-def open_and_end(number: int) -> Iterator[Compare]:
-    yield lambda steps: os.kill(os.getpid(), number)
+def open_and_end(number: int) -> Iterator[tuple[Compare, None]]:
+    yield lambda steps: os.kill(os.getpid(), number), None
 
 
 def test_the_end_of_the_process_is_the_models_if_the_model_alone_ends_one():
     bundle = onnxplace.compile(write(GRU), "out", devices="cpu:0", shape={"S": 4, "B": 2}, pipeline=FAST_PIPELINE)
     steps = choose_step_inputs(bundle, None, {"S": 1}, 0)
-    with compare_in_child(open_and_end, signal.SIGFPE, bundle.path, "model.onnx") as compare:
+    with compare_in_child(partial(open_and_end, signal.SIGFPE), bundle.path, "model.onnx") as compare:
         for _ in range(2):  # the process starts again
             with pytest.raises(ModelError) as caught:
                 compare(steps)
@@ -61,7 +62,7 @@ def test_the_end_of_the_process_is_the_models_if_the_model_alone_ends_one():
     steps = choose_step_inputs(bundle, None, {"S": 2}, 0)
     text = r"X004.*the comparison failed in a process of its own: SIGSEGV"
     with (
-        compare_in_child(open_and_end, signal.SIGSEGV, bundle.path, None) as compare,
+        compare_in_child(partial(open_and_end, signal.SIGSEGV), bundle.path, None) as compare,
         pytest.raises(ExecutionError, match=text),
     ):
         compare(steps)
@@ -70,11 +71,11 @@ def test_the_end_of_the_process_is_the_models_if_the_model_alone_ends_one():
 def test_compile_goes_on_after_sizes_that_end_the_process(run_cli):
     result = run_cli("compile", write(GRU), "-o", "out", "--devices", "cpu:0", "--shape", "S=4,B=2")
     assert result.code == 0
-    assert "note[M017] g: with S=5, B=1, " in result.err
+    assert "note[C023] g: with S=5, B=1, " in result.err
     assert "in node 'step' (GRU)" in result.err
     assert sorted(os.listdir()) == ["model.onnx", "out"]
     again = run_cli("compile", "model.onnx", "-o", "again", "--devices", "cpu:0", "--shape", "S=4,B=2")
-    assert "note[M017] g: with S=5, B=1, " in again.err  # from the cache
+    assert "note[C023] g: with S=5, B=1, " in again.err  # from the cache
 
 
 def test_verify_goes_on_after_sizes_that_end_the_process(run_cli):
