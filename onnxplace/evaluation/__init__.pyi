@@ -1,6 +1,7 @@
 from onnxplace.evaluation.compare import (
     OutputDifference as OutputDifference,
     Timings as Timings,
+    compare_outputs as compare_outputs,
     find_bundle_lineages as find_bundle_lineages,
     list_precisions as list_precisions,
     open_reference as open_reference,

@@ -18,11 +18,12 @@ from onnxplace.evaluation.compare import (
     list_precisions,
     rounds_to_few_values,
 )
-from onnxplace.evaluation.comparison_process import ENDS_PROCESS, Compare, compare_in_child
+from onnxplace.evaluation.comparison_process import Compare, compare_in_child
 from onnxplace.evaluation.own_differences import MAX_OWN_ERRORS, UNREPEATABLE, Differences, ModelComparison
 from onnxplace.evaluation.step_inputs import StepInputs, choose_step_inputs
 from onnxplace.feeds import symbols_of_dimension
 from onnxplace.machine import available_cores, without_optimisations
+from onnxplace.model import ENDS_PROCESS
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Runtime, RuntimeSession
 

@@ -35,7 +35,7 @@ GRU = """g (float[S, B, 4] x) => (float[T, 1, B, 5] y)
     [step] y = GRU<hidden_size = 5>(t, w, r)
 }"""
 """Without rows where S is odd: the kernel ends the process (SIGABRT)."""
-ENDS = "ONNX Runtime ends the process with these inputs, in node 'step' (GRU): "
+ENDS = "ONNX Runtime ends the process in node 'step' (GRU): "
 
 
 def write(text: str, name: str = "model.onnx") -> str:
