@@ -10,6 +10,7 @@ That takes some microseconds, and copies nothing. `python -m benchmarks.conforma
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
@@ -21,7 +22,7 @@ ENDS_PROCESS = "ONNX Runtime ends the process"
 """Begins the names of guards, and with them ONNX Runtime's words."""
 FATAL_OPERATORS = {
     "Conv", "ConvTranspose", "DynamicQuantizeLSTM", "GRU", "GroupQueryAttention", "InstanceNormalization", "LSTM",
-    "MultiHeadAttention", "QAttention", "STFT", "Scan", "Unique",
+    "MultiHeadAttention", "QAttention", "STFT", "Scan", "SkipLayerNormalization", "Unique",
 }  # fmt: skip
 # Before this version of the standard operators, integers cannot be compared.
 MIN_GUARDED_OPSET = 7
@@ -78,6 +79,8 @@ def _list_fatal_axes(node: NodeProto, types: Mapping[str, TypeProto]) -> Iterato
             yield 2, (2,)
         case "STFT":
             yield 2, (0,)
+        case "SkipLayerNormalization" if not _share_first_axis(node, types):
+            yield 1, (0,)
         case "Conv":
             yield 1, axes[2:]
         case "ConvTranspose" if len(axes) > 4:
@@ -89,6 +92,12 @@ def _list_fatal_axes(node: NodeProto, types: Mapping[str, TypeProto]) -> Iterato
         case "Scan":  # it transposes these
             scanned = attributes.get("scan_input_axes", ())
             yield from ((len(node.input) - len(scanned) + i, None) for i, axis in enumerate(scanned) if axis)
+
+
+def _share_first_axis(node: NodeProto, types: Mapping[str, TypeProto]) -> bool:
+    """Return whether two inputs have first axes of the same name, so that both are empty or neither."""
+    first, second = ((read_shape_entries(types.get(name, TypeProto())) or [None])[0] for name in node.input[:2])
+    return first is not None and first == second
 
 
 def _guard_scan_outputs(node: NodeProto) -> None:
@@ -107,7 +116,7 @@ def _make_guards(node: NodeProto, value: str, axes: Sequence[int] | None) -> lis
     text = f"{ENDS_PROCESS} in node {node.name!r} ({node.op_type}) where an axis of {value!r} is empty"
     guards = list[NodeProto]()
 
-    def add(operator: str, *inputs: str, **attributes: object) -> str:
+    def add(operator: str, *inputs: str, **attributes: Any) -> str:
         output = f"{node.output[0]}/{value}/{len(guards)}"
         guards.append(helper.make_node(operator, inputs, [output], f"{text} ({len(guards)})", **attributes))
         return output
