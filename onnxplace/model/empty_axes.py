@@ -66,8 +66,9 @@ def list_own_nodes(graph: GraphProto) -> list[NodeProto]:
 def _list_fatal_axes(node: NodeProto, types: Mapping[str, TypeProto]) -> Iterator[tuple[int, tuple[int, ...] | None]]:
     """Yield positions of inputs, with the axes that must not be empty: None for all."""
     attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
-    first = types.get(node.input[0], TypeProto()) if node.input else TypeProto()
-    axes = tuple(range(len(read_shape_entries(first) or ())))
+    inputs = [types.get(name, TypeProto()) for name in node.input]
+    shapes = [tuple(read_shape_entries(item) or ()) for item in inputs]
+    axes = tuple(range(len(shapes[0]))) if shapes else ()
     match node.op_type:
         case "GRU":
             yield 0, None
@@ -79,25 +80,19 @@ def _list_fatal_axes(node: NodeProto, types: Mapping[str, TypeProto]) -> Iterato
             yield 2, (2,)
         case "STFT":
             yield 2, (0,)
-        case "SkipLayerNormalization" if not _share_first_axis(node, types):
+        case "SkipLayerNormalization" if not shapes[0] or shapes[0][:1] != shapes[1][:1]:  # else, both are empty
             yield 1, (0,)
         case "Conv":
-            yield 1, axes[2:]
+            yield 1, tuple(range(2, len(shapes[1])))
         case "ConvTranspose" if len(axes) > 4:
             yield 0, axes[2:]
-        case "InstanceNormalization" if first.tensor_type.elem_type == TensorProto.FLOAT16:
+        case "InstanceNormalization" if inputs[0].tensor_type.elem_type == TensorProto.FLOAT16:
             yield 0, axes[2:]
         case "Unique" if "axis" in attributes:
             yield 0, tuple(axis for axis in axes if axis != attributes["axis"] % len(axes))
         case "Scan":  # it transposes these
             scanned = attributes.get("scan_input_axes", ())
             yield from ((len(node.input) - len(scanned) + i, None) for i, axis in enumerate(scanned) if axis)
-
-
-def _share_first_axis(node: NodeProto, types: Mapping[str, TypeProto]) -> bool:
-    """Return whether two inputs have first axes of the same name, so that both are empty or neither."""
-    first, second = ((read_shape_entries(types.get(name, TypeProto())) or [None])[0] for name in node.input[:2])
-    return first is not None and first == second
 
 
 def _guard_scan_outputs(node: NodeProto) -> None:
