@@ -45,6 +45,11 @@ _OPTION = re.compile(
     r"(?: (?P<value>'[^'\n]+'|[^\s-]*\d\S*?(?=[,;:)]?(?:\s|$))|[A-Z]+\b(?!=)(?:\.\w+)?|\w[^\s,;:)]*(?=[,;:)]|$)))?",
     re.MULTILINE,
 )
+# What ONNX Runtime says of a guard, whose name is the reason (onnxplace/model/empty_axes.py).
+_GUARD = re.compile(
+    r"Non-zero status code returned while running Gather node\. "
+    r"Name:'(ONNX Runtime ends .*? is empty) \(\d+\)' Status Message: .*"
+)
 # Arguments of Python whose names are not those of the options.
 _ARGUMENTS = {
     "-o": "output", "--budget": "budget_seconds", "--custom-op-library": "custom_op_libraries", "--force": "force=True",
@@ -174,7 +179,7 @@ def format_one_line(problem: BaseException) -> str:
     >>> format_one_line(ValueError("first\nsecond\n  hint: third"))
     'first second; hint: third'
     """
-    return " ".join(str(problem).replace("\n  hint: ", "; hint: ").split())
+    return _GUARD.sub(r"\1", " ".join(str(problem).replace("\n  hint: ", "; hint: ").split()))
 
 
 def shorten(text: str) -> str:

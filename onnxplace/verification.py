@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,23 @@ from onnxplace.bundle import Bundle
 from onnxplace.driver import checks_arguments
 from onnxplace.errors import ExecutionError, ModelError, UsageError
 from onnxplace.evaluation import (
+    Compare,
+    ModelComparison,
     OutputDifference,
     SizeComparison,
-    StateCarrier,
     StepInputs,
     choose_step_inputs,
+    compare_in_child,
     compare_other_sizes,
-    compare_outputs,
-    find_bundle_lineages,
     list_precisions,
-    open_reference,
-    rounds_to_few_values,
+    may_be_rounding,
 )
 from onnxplace.feeds import Array
-from onnxplace.machine import available_cores, use_custom_operators, without_optimisations
+from onnxplace.machine import available_cores, use_custom_operators, uses_optimisations, without_optimisations
 from onnxplace.pipeline import Observer
 from onnxplace.runtime import CopyStatus, make_no_outputs_error
 from onnxplace.session import InferenceSession, load
-from onnxplace.utils import format_first, format_object, report_progress
+from onnxplace.utils import format_first, format_object
 
 # Calls that are compared for a bundle with states: each of the later ones reads states of the one before.
 STEPS_WITH_STATES = 3
@@ -105,22 +105,18 @@ def verify(
 
     def compare_on(cores: Sequence[int]) -> tuple[SizeComparison, ...]:
         nonlocal copies
-        first = choose_step_inputs(opened, inputs, shape or {}, seed)
-        with _adapt_hints(file), InferenceSession(opened, **options) as session:
-            run_model = open_reference(opened, against, cores)
-
-            def compare(items: StepInputs) -> list[list[OutputDifference]]:
-                return _compare_copies(session, opened, run_model, items, count, options["runtime"])
-
+        first, fixed = choose_step_inputs(opened, inputs, shape or {}, seed), shape or {}
+        opening = partial(_open_comparison, opened.path, against, count, options, cores, uses_optimisations())
+        with _adapt_hints(file), opening() as (compare, session):
             comparisons = [SizeComparison(first.sizes, compare(first))]
-            fixed = first.sizes if inputs is not None else shape or {}
-            comparisons += compare_other_sizes(compare, first, sizes, fixed)
             copies = session.list_copies()
+        with _adapt_hints(file), compare_in_child(opening, opened.path, against) as compare:
+            comparisons += compare_other_sizes(compare, first, sizes, fixed if inputs is None else first.sizes)
         return tuple(comparisons)
 
     with use_custom_operators(custom_op_libraries):
         comparisons, optimised = compare_on(available_cores()), True
-        if not _all_equal(comparisons) and rounds_to_few_values(opened):
+        if not _all_equal(comparisons) and may_be_rounding(opened, comparisons):
             if observer:
                 observer("comparing without optimisations", 0, 1)
             with without_optimisations():
@@ -130,6 +126,22 @@ def verify(
     worst = find_worst([step for item in comparisons for step in item.steps])
     is_equal, precisions = _all_equal(comparisons), list_precisions(opened)
     return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies)
+
+
+@contextmanager
+def _open_comparison(
+    path: Path,
+    against: str | Path | None,
+    count: int,
+    options: Mapping[str, Any],
+    cores: Sequence[int],
+    optimised: bool,
+) -> Iterator[tuple[Compare, InferenceSession]]:
+    """Open bundle and unsplit model, on these cores; yield what compares `count` steps, and the session."""
+    bundle = load(path)
+    with nullcontext() if optimised else without_optimisations(), InferenceSession(bundle, **options) as session:
+        comparison = ModelComparison(bundle, against, cores, [item.name for item in bundle.outputs])
+        yield lambda steps: _compare_copies(session, comparison, steps, count, options["runtime"]), session
 
 
 @contextmanager
@@ -151,38 +163,22 @@ def _adapt_hints(inputs: str | Path | None) -> Iterator[None]:
 
 
 def _compare_copies(
-    session: InferenceSession,
-    bundle: Bundle,
-    run_model: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    steps: StepInputs,
-    count: int,
-    runtime: str,
+    session: InferenceSession, comparison: ModelComparison, steps: StepInputs, count: int, runtime: str
 ) -> list[list[OutputDifference]]:
     """Return the largest differences of each output in each step; every copy of the bundle does all steps."""
-    names = [item.name for item in bundle.outputs]
-    lineages = find_bundle_lineages(bundle)
     by_copy = []
     for _ in range(max(len(session.list_copies()), 1)):
         # Requests take turns over the copies, and so do conversations.
-        user = session.conversation() if session.list_copies() and bundle.manifest.states else session
+        user = session.conversation() if session.list_copies() and session.bundle.manifest.states else session
         user.reset_state()
-        reference = StateCarrier(run_model, bundle)
 
         def run_bundle(feeds: Mapping[str, Any], user: InferenceSession = user) -> Mapping[str, Any]:
-            outputs = user.submit(feeds, names).result().outputs
+            outputs = user.submit(feeds, comparison.names).result().outputs
             if not outputs:
                 raise make_no_outputs_error(runtime, "verify")
             return outputs
 
-        differences = []
-        for number in range(count):
-            feeds = steps.feeds(number)
-            with steps.explained(number):
-                differences.append(compare_outputs(run_bundle, reference, feeds, names, lineages))
-            report_progress(number + 1, count)
-            if number == 0:
-                steps.learn(reference.states)
-        by_copy.append(differences)
+        by_copy.append(comparison.compare(run_bundle, steps, count))
     return [find_worst(items) for items in zip(*by_copy)]
 
 

@@ -10,6 +10,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import shutil
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
@@ -152,6 +153,26 @@ def good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "REPEAT_POLICY", replace(trial.REPEAT_POLICY, max_runs=trial.REPEAT_POLICY.min_runs))
     monkeypatch.setattr("onnxplace.passes.profiling.profile_model.DOUBTFUL_WAITING_SHARE", 1.0)
     monkeypatch.setattr("onnxplace.evaluation.trial.DOUBTFUL_WAITING_SHARE", 1.0)
+
+
+class LocalProcess:
+    """Stands in for the child process that compares other sizes: a start takes half a second."""
+
+    def __init__(self, _: object) -> None:
+        self.ended, self._opened = threading.Event(), {}
+
+    def call(self, _: str, function: Callable[..., object], number: int, *arguments: object) -> object:
+        return function(self._opened, number, None, *arguments)
+
+    def drop(self, _: int) -> None:
+        self.ended.set()
+
+
+@pytest.fixture(autouse=True)
+def local_comparisons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare other sizes in this process, unless a test has the mark `child_comparisons`."""
+    if not request.node.get_closest_marker("child_comparisons"):
+        monkeypatch.setattr("onnxplace.evaluation.comparison_process.DeviceProcess", LocalProcess)
 
 
 @pytest.fixture(autouse=True)

@@ -64,7 +64,8 @@ def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
 def _print_differences(result: Verification) -> None:
     """Print the differences of each output, and the way they were compared."""
     for index, item in enumerate(result.outputs):
-        verdict = "DIFFERS" if not item.equal else "random" if item.random_nodes else "equal "
+        is_drawn = item.random_nodes or math.isinf(item.own_error)
+        verdict = "DIFFERS" if not item.equal else "random" if is_drawn else "equal "
         place = "" if item.equal else _find_first(result.sizes, index)
         print_text(f"{verdict} {format_name(item.name)}  {_format_error(item)}{place}")
     _print_sizes(result.sizes)
@@ -75,8 +76,8 @@ def _print_differences(result: Verification) -> None:
         print_text(f"{result.steps} steps, each with the states of the one before")
     if not result.optimised:
         print_text(
-            "compared with ONNX Runtime's optimisations off: with them, quantised values are rounded otherwise "
-            "where a fusion was cut (docs/correctness.md)"
+            "compared with ONNX Runtime's optimisations off: with them, values are rounded otherwise where a fusion "
+            "was cut, as between two levels of optimisation of the unsplit model (docs/correctness.md)"
         )
 
 
@@ -97,15 +98,21 @@ def _print_sizes(comparisons: Sequence[SizeComparison]) -> None:
     for item in comparisons:
         if item.result == "refused":
             print_text(f"REFUSED with {item.text}, which the model takes: {item.message}")
+        elif item.is_fatal:
+            print_text(f"skipped with {item.text}: {item.message}")
     if taken := [item.text for item in comparisons if item.sizes and not item.refused_by]:
         print_text(f"compared with {'; '.join(taken)}")
-    if skipped := [item.text for item in comparisons if item.result == "skipped"]:
+    if skipped := [item.text for item in comparisons if item.result == "skipped" and not item.is_fatal]:
         print_text(f"skipped, as the model refuses them: {'; '.join(skipped)}")
 
 
 def _format_error(difference: OutputDifference) -> str:
     """Return the error of an output, or why it has none."""
     if not difference.random_nodes:
+        if math.isinf(difference.own_error):
+            from onnxplace.evaluation import UNREPEATABLE
+
+            return UNREPEATABLE
         relative = f"relative to its largest value {difference.max_rel_error:.3g}"
         return f"max abs error {difference.max_abs_error:.3g}, {relative}"
     nodes = format_names(difference.random_nodes)

@@ -156,8 +156,10 @@ class _Trials:
             message = f"the bundle fails in its trial: {problem.message}"
             hint = "onnxplace verify shows whether the unsplit model fails too"
             return candidate.with_notes(Diagnostic("C021", message, where=problem.where, hint=hint)), None
-        doubt = find_trial_doubt(trial, candidate.state[Model].name) or contradiction
-        return candidate.with_notes(*([doubt] if doubt else [])), trial
+        name = candidate.state[Model].name
+        notes = [Diagnostic("C023", text, where=name) for text in trial.size_notes]
+        doubt = find_trial_doubt(trial, name) or contradiction
+        return candidate.with_notes(*notes, *([doubt] if doubt else [])), trial
 
     def _run_trial(self, bundle: Bundle, cached: bool) -> Trial:
         (trial,) = run_trials([bundle], self._feeds, cached=cached, thorough=self._thorough, plain=True)

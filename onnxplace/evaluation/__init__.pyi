@@ -10,6 +10,10 @@ from onnxplace.evaluation.compare import (
     rounds_to_few_values as rounds_to_few_values,
     time_in_turns as time_in_turns,
 )
+from onnxplace.evaluation.comparison_process import (
+    Compare as Compare,
+    compare_in_child as compare_in_child,
+)
 from onnxplace.evaluation.device_usage import (
     DeviceUsage as DeviceUsage,
     DeviceUse as DeviceUse,
@@ -27,6 +31,10 @@ from onnxplace.evaluation.memory_use import (
     measure_model_opening as measure_model_opening,
     measure_process_memory as measure_process_memory,
 )
+from onnxplace.evaluation.own_differences import (
+    UNREPEATABLE as UNREPEATABLE,
+    ModelComparison as ModelComparison,
+)
 from onnxplace.evaluation.rate_trial import (
     RateTrial as RateTrial,
     RequestStream as RequestStream,
@@ -37,6 +45,7 @@ from onnxplace.evaluation.rate_trial import (
 from onnxplace.evaluation.size_comparison import (
     SizeComparison as SizeComparison,
     compare_other_sizes as compare_other_sizes,
+    may_be_rounding as may_be_rounding,
 )
 from onnxplace.evaluation.step_inputs import (
     StateCarrier as StateCarrier,

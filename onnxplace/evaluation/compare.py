@@ -14,7 +14,7 @@ import numpy as np
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates, list_route_devices
 from onnxplace.errors import ModelError
 from onnxplace.feeds import Array, Declared, describe_input
-from onnxplace.machine import find_typical_seconds, make_runner, make_session_options, open_session, pin_thread
+from onnxplace.machine import Level, find_typical_seconds, make_runner, make_session_options, open_session, pin_thread
 from onnxplace.model import Lineage, is_quantising, output_lineages
 from onnxplace.target import PRECISIONS
 from onnxplace.utils import report_progress
@@ -46,6 +46,11 @@ class OutputDifference:
     """Nodes drawing random numbers that explain the differing elements; empty if none do.
 
     If there are any, `equal` is about type, shape and finiteness, and both errors are infinite.
+    """
+    own_error: float = 0.0
+    """Largest absolute difference of the unsplit model from itself, measured where the output differs.
+
+    It is infinite if two equal runs differ: then `equal` is about type and shape.
     """
 
 
@@ -133,7 +138,9 @@ def _compare_floats(name: str, actual: Array, reference: Array, tolerance: float
     scale = float(np.abs(reference[finite]).max(initial=0.0))
     # Relative to the largest element, not to each one: small ones are often differences of large numbers.
     relative = float(error) / scale if scale > 0 else float(error)
-    return OutputDifference(name, same_special and relative <= tolerance, float(error), relative)
+    if not same_special:
+        return OutputDifference(name, False, float("inf"), float("inf"))
+    return OutputDifference(name, relative <= tolerance, float(error), relative)
 
 
 def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:
@@ -155,7 +162,7 @@ def _is_as_finite(actual: Array, reference: Array) -> bool:
 
 
 def open_reference(
-    bundle: Bundle, against: str | Path | None, all_cores: Sequence[int]
+    bundle: Bundle, against: str | Path | None, all_cores: Sequence[int], level: Level | None = None
 ) -> Callable[[Mapping[str, Array]], dict[str, Any]]:
     """Return a function that runs the unsplit model: the bundle's copy, or the file `against`."""
     model = Path(against) if against else bundle.file(WHOLE_MODEL_FILE)
@@ -166,7 +173,7 @@ def open_reference(
     if bundle.manifest.streams:  # the model may be larger than the memory: map it, and make no second copy of weights
         entries = {**entries, "session.disable_prepacking": "1"}
     with pin_thread(all_cores):
-        session = open_session(model, make_session_options(all_cores, entries=entries), where=str(model))
+        session = open_session(model, make_session_options(all_cores, level, entries), where=str(model))
     names, run_whole = [output.name for output in session.get_outputs()], make_runner(session, str(model))
     # The bundle's copy has the bundle's own parts of states, other files have whole states.
     split_states = SplitStates(bundle.manifest) if against else None

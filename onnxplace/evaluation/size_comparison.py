@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Literal
+from math import isinf
+from pathlib import Path
+from typing import Literal, cast
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, FeedError, ModelError, NoteWarning, format_names
 from onnxplace.evaluation.compare import (
-    OutputDifference,
-    compare_outputs,
-    find_bundle_lineages,
     list_precisions,
-    open_reference,
     rounds_to_few_values,
 )
+from onnxplace.evaluation.comparison_process import Compare, compare_in_child
+from onnxplace.evaluation.own_differences import MAX_OWN_ERRORS, UNREPEATABLE, Differences, ModelComparison
 from onnxplace.evaluation.step_inputs import StepInputs, choose_step_inputs
 from onnxplace.feeds import symbols_of_dimension
-from onnxplace.machine import available_cores
-from onnxplace.runtime import RuntimeSession
-
-Differences = Sequence[Sequence[OutputDifference]]
-"""By step, of each output."""
+from onnxplace.machine import available_cores, without_optimisations
+from onnxplace.model import ENDS_PROCESS
+from onnxplace.pipeline import find_plugin
+from onnxplace.runtime import Runtime, RuntimeSession
 
 # A trial compares only models that are opened, and run on the host, within a moment.
 MAX_COMPARED_BYTES, MAX_COMPARED_SECONDS = 128 << 20, 0.1
@@ -54,13 +55,18 @@ class SizeComparison:
         return "equal" if all(item.equal for step in self.steps for item in step) else "differs"
 
     @property
+    def is_fatal(self) -> bool:
+        """Return whether ONNX Runtime ends the process that runs the unsplit model at these sizes."""
+        return ENDS_PROCESS in self.message
+
+    @property
     def text(self) -> str:
         """Return the sizes as `--shape` takes them; of many, the first ones."""
         return format_names((f"{name}={size}" for name, size in self.sizes.items()), quoted=False)
 
 
 def compare_other_sizes(
-    compare: Callable[[StepInputs], Differences], steps: StepInputs, count: int, fixed: Iterable[str] = ()
+    compare: Compare, steps: StepInputs, count: int, fixed: Iterable[str] = ()
 ) -> Iterator[SizeComparison]:
     """Yield comparisons until the model has taken `count` other sizes of each dimension, or all have been tried.
 
@@ -108,9 +114,7 @@ def list_other_sizes(sizes: Mapping[str, int], names: Iterable[str]) -> list[dic
     return list({tuple(other.values()): other for other in others}.values())
 
 
-def _compare(
-    compare: Callable[[StepInputs], Differences], steps: StepInputs, sizes: Mapping[str, int]
-) -> SizeComparison:
+def _compare(compare: Compare, steps: StepInputs, sizes: Mapping[str, int]) -> SizeComparison:
     inputs = None
     try:
         inputs = steps.resize(sizes)
@@ -121,11 +125,32 @@ def _compare(
         return SizeComparison(sizes, (), "model" if by_model else "bundle", problem.message)
 
 
-def require_equal_at_another_size(session: RuntimeSession, bundle: Bundle) -> None:
-    """Raise ExecutionError if an open bundle differs from the unsplit model at one other choice of sizes.
+@contextmanager
+def _open_trial(path: Path, optimised: bool) -> Iterator[tuple[Compare, RuntimeSession]]:
+    """Open a bundle and the unsplit model; yield what compares them, without their states."""
+    bundle = Bundle.open(path)
+    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+    with nullcontext() if optimised else without_optimisations(), runtime.open(bundle) as session:
+        comparison = ModelComparison(bundle, None, available_cores(), [item.name for item in bundle.returned_outputs])
+        yield lambda steps: comparison.compare(lambda feeds: session.run(feeds).outputs, steps, 1), session
 
-    Returns without a comparison if that takes long, or if rounding alone may change an output by much. States are not
-    compared: a training step's depend on the sign of the least gradient.
+
+def may_be_rounding(bundle: Bundle, comparisons: Sequence[SizeComparison]) -> bool:
+    """Return whether outputs differ by rounding if they are equal without ONNX Runtime's optimisations.
+
+    They differ by at most twice as much as the unsplit model from itself, or the model rounds to few values.
+    """
+    differing = [item for one in comparisons for step in one.steps for item in step if not item.equal]
+    is_small = all(item.max_abs_error <= MAX_OWN_ERRORS * item.own_error for item in differing)
+    return (is_small and all(one.result != "refused" for one in comparisons)) or rounds_to_few_values(bundle)
+
+
+def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
+    """Raise ExecutionError if a bundle differs from the unsplit model at one other choice of sizes.
+
+    Returns notes: sizes at which ONNX Runtime ends the process, and outputs that two equal runs of the unsplit model
+    compute otherwise. There is no comparison if that takes long, or if rounding alone may change an output by much.
+    States are not compared: a training step's depend on the sign of the least gradient.
     """
     manifest = bundle.manifest
     stored_bytes = sum(item.bytes for item in (*manifest.files.values(), *manifest.linked.values()))
@@ -134,22 +159,27 @@ def require_equal_at_another_size(session: RuntimeSession, bundle: Bundle) -> No
         seconds *= ACCELERATION
     is_rounded = rounds_to_few_values(bundle) or set(list_precisions(bundle).values()) - {"float32"}
     if stored_bytes > MAX_COMPARED_BYTES or seconds > MAX_COMPARED_SECONDS or is_rounded:
-        return
-    names, lineages = [item.name for item in bundle.returned_outputs], find_bundle_lineages(bundle)
-    run_model = open_reference(bundle, None, available_cores())
-
-    def compare(steps: StepInputs) -> Differences:
-        return [compare_outputs(lambda feeds: session.run(feeds).outputs, run_model, steps.first, names, lineages)]
-
+        return ()
     try:
-        others = compare_other_sizes(compare, choose_step_inputs(bundle, None, {}, 0), 1)
+        first = choose_step_inputs(bundle, None, {}, 0)
     except FeedError:  # such inputs cannot be drawn
-        return
+        return ()
+    tried = list[SizeComparison]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoteWarning)  # that the host computes this size
-        item = next((item for item in islice(others, MAX_TRIED) if item.result != "skipped"), None)
-    if item and item.result == "differs":
-        name = next(output.name for output in item.steps[0] if not output.equal)
-        message = f"output {name!r} differs from the unsplit model's with {item.text}"
+        with compare_in_child(partial(_open_trial, bundle.path, True), bundle.path, None) as compare:
+            for item in islice(compare_other_sizes(compare, first, 1), MAX_TRIED):
+                tried.append(item)
+                if item.result != "skipped":
+                    break
+        if tried and tried[-1].result == "differs" and may_be_rounding(bundle, tried[-1:]):
+            with compare_in_child(partial(_open_trial, bundle.path, False), bundle.path, None) as compare:
+                tried.append(_compare(compare, first, tried[-1].sizes))
+    if tried and tried[-1].result == "differs":
+        name = next(output.name for output in tried[-1].steps[0] if not output.equal)
+        message = f"output {name!r} differs from the unsplit model's with {tried[-1].text}"
         hint = "please report this; --no-trial writes the bundle all the same, for `onnxplace verify`"
         raise ExecutionError("C022", message, where=manifest.model, hint=hint)
+    fatal = [f"with {item.text}, {item.message}" for item in tried if item.is_fatal]
+    unsure = {output.name for item in tried for step in item.steps for output in step if isinf(output.own_error)}
+    return (*fatal, *(f"output {name!r}: {UNREPEATABLE}" for name in sorted(unsure)))

@@ -38,7 +38,7 @@ from onnxplace.bundle import (
 from onnxplace.errors import Diagnostic
 from onnxplace.evaluation.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.evaluation.compare import find_bundle_lineages, open_reference
-from onnxplace.evaluation.size_comparison import require_equal_at_another_size
+from onnxplace.evaluation.size_comparison import compare_at_another_size
 from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.feeds import Array
 from onnxplace.machine import (
@@ -103,6 +103,8 @@ class Trial:
     """Time in which the weights of a segment came that stream, without those that were on their way before."""
     plain: PlainTimes | None = None
     """Of plain sessions in the same turns, if they took part."""
+    size_notes: tuple[str, ...] = ()
+    """What is to be said of the comparison with the unsplit model at other sizes."""
 
     @property
     def is_doubtful(self) -> bool:
@@ -199,11 +201,11 @@ def run_trials(
                 report_progress(min(session.share for session in tried))
             for session in sessions:
                 session.end()
-            for bundle, running in zip(bundles, opened) if is_local else ():
-                require_equal_at_another_size(running, bundle)
         times = _compare_plain(tried[0], *(plain_sessions[cores] for cores in references)) if references else None
+        notes = [compare_at_another_size(bundle) if is_local else () for bundle in bundles]
         return tuple(
-            replace(session.summarise(), plain=None if index else times) for index, session in enumerate(tried)
+            replace(session.summarise(), plain=None if index else times, size_notes=notes[index])
+            for index, session in enumerate(tried)
         )
 
     parts = [f"compared trial {is_sure}", *(f"plain {cores}" for cores in references)]

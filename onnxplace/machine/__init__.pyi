@@ -21,6 +21,7 @@ from onnxplace.machine.interrupts import (
     register_ending_handler as register_ending_handler,
 )
 from onnxplace.machine.isolated_sessions import (
+    DeviceProcess as DeviceProcess,
     IsolatedSession as IsolatedSession,
     find_processes as find_processes,
     list_taken_nodes as list_taken_nodes,
@@ -28,6 +29,7 @@ from onnxplace.machine.isolated_sessions import (
 )
 from onnxplace.machine.ort_sessions import (
     GuardedSession as GuardedSession,
+    Level as Level,
     end_openings as end_openings,
     is_foreign_error as is_foreign_error,
     list_operator_libraries as list_operator_libraries,

@@ -268,9 +268,13 @@ class DeviceProcess:
             raise problem
         return value
 
+    def describe_end(self) -> str:
+        """Wait for the end of the process; return how it ended, such as `SIGSEGV`."""
+        return self._reason or str(self._child.describe_end())
+
     def _make_death_error(self, where: str) -> ExecutionError:
         """Return the error of what it did when it died."""
-        message = f"{where} failed: the process of this device ended: {self._reason or self._child.describe_end()}"
+        message = f"{where} failed: the process of this device ended: {self.describe_end()}"
         hint = "its sessions are isolated, so all else goes on; open a new session, or use --fallback cpu:0"
         hint = "it is opened again for other requests; this one may end it once more" if self.device.owner else hint
         return ExecutionError("X016", message, where=self.device.id, hint=hint)

@@ -8,6 +8,7 @@ from onnxplace.model.cut_constraints import (
     list_quantised_kernels as list_quantised_kernels,
 )
 from onnxplace.model.decoders import Decoder as Decoder, recognise_decoder as recognise_decoder
+from onnxplace.model.empty_axes import ENDS_PROCESS as ENDS_PROCESS, list_own_nodes as list_own_nodes
 from onnxplace.model.lineage import (
     RANDOM_OPERATORS as RANDOM_OPERATORS,
     Lineage as Lineage,

@@ -31,7 +31,8 @@ from onnx import (
 
 from onnxplace.errors import Diagnostic
 from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
-from onnxplace.model.nested_graphs import captured_names, iterate_reads, iterate_subgraphs
+from onnxplace.model.empty_axes import FATAL_OPERATORS, MIN_GUARDED_OPSET, guard_empty_axes
+from onnxplace.model.nested_graphs import captured_names, iterate_reads, iterate_subgraphs, walk_nodes
 from onnxplace.model.shape_inference import infer_shapes
 from onnxplace.model.tensors import Fingerprint, embed_part, format_type, read_shape_entries, strip_data, tensor_size
 from onnxplace.model.weights import WeightFile
@@ -231,7 +232,15 @@ class Model:
             tensors = [embed_part(tensor, self.folder) for tensor in tensors]
         proto = self.proto(nodes, tensors, self.inputs, [*self.outputs, *more])
         proto.configuration.extend(self.device_configurations)
+        self.guard_empty_axes(proto)
         return proto
+
+    def guard_empty_axes(self, proto: ModelProto) -> None:
+        """Let a model of some of the nodes refuse what would end the process, if a CPU computes it."""
+        if self.opset >= MIN_GUARDED_OPSET and any(
+            item.op_type in FATAL_OPERATORS for item in walk_nodes(proto.graph.node)
+        ):
+            guard_empty_axes(proto.graph, self.types)
 
     @property
     def session_entries(self) -> dict[str, str]:

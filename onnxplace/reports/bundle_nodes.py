@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from onnxplace.bundle import COSTS_FILE, WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import OnnxplaceError
-from onnxplace.model import infer_shapes, iterate_reads
+from onnxplace.model import infer_shapes, iterate_reads, list_own_nodes
 from onnxplace.reports.layer_tree import LayerNode, find_separator, name_layer, name_segment
 from onnxplace.reports.page_records import NodeEdges, SegmentSummary
 from onnxplace.utils import read_json
@@ -47,14 +47,15 @@ def read_nodes(bundle: Bundle) -> BundleNodes:
         index, cost_class = devices[segment.device]
         model = onnx.load(bundle.file(segment.file), load_external_data=False)
         shapes, members = _infer_shapes(model, bundle.manifest.dimensions), []
-        for node in model.graph.node:
+        own_nodes = list_own_nodes(model.graph)
+        for node in own_nodes:
             cost = costs.nodes.get(node.name, _NodeCosts())
             planned, source = cost.seconds.get(cost_class, 0.0), cost.source.get(cost_class, "")
             seconds = 0.0 if planned == "refused" else planned
             shape = ", ".join(shapes[name] for name in node.output if name in shapes)
             name = node.name or node.op_type
             members.append(LayerNode(name, node.op_type, index, seconds, -1, number, shape, source))
-        entries += zip(members, model.graph.node)
+        entries += zip(members, own_nodes)
         planned = segment.seconds if segment.planned_seconds is None else segment.planned_seconds
         segments.append(SegmentSummary(segment.id, name_segment(members, separator), segment.seconds, planned))
     entries.sort(key=lambda entry: position.get(entry[0].name, len(position)))

@@ -1,5 +1,9 @@
 from onnxplace.passes.profiling.chunks import measure_chunks as measure_chunks
-from onnxplace.passes.profiling.node_errors import choose_refused as choose_refused, measure_errors as measure_errors
+from onnxplace.passes.profiling.node_errors import (
+    choose_refused as choose_refused,
+    measure_errors as measure_errors,
+    run_nodes as run_nodes,
+)
 from onnxplace.passes.profiling.node_measurement import (
     Measurement as Measurement,
     MeasurementOptions as MeasurementOptions,

@@ -55,7 +55,7 @@ def measure_errors(model: Model, graph: OpGraph, feeds: Values, device: DeviceAd
         members.pop(-1, None)
         with progress_part(number, len(parts)):
             names = [name for node in part for name in model.nodes[node].output if name]
-            values |= _run_nodes(model, part, names, values, DeviceAddress.of("cpu:0"), "none")
+            values |= run_nodes(model, part, names, values, DeviceAddress.of("cpu:0"), "none")
             for nodes, error in _compare_groups(separate, graph, list(members.values()), values, device):
                 errors[nodes] = error
         values = {name: value for name, value in values.items() if last.get(name, -1) >= part.stop}
@@ -84,7 +84,7 @@ def _compare_groups(
     names = [f"{name}{_ENDING}" for of_group in leaving for name in of_group]
     try:
         nodes = [node for group in groups for node in group]
-        results = _run_nodes(model, nodes, names, values, device, "all") if names else {}
+        results = run_nodes(model, nodes, names, values, device, "all") if names else {}
     except OnnxplaceError:  # one group may be to blame for all
         if len(groups) == 1:
             return [(groups[0], np.inf)]
@@ -101,7 +101,7 @@ def _list_leaving(graph: OpGraph, group: Sequence[int]) -> list[str]:
     return [graph.value_names[value] for value in leaving]
 
 
-def _run_nodes(
+def run_nodes(
     model: Model, nodes: Sequence[int], names: Sequence[str], values: Values, device: DeviceAddress, level: Any
 ) -> dict[str, Any]:
     """Run nodes in a session of their own, and return some of what they compute."""

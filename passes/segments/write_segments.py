@@ -29,6 +29,7 @@ from onnxplace.bundle import (
     describe_linked_file,
     external_data_options,
 )
+from onnxplace.devices import find_kind
 from onnxplace.errors import Diagnostic, ModelError, OnnxplaceError
 from onnxplace.facts import Home, Recomputation, Segment, Segments, Shards, Streaming
 from onnxplace.machine import make_session_options, open_session
@@ -199,6 +200,8 @@ def write_bundle_files(
         for number, (segment, name, scales) in enumerate(zip(segments, ids, protected_scales)):
             report_progress(number, len(segments))
             proto = _segment_proto(model, segment, name, weights, types, scales, initial_states, streamed)
+            if find_kind(state.target.devices[segment.device].kind).is_host:
+                model.guard_empty_axes(proto)
             folder.write(f"{SEGMENTS_FOLDER}/{name}.onnx", proto.SerializeToString())
             if linkable_folder is None and may_be_optimised(state, segment):
                 data = optimise_segment(proto, path / SEGMENTS_FOLDER / f"{name}.onnx", weights)

@@ -83,7 +83,7 @@ MAY_IMPORT = {
     "runtimes": (
         "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks runtimes.replicas target traces"
     ),
-    "evaluation": "bundle devices errors feeds machine model ort pipeline runtime target traces utils",
+    "evaluation": "bundle devices errors feeds machine model ort passes.profiling pipeline runtime target traces utils",
     "reports": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (

@@ -178,7 +178,14 @@ def test_an_output_that_depends_on_random_numbers_is_reported_as_random(
     report = json.loads(result.out)
     assert (result.code, report["equal"]) == (0, True)
     assert report["outputs"] == [
-        {"name": "y", "equal": True, "max_abs_error": None, "max_rel_error": None, "random_nodes": ["noise"]}
+        {
+            "name": "y",
+            "equal": True,
+            "max_abs_error": None,
+            "max_rel_error": None,
+            "random_nodes": ["noise"],
+            "own_error": 0.0,
+        }
     ]
 
 

@@ -20,9 +20,8 @@ from onnx import TensorProto, helper, parser
 
 import onnxplace
 from onnxplace.errors import ModelError, NoteWarning
-from onnxplace.evaluation.size_comparison import require_equal_at_another_size
+from onnxplace.evaluation.size_comparison import compare_at_another_size
 from onnxplace.feeds import zero_feeds
-from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from tests.support.commands import only_json
 from tests.support.random_models import random_models, reference
 from tests.support.random_placements import assert_same, compiled_with, placements
@@ -225,5 +224,4 @@ def test_sizes_in_python_that_are_no_numbers_are_refused(model_file, tmp_path, s
 
 def test_the_comparison_of_a_trial_at_another_size_says_nothing(static, model_file, tmp_path):
     bundle = compile_for(model_file, tmp_path, {"batch": 4})
-    with OnnxRuntime().open(bundle) as session:
-        require_equal_at_another_size(session, bundle)
+    assert compare_at_another_size(bundle) == ()
