@@ -50,6 +50,7 @@ def compare_in_child(
         try:
             if process is None or process.ended.is_set():
                 process = DeviceProcess(_CPU)
+                process.sessions[0] = ()  # it ends with its last one
             differences, notes = process.call("", _compare, 0, open_comparison, list_operator_libraries(), steps)
         except ExecutionError:
             if process is None or not process.ended.is_set():
