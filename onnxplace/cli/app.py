@@ -40,7 +40,7 @@ from onnxplace.cli.train import train
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, name_options, suggest_nearest
 from onnxplace.machine import register_ending_handler
-from onnxplace.utils import find_library_error, keep_stdout
+from onnxplace.utils import disk_error, find_library_error, keep_stdout
 
 # Errors about paths that are not a model, a bundle or a cost graph, with the command that takes such a path.
 COMMANDS_BY_PATH_ERROR = {"M001": "compile", "M002": "compile", "N001": "run", "D001": "place"}
@@ -248,8 +248,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_stdout()
         return 0
     except OSError as problem:
-        from onnxplace.utils import disk_error
-
         if any(frame.f_code is click.echo.__code__ for frame, _ in traceback.walk_tb(problem.__traceback__)):
             return _print_error(_make_output_error(problem), json_=False)
         return _print_error(disk_error(problem, str(problem.filename or "a file")), json_)
@@ -308,8 +306,6 @@ def _print_interruption(number: int, json_: bool) -> int:
 
 def _make_output_error(problem: OSError) -> ExecutionError:
     """Return the error for output that cannot be printed; discard the rest."""
-    from onnxplace.utils import disk_error
-
     _discard_stdout()
     cause = disk_error(problem, "standard output")
     return ExecutionError(

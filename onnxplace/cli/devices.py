@@ -23,7 +23,7 @@ from onnxplace.cli.shared_options import (
 )
 from onnxplace.errors import UsageError, format_count
 from onnxplace.reports import format_table
-from onnxplace.utils import format_bytes
+from onnxplace.utils import format_bytes, require_writable, write_file
 
 if TYPE_CHECKING:
     from onnxplace.calibration import Calibration, LinkMeasurement
@@ -47,7 +47,6 @@ def devices(
     """
     from onnxplace.machine import describe_machine, local_target, measurement_cache
     from onnxplace.target import format_target
-    from onnxplace.utils import require_writable, write_file
 
     if (sizes or seconds is not None) and not calibrate:
         raise UsageError("U042", "--sizes and --seconds are options of --calibrate", hint="add --calibrate")
@@ -283,7 +282,6 @@ def hosts(
     """
     from onnxplace.hosts import DEFAULT_SECONDS, Connection, parse_hosts, survey_hosts
     from onnxplace.target import format_target
-    from onnxplace.utils import require_writable, write_file
 
     names = parse_hosts(hosts)
     if output:

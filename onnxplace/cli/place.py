@@ -28,7 +28,7 @@ from onnxplace.cli.shared_options import (
 )
 from onnxplace.errors import UsageError, format_count, format_name
 from onnxplace.reports import format_table
-from onnxplace.utils import format_bytes, format_milliseconds
+from onnxplace.utils import format_bytes, format_milliseconds, require_writable
 
 if TYPE_CHECKING:
     from onnxplace.cost_graph import CostGraph
@@ -152,7 +152,6 @@ def _write_report(path: Path, result: PlacementResult) -> None:
 def _require_output(output: Path, graph: Path, placement: Path | None) -> None:
     """Raise UsageError before any work if the placed graph cannot be written to `output`."""
     from onnxplace.cost_graph import require_graph_format
-    from onnxplace.utils import require_writable
 
     require_graph_format(output)
     require_writable(output, graph, *([placement] if placement else []))
