@@ -24,18 +24,17 @@ import click
 from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
 from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, complete_passes, complete_runtimes, completion
-from onnxplace.cli.devices import devices, hosts
+from onnxplace.cli.devices import devices, hosts, machines
 from onnxplace.cli.doctor import doctor
 from onnxplace.cli.explain import explain
 from onnxplace.cli.export import export, merge
-from onnxplace.cli.machines import machines
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
 from onnxplace.cli.serve import serve
 from onnxplace.cli.shared_options import as_json, print_json, print_text, show_session_notes, suggest_command
-from onnxplace.cli.terminal import add_verbosity_options, is_terminal, report_total_time
+from onnxplace.cli.terminal import add_verbosity_options, is_terminal, print_aside, report_total_time
 from onnxplace.cli.train import train
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, name_options, suggest_nearest
@@ -280,10 +279,10 @@ def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> i
     Returns its exit code, or that of a failure if the JSON cannot be printed.
     """
     if not shown:
-        with suppress(OSError):  # the exit code still tells the kind of error
-            print_text("\n".join((str(problem), *getattr(problem, "__notes__", ()))), err=True)
-            if is_terminal() and problem.code != "U000":
-                print_text(f"  more: onnxplace explain {problem.code}", err=True)
+        # If it cannot be printed, the exit code still tells the kind of error.
+        print_aside("\n".join((str(problem), *getattr(problem, "__notes__", ()))))
+        if is_terminal() and problem.code != "U000":
+            print_aside(f"  more: onnxplace explain {problem.code}")
     if json_:
         keys = ("code", "message", "where", "hint")
         try:
@@ -298,8 +297,7 @@ def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> i
 def _print_interruption(number: int, json_: bool) -> int:
     """Report that a signal ended the command; return its exit code."""
     message = "interrupted" if number == signal.SIGINT else "interrupted (SIGTERM)"
-    with suppress(OSError):
-        print_text(f"{message}; nothing half-written was left", err=True)
+    print_aside(f"{message}; nothing half-written was left")
     _print_error(ExecutionError("X011", message), json_, shown=True)
     return 128 + number
 
@@ -340,8 +338,7 @@ def _print_defect(defect: Exception) -> int:
     json_ = "--json" in sys.argv[1:]
     if _signals:
         return _print_interruption(_signals[0], json_)
-    with suppress(OSError):
-        print_text(f"{traceback.format_exc()}this is a defect of onnxplace, please report it", err=True)
+    print_aside(f"{traceback.format_exc()}this is a defect of onnxplace, please report it")
     error = ExecutionError("X012", f"{type(defect).__name__}: {defect}", hint="this is a defect, please report it")
     return _print_error(error, json_, shown=True)
 

@@ -22,6 +22,7 @@ from onnxplace.cli.shared_options import (
     print_text,
     show_progress,
 )
+from onnxplace.cli.terminal import print_aside
 from onnxplace.errors import format_count, format_name
 from onnxplace.reports import format_table
 from onnxplace.utils import format_bytes, format_milliseconds
@@ -96,8 +97,7 @@ def bench(
 def _require_speedup(ratio: float, least: float | None) -> None:
     """End the command with exit code 1 if the bundle takes too long."""
     if least is not None and not ratio >= least:
-        with suppress(OSError):
-            print_text(f"the bundle is {ratio:.3f} times as fast as one session, expected at least {least}", err=True)
+        print_aside(f"the bundle is {ratio:.3f} times as fast as one session, expected at least {least}")
         raise SystemExit(1)
 
 

@@ -23,6 +23,7 @@ from onnxplace.cli.shared_options import (
     show_progress,
     with_operator_libraries,
 )
+from onnxplace.cli.terminal import print_aside
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError, format_name
 from onnxplace.utils import require_different_files, require_writable, write_each
 
@@ -207,11 +208,11 @@ class _Run:
         if result is not None and result.step > self.curve.last_step:  # an interrupt came in its course
             self._record(result)
         if isinstance(problem, (KeyboardInterrupt, SystemExit, OnnxplaceError)):
-            _print_line(self._save_last())
+            print_aside(self._save_last())
         try:
             write_each(self._write_log, self._plot)
         except (OnnxplaceError, OSError) as failure:
-            _print_line("\n".join((str(failure), *getattr(failure, "__notes__", ()))))
+            print_aside("\n".join((str(failure), *getattr(failure, "__notes__", ()))))
 
     def _save_last(self) -> str:
         """Write a checkpoint if there was a step; return where the run stands."""
@@ -260,11 +261,6 @@ class _Run:
     def _list_metrics(self) -> list[tuple[str, float]]:
         metrics = self.last.metrics if self.last else {}
         return [(name, value) for name, value in metrics.items() if isinstance(value, float)]
-
-
-def _print_line(text: str) -> None:
-    with suppress(OSError):
-        print_text(text, err=True)
 
 
 def _finite(value: float) -> float | None:
