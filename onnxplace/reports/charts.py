@@ -53,9 +53,8 @@ def draw_step(step: PlacedStep, name: str, note: str) -> Timeline:
     rows = [TimelineRow(device, "compute", index) for index, device in enumerate(step.device_names)]
     for row in rows:
         columns.add_row(row)
-    start, finish, device = (
-        simulation.start_seconds.tolist(), simulation.finish_seconds.tolist(), step.device.tolist()
-    )  # fmt: skip
+    start, finish = simulation.start_seconds.tolist(), simulation.finish_seconds.tolist()
+    device = step.device.tolist()
     for node in step.order.tolist():
         columns.add(rows[device[node]], start[node], finish[node], step.graph.names[node], step.details[node])
     sent = simulation.transfers

@@ -359,11 +359,7 @@ def _iterate_tables(manifest: Manifest) -> Iterator[Table]:
         yield Table(
             caption=f"Training step with {len(training.parameters)} parameters",
             header=("phase", "nodes"),
-            rows=(
-                ("forward", str(nodes.forward)),
-                ("backward", str(nodes.backward)),
-                ("update", str(nodes.update)),
-            ),
+            rows=tuple((phase, str(getattr(nodes, phase))) for phase in ("forward", "backward", "update")),
         )
 
 
