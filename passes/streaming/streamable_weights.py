@@ -1,21 +1,25 @@
-"""Which weights may stream, in which parts of a schedule, and from where."""
+"""Which weights may stream, in which parts of a schedule, and from where; and the placement that a choice gives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from onnx import TensorProto
 
-from onnxplace.facts import Profile
-from onnxplace.graph import Bools, Floats, Ints, Longs, sum_by
+from onnxplace.errors import Diagnostic, format_count
+from onnxplace.facts import DeviceStream, Home, Placement, Profile, Streaming
+from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.model import Model
 from onnxplace.passes.profiling import MIN_STREAMED_BYTES
-from onnxplace.passes.streaming.homes_program import HELD, Choice, HomesProblem
-from onnxplace.problem import PlacementProblem
+from onnxplace.passes.segments import cut_blocks, cut_into_segments, simulate_segments
+from onnxplace.passes.streaming.homes_program import DISK, HELD, HOST, Choice, HomesProblem
+from onnxplace.problem import PlacementProblem, commit_placement, placement_problem
 from onnxplace.simulation import PAGE_BYTES
+from onnxplace.state import State
+from onnxplace.utils import format_bytes
 
 # Types whose elements are no whole bytes, or no bytes at all: ONNX Runtime takes them as constants only.
 _CONSTANT_TYPES = frozenset(
@@ -195,3 +199,110 @@ class StreamableWeights:
             if len(own := own[self.streams_to(device)[own]]):
                 streamed[device] = own.tolist()
         return streamed
+
+
+# ----------------------------------------------------------------------------------------- from a choice to a placement
+
+
+_HOMES: Mapping[int, Home] = {HOST: "host", DISK: "disk"}
+
+
+def apply_choice(
+    state: State, weights: StreamableWeights, choice: Choice, pool_bytes: int, rates: Floats, placer: str
+) -> State:
+    """Return the state with nodes placed and weights streaming as chosen.
+
+    In its profile, weights that stream have no bytes, nodes take the time that they take with such weights, and a pool
+    counts as a weight of each device to which some stream. Raises InfeasibleError if a device lacks memory.
+    """
+    profile, problem, target = weights.profile, weights.problem, state.target
+    graph, slot = profile.graph, weights.slot
+    devices, streamed = choice.device[slot], weights.list_streamed(choice)
+    fine_device = devices[problem.members]
+    slot_of_weight = np.zeros(len(graph.weight_names), dtype=np.int32)
+    slot_of_weight[graph.weights.items] = slot[problem.members[graph.weights.rows]]
+    homes, sizes = dict[str, Home](), dict[str, int]()
+    for weight in sorted(weight for own in streamed.values() for weight in own):
+        homes[graph.weight_names[weight]] = _HOMES[int(choice.home[slot_of_weight[weight]])]
+        sizes[graph.weight_names[weight]] = int(graph.weight_bytes[weight])
+    from_disk = sum(bool((choice.home[slot_of_weight[own]] == DISK).any()) for own in streamed.values())
+    streams = {
+        device: DeviceStream(
+            pool_bytes,
+            {
+                # Several devices share the disk.
+                _HOMES[home]: float(rates[home, device]) / (from_disk if home == DISK else 1)
+                for home in np.unique(choice.home[slot_of_weight[own]]).tolist()
+            },
+        )
+        for device, own in streamed.items()
+    }
+    gone = np.isin(np.arange(len(graph.weight_names)), [weight for own in streamed.values() for weight in own])
+    seconds = dict(profile.seconds)
+    moves = np.zeros(int(profile.unit.max(initial=-1)) + 1, dtype=bool)
+    moves[profile.unit[graph.weights.rows[gone[graph.weights.items]]]] = True
+    for device in streamed:
+        name = target.devices[device].cost_class
+        factor = weights.factors.get(name, np.ones(len(graph)))
+        own = moves[profile.unit] & (fine_device == device)
+        seconds[name] = np.where(own, profile.seconds[name] * np.where(own, factor, 1.0), seconds[name])
+    thin = _without_streamed(weights, gone, fine_device, list(streams), pool_bytes)
+    state = state.with_facts(replace(profile, graph=thin, seconds=seconds))
+    problem = placement_problem(state)
+    start = problem.simulate(devices, problem.graph.order).start_seconds
+    state = commit_placement(state, problem, devices, start, placer)
+    return state.with_facts(Streaming(homes, sizes, streams, profile))
+
+
+def _without_streamed(
+    weights: StreamableWeights, gone: Bools, device: Ints, pools: Sequence[int], pool_bytes: int
+) -> OpGraph:
+    """Return the graph without the bytes of some weights, in which the first reader of a device reads its pool.
+
+    Weights that processors map from the file have no bytes either.
+    """
+    graph = weights.profile.graph
+    devices = weights.problem.target.devices
+    is_host = np.array([item.is_host for item in devices], dtype=bool)
+    elsewhere = np.zeros(len(gone), dtype=bool)
+    elsewhere[graph.weights.items[~is_host[device[graph.weights.rows]]]] = True
+    size = np.where(gone | (weights.is_looked_up & ~elsewhere), 0, graph.weight_bytes)
+    lists = [graph.weights[node].tolist() for node in range(len(graph))]
+    for number, index in enumerate(pools):
+        first = next(node for node in graph.order.tolist() if device[node] == index and gone[lists[node]].any())
+        lists[first].append(len(size) + number)
+    return replace(
+        graph,
+        weight_names=(*graph.weight_names, *(f"pool of {devices[index].id}" for index in pools)),
+        weight_bytes=np.append(size, np.full(len(pools), pool_bytes, dtype=np.int64)),
+        weights=Csr.of(lists),
+    )
+
+
+def predict_step(state: State) -> float:
+    """Return about the step of segments that wait for their weights; `split` merges and cuts some of them further."""
+    nodes = cut_into_segments(state)
+    return simulate_segments(state, cut_blocks(state, nodes)).simulation.makespan_seconds
+
+
+def describe_choice(state: State, choice: Choice) -> Diagnostic:
+    """Return the note about what streams, what stays, and where the nodes run."""
+    streaming, profile, devices = state[Streaming], state[Profile], state.target.devices
+    graph, device = profile.graph, state[Placement].device
+    texts = []
+    for index in np.unique(device).tolist():
+        own = np.unique(graph.weights.items[device[graph.weights.rows] == index])
+        names = [graph.weight_names[weight] for weight in own.tolist()]
+        size = sum(streaming.weight_bytes.get(name, 0) for name in names)
+        count = sum(name in streaming.homes for name in names)
+        held = int(graph.weight_bytes[own].sum())
+        nodes = format_count(int((device == index).sum()), "node")
+        text = f"{devices[index].id} computes {nodes} and holds {format_bytes(held)} of weights"
+        if stream := streaming.streams.get(index):
+            places = {"host": "the host's memory", "disk": "disk"}
+            homes = " and ".join(places[home] for home in stream.bytes_per_second)
+            moving = f"{format_count(count, 'weight')} with {format_bytes(size)} come from {homes}"
+            text += f", of which {format_bytes(stream.pool_bytes)} are a pool, through which {moving}"
+        texts.append(text)
+    message = f"{'; '.join(texts)}; at most {choice.gap:.1%} from the best choice"
+    return Diagnostic("P067", message, where=state[Placement].placer)
