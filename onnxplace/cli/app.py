@@ -237,14 +237,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print_interruption(signal.SIGTERM, json_)
         if sys.stdout is not stdout:  # click replaces it, and exits with 1, after a broken pipe
             sys.stdout, sys.stderr = stdout, stderr
-            _discard_stdout()
+            _redirect_to_null(sys.stdout)
             return 0
         return request.code if isinstance(request.code, int) else 4
     except MemoryError:
         hint = "close other programs, or use a machine with more memory"
         return _print_error(ExecutionError("X010", "out of memory", hint=hint), json_)
     except BrokenPipeError:
-        _discard_stdout()
+        _redirect_to_null(sys.stdout)
         return 0
     except OSError as problem:
         if any(frame.f_code is click.echo.__code__ for frame, _ in traceback.walk_tb(problem.__traceback__)):
@@ -288,7 +288,7 @@ def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> i
         try:
             print_json({"error": {key: getattr(problem, key) for key in keys}})
         except BrokenPipeError:
-            _discard_stdout()
+            _redirect_to_null(sys.stdout)
         except OSError as cause:
             return _print_error(_make_output_error(cause), json_=False)
     return problem.exit_code
@@ -304,7 +304,7 @@ def _print_interruption(number: int, json_: bool) -> int:
 
 def _make_output_error(problem: OSError) -> ExecutionError:
     """Return the error for output that cannot be printed; discard the rest."""
-    _discard_stdout()
+    _redirect_to_null(sys.stdout)
     cause = disk_error(problem, "standard output")
     return ExecutionError(
         cause.code, cause.message, where=cause.where, hint="the output is lost: redirect it to a file on another disk"
@@ -320,12 +320,8 @@ def _add_path_hint(problem: OnnxplaceError) -> OnnxplaceError:
     return type(problem)(problem.code, problem.message, where=problem.where, hint=hint)
 
 
-def _discard_stdout() -> None:
-    """Discard the buffer of stdout, which Python would write at its end."""
-    _redirect_to_null(sys.stdout)
-
-
 def _redirect_to_null(stream: TextIO) -> None:
+    """Let the buffer of a stream, which Python would write at its end, go nowhere."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -383,7 +379,7 @@ def entry() -> None:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard_stdout()
+        _redirect_to_null(sys.stdout)
     except OSError as problem:
         code = _print_error(_make_output_error(problem), json_=False)
     try:
