@@ -234,14 +234,9 @@ def _list_devices(manifest: Manifest, step: PlacedStep) -> tuple[DeviceSummary, 
     }
     return tuple(
         DeviceSummary(
-            id=item.id,
+            **item.model_dump(),
             kind=kinds[item.id],
-            nodes=item.nodes,
-            compute_seconds=item.compute_seconds,
             idle_seconds=max(step.simulation.makespan_seconds - item.compute_seconds, 0.0),
-            weights_bytes=item.weights_bytes,
-            peak_bytes=item.peak_bytes,
-            limit_bytes=item.limit_bytes,
         )
         for item in manifest.devices
     )
