@@ -24,23 +24,22 @@ import click
 from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
 from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, complete_passes, complete_runtimes, completion
-from onnxplace.cli.devices import devices, hosts
+from onnxplace.cli.devices import devices, hosts, machines
 from onnxplace.cli.doctor import doctor
 from onnxplace.cli.explain import explain
 from onnxplace.cli.export import export, merge
-from onnxplace.cli.machines import machines
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
 from onnxplace.cli.serve import serve
 from onnxplace.cli.shared_options import as_json, print_json, print_text, show_session_notes, suggest_command
-from onnxplace.cli.terminal import add_verbosity_options, is_terminal, report_total_time
+from onnxplace.cli.terminal import add_verbosity_options, is_terminal, print_aside, report_total_time
 from onnxplace.cli.train import train
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, name_options, suggest_nearest
 from onnxplace.machine import register_ending_handler
-from onnxplace.utils import find_library_error, keep_stdout
+from onnxplace.utils import disk_error, find_library_error, keep_stdout
 
 # Errors about paths that are not a model, a bundle or a cost graph, with the command that takes such a path.
 COMMANDS_BY_PATH_ERROR = {"M001": "compile", "M002": "compile", "N001": "run", "D001": "place"}
@@ -238,18 +237,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print_interruption(signal.SIGTERM, json_)
         if sys.stdout is not stdout:  # click replaces it, and exits with 1, after a broken pipe
             sys.stdout, sys.stderr = stdout, stderr
-            _discard_stdout()
+            _redirect_to_null(sys.stdout)
             return 0
         return request.code if isinstance(request.code, int) else 4
     except MemoryError:
         hint = "close other programs, or use a machine with more memory"
         return _print_error(ExecutionError("X010", "out of memory", hint=hint), json_)
     except BrokenPipeError:
-        _discard_stdout()
+        _redirect_to_null(sys.stdout)
         return 0
     except OSError as problem:
-        from onnxplace.utils import disk_error
-
         if any(frame.f_code is click.echo.__code__ for frame, _ in traceback.walk_tb(problem.__traceback__)):
             return _print_error(_make_output_error(problem), json_=False)
         return _print_error(disk_error(problem, str(problem.filename or "a file")), json_)
@@ -282,16 +279,16 @@ def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> i
     Returns its exit code, or that of a failure if the JSON cannot be printed.
     """
     if not shown:
-        with suppress(OSError):  # the exit code still tells the kind of error
-            print_text("\n".join((str(problem), *getattr(problem, "__notes__", ()))), err=True)
-            if is_terminal() and problem.code != "U000":
-                print_text(f"  more: onnxplace explain {problem.code}", err=True)
+        # If it cannot be printed, the exit code still tells the kind of error.
+        print_aside("\n".join((str(problem), *getattr(problem, "__notes__", ()))))
+        if is_terminal() and problem.code != "U000":
+            print_aside(f"  more: onnxplace explain {problem.code}")
     if json_:
         keys = ("code", "message", "where", "hint")
         try:
             print_json({"error": {key: getattr(problem, key) for key in keys}})
         except BrokenPipeError:
-            _discard_stdout()
+            _redirect_to_null(sys.stdout)
         except OSError as cause:
             return _print_error(_make_output_error(cause), json_=False)
     return problem.exit_code
@@ -300,17 +297,14 @@ def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> i
 def _print_interruption(number: int, json_: bool) -> int:
     """Report that a signal ended the command; return its exit code."""
     message = "interrupted" if number == signal.SIGINT else "interrupted (SIGTERM)"
-    with suppress(OSError):
-        print_text(f"{message}; nothing half-written was left", err=True)
+    print_aside(f"{message}; nothing half-written was left")
     _print_error(ExecutionError("X011", message), json_, shown=True)
     return 128 + number
 
 
 def _make_output_error(problem: OSError) -> ExecutionError:
     """Return the error for output that cannot be printed; discard the rest."""
-    from onnxplace.utils import disk_error
-
-    _discard_stdout()
+    _redirect_to_null(sys.stdout)
     cause = disk_error(problem, "standard output")
     return ExecutionError(
         cause.code, cause.message, where=cause.where, hint="the output is lost: redirect it to a file on another disk"
@@ -326,12 +320,8 @@ def _add_path_hint(problem: OnnxplaceError) -> OnnxplaceError:
     return type(problem)(problem.code, problem.message, where=problem.where, hint=hint)
 
 
-def _discard_stdout() -> None:
-    """Discard the buffer of stdout, which Python would write at its end."""
-    _redirect_to_null(sys.stdout)
-
-
 def _redirect_to_null(stream: TextIO) -> None:
+    """Let the buffer of a stream, which Python would write at its end, go nowhere."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -344,8 +334,7 @@ def _print_defect(defect: Exception) -> int:
     json_ = "--json" in sys.argv[1:]
     if _signals:
         return _print_interruption(_signals[0], json_)
-    with suppress(OSError):
-        print_text(f"{traceback.format_exc()}this is a defect of onnxplace, please report it", err=True)
+    print_aside(f"{traceback.format_exc()}this is a defect of onnxplace, please report it")
     error = ExecutionError("X012", f"{type(defect).__name__}: {defect}", hint="this is a defect, please report it")
     return _print_error(error, json_, shown=True)
 
@@ -390,7 +379,7 @@ def entry() -> None:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard_stdout()
+        _redirect_to_null(sys.stdout)
     except OSError as problem:
         code = _print_error(_make_output_error(problem), json_=False)
     try:

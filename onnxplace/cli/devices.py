@@ -1,4 +1,4 @@
-"""The commands `onnxplace devices` and `onnxplace hosts`: what devices there are, and what links take."""
+"""The commands `onnxplace devices`, `hosts` and `machines`: what devices there are, and what links take."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from onnxplace.cli.shared_options import (
 )
 from onnxplace.errors import UsageError, format_count
 from onnxplace.reports import format_table
-from onnxplace.utils import format_bytes
+from onnxplace.utils import format_bytes, require_writable, write_file
 
 if TYPE_CHECKING:
     from onnxplace.calibration import Calibration, LinkMeasurement
     from onnxplace.hosts import HostLink, HostSurvey
-    from onnxplace.target import Target
+    from onnxplace.target import Catalogue, Target
 
 
 @click.command()
@@ -48,7 +48,6 @@ def devices(
     """
     from onnxplace.machine import describe_machine, local_target, measurement_cache
     from onnxplace.target import format_target
-    from onnxplace.utils import require_writable, write_file
 
     if (sizes or seconds is not None) and not calibrate:
         raise UsageError("U042", "--sizes and --seconds are options of --calibrate", hint="add --calibrate")
@@ -284,7 +283,6 @@ def hosts(
     """
     from onnxplace.hosts import DEFAULT_SECONDS, Connection, parse_hosts, survey_hosts
     from onnxplace.target import format_target
-    from onnxplace.utils import require_writable, write_file
 
     names = parse_hosts(hosts)
     if output:
@@ -365,3 +363,48 @@ def format_survey(survey: HostSurvey) -> str:
     ]
     header = ("hosts", "message, measured", "waking, assumed", "bandwidth", "worst error of the fit")
     return f"{format_table(('device', 'hardware', 'memory'), rows, left=2)}\n\n{format_table(header, links)}"
+
+
+# -------------------------------------------------------------------------------------------------------- the catalogue
+
+
+@click.command(short_help="List devices and fabrics for --machine.")
+@as_json
+def machines(json_: bool) -> None:
+    """List the devices and fabrics that names of machines are made of, such as 8xH100-NVLink.
+
+    Figures are those of data sheets; --json has the source of each, and further names.
+    """
+    from onnxplace.target import read_catalogue
+
+    catalogue = read_catalogue()
+    print_json(asdict(catalogue)) if json_ else print_text(format_catalogue(catalogue))
+
+
+def format_catalogue(catalogue: Catalogue) -> str:
+    """Return devices and fabrics as tables, and how to name a machine."""
+    from onnxplace.target import DATA_TYPES
+
+    types = ("float32", *DATA_TYPES)
+    devices = []
+    for item in catalogue.devices.values():
+        rates = (f"{item.rates[name] / 1e12:.4g}" if name in item.rates else "-" for name in types)
+        sizes = format_bytes(item.memory_bytes), f"{item.memory_bytes_per_second / 1e9:.0f}"
+        devices += [] if item.parts else [(item.name, item.kind, *sizes, *rates, ", ".join(item.fabrics[:1]) or "-")]
+    fabrics = []
+    for fabric in catalogue.fabrics.values():
+        latency = "-" if fabric.latency_seconds is None else f"{fabric.latency_seconds * 1e6:.2g} us"
+        ends = "hosts" if fabric.family == "network" else "devices of a host"
+        fabrics.append((fabric.name, ends, f"{fabric.bytes_per_second / 1e9:.4g}", latency))
+    whole = [f"{item.name}: {' and '.join(item.parts)}" for item in catalogue.devices.values() if item.parts]
+    return "\n".join(
+        [
+            format_table(("device", "kind", "memory", "GB/s", *types, "fabric"), devices, left=2),
+            "peak rates without sparsity, in 10^12 operations/s",
+            *whole,
+            "",
+            format_table(("fabric", "between", "GB/s each way", "latency"), fabrics, left=2),
+            "",
+            "--machine H100, 8xH100-NVLink, 2x(8xH100-NVLink)-IB400; sources: onnxplace machines --json",
+        ]
+    )

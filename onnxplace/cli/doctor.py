@@ -44,16 +44,12 @@ def doctor(devices: str | None, seconds: float | None, output: Path | None, json
         print_json(data)
     else:
         print_text(format_report(report))
-        print_text(_describe_sending(output))
+        print_text(
+            f"\nWhat to send us: {output}\n"
+            "It holds the checks above with all figures, the processor, GPUs, drivers and versions of packages.\n"
+            "It holds no model, no paths, no host name and no user name."
+        )
     if report.interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
     if not report.ok:
         raise SystemExit(1)
-
-
-def _describe_sending(output: Path | None) -> str:
-    return (
-        f"\nWhat to send us: {output}\n"
-        "It holds the checks above with all figures, the processor, GPUs, drivers and versions of packages.\n"
-        "It holds no model, no paths, no host name and no user name."
-    )

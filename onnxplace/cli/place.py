@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from onnxplace.cli.shared_options import (
 )
 from onnxplace.errors import UsageError, format_count, format_name
 from onnxplace.reports import format_table
-from onnxplace.utils import format_bytes, format_milliseconds
+from onnxplace.utils import format_bytes, format_milliseconds, require_writable
 
 if TYPE_CHECKING:
     from onnxplace.cost_graph import CostGraph
@@ -83,7 +82,7 @@ def place(
 
     Prints how long a step takes and what each device holds; --json also prints the device of each node.
     """
-    from onnxplace.cost_graph import read_cost_graph, write_cost_graph
+    from onnxplace.cost_graph import read_cost_graph, require_graph_format, write_cost_graph
     from onnxplace.driver import (
         apply_target,
         evaluate_placement,
@@ -96,10 +95,12 @@ def place(
 
     require_one_target(devices, None, machine)
     target = parse_machine(machine).to_target() if machine is not None else None
-    if placement:
-        _require_scoring_only(["budget", *options])
+    if placement and (excluded := [_name_option(name) for name in ("budget", *options) if _is_given(name)]):
+        message = f"--placement is scored as it is: it excludes {', '.join(excluded)}"
+        raise UsageError("U042", message, hint="leave one of them out")
     if output:
-        _require_output(output, graph, placement)
+        require_graph_format(output)
+        require_writable(output, graph, *([placement] if placement else []))
     if report:
         from onnxplace.reports import require_report
 
@@ -147,23 +148,6 @@ def _write_report(path: Path, result: PlacementResult) -> None:
         if name not in ("graph", "report", "json_") and _is_given(name)
     }
     write_page(path, [describe_placement(result.describe(options))])
-
-
-def _require_output(output: Path, graph: Path, placement: Path | None) -> None:
-    """Raise UsageError before any work if the placed graph cannot be written to `output`."""
-    from onnxplace.cost_graph import require_graph_format
-    from onnxplace.utils import require_writable
-
-    require_graph_format(output)
-    require_writable(output, graph, *([placement] if placement else []))
-
-
-def _require_scoring_only(options: Iterable[str]) -> None:
-    """Raise UsageError for options about placing, where a placement is given."""
-    conflicting = [_name_option(name) for name in options if _is_given(name)]
-    if conflicting:
-        names = ", ".join(conflicting)
-        raise UsageError("U042", f"--placement is scored as it is: it excludes {names}", hint="leave one of them out")
 
 
 def _is_given(option: str) -> bool:

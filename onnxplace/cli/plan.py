@@ -25,6 +25,8 @@ from onnxplace.cli.shared_options import (
     with_machine,
 )
 from onnxplace.errors import InfeasibleError, UsageError, format_count, format_name
+from onnxplace.reports import format_table
+from onnxplace.utils import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
     from onnxplace.driver import Explanation, Goals, MachineRow, Plan, PlannedStrategy
@@ -129,7 +131,6 @@ def plan(
 def _print_difference(first: Path, second: Path, *, json_: bool) -> None:
     """Print which of two plans to take, the figures that differ, and what they decide differently."""
     from onnxplace.driver import compare_plans
-    from onnxplace.reports import format_table
 
     result = compare_plans(first, second)
     if json_:
@@ -149,9 +150,6 @@ def _build_json(machine: str, plan: Plan) -> dict[str, Any]:
 def _format_machines(
     rows: Sequence[MachineRow], plans: Mapping[str, Plan], machines: Mapping[str, Machine], goals: Goals
 ) -> str:
-    from onnxplace.reports import format_table
-    from onnxplace.utils import format_bytes
-
     cells = []
     for row in rows:
         item, device = row.strategy, machines[row.machine].to_target().devices[0]
@@ -201,8 +199,6 @@ def _explain_missing(name: str, plan: Plan) -> str:
 
 def _format_plan(plan: Plan, machine: str) -> str:
     """Return the strategies as a table; the best latency and the best throughput are marked."""
-    from onnxplace.reports import format_table
-
     fastest, most = plan.find_best()
     alone = next((item.step_seconds for item in plan.strategies if item.step_seconds is not None), None)
     rows = [_format_row(item, alone, item is fastest, item is most) for item in plan.strategies]
@@ -231,8 +227,7 @@ def _format_explanations(plan: Plan, where: str = "") -> Iterator[str]:
 
 def _compare_devices(item: Explanation) -> str:
     """Return the table of devices, with the reason why some are impossible."""
-    from onnxplace.reports import describe_difference, format_table
-    from onnxplace.utils import format_bytes
+    from onnxplace.reports import describe_difference
 
     group = f"it and {format_count(item.together - 1, 'node')} more ({item.reason}) are" if item.reason else "it is"
     rows = [
@@ -250,7 +245,7 @@ def _compare_devices(item: Explanation) -> str:
 
 def _compare_layouts(item: Explanation) -> str:
     """Return the table of layouts, with what each forces on other nodes."""
-    from onnxplace.reports import LAYOUT_COLUMNS, describe_layouts, format_table
+    from onnxplace.reports import LAYOUT_COLUMNS, describe_layouts
 
     title = f"{item.sharded}: the step with another layout, and all others chosen again, as the choice counts it"
     return f"{title}\n{format_table(LAYOUT_COLUMNS, describe_layouts(item.layouts), left=4)}"
@@ -258,9 +253,6 @@ def _compare_layouts(item: Explanation) -> str:
 
 def _format_curve(plan: Plan) -> str:
     """Return the steps for several memory limits as a table."""
-    from onnxplace.reports import format_table
-    from onnxplace.utils import format_bytes, format_milliseconds
-
     rows = [
         (format_bytes(point.memory_bytes), *map(format_milliseconds, (point.step_seconds, point.waiting_seconds)))
         for point in plan.stream_curve
@@ -269,8 +261,6 @@ def _format_curve(plan: Plan) -> str:
 
 
 def _format_row(item: PlannedStrategy, alone: float | None, is_fastest: bool, is_most: bool) -> tuple[str, ...]:
-    from onnxplace.utils import format_bytes
-
     if item.step_seconds is None:
         return (item.name, "-", "-", "-", "-", "-", "-")
     latency, rate = item.times

@@ -22,6 +22,7 @@ from onnxplace.cli.shared_options import (
     show_progress,
 )
 from onnxplace.errors import format_name
+from onnxplace.utils import format_milliseconds, require_different_files, require_writable, write_file
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
@@ -74,7 +75,6 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
     from onnxplace.evaluation import choose_step_inputs
     from onnxplace.feeds import require_storable
     from onnxplace.session import load
-    from onnxplace.utils import require_different_files, require_writable
 
     plan = RunPlan(**options)
     require_different_files(outputs=plan.outputs, trace=plan.trace)
@@ -106,7 +106,7 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
     from onnxplace.feeds import write_npz
     from onnxplace.runtime import make_no_outputs_error
     from onnxplace.session import InferenceSession
-    from onnxplace.utils import report_progress, write_file
+    from onnxplace.utils import report_progress
 
     states = {item.output: item.input for item in bundle.manifest.states}
     with InferenceSession(bundle, trace=plan.trace is not None, **plan.session_options) as session:
@@ -144,8 +144,6 @@ def _describe_value(value: Any) -> dict[str, Any]:
 
 def _format_seconds(seconds: float, plan: RunPlan) -> str:
     """Return a line with the time of a run, and its kind."""
-    from onnxplace.utils import format_milliseconds
-
     simulated = plan.runtime == "simulated"
     suffix = "" if simulated else " (the first run; try --repeat 20)"
     if plan.repeat > 1:

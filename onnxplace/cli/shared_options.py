@@ -6,7 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import reduce, wraps
 from pathlib import Path
 from shutil import get_terminal_size
@@ -28,6 +28,7 @@ from onnxplace.cli.terminal import (
     is_quiet,
     is_terminal,
     is_verbose,
+    print_aside,
     print_json as print_json,
     print_text as print_text,
     show_progress as show_progress,
@@ -327,8 +328,7 @@ def print_notes(diagnostics: Sequence[Diagnostic]) -> None:
         elif is_terminal() and len(text) > (columns := get_terminal_size().columns):
             text = f"{text[: columns - 3]}..."
         is_cut |= bool(note.hint) or text.endswith("...")
-        with suppress(OSError):  # a note is no reason to stop
-            print_text(text, err=True)
+        print_aside(text)
     if is_cut and is_terminal() and not is_verbose():
         print_hint("  more about notes: -v, or onnxplace explain CODE")
 
@@ -353,8 +353,7 @@ def show_session_notes() -> Iterator[None]:
 def print_hint(text: str) -> None:
     """Print a line for people on stderr, unless they want errors only."""
     if not is_quiet():
-        with suppress(OSError):
-            print_text(text, err=True)
+        print_aside(text)
 
 
 def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:

@@ -33,6 +33,12 @@ def print_text(text: str, err: bool = False) -> None:
     click.echo("\n".join(map(shorten, text.split("\n"))), err=err)
 
 
+def print_aside(text: str) -> None:
+    """Print lines for people on stderr; that they cannot be printed is no reason to stop."""
+    with suppress(OSError):
+        print_text(text, err=True)
+
+
 def print_json(data: Mapping[str, Any]) -> None:
     """Print a result as JSON on stdout; names in it are whole, in ASCII."""
     click.echo(format_json(data))
@@ -98,13 +104,11 @@ def report_total_time(context: click.Context) -> Iterator[None]:
         yield
     except OnnxplaceError as error:
         if context.meta.get(_META_KEY) == "verbose" and error.__cause__ is not None:
-            with suppress(OSError):
-                print_text("".join(traceback.format_exception(error.__cause__)).rstrip(), err=True)
+            print_aside("".join(traceback.format_exception(error.__cause__)).rstrip())
         raise
     finally:
         if context.meta.get(_META_KEY) == "verbose":
-            with suppress(OSError):
-                print_text(f"{context.invoked_subcommand}: {time.perf_counter() - began:.2f} s in all", err=True)
+            print_aside(f"{context.invoked_subcommand}: {time.perf_counter() - began:.2f} s in all")
 
 
 # ------------------------------------------------------------------------------------------------------------- progress
@@ -214,8 +218,7 @@ class Display:
 
     def _print(self, line: str) -> None:
         """Print a line that stays."""
-        with suppress(OSError):
-            print_text(line, err=True)
+        print_aside(line)
 
     def __enter__(self) -> Display:
         return self

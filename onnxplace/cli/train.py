@@ -23,7 +23,9 @@ from onnxplace.cli.shared_options import (
     show_progress,
     with_operator_libraries,
 )
+from onnxplace.cli.terminal import print_aside
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError, format_name
+from onnxplace.utils import require_different_files, require_writable, write_each
 
 if TYPE_CHECKING:
     from onnxplace.training import BatchSampler, LossCurve, Schedule, StepResult, Trainer
@@ -98,7 +100,6 @@ def train(bundle: Path, json_: bool, **options: Any) -> None:
 def _check_files(plan: TrainOptions, bundle: Path) -> None:
     """Raise UsageError for files that cannot be written, before any work is done."""
     from onnxplace.training import require_plot_format
-    from onnxplace.utils import require_different_files, require_writable
 
     outputs = {"save": plan.save, "log": plan.log, "plot": plan.plot, "export": plan.export}
     require_different_files(**outputs)
@@ -138,8 +139,6 @@ class _Run:
 
     def run(self, bundle: Path) -> None:
         """Train, then write what was asked for, also after an interrupt or a failure."""
-        from onnxplace.utils import write_each
-
         try:
             with show_losses(self.json, self.first_step, self.plan.steps) as report:
                 self._train(report)
@@ -205,17 +204,15 @@ class _Run:
 
     def _write_after(self, problem: BaseException) -> None:
         """Write a checkpoint and the curve after an interrupt or failure, and say where the run stands."""
-        from onnxplace.utils import write_each
-
         result = self.trainer.last_result
         if result is not None and result.step > self.curve.last_step:  # an interrupt came in its course
             self._record(result)
         if isinstance(problem, (KeyboardInterrupt, SystemExit, OnnxplaceError)):
-            _print_line(self._save_last())
+            print_aside(self._save_last())
         try:
             write_each(self._write_log, self._plot)
         except (OnnxplaceError, OSError) as failure:
-            _print_line("\n".join((str(failure), *getattr(failure, "__notes__", ()))))
+            print_aside("\n".join((str(failure), *getattr(failure, "__notes__", ()))))
 
     def _save_last(self) -> str:
         """Write a checkpoint if there was a step; return where the run stands."""
@@ -264,11 +261,6 @@ class _Run:
     def _list_metrics(self) -> list[tuple[str, float]]:
         metrics = self.last.metrics if self.last else {}
         return [(name, value) for name, value in metrics.items() if isinstance(value, float)]
-
-
-def _print_line(text: str) -> None:
-    with suppress(OSError):
-        print_text(text, err=True)
 
 
 @contextmanager

@@ -92,13 +92,10 @@ def require_same(actual: Array, expected: Array, what: str) -> None:
         require(actual.tolist() == expected.tolist(), f"{what}: the texts differ")
     elif actual.tobytes() != expected.tobytes():
         width = expected.dtype.itemsize
-        different = (_as_bytes(actual).reshape(-1, width) != _as_bytes(expected).reshape(-1, width)).any(axis=1)
+        parts = (np.frombuffer(item.tobytes(), np.uint8).reshape(-1, width) for item in (actual, expected))
+        different = np.not_equal(*parts).any(axis=1)
         index = int(np.argmax(different))
         raise CheckFailedError(
             f"{what}: {int(different.sum())} of {expected.size} elements differ, the first at {index}: "
             f"expected {expected.ravel()[index]}, got {actual.ravel()[index]}"
         )
-
-
-def _as_bytes(array: Array) -> Array:
-    return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)

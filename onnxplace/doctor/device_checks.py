@@ -72,10 +72,7 @@ def _make_operators(kind: str) -> list[Operator]:
         return [*operators, Operator("y = Equal(a, b)", (kind, "bool"), pair, 2)]
     return [
         *operators,
-        Operator("y = Relu(a)", same, vector, 2),
-        Operator("y = Sigmoid(a)", same, vector, 2),
-        Operator("y = Tanh(a)", same, vector, 2),
-        Operator("y = Softmax<axis=-1>(a)", same, vector, 2),
+        *(Operator(f"y = {op}(a)", same, vector, 2) for op in ("Relu", "Sigmoid", "Tanh", "Softmax<axis=-1>")),
         Operator("y = ReduceMean<axes=[1], keepdims=1>(a)", same, vector, 2),
         Operator("y = MatMul(a, b)", same, {"a": (3, 6, 40), "b": (40, 17)}, 3),
         Operator("y = Gemm<transB=1>(a, b, c)", same, {"a": (6, 40), "b": (9, 40), "c": (9,)}, 2),

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from onnxplace.devices import find_kind, list_kind_names
-from onnxplace.doctor.check_context import Check, CheckContext, CheckFailedError, CheckSkippedError
+from onnxplace.doctor.check_context import Check, CheckContext, CheckFailedError, CheckSkippedError, Finding
 from onnxplace.doctor.device_checks import check_copies, check_memory, check_operators, check_order
 from onnxplace.doctor.doctor_report import EXIT_CHECK, CheckResult, DoctorReport, Status
 from onnxplace.doctor.machine_checks import check_compiler, check_environment, check_find, check_open
@@ -104,20 +104,18 @@ def _run_check(check: Check, context: CheckContext) -> CheckResult:
     """Run a check; whatever it raises becomes its result."""
     began = time.perf_counter()
     status: Status = "ok"
-    detail = ""
-    figures: Mapping[str, Any] = {}
     try:
         finding = check.run(context)
-        detail, figures = finding.detail, finding.figures
     except CheckSkippedError as reason:
-        status, detail = "skipped", str(reason)
+        status, finding = "skipped", Finding(str(reason))
     except CheckFailedError as problem:
-        status, detail = "failed", str(problem)
+        status, finding = "failed", Finding(str(problem))
     except OnnxplaceError as problem:
-        status, detail = "failed", format_one_line(problem)
+        status, finding = "failed", Finding(format_one_line(problem))
     except Exception as problem:  # noqa: BLE001 - also of plugins and drivers
-        status, detail = "failed", f"{type(problem).__name__}: {format_one_line(problem)}"
-    return CheckResult(check.name, context.devices, status, detail, time.perf_counter() - began, figures)
+        status, finding = "failed", Finding(f"{type(problem).__name__}: {format_one_line(problem)}")
+    seconds = time.perf_counter() - began
+    return CheckResult(check.name, context.devices, status, finding.detail, seconds, finding.figures)
 
 
 # ------------------------------------------------------------------------------------------------------ the examination
@@ -243,16 +241,12 @@ class _Examination:
         self._planned += sum(len(group.checks) for group in groups)
         for number, group in enumerate(groups):
             self._group = group
-            if unusable := self._list_unopened(group):
+            failed = {item.devices for item in self._results if (item.check, item.status) == ("open", "failed")}
+            if unusable := [device for device in group.devices if (device,) in failed]:
                 reason = f"{' and '.join(unusable)} cannot be opened"
                 self._results += [CheckResult(item.name, group.devices, "skipped", reason) for item in group.checks]
             else:
                 self._run_group(group, len(groups) - number)
-
-    def _list_unopened(self, group: Group) -> list[str]:
-        """Return the devices of a group that failed to open."""
-        failed = {result.devices for result in self._results if result.check == "open" and result.status == "failed"}
-        return [device for device in group.devices if (device,) in failed]
 
     def _run_group(self, group: Group, groups_left: int) -> None:
         """Run the checks of a group in a process; after a crash or hang, the checks after it in a new one."""
@@ -281,12 +275,13 @@ class _Examination:
                 self._results.append(CheckResult(EXIT_CHECK, group.devices, status, problem))  # type: ignore[arg-type]
             elif problem:
                 name = self._running.name or checks[0].name
-                self._add_failure(next(check for check in checks if check.name == name), problem)
+                self._end_check(name, "failed", problem)
                 checks = [check for check in checks if check.name != name]
 
-    def _add_failure(self, check: Check, problem: str) -> None:
+    def _end_check(self, name: str, status: Status, detail: str) -> None:
+        """Add the result of a check that did not end by itself."""
         seconds = time.perf_counter() - self._running.began
-        self._results.append(CheckResult(check.name, self._group.devices, "failed", problem, seconds))
+        self._results.append(CheckResult(name, self._group.devices, status, detail, seconds))
         self._running = _Running("")
 
     def _run_job(self, job: CheckJob, checks: Mapping[str, Check]) -> str:
@@ -334,20 +329,12 @@ class _Examination:
         """Add the check that was interrupted."""
         self._interrupted = True
         if self._running.name:
-            seconds = time.perf_counter() - self._running.began
-            self._results.append(
-                CheckResult(self._running.name, self._group.devices, "skipped", "interrupted", seconds)
-            )
+            self._end_check(self._running.name, "skipped", "interrupted")
 
     def summarise(self, devices: tuple[str, ...]) -> DoctorReport:
         """Return the report."""
         environment = next((item.figures for item in self._results if item.check == "environment"), {})
-        checks = tuple(
-            CheckResult(item.check, item.devices, item.status, item.detail, item.seconds)
-            if item.check == "environment"
-            else item
-            for item in self._results
-        )
+        checks = tuple(replace(item, figures={}) if item.check == "environment" else item for item in self._results)
         seconds = time.perf_counter() - self._began
         return DoctorReport(environment, devices, checks, seconds, self._interrupted)
 

@@ -120,12 +120,11 @@ def check_find(context: CheckContext) -> Finding:
         usable = [f"{name}:{index}" for index in range(min(len(available_cores()), 2))]
         return Finding(f"{' and '.join(usable)}, each with cores of its own", {"usable": usable, "parts": []})
     hardware = kind.list_hardware()
-    missing = [
-        provider for provider in [kind.provider({})] if provider not in import_onnxruntime().get_available_providers()
-    ]
+    provider = kind.provider({})
+    is_missing = provider not in import_onnxruntime().get_available_providers()
     if not hardware:
         raise CheckSkippedError(
-            f"the installed onnxruntime has no {missing[0]}" if missing else f"the driver lists no {kind.title}"
+            f"the installed onnxruntime has no {provider}" if is_missing else f"the driver lists no {kind.title}"
         )
     problems = {
         f"{name}:{item.index}": problem
@@ -134,7 +133,7 @@ def check_find(context: CheckContext) -> Finding:
     }
     usable = [device for item in hardware if (device := f"{name}:{item.index}") not in problems]
     text = "; ".join(f"{device}: {problem}" for device, problem in problems.items())
-    if problems and missing:
+    if problems and is_missing:
         raise CheckSkippedError("; to use it: ".join(filter(None, (text, kind.install_hint))))
     if not usable:
         raise CheckFailedError("; ".join(filter(None, (text, kind.install_hint))))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from onnxplace.errors import BrokenPassError, InfeasibleError, OnnxplaceError, UsageError
 from onnxplace.facts import Placement, Schedule
-from onnxplace.pipeline.registry import find_plugin, list_entries
+from onnxplace.pipeline.registry import BUILTIN, find_plugin, list_entries
 from onnxplace.pipeline.text_form import build_pass, format_pipeline, make_spec, parse_pipeline
 from onnxplace.state import Fact, Pass, State
 from onnxplace.utils import budget_clock, report_time_limit
@@ -95,13 +95,11 @@ def find_stale_facts(step: Pass, known: Iterable[type]) -> set[type]:
     changed = set(step.provides)
     stale: set[type] = set()
     remaining = [kind for kind in known if kind not in changed]
-    while fresh := {kind for kind in remaining if kind not in stale and _list_sources(kind) & (changed | stale)}:
+    while fresh := {
+        kind for kind in remaining if kind not in stale and {*getattr(kind, "derived_from", ())} & (changed | stale)
+    }:
         stale |= fresh
     return stale - set(step.preserves)
-
-
-def _list_sources(kind: type) -> set[type]:
-    return set(getattr(kind, "derived_from", ()))
 
 
 def run_pass(step: Pass, state: State) -> State:
@@ -175,12 +173,6 @@ def _check_declaration(step: Pass, state: State, before: dict[type, Fact], after
 
 def _suggest_providers(kind: type) -> str:
     """Return a hint at the passes that provide a fact."""
-    from onnxplace.pipeline.registry import BUILTIN
-
-    plugins = {name: find_plugin("passes", name) for name in BUILTIN["passes"]}
-    names: Sequence[str] = [
-        name
-        for name, plugin in plugins.items()
-        if kind in getattr(plugin, "provides", ()) and kind not in getattr(plugin, "requires", ())
-    ]
+    plugins: dict[str, type[Pass]] = {name: find_plugin("passes", name) for name in BUILTIN["passes"]}
+    names = [name for name, plugin in plugins.items() if kind in plugin.provides and kind not in plugin.requires]
     return f"put {' or '.join(names)} before it" if names else f"a plugin must provide {kind.__name__}"

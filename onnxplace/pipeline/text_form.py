@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_type_hints
 
 from onnxplace.errors import UsageError, format_value, suggest_nearest
 from onnxplace.state import Pass
@@ -142,7 +142,7 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
                 f"pass {kind.name!r} has no option {key!r}",
                 hint=suggest_nearest(key, known) if known else "it has no options",
             )
-        option_type = _resolve_option_type(kind, key)
+        option_type = get_type_hints(kind, include_extras=True)[key]
         try:
             values[key] = TypeAdapter(option_type).validate_python(_read_value(text, option_type))
             is_nan = isinstance(values[key], float) and math.isnan(values[key])  # NaN passes every limit
@@ -161,12 +161,6 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
             where=f"pass {kind.name!r}",
             hint=f"`onnxplace passes {kind.name}` lists them",
         ) from None
-
-
-def _resolve_option_type(kind: type[Pass], key: str) -> Any:
-    from typing import get_type_hints
-
-    return get_type_hints(kind, include_extras=True)[key]
 
 
 def format_tuple(items: Iterable[str]) -> str:

@@ -3,6 +3,7 @@ from onnxplace.reports.alternatives import (
     describe_difference as describe_difference,
     describe_layouts as describe_layouts,
 )
+from onnxplace.reports.differences import compare_figures as compare_figures, compare_pages as compare_pages
 from onnxplace.reports.page_data import (
     PlacedGraph as PlacedGraph,
     describe_bundle as describe_bundle,
@@ -27,4 +28,3 @@ from onnxplace.reports.text import (
     describe_copies as describe_copies,
     format_table as format_table,
 )
-from onnxplace.reports.verdict import compare_figures as compare_figures, compare_pages as compare_pages

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from onnxplace.errors import InputError, format_count
 from onnxplace.graph import Floats, Longs
@@ -30,41 +30,21 @@ class TimelineColumns:
     """Rows and spans, as they are collected."""
 
     rows: dict[TimelineRow, int] = field(default_factory=dict)
-    row: list[int] = field(default_factory=list)
-    start: list[float] = field(default_factory=list)
-    finish: list[float] = field(default_factory=list)
-    label: list[str] = field(default_factory=list)
-    detail: list[str] = field(default_factory=list)
-    reader: list[int] = field(default_factory=list)
+    spans: list[tuple[int, float, float, str, int, str]] = field(default_factory=list)
+    """In the order of the columns of a `Timeline`."""
 
-    def add_row(self, row: TimelineRow) -> None:
-        """Add a row if it is new."""
-        self.rows.setdefault(row, len(self.rows))
+    def add_row(self, row: TimelineRow) -> int:
+        """Add a row if it is new; return its index."""
+        return self.rows.setdefault(row, len(self.rows))
 
     def add(self, row: TimelineRow, start: float, finish: float, label: str, detail: str, reader: int = -1) -> None:
         """Add a span, and its row if it is new."""
-        self.add_row(row)
-        self.row.append(self.rows[row])
-        self.start.append(start)
-        self.finish.append(finish)
-        self.label.append(label)
-        self.detail.append(detail)
-        self.reader.append(reader)
+        self.spans.append((self.add_row(row), start, finish, label, reader, detail))
 
     def build(self, name: str, note: str) -> Timeline:
         """Return the timeline."""
-        return Timeline(
-            name=name,
-            note=note,
-            end_seconds=max(self.finish, default=0.0),
-            rows=tuple(self.rows),
-            row=tuple(self.row),
-            start_seconds=tuple(self.start),
-            finish_seconds=tuple(self.finish),
-            label=tuple(self.label),
-            detail=tuple(self.detail),
-            reader=tuple(self.reader),
-        )
+        columns: list[tuple[Any, ...]] = [*zip(*self.spans)] or [()] * 6
+        return Timeline(name, note, max(columns[2], default=0.0), tuple(self.rows), *columns)
 
 
 def draw_step(step: PlacedStep, name: str, note: str) -> Timeline:
@@ -73,19 +53,13 @@ def draw_step(step: PlacedStep, name: str, note: str) -> Timeline:
     rows = [TimelineRow(device, "compute", index) for index, device in enumerate(step.device_names)]
     for row in rows:
         columns.add_row(row)
-    start, finish, device = (
-        simulation.start_seconds.tolist(), simulation.finish_seconds.tolist(), step.device.tolist()
-    )  # fmt: skip
+    start, finish = simulation.start_seconds.tolist(), simulation.finish_seconds.tolist()
+    device = step.device.tolist()
     for node in step.order.tolist():
         columns.add(rows[device[node]], start[node], finish[node], step.graph.names[node], step.details[node])
     sent = simulation.transfers
-    transfers = zip(
-        sent.value.tolist(),
-        sent.source.tolist(),
-        sent.destination.tolist(),
-        sent.start_seconds.tolist(),
-        sent.finish_seconds.tolist(),
-    )
+    sent_columns = sent.value, sent.source, sent.destination, sent.start_seconds, sent.finish_seconds
+    transfers = zip(*(column.tolist() for column in sent_columns))
     span = {node: index for index, node in enumerate(step.order.tolist())}
     has_row_per_link = len(set(zip(sent.source.tolist(), sent.destination.tolist()))) <= MAX_LINKS
     for value, source, destination, begin, end in sorted(transfers, key=lambda item: item[1:4]):
@@ -132,8 +106,6 @@ _Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 class _Arguments(BaseModel):
     """Facts about an event, besides its name and times."""
 
-    model_config = ConfigDict(extra="ignore")
-
     name: str = ""
     """The name of a process or a thread."""
     request: int = 0
@@ -151,8 +123,6 @@ class _Arguments(BaseModel):
 
 class _TraceEvent(BaseModel):
     """An event of a trace, as far as a report looks at it."""
-
-    model_config = ConfigDict(extra="ignore")
 
     phase: str = Field(default="", alias="ph")
     """`X` for a span, `M` for the name of a process or a thread."""
@@ -312,19 +282,12 @@ def _draw_device(step: PlacedStep, changes: MemoryChanges, device: int, weights_
 
 def _list_contents(step: PlacedStep, changes: MemoryChanges, until: Longs) -> list[MemoryItem]:
     """Return the values and workspaces that are held after these changes."""
-    values: Counter[int] = Counter()
-    nodes: Counter[int] = Counter()
-    for value, node, size in zip(
-        changes.value[until].tolist(), changes.node[until].tolist(), changes.change_bytes[until].tolist()
-    ):
-        if value >= 0:
-            values[value] += size
-        else:
-            nodes[node] += size
-    return [
-        *(MemoryItem(step.graph.value_names[value], "value", size) for value, size in values.items() if size > 0),
-        *(MemoryItem(step.graph.names[node], "workspace", size) for node, size in nodes.items() if size > 0),
-    ]
+    held: Counter[tuple[str, int]] = Counter()
+    columns = (changes.value, changes.node, changes.change_bytes)
+    for value, node, size in zip(*(column[until].tolist() for column in columns)):
+        held[("value", value) if value >= 0 else ("workspace", node)] += size
+    names = {"value": step.graph.value_names, "workspace": step.graph.names}
+    return [MemoryItem(names[kind][index], kind, size) for (kind, index), size in sorted(held.items()) if size > 0]
 
 
 def _thin(seconds: Floats, sizes: Longs) -> tuple[Floats, Longs]:

@@ -1,13 +1,16 @@
-"""What two reports about one model decide differently: devices of nodes, the division of work, and passes."""
+"""Which of two reports to take, and what they decide differently: devices of nodes, the division of work, passes."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from onnxplace.reports.layer_tree import name_layer
-from onnxplace.reports.page_records import PageData, Table
+from onnxplace.reports.page_records import ComparedQuantity, Comparison, PageData, Quantity, Table
+from onnxplace.reports.verdict import MIN_SHARE, RATE_LABEL
+from onnxplace.utils import format_bytes, format_time
 
 # Layers that a row names.
 MAX_LISTED_LAYERS = 3
@@ -16,6 +19,63 @@ MAX_MOVES = 20
 _PART = re.compile(r"/shard\d+$")
 # Columns of tables that differ between any two measurements.
 _TIMES = frozenset(("time on one device", "compute"))
+
+
+def compare_pages(first: PageData, second: PageData) -> Comparison:
+    """Return the figures of two reports next to each other, and which one to take."""
+    rows = compare_figures(first.summary, second.summary)
+    tables = list_differences(first, second) if first.title == second.title else ()
+    return Comparison(_choose(first, second, rows), rows, tables)
+
+
+def compare_figures(*reports: Sequence[Quantity]) -> tuple[ComparedQuantity, ...]:
+    """Return the figures of two reports next to each other, by their labels."""
+    figures, empty = [{entry.label: entry for entry in entries} for entries in reports], Quantity("", "–")
+    labels = dict.fromkeys(label for own in figures for label in own)
+    return tuple(_compare(label, *(own.get(label, empty) for own in figures)) for label in labels)
+
+
+def _compare(label: str, first: Quantity, second: Quantity) -> ComparedQuantity:
+    texts, before, after = (first.text, second.text), first.value, second.value
+    if before is None or after is None:
+        return ComparedQuantity(label, texts, "", "")
+    if before == after:
+        return ComparedQuantity(label, texts, "equal", "")
+    is_count = isinstance(before, int) and not first.lower_is_better
+    difference = f"{after - before:+.0f}" if is_count else f"{after / before - 1:+.0%}" if before else "from none"
+    better: Literal["", "A", "B"] = "" if not first.lower_is_better else "B" if after < before else "A"
+    return ComparedQuantity(label, texts, difference.replace("-", "−"), better)
+
+
+def _choose(first: PageData, second: PageData, rows: Sequence[ComparedQuantity]) -> str:
+    """Return in one sentence which report to take, and why."""
+    if first.title != second.title:
+        return f"They are of different models, {first.title} and {second.title}, so neither replaces the other."
+    sizes = [next((entry.text for entry in page.origin if entry.label == "sizes"), "") for page in (first, second)]
+    if sizes[0] != sizes[1]:
+        return f"They are compiled for other sizes, A for {sizes[0]}, B for {sizes[1]}, so their times do not compare."
+    pages = {"A": first, "B": second}
+    steps = {name: page.verdict.step_seconds for name, page in pages.items()}
+    peaks = {name: sum(device.peak_bytes for device in page.devices) for name, page in pages.items()}
+    better, other = sorted(pages, key=lambda name: (steps[name], name))
+    if steps[other] <= steps[better] * (1 + MIN_SHARE):
+        smaller, larger = sorted(pages, key=lambda name: peaks[name])
+        if peaks[smaller] == peaks[larger]:
+            return f"Take either: their steps and their memory are equal within {MIN_SHARE:.0%}."
+        held = f"{format_bytes(peaks[smaller])} instead of {format_bytes(peaks[larger])} at their peaks"
+        return f"Take {smaller}: the steps are equal within {MIN_SHARE:.0%}, and its devices hold {held}."
+    times, ratio = {name: format_time(seconds) for name, seconds in steps.items()}, steps[other] / steps[better]
+    text = f"Take {better}: its step takes {times[better]}, {ratio:.2f} times as fast as {other}'s {times[other]}"
+    price = peaks[better] - peaks[other]
+    against = [f"its devices hold {format_bytes(price)} more"] if price > 0 else []
+    if any(row.better == other and row.label == RATE_LABEL for row in rows):
+        against.append(f"with several requests in flight, {other} gives results more often")
+    if first.verdict.basis != second.verdict.basis:
+        against.append(f"A's time is {first.verdict.basis}, B's {second.verdict.basis}")
+    return f"{text}; {'; '.join(against)}." if against else f"{text}."
+
+
+# ----------------------------------------------------------------------------------------- what they decide differently
 
 
 def list_differences(first: PageData, second: PageData) -> tuple[Table, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from onnxplace.reports.page_records import LayerTree
 
@@ -145,20 +146,13 @@ def _divide(layers: list[_Layer]) -> list[_Layer]:
 
 def _flatten(roots: Sequence[_Layer]) -> LayerTree:
     """Return a tree as columns, parents before children."""
-    rows = list(_iterate_rows(roots))
-    empty = LayerNode("", "", -1, 0.0)
-    nodes = [layer.node or empty for layer, _ in rows]
-    return LayerTree(
-        label=tuple(layer.label for layer, _ in rows),
-        parent=tuple(parent for _, parent in rows),
-        op=tuple(node.op for node in nodes),
-        device=tuple(node.device for node in nodes),
-        seconds=tuple(node.seconds for node in nodes),
-        node=tuple(node.index for node in nodes),
-        segment=tuple(node.segment for node in nodes),
-        shape=tuple(node.shape for node in nodes),
-        source=tuple(node.source for node in nodes),
-    )
+    rows = []
+    for layer, parent in _iterate_rows(roots):
+        node = layer.node or LayerNode("", "", -1, 0.0)
+        place = node.index, node.segment
+        rows.append((layer.label, parent, node.op, node.device, node.seconds, *place, node.shape, node.source))
+    columns: list[tuple[Any, ...]] = [*zip(*rows)] or [()] * len(fields(LayerTree))
+    return LayerTree(*columns)
 
 
 def _iterate_rows(roots: Sequence[_Layer]) -> Iterator[tuple[_Layer, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -234,14 +234,9 @@ def _list_devices(manifest: Manifest, step: PlacedStep) -> tuple[DeviceSummary, 
     }
     return tuple(
         DeviceSummary(
-            id=item.id,
+            **item.model_dump(),
             kind=kinds[item.id],
-            nodes=item.nodes,
-            compute_seconds=item.compute_seconds,
             idle_seconds=max(step.simulation.makespan_seconds - item.compute_seconds, 0.0),
-            weights_bytes=item.weights_bytes,
-            peak_bytes=item.peak_bytes,
-            limit_bytes=item.limit_bytes,
         )
         for item in manifest.devices
     )
@@ -253,11 +248,8 @@ def list_passes(pipeline: str) -> tuple[Entry, ...]:
         specs = parse_pipeline(pipeline)
     except UsageError:
         return (Entry("pipeline", pipeline),)
-    return tuple(Entry(spec.name, _describe_options(spec.options)) for spec in specs)
-
-
-def _describe_options(options: Mapping[str, str]) -> str:
-    return ", ".join(f"{key} = {value}" for key, value in options.items()) or "default options"
+    texts = (", ".join(f"{key} = {value}" for key, value in spec.options.items()) for spec in specs)
+    return tuple(Entry(spec.name, text or "default options") for spec, text in zip(specs, texts))
 
 
 def _list_origin(manifest: Manifest) -> Iterator[Entry]:
@@ -362,11 +354,7 @@ def _iterate_tables(manifest: Manifest) -> Iterator[Table]:
         yield Table(
             caption=f"Training step with {len(training.parameters)} parameters",
             header=("phase", "nodes"),
-            rows=(
-                ("forward", str(nodes.forward)),
-                ("backward", str(nodes.backward)),
-                ("update", str(nodes.update)),
-            ),
+            rows=tuple((phase, str(getattr(nodes, phase))) for phase in ("forward", "backward", "update")),
         )
 
 
@@ -403,7 +391,8 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         graph=graph,
         seconds=seconds,
         target=target,
-        device_names=tuple(_name_device(name) for name in placed.graph.device_ids),
+        # A bare number would read as an amount.
+        device_names=tuple(f"device {i}" if i.isdecimal() else i for i in map(str, placed.graph.device_ids)),
         device=placed.device,
         order=schedule.order,
         simulation=schedule.simulation,
@@ -429,7 +418,7 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         kind="placement",
         verdict=judge_step(step, bound, Circumstances(FROM_COSTS, attempts=attempts)),
         summary=tuple(_summarise_placement(placed, alone, crossings)),
-        devices=_list_placement_devices(placed, step),
+        devices=_list_placement_devices(step),
         timelines=(draw_step(step, FROM_COSTS, "one step, node by node"),),
         memory=draw_memory(step, simulation.weights_bytes.tolist()),
         crossings=crossings,
@@ -459,11 +448,6 @@ def _list_edges(graph: OpGraph) -> NodeEdges:
     return NodeEdges(*(tuple(column[made].tolist()) for column in columns))
 
 
-def _name_device(identifier: Hashable) -> str:
-    """Return the id of a device; a bare number would read as an amount."""
-    return f"device {identifier}" if str(identifier).isdecimal() else str(identifier)
-
-
 def _summarise_placement(placed: PlacedGraph, alone: float, crossings: tuple[Crossing, ...]) -> Iterator[Quantity]:
     simulation = placed.schedule.simulation
     yield _quantify_time("Step, from node costs", simulation.makespan_seconds)
@@ -481,7 +465,7 @@ def _summarise_placement(placed: PlacedGraph, alone: float, crossings: tuple[Cro
         yield Quantity("Memory", "it does not fit")
 
 
-def _list_placement_devices(placed: PlacedGraph, step: PlacedStep) -> tuple[DeviceSummary, ...]:
+def _list_placement_devices(step: PlacedStep) -> tuple[DeviceSummary, ...]:
     simulation, counts = step.simulation, np.bincount(step.device, minlength=len(step.device_names))
     return tuple(
         DeviceSummary(

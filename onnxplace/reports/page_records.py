@@ -198,7 +198,7 @@ class Bound:
     busiest_seconds: float
     chain: tuple[ChainPart, ...]
     """The longest part first; together they are the step."""
-    remarks: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
     """Sentences about causes that keep the step above the bound."""
 
     @property

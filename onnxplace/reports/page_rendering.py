@@ -20,8 +20,8 @@ from typing import Any
 
 from onnxplace._version import __version__
 from onnxplace.errors import UsageError
+from onnxplace.reports.differences import compare_pages
 from onnxplace.reports.page_records import PageData
-from onnxplace.reports.verdict import compare_pages
 from onnxplace.utils import format_bytes, format_time
 
 # Template, style and scripts of the page.

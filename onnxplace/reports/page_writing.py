@@ -8,10 +8,10 @@ from pathlib import Path
 
 from onnxplace.bundle import Bundle
 from onnxplace.pipeline import Observer
+from onnxplace.reports.differences import compare_pages
 from onnxplace.reports.page_data import describe_bundle
 from onnxplace.reports.page_records import Comparison, PageData
 from onnxplace.reports.page_rendering import embed_page, render_page, require_report_packages
-from onnxplace.reports.verdict import compare_pages
 from onnxplace.utils import require_different_files, require_writable, write_file
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from onnxplace.bundle import Manifest, SegmentRecord, build_segment_graph, build_weight_stream
+from onnxplace.bundle import Manifest, build_segment_graph, build_weight_stream
 from onnxplace.errors import format_count
 from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.reports.page_records import Bound, ChainPart, Crossing
@@ -60,7 +60,8 @@ def simulate_segments(manifest: Manifest, *, planned: bool = False) -> PlacedSte
     target, graph, segments = manifest.target.target(), build_segment_graph(manifest), manifest.segments
     device = np.array([target.position(segment.device) for segment in segments], dtype=np.int32)
     classes = [item.cost_class for item in target.devices]
-    own = np.array([_choose_seconds(item, planned) for item in segments], dtype=np.float64).reshape(len(segments))
+    choices = [(item.planned_seconds if planned else None, item.seconds) for item in segments]
+    own = np.array([measured if costs is None else costs for costs, measured in choices], dtype=np.float64)
     home = np.array([classes[index] for index in device], dtype=np.str_)
     rows = [np.where(home == name, own, np.nan) for name in classes]
     seconds = np.stack(rows) if rows else np.zeros((0, len(segments)))
@@ -77,10 +78,6 @@ def simulate_segments(manifest: Manifest, *, planned: bool = False) -> PlacedSte
         details=tuple(format_count(item.nodes, "node") for item in segments),
         stream=stream,
     )
-
-
-def _choose_seconds(segment: SegmentRecord, planned: bool) -> float:
-    return segment.planned_seconds if planned and segment.planned_seconds is not None else segment.seconds
 
 
 # ---------------------------------------------------------------------------------------------------- values that cross
@@ -102,11 +99,7 @@ def list_crossings(step: PlacedStep) -> tuple[Crossing, ...]:
     own_seconds = sent.finish_seconds - sent.start_seconds
     ranked = sorted(transfers, key=lambda value: (-float(own_seconds[transfers[value]].sum()), value))
     simulated = min(MAX_SIMULATED_CROSSINGS, MAX_SIMULATED_NODES // max(len(step.graph), 1))
-    arrivals = {
-        (value, device): seconds
-        for value, device, seconds in zip(sent.value.tolist(), sent.destination.tolist(), sent.finish_seconds.tolist())
-    }
-    before = find_device_predecessors(step)
+    arrivals, before = sent.list_arrivals(), find_device_predecessors(step)
     return tuple(
         _describe_crossing(step, value, transfers[value], arrivals, before, is_simulated=rank < simulated)
         for rank, value in enumerate(ranked)
@@ -205,15 +198,6 @@ def count_bytes(crossings: Sequence[Crossing]) -> int:
 MIN_REMARKED_SHARE = 0.005
 
 
-@dataclass(frozen=True)
-class _Link:
-    """An event of the chain, or a pause between two."""
-
-    kind: str
-    where: str
-    seconds: float
-
-
 def explain_step(
     step: PlacedStep,
     step_seconds: float,
@@ -233,9 +217,9 @@ def explain_step(
         planned_seconds: The step by the costs of nodes, if `step_seconds` is of a trial.
     """
     parts: dict[tuple[str, str], list[float]] = {}
-    for link in _walk_back(step):
-        parts.setdefault((link.kind, link.where), []).append(link.seconds)
-    chain = [ChainPart(kind, where, sum(seconds), len(seconds)) for (kind, where), seconds in parts.items()]
+    for kind, where, seconds in _walk_back(step):
+        parts.setdefault((kind, where), []).append(seconds)
+    chain = [ChainPart(*place, sum(times), len(times)) for place, times in parts.items()]
     if request_seconds > 0:
         chain.append(ChainPart("request", "", request_seconds, 1))
     compute = step.simulation.compute_seconds
@@ -249,13 +233,12 @@ def explain_step(
         busiest_device=step.device_names[busiest] if len(compute) else "",
         busiest_seconds=float(compute.max(initial=0.0)),
         chain=tuple(sorted(chain, key=lambda part: (-part.seconds, part.where))),
-        remarks=(),
     )
     return replace(bound, remarks=tuple(_list_remarks(bound)))
 
 
-def _walk_back(step: PlacedStep) -> Iterator[_Link]:
-    """Yield the events from the last one of the step to its start."""
+def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float]]:
+    """Yield the events from the last one of the step to its start, with pauses: kind, device or link, and seconds."""
     simulation, sent = step.simulation, step.simulation.transfers
     start, finish = simulation.start_seconds.tolist(), simulation.finish_seconds.tolist()
     sent_start, sent_finish = sent.start_seconds.tolist(), sent.finish_seconds.tolist()
@@ -268,7 +251,7 @@ def _walk_back(step: PlacedStep) -> Iterator[_Link]:
         _, kind, index = last
         if kind == "node":
             device, begin = int(step.device[index]), start[index]
-            yield _Link("compute", step.device_names[device], finish[index] - begin)
+            yield "compute", step.device_names[device], finish[index] - begin
             candidates = [(finish[node], "node", node) for node in (before_node[index],) if node >= 0]
             for value in step.graph.inputs[index].tolist():
                 producer = int(step.graph.producer[value])
@@ -280,16 +263,16 @@ def _walk_back(step: PlacedStep) -> Iterator[_Link]:
         else:
             begin = sent_start[index]
             name = step.name_link(int(sent.source[index]), int(sent.destination[index]))
-            yield _Link("transfer", name, sent_finish[index] - begin)
+            yield "transfer", name, sent_finish[index] - begin
             producer = int(step.graph.producer[int(sent.value[index])])
             candidates = [(finish[producer], "node", producer)]
             candidates += [(sent_finish[item], "transfer", item) for item in before_transfer[index]]
         last = max(candidates, default=None)
         pause = begin - (last[0] if last is not None else 0.0)
         if pause > 1e-12 and kind == "node" and begin == simulation.arrival_seconds[index]:
-            yield _Link("weights", step.device_names[device], pause)
+            yield "weights", step.device_names[device], pause
         elif pause > 1e-12:
-            yield _Link("wait", "", pause)
+            yield "wait", "", pause
 
 
 def _find_channel_predecessors(step: PlacedStep) -> list[list[int]]:

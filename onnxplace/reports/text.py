@@ -191,13 +191,10 @@ def _format_sharding(sharding: ShardingRecord | None) -> list[str]:
     ranked = sorted(by_op.items(), key=lambda item: -sum(kind.seconds for kind in item[1]))
     for op, kinds in ranked[:MAX_SHARDED_LINES]:
         share = sum(kind.seconds for kind in kinds) / total if total else 0.0
-        layouts = ", ".join(f"{kind.count} {_describe_layout(kind.layout)}" for kind in kinds[:4])
+        ways = ((kind, "on every device" if kind.layout == "whole" else f"by {kind.layout}") for kind in kinds[:4])
+        layouts = ", ".join(f"{kind.count} {way}" for kind, way in ways)
         lines.append(f"  {op} ({share:.0%} of the time): {layouts}")
     return lines
-
-
-def _describe_layout(layout: str) -> str:
-    return "on every device" if layout == "whole" else f"by {layout}"
 
 
 def _format_repeats(repeats: Sequence[RepeatRecord]) -> list[str]:

@@ -82,14 +82,7 @@ def _bound_star(count, alone, has_channels, neighbourhood):
     (`has_channels`), `alone` is what a neighbour's own transfers take of the node's channel: each neighbour takes time
     on the device or on the channel, and the longer of the two is at least any weighted mean of them.
     """
-    work, beyond, far, remote, rank = (
-        neighbourhood.work,
-        neighbourhood.beyond,
-        neighbourhood.far,
-        neighbourhood.remote,
-        neighbourhood.rank,
-    )
-    by_remote, by_beyond = neighbourhood.by_remote, neighbourhood.by_beyond
+    work, beyond, far, _, remote, by_remote, by_beyond, rank = neighbourhood[2:]
     # The longest path over one neighbour.
     longest = 0.0
     for i in range(count):
@@ -138,14 +131,7 @@ def _bound_star(count, alone, has_channels, neighbourhood):
 @linear_in_place
 def compute_tails(order, out_starts, outs, read_starts, readers, least, send, has_channels, neighbourhood, tail):
     """Fill `tail`: least seconds from the end of each node to the end of the step."""
-    place, node_of, work, beyond, far, alone = (
-        neighbourhood.place,
-        neighbourhood.node_of,
-        neighbourhood.work,
-        neighbourhood.beyond,
-        neighbourhood.far,
-        neighbourhood.alone,
-    )
+    place, node_of, work, beyond, far, alone = neighbourhood[:6]
     for position in range(len(order) - 1, -1, -1):
         node = order[position]
         # Collect the readers, each once, with what it waits for if it is remote.
@@ -173,13 +159,7 @@ def compute_tails(order, out_starts, outs, read_starts, readers, least, send, ha
 @linear_in_place
 def compute_heads(order, producer, in_starts, ins, least, send, has_channels, neighbourhood, head):
     """Fill `head`: least seconds from the start of the step to the start of each node."""
-    place, node_of, work, beyond, far = (
-        neighbourhood.place,
-        neighbourhood.node_of,
-        neighbourhood.work,
-        neighbourhood.beyond,
-        neighbourhood.far,
-    )
+    place, node_of, work, beyond, far = neighbourhood[:5]
     for position in range(len(order)):
         node = order[position]
         # Collect the producers, each once, with what the node waits for if they are remote.

@@ -105,8 +105,10 @@ def lower_bound_seconds(
         bound = max(bound, _threshold_bound(np.where(pinned_device == device, seconds[device], 0.0), reach, 1))
     for is_member in _heaviest_groups(reach.least, group):
         bound = max(bound, _threshold_bound(np.where(is_member, reach.least, 0.0), reach, 1))
-    if target is not None and (len(devices) > 1 or not _fits_on_one_device(graph, target)):
-        bound = max(bound, _cheapest_cut_bound(graph, reach))
+    if target is not None:
+        needs = graph.total_weight_bytes + int(node_bytes(graph).max(initial=0))
+        if len(devices) > 1 or all(needs > device.memory_bytes for device in target.devices):
+            bound = max(bound, _cheapest_cut_bound(graph, reach))
     return bound
 
 
@@ -163,11 +165,6 @@ def node_bytes(graph: OpGraph) -> Longs:
     outputs = np.bincount(graph.producer[produced], owned_bytes[produced], len(graph))
     inputs = np.bincount(graph.inputs.rows, owned_bytes[graph.inputs.items], len(graph))
     return graph.workspace_bytes + (outputs + inputs).astype(np.int64)
-
-
-def _fits_on_one_device(graph: OpGraph, target: Target) -> bool:
-    needs = graph.total_weight_bytes + int(node_bytes(graph).max(initial=0))
-    return any(needs <= device.memory_bytes for device in target.devices)
 
 
 def _cheapest_cut_bound(graph: OpGraph, reach: Reach) -> float:

@@ -34,15 +34,10 @@ def simulate_with_contention(
     own_seconds = seconds[device, np.arange(len(graph))]
     if not target.shared or not len(graph):
         return simulation
-    entries = [
-        (shared, _member_devices(target, shared), _slowdown_factors(graph, own_seconds, shared))
-        for shared in target.shared
-    ]
+    entries = [(_member_devices(target, item), _slowdown_factors(graph, own_seconds, item)) for item in target.shared]
     node_seconds = own_seconds
     for _ in range(MAX_ROUNDS):
-        lost_seconds = sum(
-            (_lost_seconds(simulation, device, members, factor) for _, members, factor in entries), np.zeros(len(graph))
-        )
+        lost_seconds = sum((_lost_seconds(simulation, device, *entry) for entry in entries), np.zeros(len(graph)))
         previous, node_seconds = node_seconds, own_seconds + lost_seconds
         if np.abs(node_seconds - previous).max() <= RELATIVE_TOLERANCE * max(simulation.makespan_seconds, 1e-12):
             break
@@ -100,20 +95,17 @@ def _lost_seconds(simulation: Simulation, device: Ints, members: Ints, factor: F
         return np.zeros(len(device))
     times = np.unique(np.concatenate([start[is_member], finish[is_member]]))
     busy = np.zeros((len(members), max(len(times) - 1, 0)), dtype=np.int64)
-    for row, member in enumerate(members):
-        own_nodes = np.flatnonzero(device == member)
+    nodes = [np.flatnonzero(device == member) for member in members]
+    for row, own_nodes in enumerate(nodes):
         change = np.zeros(len(times), dtype=np.int64)
         np.add.at(change, np.searchsorted(times, start[own_nodes]), 1)
         np.add.at(change, np.searchsorted(times, finish[own_nodes]), -1)
         busy[row] = np.cumsum(change)[:-1] > 0
     lost_seconds = np.zeros(len(device))
-    for row, member in enumerate(members):
-        own_nodes = np.flatnonzero(device == member)
+    for row, own_nodes in enumerate(nodes):
         busy_others = busy.sum(axis=0) - busy[row]
         for count in range(1, len(members)):
             busy_seconds = np.concatenate([[0.0], np.cumsum(np.diff(times) * (busy_others == count))])
-            overlap = np.interp(finish[own_nodes], times, busy_seconds) - np.interp(
-                start[own_nodes], times, busy_seconds
-            )
-            lost_seconds[own_nodes] += overlap * (1 - 1 / (1 + count * (factor[own_nodes] - 1)))
+            before, after = (np.interp(ends[own_nodes], times, busy_seconds) for ends in (start, finish))
+            lost_seconds[own_nodes] += (after - before) * (1 - 1 / (1 + count * (factor[own_nodes] - 1)))
     return lost_seconds

@@ -34,6 +34,10 @@ class Transfers:
     def __len__(self) -> int:
         return len(self.value)
 
+    def list_arrivals(self) -> dict[tuple[int, int], float]:
+        """Return when each value arrives, by value and receiving device."""
+        return dict(zip(zip(self.value.tolist(), self.destination.tolist()), self.finish_seconds.tolist()))
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -90,7 +94,9 @@ def simulate(
         raise ValueError(f"the order cannot be run: {blocked_node!r} waits for a node that is behind it")
     end = float(max(finish.max(initial=0.0), transfers.finish_seconds.max(initial=0.0)))
     weights = device_weights(graph, device, len(target.devices))
-    dynamic = _peak_value_bytes(graph, device, order, start, finish, transfers, end, len(target.devices))
+    changes = list_memory_changes(graph, device, order, start, finish, transfers, end)
+    live_bytes, peak_bytes = np.zeros((2, len(target.devices)), dtype=np.int64)
+    device_peaks(np.arange(len(changes.device)), changes.device, changes.change_bytes, live_bytes, peak_bytes)
     return Simulation(
         start_seconds=start,
         finish_seconds=finish,
@@ -98,7 +104,7 @@ def simulate(
         makespan_seconds=end,
         compute_seconds=sum_by(device, own_seconds, len(target.devices)),
         weights_bytes=weights,
-        peak_bytes=weights + dynamic,
+        peak_bytes=weights + peak_bytes,
         arrival_seconds=blocks["arrival"] if len(blocks) else np.full(len(graph), -np.inf),
     )
 
@@ -162,7 +168,6 @@ def _execute(
         order[np.argsort(queue_device, kind="stable")],
         device,
         own_seconds,
-        graph.producer,
         graph.value_bytes,
         *outputs.arrays,
         *readers.arrays,
@@ -201,23 +206,6 @@ class MemoryChanges:
     """The value that is held; -1 for workspace."""
     node: Longs
     """The node whose workspace it is; -1 for values."""
-
-
-def _peak_value_bytes(
-    graph: OpGraph,
-    device: Ints,
-    order: Ints,
-    start: Floats,
-    finish: Floats,
-    transfers: Transfers,
-    end: float,
-    device_count: int,
-) -> Longs:
-    """Return, per device, the most bytes of values and workspaces at one time."""
-    changes = list_memory_changes(graph, device, order, start, finish, transfers, end)
-    live, peaks = np.zeros((2, device_count), dtype=np.int64)
-    device_peaks(np.arange(len(changes.device)), changes.device, changes.change_bytes, live, peaks)
-    return peaks
 
 
 def list_memory_changes(

@@ -33,7 +33,6 @@ def run_events(
     queue,
     device,
     seconds,
-    producer,
     value_bytes,
     out_starts,
     outs,

@@ -111,23 +111,18 @@ def _parse_records(data: Mapping[str, object], key: str, kind: type[Record]) -> 
     if key == "devices":
         require_device_limit(len(entries), "")
     names = [item.name for item in fields(kind) if item.init]  # type: ignore[arg-type]
-    for entry in entries:
-        if isinstance(entry, dict):
-            _require_plain_fields(entry, key, names)
+    for entry in (entry for entry in entries if isinstance(entry, dict)):
+        for name, value in entry.items():
+            if name not in names:
+                raise ValueError(f"unknown entry {format_value(name)} in {key}; {suggest_nearest(name, names)}")
+            if isinstance(value, bool):  # pydantic would take it for 0 or 1
+                message = f"expected a number, a text or a list for {name} in {key}, got {str(value).lower()}"
+                raise ValueError(message)
     try:
         return TypeAdapter(tuple[kind, ...]).validate_python(entries)  # type: ignore[valid-type]
     except ValidationError as problem:
         first = problem.errors()[0]
         raise ValueError(f"{'.'.join(str(part) for part in (key, *first['loc']))}: {first['msg']}") from None
-
-
-def _require_plain_fields(entry: Mapping[str, object], key: str, names: Sequence[str]) -> None:
-    """Raise ValueError unless all fields of an entry have these names, and none is true or false."""
-    for name, value in entry.items():
-        if name not in names:
-            raise ValueError(f"unknown entry {format_value(name)} in {key}; {suggest_nearest(name, names)}")
-        if isinstance(value, bool):  # pydantic would take it for 0 or 1
-            raise ValueError(f"expected a number, a text or a list for {name} in {key}, got {str(value).lower()}")
 
 
 def format_target(target: Target, *, compact: bool = False) -> str:

@@ -92,7 +92,8 @@ def cut_into_segments(state: State) -> list[Ints]:
     and takes less time than a call: the slices that a device sends leave together. O(N + E).
     """
     graph, device, schedule, unit = state[Profile].graph, state[Placement].device, state[Schedule], state[Profile].unit
-    timeline = _timeline(device, schedule)
+    arrivals = schedule.simulation.transfers.list_arrivals()
+    timeline = _Timeline(device, np.argsort(schedule.order), schedule.simulation.start_seconds, arrivals)
     seconds = schedule.simulation.finish_seconds - schedule.simulation.start_seconds
     by_device = schedule.order[np.argsort(device[schedule.order], kind="stable")]
     following, followed = by_device[1:], by_device[:-1]
@@ -116,15 +117,6 @@ def cut_into_segments(state: State) -> list[Ints]:
         if not stays[node] and any((device[graph.readers[value]] != home).any() for value in graph.outputs[node]):
             del open_segments[home]
     return [np.array(nodes, dtype=np.int32) for nodes in segments]
-
-
-def _timeline(device: Ints, schedule: Schedule) -> _Timeline:
-    rank = np.empty(len(device), dtype=np.int64)
-    rank[schedule.order] = np.arange(len(device))
-    transfers = schedule.simulation.transfers
-    arrivals = zip(transfers.value.tolist(), transfers.destination.tolist(), transfers.finish_seconds.tolist())
-    arrival_seconds = {(value, destination): finish for value, destination, finish in arrivals}
-    return _Timeline(device, rank, schedule.simulation.start_seconds, arrival_seconds)
 
 
 def _consecutive_units(order: Ints, unit: Ints, device: Ints) -> dict[int, list[int]]:

@@ -140,7 +140,10 @@ def build_manifest(
         diagnostics=tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics),
         files=written.records,
         optimised_for=describe_optimiser() if any(written.optimised) else "",
-        repeats=_repeat_records(state[Profile]),
+        repeats=tuple(
+            RepeatRecord(count=repeat.count, nodes=repeat.nodes, first=state[Profile].graph.names[repeat.start])
+            for repeat in state[Profile].repeats
+        ),
         sharding=_sharding_record(state),
         batching=batching,
         custom_operators=list_custom_operators(model),
@@ -187,13 +190,6 @@ def _prediction(state: State) -> Predicted:
         lower_bound_seconds=state[Schedule].lower_bound_seconds,
         interval_seconds=predict_interval_seconds(state),
         request_seconds=predict_request_seconds(state),
-    )
-
-
-def _repeat_records(profile: Profile) -> tuple[RepeatRecord, ...]:
-    return tuple(
-        RepeatRecord(count=repeat.count, nodes=repeat.nodes, first=profile.graph.names[repeat.start])
-        for repeat in profile.repeats
     )
 
 

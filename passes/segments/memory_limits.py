@@ -18,7 +18,6 @@ from onnxplace.passes.segments.streamed_blocks import find_stream
 from onnxplace.problem import describe_shortage, device_seconds
 from onnxplace.simulation import Simulation, simulate_stream, simulate_with_contention
 from onnxplace.state import State
-from onnxplace.target import Target
 
 # Each round cuts every segment that holds too much at least in two; single nodes are the last resort.
 MAX_ROUNDS = 16
@@ -256,17 +255,13 @@ def _cut_into_single_nodes(state: State, limits: Longs) -> SegmentPlan:
     peaks = plan.simulation.peak_bytes
     if (peaks <= limits).all():
         return plan
-    raise _shortage_error(state.target, plan, int(np.argmax(peaks - limits)))
-
-
-def _shortage_error(target: Target, plan: SegmentPlan, device: int) -> InfeasibleError:
-    order = np.arange(len(plan.nodes), dtype=np.int32)
+    device, order = int(np.argmax(peaks - limits)), np.arange(len(plan.nodes), dtype=np.int32)
     memory = BufferLifetimes.simulated(plan.graph, plan.simulation, order, plan.device, device)
     largest = int(memory.nodes[memory.bytes_by_position().argmax()]) if len(memory.nodes) else -1
     name = plan.graph.names[largest] if largest >= 0 else ""
-    return InfeasibleError(
+    raise InfeasibleError(
         "P001",
-        f"{describe_shortage(target, plan.simulation.peak_bytes)}; {target.devices[device].id} needs most while it "
+        f"{describe_shortage(state.target, peaks)}; {state.target.devices[device].id} needs most while it "
         f"runs node {name!r}, with each node in a segment of its own",
         where="split",
         hint="add devices, raise --max-memory, or try another --placer",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.facts import Profile, Route, Routes, Segments, Streaming
-from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.graph import Ints, Longs
 from onnxplace.passes.segments.memory_limits import segment_seconds
 from onnxplace.problem import index_segments
 from onnxplace.simulation import predict_python_seconds, predict_request_rates, simulate_with_contention
@@ -41,7 +41,9 @@ def predict_routes(state: State, device_maps: Sequence[Ints]) -> Routes:
     `device_maps`: per further route, the device that takes the place of each device. Linear in segments and routes.
     """
     segments, target = state[Segments].segments, state.target
-    coarse, seconds = _cost_segments(state)
+    segment_of = index_segments(segments, len(state[Profile].graph))
+    coarse = state[Profile].graph.contract(segment_of)
+    seconds = segment_seconds(state, segment_of, coarse)
     home = np.array([segment.device for segment in segments], dtype=np.int32)
     devices = [device_map[home] for device_map in (list_device_maps(state)[0], *device_maps)]
     rates = predict_request_rates(coarse, seconds, target, devices)
@@ -87,11 +89,3 @@ def _sum_weights(state: State, programs: Sequence[int]) -> int:
         if segment.device in programs:
             reads[segment.nodes] = True
     return int(graph.weight_bytes[np.unique(graph.weights.items[reads[graph.weights.rows]])].sum())
-
-
-def _cost_segments(state: State) -> tuple[OpGraph, Floats]:
-    """Return the graph of segments, and their seconds [device, segment] without contention."""
-    graph = state[Profile].graph
-    segment_of = index_segments(state[Segments].segments, len(graph))
-    coarse = graph.contract(segment_of)
-    return coarse, segment_seconds(state, segment_of, coarse)

@@ -117,7 +117,6 @@ def simulate_one(graph, device, order, scratch, start, finish):
         scratch.queue,
         device,
         scratch.own_seconds,
-        graph.producer,
         graph.value_bytes,
         graph.out_starts,
         graph.outs,
