@@ -159,7 +159,7 @@ class LocalProcess:
     """Stands in for the child process that compares other sizes: a start takes half a second."""
 
     def __init__(self, _: object) -> None:
-        self.ended, self._opened = threading.Event(), {}
+        self.ended, self.sessions, self._opened = threading.Event(), {}, {}
 
     def call(self, _: str, function: Callable[..., object], number: int, *arguments: object) -> object:
         return function(self._opened, number, None, *arguments)

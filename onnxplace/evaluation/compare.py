@@ -173,7 +173,7 @@ def open_reference(
     if bundle.manifest.streams:  # the model may be larger than the memory: map it, and make no second copy of weights
         entries = {**entries, "session.disable_prepacking": "1"}
     with pin_thread(all_cores):
-        session = open_session(model, make_session_options(all_cores, level, entries), where=str(model))
+        session = open_session(model, make_session_options(all_cores, level=level, entries=entries), where=str(model))
     names, run_whole = [output.name for output in session.get_outputs()], make_runner(session, str(model))
     # The bundle's copy has the bundle's own parts of states, other files have whole states.
     split_states = SplitStates(bundle.manifest) if against else None

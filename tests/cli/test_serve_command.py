@@ -57,7 +57,7 @@ def test_requests_are_joined_where_that_is_proven_and_a_note_says_where_not(run_
         ((".={bundle}",), ("error[U005]", "got '.'")),
         (("..={bundle}",), ("error[U005]", "got '..'", "onnxplace serve NAME=")),
         (("stats={bundle}",), ("error[U005]", "got 'stats'")),
-        (("-a={bundle}",), ("No such option",)),
+        (("-a={bundle}",), ("error[U000]", "no such option")),
         (("a\n={bundle}",), ("error[U005]", "letters, digits")),
         (("{bundle}", "--timeout", "nan"), ("'nan' is not a finite number",)),
         (("{bundle}", "--timeout", "inf"), ("--timeout", "inf")),

@@ -122,7 +122,7 @@ def test_compile_says_how_much_streams_and_how_long_a_step_waits_for_it(run_cli,
     result = run_cli("compile", folder / "chain.onnx", *options, "-o", tmp_path / "bundle")
     assert result.code == 0, result
     assert ", of which " in result.out
-    assert "waits for weights; best single device" in result.out
+    assert " waits for weights, " in result.out
     assert "from disk stream in each step, to cpu:0 through a pool of 2.5 MiB at " in result.out
     assert ", where it does not fit" in result.out
 

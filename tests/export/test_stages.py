@@ -158,11 +158,11 @@ def test_the_script_writes_the_file_that_run_writes(case, tmp_path, run_cli):
     sessions = [script["open_stage"](stage) for stage in plan["stages"]]
     given = script["read_inputs"](plan, str(tmp_path / "inputs.npz"))
     script["write_outputs"](str(tmp_path / "outputs.npz"), script["run"](plan, sessions, given))
-    expected, actual = np.load(tmp_path / "expected.npz"), np.load(tmp_path / "outputs.npz")
-    assert actual.files == expected.files
-    for name in expected:
-        assert actual[name].dtype == expected[name].dtype
-        assert_same(actual[name], expected[name])
+    with np.load(tmp_path / "expected.npz") as expected, np.load(tmp_path / "outputs.npz") as actual:
+        assert actual.files == expected.files
+        for name in expected:
+            assert actual[name].dtype == expected[name].dtype
+            assert_same(actual[name], expected[name])
 
 
 def test_a_stage_that_cannot_take_a_text_says_so(tmp_path):

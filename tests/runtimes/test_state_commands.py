@@ -234,7 +234,9 @@ class Cached:
     ]
     state_inputs: ClassVar = inputs[2:]
     outputs: ClassVar = [Declared("present.0", "tensor(float)", ("batch", "total", 4))]
-    manifest: ClassVar = SimpleNamespace(states=[SimpleNamespace(output="present.0", input="past.0")], sharding=None)
+    manifest: ClassVar = SimpleNamespace(
+        states=[SimpleNamespace(output="present.0", input="past.0")], sharding=None, has_equal_sizes=True
+    )
     initial_states: ClassVar = dict
 
 

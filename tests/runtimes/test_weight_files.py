@@ -218,7 +218,7 @@ def test_weights_stream_on_where_only_attributes_or_names_change(tmp_path, chang
 
 def test_a_file_in_the_place_of_a_watched_one_is_not_read(tmp_path):
     bundle, _ = compile_streaming_chain(tmp_path)
-    files, path = WeightFiles(bundle), weights_file(bundle)
+    files, path = WeightFiles(bundle, []), weights_file(bundle)
     files.open_again(path).close()
     path.with_name("new").write_bytes(path.read_bytes())
     path.with_name("new").replace(path)
