@@ -58,10 +58,10 @@ class Cutting:
 
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """Return the graph as `list_stages` takes it."""
+        """Return the graph as compiled loops take it."""
         graph = self.graph
-        return (graph.producer, graph.outputs.starts, graph.outputs.items, graph.inputs.starts, graph.inputs.items,
-                graph.weights.starts, graph.weights.items, graph.weight_bytes)  # fmt: skip
+        return (graph.producer, *graph.outputs.arrays, *graph.inputs.arrays, *graph.weights.arrays, graph.weight_bytes,
+                graph.readers.starts)  # fmt: skip
 
     @cached_property
     def costs(self) -> tuple[Any, ...]:
@@ -105,28 +105,18 @@ class Cutting:
 
     def reordered(self, order: Ints) -> Cutting:
         """Return a copy with nodes numbered in another topological order."""
-        rank = np.empty(len(order), dtype=np.int32)
-        rank[order] = np.arange(len(order), dtype=np.int32)
-        g = self.graph
+        rank, g = np.argsort(order).astype(np.int32), self.graph
         graph = replace(
             g,
             names=tuple(g.names[node] for node in order),
             ops=tuple(g.ops[node] for node in order),
             producer=np.where(g.producer >= 0, rank[np.maximum(g.producer, 0)], -1).astype(np.int32),
-            inputs=_permute_lists(g.inputs, order),
-            weights=_permute_lists(g.weights, order),
+            inputs=Csr.grouped(rank[g.inputs.rows], g.inputs.items, len(order)),
+            weights=Csr.grouped(rank[g.weights.rows], g.weights.items, len(order)),
             workspace_bytes=g.workspace_bytes[order],
         )
         return replace(self, graph=graph, node=rank[self.node], seconds=np.ascontiguousarray(self.seconds[:, order]),
                        need_bytes=self.need_bytes[order])  # fmt: skip
-
-
-def _permute_lists(lists: Csr, order: Ints) -> Csr:
-    sizes = np.diff(lists.starts)[order]
-    starts = np.zeros(len(order) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=starts[1:])
-    within = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
-    return Csr(starts, lists.items[np.repeat(lists.starts[order], sizes) + within])
 
 
 def prepare_cuts(
@@ -199,8 +189,7 @@ def unit_seconds(problem: PlacementProblem, unit: Ints) -> Floats:
     seconds[np.stack([sum_by(unit, row, count) for row in problem.refused]) > 0] = np.inf
     pin = problem.pinned[problem.group]
     for node in np.flatnonzero(pin >= 0):
-        other_devices = np.arange(len(seconds)) != pin[node]
-        seconds[other_devices, unit[node]] = np.inf
+        seconds[np.arange(len(seconds)) != pin[node], unit[node]] = np.inf
     return seconds
 
 
@@ -270,7 +259,7 @@ class Lattice:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        return self.starts, self.node, self.below, self.is_cut, self.away
+        return self.parent, self.last, self.starts, self.node, self.below, self.is_cut, self.away
 
     def inside(self, ideal: int, nodes: int) -> Bools:
         """Return whether each node is in an ideal."""
@@ -347,17 +336,12 @@ def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) 
     sets = len(cutting.used)
     if len(lattice) * sets > MAX_TABLE_ENTRIES:
         return None
-    graph = cutting.graph
-    inputs, outputs = graph.inputs, graph.outputs
-    graph_lists = (
-        graph.producer, outputs.starts, outputs.items, inputs.starts, inputs.items, graph.readers.starts
-    )  # fmt: skip
     # First rule out ideals that cannot be a border: the least work before or behind them exceeds the bound.
     possible = np.ones((len(lattice), sets), dtype=bool)
     if cutting.rule != TRAFFIC:
         mark_possible(
-            lattice.parent, lattice.last, lattice.is_cut, graph_lists, cutting.rule, bound, cutting.seconds.min(axis=0),
-            cutting.send.min(axis=0), cutting.receive.min(axis=0), cutting.used, possible,
+            lattice.arrays, cutting.arrays, cutting.rule, bound, cutting.seconds.min(axis=0), cutting.send.min(axis=0),
+            cutting.receive.min(axis=0), cutting.used, possible,
         )  # fmt: skip
     lattice = replace(lattice, is_cut=lattice.is_cut & possible.any(axis=1), away=np.zeros(len(lattice)))
     best = np.full((len(lattice), sets), np.inf)
@@ -369,9 +353,8 @@ def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) 
         if budget_clock() > deadline:
             return StageTable(best, origin, by, False)
         fill_table(
-            first, min(first + IDEALS_PER_CALL, len(lattice)), lattice.parent, lattice.last, lattice.arrays,
-            cutting.arrays, graph_lists, cutting.costs, cutting.rule, bound, cutting.step, cutting.has, possible,
-            cutting.seconds.min(axis=0), best, origin, by,
+            first, min(first + IDEALS_PER_CALL, len(lattice)), lattice.arrays, cutting.arrays, cutting.costs,
+            cutting.rule, bound, cutting.step, cutting.has, possible, cutting.seconds.min(axis=0), best, origin, by,
         )  # fmt: skip
     return StageTable(best, origin, by, True)
 
