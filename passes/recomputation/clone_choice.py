@@ -183,7 +183,8 @@ class _Search:
         produced = graph.producer >= 0
         # A view is a candidate if its source stays.
         nodes = np.unique(graph.producer[produced & stays[self.roots]])
-        return nodes[self.may_clone[nodes] & ~self.is_cloned[nodes]].tolist()
+        free: list[int] = nodes[self.may_clone[nodes] & ~self.is_cloned[nodes]].tolist()
+        return free
 
     def _rate(self, node: int) -> tuple[float, Bools]:
         """Return the bytes times nodes above the limit that the best step for a node saves per second, and its nodes.
@@ -210,7 +211,8 @@ class _Search:
 
         Unless `is_deep`, ancestors more expensive than the node are left out: their values stay.
         """
-        graph, reach, added = self.graph, [node], np.arange(len(self.graph)) == node
+        graph, reach = self.graph, [node]
+        added: Bools = np.arange(len(graph)) == node
         turn_number = int(self.schedule.node_number[self.problem.order[self.problem.turn]])
         limit = np.inf if is_deep else 1.01 * float(self.seconds[node])
         while reach and added.sum() < MAX_STEP_NODES:

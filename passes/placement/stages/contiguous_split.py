@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.passes.placement.stages.ideal_kernels import generate_orders
 from onnxplace.passes.placement.stages.local_search_kernels import LocalSearch
-from onnxplace.passes.placement.stages.order_kernels import generate_orders
 from onnxplace.passes.placement.stages.stage_dp import (
     CROSSING_BYTES,
     Cutting,

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.passes.placement.stages.component_kernels import find_inseparable
-from onnxplace.passes.placement.stages.ideal_kernels import enumerate_ideals, invert_additions
+from onnxplace.passes.placement.stages.ideal_kernels import enumerate_ideals, find_inseparable, invert_additions
 from onnxplace.passes.placement.stages.stage_kernels import TRAFFIC, fill_table, mark_possible
 from onnxplace.problem import PlacementProblem
 from onnxplace.utils import budget_clock
@@ -201,15 +200,11 @@ def least_held_bytes(problem: PlacementProblem, unit: Ints) -> Longs:
     graph = problem.graph
     owned = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
     # In a contracted graph, outputs of one node need not exist at the same time.
+    combine = np.add if len(problem.members) == len(graph) else np.maximum
     output_bytes = np.zeros(len(graph), dtype=np.int64)
-    if len(problem.members) == len(graph):
-        np.add.at(output_bytes, graph.producer[owned], graph.value_bytes[owned])
-        held_bytes = output_bytes + graph.workspace_bytes
-    else:
-        np.maximum.at(output_bytes, graph.producer[owned], graph.value_bytes[owned])
-        held_bytes = np.maximum(output_bytes, graph.workspace_bytes)
     most_bytes = np.zeros(int(unit.max(initial=-1)) + 1, dtype=np.int64)
-    np.maximum.at(most_bytes, unit, held_bytes)
+    combine.at(output_bytes, graph.producer[owned], graph.value_bytes[owned])
+    np.maximum.at(most_bytes, unit, combine(output_bytes, graph.workspace_bytes))
     return most_bytes
 
 
@@ -231,10 +226,8 @@ def _group_interchangeable(seconds: Floats, limit: Longs, latency: Floats, per_b
 
 def _least_transfer_seconds(graph: OpGraph, latency: Floats, per_byte: Floats, device: int) -> Floats:
     """Return, per value, the least seconds of a transfer between `device` and another one."""
-    others = [d for d in range(len(latency)) if d != device]
-    if not others:
-        return np.zeros(len(graph.value_bytes))
-    closest: Floats = np.min([latency[d] + graph.value_bytes * per_byte[d] for d in others], axis=0)
+    seconds = [latency[d] + graph.value_bytes * per_byte[d] for d in range(len(latency)) if d != device]
+    closest: Floats = np.min(seconds or [np.zeros(len(graph.value_bytes))], axis=0)
     return closest
 
 
@@ -251,15 +244,18 @@ class Lattice:
     below: Ints
     is_cut: Bools
     """Whether stages may begin and end at an ideal."""
-    away: Floats
-    """Lower bound on the seconds from an ideal down to one where a stage may begin; filled in by `tabulate`."""
 
     def __len__(self) -> int:
         return len(self.parent)
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        return self.parent, self.last, self.starts, self.node, self.below, self.is_cut, self.away
+        """Return the lattice as compiled loops take it.
+
+        Behind its fields is, per ideal, a lower bound on the seconds from there down to one where a stage may begin:
+        0 until `fill_table` computes it.
+        """
+        return self.parent, self.last, self.starts, self.node, self.below, self.is_cut, np.zeros(len(self))
 
     def inside(self, ideal: int, nodes: int) -> Bools:
         """Return whether each node is in an ideal."""
@@ -287,7 +283,6 @@ def enumerate_lattice(graph: OpGraph, limit: int) -> Lattice | None:
         node=node,
         below=below,
         is_cut=np.ones(len(parent), dtype=bool),
-        away=np.zeros(len(parent)),
     )
 
 
@@ -305,7 +300,6 @@ def build_chain_lattice(nodes: int, cuts: int) -> Lattice:
         node=position[:-1],
         below=position[:-1],
         is_cut=is_cut,
-        away=np.zeros(nodes + 1),
     )
 
 
@@ -343,7 +337,7 @@ def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) 
             lattice.arrays, cutting.arrays, cutting.rule, bound, cutting.seconds.min(axis=0), cutting.send.min(axis=0),
             cutting.receive.min(axis=0), cutting.used, possible,
         )  # fmt: skip
-    lattice = replace(lattice, is_cut=lattice.is_cut & possible.any(axis=1), away=np.zeros(len(lattice)))
+    arrays = replace(lattice, is_cut=lattice.is_cut & possible.any(axis=1)).arrays
     best = np.full((len(lattice), sets), np.inf)
     best[0] = 0.0
     origin = np.zeros((len(lattice), sets), dtype=np.int32)
@@ -353,8 +347,8 @@ def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) 
         if budget_clock() > deadline:
             return StageTable(best, origin, by, False)
         fill_table(
-            first, min(first + IDEALS_PER_CALL, len(lattice)), lattice.arrays, cutting.arrays, cutting.costs,
-            cutting.rule, bound, cutting.step, cutting.has, possible, cutting.seconds.min(axis=0), best, origin, by,
+            first, min(first + IDEALS_PER_CALL, len(lattice)), arrays, cutting.arrays, cutting.costs, cutting.rule,
+            bound, cutting.step, cutting.has, possible, cutting.seconds.min(axis=0), best, origin, by,
         )  # fmt: skip
     return StageTable(best, origin, by, True)
 
