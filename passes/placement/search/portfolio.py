@@ -84,9 +84,9 @@ def published_plans(problem: PlacementProblem) -> list[PlacerPlan]:
 
     What a device refuses is on the fastest device that takes it.
     """
-    graph = problem.graph
-    pairs = zip(problem.target.devices, problem.refused.any(axis=1))
-    names = [f"{device.id} first" if refuses else device.id for device, refuses in pairs]
+    graph, devices = problem.graph, problem.target.devices
+    refusing = np.flatnonzero(problem.refused.any(axis=1))
+    names = [f"{device.id} first" if index in refusing else device.id for index, device in enumerate(devices)]
     plans = [
         PlacerPlan(names[index], place_on_one_device(problem, index), graph.order)
         for index in list_distinct_devices(problem)
