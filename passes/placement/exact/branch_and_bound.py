@@ -100,10 +100,8 @@ def build_tables(problem: PlacementProblem) -> ProblemTables:
     np.bitwise_or.at(group_mask, problem.group, bits)
     weight_bytes, needed_bytes = _own_weight_bytes(problem), _needed_bytes(problem)
     reach = heads_and_tails(graph, problem.seconds, problem.target)
-    crossing, successors = _crossing_seconds(problem, send, inner), graph.successors
-    tail: Floats = compute_far_tails(
-        graph.order, successors.starts, successors.items, crossing, reach.least, reach.tail
-    )
+    crossing = _crossing_seconds(problem, send, inner)
+    tail: Floats = compute_far_tails(graph.order, *graph.successors.arrays, crossing, reach.least, reach.tail)
     interchangeable = interchangeable_devices(problem)
     return ProblemTables(
         devices=devices, group=problem.group.astype(np.int32), group_mask=group_mask, group_bytes=weight_bytes,

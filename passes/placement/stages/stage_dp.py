@@ -270,9 +270,7 @@ def enumerate_lattice(graph: OpGraph, limit: int) -> Lattice | None:
     """Return all ideals of a graph with topologically numbered nodes, None if there are more than `limit`."""
     if len(graph) >= limit:
         return None
-    parent, last, starts, add, leads = enumerate_ideals(
-        graph.predecessors.starts, graph.successors.starts, graph.successors.items, limit
-    )
+    parent, last, starts, add, leads = enumerate_ideals(graph.predecessors.starts, *graph.successors.arrays, limit)
     if len(starts) == 1:
         return None
     starts, node, below = invert_additions(starts, add, leads)
