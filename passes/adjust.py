@@ -9,9 +9,11 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
-from onnxplace.graph import Csr, Floats, Ints, Longs, sum_by
+from onnxplace.graph import Csr, Floats, Ints, sum_by
 from onnxplace.passes.placement.grouping import choose_devices, group_nodes
+from onnxplace.passes.placement.stages import least_held_bytes
 from onnxplace.problem import PlacementProblem, commit_placement, placement_problem
+from onnxplace.simulation import device_weights
 from onnxplace.state import Pass, State
 
 # The share of a group's values that is counted as if it stayed in memory; the next one is tried when the simulated peak
@@ -73,9 +75,8 @@ class Adjust(Pass):
         elif self.by == "compute":
             attraction = sum_by(group_on_device, problem.seconds[device, np.arange(len(graph))], groups * devices)
         else:
-            weights = Csr.grouped(group_on_device[graph.weights.rows], graph.weights.items, groups * devices)
             attraction = sum_by(group_on_device, graph.workspace_bytes, groups * devices)
-            attraction += sum_by(weights.rows, graph.weight_bytes[weights.items], groups * devices)
+            attraction += device_weights(graph, group_on_device, groups * devices)
         return np.where(problem.refused_groups.T, -1.0, attraction.reshape(groups, devices))
 
     def _place_groups(self, state: State, problem: PlacementProblem, ranking: Ints, start_seconds: Floats) -> State:
@@ -83,13 +84,13 @@ class Adjust(Pass):
         graph, groups = problem.graph, len(problem.pinned)
         weights = Csr.grouped(problem.group[graph.weights.rows], graph.weights.items, groups)
         weights_bytes = sum_by(weights.rows, graph.weight_bytes[weights.items], groups)
-        sequence, step = np.lexsort((-weights_bytes, problem.pinned < 0)), _largest_step_bytes(problem)
+        sequence, step = np.lexsort((-weights_bytes, problem.pinned < 0)), least_held_bytes(problem, problem.group)
         produced = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
         values = sum_by(problem.group[graph.producer[produced]], graph.value_bytes[produced], groups)
         first_error: InfeasibleError | None = None
         for share in STAYING_SHARES:
             home, unplaced = choose_devices(
-                sequence, ranking, problem.pinned, weights.starts, weights.items, graph.weight_bytes,
+                sequence, ranking, problem.pinned, *weights.arrays, graph.weight_bytes,
                 (share * values).astype(np.int64), step, problem.limit_bytes,
             )  # fmt: skip
             if unplaced >= 0:
@@ -115,13 +116,3 @@ class Adjust(Pass):
             where=self.name,
             hint="add devices, raise --max-memory, or place with groups from the start",
         )
-
-
-def _largest_step_bytes(problem: PlacementProblem) -> Longs:
-    """Return the bytes of outputs and workspace of each group's largest node."""
-    graph = problem.graph
-    produced = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
-    output_bytes = sum_by(graph.producer[produced], graph.value_bytes[produced], len(graph)).astype(np.int64)
-    largest_step = np.zeros(len(problem.pinned), dtype=np.int64)
-    np.maximum.at(largest_step, problem.group, graph.workspace_bytes + output_bytes)
-    return largest_step

@@ -63,8 +63,7 @@ class Fit(Pass):
             placed = self._place_on_tiers(state, problem, fast, tiers[count - 1], deadline)
             if placed is not None:
                 return placed.with_notes(self._describe_result(placed))
-        no_favourites = np.full(len(problem.graph), -1, dtype=np.int32)
-        after = place_by_list_schedule(state, problem, no_favourites, self.name, False)
+        after = place_by_list_schedule(state, problem, None, self.name, False)
         return after.with_notes(self._describe_result(after))
 
     def _place_on_tiers(
@@ -84,7 +83,8 @@ class Fit(Pass):
     ) -> State | None:
         """Return a placement that leaves little to `slow` devices, if found."""
         smallest: State | None = None
-        total_bytes = _total_bytes(problem)
+        graph = problem.graph
+        total_bytes = int(graph.total_weight_bytes + graph.value_bytes.sum() + graph.workspace_bytes.sum())
         low, high = 0.0, 1.0
         for _ in range(HALVINGS):
             share = (low + high) / 2
@@ -185,9 +185,3 @@ def _speed_tiers(problem: PlacementProblem) -> list[list[int]]:
         else:
             tiers.append([device])
     return tiers
-
-
-def _total_bytes(problem: PlacementProblem) -> int:
-    """Return the bytes of the whole model: weights, values and workspaces."""
-    graph = problem.graph
-    return int(graph.total_weight_bytes + graph.value_bytes.sum() + graph.workspace_bytes.sum())

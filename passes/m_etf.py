@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import numpy as np
-
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.passes.placement.list_scheduling import place_by_list_schedule
 from onnxplace.problem import placement_problem
@@ -31,5 +29,4 @@ class MEtf(Pass):
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)
-        no_favourites = np.full(len(problem.graph), -1, dtype=np.int32)
-        return place_by_list_schedule(state, problem, no_favourites, self.name, self.reserve == "peak")
+        return place_by_list_schedule(state, problem, None, self.name, self.reserve == "peak")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -61,9 +62,7 @@ class Pipelined(Pass):
         layers = find_layers(problem.graph, seconds, problem.group, batches.source, is_backward)
         best: State | None = None
         shares = _shares(problem, stages, batches.replicas)
-        for number, stage in enumerate(list_stage_cuts(problem.graph, layers, shares)):
-            if number == _MAX_CUTS:
-                break
+        for stage in islice(list_stage_cuts(problem.graph, layers, shares), _MAX_CUTS):
             candidate = self._place(state.without(Clusters), problem, layers, stage, batches)
             if candidate is not None and (best is None or _makespan(candidate) < _makespan(best)):
                 best = candidate

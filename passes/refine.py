@@ -45,8 +45,6 @@ def current_plan(state: State, problem: PlacementProblem) -> PlacerPlan:
     count = len(problem.graph)
     device = np.zeros(count, dtype=np.int32)
     device[problem.members] = placement.device
-    rank = np.empty(len(schedule.order))
-    rank[schedule.order] = np.arange(len(rank))
     first = np.full(count, np.inf)
-    np.minimum.at(first, problem.members, rank)
+    np.minimum.at(first, problem.members, np.argsort(schedule.order))
     return PlacerPlan(placement.placer, device, sort_by_start(problem.graph, first))

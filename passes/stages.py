@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -225,17 +226,13 @@ def _merge_devices(problem: PlacementProblem, replicas: Sequence[int]) -> Placem
     devices = tuple(replace(target.devices[first], memory_bytes=limit) for first, limit in zip(firsts, limits))
     latency, per_byte = target.link_arrays()
     links = []
-    for i, source in enumerate(firsts):
-        for j, destination in enumerate(firsts):
-            if i != j:
-                ways = min(replicas[i], replicas[j])
-                rate = per_byte[source, destination] / ways
-                bytes_per_second = 1.0 / rate if rate > 0 else np.inf
-                link = Link(devices[i].id, devices[j].id, latency[source, destination] / ways, bytes_per_second)
-                links.append(link)
+    for i, j in permutations(range(len(firsts)), 2):
+        ways = min(replicas[i], replicas[j])
+        rate = per_byte[firsts[i], firsts[j]] / ways
+        bytes_per_second = 1.0 / rate if rate > 0 else np.inf
+        links.append(Link(devices[i].id, devices[j].id, latency[firsts[i], firsts[j]] / ways, bytes_per_second))
     group_of = np.full(len(target.devices), len(groups), dtype=np.int32)
-    for index, group in enumerate(groups):
-        group_of[group] = index
+    group_of[: sum(replicas)] = np.repeat(np.arange(len(groups)), replicas)
     return replace(
         problem,
         seconds=seconds,

@@ -111,8 +111,7 @@ def _match_entries(
             where=str(path),
             hint="it was made for another model; profile this one",
         )
-    matches: list[CostEntry] = []
-    changed = []
+    matches, changed = list[CostEntry](), list[str]()
     for name, own_print in zip(names, prints):
         if name in entries:
             entry = _require_entry(entries[name], path, name)
@@ -324,27 +323,26 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
     """Read CSV into the form of JSON; raises InputError at others."""
     lines = read_text(path, "C011", "a cost file", "utf-8-sig").splitlines()
     comments = [line[1:].split() for line in lines if line.startswith("#")]
-    _require_format(comments, path)
-    rows = _read_rows([line for line in lines if not line.startswith("#")], path)
+    # The first comment names the format and its version.
+    if not comments or comments[0][:1] != [FORMAT]:
+        raise _entry_error("not a cost file", path, f"start it with the line '# {FORMAT} {VERSION}'")
+    version = "".join(comments[0][1:2]).rstrip(",")
+    require_version(_parse_number(version) if version else None, path)
     outputs = {node.name: node.output for node in model.nodes}
     nodes: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
-    for row in filter(_has_content, rows):
+    for row in _read_rows([line for line in lines if not line.startswith("#")], path):
+        # Spreadsheets write empty rows below the last one.
+        if not any(isinstance(cell, str) and cell.strip() for cell in row.values()):
+            continue
         name = row["node"]
         if name in nodes:
-            raise InputError("C011", f"node {name!r} has two rows", where=str(path), hint="keep one row per node")
+            raise _entry_error(f"node {name!r} has two rows", path, "keep one row per node")
         nodes[name] = _parse_row(row)
-        sizes |= _read_output_bytes(row, outputs.get(name, ()))
+        # The bytes of its outputs, in order; '-' where they are not known.
+        figures = zip(outputs.get(name, ()), (row.get("output_bytes") or "").split())
+        sizes |= {value: _parse_number(figure) for value, figure in figures if value and figure != "-"}
     return {"nodes": nodes, **_read_figures(comments[1:]), "value_bytes": sizes}
-
-
-def _require_format(comments: Sequence[Sequence[str]], path: str | Path) -> None:
-    """Raise InputError unless the first comment names the format, in a version that is known."""
-    if not comments or comments[0][:1] != [FORMAT]:
-        hint = f"start it with the line '# {FORMAT} {VERSION}'"
-        raise InputError("C011", "not a cost file", where=str(path), hint=hint)
-    version = comments[0][1].rstrip(",") if len(comments[0]) > 1 else ""
-    require_version(_parse_number(version) if version else None, path)
 
 
 def _read_figures(comments: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -360,27 +358,15 @@ def _read_figures(comments: Sequence[Sequence[str]]) -> dict[str, Any]:
     return {"whole_seconds": whole_seconds, "measured": measured}
 
 
-def _read_output_bytes(row: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
-    """Return the bytes of the outputs of a node, by name; a row has '-' where they are not known."""
-    figures = zip(outputs, (row.get("output_bytes") or "").split())
-    return {name: _parse_number(figure) for name, figure in figures if name and figure != "-"}
-
-
-def _has_content(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is not empty: spreadsheets write empty rows below the last one."""
-    return any(isinstance(cell, str) and cell.strip() for cell in row.values())
-
-
 def _read_rows(lines: list[str], path: str | Path) -> list[dict[str, Any]]:
     """Return rows by column name; raises InputError without 'node'."""
     table = csv.DictReader(lines)
     try:
-        rows = list(table) if "node" in (table.fieldnames or ()) else None
+        if "node" in (table.fieldnames or ()):
+            return list(table)
     except csv.Error as error:
         raise InputError("C011", f"not a cost file: {error}", where=str(path)) from None
-    if rows is None:
-        raise InputError("C011", "not a cost file: it has no column 'node'", where=str(path), hint="see docs/costs.md")
-    return rows
+    raise _entry_error("not a cost file: it has no column 'node'", path, "see docs/costs.md")
 
 
 def _parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -389,11 +375,10 @@ def _parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
     entry: dict[str, Any] = {"seconds": {}, "source": {}, "spread": {}}
     for name, cell in cells.items():
         field, _, kind = name.partition(" ")
-        if kind and field in entry:
+        if kind and field in ("seconds", "source", "spread"):
             entry[field][kind] = cell.strip() if field == "source" else _parse_number(cell)
-    entry |= {name: _parse_number(cells[name]) for name in ("unit", "workspace_bytes") if name in cells}
-    if "fingerprint" in cells:
-        entry["fingerprint"] = cells["fingerprint"]
+        elif name in ("unit", "workspace_bytes", "fingerprint"):
+            entry[name] = cell if name == "fingerprint" else _parse_number(cell)
     return entry
 
 

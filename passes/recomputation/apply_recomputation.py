@@ -56,7 +56,9 @@ def recompute_state(state: State, limit_bytes: int) -> State:
     seconds = device_seconds(profile, state.target)
     seconds = seconds.mean(axis=0, where=~is_refused(seconds))
     if before > limit_bytes:
-        work = _reduce_memory(work, _share_kernel_seconds(profile, seconds), limit_bytes)
+        # A clone may be only one of the nodes of a kernel, so each of them has an equal share of its time.
+        shares = np.bincount(profile.unit, seconds)[profile.unit] / np.bincount(profile.unit)[profile.unit]
+        work = _reduce_memory(work, shares, limit_bytes)
     if work.clones == 0 and work.peak_bytes >= before:
         unchanged = Recomputation(0, 0.0, before, before, None, None)
         return state.with_facts(model, profile, unchanged).with_notes(_report_no_change(before, limit_bytes))
@@ -150,13 +152,6 @@ def _renumber(unit: Ints) -> Ints:
     return np.array([numbers.setdefault(item, len(numbers)) for item in unit.tolist()], dtype=np.int32)
 
 
-def _share_kernel_seconds(profile: Profile, seconds: Floats) -> Floats:
-    """Return seconds per node, those of a kernel of several nodes in equal shares: a clone may be only one of them."""
-    unit = profile.unit
-    share: Floats = np.bincount(unit, seconds)[unit] / np.bincount(unit)[unit]
-    return share
-
-
 def _is_pure(node: NodeProto) -> bool:
     if node.domain not in _DOMAINS or node.op_type in RANDOM_OPERATORS or has_subgraphs(node):
         return False
@@ -187,7 +182,6 @@ def _report_no_change(peak_bytes: int, limit_bytes: int) -> Diagnostic:
 
 
 def _report_missed_limit(peak_bytes: int, limit_bytes: int) -> Diagnostic:
-    hint = "smaller batches need less, or several devices"
     need = f"the step needs {peak_bytes} bytes on one device, more than the {limit_bytes} wanted"
-    text = f"{need}, and recomputing lowers that no further"
+    text, hint = f"{need}, and recomputing lowers that no further", "smaller batches need less, or several devices"
     return Diagnostic("L071", text, where="recompute", hint=hint)

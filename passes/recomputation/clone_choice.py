@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -62,35 +63,19 @@ class TurnProblem:
 
         Nodes behind the turn must not be cloned.
         """
-        graph, count = self.graph, len(self.graph)
-        position = self.position
+        graph, count, position = self.graph, len(self.graph), self.position
         slots, clone_slot = np.zeros(count + 1, dtype=np.int64), np.full(count, count, dtype=np.int64)
         sequence, spans = np.full((2, count), -1, dtype=np.int64), np.full((4, len(graph.producer)), -1, dtype=np.int64)
-        outputs, readers, inputs = graph.outputs, graph.readers, graph.inputs
-        length = place_clones(
-            self.order, position, self.turn, is_cloned, *outputs.arrays, *readers.arrays, clone_slot, slots, sequence
-        )
-        buffer_spans(
-            graph.producer,
-            graph.alias,
-            graph.is_output,
-            position,
-            self.turn,
-            is_cloned,
-            *inputs.arrays,
-            *readers.arrays,
-            sequence,
-            length,
-            spans,
-        )
+        readers, clones = graph.readers.arrays, (position, self.turn, is_cloned)
+        length = place_clones(self.order, *clones, *graph.outputs.arrays, *readers, clone_slot, slots, sequence)
+        values = graph.producer, graph.alias, graph.is_output
+        buffer_spans(*values, *clones, *graph.inputs.arrays, *readers, sequence, length, spans)
         return ClonedSchedule(self._sum_bytes(sequence, spans, length), sequence[0], sequence[1], spans[1])
 
-    @property
+    @cached_property
     def position(self) -> Longs:
         """Return the position of each node in the order."""
-        position = np.empty(len(self.order), dtype=np.int64)
-        position[self.order] = np.arange(len(self.order))
-        return position
+        return np.argsort(self.order)
 
     def _sum_bytes(self, sequence: Longs, spans: Longs, length: int) -> Longs:
         """Return the bytes held at each number of a sequence."""
@@ -167,14 +152,8 @@ class _Search:
         # The sum, unlike the peak, also rewards steps that lower one of several equal peaks.
         above = np.maximum(schedule.held_bytes - self.limit_bytes, 0)
         # Clones lengthen the sequence: each counts with the node before which it runs, by the most of them.
-        return float(np.maximum.reduceat(above, self._slots(schedule)).sum())
-
-    @staticmethod
-    def _slots(schedule: ClonedSchedule) -> Ints:
-        """Return the number at which each node begins, the clones before it included."""
-        ends = np.sort(schedule.node_number)
-        starts: Ints = np.concatenate([[0], ends[:-1] + 1])
-        return starts
+        starts = np.concatenate([[0], np.sort(schedule.node_number)[:-1] + 1])
+        return float(np.maximum.reduceat(above, starts).sum())
 
     def improve(self) -> bool:
         """Take steps until no candidate helps; return whether some did."""
@@ -204,8 +183,8 @@ class _Search:
         produced = graph.producer >= 0
         # A view is a candidate if its source stays.
         nodes = np.unique(graph.producer[produced & stays[self.roots]])
-        free = nodes[self.may_clone[nodes] & ~self.is_cloned[nodes]]
-        return [int(node) for node in free]
+        free: list[int] = nodes[self.may_clone[nodes] & ~self.is_cloned[nodes]].tolist()
+        return free
 
     def _rate(self, node: int) -> tuple[float, Bools]:
         """Return the bytes times nodes above the limit that the best step for a node saves per second, and its nodes.
@@ -213,9 +192,7 @@ class _Search:
         0 if none helps.
         """
         best, chosen = 0.0, self.is_cloned
-        alone = np.zeros(len(self.graph), dtype=np.bool_)
-        alone[node] = True
-        options = [alone]
+        options = [np.arange(len(self.graph)) == node]
         for is_deep in (False, True):
             added = self._with_ancestors(node, is_deep)
             if not any((added == option).all() for option in options):
@@ -234,10 +211,9 @@ class _Search:
 
         Unless `is_deep`, ancestors more expensive than the node are left out: their values stay.
         """
-        added = np.zeros(len(self.graph), dtype=np.bool_)
         graph, reach = self.graph, [node]
+        added: Bools = np.arange(len(graph)) == node
         turn_number = int(self.schedule.node_number[self.problem.order[self.problem.turn]])
-        added[node] = True
         limit = np.inf if is_deep else 1.01 * float(self.seconds[node])
         while reach and added.sum() < MAX_STEP_NODES:
             for value in graph.inputs[reach.pop()].tolist():
@@ -260,8 +236,7 @@ class _Search:
         nodes = np.flatnonzero(self.is_cloned)
         nodes = nodes[np.lexsort((nodes, -self.seconds[nodes]))][:MAX_DROPPED]
         for node in nodes.tolist():
-            fewer = self.is_cloned.copy()
-            fewer[node] = False
+            fewer = self.is_cloned & (np.arange(len(self.graph)) != node)
             # Later clones may have made an earlier one superfluous.
             if self._excess(self.problem.apply(fewer)) <= self.excess:
                 self.accept(fewer)
@@ -269,5 +244,4 @@ class _Search:
 
     def result(self) -> CloneChoice:
         """Return the current clones."""
-        spent = float(self.seconds[self.is_cloned].sum()) if self.is_cloned.any() else 0.0
-        return CloneChoice(self.is_cloned, spent, self.schedule.peak_bytes)
+        return CloneChoice(self.is_cloned, float(self.seconds[self.is_cloned].sum()), self.schedule.peak_bytes)

@@ -48,11 +48,6 @@ class TensorKind:
             return None
         return TensorKind(kind.tensor_type.elem_type, len(kind.tensor_type.shape.dim))
 
-    @property
-    def can_be_gated(self) -> bool:
-        """Return whether a gate can hold it back."""
-        return self.rank > 0 and self.element not in (TensorProto.UNDEFINED, TensorProto.STRING)
-
 
 @dataclass
 class GateWriter:
@@ -134,12 +129,11 @@ class _Writer:
     def __init__(self, model: Model, problem: TurnProblem, is_cloned: Bools, kinds: Mapping[str, TensorKind]) -> None:
         self.model, self.problem, self.graph = model, problem, problem.graph
         self.schedule: ClonedSchedule = problem.apply(is_cloned)
-        self.is_cloned = is_cloned & (self.schedule.clone_number >= 0)
+        self.is_cloned, self.position = is_cloned & (self.schedule.clone_number >= 0), problem.position
         self.kinds = dict(kinds)
         self.bytes = dict(zip(self.graph.value_names, self.graph.value_bytes.tolist()))
         self._used = {*self.graph.value_names, *self.graph.weight_names, *model.initializers, *self.graph.names}
         self.gates = GateWriter(self.kinds, self.unique_name)
-        self.position = problem.position
         self.clone_of: dict[str, str] = {}
         self._blocks: list[list[_NewNode]] = [[] for _ in range(len(self.graph))]
         self._producer_position = {
@@ -220,7 +214,10 @@ class _Writer:
         block.append(_NewNode(copy, index, is_clone=True))
 
     def _can_be_gated(self, name: str) -> bool:
-        return self.model.opset >= MIN_OPSET and name in self.kinds and self.kinds[name].can_be_gated
+        """Return whether a gate can hold a value back."""
+        kind = self.kinds.get(name, TensorKind(TensorProto.UNDEFINED, 0))
+        is_fit = kind.rank > 0 and kind.element not in (TensorProto.UNDEFINED, TensorProto.STRING)
+        return self.model.opset >= MIN_OPSET and is_fit
 
 
 def _late_values(graph: OpGraph, problem: TurnProblem, kinds: Mapping[str, TensorKind]) -> list[str]:
@@ -265,15 +262,10 @@ def clone_profile(profile: Profile, cloned: ClonedModel) -> Profile:
 def _number_units(unit: Ints, cloned: ClonedModel) -> Ints:
     """Return the kernel of each node: clones of the nodes of one kernel are one kernel if they are neighbours."""
     numbers: dict[tuple[int, bool, int], int] = {}
-    result = np.empty(len(cloned.source), dtype=np.int32)
-    last = (-1, False, -1)
+    result, last = list[int](), (-1, False, -1)
     for index, (source, is_clone) in enumerate(zip(cloned.source.tolist(), cloned.is_clone.tolist())):
         kernel = int(unit[source]) if source >= 0 else -1 - index
-        if is_clone:
-            run = last[2] if last[:2] == (kernel, True) else index
-            last = (kernel, True, run)
-            result[index] = numbers.setdefault(last, len(numbers))
-        else:
-            last = (kernel, False, -1)
-            result[index] = numbers.setdefault(last, len(numbers))
-    return result
+        run = last[2] if last[:2] == (kernel, True) else index
+        last = (kernel, is_clone, run if is_clone else -1)
+        result.append(numbers.setdefault(last, len(numbers)))
+    return np.array(result, dtype=np.int32)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from onnxplace.graph import Bools, Csr, Ints, Longs, OpGraph, find_root
+from onnxplace.graph import Bools, Csr, Ints, OpGraph, find_root
 from onnxplace.passes.recomputation.clone_choice import held_bytes
 
 # A node belongs to the update of a parameter, or to another branch of its own, if at most this share of all outputs,
@@ -66,7 +66,7 @@ def find_branches(graph: OpGraph) -> Bools:
 
 def hasten_branches(graph: OpGraph, order: Ints, is_branch: Bools) -> Ints:
     """Return the order in which each connected branch runs as soon as the last of its inputs is there."""
-    position = _positions(order)
+    position = np.argsort(order)
     component = _connect(graph, is_branch)
     ready: dict[int, int] = {}
     for node in order.tolist():
@@ -82,9 +82,7 @@ def hasten_branches(graph: OpGraph, order: Ints, is_branch: Bools) -> Ints:
 
 def _connect(graph: OpGraph, is_branch: Bools) -> list[int]:
     """Return, per node, a representative of the connected branch that it belongs to."""
-    parent = list(range(len(graph)))
-
-    predecessors = graph.predecessors
+    parent, predecessors = list(range(len(graph))), graph.predecessors
     for node in np.flatnonzero(is_branch).tolist():
         for predecessor in predecessors[node].tolist():
             if is_branch[predecessor]:
@@ -105,7 +103,7 @@ class _LateOrder:
     """An order that is built from its end."""
 
     def __init__(self, graph: OpGraph, order: Ints) -> None:
-        self._graph, self._position = graph, _positions(order)
+        self._graph, self._position = graph, np.argsort(order)
         self._unplaced = np.diff(graph.successors.starts).tolist()
         self._is_placed = [False] * len(graph)
         # Buffers that each node reads, without those of no size; and their readers.
@@ -160,13 +158,7 @@ class _LateOrder:
                 heapq.heappush(self._free, (-int(self._position[reader]), reader))
 
 
-def _positions(order: Ints) -> Longs:
-    position = np.empty(len(order), dtype=np.int64)
-    position[order] = np.arange(len(order))
-    return position
-
-
 def is_topological(graph: OpGraph, order: Ints) -> bool:
     """Return whether every node is behind those that it reads from."""
-    position, predecessors = _positions(order), graph.predecessors
+    position, predecessors = np.argsort(order), graph.predecessors
     return bool((position[predecessors.items] < position[predecessors.rows]).all())

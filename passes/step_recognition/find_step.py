@@ -94,8 +94,8 @@ class Flow:
         value_label = np.full(len(graph.value_names), NONE, dtype=np.int32)
         value_label[ends] = labels
         result: tuple[Ints, Ints] = label_ends(
-            graph.order, graph.inputs.starts, graph.inputs.items, graph.outputs.starts, graph.outputs.items,
-            value_label, self.is_scalar if cut else np.zeros(len(value_label), dtype=bool),
+            graph.order, *graph.inputs.arrays, *graph.outputs.arrays, value_label,
+            self.is_scalar if cut else np.zeros(len(value_label), dtype=bool),
         )  # fmt: skip
         return result
 
@@ -113,9 +113,8 @@ class Flow:
         value_label = np.full(len(graph.value_names), NONE, dtype=np.int32)
         value_label[values] = labels
         carries = np.ones(len(graph), dtype=bool) if carries is None else carries
-        result: Ints = label_origins(
-            graph.order, graph.producer, graph.inputs.starts, graph.inputs.items, node_label, value_label, carries
-        )
+        inputs = graph.inputs.arrays
+        result: Ints = label_origins(graph.order, graph.producer, *inputs, node_label, value_label, carries)
         return result
 
     def comes_from(self, nodes: Bools, values: Ints) -> Bools:
@@ -151,10 +150,8 @@ def find_training_step(flow: Flow) -> TrainingStep | None:
     are read again, and hidden states of recurrent networks, on which the results of the same step depend.
     """
     candidates = [candidate for name in _list_scalar_outputs(flow) if (candidate := _examine(flow, name))]
-    if not candidates:
-        return None
-    best = max(candidates, key=lambda candidate: candidate.rank)  # the first of equals
-    return _describe(flow, best)
+    best = max(candidates, key=lambda candidate: candidate.rank, default=None)  # the first of equals
+    return _describe(flow, best) if best else None
 
 
 def report_unusable_loss(model: Model) -> list[Diagnostic]:
@@ -202,34 +199,25 @@ def _examine(flow: Flow, loss: str) -> LossCandidate | None:
 
 def _describe(flow: Flow, candidate: LossCandidate) -> TrainingStep:
     """Return the training step with a loss and parameters; its moments and buffers follow from them."""
-    model, states = flow.model, flow.states
-    outputs = dict(model.states)
+    states, outputs = flow.states, dict(flow.model.states)
     parameters = np.flatnonzero(candidate.is_parameter)
     loss = np.array([flow.find_output(candidate.name)], dtype=np.int32)
     _, is_forward_value = flow.leads_to(loss)
     owner = _find_moments(flow, parameters.astype(np.int32), is_forward_value)
-    moments: dict[int, list[CarriedTensor]] = {}
-    buffers = []
+    # By parameter, its moments; under `NONE`, the states of no parameter: buffers.
+    carried: dict[int, list[CarriedTensor]] = {}
     for state in np.flatnonzero(~candidate.is_parameter).tolist():
         tensor = CarriedTensor(name=states[state], input=states[state], output=outputs[states[state]])
-        if owner[state] >= 0:
-            moments.setdefault(int(owner[state]), []).append(tensor)
-        else:
-            buffers.append(tensor)
+        carried.setdefault(int(owner[state]), []).append(tensor)
+    names = [(states[state], tuple(carried.get(number, ()))) for number, state in enumerate(parameters.tolist())]
     return TrainingStep(
         loss=candidate.name,
         learning_rate=_find_rate(flow, is_forward_value),
         step=_find_counter(flow, is_forward_value),
         parameters=tuple(
-            Parameter(
-                name=states[state],
-                input=states[state],
-                output=outputs[states[state]],
-                moments=tuple(moments.get(number, ())),
-            )
-            for number, state in enumerate(parameters.tolist())
+            Parameter(name=name, input=name, output=outputs[name], moments=own_moments) for name, own_moments in names
         ),
-        buffers=tuple(buffers),
+        buffers=tuple(carried.get(NONE, ())),
     )
 
 

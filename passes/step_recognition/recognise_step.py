@@ -1,4 +1,4 @@
-"""Recognise the roles of nodes in a training step, and the class labels among its inputs."""
+"""Recognise the roles of nodes in a training step, which of them belong together, and the labels among its inputs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from onnx import NodeProto, TypeProto, helper, numpy_helper
 
 from onnxplace.graph import Bools, Ints, OpGraph
 from onnxplace.model import Model, read_shape_entries
-from onnxplace.passes.step_recognition.find_step import Flow, find_training_step
-from onnxplace.passes.step_recognition.node_owners import spread_owners
-from onnxplace.passes.step_recognition.role_kernels import MANY, NONE, assign_forward_nodes
+from onnxplace.passes.step_recognition.find_step import MAX_NUMBER_BYTES, Flow, find_training_step
+from onnxplace.passes.step_recognition.role_kernels import MANY, NONE, assign_forward_nodes, fill_owners, label_derived
 from onnxplace.training_roles import Phase, TrainingRoles
 from onnxplace.training_step import PARAMETER_KEY, PHASE_KEY, Labels, TrainingStep
 
@@ -117,7 +116,6 @@ class _Recognition:
         self.is_forward, self.is_forward_value = flow.leads_to(loss)
         families = [(number, item) for number, p in enumerate(step.parameters) for item in (p, *p.moments)]
         self.family_labels = np.array([number for number, _ in families], dtype=np.int32)
-        self.family_inputs = np.array([flow.index[item.input] for _, item in families], dtype=np.int32)
         self.family_outputs = np.array([flow.find_output(item.output) for _, item in families], dtype=np.int32)
         self.parameter_inputs = np.array([flow.index[item.input] for item in step.parameters], dtype=np.int32)
 
@@ -189,18 +187,15 @@ class _Recognition:
         """
         graph, is_forward = self.graph, phase == Phase.FORWARD
         first_reader = np.full(len(self.parameter_inputs) + 1, -1, dtype=np.int32)  # the last one for no parameter
-        readers = [
-            [node for node in graph.readers[value].tolist() if is_forward[node]] for value in self.parameter_inputs
-        ]
-        for index, nodes in enumerate(readers):
+        for index, value in enumerate(self.parameter_inputs):
+            nodes = [node for node in graph.readers[value].tolist() if is_forward[node]]
             first_reader[index] = min(nodes, key=graph.positions.__getitem__, default=-1)
         is_backward = phase == Phase.BACKWARD
         read = self._find_read_parameters()
         owner = np.where(is_backward, first_reader[np.where(parameter >= 0, parameter, read)], -1).astype(np.int32)
         owner = assign_forward_nodes(
-            graph.order, is_forward, is_backward, owner, graph.producer, graph.value_bytes, graph.inputs.starts,
-            graph.inputs.items,
-        )  # fmt: skip
+            graph.order, is_forward, is_backward, owner, graph.producer, graph.value_bytes, *graph.inputs.arrays
+        )
         return spread_owners(graph, is_backward, owner)
 
     def _find_read_parameters(self) -> Ints:
@@ -261,3 +256,55 @@ def replace_gradients(step: TrainingStep, gradients: list[str]) -> TrainingStep:
         item.model_copy(update={"gradient": name}) for item, name in zip(step.parameters, gradients, strict=True)
     )
     return step.model_copy(update={"parameters": parameters})
+
+
+def spread_owners(graph: OpGraph, is_backward: Bools, owner: Ints) -> Ints:
+    """Return the forward node of each backward node, where some have one: others have that of the nearest.
+
+    Distance is the number of values between backward nodes, in either direction. Of those at one distance, found
+    breadth first from the first in topological order, the first one counts. Linear in the edges.
+
+    Args:
+        graph: The graph.
+        is_backward: Per node.
+        owner: The forward node per node, -1 for none.
+    """
+    result: Ints = fill_owners(
+        graph.order, is_backward, owner.copy(), graph.producer, *graph.outputs.arrays, *graph.inputs.arrays,
+        *graph.readers.arrays,
+    )  # fmt: skip
+    return result
+
+
+def list_parameter_members(graph: OpGraph, roles: TrainingRoles) -> tuple[Ints, Ints]:
+    """Return nodes, and for each of them the first node of the same parameter.
+
+    Nodes of a parameter read it, or what follows from it alone, such as its transpose; or they read no parameter, and
+    compute its gradient, its moments or its new values. What several parameters share belongs to none.
+    """
+    index = {name: value for value, name in enumerate(graph.value_names)}
+    values = np.array([index.get(item.input, -1) for item in roles.step.parameters], dtype=np.int64)
+    label = np.full(len(graph.value_names), NONE, dtype=np.int32)
+    known = np.flatnonzero(values >= 0)
+    label[values[known]] = known
+    # One number, such as the norm of a parameter, costs nothing to send: its readers need not be with the parameter.
+    is_carried = graph.value_bytes > MAX_NUMBER_BYTES
+    derived = label_derived(graph.order, graph.producer, *graph.inputs.arrays, label, is_carried)
+    produced = np.flatnonzero((graph.producer >= 0) & is_carried)
+    label[produced] = derived[graph.producer[produced]]
+    reads = label[graph.inputs.items] >= 0
+    read = _find_single(graph.inputs.rows[reads], label[graph.inputs.items[reads]], len(graph))
+    member = np.where(read >= 0, read, roles.parameter)
+    members = np.flatnonzero(member >= 0).astype(np.int32)
+    number = member[members]
+    first = np.full(int(number.max(initial=NONE)) + 1, NONE, dtype=np.int32)
+    first[number[::-1]] = members[::-1]
+    return members, first[number]
+
+
+def _find_single(nodes: Ints, numbers: Ints, count: int) -> Ints:
+    """Return, per node, its only number, -1 for none or several."""
+    lowest, highest = np.full(count, np.iinfo(np.int32).max, dtype=np.int32), np.full(count, NONE, dtype=np.int32)
+    np.minimum.at(lowest, nodes, numbers)
+    np.maximum.at(highest, nodes, numbers)
+    return np.where(lowest == highest, lowest, NONE).astype(np.int32)

@@ -10,9 +10,9 @@ dropped limits it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 
@@ -100,11 +100,9 @@ def build_tables(problem: PlacementProblem) -> ProblemTables:
     np.bitwise_or.at(group_mask, problem.group, bits)
     weight_bytes, needed_bytes = _own_weight_bytes(problem), _needed_bytes(problem)
     reach = heads_and_tails(graph, problem.seconds, problem.target)
-    crossing, successors = _crossing_seconds(problem, send, inner), graph.successors
-    tail: Floats = compute_far_tails(
-        graph.order, successors.starts, successors.items, crossing, reach.least, reach.tail
-    )
-    joins, interchangeable = _choose_joins(problem, crossing, reach.least, tail), interchangeable_devices(problem)
+    crossing = _crossing_seconds(problem, send, inner)
+    tail: Floats = compute_far_tails(graph.order, *graph.successors.arrays, crossing, reach.least, reach.tail)
+    interchangeable = interchangeable_devices(problem)
     return ProblemTables(
         devices=devices, group=problem.group.astype(np.int32), group_mask=group_mask, group_bytes=weight_bytes,
         node_bytes=needed_bytes, value_bytes=graph.value_bytes[inner].astype(np.float64),
@@ -113,8 +111,7 @@ def build_tables(problem: PlacementProblem) -> ProblemTables:
         order=graph.order, by_tail=np.argsort(-tail, kind="stable").astype(np.int32), tail=tail,
         in_starts=inputs.starts, ins=inputs.items, out_starts=outputs.starts, outs=outputs.items,
         read_starts=readers.starts, readers=readers.items, read_mask=_build_masks(readers, bits),
-        before_mask=_build_masks(graph.predecessors, bits), joins=joins.joins, join_starts=joins.starts,
-        join_nodes=joins.nodes, join_distance=joins.distance, join_remote=joins.remote,
+        before_mask=_build_masks(graph.predecessors, bits), **_choose_joins(problem, crossing, reach.least, tail),
         tuples=_destination_tuples(devices), shuffles=_shuffles(interchangeable),
         free_links=problem.target.link_model == "parallel" or devices == 1,
         one_channel=problem.target.link_model == "sequential",
@@ -186,19 +183,8 @@ def _crossing_seconds(problem: PlacementProblem, send: Floats, inner: Longs) -> 
     return crossing
 
 
-@dataclass(frozen=True)
-class _Joins:
-    """Nodes with much work before them, as in `ProblemTables`."""
-
-    joins: Ints
-    starts: Longs
-    nodes: Ints
-    distance: Floats
-    remote: Floats
-
-
-def _choose_joins(problem: PlacementProblem, crossing: Floats, least: Floats, tail: Floats) -> _Joins:
-    """Return the joins that bound the step best, with the nodes before each and their distances."""
+def _choose_joins(problem: PlacementProblem, crossing: Floats, least: Floats, tail: Floats) -> dict[str, Any]:
+    """Return the fields of `ProblemTables` about the joins that bound the step best."""
     graph, after = problem.graph, problem.graph.successors
     distance, remote = compute_distances(graph.order, after.starts, after.items, crossing, least)
     # Rank joins by the bound that they give at the start, where every device is open at time 0.
@@ -213,13 +199,13 @@ def _choose_joins(problem: PlacementProblem, crossing: Floats, least: Floats, ta
     joins = np.argsort(-bounds, kind="stable")[:MAX_JOINS].astype(np.int32)
     join_lists = Csr.of([nodes_before[join] for join in joins.tolist()])
     ends = joins[join_lists.rows]
-    return _Joins(
-        joins=joins,
-        starts=join_lists.starts,
-        nodes=join_lists.items,
-        distance=distance[join_lists.items, ends],
-        remote=remote[join_lists.items, ends],
-    )
+    return {
+        "joins": joins,
+        "join_starts": join_lists.starts,
+        "join_nodes": join_lists.items,
+        "join_distance": distance[join_lists.items, ends],
+        "join_remote": remote[join_lists.items, ends],
+    }
 
 
 def branch_and_bound_search(
@@ -348,14 +334,11 @@ def _simulate_complete(
 
 def _replay_actions(history: list[tuple[Ints, Ints]], index: int, nodes: int, devices: int) -> tuple[Ints, Ints]:
     """Return device and order of the nodes from the actions that led to a state."""
-    start_codes = list(_trace_starts(history, index, nodes * devices))[::-1]
-    device, order = np.empty(nodes, dtype=np.int32), np.array([code // devices for code in start_codes], dtype=np.int32)
-    device[order] = [code % devices for code in start_codes]
-    return device, order
-
-
-def _trace_starts(history: list[tuple[Ints, Ints]], index: int, first_send_code: int) -> Iterator[int]:
+    codes = list[int]()
     for parents, actions in reversed(history):
-        if actions[index] < first_send_code:
-            yield int(actions[index])
+        codes.append(int(actions[index]))
         index = int(parents[index])
+    starts = np.array([code for code in reversed(codes) if code < nodes * devices], dtype=np.int32)
+    device, order = np.empty(nodes, dtype=np.int32), starts // devices
+    device[order] = starts % devices
+    return device, order

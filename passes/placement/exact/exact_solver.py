@@ -110,7 +110,10 @@ def solve_exactly(problem: PlacementProblem, seconds: float, gap: float, seed: i
     is_searchable = 0 < nodes <= MAX_NODES and few_devices
     best, plans = _begin_from_placers(problem, gap)
     blocks = BlockSearch(best, seed) if few_devices and nodes > MAX_NODES and not best.is_proven else None
-    _warm_up([best] if is_searchable else blocks.distinct[:1] if blocks else [])
+    # Search one state per layer: the first use compiles the loops, which is not to count as time.
+    for small in [best] if is_searchable else blocks.distinct[:1] if blocks else []:
+        if not small.is_proven:
+            _search_relaxed(small, build_tables(small.problem), 1, np.inf)
     deadline = time.perf_counter() + seconds
     # A narrow search proves most small graphs at once.
     if is_searchable and not best.is_proven:
@@ -131,13 +134,6 @@ def _begin_from_placers(problem: PlacementProblem, gap: float) -> tuple[Incumben
     for plan in plans:
         best.offer_step(plan.device, plan.order)
     return best, plans
-
-
-def _warm_up(incumbents: Sequence[Incumbent]) -> None:
-    """Search one state per layer: the first use compiles the loops, which is not to count as time."""
-    for best in incumbents:
-        if not best.is_proven:
-            _search_relaxed(best, build_tables(best.problem), 1, np.inf)
 
 
 class BlockSearch:
@@ -194,7 +190,9 @@ def _search_widening(best: Incumbent, width: int, deadline: float, max_width: in
     # Where a transfer may fill a gap of an incoming channel, sums and maxima along the actions are no bound on it.
     proofs = [tables, tables._replace(receives=True, delays=True)][: 1 + tables.one_channel]
     relaxations = [tables._replace(receives=True)] * has_shared_channels
-    if _memory_may_be_short(best.problem):
+    graph, limit_bytes = best.problem.graph, best.problem.limit_bytes
+    # Some device might have to hold more than its limit.
+    if graph.total_weight_bytes + (graph.value_bytes.sum() + graph.workspace_bytes.sum()) > limit_bytes.min():
         careful = tables._replace(receives=has_shared_channels, careful=True)
         patient = tables._replace(receives=has_shared_channels, patient=True)
         relaxations += [careful] if np.isfinite(best.makespan_seconds) else [careful, patient]
@@ -232,10 +230,3 @@ def _search(best: Incumbent, tables: ProblemTables, width: int, deadline: float,
     """Search for a step that is shorter by the part `gap`, or prove that there is none."""
     gain = max(gap * 0.999, ROUNDING / 10)
     return branch_and_bound_search(best.problem, tables, best.makespan_seconds, gain, width, deadline)
-
-
-def _memory_may_be_short(problem: PlacementProblem) -> bool:
-    """Return whether some device might have to hold more than its limit."""
-    graph = problem.graph
-    all_bytes = graph.total_weight_bytes + int(graph.value_bytes.sum() + graph.workspace_bytes.sum())
-    return all_bytes > int(problem.limit_bytes.min(initial=all_bytes))

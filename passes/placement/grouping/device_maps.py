@@ -215,9 +215,8 @@ def _find_devices(metadata: DeviceMetadata, target: Target, where: str) -> dict[
     names = dict(metadata.by_id)
     devices = dict(metadata.by_stage)
     for node, position in metadata.by_position.items():
-        name = metadata.devices[position] if 0 <= position < len(metadata.devices) else ""
-        if name:
-            names[node] = name
+        if 0 <= position < len(metadata.devices) and metadata.devices[position]:
+            names[node] = metadata.devices[position]
         else:
             devices[node] = position
     hint = f"devices are {', '.join(ids)}; devices of nodes are in {where}"
@@ -273,7 +272,10 @@ def _pin_patterns(
 ) -> tuple[Ints, list[Diagnostic]]:
     """Pin the nodes that each pattern matches; the first pattern that matches a node decides."""
     pinned = np.full(len(graph), -1, dtype=np.int32)
-    devices = [_find_device(device, target, where) for device in patterns.values()]
+    try:
+        devices = [target.position(device) for device in patterns.values()]
+    except TargetError as error:
+        raise TargetError(error.code, error.message, where=where, hint=error.hint) from None
     unused, unmatched = [], []
     for pattern, device, positions in zip(patterns, devices, matches):
         free = [node for node in positions if pinned[node] < 0]
@@ -287,13 +289,6 @@ def _pin_patterns(
         hint = f"{suggest_names(graph)}; the first match wins"
         raise UsageError("U020", f"no node is left for {format_list(map(repr, without_node))}", where=where, hint=hint)
     return pinned, [note_removed(removed_matches, where)] if removed_matches else []
-
-
-def _find_device(name: str, target: Target, where: str) -> int:
-    try:
-        return target.position(name)
-    except TargetError as error:
-        raise TargetError(error.code, error.message, where=where, hint=error.hint) from None
 
 
 def _read_map(source: str, where: str) -> dict[str, Any]:

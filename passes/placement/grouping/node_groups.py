@@ -64,11 +64,9 @@ def group_nodes(
     # The order of joins decides: a set keeps its first reason, and a pair that is pinned apart by then is refused. So
     # what must share a device, such as carried states, comes before what should, such as parameters and readers.
     profile, target = state[Profile], state.target
-    graph, notes = profile.graph, list[Diagnostic]()
-    removed = state[Model].removed if Model in state else ()
-    nodes = state[Model].nodes if Model in state else ()
-    pinned, pin_notes = read_pins(device_map, graph, target, removed, nodes)
-    notes += pin_notes
+    graph = profile.graph
+    removed, nodes = (state[Model].removed, state[Model].nodes) if Model in state else ((), ())
+    pinned, notes = read_pins(device_map, graph, target, removed, nodes)
     if Shards in state:
         shard_device = state[Shards].device
         pinned = np.where(shard_device >= 0, shard_device, pinned)
@@ -205,9 +203,8 @@ def only_readers(
     """
     latency, per_byte = target.link_arrays()
     off_diagonal = ~np.eye(len(latency), dtype=bool)
-    lowest, highest, sent_values, sent_bytes = first_readers(
-        graph.producer, graph.value_bytes, graph.inputs.starts, graph.inputs.items, is_counted
-    )
+    inputs = graph.inputs.arrays
+    lowest, highest, sent_values, sent_bytes = first_readers(graph.producer, graph.value_bytes, *inputs, is_counted)
     # Which devices it will be is not known yet: compare the least compute with the least transfer.
     least_seconds = seconds.min(axis=0)
     transfer = sent_values * latency[off_diagonal].min() + sent_bytes * per_byte[off_diagonal].min()

@@ -39,13 +39,6 @@ def group_bytes(problem: PlacementProblem) -> Longs:
     return device_weights(graph, problem.group, count) + (outputs + workspaces).astype(np.int64)
 
 
-def _reserved_bytes(problem: PlacementProblem) -> Longs:
-    """Return, per group, the bytes that must be free where it goes: its weights and its largest workspace."""
-    largest = np.zeros(len(problem.pinned), dtype=np.int64)
-    np.maximum.at(largest, problem.group, problem.graph.workspace_bytes)
-    return device_weights(problem.graph, problem.group, len(problem.pinned)) + largest
-
-
 def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
     """Fill devices with nodes in topological order; return the device of each node.
 
@@ -54,8 +47,11 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
     Raises:
         InfeasibleError: The last device is full; the error names `placer`.
     """
-    graph, need_bytes, reserved = problem.graph, group_bytes(problem), _reserved_bytes(problem)
-    devices = len(problem.target.devices)
+    graph, need_bytes, devices = problem.graph, group_bytes(problem), len(problem.target.devices)
+    # What must be free where a group goes: its weights and its largest workspace.
+    reserved = np.zeros(len(problem.pinned), dtype=np.int64)
+    np.maximum.at(reserved, problem.group, graph.workspace_bytes)
+    reserved += device_weights(graph, problem.group, len(problem.pinned))
     # An even share of all bytes, and room for one more group: so the last device is not left with the rest.
     fill_bytes = int(need_bytes.sum()) // devices + int(need_bytes.max(initial=0))
     weights = Csr.grouped(problem.group[graph.weights.rows], graph.weights.items, len(problem.pinned))
@@ -91,9 +87,12 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
 
 
 def place_by_list_schedule(
-    state: State, problem: PlacementProblem, favourite: Ints, placer: str, reserve_peak: bool
+    state: State, problem: PlacementProblem, favourite: Ints | None, placer: str, reserve_peak: bool
 ) -> State:
-    """Commit the first fitting plan of the list scheduler to `state`; raise InfeasibleError if none fits."""
+    """Commit the first fitting plan of the list scheduler to `state`; raise InfeasibleError if none fits.
+
+    `favourite` holds the favourite child of each node, -1 for none; None where no node has one.
+    """
     first_error: InfeasibleError | None = None
     for device, start in generate_plans(problem, favourite, reserve_peak):
         try:
@@ -121,7 +120,7 @@ def _keep_topological_order(placed: State, problem: PlacementProblem, placer: st
     return placed
 
 
-def find_best_plan(problem: PlacementProblem, favourite: Ints) -> tuple[Ints, Floats]:
+def find_best_plan(problem: PlacementProblem, favourite: Ints | None) -> tuple[Ints, Floats]:
     """Return device and planned start per node of the first plan whose simulated peak fits.
 
     Raises:
@@ -133,15 +132,26 @@ def find_best_plan(problem: PlacementProblem, favourite: Ints) -> tuple[Ints, Fl
     raise out_of_memory_error(problem, "m-etf")
 
 
-def generate_plans(problem: PlacementProblem, favourite: Ints, reserve_peak: bool) -> Iterator[tuple[Ints, Floats]]:
+def generate_plans(
+    problem: PlacementProblem, favourite: Ints | None, reserve_peak: bool
+) -> Iterator[tuple[Ints, Floats]]:
     """Yield plans (device and planned start per node) of the published rule, each under tighter limits.
 
     The rule counts the bytes on a device while it plans. A value may stay longer than planned, waiting for a channel.
-    So the excess of a simulated plan is subtracted from the limit of the next one.
+    So the excess of a simulated plan is subtracted from the limit of the next one, mostly on devices that exceed it.
     """
     has_large_groups = len(problem.graph) > len(np.unique(problem.group))
     for share in ADMISSION_SHARES if has_large_groups else ADMISSION_SHARES[:1]:
-        yield from _generate_tightened_plans(problem, favourite, reserve_peak, share)
+        limit = problem.limit_bytes
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            device, start = plan(problem, limit, favourite, reserve_peak, share)
+            if len(device) and device.min() < 0:
+                break
+            yield device, start
+            excess = _simulate_excess(problem, device, start)
+            # Later attempts subtract more than the excess. Other devices lose a 64th, so that the next plan differs
+            # even if what exceeds only moves.
+            limit = np.maximum(limit - np.maximum(attempt * excess, problem.limit_bytes // 64), 0)
 
 
 def _generate_last_resorts(problem: PlacementProblem) -> Iterator[tuple[Ints, Floats]]:
@@ -161,37 +171,21 @@ def _plan_in_order(problem: PlacementProblem, device: Ints) -> tuple[Ints, Float
     return device, problem.simulate(device, problem.graph.order).start_seconds
 
 
-def _generate_tightened_plans(
-    problem: PlacementProblem, favourite: Ints, reserve_peak: bool, share: float
-) -> Iterator[tuple[Ints, Floats]]:
-    """Yield plans under ever tighter limits, mostly on devices where the last plan exceeds them."""
-    limit = problem.limit_bytes
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        device, start = plan(problem, limit, favourite, reserve_peak, share)
-        if len(device) and device.min() < 0:
-            return
-        yield device, start
-        excess = _simulate_excess(problem, device, start)
-        # Later attempts subtract more than the excess. Other devices lose a 64th, so that the next plan differs even if
-        # what exceeds only moves.
-        limit = np.maximum(limit - np.maximum(attempt * excess, problem.limit_bytes // 64), 0)
-
-
 def _simulate_excess(problem: PlacementProblem, device: Ints, start: Floats) -> Longs:
     return problem.excess_bytes(problem.simulate(device, sort_by_start(problem.graph, start)))
 
 
 def plan(
-    problem: PlacementProblem, limit: Longs, favourite: Ints, reserve_peak: bool, share: float = 1.0
+    problem: PlacementProblem, limit: Longs, favourite: Ints | None, reserve_peak: bool, share: float = 1.0
 ) -> tuple[Ints, Floats]:
     """Return device and planned start of each node under these limits; device -1 where no device has room."""
     size = np.bincount(problem.group, minlength=len(problem.pinned)).astype(np.int64)
     extra = _largest_step_bytes(problem, size) if reserve_peak else np.zeros_like(size)
     work, tick_seconds = start_plan(problem, limit, extra, share)
-    has_favourites = bool((favourite >= 0).any())
-    queues = new_queues(len(problem.graph), len(limit), has_favourites)
     nodes = work.nodes[:-1]
-    nodes["favourite"] = favourite
+    if favourite is not None:
+        nodes["favourite"] = favourite
+    queues = new_queues(len(problem.graph), len(limit), bool((nodes["favourite"] >= 0).any()))
     list_schedule(work, queues)
     return nodes["device"].copy(), nodes["start"] * tick_seconds
 

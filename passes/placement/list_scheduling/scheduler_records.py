@@ -135,15 +135,10 @@ def start_plan(problem: PlacementProblem, limit: Longs, extra: Longs, share: flo
     size = np.bincount(problem.group, minlength=len(problem.pinned))
     members = Csr(np.concatenate([[0], np.cumsum(size)]), np.argsort(problem.group, kind="stable").astype(np.int32))
     lists = (graph.inputs, graph.outputs, graph.readers, members, weights)
-    destinations = (
-        (nodes, "inputs"),
-        (nodes, "outputs"),
-        (values, "readers"),
-        (groups, "members"),
-        (groups, "weights"),
-    )
     offset = 0
-    for part, (table, name) in zip(lists, destinations):
+    for part, table, name in zip(
+        lists, (nodes, nodes, values, groups, groups), ("inputs", "outputs", "readers", "members", "weights")
+    ):
         table[name] = part.starts + offset
         offset += len(part.items)
     _fill_nodes(nodes[:-1], problem)

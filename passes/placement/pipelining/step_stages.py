@@ -92,7 +92,6 @@ def find_layers(graph: OpGraph, seconds: Floats, group: Ints, source: Ints, is_b
 def _join(group: Ints, source: Ints) -> Ints:
     """Return dense ids of the finest units that keep groups, and nodes of one source, together."""
     parent = list(range(int(group.max(initial=-1)) + 1))
-
     first: dict[int, int] = {}
     for node_group, node_source in zip(group.tolist(), source.tolist()):
         if node_source >= 0:
@@ -192,27 +191,22 @@ def list_stage_cuts(graph: OpGraph, layers: StepLayers, shares: Sequence[float])
         if places in seen or list(places) != sorted(places):
             continue
         seen.add(places)
-        stage_of_rank = np.searchsorted(np.array(places), np.arange(len(order)), side="right")
-        stage = np.empty(len(order), dtype=np.int32)
-        stage[order] = stage_of_rank
+        stage = np.searchsorted(np.array(places), np.argsort(order), side="right").astype(np.int32)
         yield stage[layers.unit]
 
 
 def _crossing_bytes(graph: OpGraph, layers: StepLayers, order: Ints) -> Floats:
     """Return, per rank of a unit, the bytes that cross a cut before it."""
-    rank = np.empty(len(order), dtype=np.int64)
-    rank[order] = np.arange(len(order))
-    position = rank[layers.unit]
-    change = np.zeros(len(order) + 1)
-    producer = graph.producer
-    for value in np.flatnonzero(producer >= 0).tolist():
-        readers = graph.readers[value]
-        if len(readers):
-            ends = position[readers]
-            own = position[producer[value]]
-            # A value crosses all cuts between its producer and its farthest reader, in whichever direction.
-            change[min(own, int(ends.min())) + 1] += graph.value_bytes[value]
-            change[max(own, int(ends.max())) + 1] -= graph.value_bytes[value]
+    position = np.argsort(order)[layers.unit]
+    produced = np.flatnonzero(graph.producer >= 0)
+    first = np.zeros(len(graph.producer), dtype=np.int64)
+    first[produced] = position[graph.producer[produced]]
+    last, change = first.copy(), np.zeros(len(order) + 1)
+    # A value crosses all cuts between its producer and its farthest reader, in whichever direction.
+    np.minimum.at(first, graph.inputs.items, position[graph.inputs.rows])
+    np.maximum.at(last, graph.inputs.items, position[graph.inputs.rows])
+    np.add.at(change, first[produced] + 1, graph.value_bytes[produced])
+    np.subtract.at(change, last[produced] + 1, graph.value_bytes[produced])
     return np.cumsum(change)[:-1]
 
 

@@ -113,20 +113,16 @@ def build_atoms(problem: PlacementProblem) -> Atoms:
 
 def start_walk(device: Ints, bias: Floats, count: int, seed: int) -> Walk:
     """Return the state of a search that begins from a placement, with `count` atoms."""
-
-    def ints(length: int) -> Ints:
-        return np.zeros(length, dtype=np.int32)
-
     nodes = len(device)
     state = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     return Walk(
         device=device.astype(np.int32),
         bias=bias.copy(),
-        chain=ints(nodes),
-        chain_kind=ints(nodes),
+        chain=np.zeros(nodes, dtype=np.int32),
+        chain_kind=np.zeros(nodes, dtype=np.int32),
         stamp=np.zeros(count, dtype=np.int64),
-        region=ints(count),
-        old_device=ints(count),
+        region=np.zeros(count, dtype=np.int32),
+        old_device=np.zeros(count, dtype=np.int32),
         times=np.full(5, np.inf),
         counts=np.array([0, 0, 0, 0, -1]),
         saved_bias=np.zeros(1),

@@ -120,24 +120,17 @@ def build_wiring(graph: OpGraph, seconds: Floats, target: Target) -> Wiring:
 def new_scratch(wiring: Wiring) -> Scratch:
     """Return arrays for simulations of a graph."""
     nodes, devices = len(wiring.order), len(wiring.latency)
-
-    def floats() -> Floats:
-        return np.zeros(nodes)
-
-    def ints() -> Ints:
-        return np.zeros(nodes, dtype=np.int32)
-
     return Scratch(
-        bottom=floats(),
-        key=floats(),
-        start=floats(),
-        finish=floats(),
-        available=floats(),
-        waiting=ints(),
-        blame=ints(),
-        blame_kind=ints(),
-        last_input=ints(),
-        sequence=ints(),
+        bottom=np.zeros(nodes),
+        key=np.zeros(nodes),
+        start=np.zeros(nodes),
+        finish=np.zeros(nodes),
+        available=np.zeros(nodes),
+        waiting=np.zeros(nodes, dtype=np.int32),
+        blame=np.zeros(nodes, dtype=np.int32),
+        blame_kind=np.zeros(nodes, dtype=np.int32),
+        last_input=np.zeros(nodes, dtype=np.int32),
+        sequence=np.zeros(nodes, dtype=np.int32),
         ready_heap=np.zeros((devices, nodes), dtype=np.int32),
         future_heap=np.zeros((devices, nodes), dtype=np.int32),
         devices=np.zeros(devices, DEVICE),

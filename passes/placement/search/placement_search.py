@@ -182,8 +182,7 @@ def evaluate_candidate(space: SearchSpace, name: str, device: Ints, order: Ints)
 
     Its nodes run by bottom level or in the given order, whichever is better.
     """
-    rank_bias = np.empty(len(device))
-    rank_bias[order] = -np.arange(len(device), dtype=np.float64)
+    rank_bias = -np.argsort(order).astype(np.float64)
     options = (
         decode_candidate(space, name, device, bias, level_weight)
         for bias, level_weight in ((0 * rank_bias, 1.0), (rank_bias, 0.0))
@@ -201,11 +200,10 @@ def decode_candidate(space: SearchSpace, name: str, device: Ints, bias: Floats, 
     )
 
 
-def project(space: SearchSpace, candidate: Candidate, coarse: SearchSpace, cluster: Ints) -> Candidate | None:
+def project(space: SearchSpace, candidate: Candidate, cluster: Ints) -> Candidate | None:
     """Carry a candidate of a coarser problem over to a finer one; return None if it does not fit there."""
     # Two ways to inherit: the urgencies of the coarse nodes, or the order in which these started.
-    rank = np.empty(len(coarse.problem.graph))
-    rank[candidate.order] = np.arange(len(rank))
+    rank = np.argsort(candidate.order)
     inherited = decode_candidate(
         space, candidate.name, candidate.device[cluster], candidate.bias[cluster], candidate.level_weight
     )
@@ -269,9 +267,7 @@ def improve(
         if not passes:
             size = max(1, int(size * min(2.0, SLICE_SECONDS / max(time.perf_counter() - now, 1e-6))))
     improved = decode_candidate(space, start.name, best_device, best_bias, start.level_weight)
-    return (replace(improved, name=start.name) if improved.seconds < start.seconds else start), int(
-        walk.counts[PROPOSALS]
-    )
+    return improved if improved.seconds < start.seconds else start, int(walk.counts[PROPOSALS])
 
 
 @dataclass(frozen=True)
@@ -315,7 +311,7 @@ def explore(
     if not fitting:
         raise LookupError("no candidate fits")
     best = min(fitting, key=lambda candidate: candidate.seconds)
-    _compile_loops(spaces[0], best)
+    improve(spaces[0], best, Budget(0, 1), 0)  # compile the loops before the clock runs
     first, second = (budget.part(share) for share in ROUND_SHARES)
     coarser = [(level, candidate) for level, candidate in enumerate(constructed) if level and candidate]
 
@@ -341,7 +337,7 @@ def explore(
 
 def polish(space: SearchSpace, start: Candidate, budget: Budget, seed: int, goal: float) -> Explored:
     """Search from a candidate with two searches at a time, the second pair from the best of the first."""
-    _compile_loops(space, start)
+    improve(space, start, Budget(0, 1), 0)  # compile the loops before the clock runs
     first, second = (budget.part(share) for share in ROUND_SHARES)
     best, proposals = _improve_twice(space, start, first, seed, START_TEMPERATURE, goal)
     best, further = _improve_twice(space, best, second, seed + 2, START_TEMPERATURE / 4, goal)
@@ -366,7 +362,7 @@ def _construct_candidate(space: SearchSpace) -> Candidate | None:
     # Placements that need no search: they are valid, and give the search a step to beat.
     problem = space.problem
     plans = [critical_path_plan(problem, space.wiring, weight) for weight in (0.0, 0.5, 1.0)]
-    plans += [next(list_plans(problem, np.full(len(problem.graph), -1, dtype=np.int32), False), plans[0])]
+    plans += [next(list_plans(problem, None, False), plans[0])]
     placements = [
         (device, sort_by_start(problem.graph, start)) for device, start in plans if device.min(initial=0) >= 0
     ]
@@ -403,7 +399,7 @@ def _descend(
 ) -> Candidate | None:
     """Carry a candidate of a coarse level down to the problem itself, improving it on each finer level."""
     while level > 0 and candidate is not None:
-        candidate = project(spaces[level - 1], candidate, spaces[level], ladder[level].cluster)
+        candidate = project(spaces[level - 1], candidate, ladder[level].cluster)
         level -= 1
         if candidate is not None and improve_level is not None:
             candidate = improve_level(level, candidate)
@@ -431,8 +427,3 @@ def _search_levels(
 
     candidate = _descend(ladder, spaces, top, search(top, start), search)
     return candidate or replace(start, seconds=np.inf), proposals[0]
-
-
-def _compile_loops(space: SearchSpace, start: Candidate) -> None:
-    """Compile the loops before the clock runs."""
-    improve(space, start, Budget(0, 1), 0)

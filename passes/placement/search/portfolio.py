@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -66,9 +67,7 @@ class PlacerPlan:
     @property
     def rank(self) -> Floats:
         """Return the position of each node in the order."""
-        rank = np.empty(len(self.order))
-        rank[self.order] = np.arange(len(self.order))
-        return rank
+        return np.argsort(self.order).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -85,35 +84,30 @@ def published_plans(problem: PlacementProblem) -> list[PlacerPlan]:
 
     What a device refuses is on the fastest device that takes it.
     """
-    graph, no_favourite = problem.graph, np.full(len(problem.graph), -1, dtype=np.int32)
-    ids, refusing = [device.id for device in problem.target.devices], np.flatnonzero(problem.refused.any(axis=1))
-    names = [f"{name} first" if index in refusing else name for index, name in enumerate(ids)]
+    graph, devices = problem.graph, problem.target.devices
+    refusing = np.flatnonzero(problem.refused.any(axis=1))
+    names = [f"{device.id} first" if index in refusing else device.id for index, device in enumerate(devices)]
     plans = [
         PlacerPlan(names[index], place_on_one_device(problem, index), graph.order)
         for index in list_distinct_devices(problem)
     ]
 
-    def plan_by_list(favourite: Ints) -> tuple[Ints, Ints]:
+    def plan_by_list(favourite: Ints | None) -> tuple[Ints, Ints]:
         device, start = find_best_plan(problem, favourite)
         return device, sort_by_start(graph, start)
 
     planners: dict[str, Callable[[], tuple[Ints, Ints]]] = {
         "m-topo": lambda: (fill_devices(problem), graph.order),
-        "m-etf": lambda: plan_by_list(no_favourite),
+        "m-etf": lambda: plan_by_list(None),
     }
     if len(graph) <= MAX_SCT_NODES:
-        planners["m-sct"] = lambda: plan_by_list(find_favourites(problem))
+        planners["m-sct"] = lambda: plan_by_list(
+            favourite_children(problem.seconds.min(axis=0), transfer_edges(problem), 0.1)
+        )
     for name, planner in planners.items():
-        try:
+        with suppress(InfeasibleError):
             plans.append(PlacerPlan(name, *planner()))
-        except InfeasibleError:
-            continue
     return plans
-
-
-def find_favourites(problem: PlacementProblem) -> Ints:
-    """Return the favourite children of m-SCT."""
-    return favourite_children(problem.seconds.min(axis=0), transfer_edges(problem), 0.1)
 
 
 def plan_blocks(problem: PlacementProblem, budget: Budget, seed: int) -> list[PlacerPlan]:
@@ -268,19 +262,13 @@ def _describe_result(
     excess = (
         f"{100 * (best.seconds / bound - 1):.1f} % over the lower bound" if bound > 0 else "the lower bound is zero"
     )
-    others = ", ".join(
-        f"{option.plan.name} {option.seconds * 1e3:.4g} ms"
-        for option in simulated
-        if option.plan.name != best.plan.name
-    )
+    tried = [option for option in simulated if option.plan.name != best.plan.name]
+    others = ", ".join(f"{option.plan.name} {option.seconds * 1e3:.4g} ms" for option in tried)
     return Diagnostic(
         "P040",
         f"kept {best.plan.name}: {best.seconds * 1e3:.4g} ms, {excess}"
         + (f"; tried {others}" if others else "")
         + (f"; {effort}" if effort else ""),
         where=placer,
-        figures=tuple(
-            Figure(option.plan.name, option.seconds)
-            for option in (best, *(item for item in simulated if item.plan.name != best.plan.name))
-        ),
+        figures=tuple(Figure(option.plan.name, option.seconds) for option in (best, *tried)),
     )

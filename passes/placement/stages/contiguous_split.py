@@ -9,13 +9,13 @@ before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.passes.placement.stages.ideal_kernels import generate_orders
 from onnxplace.passes.placement.stages.local_search_kernels import LocalSearch
-from onnxplace.passes.placement.stages.order_kernels import generate_orders
 from onnxplace.passes.placement.stages.stage_dp import (
     CROSSING_BYTES,
     Cutting,
@@ -51,24 +51,15 @@ RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0)
 LARGE_SECONDS = 1e30
 
 
-def exact_split(
-    cutting: Cutting, lattice: Lattice, table: StageTable, bound: float, deadline: float
-) -> tuple[Ints | None, bool]:
-    """Return the devices of a split whose largest load is below `bound`, and whether the search was exhaustive.
+@dataclass
+class _BoundedSearch:
+    """A search for stages whose largest load is below `bound`; exhaustive unless it `timed_out`.
 
     Stages are chosen from the last one on, so the number of later stages that read each value is known. The table
     bounds the cost of the stages before. A set of later stages matters only through the remaining nodes and devices,
     and through how often it reads each value: a state that failed once is not tried again. All links must be alike.
     """
-    search = _BoundedSearch(cutting, lattice, table, bound, deadline)
-    # Behind the last stage nothing is read, so no value is sent yet.
-    send_counts = np.zeros(len(cutting.graph.value_names), dtype=np.int64)
-    stages = search.complete(len(lattice) - 1, len(cutting.used) - 1, send_counts)
-    return (assign_devices(cutting, lattice, stages[::-1]) if stages is not None else None), not search.timed_out
 
-
-@dataclass
-class _BoundedSearch:
     cutting: Cutting
     lattice: Lattice
     table: StageTable
@@ -174,6 +165,10 @@ def _split_orders(cutting: Cutting, problem: PlacementProblem, deadline: float, 
     """Cut several topological orders optimally, then improve each split by local search."""
     nodes, seconds = len(cutting.graph), expand_seconds(cutting, problem)
     lattice = build_chain_lattice(nodes, max(64, MAX_STEPS // nodes))
+    limit = np.zeros(len(seconds), dtype=np.int64)
+    for kind, amount in zip(cutting.kinds, cutting.limit_bytes):
+        limit[list(kind)] = amount
+    search = _make_local_search(problem, cutting.graph, seconds, limit, cutting.need_bytes, cutting.rule)
     best: StageSplit | None = None
     for attempt, order in enumerate(generate_orders(cutting.graph, ORDER_COUNT, seed)):
         if attempt and budget_clock() > deadline:
@@ -192,9 +187,7 @@ def _split_orders(cutting: Cutting, problem: PlacementProblem, deadline: float, 
             continue
         device, stage = np.empty_like(split_device), _rank_stages(split_device, len(seconds))
         device[order] = split_device
-        device, _ = _build_local_search(cutting, problem, seconds).improve(
-            device, stage, min(MAX_MOVES, 200 * nodes), seed + attempt
-        )
+        device, _ = search.improve(device, stage, min(MAX_MOVES, 200 * nodes), seed + attempt)
         value = evaluate_split(cutting, problem, seconds, device)
         if best is None or value < best.value:
             best = StageSplit(device, value, 0.0)
@@ -205,17 +198,7 @@ def _rank_stages(device: Ints, devices: int) -> Ints:
     """Return the position of each device's stage; devices without nodes come last."""
     first = np.full(devices, len(device), dtype=np.int64)
     np.minimum.at(first, device, np.arange(len(device)))
-    stage = np.empty(devices, dtype=np.int32)
-    stage[np.argsort(first, kind="stable")] = np.arange(devices, dtype=np.int32)
-    return stage
-
-
-def _build_local_search(cutting: Cutting, problem: PlacementProblem, seconds: Floats) -> LocalSearch:
-    """Build the local search for the loads (or the traffic) of a cutting."""
-    limit = np.zeros(len(seconds), dtype=np.int64)
-    for kind, amount in zip(cutting.kinds, cutting.limit_bytes):
-        limit[list(kind)] = amount
-    return _make_local_search(problem, cutting.graph, seconds, limit, cutting.need_bytes, cutting.rule)
+    return np.argsort(np.argsort(first, kind="stable")).astype(np.int32)
 
 
 def build_group_search(problem: PlacementProblem, rule: int, limit_bytes: Longs) -> LocalSearch:
@@ -251,7 +234,7 @@ def _search_all_splits(
     lower_bound = _lower_bound(cutting)
     upper_bound = LARGE_SECONDS if incumbent is None else incumbent.value * (1 - 1e-9)
     if not np.isfinite(lower_bound) or (incumbent is not None and incumbent.value <= lower_bound * (1 + 1e-9)):
-        return incumbent if incumbent is None else StageSplit(incumbent.device, incumbent.value, incumbent.value)
+        return _with_bound(incumbent, LARGE_SECONDS)
     # A tight bound leaves few states. It is loosened step by step, so that the work is little more than that of the
     # first bound that admits a split.
     excess, proven_bound = 0.01, lower_bound
@@ -263,7 +246,7 @@ def _search_all_splits(
         if table is None or not table.complete:
             return _with_bound(incumbent, proven_bound)
         if np.isfinite(table.least):
-            return _verify_best(cutting, problem, lattice, table, incumbent, deadline)
+            return _close_gap(cutting, problem, lattice, table, incumbent, deadline)
         if bound == upper_bound:
             return _with_bound(incumbent, LARGE_SECONDS)
         excess, proven_bound = 4 * excess, bound
@@ -277,45 +260,38 @@ def _lower_bound(cutting: Cutting) -> float:
 
 
 def _with_bound(incumbent: StageSplit | None, bound: float) -> StageSplit | None:
-    return None if incumbent is None else StageSplit(incumbent.device, incumbent.value, min(bound, incumbent.value))
-
-
-def _verify_best(
-    cutting: Cutting,
-    problem: PlacementProblem,
-    lattice: Lattice,
-    table: StageTable,
-    incumbent: StageSplit | None,
-    deadline: float,
-) -> StageSplit | None:
-    """Evaluate the table's best split by its true loads, and search for one between the two.
-
-    The table counts a value that several later stages read as sent once, so its best is a lower bound.
-    """
-    seconds = expand_seconds(cutting, problem)
-    device = trace_devices(cutting, lattice, table)
-    assert device is not None
-    value = evaluate_split(cutting, problem, seconds, device)
-    if incumbent is None or value < incumbent.value:
-        incumbent = StageSplit(device, value, table.least)
-    if incumbent.value <= table.least * (1 + 1e-9):
-        return StageSplit(incumbent.device, incumbent.value, incumbent.value)
-    if not cutting.exact_receives:
-        return _with_bound(incumbent, table.least)
-    return _close_gap(cutting, problem, lattice, incumbent, table.least, deadline)
+    return None if incumbent is None else replace(incumbent, bound=min(bound, incumbent.value))
 
 
 def _close_gap(
-    cutting: Cutting, problem: PlacementProblem, lattice: Lattice, incumbent: StageSplit, least: float, deadline: float
-) -> StageSplit:
-    """Close the gap between the true load of `incumbent` and the lower bound `least`, if the time allows."""
-    seconds = expand_seconds(cutting, problem)
+    cutting: Cutting,
+    problem: PlacementProblem,
+    lattice: Lattice,
+    table: StageTable | None,
+    incumbent: StageSplit | None,
+    deadline: float,
+) -> StageSplit | None:
+    """Evaluate the table's best split by its true loads, and search for one between the two, if the time allows.
+
+    The table counts a value that several later stages read as sent once, so its best is a lower bound.
+    """
+    assert table is not None
+    seconds, least, device = expand_seconds(cutting, problem), table.least, trace_devices(cutting, lattice, table)
+    assert device is not None
+    value = evaluate_split(cutting, problem, seconds, device)
+    if incumbent is None or value < incumbent.value:
+        incumbent = StageSplit(device, value, least)
     while incumbent.value > least * (1 + 1e-9):
-        table = tabulate(cutting, lattice, incumbent.value * (1 - 1e-9), deadline)
+        bound = incumbent.value * (1 - 1e-9)
+        table = tabulate(cutting, lattice, bound, deadline) if cutting.exact_receives else None
         if table is None or not table.complete:
-            return StageSplit(incumbent.device, incumbent.value, least)
-        device, exhausted = exact_split(cutting, lattice, table, incumbent.value * (1 - 1e-9), deadline)
-        if device is None:
-            return StageSplit(incumbent.device, incumbent.value, incumbent.value if exhausted else least)
+            return replace(incumbent, bound=least)
+        search = _BoundedSearch(cutting, lattice, table, bound, deadline)
+        # Behind the last stage nothing is read, so no value is sent yet.
+        send_counts = np.zeros(len(cutting.graph.value_names), dtype=np.int64)
+        stages = search.complete(len(lattice) - 1, len(cutting.used) - 1, send_counts)
+        if stages is None:
+            return replace(incumbent, bound=least if search.timed_out else incumbent.value)
+        device = assign_devices(cutting, lattice, stages[::-1])
         incumbent = StageSplit(device, evaluate_split(cutting, problem, seconds, device), least)
-    return StageSplit(incumbent.device, incumbent.value, incumbent.value)
+    return replace(incumbent, bound=incumbent.value)

@@ -48,11 +48,10 @@ class LocalSearch:
         predecessors, successors = graph.predecessors, graph.successors
         stage_position = np.zeros(len(self.limit_bytes), dtype=np.int64) if stage is None else stage.astype(np.int64)
         best, value = anneal(
-            device.astype(np.int64), stage_position, stage is not None, predecessors.starts, predecessors.items,
-            successors.starts, successors.items, graph.producer, graph.value_bytes, graph.outputs.starts,
-            graph.outputs.items, graph.inputs.starts, graph.inputs.items, graph.weights.starts, graph.weights.items,
-            graph.weight_bytes, self.seconds, self.latency, self.per_byte, self.limit_bytes, self.need_bytes, self.rule,
-            moves, seed & MAX_SEED,
+            device.astype(np.int64), (stage_position, stage is not None, *predecessors.arrays, *successors.arrays),
+            (graph.producer, graph.value_bytes, *graph.outputs.arrays, *graph.inputs.arrays, *graph.weights.arrays,
+             graph.weight_bytes), (self.seconds, self.latency, self.per_byte), (self.limit_bytes, self.need_bytes),
+            self.rule, moves, seed & MAX_SEED,
         )  # fmt: skip
         return best.astype(np.int32), float(value)
 
@@ -136,8 +135,9 @@ def evaluate_loads(state, rule, scale):
 
 
 @in_place
-def may_move(node, b, device, state, stage, ordered, pred_starts, preds, succ_starts, succs, costs, graph, limits):
+def may_move(node, b, device, state, stages, costs, graph, limits):
     """Return whether `node` may go to device `b`: pins, memory, and the order of stages."""
+    stage, ordered, pred_starts, preds, succ_starts, succs = stages
     limit, need = limits
     if not np.isfinite(costs[0][b, node]):
         return False
@@ -159,20 +159,17 @@ def may_move(node, b, device, state, stage, ordered, pred_starts, preds, succ_st
 
 
 @compiled_loop
-def anneal(
-    device, stage, ordered, pred_starts, preds, succ_starts, succs,
-    producer, value_bytes, out_starts, outs, in_starts, ins, weight_starts, weights, weight_bytes,
-    seconds, latency, per_byte, limit, need, rule, moves, seed,
-):  # fmt: skip
+def anneal(device, stages, graph, costs, limits, rule, moves, seed):
     """Anneal from a low temperature; return the best placement, at least as good as the start, and its load."""
-    devices, nodes, values = len(limit), len(device), len(producer)
+    _, _, pred_starts, preds, succ_starts, succs = stages
+    producer, value_bytes, _, _, in_starts, ins, weight_starts, weights, weight_bytes = graph
+    seconds, latency, per_byte = costs
+    devices, nodes, values = len(latency), len(device), len(producer)
     np.random.seed(seed)
     state = (
         np.zeros(devices), np.zeros(devices), np.zeros(devices), np.zeros(devices, np.int64),
         np.zeros((values, devices), np.int32), np.zeros((len(weight_bytes), devices), np.int32),
     )  # fmt: skip
-    graph = (producer, value_bytes, out_starts, outs, in_starts, ins, weight_starts, weights, weight_bytes)
-    costs = (seconds, latency, per_byte)
     compute, sent, received, bytes_held, reads, holds = state
     # Loads, weights and reader counts of the start.
     for node in range(nodes):
@@ -222,18 +219,9 @@ def anneal(
             if device[partner] != b or not np.isfinite(seconds[a, partner]):
                 continue
             move_node(partner, b, a, device, state, graph, costs)
-        possible = may_move(
-            node, b, device, state, stage, ordered, pred_starts, preds, succ_starts, succs, costs, graph, (limit, need)
-        )
-        if possible:
+        if may_move(node, b, device, state, stages, costs, graph, limits):
             move_node(node, a, b, device, state, graph, costs)
-            if partner >= 0:
-                possible = bytes_held[a] + need[partner] <= limit[a]
-                if ordered:
-                    for k in range(pred_starts[partner], pred_starts[partner + 1]):
-                        possible = possible and stage[device[preds[k]]] <= stage[a]
-                    for k in range(succ_starts[partner], succ_starts[partner + 1]):
-                        possible = possible and stage[device[succs[k]]] >= stage[a]
+            possible = partner < 0 or may_move(partner, a, device, state, stages, costs, graph, limits)
             # Accept by the Metropolis rule; else take the move back.
             largest_load, new_energy = evaluate_loads(state, rule, scale)
             if possible and new_energy - energy <= -temperature * np.log(1.0 - np.random.random()):

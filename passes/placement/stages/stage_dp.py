@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.passes.placement.stages.component_kernels import find_inseparable
-from onnxplace.passes.placement.stages.ideal_kernels import enumerate_ideals, invert_additions
+from onnxplace.passes.placement.stages.ideal_kernels import enumerate_ideals, find_inseparable, invert_additions
 from onnxplace.passes.placement.stages.stage_kernels import TRAFFIC, fill_table, mark_possible
 from onnxplace.problem import PlacementProblem
 from onnxplace.utils import budget_clock
@@ -58,10 +57,10 @@ class Cutting:
 
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """Return the graph as `list_stages` takes it."""
+        """Return the graph as compiled loops take it."""
         graph = self.graph
-        return (graph.producer, graph.outputs.starts, graph.outputs.items, graph.inputs.starts, graph.inputs.items,
-                graph.weights.starts, graph.weights.items, graph.weight_bytes)  # fmt: skip
+        return (graph.producer, *graph.outputs.arrays, *graph.inputs.arrays, *graph.weights.arrays, graph.weight_bytes,
+                graph.readers.starts)  # fmt: skip
 
     @cached_property
     def costs(self) -> tuple[Any, ...]:
@@ -105,28 +104,18 @@ class Cutting:
 
     def reordered(self, order: Ints) -> Cutting:
         """Return a copy with nodes numbered in another topological order."""
-        rank = np.empty(len(order), dtype=np.int32)
-        rank[order] = np.arange(len(order), dtype=np.int32)
-        g = self.graph
+        rank, g = np.argsort(order).astype(np.int32), self.graph
         graph = replace(
             g,
             names=tuple(g.names[node] for node in order),
             ops=tuple(g.ops[node] for node in order),
             producer=np.where(g.producer >= 0, rank[np.maximum(g.producer, 0)], -1).astype(np.int32),
-            inputs=_permute_lists(g.inputs, order),
-            weights=_permute_lists(g.weights, order),
+            inputs=Csr.grouped(rank[g.inputs.rows], g.inputs.items, len(order)),
+            weights=Csr.grouped(rank[g.weights.rows], g.weights.items, len(order)),
             workspace_bytes=g.workspace_bytes[order],
         )
         return replace(self, graph=graph, node=rank[self.node], seconds=np.ascontiguousarray(self.seconds[:, order]),
                        need_bytes=self.need_bytes[order])  # fmt: skip
-
-
-def _permute_lists(lists: Csr, order: Ints) -> Csr:
-    sizes = np.diff(lists.starts)[order]
-    starts = np.zeros(len(order) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=starts[1:])
-    within = np.arange(starts[-1]) - np.repeat(starts[:-1], sizes)
-    return Csr(starts, lists.items[np.repeat(lists.starts[order], sizes) + within])
 
 
 def prepare_cuts(
@@ -199,8 +188,7 @@ def unit_seconds(problem: PlacementProblem, unit: Ints) -> Floats:
     seconds[np.stack([sum_by(unit, row, count) for row in problem.refused]) > 0] = np.inf
     pin = problem.pinned[problem.group]
     for node in np.flatnonzero(pin >= 0):
-        other_devices = np.arange(len(seconds)) != pin[node]
-        seconds[other_devices, unit[node]] = np.inf
+        seconds[np.arange(len(seconds)) != pin[node], unit[node]] = np.inf
     return seconds
 
 
@@ -212,15 +200,11 @@ def least_held_bytes(problem: PlacementProblem, unit: Ints) -> Longs:
     graph = problem.graph
     owned = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
     # In a contracted graph, outputs of one node need not exist at the same time.
+    combine = np.add if len(problem.members) == len(graph) else np.maximum
     output_bytes = np.zeros(len(graph), dtype=np.int64)
-    if len(problem.members) == len(graph):
-        np.add.at(output_bytes, graph.producer[owned], graph.value_bytes[owned])
-        held_bytes = output_bytes + graph.workspace_bytes
-    else:
-        np.maximum.at(output_bytes, graph.producer[owned], graph.value_bytes[owned])
-        held_bytes = np.maximum(output_bytes, graph.workspace_bytes)
     most_bytes = np.zeros(int(unit.max(initial=-1)) + 1, dtype=np.int64)
-    np.maximum.at(most_bytes, unit, held_bytes)
+    combine.at(output_bytes, graph.producer[owned], graph.value_bytes[owned])
+    np.maximum.at(most_bytes, unit, combine(output_bytes, graph.workspace_bytes))
     return most_bytes
 
 
@@ -242,10 +226,8 @@ def _group_interchangeable(seconds: Floats, limit: Longs, latency: Floats, per_b
 
 def _least_transfer_seconds(graph: OpGraph, latency: Floats, per_byte: Floats, device: int) -> Floats:
     """Return, per value, the least seconds of a transfer between `device` and another one."""
-    others = [d for d in range(len(latency)) if d != device]
-    if not others:
-        return np.zeros(len(graph.value_bytes))
-    closest: Floats = np.min([latency[d] + graph.value_bytes * per_byte[d] for d in others], axis=0)
+    seconds = [latency[d] + graph.value_bytes * per_byte[d] for d in range(len(latency)) if d != device]
+    closest: Floats = np.min(seconds or [np.zeros(len(graph.value_bytes))], axis=0)
     return closest
 
 
@@ -262,15 +244,18 @@ class Lattice:
     below: Ints
     is_cut: Bools
     """Whether stages may begin and end at an ideal."""
-    away: Floats
-    """Lower bound on the seconds from an ideal down to one where a stage may begin; filled in by `tabulate`."""
 
     def __len__(self) -> int:
         return len(self.parent)
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        return self.starts, self.node, self.below, self.is_cut, self.away
+        """Return the lattice as compiled loops take it.
+
+        Behind its fields is, per ideal, a lower bound on the seconds from there down to one where a stage may begin:
+        0 until `fill_table` computes it.
+        """
+        return self.parent, self.last, self.starts, self.node, self.below, self.is_cut, np.zeros(len(self))
 
     def inside(self, ideal: int, nodes: int) -> Bools:
         """Return whether each node is in an ideal."""
@@ -285,9 +270,7 @@ def enumerate_lattice(graph: OpGraph, limit: int) -> Lattice | None:
     """Return all ideals of a graph with topologically numbered nodes, None if there are more than `limit`."""
     if len(graph) >= limit:
         return None
-    parent, last, starts, add, leads = enumerate_ideals(
-        graph.predecessors.starts, graph.successors.starts, graph.successors.items, limit
-    )
+    parent, last, starts, add, leads = enumerate_ideals(graph.predecessors.starts, *graph.successors.arrays, limit)
     if len(starts) == 1:
         return None
     starts, node, below = invert_additions(starts, add, leads)
@@ -298,7 +281,6 @@ def enumerate_lattice(graph: OpGraph, limit: int) -> Lattice | None:
         node=node,
         below=below,
         is_cut=np.ones(len(parent), dtype=bool),
-        away=np.zeros(len(parent)),
     )
 
 
@@ -316,7 +298,6 @@ def build_chain_lattice(nodes: int, cuts: int) -> Lattice:
         node=position[:-1],
         below=position[:-1],
         is_cut=is_cut,
-        away=np.zeros(nodes + 1),
     )
 
 
@@ -347,19 +328,14 @@ def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) 
     sets = len(cutting.used)
     if len(lattice) * sets > MAX_TABLE_ENTRIES:
         return None
-    graph = cutting.graph
-    inputs, outputs = graph.inputs, graph.outputs
-    graph_lists = (
-        graph.producer, outputs.starts, outputs.items, inputs.starts, inputs.items, graph.readers.starts
-    )  # fmt: skip
     # First rule out ideals that cannot be a border: the least work before or behind them exceeds the bound.
     possible = np.ones((len(lattice), sets), dtype=bool)
     if cutting.rule != TRAFFIC:
         mark_possible(
-            lattice.parent, lattice.last, lattice.is_cut, graph_lists, cutting.rule, bound, cutting.seconds.min(axis=0),
-            cutting.send.min(axis=0), cutting.receive.min(axis=0), cutting.used, possible,
+            lattice.arrays, cutting.arrays, cutting.rule, bound, cutting.seconds.min(axis=0), cutting.send.min(axis=0),
+            cutting.receive.min(axis=0), cutting.used, possible,
         )  # fmt: skip
-    lattice = replace(lattice, is_cut=lattice.is_cut & possible.any(axis=1), away=np.zeros(len(lattice)))
+    arrays = replace(lattice, is_cut=lattice.is_cut & possible.any(axis=1)).arrays
     best = np.full((len(lattice), sets), np.inf)
     best[0] = 0.0
     origin = np.zeros((len(lattice), sets), dtype=np.int32)
@@ -369,9 +345,8 @@ def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) 
         if budget_clock() > deadline:
             return StageTable(best, origin, by, False)
         fill_table(
-            first, min(first + IDEALS_PER_CALL, len(lattice)), lattice.parent, lattice.last, lattice.arrays,
-            cutting.arrays, graph_lists, cutting.costs, cutting.rule, bound, cutting.step, cutting.has, possible,
-            cutting.seconds.min(axis=0), best, origin, by,
+            first, min(first + IDEALS_PER_CALL, len(lattice)), arrays, cutting.arrays, cutting.costs, cutting.rule,
+            bound, cutting.step, cutting.has, possible, cutting.seconds.min(axis=0), best, origin, by,
         )  # fmt: skip
     return StageTable(best, origin, by, True)
 

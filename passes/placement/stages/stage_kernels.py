@@ -35,18 +35,7 @@ def combine_loads(rule, compute, sent, received):
 
 
 @in_place
-def list_stages(
-    ideal,
-    lattice,
-    graph,
-    costs,
-    send_counts,
-    rule,
-    bound,
-    scratch,
-    begins,
-    load,
-):
+def list_stages(ideal, lattice, graph, costs, send_counts, rule, bound, scratch, begins, load):
     """List the stages that end with `ideal`: where they begin (`begins`) and their load on each class of device.
 
     A stage is an ideal less a smaller one. Nodes are removed one by one, last first. Memory, compute and sends only
@@ -54,8 +43,8 @@ def list_stages(
     beginning. `send_counts` says how often each value is sent if the stage produces it. Loads of `bound` and more are
     infinite. Returns the number of stages; leaves `scratch` zero.
     """
-    down_starts, down_node, down_ideal, cut, away = lattice
-    producer, out_starts, outs, in_starts, ins, weight_starts, weights, weight_bytes = graph
+    _, _, down_starts, down_node, down_ideal, cut, away = lattice
+    producer, out_starts, outs, in_starts, ins, weight_starts, weights, weight_bytes, _ = graph
     seconds, send, receive, limit, need = costs
     reads, weight_readers, stack, pointer, compute, sent, received, stored_bytes, largest = scratch
     classes = len(limit)
@@ -160,7 +149,7 @@ def new_scratch(nodes, values, weights, classes):
 @in_place
 def update_unread(x, sign, unread, graph):
     """Add node `x` to an ideal (1) or remove it (-1); `unread` counts, per value made inside, its outside readers."""
-    producer, out_starts, outs, in_starts, ins, read_starts = graph
+    producer, out_starts, outs, in_starts, ins, _, _, _, read_starts = graph
     for k in range(in_starts[x], in_starts[x + 1]):
         if producer[ins[k]] >= 0:
             unread[ins[k]] -= sign
@@ -192,12 +181,13 @@ def walk_to(ideal, depth, path, parent, last, unread, graph):
 
 
 @compiled_loop
-def mark_possible(parent, last, cut, graph_lists, rule, bound, fastest, send, receive, used, possible):
+def mark_possible(lattice, graph, rule, bound, fastest, send, receive, used, possible):
     """Mark in `possible[ideal, set]` which ideals a split below `bound` may pass with these devices used.
 
     The devices in the set must have time for the ideal and its crossing values, the others for the rest.
     """
-    nodes, values = len(fastest), len(graph_lists[0])
+    parent, last, _, _, _, cut, _ = lattice
+    nodes, values = len(fastest), len(graph[0])
     work = np.zeros(len(parent), np.float64)
     unread = np.zeros(values, np.int64)
     path = np.zeros(nodes + 1, np.int64)
@@ -212,7 +202,7 @@ def mark_possible(parent, last, cut, graph_lists, rule, bound, fastest, send, re
             continue
         # Values that cross the border of the ideal are sent by one side and received by the other. Ideals come in
         # preorder of their tree, so `walk_to` passes each edge of the tree twice at most.
-        depth = walk_to(ideal, depth, path, parent, last, unread, graph_lists)
+        depth = walk_to(ideal, depth, path, parent, last, unread, graph)
         outward = 0.0
         inward = 0.0
         if rule != PARALLEL and rule != TRAFFIC:
@@ -235,25 +225,7 @@ def mark_possible(parent, last, cut, graph_lists, rule, bound, fastest, send, re
 
 
 @compiled_loop
-def fill_table(
-    first,
-    end,
-    parent,
-    last,
-    lattice,
-    graph,
-    graph_lists,
-    costs,
-    rule,
-    bound,
-    step,
-    has,
-    possible,
-    fastest,
-    best,
-    origin,
-    kind_of,
-):
+def fill_table(first, end, lattice, graph, costs, rule, bound, step, has, possible, fastest, best, origin, kind_of):
     """Fill in `best[ideal, set of devices]` for ideals `first` to `end`; all smaller ideals must be filled in.
 
     It is the minimum of the largest load (rule `TRAFFIC`: of the sum of loads) over splits of the ideal into stages for
@@ -261,8 +233,8 @@ def fill_table(
     unused. An entry that cannot lead below `bound` stays infinite, and no stage may begin there. Returns the number of
     stages considered.
     """
-    down_starts, down_node, down_ideal, cut, away = lattice
-    nodes, values, classes = len(graph_lists[1]) - 1, len(graph_lists[0]), len(step)
+    parent, last, down_starts, down_node, down_ideal, cut, away = lattice
+    nodes, values, classes = len(fastest), len(graph[0]), len(step)
     scratch = new_scratch(nodes, values, len(graph[7]), classes)
     begins = np.empty(len(parent), np.int32)
     load = np.empty((len(parent), classes), np.float64)
@@ -277,7 +249,7 @@ def fill_table(
             away[ideal] = min(away[ideal], away[down_ideal[e]] + fastest[down_node[e]])
         if ideal == 0 or not cut[ideal]:
             continue
-        depth = walk_to(ideal, depth, path, parent, last, unread, graph_lists)
+        depth = walk_to(ideal, depth, path, parent, last, unread, graph)
         # List the possible last stages, then choose the best one for each set of devices.
         count = list_stages(ideal, lattice, graph, costs, np.minimum(unread, 1), rule, bound, scratch, begins, load)
         stage_count += count

@@ -210,7 +210,7 @@ def test_coarser_levels_keep_groups_and_project_to_finer_ones(problem, seed):
         assert ((pin < 0) | (pin == down)).all()
         spaces = SearchSpace(fine.problem), SearchSpace(coarse.problem)
         best = evaluate_candidate(spaces[1], "random", device, coarse.problem.graph.order)
-        if best and (projected := project(spaces[0], best, spaces[1], coarse.cluster)):
+        if best and (projected := project(spaces[0], best, coarse.cluster)):
             assert projected.device.tolist() == down.tolist()
 
 

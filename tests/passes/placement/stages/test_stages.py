@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
-from onnxplace.passes.placement.stages.component_kernels import find_inseparable
+from onnxplace.passes.placement.stages.ideal_kernels import find_inseparable
 from onnxplace.passes.placement.stages.stage_dp import build_chain_lattice, enumerate_lattice
 from onnxplace.passes.stages import Stages
 from onnxplace.pipeline import Pipeline, run_pass
