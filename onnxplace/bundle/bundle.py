@@ -80,7 +80,9 @@ def describe_step(manifest: Manifest) -> str:
     if manifest.streams:
         parts.append(f"of which {format_milliseconds(predicted.weight_wait_seconds)} waits for weights")
     if len({segment.device for segment in manifest.segments}) == 1 and not manifest.routes:
-        parts.append("on one device")
+        parts.append(
+            "on one device" if predicted.single_device_fits else "on one device, which cannot hold all weights"
+        )
     elif speedup is not None:
         single = format_milliseconds(predicted.single_device_seconds)
         where = single if predicted.single_device_fits else f"{single}, where it does not fit"

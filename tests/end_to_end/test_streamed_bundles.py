@@ -124,7 +124,7 @@ def test_compile_says_how_much_streams_and_how_long_a_step_waits_for_it(run_cli,
     assert ", of which " in result.out
     assert " waits for weights, " in result.out
     assert "from disk stream in each step, to cpu:0 through a pool of 2.5 MiB at " in result.out
-    assert ", where it does not fit" in result.out
+    assert "on one device, which cannot hold all weights" in result.out
 
 
 def test_a_trace_has_a_row_of_weights_which_a_report_shows(run_cli, streamed, tmp_path):
