@@ -62,18 +62,18 @@ class Results:
     """None where the loss does not depend on a parameter."""
     buffers: dict[str, Any]
 
+    def list_groups(self) -> tuple[dict[str, Any], ...]:
+        """Return all but the loss."""
+        return self.metrics, self.outputs, self.gradients, self.buffers
+
     def flatten(self) -> list[Any]:
         """Return all tensors in one list, in the order of `rebuild`."""
-        groups = (self.metrics, self.outputs, self.gradients, self.buffers)
-        return [self.loss, *(item for group in groups for item in group.values())]
+        return [self.loss, *(item for group in self.list_groups() for item in group.values())]
 
     def rebuild(self, items: Sequence[Any]) -> Results:
         """Return the same names with other items."""
-        rest = iter(items[1:])
-        groups = [
-            {name: next(rest) for name in group} for group in (self.metrics, self.outputs, self.gradients, self.buffers)
-        ]
-        return Results(items[0], *groups)
+        rest = iter(items)
+        return Results(next(rest), *({name: next(rest) for name in group} for group in self.list_groups()))
 
 
 class StepModule(nn.Module):  # type: ignore[misc]
@@ -115,12 +115,8 @@ class StepFunction:
         buffers = {name: tensors[name].clone() for name in problem.buffers}
         replaced = {**leaves, **{name: tensors[name] for name in problem.frozen}, **buffers}
         set_mark(FORWARD, "")
-        handle = problem.module.register_forward_hook(self.keep_outputs)
-        try:
-            with self.tracker.watch():
-                returned, changed = torch.func.functional_call(StepModule(problem), replaced, (batch,), strict=False)
-        finally:
-            handle.remove()
+        with problem.module.register_forward_hook(self.keep_outputs), self.tracker.watch():
+            returned, changed = torch.func.functional_call(StepModule(problem), replaced, (batch,), strict=False)
         loss, metrics = read_loss(returned)
         self.tracker.mark_backward(loss)
         set_mark(BACKWARD, "")
@@ -220,9 +216,7 @@ def make_fake(mode: Any, tensor: torch.Tensor, batch: int | None) -> torch.Tenso
 
     is_batch = batch is not None and tensor.dim() > 0 and tensor.shape[0] == batch
     shape = (TRACED_BATCH, *tensor.shape[1:]) if is_batch else tensor.shape
-    kinds = [DimDynamic.STATIC] * tensor.dim()
-    if is_batch:
-        kinds[0] = DimDynamic.DUCK
+    kinds = [DimDynamic.DUCK if is_batch and not axis else DimDynamic.STATIC for axis in range(tensor.dim())]
     context = StatelessSymbolicContext(dynamic_sizes=kinds)
     return mode.from_tensor(torch.empty(shape, dtype=tensor.dtype), symbolic_context=context)
 
