@@ -76,8 +76,8 @@ class StepAssembly:
     def run_parts(self) -> list[Results]:
         """Translate the trace once for each micro-batch; each takes the buffers of the one before."""
         buffers = {name: self.make_state(name, tensor) for name, tensor in self.problem.buffers.items()}
-        fixed = {name: self.make_state(name, tensor) for name, tensor in self.problem.trained.items()}
-        fixed |= {name: self.make_state(name, tensor) for name, tensor in self.problem.frozen.items()}
+        parameters = {**self.problem.trained, **self.problem.frozen}
+        fixed = {name: self.make_state(name, tensor) for name, tensor in parameters.items()}
         results = []
         for index in range(self.parts):
             micro_batch = str(index) if self.parts > 1 else ""

@@ -103,9 +103,8 @@ def check_parameters(trained: Mapping[str, torch.Tensor], tensors: Mapping[str, 
         raise UsageError("L002", message, where=WHERE, hint=hint)
     unknown = [name for name, tensor in tensors.items() if tensor.dtype not in ONNX_TYPES]
     if unknown:
-        message = (
-            f"{format_names(unknown)} have types that ONNX Runtime does not have, such as {tensors[unknown[0]].dtype}"
-        )
+        dtype = tensors[unknown[0]].dtype
+        message = f"{format_names(unknown)} have types that ONNX Runtime does not have, such as {dtype}"
         raise UsageError("L002", message, where=WHERE, hint="use float32 or int64; complex numbers as two tensors")
 
 
