@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import isclose
 from pathlib import Path
 
 from onnxplace.calibration.link_fit import LinkFit, fit_link
@@ -205,11 +206,9 @@ def _join_samples(a: Samples, b: Samples) -> Samples:
 
 
 def _is_symmetric(forward: LinkFit, backward: LinkFit) -> bool:
-    latencies = (forward.latency_seconds, backward.latency_seconds)
-    bandwidths = (forward.bytes_per_second, backward.bytes_per_second)
-    return max(latencies) - min(latencies) <= MAX_LATENCY_DIFFERENCE * max(latencies) and max(bandwidths) - min(
-        bandwidths
-    ) <= MAX_BANDWIDTH_DIFFERENCE * max(bandwidths)
+    rates = forward.bytes_per_second, backward.bytes_per_second
+    has_one_latency = isclose(forward.latency_seconds, backward.latency_seconds, rel_tol=MAX_LATENCY_DIFFERENCE)
+    return has_one_latency and isclose(*rates, rel_tol=MAX_BANDWIDTH_DIFFERENCE)
 
 
 def _describe_sharing(cpus: tuple[str, ...], contention: Contention | None) -> tuple[Shared, ...]:
@@ -245,9 +244,8 @@ def _list_notes(links: Sequence[LinkMeasurement], contention: Contention | None)
     notes = []
     counts = [count for link in links for count in link.undisturbed_samples.values()]
     if disturbed := sum(count < MIN_UNDISTURBED_SAMPLES for count in counts):
-        notes.append(
-            f"the machine was busy: {disturbed} of {len(counts)} points are the shortest of samples that waited"
-        )
+        points = f"{disturbed} of {len(counts)} points"
+        notes.append(f"the machine was busy: {points} are the shortest of samples that waited")
     unclear = [work for work, slowdown in vars(contention).items() if not slowdown.seen] if contention else []
     if unclear:
         notes.append(f"the machine was too busy to measure how devices slow each other down at: {', '.join(unclear)}")

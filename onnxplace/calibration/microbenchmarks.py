@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Generic, TypeVar, cast
@@ -102,19 +103,17 @@ def prepare_hops(
         groups = [(str(size), LARGE_HOPS, [size], f"float[{max(size // 4, 1)}]") for size in sizes]
     for name, count, group, kind in groups:
         if group:
-            session = open_probes(stack, folder / name, target, _build_chain(pair, count, kind))
+            probes = [
+                Probe(pair[i % 2], f"v{i + 1} = Identity(v{i})", (f"v{i}",), (f"v{i + 1}",), kind)
+                for i in range(count + 1)
+            ]
+            session = open_probes(stack, folder / name, target, probes)
             tasks += [_make_hop_task(session, size, count, hops) for size in group]
     return Benchmark(tasks, lambda: hops)
 
 
 def _needs_static_shapes(device: str) -> bool:
     return find_kind(device.partition(":")[0]).needs_static_shapes
-
-
-def _build_chain(pair: tuple[str, str], count: int, kind: str) -> list[Probe]:
-    return [
-        Probe(pair[i % 2], f"v{i + 1} = Identity(v{i})", (f"v{i}",), (f"v{i + 1}",), kind) for i in range(count + 1)
-    ]
 
 
 def _make_hop_task(
@@ -168,17 +167,14 @@ def prepare_calls(stack: ExitStack, target: Target, device: str, folder: Path) -
         probes = [_make_call_probe(name, device, index) for index in range(SEGMENTS_PER_REQUEST)]
         session = open_probes(stack, folder / name, target, probes)
         samples[name] = Samples()
-        tasks.append(_make_call_task(session, _make_tiny_feeds(probes), samples[name]))
+        tasks.append(partial(_sample_calls, session, _make_tiny_feeds(probes), samples[name]))
     return Benchmark(tasks, lambda: _compute_call_costs(samples))
 
 
-def _make_call_task(session: RuntimeSession, feeds: Mapping[str, Array], samples: Samples) -> Callable[[], object]:
-    def sample_calls() -> None:
-        times = _run_warm(session, feeds)
-        runs = times.list_run_seconds()[SEGMENTS_PER_REQUEST // 4 :]  # without those right after a sleep
-        _add_median(samples, runs, times.waiting_share)
-
-    return sample_calls
+def _sample_calls(session: RuntimeSession, feeds: Mapping[str, Array], samples: Samples) -> None:
+    times = _run_warm(session, feeds)
+    runs = times.list_run_seconds()[SEGMENTS_PER_REQUEST // 4 :]  # without those right after a sleep
+    _add_median(samples, runs, times.waiting_share)
 
 
 def _compute_call_costs(samples: Mapping[str, Samples]) -> CallCosts:
@@ -265,9 +261,8 @@ def prepare_contention(stack: ExitStack, target: Target, devices: Sequence[str],
         (_make_exchanging_work, "copy"),
     )
     parts = [_prepare_slowdown(stack, target, devices, work, kind, folder / work.__name__) for work, kind in works]
-    return Benchmark(
-        [task for part in parts for task in part.tasks], lambda: Contention(*(part.result() for part in parts))
-    )
+    tasks = [task for part in parts for task in part.tasks]
+    return Benchmark(tasks, lambda: Contention(*(part.result() for part in parts)))
 
 
 Work = Callable[[str, int, str], tuple[list[Probe], dict[str, Array]]]
@@ -285,7 +280,7 @@ def _prepare_slowdown(
         probes = sorted((probe for device in busy for probe in parts[device][0]), key=lambda probe: probe.stage)
         feeds = {name: array for device in busy for name, array in parts[device][1].items()}
         session = open_probes(stack, folder / str(len(tasks)), target, probes)
-        tasks.append(_make_work_task(session, feeds, busy, kind, samples))
+        tasks.append(partial(_sample_work, session, feeds, busy, kind, samples))
     return Benchmark(tasks, lambda: _compute_slowdown(alone, together))
 
 
@@ -303,19 +298,16 @@ def _compute_slowdown(alone: Mapping[str, Samples], together: Mapping[str, Sampl
     return Slowdown(1 + max(float(np.median(ratios)) - 1, 0.0) / (len(alone) - 1), fewest, alone_seconds)
 
 
-def _make_work_task(
+def _sample_work(
     session: RuntimeSession,
     feeds: Mapping[str, Array],
     busy: Sequence[str],
     kind: EventKind,
     samples: Mapping[str, Samples],
-) -> Callable[[], object]:
-    def sample_work() -> None:
-        times = run_once(session, feeds)
-        for device in busy:
-            samples[device].add(_list_simultaneous_seconds(times, device, busy, kind), times.waiting_share)
-
-    return sample_work
+) -> None:
+    times = run_once(session, feeds)
+    for device in busy:
+        samples[device].add(_list_simultaneous_seconds(times, device, busy, kind), times.waiting_share)
 
 
 def _list_simultaneous_seconds(times: RequestTimes, device: str, busy: Sequence[str], kind: EventKind) -> list[float]:

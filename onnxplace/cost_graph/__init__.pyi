@@ -7,5 +7,7 @@ from onnxplace.cost_graph.cost_graphs import (
 )
 from onnxplace.cost_graph.data import CostGraph as CostGraph
 from onnxplace.cost_graph.generators import GENERATORS as GENERATORS, tf_like as tf_like
-from onnxplace.cost_graph.graph_files import require_graph_format as require_graph_format
-from onnxplace.cost_graph.networkx_graphs import to_networkx as to_networkx
+from onnxplace.cost_graph.networkx_graphs import (
+    require_graph_format as require_graph_format,
+    to_networkx as to_networkx,
+)

@@ -24,10 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxplace.cost_graph.data import CostGraph
-from onnxplace.cost_graph.entries import read_cost, read_costs, require_ids, require_list
-from onnxplace.cost_graph.graph_attributes import describe, exact_profile, note_missing_costs, read_attributes
-from onnxplace.cost_graph.graph_files import GraphFormat, format_of, read_graph, write_graph
-from onnxplace.cost_graph.networkx_graphs import to_networkx
+from onnxplace.cost_graph.graph_attributes import describe, exact_profile, is_real, note_missing_costs, read_attributes
+from onnxplace.cost_graph.networkx_graphs import GraphFormat, format_of, read_graph, to_networkx, write_graph
 from onnxplace.errors import InputError, format_value
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
@@ -45,6 +43,8 @@ DEVICE_MODEL = "cost-graph"
 GZIP = b"\x1f\x8b"
 # Limit of a decompressed file, which has room for more than a million nodes.
 MAX_FILE_BYTES = 1 << 28
+# Sums of larger numbers of bytes would not fit into 64 bits.
+MAX_COST = 10**18
 
 
 def read_cost_graph(
@@ -111,8 +111,7 @@ def parse_cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
 
     Raises:
         InputError: An id is missing or not unique, an edge names no node, a cost is not a number from 0, the graph has
-        a
-            cycle, or the list of devices is empty.
+            a cycle, or the list of devices is empty.
 
     >>> nodes = [{"id": "a", "compute_time_us": 5}, {"id": "b", "compute_time_us": 5}]
     >>> edges = [{"src": "a", "dst": "b", "bytes": 64}]
@@ -132,21 +131,17 @@ def parse_cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
     if (invalid := next((group for group in groups if not isinstance(group, Hashable)), None)) is not None:
         message = f"expected a group that is a number or a text, got {invalid!r}"
         raise InputError("D002", message, where=where, hint="change the group, or leave it out")
-    group_index = {
-        group: index for index, group in enumerate(dict.fromkeys(group for group in groups if group is not None))
-    }
+    distinct = dict.fromkeys(group for group in groups if group is not None)
+    group_index = {group: index for index, group in enumerate(distinct)}
     given_group = np.array([-1 if group is None else group_index[group] for group in groups], dtype=np.int32)
     backward = np.array([bool(node.get("is_backward")) for node in nodes], dtype=bool)
     try:
         _ = graph.order
     except ValueError as error:
         raise InputError("D002", str(error), where=where) from None
-    return replace(
-        assemble_cost_graph(where, ids, graph, seconds, data, given_group, backward),
-        notes=note_missing_costs(
-            [(node.get("name", node.get("id")), node) for node in nodes], "compute_time_us", where
-        ),
-    )
+    labelled = [(node.get("name", node.get("id")), node) for node in nodes]
+    notes = note_missing_costs(labelled, "compute_time_us", where)
+    return replace(assemble_cost_graph(where, ids, graph, seconds, data, given_group, backward), notes=notes)
 
 
 def assemble_cost_graph(
@@ -219,9 +214,8 @@ def _collect_values(edges: Sequence[Mapping[str, Any]], position: Mapping[Hashab
             value_of_read.append(index[key])
             readers.append(position[destination])
     sizes = np.rint(read_costs(sizes_by_value, "bytes", where)).astype(np.int64)
-    return _EdgeValues(
-        names, producer, sizes, np.array(value_of_read, dtype=np.int32), np.array(readers, dtype=np.int32)
-    )
+    value, reader = (np.array(numbers, dtype=np.int32) for numbers in (value_of_read, readers))
+    return _EdgeValues(names, producer, sizes, value, reader)
 
 
 def _list_tensors(edge: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
@@ -285,18 +279,16 @@ def _number_repeated_names(names: Sequence[str]) -> tuple[str, ...]:
 def _build_target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Hashable, ...], Link]:
     entries = require_list(data, "devices", where)
     if not entries:
-        raise InputError(
-            "D002", "the list of devices is empty", where=where, hint="name at least one, or give --devices N"
-        )
+        hint = "name at least one, or give --devices N"
+        raise InputError("D002", "the list of devices is empty", where=where, hint=hint)
     require_device_limit(len(entries), where)
     memory = [read_cost(entry, "memory_bytes", where) for entry in entries]
     ids = require_ids([entry.get("id", index) for index, entry in enumerate(entries)], "devices", where)
     comm = data.get("comm", {})
     if not isinstance(comm, Mapping):
         hint = 'write it like {"coef_us_per_byte": 0.0002, "intercept_us": 100}'
-        raise InputError(
-            "D001", f"not a cost graph: expected comm to be an object, got {format_value(comm)}", where=where, hint=hint
-        )
+        message = f"not a cost graph: expected comm to be an object, got {format_value(comm)}"
+        raise InputError("D001", message, where=where, hint=hint)
     coefficient, intercept = (float(read_costs([comm], key, where)[0]) for key in ("coef_us_per_byte", "intercept_us"))
     devices = tuple(
         Device(f"cuda:{index}", int(size), model=DEVICE_MODEL, segment_seconds=0.0) for index, size in enumerate(memory)
@@ -335,13 +327,58 @@ def _convert_attributed_graph(
     link, device_ids = cost_graph.link, cost_graph.device_ids
     if target is None:
         link = replace(link, latency_seconds=description.latency_seconds, bytes_per_second=description.bytes_per_second)
-        links = tuple(
-            replace(link, source=pair.source, destination=pair.destination) for pair in cost_graph.target.links
-        )
-        target = replace(cost_graph.target, links=links)
+        target = cost_graph.target
+        links = tuple(replace(link, source=pair.source, destination=pair.destination) for pair in target.links)
+        target = replace(target, links=links)
     else:
         device_ids = tuple(device.id for device in target.devices)
     profile = exact_profile(cost_graph.profile, description, target)
     return replace(
         cost_graph, profile=profile, target=target, device_ids=device_ids, link=link, notes=description.notes
     )
+
+
+# Read and check entries of a JSON cost graph: lists, ids and costs.
+
+
+def require_ids(ids: Sequence[Any], kind: str, where: str) -> tuple[Hashable, ...]:
+    """Return ids; raise InputError for one that is missing, a list or an object, or not unique."""
+    seen: set[Hashable] = set()
+    for node_id in ids:
+        if node_id is None:
+            raise InputError("D002", f"one of the {kind} has no id", where=where, hint='give each its own "id"')
+        if not isinstance(node_id, Hashable):
+            message = f"expected an id that is a number or a text, got {node_id!r}"
+            raise InputError("D002", message, where=where, hint="change the id, and the edges that name it")
+        if node_id in seen:
+            raise InputError("D002", f"two {kind} have the id {node_id!r}", where=where)
+        seen.add(node_id)
+    return tuple(ids)
+
+
+def require_list(data: Mapping[str, Any], key: str, where: str, optional: bool = False) -> list[Mapping[str, Any]]:
+    """Return a list of entries; raise InputError unless all of them are objects."""
+    items = data.get(key, [] if optional else None)
+    if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
+        raise InputError("D001", f"not a cost graph: it has no list of {key}", where=where)
+    return items
+
+
+def read_costs(entries: Sequence[Mapping[str, Any]], key: str, where: str) -> Floats:
+    """Return one cost of all entries, zero where it is missing; raise InputError if their sum is too large."""
+    numbers = np.array([read_cost(entry, key, where) for entry in entries], dtype=np.float64)
+    if float(numbers.sum()) > MAX_COST:
+        message = f"{key} add up to {numbers.sum():.3g}, expected at most {MAX_COST:.0e}"
+        raise InputError("D002", message, where=where, hint="correct the unit of the numbers")
+    return numbers
+
+
+def read_cost(entry: Mapping[str, Any], key: str, where: str, missing: float = 0) -> float:
+    """Return one cost of an entry; raise InputError unless it is a number from 0 to the limit."""
+    value = entry.get(key, missing)
+    if not is_real(value) or not 0 <= value <= MAX_COST:
+        name = entry.get("name", entry.get("id", "?"))
+        hint = "correct the number, or leave it out for zero"
+        message = f"{key} of {format_value(name)} is {format_value(value)}, expected a number from 0 to {MAX_COST:.0e}"
+        raise InputError("D002", message, where=where, hint=hint)
+    return value

@@ -11,7 +11,7 @@ between GPUs of one host. Node numbers follow a topological order, so that they 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -81,20 +81,19 @@ def layered(nodes: int, seed: int, width: int = 16) -> CostGraph:
 
     A few tensors of each layer have many readers.
     """
-    rng = np.random.default_rng(seed)
-    level = _draw_levels(rng, nodes, max(1, nodes // width))
-    return _draw_costs(
-        "layered", seed, rng, _Draft((_KERNEL,), np.zeros(nodes, dtype=np.int32), *_draw_layer_edges(rng, level))
-    )
+    return _draw_layers("layered", nodes, seed, max(1, nodes // width))
 
 
 def wide(nodes: int, seed: int, levels: int = 4) -> CostGraph:
     """Return few layers with very many nodes each, so that a large part of the graph is ready at one time."""
+    return _draw_layers("wide", nodes, seed, min(levels, nodes))
+
+
+def _draw_layers(family: str, nodes: int, seed: int, levels: int) -> CostGraph:
+    """Return at most so many layers of equal operators."""
     rng = np.random.default_rng(seed)
-    level = _draw_levels(rng, nodes, min(levels, nodes))
-    return _draw_costs(
-        "wide", seed, rng, _Draft((_KERNEL,), np.zeros(nodes, dtype=np.int32), *_draw_layer_edges(rng, level))
-    )
+    edges = _draw_layer_edges(rng, _draw_levels(rng, nodes, levels))
+    return _draw_costs(family, seed, rng, _Draft((_KERNEL,), np.zeros(nodes, dtype=np.int32), *edges))
 
 
 def tf_like(nodes: int, seed: int) -> CostGraph:
@@ -194,9 +193,7 @@ def recurrent(nodes: int, seed: int, layers: int = 4) -> CostGraph:
     layer_of = (draft.kind // 6).astype(np.int32)
     weight = np.where(draft.kind % 6 == 0, layer_of, -1).astype(np.int32)
     group = np.where(layer_of < layers, layer_of, -1).astype(np.int32)
-    return _draw_costs(
-        "recurrent", seed, rng, _Draft(draft.kinds, draft.kind, draft.sources, draft.readers, weight, group)
-    )
+    return _draw_costs("recurrent", seed, rng, replace(draft, weight=weight, group=group))
 
 
 GENERATORS: Mapping[str, Callable[[int, int], CostGraph]] = MappingProxyType(
@@ -303,9 +300,8 @@ def _draw_costs_of(
 ) -> Floats:
     """Return a log-normal draw per node around the median of its kind, with a scaled spread."""
     medians, spreads = np.array([(getattr(kind, cost), kind.spread) for kind in draft.kinds]).T
-    drawn: Floats = medians[draft.kind] * np.exp(
-        spread_factor * spreads[draft.kind] * rng.standard_normal(len(draft.kind))
-    )
+    noise = rng.standard_normal(len(draft.kind))
+    drawn: Floats = medians[draft.kind] * np.exp(spread_factor * spreads[draft.kind] * noise)
     return drawn
 
 

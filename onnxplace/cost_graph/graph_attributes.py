@@ -8,7 +8,7 @@ import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -82,17 +82,14 @@ def describe(graph: AttributedGraph, where: str, device_count: int | None = None
         "edges": [_json_edge(*edge, where=where) for edge in edges],
         "devices": _devices(graph.attributes, where, device_count),
     }
-    latency = _number(graph.attributes, "latency_seconds", where)
-    notes = (*note_missing_costs(nodes, "seconds", where), *note_missing_costs(edges, "bytes", where))
-    classes = _class_seconds(nodes, seconds, where)
     return GraphDescription(
         document=document,
         seconds=seconds,
-        class_seconds=classes,
+        latency_seconds=float(_number(graph.attributes, "latency_seconds", where)),
+        class_seconds=_class_seconds(nodes, seconds, where),
         weights=weights,
-        latency_seconds=float(latency),
         bytes_per_second=_bandwidth(graph.attributes, where),
-        notes=notes,
+        notes=(*note_missing_costs(nodes, "seconds", where), *note_missing_costs(edges, "bytes", where)),
     )
 
 
@@ -184,19 +181,22 @@ def _number(data: Mapping[str, Any], key: str, where: str, *item: Hashable) -> f
     """Return a number of a node, an edge or the graph, 0 if it is missing; raise InputError naming it."""
     value = data.get(key, 0)
     max_value = MAX_SECONDS if key.partition(":")[0].endswith("seconds") else MAX_NUMBER
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= max_value:
+    if not is_real(value) or not 0 <= value <= max_value:
         message = f"{key} of {_label(*item)} is {format_value(value)}, expected a number from 0 to {max_value:.0e}"
         hint = f"declare {key} as a number (double or long), not as a text" if isinstance(value, str) else ""
         raise InputError("D002", message, where=where, hint=hint)
-    return value  # type: ignore[no-any-return]
+    return value
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number of Python or numpy, and no truth value."""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def _bandwidth(attributes: Mapping[str, Any], where: str) -> float:
     """Return the bandwidth of a link in bytes per second, by default infinity."""
     value = attributes.get("bytes_per_second", math.inf)
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not (value == math.inf or MIN_BYTES_PER_SECOND <= value <= sys.float_info.max):
+    if not is_real(value) or not (value == math.inf or MIN_BYTES_PER_SECOND <= value <= sys.float_info.max):
         message = f"bytes_per_second of the graph is {format_value(value)}, expected a number above 0"
         raise InputError("D002", message, where=where, hint="leave it out if transfers take no time per byte")
     return float(value)

@@ -6,7 +6,11 @@ from onnxplace.hosts.connection import (
     find_rank_end as find_rank_end,
     is_this_machine as is_this_machine,
 )
-from onnxplace.hosts.describe_host import describe_error as describe_error, list_versions as list_versions
+from onnxplace.hosts.describe_host import (
+    describe_error as describe_error,
+    list_versions as list_versions,
+    require_versions as require_versions,
+)
 from onnxplace.hosts.host_lists import (
     HostSlots as HostSlots,
     parse_hosts as parse_hosts,

@@ -144,11 +144,6 @@ class RankEnd:
     """The last line that was written before it exited; empty if it was killed."""
 
 
-def report_end(command: Sequence[str]) -> list[str]:
-    """Return a command that runs another one as a rank, and writes a line if that ends badly."""
-    return ["/bin/sh", "-c", _SCRIPT, "sh", *command]
-
-
 def find_rank_end(printed: str) -> RankEnd | None:
     r"""Return the rank that probably ended badly first: one that was killed, if any was; None if none wrote it.
 
@@ -272,7 +267,8 @@ class Connection:
         remote_shell = "" if all(map(is_this_machine, counts)) else self.find_remote_shell()
         command = find_launcher().make_command(counts, remote_shell, self.interface)
         # Without `-m mpi4py`, the other ranks wait for one that raised an exception.
-        return [*command, *report_end([sys.executable, "-P", "-m", "mpi4py", "-m", module, *arguments])]
+        rank = [sys.executable, "-P", "-m", "mpi4py", "-m", module, *arguments]
+        return [*command, "/bin/sh", "-c", _SCRIPT, "sh", *rank]
 
     def run_ranks(self, hosts: Sequence[str], module: str, *arguments: str, timeout_seconds: float) -> str:
         """Return what a module prints that runs as one rank of MPI on each host.

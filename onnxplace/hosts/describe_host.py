@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version as find_package_version
 
 from onnxplace._version import __version__
-from onnxplace.errors import OnnxplaceError
+from onnxplace.errors import OnnxplaceError, TargetError
 from onnxplace.utils import keep_stdout
 
 # Packages besides onnxplace that have to be equal on all hosts: they exchange messages and open the same segments.
@@ -39,6 +40,14 @@ def list_versions() -> dict[str, str]:
     }
 
 
+def require_versions(versions: Mapping[str, str], expected: Mapping[str, str], place: str, where: str = "") -> None:
+    """Raise TargetError unless versions are those that `place` has, such as `as on host1`."""
+    for name, version in versions.items():
+        if version != expected[name]:
+            message = f"expected {name} {expected[name] or 'none'}, {place}, got {version or 'none'}"
+            raise TargetError("K005", message, where=where, hint="install the same versions on all hosts")
+
+
 def describe_error(problem: OnnxplaceError) -> dict[str, str]:
     """Return an error as plain data."""
     parts = {name: getattr(problem, name) for name in ("code", "message", "where", "hint")}
@@ -48,7 +57,7 @@ def describe_error(problem: OnnxplaceError) -> dict[str, str]:
 def _find_version(package: str) -> str:
     """Return the version of a package; empty if it is not installed."""
     try:
-        return version(package)
+        return find_package_version(package)
     except PackageNotFoundError:
         return ""
 

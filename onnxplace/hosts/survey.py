@@ -15,6 +15,7 @@ import numpy as np
 from onnxplace.calibration import LinkFit, fit_link
 from onnxplace.errors import ExecutionError, TargetError, UsageError
 from onnxplace.hosts.connection import INSTALL_HINT, Connection, find_launcher
+from onnxplace.hosts.describe_host import require_versions
 from onnxplace.target import Link, Target, default_link, read_target
 from onnxplace.utils import report_time_limit
 
@@ -134,9 +135,8 @@ def _read_line(printed: str, where: str) -> Any:
     except ValueError:
         shown = lines[-1] if lines else "nothing"
         message = f"expected a line of JSON from onnxplace there, got {shown!r}"
-        raise ExecutionError(
-            "K007", message, where=where, hint="look for output of the shell's start-up files"
-        ) from None
+        hint = "look for output of the shell's start-up files"
+        raise ExecutionError("K007", message, where=where, hint=hint) from None
 
 
 def _require_equal_versions(hosts: Sequence[HostDescription]) -> None:
@@ -146,13 +146,7 @@ def _require_equal_versions(hosts: Sequence[HostDescription]) -> None:
             raise TargetError("K005", "mpi4py is not installed there", where=f"host {host.name}", hint=INSTALL_HINT)
     first = hosts[0]
     for host in hosts[1:]:
-        for name, version in host.versions.items():
-            if version != first.versions[name]:
-                message = (
-                    f"expected {name} {first.versions[name] or 'none'}, as on {first.name}, got {version or 'none'}"
-                )
-                hint = "install the same versions on all hosts"
-                raise TargetError("K005", message, where=f"host {host.name}", hint=hint)
+        require_versions(host.versions, first.versions, f"as on {first.name}", f"host {host.name}")
 
 
 def _fit_links(

@@ -24,14 +24,6 @@ SCALARS = {"learning_rate": TensorProto.FLOAT, "step": TensorProto.INT64, "seed"
 
 
 @dataclass
-class Used:
-    """Which scalar inputs the step reads."""
-
-    seed: bool = False
-    step: bool = False
-
-
-@dataclass
 class StepAssembly:
     """The parts of a training step, and the model that they become."""
 
@@ -44,7 +36,8 @@ class StepAssembly:
     loss_scale: float | None
     clip: float | None
     builder: GraphBuilder = field(default_factory=GraphBuilder)
-    used: Used = field(default_factory=Used)
+    uses_seed: bool = False
+    uses_step: bool = False
     outputs: dict[str, str] = field(default_factory=dict)
     """The value of each output of the model."""
     shapes: dict[str, tuple[int, tuple[Any, ...]]] = field(default_factory=dict)
@@ -56,14 +49,16 @@ class StepAssembly:
         results = self.run_parts()
         gradients = self.finish_gradients(results)
         self.add_output("loss", self.average([item.loss for item in results]), self.trace.results.loss)
-        metrics = self.add_metrics(results)
-        parameters = self.update(gradients, metrics)
+        # Metrics of the user are means over micro-batches, those in whole numbers sums.
+        for name, node in self.trace.results.metrics.items():
+            self.add_output(name, self.average([result.metrics[name] for result in results]), node)
+        self.update(gradients)
         buffers = self.list_buffers(results[-1])
         inference = self.list_inference(results)
         self.name_outputs(gradients, inference)
-        self.builder.drop_unused(list(self.outputs))
+        self.builder.drop_unused(self.outputs)
         inference = {name: value for name, value in inference.items() if self.builder.is_produced(value)}
-        step = self.describe(gradients, parameters, buffers, metrics, inference)
+        step = self.describe(gradients, buffers, inference)
         mark_owners(self.builder, {item.name: item.gradient for item in step.parameters})
         return self.make_model(step)
 
@@ -81,8 +76,8 @@ class StepAssembly:
     def run_parts(self) -> list[Results]:
         """Translate the trace once for each micro-batch; each takes the buffers of the one before."""
         buffers = {name: self.make_state(name, tensor) for name, tensor in self.problem.buffers.items()}
-        fixed = {name: self.make_state(name, tensor) for name, tensor in self.problem.trained.items()}
-        fixed |= {name: self.make_state(name, tensor) for name, tensor in self.problem.frozen.items()}
+        parameters = {**self.problem.trained, **self.problem.frozen}
+        fixed = {name: self.make_state(name, tensor) for name, tensor in parameters.items()}
         results = []
         for index in range(self.parts):
             micro_batch = str(index) if self.parts > 1 else ""
@@ -111,7 +106,7 @@ class StepAssembly:
 
         def make_seed() -> str:
             if not seeds:
-                self.used.seed = self.used.step = True
+                self.uses_seed = self.uses_step = True
                 with self.builder.within(module=""):
                     seeds.append(mix_seed(context, "seed", "step", index))
             return seeds[0]
@@ -164,27 +159,19 @@ class StepAssembly:
             gradients[short(key)] = name
         return gradients
 
-    def add_metrics(self, results: Sequence[Results]) -> list[str]:
-        """Add the user's metrics to the outputs: means over micro-batches, sums of whole numbers."""
-        for name, node in self.trace.results.metrics.items():
-            self.add_output(name, self.average([result.metrics[name] for result in results]), node)
-        return list(self.trace.results.metrics)
-
     def add_output(self, name: str, value: str, node: torch.fx.Node) -> None:
         """Note an output of the model."""
         result = node.meta["val"]
         self.outputs[name] = value
         self.shapes[name] = ONNX_TYPES[result.dtype], tuple(result.shape)
 
-    def update(self, gradients: Mapping[str, str], metrics: list[str]) -> list[str]:
-        """Add the update of each parameter with a gradient; returns their names."""
+    def update(self, gradients: Mapping[str, str]) -> None:
+        """Add the update of each parameter with a gradient."""
         writer = UpdateWriter(self.builder, self.plan)
-        updated = []
         with self.builder.within(phase=UPDATE, module="", micro_batch=""):
             if self.clip is not None:
                 gradients, self.outputs["gradient_norm"] = write_clipping(self.builder, gradients, self.clip)
                 self.shapes["gradient_norm"] = TensorProto.FLOAT, ()
-                metrics.append("gradient_norm")
             for plan in self.plan.parameters:
                 if plan.name not in gradients:
                     continue
@@ -193,9 +180,7 @@ class StepAssembly:
                 for moment, value in values.items():
                     state = f"{plan.name}.{moment}" if moment else plan.name
                     self.outputs[f"{state}.new"] = value
-                updated.append(plan.name)
-        self.used.step |= writer.used_step
-        return updated
+        self.uses_step |= writer.used_step
 
     # ------------------------------------------------------------------------------------------------ what it is called
 
@@ -235,47 +220,35 @@ class StepAssembly:
         inference.update({name: names.get(value, value) for name, value in inference.items()})
 
     def describe(
-        self,
-        gradients: Mapping[str, str],
-        parameters: Sequence[str],
-        buffers: Sequence[str],
-        metrics: Sequence[str],
-        inference: Mapping[str, str],
+        self, gradients: Mapping[str, str], buffers: Sequence[str], inference: Mapping[str, str]
     ) -> TrainingStep:
         """Return the record of the step for the model's metadata."""
-        moments = {plan.name: list(plan.moments) for plan in self.plan.parameters}
         entries = [
             Parameter(
-                **carry(name, name),
-                gradient=gradients[name],
-                moments=tuple(CarriedTensor(**carry(moment, f"{name}.{moment}")) for moment in moments[name]),
+                **carry(plan.name, plan.name),
+                gradient=gradients[plan.name],
+                moments=tuple(CarriedTensor(**carry(moment, f"{plan.name}.{moment}")) for moment in plan.moments),
             )
-            for name in parameters
+            for plan in self.plan.parameters
+            if plan.name in gradients
         ]
+        needed = self.builder.find_needed(inference.values())
         taken = [name for name in self.batch if name != "target" or not self.problem.is_criterion]
         return TrainingStep(
             loss="loss",
             learning_rate="learning_rate",
-            step="step" if self.used.step else "",
-            seed="seed" if self.used.seed else "",
-            metrics=tuple(metrics),
+            step="step" if self.uses_step else "",
+            seed="seed" if self.uses_seed else "",
+            metrics=(*self.trace.results.metrics, *(["gradient_norm"] if self.clip is not None else [])),
             parameters=tuple(entries),
             buffers=tuple(CarriedTensor(**carry(name, name)) for name in buffers),
             optimizer=self.plan.describe(),
             module=type(self.problem.module).__name__,
             inference=InferencePart(
-                inputs=tuple(name for name in taken if self.feeds(name, inference.values())),
+                inputs=tuple(name for name in taken if name in needed),
                 outputs=tuple(inference.values()),
             ),
         )
-
-    def feeds(self, name: str, values: Any) -> bool:
-        """Return whether values depend on an input."""
-        needed = set(values)
-        for node in reversed(self.builder.nodes):
-            if needed.intersection(node.output):
-                needed.update(node.input)
-        return name in needed
 
     # --------------------------------------------------------------------------------------------------------- model
 

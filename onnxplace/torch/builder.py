@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -139,15 +139,18 @@ class GraphBuilder:
             node.input[:] = [names.get(name, name) for name in node.input]
             node.output[:] = [names.get(name, name) for name in node.output]
 
-    def drop_unused(self, outputs: Sequence[str]) -> None:
-        """Remove nodes and constants that no output depends on."""
-        needed = set(outputs)
-        kept = []
+    def find_needed(self, values: Iterable[str]) -> set[str]:
+        """Return some values and all that they depend on."""
+        needed = set(values)
         for node in reversed(self.nodes):
             if needed.intersection(node.output):
-                kept.append(node)
                 needed.update(filter(None, node.input))
-        self.nodes = kept[::-1]
+        return needed
+
+    def drop_unused(self, outputs: Iterable[str]) -> None:
+        """Remove nodes and constants that no output depends on."""
+        needed = self.find_needed(outputs)
+        self.nodes = [node for node in self.nodes if needed.intersection(node.output)]
         self.constants = {name: tensor for name, tensor in self.constants.items() if name in needed}
 
     def is_produced(self, name: str) -> bool:

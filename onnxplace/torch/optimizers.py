@@ -191,16 +191,13 @@ class UpdateWriter:
             buffer = self.average(f"{name}.{MOMENTUM}", gradient, momentum, 1 - dampening)
             if dampening and not parameter.has_moments:
                 # The first step takes the whole gradient.
-                buffer = self.builder.emit("Where", self.is_first_step(), gradient, buffer)
+                step = self.step()
+                is_first = self.share(("first",), lambda: self.builder.emit("Equal", step, self.number(1.0)))
+                buffer = self.builder.emit("Where", is_first, gradient, buffer)
             results[MOMENTUM] = buffer
             gradient = self.average(buffer, gradient, momentum, 1.0) if options["nesterov"] else buffer
         change = self.builder.emit("Mul", gradient, self.rate(options))
         return results | {"": self.builder.emit("Sub", name, change)}
-
-    def is_first_step(self) -> str:
-        """Return whether the optimiser does its first step."""
-        step = self.step()
-        return self.share(("first",), lambda: self.builder.emit("Equal", step, self.number(1.0)))
 
     def write_adam(self, parameter: ParameterPlan, gradient: str) -> dict[str, str]:
         """Adam (Kingma and Ba, ICLR 2015), AMSGrad (Reddi et al., 2018), AdamW (Loshchilov and Hutter, ICLR 2019)."""
@@ -209,9 +206,8 @@ class UpdateWriter:
         value = name
         if decay and (self.plan.kind == "adamw" or options.get("decoupled_weight_decay")):
             one = self.number(1.0)
-            value = emit(
-                "Mul", name, self.share(("kept", rate, decay), lambda: emit("Sub", one, self.scale(rate, decay)))
-            )
+            kept = self.share(("kept", rate, decay), lambda: emit("Sub", one, self.scale(rate, decay)))
+            value = emit("Mul", name, kept)
         else:
             gradient = self.decay(name, gradient, decay)
         first = self.average(f"{name}.{FIRST}", gradient, beta1, 1 - beta1)

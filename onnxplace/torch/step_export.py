@@ -6,6 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,9 +103,8 @@ def check_parameters(trained: Mapping[str, torch.Tensor], tensors: Mapping[str, 
         raise UsageError("L002", message, where=WHERE, hint=hint)
     unknown = [name for name, tensor in tensors.items() if tensor.dtype not in ONNX_TYPES]
     if unknown:
-        message = (
-            f"{format_names(unknown)} have types that ONNX Runtime does not have, such as {tensors[unknown[0]].dtype}"
-        )
+        dtype = tensors[unknown[0]].dtype
+        message = f"{format_names(unknown)} have types that ONNX Runtime does not have, such as {dtype}"
         raise UsageError("L002", message, where=WHERE, hint="use float32 or int64; complex numbers as two tensors")
 
 
@@ -161,10 +161,10 @@ def export_training_step(
     check_options(gradient_accumulation, loss_scale, clip)
     batch, is_criterion = read_example(module, example)
     check_batch(batch, gradient_accumulation)
-    problem = state_problem(module, loss, optimizer, batch, is_criterion, dynamic_batch=dynamic_batch)
+    part, scale = take_micro_batch(batch, gradient_accumulation), (loss_scale or 1.0) / gradient_accumulation
+    problem = Problem(module, loss, is_criterion, {}, {}, {}, part, dynamic_batch, gradient_seed=scale)
+    problem = sort_tensors(problem, optimizer)
     check_parameters(problem.trained, {**problem.frozen, **problem.buffers})
-    scale = (loss_scale or 1.0) / gradient_accumulation
-    problem = split_problem(problem, gradient_accumulation, scale)
     known = {id(tensor): short(name) for name, tensor in {**problem.trained, **problem.frozen}.items()}
     plan = plan_optimizer(optimizer, known)
     note_frozen(problem)
@@ -174,40 +174,27 @@ def export_training_step(
     return assembly.build()
 
 
-def state_problem(
-    module: nn.Module,
-    loss: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, torch.Tensor],
-    is_criterion: bool,
-    *,
-    dynamic_batch: bool,
-) -> Problem:
+def sort_tensors(problem: Problem, optimizer: torch.optim.Optimizer) -> Problem:
     """Sort the tensors of module and loss into trained, frozen and buffers."""
-    problem = Problem(module, loss, is_criterion, {}, {}, {}, batch, dynamic_batch, 1.0)
     whole = StepModule(problem)
     given = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    parameters = dict(whole.named_parameters())
+    parameters, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
     trained = {key: tensor for key, tensor in parameters.items() if tensor.requires_grad and id(tensor) in given}
-    names = [short(key) for key in (*parameters, *dict(whole.named_buffers()))]
+    names = [short(key) for key in (*parameters, *buffers)]
     if len(set(names)) < len(names):
         hint = "rename the part of the module that is called 'loss'"
         raise UsageError("L010", "module and loss have tensors of equal names", where=WHERE, hint=hint)
     frozen = {key: tensor for key, tensor in parameters.items() if key not in trained}
-    buffers = dict(whole.named_buffers())
-    return Problem(module, loss, is_criterion, trained, frozen, buffers, batch, dynamic_batch, 1.0)
+    return replace(problem, trained=trained, frozen=frozen, buffers=buffers)
 
 
-def split_problem(problem: Problem, parts: int, scale: float) -> Problem:
-    """Return the problem of one micro-batch, with the scale of its loss."""
-    from dataclasses import replace
-
-    sizes = [tensor.shape[0] for tensor in problem.batch.values() if tensor.dim()]
-    batch = {
+def take_micro_batch(batch: Mapping[str, torch.Tensor], parts: int) -> dict[str, torch.Tensor]:
+    """Return the first part of a batch."""
+    sizes = [tensor.shape[0] for tensor in batch.values() if tensor.dim()]
+    return {
         name: tensor[: tensor.shape[0] // parts] if tensor.dim() and tensor.shape[0] == sizes[0] else tensor
-        for name, tensor in problem.batch.items()
+        for name, tensor in batch.items()
     }
-    return replace(problem, batch=batch, gradient_seed=scale)
 
 
 def note_frozen(problem: Problem) -> None:

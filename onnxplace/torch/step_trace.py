@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +62,18 @@ class Results:
     """None where the loss does not depend on a parameter."""
     buffers: dict[str, Any]
 
+    def list_groups(self) -> tuple[dict[str, Any], ...]:
+        """Return all but the loss."""
+        return self.metrics, self.outputs, self.gradients, self.buffers
+
     def flatten(self) -> list[Any]:
         """Return all tensors in one list, in the order of `rebuild`."""
-        groups = (self.metrics, self.outputs, self.gradients, self.buffers)
-        return [self.loss, *(item for group in groups for item in group.values())]
+        return [self.loss, *(item for group in self.list_groups() for item in group.values())]
 
     def rebuild(self, items: Sequence[Any]) -> Results:
         """Return the same names with other items."""
-        rest = iter(items[1:])
-        groups = [
-            {name: next(rest) for name in group} for group in (self.metrics, self.outputs, self.gradients, self.buffers)
-        ]
-        return Results(items[0], *groups)
+        rest = iter(items)
+        return Results(next(rest), *({name: next(rest) for name in group} for group in self.list_groups()))
 
 
 class StepModule(nn.Module):  # type: ignore[misc]
@@ -88,15 +88,12 @@ class StepModule(nn.Module):  # type: ignore[misc]
 
     def forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return what the loss function returns, and the buffers after the step."""
-        returned = self.compute_loss(batch)
+        if self.problem.is_criterion:
+            *arguments, target = batch.values()
+            returned = self.problem.loss(self.module(*arguments), target)
+        else:
+            returned = self.problem.loss(self.module, **batch)
         return returned, dict(self.named_buffers())
-
-    def compute_loss(self, batch: Mapping[str, torch.Tensor]) -> Any:
-        """Call module and loss."""
-        if not self.problem.is_criterion:
-            return self.problem.loss(self.module, **batch)
-        *arguments, target = batch.values()
-        return self.problem.loss(self.module(*arguments), target)
 
 
 @dataclass
@@ -105,8 +102,8 @@ class StepFunction:
 
     problem: Problem
     tracker: ModuleTracker
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    has_outputs: bool = False
+    outputs: dict[str, torch.Tensor] | None = None
+    """What the module returned in its first call."""
     results: Results | None = None
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> list[Any]:
@@ -115,12 +112,8 @@ class StepFunction:
         buffers = {name: tensors[name].clone() for name in problem.buffers}
         replaced = {**leaves, **{name: tensors[name] for name in problem.frozen}, **buffers}
         set_mark(FORWARD, "")
-        handle = problem.module.register_forward_hook(self.keep_outputs)
-        try:
-            with self.tracker.watch():
-                returned, changed = torch.func.functional_call(StepModule(problem), replaced, (batch,), strict=False)
-        finally:
-            handle.remove()
+        with problem.module.register_forward_hook(self.keep_outputs), self.tracker.watch():
+            returned, changed = torch.func.functional_call(StepModule(problem), replaced, (batch,), strict=False)
         loss, metrics = read_loss(returned)
         self.tracker.mark_backward(loss)
         set_mark(BACKWARD, "")
@@ -129,7 +122,7 @@ class StepFunction:
         self.results = Results(
             loss.detach(),
             {name: metric.detach() for name, metric in metrics.items()},
-            {name: output.detach() for name, output in self.outputs.items()},
+            {name: output.detach() for name, output in (self.outputs or {}).items()},
             dict(zip(leaves, gradients)),
             {name: changed[name].detach() for name in buffers},
         )
@@ -137,8 +130,8 @@ class StepFunction:
 
     def keep_outputs(self, _: nn.Module, __: object, returned: Any) -> None:
         """Keep what the module returns in its first call."""
-        if not self.has_outputs:
-            self.has_outputs, self.outputs = True, flatten_outputs(returned)
+        if self.outputs is None:
+            self.outputs = flatten_outputs(returned)
 
 
 def flatten_outputs(value: Any) -> dict[str, torch.Tensor]:
@@ -220,9 +213,7 @@ def make_fake(mode: Any, tensor: torch.Tensor, batch: int | None) -> torch.Tenso
 
     is_batch = batch is not None and tensor.dim() > 0 and tensor.shape[0] == batch
     shape = (TRACED_BATCH, *tensor.shape[1:]) if is_batch else tensor.shape
-    kinds = [DimDynamic.STATIC] * tensor.dim()
-    if is_batch:
-        kinds[0] = DimDynamic.DUCK
+    kinds = [DimDynamic.DUCK if is_batch and not axis else DimDynamic.STATIC for axis in range(tensor.dim())]
     context = StatelessSymbolicContext(dynamic_sizes=kinds)
     return mode.from_tensor(torch.empty(shape, dtype=tensor.dtype), symbolic_context=context)
 
@@ -242,13 +233,11 @@ def run_trace(
         if "DataDependent" in kind or "DynamicOutputShape" in kind:
             message = "the code depends on the values of tensors, which a graph cannot"
             hint = "replace item(), if tensor: and masks as indices by torch.where and fixed shapes"
-            raise ModelError("L003", message, where=where, hint=hint) from error
-        raise ModelError(
-            "L003",
-            f"its code fails while it is traced: {kind}: {str(error).splitlines()[0] if str(error) else ''}",
-            where=where,
-            hint="check that it trains in torch with this example; with dynamic_batch=False, sizes are numbers",
-        ) from error
+        else:
+            first_line = str(error).splitlines()[0] if str(error) else ""
+            message = f"its code fails while it is traced: {kind}: {first_line}"
+            hint = "check that it trains in torch with this example; with dynamic_batch=False, sizes are numbers"
+        raise ModelError("L003", message, where=where, hint=hint) from error
 
 
 def list_symbols(batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
@@ -269,9 +258,8 @@ def check_symbols(environment: Any, batch: Mapping[str, torch.Tensor]) -> None:
         # torch itself asks for sizes to choose kernels, which has no influence on results.
         if not guard.sloc.framework_loc.filename.startswith(str(Path(torch.__file__).parent))
     ]
-    names = [
-        str(size.node._expr) for tensor in batch.values() for size in tensor.shape if isinstance(size, torch.SymInt)
-    ]
+    sizes = [size for tensor in batch.values() for size in tensor.shape]
+    names = [str(size.node._expr) for size in sizes if isinstance(size, torch.SymInt)]
     reasons += [
         f"it needs {symbol} = {value}"
         for symbol, value in environment.replacements.items()

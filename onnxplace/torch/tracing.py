@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -35,37 +36,25 @@ class ModuleTracker:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Follow the calls of all modules."""
-        handles = []
-        for module, name in self.names.items():
-            handles.append(module.register_forward_pre_hook(self.make_enter(name), prepend=True))
-            handles.append(module.register_forward_hook(self.make_leave(name)))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for module, name in self.names.items():
+                hooks.enter_context(module.register_forward_pre_hook(partial(self.enter, name), prepend=True))
+                hooks.enter_context(module.register_forward_hook(partial(self.leave, name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def make_enter(self, name: str) -> Callable[..., None]:
-        """Return the hook that runs before a module."""
+    def enter(self, name: str, *_: object) -> None:
+        """Note that a module begins; a hook."""
+        self.stack.append((name, next_number()))
+        set_mark(FORWARD, name)
 
-        def enter(*_: object) -> None:
-            self.stack.append((name, next_number()))
-            set_mark(FORWARD, name)
-
-        return enter
-
-    def make_leave(self, name: str) -> Callable[..., None]:
-        """Return the hook that runs after a module, unless it fails: then it stays on the stack."""
-
-        def leave(*_: object) -> None:
-            while self.stack:
-                inner, start = self.stack.pop()
-                if inner == name:
-                    self.intervals.append((start, next_number(), name))
-                    break
-            set_mark(FORWARD, self.stack[-1][0] if self.stack else "")
-
-        return leave
+    def leave(self, name: str, *_: object) -> None:
+        """Note that a module ends, unless it fails: then it stays on the stack; a hook."""
+        while self.stack:
+            inner, start = self.stack.pop()
+            if inner == name:
+                self.intervals.append((start, next_number(), name))
+                break
+        set_mark(FORWARD, self.stack[-1][0] if self.stack else "")
 
     def find_module(self, number: int) -> str:
         """Return the innermost module that made a node of autograd."""
@@ -81,19 +70,11 @@ class ModuleTracker:
                 continue
             # Leaves have a number of their own, and do not run.
             if not type(node).__name__.startswith("AccumulateGrad"):
-                node.register_prehook(make_backward_hook(self.find_module(node._sequence_nr())))
+                module = self.find_module(node._sequence_nr())
+                node.register_prehook(lambda *_, module=module: set_mark(BACKWARD, module))
             following = [other for other, _ in node.next_functions if other not in known]
             known.update(following)
             waiting.extend(following)
-
-
-def make_backward_hook(module: str) -> Callable[..., None]:
-    """Return the hook that runs before a node of autograd."""
-
-    def enter(*_: object) -> None:
-        set_mark(BACKWARD, module)
-
-    return enter
 
 
 def set_mark(phase: str, module: str) -> None:
@@ -148,20 +129,15 @@ def prefer_plain_operators() -> Iterator[None]:
     """Keep torch from kernels that do a whole layer in one operator of a device: attention, recurrent layers."""
     attention = mock.patch.object(nn.functional, "scaled_dot_product_attention", attend)
     math_kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    # As torch.export does: code that asks `torch.compiler.is_compiling()` hears that values of tensors are unknown.
+    tracing = mock.patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True)
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        with attention, math_kernel, announce_tracing():
+        with attention, math_kernel, tracing:
             yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
-
-
-@contextlib.contextmanager
-def announce_tracing() -> Iterator[None]:
-    """Tell code that asks `torch.compiler.is_compiling()` that values of tensors are unknown, as torch.export does."""
-    with mock.patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True):
-        yield
 
 
 def list_module_names(module: nn.Module, loss: object) -> dict[nn.Module, str]:

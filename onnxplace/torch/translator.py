@@ -139,9 +139,9 @@ def compute_constant(node: torch.fx.Node, arguments: list[Any], options: dict[st
     if math.prod(result.shape) > (MAX_FOLDED_ELEMENTS if is_uniform else MAX_COMPUTED_ELEMENTS):
         return None
     leaves = torch.utils._pytree.tree_leaves((arguments, options), is_leaf=lambda item: item is None)
-    if any(isinstance(leaf, SymbolicNumber) for leaf in leaves):
-        return None
-    if any(isinstance(leaf, Operand) and leaf.constant is None for leaf in leaves):
+    if any(
+        isinstance(item, SymbolicNumber) or (isinstance(item, Operand) and item.constant is None) for item in leaves
+    ):
         return None
 
     def unwrap(item: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from onnxplace.bundle import Bundle, Manifest, RouteRecord, list_route_devices, list_routes
+from onnxplace.bundle import Bundle, Manifest, list_route_devices, list_routes
 from onnxplace.runtime import Event
 from onnxplace.traces.timelines import RequestTimeline
 
@@ -170,7 +170,7 @@ class _ProcessWriter:
         for entry in requests:
             entry["tid"] += in_flight.first_thread
         events = [self._describe_event(span, timeline) for timeline, own in zip(timelines, spans) for span in own]
-        flows = [arrow for timeline, own in zip(timelines, spans) for arrow in self._draw_arrows(timeline, own, arrows)]
+        flows = [arrow for own in spans for arrow in self._draw_arrows(own, arrows)]
         return [*self._name_rows([*rows.values(), in_flight]), *events, *requests, *flows]
 
     def _tick(self, timeline: RequestTimeline, seconds: float) -> int:
@@ -186,10 +186,8 @@ class _ProcessWriter:
         """Return the device that computes a value on the route of its request; None for inputs of the model."""
         value = self._manifest.values.get(event.name)
         segment = self._segments.get(value.producer or "") if value is not None else None
-        return None if segment is None else self._route(event).devices.get(segment.device, segment.device)
-
-    def _route(self, event: Event) -> RouteRecord:
-        return self._routes[event.route if event.route < len(self._routes) else 0]
+        route = self._routes[event.route if event.route < len(self._routes) else 0]
+        return None if segment is None else route.devices.get(segment.device, segment.device)
 
     def _name_rows(self, rows: Iterable[_Rows]) -> list[dict[str, Any]]:
         """Return the names of the process and its rows, in their order."""
@@ -259,9 +257,7 @@ class _ProcessWriter:
             details["compiled bytes"] = self._manifest.values[event.name].bytes
         return details
 
-    def _draw_arrows(
-        self, timeline: RequestTimeline, spans: Sequence[_Span], arrows: Iterator[int]
-    ) -> Iterator[dict[str, Any]]:
+    def _draw_arrows(self, spans: Sequence[_Span], arrows: Iterator[int]) -> Iterator[dict[str, Any]]:
         """Yield arrows of a request, each as its start, a step at the transfer, and its end."""
         runs = {span.event.name: span for span in spans if span.event.kind == "run"}
         for copy in spans:

@@ -106,9 +106,8 @@ def _choose_batch(bundle: Bundle, inputs: list[Declared], batch: int) -> int:
         size = item.shape[0] if item.shape else None
         if isinstance(size, int) and batch and size != batch:
             message = f"expected {size} rows, as the model takes of {item.name!r}, got {batch}"
-            raise UsageError(
-                "F011", message, where="--batch", hint="leave it out, or export the step with dynamic rows"
-            )
+            hint = "leave it out, or export the step with dynamic rows"
+            raise UsageError("F011", message, where="--batch", hint=hint)
         compiled = size if isinstance(size, int) else bundle.manifest.dimensions.get(str(size), 0)
         batch = batch or compiled
     if batch < 1:

@@ -16,7 +16,7 @@ from onnxplace.training.checkpoints import name_states
 from onnxplace.utils import write_file
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
+    from onnx import GraphProto, ModelProto, NodeProto
 
 # Copy states into modules of torch, which the caller has imported.
 
@@ -116,8 +116,7 @@ def _load_weights(model: ModelProto, bundle: Bundle, names: set[str]) -> None:
     """Load the bytes of weights that the new model needs."""
     from onnx import external_data_helper
 
-    linked = bool(bundle.manifest.linked)
-    folder = bundle.path.resolve().parent if linked else bundle.file(WHOLE_MODEL_FILE).parent
+    folder = bundle.path.resolve().parent if bundle.manifest.linked else bundle.file(WHOLE_MODEL_FILE).parent
     for tensor in model.graph.initializer:
         if tensor.name in names and external_data_helper.uses_external_data(tensor):
             external_data_helper.load_external_data_for_tensor(tensor, str(folder))
@@ -134,6 +133,8 @@ def _build_model(
     import onnx
     from onnx import numpy_helper
 
+    from onnxplace.model import infer_shapes
+
     graph, result = model.graph, onnx.ModelProto()
     result.ir_version, result.producer_name = model.ir_version, "onnxplace"
     result.opset_import.extend(model.opset_import)
@@ -146,16 +147,8 @@ def _build_model(
         if name in read
     )
     result.graph.input.extend(item for item in graph.input if item.name in read and item.name not in states)
-    result.graph.output.extend(_declare_outputs(model, outputs))
+    # Types are those of the model's own outputs, or from shape inference; they are not required.
+    inferred = infer_shapes(model).graph
+    known = {item.name: item for item in (*inferred.value_info, *inferred.output)}
+    result.graph.output.extend(known.get(name) or onnx.ValueInfoProto(name=name) for name in outputs)
     return result
-
-
-def _declare_outputs(model: ModelProto, outputs: tuple[str, ...]) -> list[ValueInfoProto]:
-    """Return the types of values, from the model's own outputs or shape inference; a type is not required."""
-    from onnx import ValueInfoProto
-
-    from onnxplace.model import infer_shapes
-
-    graph = infer_shapes(model).graph
-    known = {item.name: item for item in (*graph.value_info, *graph.output)}
-    return [known.get(name) or ValueInfoProto(name=name) for name in outputs]

@@ -382,7 +382,6 @@ class LedCluster(Cluster):
 
     def _start(self, deadline: float) -> None:
         """Start the thread of rank 0, which waits until the other ranks open their sessions, too."""
-        del deadline
         near, self._far = socket.socketpair()
         self.sockets = FrameSockets({0: near})
         start_thread(self._thread)

@@ -107,6 +107,12 @@ def ask_for_cuda(library: Any) -> bool:
     return False
 
 
+def wait_idly(request: Any) -> None:
+    """Wait for ranks that may come minutes later, or measure meanwhile; waits of MPI would burn a core until then."""
+    while not request.Test():
+        time.sleep(_LOOK_SECONDS)
+
+
 class MpiBodies:
     """The bytes of values that MPI carries from the memory of a device; used under the lock of the links.
 
@@ -119,8 +125,7 @@ class MpiBodies:
 
         self._mpi = MPI
         self.communicator, duplication = communicator.Idup()
-        while not duplication.Test():  # the other ranks may come minutes later, and waits of MPI would burn a core
-            time.sleep(_LOOK_SECONDS)
+        wait_idly(duplication)
         self._tags = itertools.cycle(range(self.communicator.Get_attr(MPI.TAG_UB)))
         self._moving: list[tuple[Any, Any, Callable[[], object]]] = []
         """Requests of MPI, what they send or receive, and what to do at their end."""

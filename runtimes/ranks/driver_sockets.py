@@ -88,7 +88,7 @@ class FrameSockets:
         Raises EOFError or OSError if a rank has ended.
         """
         deadline, is_over = time.monotonic() + seconds, False
-        while (found := self._find_read()) is None and not is_over:
+        while (found := next((item for item in self._sockets.values() if item.frames), None)) is None and not is_over:
             alarm = self._alarmed if until_woken else None
             poll = self._make_poll(alarm) if self.unsent else self._poll_with_alarm if until_woken else self._poll
             events = dict(poll.poll(0 if self._heard else max(deadline - time.monotonic(), 0) * 1000))
@@ -107,10 +107,6 @@ class FrameSockets:
                 self._sockets[rank].look()
             self._heard = []
         return found
-
-    def _find_read(self) -> FrameSocket | None:
-        """Return a socket whose next frame was read."""
-        return next((item for item in self._sockets.values() if item.frames), None)
 
     def _make_poll(self, alarm: socket.socket | None = None, reads: bool = True) -> select.poll:
         """Return what waits for sockets that take more of what is unsent, for frames, and for `wake`."""

@@ -34,7 +34,8 @@ def encode_value(value: Any, buffers: list[Any]) -> Any:
         return ["scalar", encode_value(np.asarray(value), buffers)]
     if isinstance(value, np.ndarray):
         if value.dtype.kind in _STRING_KINDS:
-            buffers.append(_encode_strings(value))
+            texts = [item.decode() if isinstance(item, bytes) else str(item) for item in value.ravel().tolist()]
+            buffers.append(np.frombuffer(json.dumps(texts).encode(), np.uint8))
             return ["strings", list(value.shape)]
         buffers.append(flatten(value))
         return ["array", value.dtype.name, list(value.shape)]
@@ -94,12 +95,6 @@ def find_dtype(name: str) -> np.dtype[Any]:
 
         dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
         return dtype
-
-
-def _encode_strings(array: Any) -> Any:
-    """Return strings as JSON in bytes."""
-    texts = [item.decode() if isinstance(item, bytes) else str(item) for item in array.ravel().tolist()]
-    return np.frombuffer(json.dumps(texts).encode(), np.uint8)
 
 
 # The kinds of frames are these:

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from onnxplace.errors import OnnxplaceError
+from onnxplace.runtimes.ranks.data_planes import wait_idly
 from onnxplace.runtimes.ranks.links import Links
 
 # Bytes of values, ascending; the time of one size tells whether the next one can be afforded.
 SIZES_BYTES = tuple(4**power for power in range(14))
 # Round trips before sizes of a pair take turns again: fewer for large values.
 MAX_TRIPS, TRIP_SECONDS = 20, 0.02
-# How often a rank that waits for others looks up.
-LOOK_SECONDS = 0.001
 
 
 class LinkEnd:
@@ -58,24 +57,17 @@ def main() -> None:
         sys.exit(f"onnxplace: {problem}")
     samples: list[tuple[int, int, int, float]] = []
     for first, second in pairs:
-        _wait(world.Ibarrier())  # so that one pair at a time uses the network
+        wait_idly(world.Ibarrier())  # so that one pair at a time uses the network
         if world.rank == first:
-            samples += [
-                (first, second, *sample) for sample in lead(LinkEnd(links, second), float(seconds) / len(pairs))
-            ]
+            timed = lead(LinkEnd(links, second), float(seconds) / len(pairs))
+            samples += [(first, second, *sample) for sample in timed]
         elif world.rank == second:
             follow(LinkEnd(links, first))
-    _wait(world.Ibarrier())
+    wait_idly(world.Ibarrier())
     gathered = world.gather(samples)
     links.close()
     if gathered is not None:
         sys.stdout.write(f"{json.dumps([sample for part in gathered for sample in part])}\n")
-
-
-def _wait(request: Any) -> None:
-    """Wait without taking a core from the ranks that measure."""
-    while not request.Test():
-        time.sleep(LOOK_SECONDS)
 
 
 def lead(end: LinkEnd, seconds: float) -> list[tuple[int, float]]:

@@ -31,7 +31,7 @@ import numpy as np
 
 from onnxplace.errors import ExecutionError
 from onnxplace.machine import is_native_array
-from onnxplace.runtimes.ranks.data_planes import DeviceArray, MpiBodies
+from onnxplace.runtimes.ranks.data_planes import DeviceArray, MpiBodies, wait_idly
 from onnxplace.runtimes.ranks.frames import (
     BETWEEN_RANKS,
     Frame,
@@ -441,7 +441,6 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}si?")
 _CARD_BYTES, _MAX_ADDRESSES = 4096, 50
 _CONNECTING_SECONDS, _HELLO_SECONDS = 3.0, 10.0
-_LOOK_SECONDS = 1e-3
 
 
 def connect_ranks(communicator: Any, host: str, interface: str, blocks: SharedBlocks) -> dict[int, Peer]:
@@ -496,13 +495,11 @@ def connect_ranks(communicator: Any, host: str, interface: str, blocks: SharedBl
 
 
 def _exchange(communicator: Any, card: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what all ranks tell; the others may come minutes later, and waits of MPI would burn a core until then."""
+    """Return what all ranks tell."""
     text = json.dumps(card).encode()
     mine, all_cards = np.zeros(_CARD_BYTES, np.uint8), np.zeros((communicator.size, _CARD_BYTES), np.uint8)
     mine[: len(text)] = np.frombuffer(text, np.uint8)
-    request = communicator.Iallgather(mine, all_cards)
-    while not request.Test():
-        time.sleep(_LOOK_SECONDS)
+    wait_idly(communicator.Iallgather(mine, all_cards))
     return [json.loads(row.tobytes().rstrip(b"\0")) for row in all_cards]
 
 

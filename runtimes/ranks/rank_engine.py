@@ -142,11 +142,8 @@ class RankEngine(Engine):
         }
         # To the engine, all states are on its one device; requests to ranks need to know which rank has which.
         self._states_of_home = self._state_table.value_names
-        self._state_table.value_names = {
-            ALL_RANKS: {name: value for names in self._states_of_home.values() for name, value in names.items()}
-        }
-        if not manifest.states:
-            self._state_table.value_names = {}
+        merged = {name: value for names in self._states_of_home.values() for name, value in names.items()}
+        self._state_table.value_names = {ALL_RANKS: merged} if manifest.states else {}
         self._producers = dict.fromkeys(self._producers, ALL_RANKS)
         self._calls = itertools.count()
         self._next_serial = 0
@@ -511,7 +508,6 @@ class RankEngine(Engine):
 
     def _mark_broken(self, device: PlacedDevice, cause: BaseException, current: Request | None) -> None:
         """Fail all requests after a thread of this engine died, and end all ranks."""
-        del current
         message = f"the session's thread died: {type(cause).__name__}: {cause}".rstrip(": ")
         self._break(ExecutionError("X005", message, where=device.id, hint=NEW_SESSION_HINT))
 

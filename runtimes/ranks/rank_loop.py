@@ -26,7 +26,7 @@ from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
 )
-from onnxplace.hosts import describe_error, list_versions
+from onnxplace.hosts import describe_error, list_versions, require_versions
 from onnxplace.machine import require_device, use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution import (
     END_GRACE_SECONDS,
@@ -292,7 +292,7 @@ def open_rank(opening: Opening, links: Links, fetch: Fetch) -> RankLoop:
 
     Raises the errors of the runtime `onnxruntime`, and TargetError if versions differ.
     """
-    _require_versions(opening.versions)
+    require_versions(list_versions(), opening.versions, "as where the session is opened")
     bundle, name = opening.bundle, opening.devices[links.rank]
     target = bundle.target
     device = target.devices[target.position(name)]
@@ -325,16 +325,6 @@ def place_outputs(bundle: Bundle, routes: Sequence[OpenRoute], allocate: Callabl
     large = {name for name, item in manifest.values.items() if name in read and item.bytes >= MIN_PLACED_BYTES}
     for segment in (item for route in routes for item in route.segments.values()):
         segment.place_outputs(large, allocate)
-
-
-def _require_versions(expected: Mapping[str, str]) -> None:
-    """Raise TargetError unless the versions here are those of the driver."""
-    for name, version in list_versions().items():
-        if version != expected[name]:
-            message = (
-                f"expected {name} {expected[name] or 'none'}, as where the session is opened, got {version or 'none'}"
-            )
-            raise TargetError("K005", message, hint="install the same versions on all hosts")
 
 
 def _require_local(device: Device) -> None:

@@ -293,9 +293,7 @@ class CopySet:
                 if (session := copy.session) is not None:
                     session.close(None if deadline is None else max(deadline - time.monotonic(), 0))
         except BaseException:  # an interrupt: do not wait for the others any longer
-            for copy in self.copies:
-                if (session := copy.session) is not None:
-                    session.abandon()
+            self.abandon_all()
             raise
         if os.getpid() == self.process and not isinstance(threading.current_thread(), Worker):
             end = time.monotonic() + ENDING_SECONDS

@@ -365,11 +365,10 @@ class ReplicatedSession(RuntimeSession):
 
     def read_remote_delays(self) -> Mapping[str, int]:
         """Return how long threads of the processes of open copies waited for a core."""
-        sessions = [copy.find_session() for copy in self.copies.copies]
         return {
             f"{index} {thread}": delay
-            for index, session in enumerate(sessions)
-            if session is not None
+            for index, copy in enumerate(self.copies.copies)
+            if (session := copy.find_session()) is not None
             for thread, delay in session.read_remote_delays().items()
         }
 

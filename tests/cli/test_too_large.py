@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph
-from onnxplace.cost_graph.entries import MAX_COST
+from onnxplace.cost_graph.cost_graphs import MAX_COST
 from onnxplace.driver import replace_devices
 from onnxplace.errors import FeedError, InputError, TargetError, UsageError
 from onnxplace.feeds import read_npz

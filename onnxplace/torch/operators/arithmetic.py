@@ -87,15 +87,14 @@ def compare(context: Context, operator: str, left: Argument, right: Argument) ->
 @translates_each({"add.Tensor": "Add", "add.Scalar": "Add", "sub.Tensor": "Sub", "sub.Scalar": "Sub"})
 def add_scaled(context: Context, operator: str, left: Argument, right: Argument, alpha: Argument = 1) -> str:
     """Compute left + alpha * right, or left - alpha * right."""
-    if context.result.dtype == torch.bool:
+    dtype = context.result.dtype
+    if dtype == torch.bool:
         return compute_binary(context, "Or", left, right)
     left, right = shrink(context, [left, right])
+    right = context.as_type(right, dtype)
     if alpha != 1:
-        dtype = context.result.dtype
-        right = context.emit("Mul", context.as_type(right, dtype), context.number(alpha, dtype))
-    else:
-        right = context.as_type(right, context.result.dtype)
-    return context.emit(operator, context.as_type(left, context.result.dtype), right)
+        right = context.emit("Mul", right, context.number(alpha, dtype))
+    return context.emit(operator, context.as_type(left, dtype), right)
 
 
 @translates_each(
@@ -168,9 +167,7 @@ def _same(context: Context, value: Operand, source: Operand | None = None, **_: 
         return value
     copied = context.cast(source, value.dtype)
     if same_shape(source.shape, value.shape):
-        return (
-            Operand(copied, value.dtype, value.shape) if source.constant is None else context.emit("Identity", copied)
-        )
+        return copied if source.constant is None else context.emit("Identity", copied)
     return context.emit("Expand", copied, context.shape(value.shape))
 
 

@@ -28,7 +28,7 @@ def untranspose(operand: Operand) -> tuple[Operand, int]:
     return operand, 0
 
 
-@translates("mm.default")
+@translates("mm.default", "bmm.default")
 def _mm(context: Context, left: Operand, right: Operand) -> str:
     (a, transposes_a), (b, transposes_b) = untranspose(left), untranspose(right)
     if not (transposes_a or transposes_b):
@@ -42,11 +42,6 @@ def _addmm(context: Context, bias: Operand, left: Operand, right: Operand, *, be
     options = {"transA": transposes_a or None, "transB": transposes_b or None}
     factors = {"beta": None if beta == 1 else float(beta), "alpha": None if alpha == 1 else float(alpha)}
     return context.emit("Gemm", a, b, bias, **options, **factors)
-
-
-@translates("bmm.default")
-def _matmul(context: Context, left: Operand, right: Operand) -> str:
-    return context.emit("MatMul", left, right)
 
 
 # ------------------------------------------------------------------------------------------------------- convolutions
