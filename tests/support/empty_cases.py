@@ -18,6 +18,9 @@ from tests.support.conformance import Case, PlainSession, case, compile_on_two_d
 
 Axes = Sequence[tuple[str, int]]
 
+# Its initial state contradicts the shape in the subgraph if an axis is empty: ONNX Runtime returns memory behind the state.
+UNDEFINED_CASES = {"test_scan_sum"}
+
 
 @dataclass(frozen=True)
 class EmptyOutcome:
@@ -35,7 +38,7 @@ class EmptyOutcome:
 def empty_case(kind: str, name: str) -> EmptyOutcome:
     """Return what becomes of a case whose inputs have any sizes, on two devices in random order."""
     found = _rule_case(name) if kind == "rules" else case(kind, name)
-    if found is None:
+    if found is None or name in UNDEFINED_CASES:
         return EmptyOutcome(name, kind)
     given = found.data_sets[0][0]
     feeds = dict(zip(fed_names(found.model), given))
