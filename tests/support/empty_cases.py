@@ -18,7 +18,7 @@ from tests.support.conformance import Case, PlainSession, case, compile_on_two_d
 
 Axes = Sequence[tuple[str, int]]
 
-# Its initial state contradicts the shape in the subgraph if an axis is empty: ONNX Runtime returns memory behind the state.
+# Its initial state contradicts the subgraph if an axis is empty: ONNX Runtime returns the memory behind it.
 UNDEFINED_CASES = {"test_scan_sum"}
 
 
