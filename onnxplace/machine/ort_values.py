@@ -246,7 +246,8 @@ def make_runner(session: Any, where: str) -> Callable[[Mapping[str, Any]], list[
                 raise
             text = format_one_line(problem)
             message = f"the model cannot be run with these inputs: {text}"
-            scalars = [f"{name}={np.ravel(value)[0]}" for name, value in feeds.items() if np.shape(value) in ((), (1,))]
+            arrays = {name: value for name, value in feeds.items() if isinstance(value, np.ndarray)}
+            scalars = [f"{name}={value.ravel()[0]}" for name, value in arrays.items() if value.shape in ((), (1,))]
             drawn = f", such as {format_names(scalars, quoted=False)}," if scalars else ""
             hint = f"random inputs{drawn} may not fit this model: give real ones with --inputs, or sizes with --shape"
             raise ModelError("M017", message, where=where, hint=hint) from None

@@ -22,7 +22,8 @@ ENDS_PROCESS = "ONNX Runtime ends the process"
 """Begins the names of guards, and with them ONNX Runtime's words."""
 FATAL_OPERATORS = {
     "Conv", "ConvTranspose", "DynamicQuantizeLSTM", "GRU", "GroupQueryAttention", "InstanceNormalization", "LSTM",
-    "MultiHeadAttention", "QAttention", "STFT", "Scan", "SkipLayerNormalization", "Unique",
+    "MultiHeadAttention", "QAttention", "STFT", "Scan", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
+    "Unique",
 }  # fmt: skip
 # Before this version of the standard operators, integers cannot be compared.
 MIN_GUARDED_OPSET = 7
@@ -43,7 +44,8 @@ def guard_empty_axes(graph: GraphProto, types: Mapping[str, TypeProto]) -> None:
             name = node.input[position] if position < len(node.input) else ""
             sizes = [size for axis, size in enumerate(known.get(name, ())) if axes is None or axis in axes]
             if name and axes != () and not (sizes and all(isinstance(size, int) and size for size in sizes)):
-                nodes += _make_guards(node, name, axes)
+                is_skip = node.op_type.startswith("Skip")  # it ends the process only where the first input has rows
+                nodes += _make_guards(node, name, axes, node.input[0] if is_skip else "")
                 node.input[position] = nodes[-1].output[0]
                 if name in types:  # what ONNX Runtime would not infer
                     graph.value_info.append(ValueInfoProto(name=node.input[position], type=types[name]))
@@ -80,7 +82,7 @@ def _list_fatal_axes(node: NodeProto, types: Mapping[str, TypeProto]) -> Iterato
             yield 2, (2,)
         case "STFT":
             yield 2, (0,)
-        case "SkipLayerNormalization" if not shapes[0] or shapes[0][:1] != shapes[1][:1]:  # else, both are empty
+        case "SkipLayerNormalization" | "SkipSimplifiedLayerNormalization":
             yield 1, (0,)
         case "Conv":
             yield 1, tuple(range(2, len(shapes[1])))
@@ -106,8 +108,11 @@ def _guard_scan_outputs(node: NodeProto) -> None:
             value.name = guards[-1].output[0]
 
 
-def _make_guards(node: NodeProto, value: str, axes: Sequence[int] | None) -> list[NodeProto]:
-    """Return the nodes that guard a value of a node, the last of which returns it."""
+def _make_guards(node: NodeProto, value: str, axes: Sequence[int] | None, other: str = "") -> list[NodeProto]:
+    """Return the nodes that guard a value of a node, the last of which returns it.
+
+    Where `other` has no rows either, nothing is refused.
+    """
     text = f"{ENDS_PROCESS} in node {node.name!r} ({node.op_type}) where an axis of {value!r} is empty"
     guards = list[NodeProto]()
 
@@ -121,6 +126,9 @@ def _make_guards(node: NodeProto, value: str, axes: Sequence[int] | None) -> lis
 
     shape, one = add("Shape", value), add_constant(1)
     sizes = add("Concat", shape, one, axis=0) if axes is None else add("Gather", shape, add_constant(*axes))
+    if other:
+        has_none = add("Equal", add("Gather", add("Shape", other), add_constant(0)), add_constant(0))
+        sizes = add("Add", sizes, add("Cast", has_none, to=TensorProto.INT64))
     is_empty = add("Cast", add("Equal", add("ReduceMin", sizes), add_constant(0)), to=TensorProto.INT64)
     add("Reshape", value, add("Mul", shape, add("Gather", one, is_empty)))
     return guards

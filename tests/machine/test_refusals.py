@@ -5,12 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, parser
 
 from onnxplace.errors import ExecutionError, ModelError
-from onnxplace.machine import find_disk_full, make_session_options, open_session, refusals
+from onnxplace.machine import find_disk_full, make_runner, make_session_options, open_session, refusals
 from onnxplace.machine.refusals import explain_refusal
 
 ROOT = Path(__file__).parents[2]
@@ -124,3 +125,13 @@ def test_without_a_written_folder_a_refusal_is_not_for_lack_of_space(tmp_path):
     assert explain_refusal(problem, b"", "", "cpu:0", "here").code == "M012"
     assert explain_refusal(problem, b"", str(tmp_path), "cpu:0", "here").code == "M012"
     assert explain_refusal(problem, b"", str(tmp_path / "nowhere"), "cpu:0", "here").code == "U032"
+
+
+def test_inputs_that_a_model_cannot_take_are_named_also_next_to_sequences():
+    text = "(seq(float[N]) s, int64 p) => (float[M] y) { y = SequenceAt(s, p) }"
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> g {text}')
+    session = open_session(model.SerializeToString(), make_session_options([0]))
+    ragged = [np.ones(1, np.float32), np.ones(2, np.float32)]
+    with pytest.raises(ModelError, match=r"M017.*the model cannot be run with these inputs") as problem:
+        make_runner(session, "m.onnx")({"s": ragged, "p": np.array(9)})
+    assert problem.value.hint.startswith("random inputs, such as p=9, may not fit this model")

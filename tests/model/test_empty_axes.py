@@ -85,6 +85,20 @@ CASES: dict[str, tuple[str, str, list[dict[str, tuple[int, ...]]], list[dict[str
         [{"x": (3, 0)}],
         [{"x": (3, 2)}],
     ),
+    "SkipLayerNormalization": (
+        "(float[N, 3, 4] x, float[N, 3, 4] s, float[4] g) => (float[N, 3, 4] y) "
+        "{ y = com.microsoft.SkipLayerNormalization(x, s, g) }",
+        "SkipLayerNormalization",
+        [{"x": (2, 3, 4), "s": (0, 3, 4)}],
+        [{"x": (2, 3, 4), "s": (2, 3, 4)}, {"x": (0, 3, 4), "s": (0, 3, 4)}],
+    ),
+    "SkipSimplifiedLayerNormalization": (
+        "(float[N, 3, 4] x, float[M, 3, 4] s, float[4] g) => (float[N, 3, 4] y) "
+        "{ y = com.microsoft.SkipSimplifiedLayerNormalization(x, s, g) }",
+        "SkipSimplifiedLayerNormalization",
+        [{"x": (2, 3, 4), "s": (0, 3, 4)}],
+        [{"x": (2, 3, 4), "s": (2, 3, 4)}, {"x": (0, 3, 4), "s": (0, 3, 4)}],
+    ),
     "a GRU inside": (
         """(float[S, B, 4] x, bool c, float[1, 15, 4] w, float[1, 15, 5] r) => (float[T, 1, B, 5] y) { y = If<
         then_branch = t () => (float[T, 1, B, 5] u) { u = GRU<hidden_size = 5>(x, w, r) },
