@@ -263,7 +263,8 @@ def _make_usage_error(problem: click.ClickException) -> UsageError:
     hint, message, name, known = f"`{command} --help` says more", problem.format_message(), "", list[str]()
     if isinstance(problem, click.NoSuchOption):
         options = [option for item in context.command.params for option in item.opts] if context else []
-        message, name, known = problem.message, problem.option_name, [item for item in options if item.startswith("-")]
+        name, known = problem.option_name, [item for item in options if item.startswith("-")]
+        message = f"no such option {name!r}"  # versions of click have other words
     elif isinstance(kind, click.Choice) and (value := _QUOTED.match(problem.message)):
         name, known = value[1], list(kind.choices)
     if known:
