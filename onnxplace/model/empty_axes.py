@@ -114,10 +114,10 @@ def _make_guards(node: NodeProto, value: str, axes: Sequence[int] | None, other:
     Where `other` has no rows either, nothing is refused.
     """
     text = f"{ENDS_PROCESS} in node {node.name!r} ({node.op_type}) where an axis of {value!r} is empty"
-    guards = list[NodeProto]()
+    guards, result = list[NodeProto](), next(filter(None, node.output))
 
     def add(operator: str, *inputs: str, **attributes: Any) -> str:
-        output = f"{node.output[0]}/{value}/{len(guards)}"
+        output = f"{result}/{value}/{len(guards)}"
         guards.append(helper.make_node(operator, inputs, [output], f"{text} ({len(guards)})", **attributes))
         return output
 
