@@ -8,12 +8,14 @@ variable ONNXPLACE_PROVIDER_LIBRARIES names. A record says what is special about
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import pkgutil
 import re
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -214,14 +216,51 @@ def _register(family: str, path: str) -> list[Any]:
     """Register a library; return the devices that are new."""
     runtime = import_onnxruntime()
     known = {device.ep_name for device in runtime.get_ep_devices()}
-    runtime.register_execution_provider_library(family, path)
-    return [device for device in runtime.get_ep_devices() if device.ep_name not in known]
+    with _keep_stdout():
+        runtime.register_execution_provider_library(family, path)
+        return [device for device in runtime.get_ep_devices() if device.ep_name not in known]
 
 
 def _find_type(device: Any) -> str:
     kind = str(device.device.type).rpartition(".")[2].lower()
     is_integrated = dict(device.device.metadata).get("Discrete", "1") == "0"
     return "igpu" if kind == "gpu" and is_integrated else kind
+
+
+_greeted: set[str] = set()
+
+
+@contextlib.contextmanager
+def _hold_greeting(family: str) -> Iterator[None]:
+    """Keep what the first session of a provider in this process prints from stdout: QNN's simulator greets there."""
+    if family in _greeted:
+        yield
+        return
+    with _loading, _keep_stdout():
+        yield
+        _greeted.add(family)
+
+
+@contextlib.contextmanager
+def _keep_stdout() -> Iterator[None]:
+    """Send what native code prints to stdout to stderr meanwhile; `_loading` must be held: all threads share stdout.
+
+    Commands do so until they end (`keep_stdout`); programs that use this package keep their stdout.
+    """
+    sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # one of them is closed
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).fflush(None)
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 class ProviderKind(DeviceKind):
@@ -309,7 +348,8 @@ class ProviderKind(DeviceKind):
             return super().create_session(model, options, address, provider_options)
         device = load_provider(self.family).devices[self.type][address.index]
         options.add_provider_for_devices([device], {**self._provider_options(address), **provider_options})
-        return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
+        with _hold_greeting(self.family):
+            return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
 
     def provider(self, options: Mapping[str, str]) -> str:
         """Return the name that ONNX Runtime has for the provider."""

@@ -107,7 +107,8 @@ def test_devices_describes_the_npu(run_cli):
     }
     assert {key: npu[key] for key in expected} == expected
     (line,) = [line for line in run_cli("devices").out.splitlines() if line.startswith(f"{NPU}: ")]
-    assert f"onnxruntime-qnn {npu['version']}; inputs of fixed sizes only" in line
+    taken = "takes elementwise operators, matrix products, convolutions, quantised operators, float16"
+    assert f"onnxruntime-qnn {npu['version']}; {taken}; inputs of fixed sizes only" in line
 
 
 def test_an_npu_that_is_not_there_is_refused_with_those_that_are(run_cli, model_file):
