@@ -188,6 +188,7 @@ def bound_speedup(profile: Profile, target: Target) -> float:
     transfers. It is infinite where the costs show no limit, such as where each device refuses some node.
     """
     seconds = device_seconds(profile, target)
+    seconds = np.where(is_refused(seconds), np.inf, seconds)
     with np.errstate(divide="ignore", invalid="ignore"):
         together = float((1 / (1 / seconds).sum(axis=0)).sum())
     best = float(seconds.sum(axis=1).min(initial=np.inf))

@@ -86,7 +86,7 @@ def describe_step(manifest: Manifest) -> str:
     elif speedup is not None:
         single = format_milliseconds(predicted.single_device_seconds)
         where = single if predicted.single_device_fits else f"{single}, where it does not fit"
-        parts.append(f"{speedup:.2g} times as fast as one device ({where})")
+        parts.append(f"{speedup:.2f} times as fast as one device ({where})")
     elif predicted.single_device_seconds == 0:
         parts.append("no single device takes all nodes")
     if manifest.gap is not None:

@@ -16,7 +16,7 @@ from onnxplace.bundle import Manifest, describe_step, list_routes, predict_seria
 from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError
 from onnxplace.evaluation import trial
-from onnxplace.facts import Placement
+from onnxplace.facts import REFUSED_SECONDS, Placement
 from onnxplace.machine import available_cores, local_target, measurement_cache
 from onnxplace.model import Model
 from onnxplace.passes import emit
@@ -514,3 +514,13 @@ def test_two_equal_devices_are_at_most_twice_as_fast_as_one():
     # Of the first node, the three do 2.5 in a second, of the second one, two do 2 / 3.
     assert bound_speedup(profile, SimpleNamespace(devices=devices)) == pytest.approx(4 / (1 / 2.5 + 1.5))
     assert bound_speedup(profile, SimpleNamespace(devices=devices[2:])) == np.inf
+    profile.seconds["b"][1] = REFUSED_SECONDS  # as profiles say it
+    assert bound_speedup(profile, SimpleNamespace(devices=devices)) == pytest.approx(4 / (1 / 2.5 + 1.5))
+    assert bound_speedup(profile, SimpleNamespace(devices=devices[2:])) == np.inf
+
+
+def test_a_speedup_has_the_same_figures_in_the_summary_as_in_reports(model_file, tmp_path):
+    manifest = compile_bundle(model_file, tmp_path / "b", trial=False).manifest
+    single = 123.4 * manifest.predicted.step_seconds
+    predicted = manifest.predicted.model_copy(update={"single_device_seconds": single})
+    assert "123.40 times as fast as one device" in describe_step(manifest.model_copy(update={"predicted": predicted}))
