@@ -91,7 +91,7 @@ def describe_step(manifest: Manifest) -> str:
         parts.append("no single device takes all nodes")
     if manifest.gap is not None:
         parts.append(describe_gap(manifest.gap))
-    if any((note.code, note.where) == ("C004", manifest.model) for note in manifest.diagnostics):
+    if manifest.is_unsure:
         parts.append("unsure: other programs used the cores, or costs are wrong")
     return ", ".join(parts)
 

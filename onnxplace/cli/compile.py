@@ -182,6 +182,7 @@ def _build_json(compiled: Compiled) -> dict[str, Any]:
         "pipeline": compiled.pipeline,
         "predicted": manifest.predicted.model_dump(),
         "trial": manifest.trial.model_dump() if manifest.trial else None,
+        "unsure": manifest.is_unsure,
         "repeats": [repeat.model_dump() for repeat in manifest.repeats],
         "sharding": manifest.sharding.model_dump() if manifest.sharding else None,
         "training": manifest.training.model_dump() if manifest.training else None,

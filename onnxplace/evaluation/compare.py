@@ -14,7 +14,18 @@ import numpy as np
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates, list_route_devices
 from onnxplace.errors import ModelError
 from onnxplace.feeds import Array, Declared, describe_input
-from onnxplace.machine import Level, find_typical_seconds, make_runner, make_session_options, open_session, pin_thread
+from onnxplace.machine import (
+    MAX_SLOWDOWN,
+    MIN_RUNS,
+    Level,
+    find_least_reference_seconds,
+    find_typical_seconds,
+    make_runner,
+    make_session_options,
+    open_session,
+    pin_thread,
+    time_reference,
+)
 from onnxplace.model import Lineage, is_quantising, output_lineages
 from onnxplace.target import PRECISIONS
 from onnxplace.utils import report_progress
@@ -328,12 +339,13 @@ def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_u
     """Time several calls `repeat` times each, in turn, so that changes of the machine's speed affect all.
 
     A turn repeats short calls for up to `TURN_SECONDS`, or for a third of all repetitions. So caches hold the call's
-    data, as they do for a call in a loop.
+    data, as they do for a call in a loop. The medians are those of turns in which this core was as fast as it can be.
 
     >>> time_in_turns({"sleep": lambda: time.sleep(0.001)}, repeat=3)["sleep"].runs
     3
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    references: list[float] = []
 
     def take_turn(count: int) -> None:
         for name, call in calls.items():
@@ -341,6 +353,7 @@ def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_u
                 began = time.perf_counter()
                 call()
                 seconds[name].append(time.perf_counter() - began)
+        references.extend([time_reference()] * count)
 
     for _ in range(warm_ups):
         take_turn(1)
@@ -350,8 +363,12 @@ def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_u
     for finished in range(0, repeat, calls_per_turn):
         take_turn(min(calls_per_turn, repeat - finished))
         report_progress(finished + calls_per_turn, repeat)
-    measured = {name: times[warm_ups:] for name, times in seconds.items()}
+    measured = {name: np.array(times[warm_ups:]) for name, times in seconds.items()}
+    is_fast = np.array(references[warm_ups:]) <= MAX_SLOWDOWN * find_least_reference_seconds()
+    counted = is_fast if is_fast.sum() >= MIN_RUNS else np.ones(len(is_fast), dtype=bool)
     return {
-        name: Timings(find_typical_seconds(times), float(np.quantile(times, 0.9)), len(times), tuple(times))
+        name: Timings(
+            find_typical_seconds(times[counted]), float(np.quantile(times, 0.9)), len(times), tuple(times.tolist())
+        )
         for name, times in measured.items()
     }
