@@ -46,6 +46,7 @@ from onnxplace.model.node_metadata import (
     DEVICE_KEY as DEVICE_KEY,
     SPLITS_KEY as SPLITS_KEY,
     DeviceMetadata as DeviceMetadata,
+    find_module_path as find_module_path,
     list_enclosing_modules as list_enclosing_modules,
     list_module_paths as list_module_paths,
     normalize_module as normalize_module,

@@ -17,22 +17,34 @@ from onnxplace.utils import format_path
 # -------------------------------------------------------------------------------------------------------------- modules
 
 
-# The metadata in which PyTorch's exporter records the modules of a node, outermost first: ['', 'model', 'model.norm'].
-SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+# The metadata in which PyTorch's exporter records the modules of a node, outermost first, and after them its own name:
+# "['', 'model', 'model.norm', 'mul_3']", and ": a.Llama/model: a.Model/model.norm: a.Norm/mul_3: aten.mul.Tensor".
+_SCOPES = {"pkg.torch.onnx.name_scopes": re.compile(r"'([^']*)'"), "namespace": re.compile(r"(?:^|/)([^/:]*): ")}
+
+
+def find_module_path(node: NodeProto) -> str:
+    """Return the path of the innermost module of a node, "" if unknown or the whole model.
+
+    >>> find_module_path(NodeProto(name="/model/norm/Mul")), find_module_path(NodeProto(name="node_mul_3"))
+    ('model.norm', '')
+    """
+    metadata = {entry.key: entry.value for entry in node.metadata_props}
+    for key, pattern in _SCOPES.items():
+        if modules := pattern.findall(metadata.get(key, ""))[:-1]:
+            return str(modules[-1])
+    return normalize_module(node.name).rpartition(".")[0]
 
 
 def list_module_paths(node: NodeProto) -> Iterator[str]:
-    """Yield the modules that a node may be in, innermost first.
+    """Yield the modules that a node may be in, innermost first; the first one is the node itself.
 
     `/model/layers.0/mlp/MatMul` is in `model.layers.0.mlp`, `model.layers.0`, `model.layers`, `model`, the whole.
 
     >>> list(list_module_paths(NodeProto(name="/model/norm/Mul")))
     ['model.norm.Mul', 'model.norm', 'model', '']
     """
-    for entry in node.metadata_props:
-        if entry.key == SCOPES_KEY:
-            yield from filter(None, reversed(re.findall(r"'([^']*)'", entry.value)))
-    yield from list_enclosing_modules(node.name)
+    yield normalize_module(node.name)
+    yield from list_enclosing_modules(find_module_path(node))
 
 
 def normalize_module(name: str) -> str:

@@ -33,7 +33,7 @@ def test_the_innermost_module_of_accelerates_map_decides():
     rules = {"model.layers": 0, "model.layers.1": 1, "model.norm": "cpu"}
     assert pins(rules) == ["", "cpu:0", "cpu:1", "cpu:0", "", "U025"]
     assert pins({"": 1}) == ["cpu:1"] * 5 + ["U025"]
-    assert pins({"": 1, "lm_head": 0}, scopes="['', 'lm_head']") == ["cpu:1"] * 4 + ["cpu:0", "U025"]
+    assert pins({"": 1, "lm_head": 0}, scopes="['', 'lm_head', 'linear_9']") == ["cpu:1"] * 4 + ["cpu:0", "U025"]
 
 
 def test_numbers_of_accelerate_are_those_of_gpus_where_there_are_some():
