@@ -8,14 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.driver.decision import BuiltStrategy, Result
-from onnxplace.errors import UsageError, suggest_nearest
+from onnxplace.errors import UsageError
 from onnxplace.facts import Groups, LayoutAlternative, Placement, Profile, Schedule, is_refused
 from onnxplace.graph import Ints
-from onnxplace.model import Model
+from onnxplace.model import Model, match_nodes, suggest_nodes
 from onnxplace.passes.sharding import LayoutExplainer
 from onnxplace.problem import describe_shortage, device_seconds
 from onnxplace.simulation import Simulation, simulate
 from onnxplace.state import State
+
+# To explain a node, the step is simulated per device, and the layouts of all nodes are chosen again per layout.
+MAX_SUBJECTS = 40
+_WHERE = "--explain"
 
 
 @dataclass(frozen=True)
@@ -68,17 +72,31 @@ class Subject:
 
 
 def find_subjects(model: Model, names: Sequence[str]) -> tuple[Subject, ...]:
-    """Return the nodes and values of these names; raises UsageError for an unknown one."""
-    nodes = {node.name: index for index, node in reversed(list(enumerate(model.nodes)))}
+    """Return the nodes and values of these names, and the nodes that other ones match as patterns.
+
+    Raises UsageError for a pattern that matches no node, or more than `MAX_SUBJECTS` (U020), or is invalid (U023).
+    """
+    node_names = [node.name for node in model.nodes]
+    nodes = {name: index for index, name in reversed(list(enumerate(node_names)))}
     values: dict[str, int] = {}
     for index, reads in reversed(list(enumerate(model.reads))):
         values.update(dict.fromkeys(reads, index))
     values.update({name: index for index, node in enumerate(model.nodes) for name in node.output if name})
+    subjects: list[Subject] = []
     for name in names:
-        if name not in nodes and name not in values:
-            message = f"no node or value of the optimised model has the name {name!r}"
-            raise UsageError("U020", message, where="--explain", hint=suggest_nearest(name, [*nodes, *values]))
-    return tuple(Subject(name, nodes.get(name, values.get(name, 0)), "" if name in nodes else name) for name in names)
+        if name in nodes or name in values:
+            value = "" if name in nodes else name
+            subjects.append(Subject(name, nodes.get(name, values.get(name, 0)), value))
+            continue
+        (matches,) = match_nodes([name], node_names, _WHERE)
+        if not matches:
+            message = f"no node, module or value of the optimised model matches {name!r}"
+            raise UsageError("U020", message, where=_WHERE, hint=suggest_nodes(name, node_names, values))
+        if len(matches) > MAX_SUBJECTS:
+            message = f"{name!r} matches {len(matches)} nodes, expected at most {MAX_SUBJECTS}"
+            raise UsageError("U020", message, where=_WHERE, hint="name a module inside it, or single nodes")
+        subjects += [Subject(node_names[index], index, "") for index in matches]
+    return tuple(subjects)
 
 
 def explain_subjects(state: State, subjects: Sequence[Subject], results: Sequence[Result]) -> tuple[Explanation, ...]:

@@ -1,9 +1,12 @@
-"""The modules that nodes come from, in the metadata of PyTorch's exporter and in names."""
+"""The modules that nodes come from, in the metadata of PyTorch's exporter and in names, and patterns of both."""
 
 import pytest
+from hypothesis import given, strategies as st
 from onnx import NodeProto
 
-from onnxplace.model import find_module_path, list_module_paths
+from onnxplace.model import find_module_path, list_aliases, load, match_nodes, suggest_nodes
+from onnxplace.utils import match_names
+from tests.support.dynamo_models import KEYS, dynamo_model
 
 # As torch 2.9 writes it.
 NAMESPACE = (
@@ -12,33 +15,39 @@ NAMESPACE = (
     "transformers.models.llama.modeling_llama.LlamaMLP/linear_4: aten.linear.default"
 )
 SCOPES = "['', 'model', 'model.layers.0', 'model.layers.0.mlp', 'linear_4']"
+OTHER = ": a.Net/other: a.B/x: aten.add.Tensor"
+NAMES = [
+    "model.layers.0.mlp.up/node_linear_0",
+    "model.layers.0.mlp/node_relu",
+    "model.layers.0.mlp.down/node_linear_1",
+    "model.layers.0/node_add",
+    "lm_head/node_logits",
+]
 
 
-def node_of(name: str, **metadata: str) -> NodeProto:
+def node_of(name: str, namespace: str = "", scopes: str = "") -> NodeProto:
     node = NodeProto(name=name)
-    for key, value in metadata.items():
-        node.metadata_props.add(key=key.replace("__", "."), value=value)
+    for key, value in zip(KEYS, (namespace, scopes)):
+        if value:
+            node.metadata_props.add(key=key, value=value)
     return node
 
 
 @pytest.mark.parametrize(
-    ("metadata", "expected"),
+    ("namespace", "scopes", "expected"),
     [
-        ({"namespace": NAMESPACE}, "model.layers.0.mlp"),
-        ({"pkg__torch__onnx__name_scopes": SCOPES}, "model.layers.0.mlp"),
-        (
-            {"namespace": ": a.Net/other: a.B/x: aten.add.Tensor", "pkg__torch__onnx__name_scopes": SCOPES},
-            "model.layers.0.mlp",
-        ),
-        ({"namespace": ": a.Net/add_3: aten.add.Tensor"}, ""),
-        ({"pkg__torch__onnx__name_scopes": "['', 'add_3']"}, ""),
-        ({"namespace": "anything else", "pkg__torch__onnx__name_scopes": "["}, ""),
-        ({"namespace": "", "pkg__torch__onnx__name_scopes": "[]"}, ""),
-        ({}, ""),
+        (NAMESPACE, "", "model.layers.0.mlp"),
+        ("", SCOPES, "model.layers.0.mlp"),
+        (OTHER, SCOPES, "model.layers.0.mlp"),
+        (": a.Net/add_3: aten.add.Tensor", "", ""),
+        ("", "['', 'add_3']", ""),
+        ("anything else", "[", ""),
+        ("", "[]", ""),
+        ("", "", ""),
     ],
 )
-def test_the_module_of_a_node_comes_from_the_metadata_of_pytorchs_exporter(metadata, expected):
-    assert find_module_path(node_of("node_MatMul_12", **metadata)) == expected
+def test_the_module_of_a_node_comes_from_the_metadata_of_pytorchs_exporter(namespace, scopes, expected):
+    assert find_module_path(node_of("node_MatMul_12", namespace, scopes)) == expected
 
 
 @pytest.mark.parametrize(
@@ -55,7 +64,71 @@ def test_without_metadata_the_module_comes_from_the_name(name, expected):
     assert find_module_path(node_of(name)) == expected
 
 
-def test_modules_around_a_node_include_containers_that_run_nothing_themselves():
-    node = node_of("node_MatMul_12", pkg__torch__onnx__name_scopes=SCOPES)
+@pytest.mark.parametrize("keys", [KEYS, KEYS[:1], KEYS[1:]])
+def test_load_adds_the_module_of_the_metadata_to_the_names_of_nodes(keys):
+    model = load(dynamo_model(keys, layers=1))
+    assert [node.name for node in model.nodes] == NAMES
+    assert not model.removed, "nodes with other names are not removed ones"
+
+
+def test_names_that_have_their_module_stay_as_they_are():
+    again = dynamo_model(layers=1)
+    names = [*NAMES[:3], "/model/layers.0/Add", NAMES[4]]
+    for node, name in zip(again.graph.node, names):
+        node.name = name
+    assert [node.name for node in load(again).nodes] == names
+
+
+def test_nodes_without_names_or_with_equal_ones_have_their_module_too():
+    model = dynamo_model(layers=2)
+    for node in model.graph.node:
+        node.name = "" if node.op_type == "MatMul" else "node"
+    names = [node.name for node in load(model).nodes]
+    assert names[:2] == ["model.layers.0.mlp.up/MatMul", "model.layers.0.mlp/node"]
+    assert len(set(names)) == len(names)
+
+
+def test_nodes_have_aliases():
     modules = ["model.layers.0.mlp", "model.layers.0", "model.layers", "model", ""]
-    assert list(list_module_paths(node)) == ["node_MatMul_12", *modules], "linear_4 is no module"
+    assert list(list_aliases(NAMES[1])) == ["node_relu", *modules]
+    assert list(list_aliases("/model/norm/Mul")) == ["model.norm", "model", ""], "Mul would be in every module"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "positions"),
+    [
+        ("model.layers.0.mlp", [0, 1, 2]),
+        ("model.layers.*.mlp", [0, 1, 2]),
+        (r".*\.(up|down)", [0, 2]),
+        ("model.layers", [0, 1, 2, 3]),
+        ("node_relu", [1]),
+        ("node_linear_.", [0, 2]),
+        (NAMES[4], [4]),
+        ("lm_head.*", [4]),
+        (".*add", [3]),
+        ("", []),
+        ("model.layers.1", []),
+        ("mlp", []),
+    ],
+)
+def test_patterns_match_names_or_else_modules(pattern, positions):
+    assert match_nodes([pattern], NAMES, "--colocate") == [positions]
+
+
+TEXTS = st.text("ab/.0", max_size=6)
+
+
+@given(st.lists(TEXTS, max_size=8), st.lists(TEXTS.map(lambda text: text.replace(".", r"\.")) | st.just("a.*")))
+def test_a_pattern_that_matches_a_name_matches_names_only(names, patterns):
+    by_name = match_names(patterns, names, "--colocate")
+    for pattern, expected, positions in zip(patterns, by_name, match_nodes(patterns, names, "--colocate")):
+        aliases = [{*list_aliases(name)} - {""} for name in names]
+        matching = [i for i, known in enumerate(aliases) if match_names([pattern], [*known], "")[0]]
+        assert positions == (expected or matching)
+
+
+def test_hints_offer_nodes_modules_and_values():
+    assert suggest_nodes("model.layers.0.mpl", NAMES) == "did you mean 'model.layers.0.mlp'?"
+    assert suggest_nodes("node_logit", NAMES) == "did you mean 'node_logits'?"
+    assert suggest_nodes("attention_mas", NAMES, ["attention_mask"]) == "did you mean 'attention_mask'?"
+    assert suggest_nodes("x", NAMES) == f"names look like {', '.join(map(repr, NAMES[:3]))}"
