@@ -17,10 +17,6 @@ from onnxplace.problem import describe_shortage, device_seconds
 from onnxplace.simulation import Simulation, simulate
 from onnxplace.state import State
 
-# To explain a node, the step is simulated per device, and the layouts of all nodes are chosen again per layout.
-MAX_SUBJECTS = 40
-_WHERE = "--explain"
-
 
 @dataclass(frozen=True)
 class DeviceAlternative:
@@ -72,30 +68,24 @@ class Subject:
 
 
 def find_subjects(model: Model, names: Sequence[str]) -> tuple[Subject, ...]:
-    """Return the nodes and values of these names, and the nodes that other ones match as patterns.
+    """Return the nodes and values of these names, and the nodes that other names match as patterns, or whose modules.
 
-    Raises UsageError for a pattern that matches no node, or more than `MAX_SUBJECTS` (U020), or is invalid (U023).
+    Raises UsageError for a name that matches no node (U020), or is not a regular expression (U023).
     """
-    node_names = [node.name for node in model.nodes]
-    nodes = {name: index for index, name in reversed(list(enumerate(node_names)))}
+    nodes, where, subjects = [node.name for node in model.nodes], "--explain", list[Subject]()
     values: dict[str, int] = {}
     for index, reads in reversed(list(enumerate(model.reads))):
         values.update(dict.fromkeys(reads, index))
     values.update({name: index for index, node in enumerate(model.nodes) for name in node.output if name})
-    subjects: list[Subject] = []
     for name in names:
-        if name in nodes or name in values:
-            value = "" if name in nodes else name
-            subjects.append(Subject(name, nodes.get(name, values.get(name, 0)), value))
+        if name in values and name not in nodes:
+            subjects.append(Subject(name, values[name], name))
             continue
-        (matches,) = match_nodes([name], node_names, _WHERE)
+        matches = [nodes.index(name)] if name in nodes else match_nodes([name], nodes, where)[0]
         if not matches:
             message = f"no node, module or value of the optimised model matches {name!r}"
-            raise UsageError("U020", message, where=_WHERE, hint=suggest_nodes(name, node_names, values))
-        if len(matches) > MAX_SUBJECTS:
-            message = f"{name!r} matches {len(matches)} nodes, expected at most {MAX_SUBJECTS}"
-            raise UsageError("U020", message, where=_WHERE, hint="name a module inside it, or single nodes")
-        subjects += [Subject(node_names[index], index, "") for index in matches]
+            raise UsageError("U020", message, where=where, hint=suggest_nodes(name, nodes, values))
+        subjects += [Subject(nodes[index], index, "") for index in matches]
     return tuple(subjects)
 
 

@@ -51,7 +51,6 @@ from onnxplace.model.nested_graphs import (
 from onnxplace.model.node_metadata import (
     find_module_path as find_module_path,
     list_aliases as list_aliases,
-    list_enclosing_modules as list_enclosing_modules,
     match_nodes as match_nodes,
     normalize_module as normalize_module,
     suggest_nodes as suggest_nodes,

@@ -41,7 +41,6 @@ from onnxplace.model.nested_graphs import (
     make_self_contained,
     walk_nodes,
 )
-from onnxplace.model.node_metadata import name_with_module
 from onnxplace.model.operator_checks import merge_opsets, name_attribute_type, require_form
 from onnxplace.model.tensors import (
     check_tensor,
@@ -93,7 +92,7 @@ def take_apart(proto: ModelProto, where: str, folder: Path | None) -> ModelParts
     require_form(walk_nodes(nodes), {entry.domain: entry.version for entry in opsets}, where)
     producers = index_producers(nodes, initializers, where)
     names: set[str] = set()
-    nodes = assign_unique_names(_add_modules(nodes), names)
+    nodes = assign_unique_names(nodes, names)
     nodes = make_self_contained(nodes, initializers, folder, names)
     # Before IR version 4, all initializers had to be inputs too; they were constants all the same.
     constants = set(initializers) if proto.ir_version < 4 else set()
@@ -160,17 +159,6 @@ def _lift_constants(
         else:
             others.append(node)
     return others
-
-
-def _add_modules(nodes: Iterable[NodeProto]) -> list[NodeProto]:
-    """Return the nodes with the modules of their metadata in their names."""
-    named = []
-    for node in nodes:
-        if (name := name_with_module(node)) != node.name:
-            node = deepcopy(node)
-            node.name = name
-        named.append(node)
-    return named
 
 
 def _return_initializers(

@@ -52,29 +52,21 @@ def normalize_module(name: str) -> str:
     return name.replace("/", ".").strip(".")
 
 
-def list_enclosing_modules(name: str) -> Iterator[str]:
-    """Yield the path of a node or module, the modules around it, and the whole model.
-
-    >>> list(list_enclosing_modules("/model/norm"))
-    ['model.norm', 'model', '']
-    """
-    path = normalize_module(name)
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
-
-
 def list_aliases(name: str) -> Iterator[str]:
-    """Yield what patterns may match instead of a node's name: the name in its module, and the modules, innermost first.
+    """Yield what patterns may match instead of a node's name: its path, its name in its module, and the modules.
+
+    The innermost module comes first, the whole model last.
 
     >>> list(list_aliases("model.norm/node_mul_3")), list(list_aliases("/model/norm/Mul"))
-    (['node_mul_3', 'model.norm', 'model', ''], ['model.norm', 'model', ''])
+    (['model.norm.node_mul_3', 'node_mul_3', 'model.norm', 'model', ''], ['model.norm.Mul', 'model.norm', 'model', ''])
     """
-    module, _, own_name = name.rpartition("/")
+    path, (module, _, own_name) = normalize_module(name), name.rpartition("/")
+    yield path
     if module and "/" not in module:
         yield own_name
-    yield from list_enclosing_modules(normalize_module(name).rpartition(".")[0])
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def match_nodes(patterns: Sequence[str], names: Sequence[str], where: str) -> list[list[int]]:

@@ -90,8 +90,9 @@ def test_nodes_without_names_or_with_equal_ones_have_their_module_too():
 
 def test_nodes_have_aliases():
     modules = ["model.layers.0.mlp", "model.layers.0", "model.layers", "model", ""]
-    assert list(list_aliases(NAMES[1])) == ["node_relu", *modules]
-    assert list(list_aliases("/model/norm/Mul")) == ["model.norm", "model", ""], "Mul would be in every module"
+    assert list(list_aliases(NAMES[1])) == ["model.layers.0.mlp.node_relu", "node_relu", *modules]
+    aliases = ["model.norm.Mul", "model.norm", "model", ""]
+    assert list(list_aliases("/model/norm/Mul")) == aliases, "Mul alone would be ambiguous"
 
 
 @pytest.mark.parametrize(

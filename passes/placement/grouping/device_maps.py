@@ -28,7 +28,6 @@ from onnxplace.model import (
     SPLITS_KEY,
     DeviceMetadata,
     list_aliases,
-    list_enclosing_modules,
     match_nodes,
     normalize_module,
     read_device_metadata,
@@ -106,11 +105,11 @@ def pin_modules(
         for key, device in rules.items()
     }
     pinned: Ints = np.full(len(graph), -1, dtype=np.int32)
-    modules = dict.fromkeys(path for name in removed for path in list_enclosing_modules(name))
+    modules = dict.fromkeys(path for name in removed for path in list_aliases(name))
     used = set[str]()
     for index, name in enumerate(graph.names):
         # Innermost module first: the first one in the map decides.
-        paths = [normalize_module(name), *list_aliases(name)]
+        paths = list(list_aliases(name))
         modules.update(dict.fromkeys(paths))
         if (module := next((path for path in paths if path in devices), None)) is not None:
             pinned[index] = devices[module]
