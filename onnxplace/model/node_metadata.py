@@ -72,6 +72,8 @@ def list_aliases(name: str) -> Iterator[str]:
 def match_nodes(patterns: Sequence[str], names: Sequence[str], where: str) -> list[list[int]]:
     """Return, per regular expression, the positions of the nodes whose names, or else aliases, it matches completely.
 
+    Modules may be written as in names, `/model/norm`.
+
     Raises UsageError at `where` for an invalid pattern (U023), and for one that may take too long (U023).
 
     >>> match_nodes(["model.n.*", "model.norm"], ["model.norm/node_mul_3", "model.x/node_mul_4"], "--colocate")
@@ -84,7 +86,8 @@ def match_nodes(patterns: Sequence[str], names: Sequence[str], where: str) -> li
     for position, name in enumerate(names):
         for alias in filter(None, list_aliases(name)):
             nodes[alias].append(position)
-    by_alias, aliases = match_names(patterns, list(nodes), where), list(nodes.values())
+    paths = [re.sub(r"^/(?=\w)", "", pattern).replace("/", ".") for pattern in patterns]
+    by_alias, aliases = match_names(paths, list(nodes), where), list(nodes.values())
     return [
         positions or sorted({node for alias in hits for node in aliases[alias]})
         for positions, hits in zip(matches, by_alias)
