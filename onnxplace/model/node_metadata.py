@@ -22,7 +22,8 @@ def find_module_path(node: NodeProto) -> str:
     >>> find_module_path(NodeProto(name="/model/norm/Mul")), find_module_path(NodeProto(name="node_mul_3"))
     ('model.norm', '')
     """
-    metadata = {entry.key: entry.value for entry in node.metadata_props}
+    # Protobuf returns texts that are not UTF-8 as bytes.
+    metadata = {entry.key: entry.value for entry in node.metadata_props if isinstance(entry.value, str)}
     for key, pattern in _SCOPES.items():
         if modules := pattern.findall(metadata.get(key, ""))[:-1]:
             return str(modules[-1])
