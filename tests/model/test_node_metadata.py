@@ -65,6 +65,13 @@ def test_without_metadata_the_module_comes_from_the_name(name, expected):
     assert find_module_path(node_of(name)) == expected
 
 
+def test_metadata_that_is_not_text_says_nothing():
+    node = node_of("node_mul_3")
+    node.metadata_props.add(key="namespace").MergeFromString(b"\x12\x03/\xff:")
+    assert isinstance(node.metadata_props[0].value, bytes)
+    assert find_module_path(node) == ""
+
+
 @pytest.mark.parametrize("keys", [KEYS, KEYS[:1], KEYS[1:]])
 def test_load_adds_the_module_of_the_metadata_to_the_names_of_nodes(keys):
     model = load(dynamo_model(keys, layers=1))
