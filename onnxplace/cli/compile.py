@@ -63,7 +63,7 @@ DETAILS = ("P040", "P060", "P062")
     help='Your placement: {"encoder.*": "cpu:0"}, or a map of accelerate, Olive or ONNX (docs/export.md).',
 )
 @click.option(
-    "--colocate", multiple=True, metavar="REGEX", help="Nodes with matching names share a device; may be repeated."
+    "--colocate", multiple=True, metavar="REGEX", help="Nodes with matching names or modules share a device; repeat."
 )
 @click.option(
     "--shard",

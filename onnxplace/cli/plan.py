@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @click.option("--fit", is_flag=True, help="Of machines, keep what fits into memory.")
 @click.option("--stream", is_flag=True, help="The step for several limits, where weights stream to the device.")
 @click.option(
-    "--explain", multiple=True, metavar="NAME", help="Compare devices and layouts of a node or value; repeat."
+    "--explain", multiple=True, metavar="NAME", help="Compare devices and layouts of a node, module or value; repeat."
 )
 @click.option("--costs", metavar="F", default="", help="Costs measured elsewhere: JSON or CSV.")
 @click.option("--estimate", is_flag=True, help="Measure nothing: estimate all costs from operations and bytes.")

@@ -138,7 +138,7 @@ def plan_model(
         effort: How long to measure and to search, as for `compile`.
         stream: Predict the step for several memory limits, with weights that stream, too (`Plan.stream_curve`).
         explain: Names of nodes and values whose devices and layouts are compared with the others that they could have
-            (`Plan.explanations`).
+            (`Plan.explanations`); or modules and patterns, for all their nodes.
         observer: Called before each strategy with its name, its position and their number.
 
     Raises:

@@ -13,6 +13,7 @@ from onnx import ModelProto, StringStringEntryProto, TensorProto
 from onnxplace.errors import InputError, ModelError
 from onnxplace.model.canonicalize import take_apart
 from onnxplace.model.model import Model
+from onnxplace.model.node_metadata import name_with_module
 from onnxplace.model.operator_checks import note_known_functions
 from onnxplace.model.tensors import find_external_range, find_repository, relocate_external_data, take_fingerprint
 from onnxplace.model.weights import build_link_error
@@ -71,7 +72,7 @@ def load(source: str | Path | ModelProto) -> Model:
         # own order a step needs less memory, and it computes the same however it is cut.
         keeps_order=training is not None,
         metadata=metadata,
-        removed=tuple(node.name for node in proto.graph.node if node.name not in names),
+        removed=tuple(name for node in proto.graph.node if node.name and (name := name_with_module(node)) not in names),
         notes=note_known_functions(proto.functions, where),
     )
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from onnxplace.bundle import COSTS_FILE, WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import OnnxplaceError
 from onnxplace.model import infer_shapes, iterate_reads, list_own_nodes
-from onnxplace.reports.layer_tree import LayerNode, find_separator, name_layer, name_segment
+from onnxplace.reports.layer_tree import LayerNode, name_layer, name_segment
 from onnxplace.reports.page_records import NodeEdges, SegmentSummary
 from onnxplace.utils import read_json
 
@@ -40,7 +40,7 @@ def read_nodes(bundle: Bundle) -> BundleNodes:
     whole = onnx.load(bundle.file(WHOLE_MODEL_FILE), load_external_data=False)
     position = {node.name: index for index, node in enumerate(whole.graph.node)}
     devices = {device.id: (index, device.cost_class) for index, device in enumerate(bundle.target.devices)}
-    costs, separator = _read_costs(bundle), find_separator(position)
+    costs = _read_costs(bundle)
     entries: list[tuple[LayerNode, NodeProto]] = []
     segments = []
     for number, segment in enumerate(bundle.manifest.segments):
@@ -57,7 +57,7 @@ def read_nodes(bundle: Bundle) -> BundleNodes:
             members.append(LayerNode(name, node.op_type, index, seconds, -1, number, shape, source))
         entries += zip(members, own_nodes)
         planned = segment.seconds if segment.planned_seconds is None else segment.planned_seconds
-        segments.append(SegmentSummary(segment.id, name_segment(members, separator), segment.seconds, planned))
+        segments.append(SegmentSummary(segment.id, name_segment(members), segment.seconds, planned))
     entries.sort(key=lambda entry: position.get(entry[0].name, len(position)))
     nodes = tuple(replace(node, index=index) for index, (node, _) in enumerate(entries))
     producer = {name: index for index, (_, node) in enumerate(entries) for name in node.output if name}
@@ -67,7 +67,7 @@ def read_nodes(bundle: Bundle) -> BundleNodes:
         for name in dict.fromkeys(iterate_reads(node))
         if name in producer
     ]
-    layers = {name: name_layer(nodes[index].name, separator) for name, index in producer.items()}
+    layers = {name: name_layer(nodes[index].name) for name, index in producer.items()}
     return BundleNodes(nodes, NodeEdges(*zip(*edges)) if edges else NodeEdges((), (), ()), layers, tuple(segments))
 
 

@@ -101,7 +101,7 @@ def _list_moves(first: PageData, second: PageData) -> Iterator[Table]:
 
 
 def _name_layers(names: Iterable[str]) -> str:
-    layers = [*dict.fromkeys(name_layer(name, "/") or name for name in names)]
+    layers = [*dict.fromkeys(name_layer(name) or name for name in names)]
     more = [f"{len(layers) - MAX_LISTED_LAYERS} more"] if len(layers) > MAX_LISTED_LAYERS else []
     return ", ".join((*layers[:MAX_LISTED_LAYERS], *more))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
+from onnxplace.model import normalize_module
 from onnxplace.reports.page_records import LayerTree
 
 # More children than this without a common name are shown in parts.
@@ -17,6 +19,8 @@ MAX_DEPTH = 24
 # Operators that the title of a segment names.
 MAX_NAMED_OPERATORS = 2
 _NUMBER = re.compile(r"\d+")
+# Between two parts of a name: a slash or dot, but not one before a number, as in layers.0.
+_BOUNDARY = re.compile(r"(?<=[^/.])(?:/|\.(?!\d))(?=[/.]*[^/.])")
 
 
 @dataclass(frozen=True)
@@ -52,49 +56,47 @@ class _Layer:
 def build_layer_tree(nodes: Sequence[LayerNode]) -> LayerTree:
     """Return the tree of nodes.
 
-    Names are split at `/`, or at `.` where no name has a `/`. Layers with one child are joined with it. Equal siblings
+    Names are split at `/` and `.`, except before a digit. Layers with one child are joined with it. Equal siblings
     whose names differ in a number, such as `block_0` and `block_1`, get a common parent.
 
     >>> build_layer_tree([LayerNode("a/x", "Add", 0, 1.0), LayerNode("a/y", "Mul", 1, 1.0)]).label
     ('a', 'x', 'y')
     """
-    separator = find_separator(node.name for node in nodes)
     roots: list[_Layer] = []
-    layers: dict[tuple[str, ...], _Layer] = {}
+    layers: dict[str, _Layer] = {}
     for node in nodes:
-        parts = [part for part in node.name.split(separator, MAX_DEPTH) if part] or [node.name]
-        siblings = roots
-        for depth in range(1, len(parts)):
-            path = tuple(parts[:depth])
+        siblings, ends = roots, [0, *_find_ends(node.name)[:MAX_DEPTH]]
+        for begin, end in pairwise(ends):
+            path = normalize_module(node.name[:end])
             if path not in layers:
-                layers[path] = _Layer(parts[depth - 1])
+                layers[path] = _Layer(node.name[begin:end])
                 siblings.append(layers[path])
             siblings = layers[path].children
-        siblings.append(_Layer(parts[-1], node=node))
-    return _flatten(_arrange(roots, separator))
+        siblings.append(_Layer(node.name[ends[-1] :], node=node))
+    return _flatten(_arrange(roots))
 
 
-def find_separator(names: Iterable[str]) -> str:
-    """Return what separates the parts of names of nodes."""
-    return "/" if any("/" in name for name in names) else "."
+def _find_ends(name: str) -> list[int]:
+    """Return where the parts of a name end, except for the last part."""
+    return [match.start() for match in _BOUNDARY.finditer(name)]
 
 
-def name_layer(name: str, separator: str) -> str:
+def name_layer(name: str) -> str:
     """Return the layer that people would say a node is in: the parts of its name up to the first with a number.
 
     Empty where the name has no parts.
 
-    >>> name_layer("model/layers.3/attention/q", "/"), name_layer("encoder/norm", "/")
-    ('model/layers.3', 'encoder')
+    >>> [*map(name_layer, ("/model/layers.3/mlp/Mul", "model.layers.3.mlp/node_mul_4", "encoder/norm"))]
+    ['model/layers.3', 'model.layers.3', 'encoder']
     """
-    parts = [part for part in name.split(separator) if part] or [name]
-    numbered = next((index for index, part in enumerate(parts[:-1]) if _NUMBER.search(part)), len(parts) - 2)
-    return separator.join(parts[: numbered + 1])
+    ends = _find_ends(name)
+    numbered = (end for begin, end in pairwise([0, *ends]) if _NUMBER.search(name[begin:end]))
+    return name[: next(numbered, ends[-1] if ends else 0)].strip("/.")
 
 
-def name_segment(nodes: Sequence[LayerNode], separator: str) -> str:
+def name_segment(nodes: Sequence[LayerNode]) -> str:
     """Return the layers of a segment, and its most expensive operators with their numbers."""
-    layers = [*filter(None, dict.fromkeys(name_layer(node.name, separator) for node in nodes))]
+    layers = [*filter(None, dict.fromkeys(name_layer(node.name) for node in nodes))]
     where = f"{layers[0]} … {layers[-1]}: " if len(layers) > 2 else f"{', '.join(layers)}: " if layers else ""
     count, seconds = Counter(node.op for node in nodes), defaultdict[str, float](float)
     for node in nodes:
@@ -105,14 +107,15 @@ def name_segment(nodes: Sequence[LayerNode], separator: str) -> str:
     return where + ", ".join(named + more)
 
 
-def _arrange(layers: Sequence[_Layer], separator: str) -> list[_Layer]:
+def _arrange(layers: Sequence[_Layer]) -> list[_Layer]:
     """Return layers with repeats grouped, single children joined, and long lists divided."""
     arranged = []
     for layer in layers:
         while len(layer.children) == 1:
             child = layer.children[0]
-            layer = _Layer(f"{layer.label}{separator}{child.label}", child.children, child.node)
-        layer.children = _arrange(layer.children, separator)
+            layer = _Layer(f"{layer.label}{child.label}", child.children, child.node)
+        layer.label = layer.label.strip("/.") or layer.label
+        layer.children = _arrange(layer.children)
         arranged.append(layer)
     return _divide(_group_repeats(arranged))
 

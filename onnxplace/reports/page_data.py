@@ -24,7 +24,7 @@ from onnxplace.pipeline import parse_pipeline
 from onnxplace.reports.alternatives import tabulate_alternatives
 from onnxplace.reports.bundle_nodes import read_nodes
 from onnxplace.reports.charts import draw_memory, draw_step, read_trace
-from onnxplace.reports.layer_tree import LayerNode, build_layer_tree, find_separator, name_layer
+from onnxplace.reports.layer_tree import LayerNode, build_layer_tree, name_layer
 from onnxplace.reports.page_records import (
     Attempt,
     AttemptGroup,
@@ -404,9 +404,9 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         LayerNode(*item, index, index)
         for index, item in enumerate(zip(graph.names, graph.ops, placed.device.tolist(), own))
     ]
-    attempts, separator = list_attempts(placed.diagnostics), find_separator(graph.names)
+    attempts = list_attempts(placed.diagnostics)
     layers = {
-        name: name_layer(graph.names[node], separator)
+        name: name_layer(graph.names[node])
         for name, node in zip(graph.value_names, graph.producer.tolist())
         if node >= 0
     }

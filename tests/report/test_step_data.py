@@ -86,13 +86,13 @@ def test_a_long_curve_keeps_its_peak():
     ],
 )
 def test_a_segment_is_named_by_its_layers_and_operators(names, title):
-    assert name_segment(name_nodes(*names), "/") == title
+    assert name_segment(name_nodes(*names)) == title
 
 
 def test_operators_of_a_segment_are_named_by_their_cost():
     nodes = [LayerNode("a/x", "Add", 0, 1.0), LayerNode("a/y", "MatMul", 0, 9.0), *name_nodes("a/z")]
     nodes += [LayerNode("a/r", "Relu", 0, 0.1), LayerNode("a/t", "Tanh", 0, 0.1)]
-    assert name_segment(nodes, "/") == "a: MatMul, Add ×2, 2 more"
+    assert name_segment(nodes) == "a: MatMul, Add ×2, 2 more"
 
 
 def name_nodes(*names: str) -> list[LayerNode]:

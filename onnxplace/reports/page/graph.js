@@ -104,12 +104,13 @@ class GraphPicture {
   }
 
   find(words) {
-    const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+    // Modules are written model.layers.0 as well as model/layers.0.
+    const wanted = words.toLowerCase().replaceAll("/", ".").split(/\s+/).filter(Boolean);
     this.found.replaceChildren();
     if (!wanted.length) return;
     for (let row = 0; row < this.tree.label.length && this.found.children.length < MAX_FOUND; row++) {
       const name = namePath(this.tree, row);
-      const text = `${name} ${this.tree.op[row]}`.toLowerCase();
+      const text = `${name} ${this.tree.op[row]}`.toLowerCase().replaceAll("/", ".");
       if (!wanted.every((word) => text.includes(word))) continue;
       this.found.append(make("li", {}, make("button", { type: "button", onclick: () => this.show(row) }, name)));
     }
