@@ -7,9 +7,9 @@ values cross; then the median and worst absolute error, and of how many pairs of
 steps differ by more than 10 %, the faster was predicted. `planned` is the error of the prediction from the costs of
 nodes, before the trial.
 
-`speed-up` is how many times as fast a bundle on two devices is as the session, as the manifest predicts it and as
-measured; the last line has the median error of the two. Other work slows both sides of a ratio, which is therefore the
-figure to trust on a busy machine.
+`speed-up` is how many times as fast a bundle is as the session: as `compile` reports it, whose trial takes turns, too,
+and as measured. The last lines have the median error over bundles for two devices. Other work slows both sides of a
+ratio, which is therefore the figure to trust on a busy machine.
 
 On a busy machine, the longest wait of a worker for a core is subtracted from each step (Linux), and the steps that
 waited least count. `waited` is that wait: large values make the figures unreliable.
@@ -42,7 +42,7 @@ import onnxplace
 from onnxplace.bundle import Bundle
 from onnxplace.evaluation import TracedRequests, open_reference
 from onnxplace.feeds import random_feeds
-from onnxplace.machine import available_cores, local_target, longest_wait, read_run_delays
+from onnxplace.machine import DOUBTFUL_WAITING_SHARE, available_cores, local_target, longest_wait, read_run_delays
 from onnxplace.runtime import Result
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.target import Target, read_target
@@ -122,7 +122,8 @@ class Case:
 
     @property
     def predicted_speedup(self) -> float:
-        return self.bundle.manifest.predicted.single_device_seconds / self.predicted
+        """Return the speed-up that `compile` reports, from the turns of its trial."""
+        return self.bundle.manifest.speedup or float("nan")
 
     @property
     def speedup(self) -> float:
@@ -133,6 +134,13 @@ class Case:
         )
         turns = np.median(one_device[0], axis=1) / np.median(ours[0], axis=1)
         return float(np.median(turns[select_undisturbed(ours[1].max(axis=1) + one_device[1].max(axis=1))]))
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Return whether other work delayed the trial or the measurement."""
+        trial = self.bundle.manifest.trial
+        shares = self.steps.median(self.steps.waited), self.one_device.median(self.one_device.waited)
+        return max(*shares, trial.waiting if trial else 0.0) > DOUBTFUL_WAITING_SHARE
 
     @property
     def speedup_error(self) -> float:
@@ -246,10 +254,15 @@ def summarise(measured_cases: Sequence[Case]) -> str:
 
 
 def summarise_speedups(measured_cases: Sequence[Case]) -> Iterator[str]:
-    """Yield the errors of speed-ups of bundles that use both devices, and of all bundles for two devices."""
+    """Yield the errors of speed-ups: of all bundles for two devices, and of those that use both."""
     split = [case for case in measured_cases if "," in case.devices]
     both = [case for case in split if len({item.device for item in case.bundle.manifest.segments}) > 1]
-    for name, group in (("that use both devices", both), ("for two devices", split)):
+    undisturbed = [case for case in both if not case.is_disturbed]
+    for name, group in (
+        ("for two devices", split),
+        (f"that use both and waited for {DOUBTFUL_WAITING_SHARE:.0%} or less of the time", undisturbed),
+        ("that use both", both),
+    ):
         if group:
             errors = np.array([abs(case.speedup_error) for case in group])
             worst = group[int(errors.argmax())]
