@@ -40,6 +40,8 @@ def test_the_tables_hold_a_row_per_graph_placer_and_grouping(tmp_path):
     ]
     assert all(row["step_seconds"] >= row["bound_seconds"] > 0 for row in rows["generated"])
     assert all(row["to_bound"] >= 1 and row["peak_bytes"] > 0 for row in rows["generated"])
+    for row in rows["generated"]:
+        assert row["speedup_one_device"] == row["one_device_seconds"] / row["step_seconds"]
     assert [set(row) >= {"family", "placer", "40", "80", "exponent"} for row in rows["scaling"]] == [True] * 4
     lines = done.stdout.splitlines()
     assert sum(line.startswith("| chains_60_0 | 60 | m-topo | none |") for line in lines) == 1
