@@ -60,7 +60,7 @@ def test_a_folder_is_compared_with_published_figures_and_misfits_are_reported(tm
     large, small, best = (line for line in done.stdout.splitlines() if line.startswith(("| large", "| small")))
     assert "infeasible (P0" in large
     assert small.startswith("| small | 8 | m-etf | none | 0.8 | 0.8 | 1.00x | 0.8 | 1.00x | 1.6 | 2.00x |")
-    assert best == "| small | 8 | 0.8 | 0.8 | 1.00x | 0.8 | 1.00x | 0.8 | 1.6 | 0.50x | m-etf, none |"
+    assert best == "| small | 8 | 0.8 | 0.8 | 1.00x | 0.8 | 1.00x | 0.8 | 1.6 | 2.00x | m-etf, none |"
 
 
 def test_unknown_names_are_refused_before_any_work():
