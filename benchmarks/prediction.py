@@ -40,6 +40,7 @@ from step_times import SHAPES
 import models
 import onnxplace
 from onnxplace.bundle import Bundle
+from onnxplace.errors import format_count
 from onnxplace.evaluation import TracedRequests, open_reference
 from onnxplace.feeds import random_feeds
 from onnxplace.machine import DOUBTFUL_WAITING_SHARE, available_cores, local_target, longest_wait, read_run_delays
@@ -267,8 +268,8 @@ def summarise_speedups(measured_cases: Sequence[Case]) -> Iterator[str]:
             errors = np.array([abs(case.speedup_error) for case in group])
             worst = group[int(errors.argmax())]
             yield (
-                f"speed-up over one device, {len(group)} bundles {name}: median error {np.median(errors):.1%}, "
-                f"worst {errors.max():.0%} ({worst.model} {worst.placer})"
+                f"speed-up over one device, {format_count(len(group), 'bundle')} {name}: "
+                f"median error {np.median(errors):.1%}, worst {errors.max():.0%} ({worst.model} {worst.placer})"
             )
 
 
