@@ -56,7 +56,7 @@ COPIES = "optimize,profile{estimate=true},coplace{join=never},fuse,single,split,
 IMAGES = 8
 SMALL_REQUESTS = 500
 TCP_NODELAY = socket.IPPROTO_TCP, socket.TCP_NODELAY
-HEADER = ("what", "requests/s", "/ stream", "client ms", "server ms", "wrong", "lost")
+HEADER = ("what", "requests/s", "rate / stream", "client ms", "server ms", "wrong", "lost")
 Image = NDArray[np.float32]
 
 

@@ -240,7 +240,7 @@ GROUPINGS: Mapping[str, str] = {
 }
 HEADERS: Mapping[str, Sequence[str]] = {
     "equality": ("model", "optimiser", "devices", "placers", "loss", "parameters", "resumed equal", "holds"),
-    "speed": ("model", "way", "one device, ms", "two devices, ms", "ratio", "prediction", "MiB", "segments"),
+    "speed": ("model", "way", "one device, ms", "two devices, ms", "speed-up", "prediction", "MiB", "segments"),
     "traffic": ("model", "devices", "groups", "MiB", "values", "step, ms", "one device, ms"),
 }
 
