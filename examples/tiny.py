@@ -411,7 +411,7 @@ def write_programs(state: State, segments: Sequence[Segment]) -> tuple[tuple[Ins
             if last_reader.get((value, home), number) == number and value not in model.outputs:
                 program.append(Instruction("free", value=value))
     return tuple(tuple(program) for program in programs)
-    # In the real thing: values leave in the order in which devices wait for them; a replica can follow the same program.
+    # In the real thing: values leave in the order in which other devices wait for them.
 
 
 # -- Emit: a folder that says all there is to know ---------------------------------------------------------------------
