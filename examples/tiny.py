@@ -89,7 +89,7 @@ class State:
 
 @dataclass(frozen=True)
 class Model:
-    """A fact. A node is its position in `nodes`; a value is its name. Weights are no values: they never move."""
+    """A fact. A node is its position in `nodes`; a value is its name. Weights are not values: they never move."""
 
     nodes: tuple[NodeProto, ...]  # each after those that it needs
     weights: Mapping[str, TensorProto]
@@ -149,6 +149,7 @@ def load(path: Path) -> Model:
     outputs = [item.name for item in file.graph.output]
     weights = {tensor.name: tensor for tensor in file.graph.initializer}
     inputs = tuple(item for item in file.graph.input if item.name not in weights)
+    # What is measured once then holds for each run: all sizes are the same, and each node runs once.
     is_static = all(size.HasField("dim_value") for item in inputs for size in item.type.tensor_type.shape.dim)
     if not is_static or any(attribute.HasField("g") for node in file.graph.node for attribute in node.attribute):
         sys.exit("tiny.py: symbolic sizes and control flow need the real thing: onnxplace compile")
@@ -396,6 +397,7 @@ def write_programs(state: State, segments: Sequence[Segment]) -> tuple[tuple[Ins
     """Write each device's program: it receives a value before its first reader, and sends one after its producer."""
     model, device = state[Model], state[Placement].device
     last_reader = {(value, item.device): number for number, item in enumerate(segments) for value in item.inputs}
+    # By value and device: what is there when the next segment begins. The caller gives its inputs to all devices.
     present = {(value.name, home) for value in model.inputs for home in range(len(state.target.devices))}
     programs: list[list[Instruction]] = [[] for _ in state.target.devices]
     for number, segment in enumerate(segments):
@@ -407,7 +409,7 @@ def write_programs(state: State, segments: Sequence[Segment]) -> tuple[tuple[Ins
         for value in segment.outputs:
             program += [Instruction("send", value=value, peer=peer) for peer in list_peers(model, device, value)]
         present.update((value, home) for value in (*segment.inputs, *segment.outputs))
-        for value in (*segment.inputs, *segment.outputs):
+        for value in (*segment.inputs, *segment.outputs):  # each is freed after its last reader here, if it has one
             if last_reader.get((value, home), number) == number and value not in model.outputs:
                 program.append(Instruction("free", value=value))
     return tuple(tuple(program) for program in programs)
@@ -455,7 +457,7 @@ class InferenceSession:
         self.workers = [ThreadPoolExecutor(1, thread_name_prefix=device) for device in manifest["devices"]]
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Let the devices follow their programs, and return the outputs of the model."""
+        """Let the devices follow their programs for one request, and return the outputs of the model."""
         sends = [(step.value, step.peer) for program in self.programs for step in program if step.op == "send"]
         transfers: dict[tuple[str, int], Future[Array]] = {key: Future() for key in sends}
         parts = [self.workers[d].submit(self.follow_program, d, feeds, transfers) for d in range(len(self.workers))]
