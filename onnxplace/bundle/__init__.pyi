@@ -11,6 +11,7 @@ from onnxplace.bundle.bundle import (
     describe_step as describe_step,
     external_data_options as external_data_options,
     extract_device_part as extract_device_part,
+    extract_segment as extract_segment,
     list_crossing_values as list_crossing_values,
     record_crossing_values as record_crossing_values,
 )
@@ -30,6 +31,7 @@ from onnxplace.bundle.bundle_simulation import (
     build_weight_stream as build_weight_stream,
     list_load_seconds as list_load_seconds,
     list_weight_waits as list_weight_waits,
+    order_segments as order_segments,
     predict_interval_seconds as predict_interval_seconds,
     predict_serial_seconds as predict_serial_seconds,
     predict_weight_wait_seconds as predict_weight_wait_seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,12 @@ class OutputDifference:
 
     It is infinite if two equal runs differ: then `equal` is about type and shape.
     """
+    index: tuple[int, ...] = ()
+    """Where the largest error is; empty where there is none, and for a scalar."""
+    tolerance: float = 0.0
+    """The largest relative error that counts as equal; 0 for types that have to be equal."""
+    tolerance_type: str = ""
+    """The coarsest type on the way to the output, which sets the tolerance."""
 
 
 def compare_output(name: str, actual: Any, reference: Any, lineage: Lineage | None = None) -> OutputDifference:
@@ -96,10 +102,10 @@ def _compare_arrays(name: str, actual: Array, reference: Array, lineage: Lineage
     dtype = str(reference.real.dtype)
     if dtype not in TOLERANCE:
         return _compare_exactly(name, actual, reference)
-    tolerance = max(TOLERANCE.get(kind, 0.0) for kind in (dtype, *lineage.types))
+    coarsest = max((dtype, *sorted(lineage.types & TOLERANCE.keys())), key=TOLERANCE.__getitem__)
     if not np.issubdtype(reference.dtype, np.inexact):  # a type of the package ml_dtypes, which numpy does not know
         actual, reference = actual.astype(np.float32), reference.astype(np.float32)
-    return _compare_floats(name, actual, reference, tolerance)
+    return replace(_compare_floats(name, actual, reference, TOLERANCE[coarsest]), tolerance_type=coarsest)
 
 
 def _is_array(value: Any) -> bool:
@@ -108,12 +114,13 @@ def _is_array(value: Any) -> bool:
 
 def _summarise_parts(name: str, parts: Sequence[OutputDifference], complete: bool) -> OutputDifference:
     """Return an output's difference from those of its parts; `complete` if no part is missing or extra."""
-    return OutputDifference(
-        name,
-        complete and all(part.equal for part in parts),
-        max((part.max_abs_error for part in parts), default=0.0),
-        max((part.max_rel_error for part in parts), default=0.0),
-    )
+    worst = find_worst([*parts, OutputDifference(name, True, 0.0, 0.0)])
+    return replace(worst, equal=worst.equal and complete)
+
+
+def find_worst(differences: Iterable[OutputDifference]) -> OutputDifference:
+    """Return the largest of some differences; those within tolerance count as smaller than all others."""
+    return max(differences, key=lambda item: (not item.equal, item.max_rel_error))
 
 
 def _compare_exactly(name: str, actual: Array, reference: Array) -> OutputDifference:
@@ -128,19 +135,19 @@ def _compare_exactly(name: str, actual: Array, reference: Array) -> OutputDiffer
 
 def _compare_floats(name: str, actual: Array, reference: Array, tolerance: float) -> OutputDifference:
     """Compare floats: NaN and infinities exactly, the others relative to the largest of the reference."""
-    finite = np.isfinite(reference)
-    same_special = bool(np.array_equal(actual[~finite], reference[~finite], equal_nan=True)) and bool(
-        (np.isfinite(actual) == finite).all()
-    )
+    finite, is_same = np.isfinite(reference), (actual == reference) | (np.isnan(actual) & np.isnan(reference))
     precise = np.complex128 if np.iscomplexobj(reference) else np.float64
-    # In double precision, so that the difference itself is not rounded.
-    error = np.abs(actual[finite].astype(precise) - reference[finite]).max(initial=0.0)
-    scale = float(np.abs(reference[finite]).max(initial=0.0))
+    with np.errstate(all="ignore"):  # such as infinity minus itself
+        # In double precision, so that the difference itself is not rounded.
+        errors = np.abs(np.subtract(actual, reference, dtype=precise))
+    errors = np.where(is_same, 0.0, np.where(finite & np.isfinite(actual), errors, np.inf))
+    error, scale = float(errors.max(initial=0.0)), float(np.abs(reference[finite]).max(initial=0.0))
+    index = np.unravel_index(errors.argmax(), errors.shape) if error > 0 else ()
     # Relative to the largest element, not to each one: small ones are often differences of large numbers.
-    relative = float(error) / scale if scale > 0 else float(error)
-    if not same_special:
-        return OutputDifference(name, False, float("inf"), float("inf"))
-    return OutputDifference(name, relative <= tolerance, float(error), relative)
+    relative = error / scale if scale > 0 else error
+    return OutputDifference(
+        name, relative <= tolerance, error, relative, index=tuple(map(int, index)), tolerance=tolerance
+    )
 
 
 def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:

@@ -1,0 +1,145 @@
+"""`onnxplace verify` says where a difference comes from: a device, a segment's file, or the model that is compared."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+import onnxplace
+from onnxplace.bundle import MANIFEST_FILE, Bundle, compute_sha256
+from onnxplace.devices import Hardware
+from onnxplace.errors import ExecutionError
+from onnxplace.evaluation import difference_causes
+from onnxplace.runtimes.execution.sessions import EngineSession
+from tests.conftest import FAST_PIPELINE
+from tests.support.commands import only_json
+from tests.support.half_device import NAME, Half, half_kind as half_kind
+
+pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder", "two_halves")
+
+# Twice the difference of two products that are almost equal: errors of 2^-11 become thirty times as large.
+CANCELLING = """<ir_version: 8, opset_import: ["": 17]> cancelling (float[N, 64] x) => (float[N, 64] y, float[N, 64] z)
+{
+    [left] a = MatMul(x, v)
+    [right] b = MatMul(x, w)
+    [difference] y = Sub(a, b)
+    [left_too] c = MatMul(y, v)
+    [right_too] d = MatMul(y, w)
+    [difference_too] z = Sub(c, d)
+}"""
+SUM = """<ir_version: 8, opset_import: ["": 17]> sum (float[4] x, float[4] total) => (float[4] y, float[4] total_next)
+{
+    [add] total_next = Add(total, x)
+    [neg] y = Neg(total_next)
+}"""
+
+
+@pytest.fixture
+def two_halves(monkeypatch):
+    """Let two devices that compute in float16 be taken for ones of float32, unless their option says otherwise."""
+    monkeypatch.setattr(Half, "value_options", {"precision": ("float32", "float16")})
+    monkeypatch.setattr(Half, "list_hardware", lambda _: tuple(Hardware(i, NAME, 1 << 30, 1 << 30) for i in (0, 1)))
+
+
+def place(places: dict[str, str], text: str = CANCELLING, **options) -> Bundle:
+    """Compile a model with nodes, by patterns of their names, on devices; all others are on cpu:0."""
+    model = parser.parse_model(text)
+    weight = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    for name, factor in (("v", 1), ("w", 0.97)):
+        model.graph.initializer.append(numpy_helper.from_array(weight * np.float32(factor), name))
+    onnx.save(model, "model.onnx")
+    Path("map.json").write_text(json.dumps({**places, ".*": "cpu:0"}))
+    pipeline = FAST_PIPELINE.replace("join=never", "join=never,device_map=map.json")
+    devices = ",".join(dict.fromkeys(("cpu:0", *places.values())))
+    return onnxplace.compile("model.onnx", "out", devices=devices, pipeline=pipeline, **options)
+
+
+def find_segment(bundle: Bundle, value: str) -> str:
+    """Return the segment that computes a value."""
+    return bundle.manifest.values[value].producer
+
+
+def damage(bundle: Bundle, value: str, operator: str) -> str:
+    """Let another operator compute a value, as if the file had been written like that; return the segment."""
+    segment = next(item for item in bundle.manifest.segments if value in item.outputs)
+    path = bundle.file(segment.file)
+    model = onnx.load(path, load_external_data=False)
+    next(node for node in model.graph.node if value in node.output).op_type = operator
+    onnx.save(model, path)
+    manifest = json.loads((bundle.path / MANIFEST_FILE).read_text())
+    manifest["files"][segment.file] = {"sha256": compute_sha256(path), "bytes": path.stat().st_size}
+    for item in manifest["segments"]:
+        item["optimised"] = ""
+    (bundle.path / MANIFEST_FILE).write_text(json.dumps(manifest))
+    return segment.id
+
+
+def verify(run_cli, *options) -> tuple[str, dict]:
+    """Return the text and the explanation that `verify` prints for a bundle that differs."""
+    result = run_cli("verify", "out", *options)
+    data = only_json(run_cli("verify", "out", *options, "--json"))
+    assert (result.code, result.err, data["equal"]) == (1, "", False)
+    explanation = data["explanation"]
+    assert f"\n{explanation['message']}\nhint: {explanation['hint']}\n" in result.out
+    return result.out, explanation
+
+
+def test_a_segment_on_a_less_precise_device_is_named_with_what_to_do(run_cli):
+    bundle = place({"left": "half:0"}, shape={"N": 3})
+    text, explanation = verify(run_cli)
+    segment = find_segment(bundle, "a")
+    assert (explanation["cause"], explanation["device"], explanation["segment"]) == ("device", "half:0", segment)
+    assert explanation["message"].startswith(f"the error is gone when segment {segment} on half:0 runs on the CPU: ")
+    assert explanation["message"].endswith(", as if it computed float32 in float16")
+    for option in ("--max-error", "--device-map", "half:0{precision=float16}"):
+        assert option in explanation["hint"]
+    line = text.splitlines()[0]
+    assert line.startswith("DIFFERS y  max abs error ")
+    assert line.endswith(", allowed is 0.001, as float32 is the coarsest type on the way to it, first with N=3")
+
+
+def test_what_the_hint_says_helps(run_cli):
+    place({"left": "half:0{precision=float16}"}, shape={"N": 3})
+    data = only_json(run_cli("verify", "out", "--json"))
+    assert (data["equal"], data["explanation"]) == (True, None)
+    assert [(item["tolerance"], item["tolerance_type"]) for item in data["outputs"]] == [(0.02, "float16")] * 2
+
+
+def test_a_device_is_named_if_no_single_segment_explains_the_difference(run_cli):
+    place({"left.*": "half:0"}, shape={"N": 3})
+    _, explanation = verify(run_cli, "--sizes", "0")
+    assert (explanation["cause"], explanation["device"], explanation["segment"]) == ("device", "half:0", "")
+    assert "when all segments on half:0 run on the CPU, and no single one explains it" in explanation["message"]
+
+
+def test_no_device_is_named_if_it_takes_several(run_cli):
+    place({"left": "half:0", "left_too": "half:1"}, shape={"N": 3})
+    _, explanation = verify(run_cli, "--sizes", "0")
+    assert (explanation["cause"], explanation["device"], explanation["segment"]) == ("device", "", "")
+    assert "when all segments run on the CPU, and no single device explains it" in explanation["message"]
+
+
+def test_results_that_are_further_off_than_a_type_are_called_so(run_cli, monkeypatch):
+    bundle = place({"left": "half:0"}, shape={"N": 3})
+    monkeypatch.setattr("tests.support.half_device.round_to_half", lambda value: value * np.float32(1.5))
+    _, explanation = verify(run_cli, "--sizes", "0")
+    assert (explanation["device"], explanation["segment"]) == ("half:0", find_segment(bundle, "a"))
+    assert explanation["message"].endswith("is off by 0.5, more than a less precise type explains")
+    assert "onnxplace doctor" in explanation["hint"]
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "half:0"])
+@pytest.mark.parametrize(("value", "operator"), [("a", "Gemm"), ("y", "Add"), ("d", "Gemm"), ("z", "Mul")])
+def test_a_wrong_file_of_a_segment_is_named(run_cli, device, value, operator, monkeypatch):
+    monkeypatch.setattr("tests.support.half_device.round_to_half", lambda value: value)
+    bundle = place({"right|left_too": device, "left|difference": "cpu:1"}, shape={"N": 64})
+    if operator == "Gemm":
+        monkeypatch.setattr(onnx, "save", lambda model, path: _transpose(model, path, value))
+    segment = damage(bundle, value, operator)
+    _, explanation = verify(run_cli, "--sizes", "0")
+    assert (explanation["cause"], explanation["segment"], explanation["device"]) == ("segment", segment, "")
+    assert "please report it" in explanation["hint"]
