@@ -466,6 +466,7 @@ def extract_segment(bundle: Bundle, segment: SegmentRecord, device: Device | Non
     received = [Step(op="receive", value=name) for name in segment.inputs if name not in fed]
     updates: dict[str, Any] = {
         "outputs": _return_values(manifest, segment.outputs),
+        "states": (),
         "routes": (),
         "segments": (segment,),
         "programs": {segment.device: (*received, Step(op="run", segment=segment.id))},
