@@ -22,7 +22,7 @@ from onnxplace.evaluation import (
     choose_step_inputs,
     compare_in_child,
     compare_other_sizes,
-    explain_difference,
+    find_cause,
     find_worst,
     list_precisions,
     may_be_rounding,
@@ -121,8 +121,7 @@ def verify(
 
     with use_custom_operators(custom_op_libraries):
         comparisons, optimised, explanation = compare_on(available_cores()), True, None
-        is_rounding = not _all_equal(comparisons) and may_be_rounding(opened, comparisons)
-        if is_rounding:
+        if not _all_equal(comparisons) and may_be_rounding(opened, comparisons):
             if observer:
                 observer("comparing without optimisations", 0, 1)
             with without_optimisations():
@@ -130,11 +129,8 @@ def verify(
             if _all_equal(unoptimised):
                 comparisons, optimised = unoptimised, False
         if differing := next((item for item in comparisons if item.result == "differs"), None):
-            if observer:
-                observer("finding the cause", 0, 1)
-            steps = choose_step_inputs(opened, inputs, shape or {}, seed)
-            steps = steps if differing is comparisons[0] else steps.resize(differing.sizes)
-            explanation = explain_difference(opened, against, steps, differing.steps, optimised=not is_rounding)
+            steps = choose_step_inputs(opened, inputs, differing.sizes, seed)
+            explanation = find_cause(opened, against, steps, differing.steps)
     worst = map(find_worst, zip(*(step for item in comparisons for step in item.steps)))
     is_equal, precisions = _all_equal(comparisons), list_precisions(opened)
     return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies, explanation)

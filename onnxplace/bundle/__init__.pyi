@@ -11,7 +11,6 @@ from onnxplace.bundle.bundle import (
     describe_step as describe_step,
     external_data_options as external_data_options,
     extract_device_part as extract_device_part,
-    extract_segment as extract_segment,
     list_crossing_values as list_crossing_values,
     record_crossing_values as record_crossing_values,
 )

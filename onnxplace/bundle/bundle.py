@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -36,17 +36,13 @@ from onnxplace.bundle.manifest import (
     LinkRecord,
     Manifest,
     OutputRecord,
-    RouteRecord,
-    SegmentRecord,
     StateRecord,
-    Step,
-    TargetRecord,
     ValueRecord,
 )
 from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError, format_count, format_names
 from onnxplace.feeds import Array, Declared, numpy_type, zero_feeds
-from onnxplace.target import Device, Target
+from onnxplace.target import Target
 from onnxplace.utils import (
     find_moved_aside,
     format_bytes,
@@ -274,18 +270,21 @@ class Bundle:
         """Return the initial value of a state that has one; it shares the memory of its file, read-only."""
         assert state.initial is not None
         dtype = next(item.dtype for item in self.manifest.inputs if item.name == state.input)
-        locate = self.linked_file if state.initial.linked else self.file
-        return _map_initial_value(locate(state.initial.file), state.initial, dtype)
+        return self._map_value(state.initial, dtype)
 
+    def streamed_weights(self) -> dict[str, Array]:
+        """Return the weights that stream, by name; they share the memory of their files, read-only."""
+        return {name: self._map_value(record, record.dtype) for name, record in self.manifest.streamed.items()}
 
-def _map_initial_value(file: Path, record: InitialRecord, dtype: str) -> Array:
-    """Return an initial value that shares the memory of its file, read-only; `dtype` is ONNX Runtime's name."""
-    element = numpy_type(dtype)
-    assert element is not None, "checked when the bundle was opened"
-    if not record.bytes:
-        return np.zeros(record.shape, element)
-    array = np.asarray(np.memmap(file, element, "r", record.offset, record.shape))
-    return array if array.flags.aligned else array.copy()
+    def _map_value(self, record: InitialRecord, dtype: str) -> Array:
+        """Return a value that shares the memory of its file, read-only; `dtype` is ONNX Runtime's name."""
+        element = numpy_type(dtype)
+        assert element is not None, "checked when the bundle was opened"
+        if not record.bytes:
+            return np.zeros(record.shape, element)
+        file = (self.linked_file if record.linked else self.file)(record.file)
+        array = np.asarray(np.memmap(file, element, "r", record.offset, record.shape))
+        return array if array.flags.aligned else array.copy()
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -447,38 +446,12 @@ def record_crossing_values(bundle: Bundle) -> Bundle:
         device: tuple(step for step in program if not (step.op == "free" and sent.get(step.value) == device))
         for device, program in manifest.programs.items()
     }
-    updates = {"programs": programs, "outputs": _return_values(manifest, sent), "states": (), "routes": ()}
+    outputs = tuple(
+        OutputRecord(name=name, dtype=manifest.values[name].dtype, shape=manifest.values[name].shape, value=name)
+        for name in sent
+    )
+    updates = {"programs": programs, "outputs": outputs, "states": (), "routes": ()}
     return replace(bundle, manifest=manifest.model_copy(update=updates))
-
-
-def _return_values(manifest: Manifest, names: Iterable[str]) -> tuple[OutputRecord, ...]:
-    """Return outputs that have the names of their values."""
-    records = [(name, manifest.values[name]) for name in names]
-    return tuple(OutputRecord(name=name, dtype=item.dtype, shape=item.shape, value=name) for name, item in records)
-
-
-def extract_segment(bundle: Bundle, segment: SegmentRecord, device: Device | None = None) -> Bundle:
-    """Return a bundle of one segment on its device, or on a `device` alone.
-
-    Its inputs are those of the model that it reads, then the other values; its outputs are all values that it computes.
-    """
-    manifest, fed = bundle.manifest, {item.name for item in bundle.inputs}
-    received = [Step(op="receive", value=name) for name in segment.inputs if name not in fed]
-    updates: dict[str, Any] = {
-        "outputs": _return_values(manifest, segment.outputs),
-        "states": (),
-        "routes": (),
-        "segments": (segment,),
-        "programs": {segment.device: (*received, Step(op="run", segment=segment.id))},
-    }
-    part = extract_device_part(replace(bundle, manifest=manifest.model_copy(update=updates)), segment.device)
-    if device is None:
-        return part
-    route = RouteRecord(devices={segment.device: device.id}, seconds={segment.id: segment.seconds}, share=0)
-    moved = move_to_route(part.manifest, route)
-    streams = tuple(stream.model_copy(update={"device": device.id}) for stream in moved.streams)
-    target = TargetRecord(devices=(device,), links=(), link_model=manifest.target.link_model)
-    return replace(part, manifest=moved.model_copy(update={"streams": streams, "target": target}))
 
 
 def extract_device_part(bundle: Bundle, device: str) -> Bundle:

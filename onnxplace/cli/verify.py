@@ -54,8 +54,8 @@ def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
                 {"sizes": dict(item.sizes), "result": item.result, "message": item.message} for item in result.sizes
             ]
             counts = {"steps": result.steps, "optimised": result.optimised, "precisions": result.precisions}
-            cause = vars(result.explanation) if result.explanation else None
-            print_json({"equal": result.equal, "outputs": outputs, **counts, "sizes": tried, "explanation": cause})
+            counts |= {"explanation": result.explanation and vars(result.explanation)}
+            print_json({"equal": result.equal, "outputs": outputs, **counts, "sizes": tried})
         else:
             _print_differences(result)
     note_left_out_copies(result.copies)

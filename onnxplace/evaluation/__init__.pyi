@@ -26,7 +26,7 @@ from onnxplace.evaluation.device_usage import (
 )
 from onnxplace.evaluation.difference_causes import (
     Explanation as Explanation,
-    explain_difference as explain_difference,
+    find_cause as find_cause,
 )
 from onnxplace.evaluation.host_nodes import report_host_nodes as report_host_nodes
 from onnxplace.evaluation.memory_use import (

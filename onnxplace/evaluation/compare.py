@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from onnxplace.feeds import Array, Declared, describe_input
 from onnxplace.machine import Level, find_typical_seconds, make_runner, make_session_options, open_session, pin_thread
 from onnxplace.model import Lineage, is_quantising, output_lineages
 from onnxplace.target import PRECISIONS
-from onnxplace.utils import report_progress
+from onnxplace.utils import find_largest_error, report_progress
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -74,13 +75,8 @@ def compare_output(name: str, actual: Any, reference: Any, lineage: Lineage | No
     result = _compare_values(name, actual, reference, lineage)
     if result.equal or not lineage.random_nodes:
         return result
-    return OutputDifference(
-        name=name,
-        equal=_has_same_form(actual, reference, lineage.shape_is_drawn),
-        max_abs_error=float("inf"),
-        max_rel_error=float("inf"),
-        random_nodes=tuple(sorted(lineage.random_nodes)),
-    )
+    is_equal = _has_same_form(actual, reference, lineage.shape_is_drawn)
+    return OutputDifference(name, is_equal, inf, inf, random_nodes=tuple(sorted(lineage.random_nodes)))
 
 
 def _compare_values(name: str, actual: Any, reference: Any, lineage: Lineage) -> OutputDifference:
@@ -97,15 +93,20 @@ def _compare_values(name: str, actual: Any, reference: Any, lineage: Lineage) ->
 
 
 def _compare_arrays(name: str, actual: Array, reference: Array, lineage: Lineage) -> OutputDifference:
-    if actual.shape != reference.shape or actual.dtype != reference.dtype:
-        return OutputDifference(name, False, float("inf"), float("inf"))
+    """Compare floats within tolerance, others exactly; strings that differ have an infinite error."""
     dtype = str(reference.real.dtype)
-    if dtype not in TOLERANCE:
-        return _compare_exactly(name, actual, reference)
+    is_exact, has_form = dtype not in TOLERANCE, actual.shape == reference.shape and actual.dtype == reference.dtype
+    is_equal = has_form and bool((actual == reference).all())
+    if not has_form or (is_exact and reference.dtype.kind not in "iub"):
+        error = 0.0 if is_equal else inf
+        return OutputDifference(name, is_equal, error, error)
+    error, relative, index = find_largest_error(actual, reference)
+    difference = OutputDifference(name, is_equal, error, relative, index=index)
+    if is_exact:
+        return difference
     coarsest = max((dtype, *sorted(lineage.types & TOLERANCE.keys())), key=TOLERANCE.__getitem__)
-    if not np.issubdtype(reference.dtype, np.inexact):  # a type of the package ml_dtypes, which numpy does not know
-        actual, reference = actual.astype(np.float32), reference.astype(np.float32)
-    return replace(_compare_floats(name, actual, reference, TOLERANCE[coarsest]), tolerance_type=coarsest)
+    tolerance = TOLERANCE[coarsest]
+    return replace(difference, equal=relative <= tolerance, tolerance=tolerance, tolerance_type=coarsest)
 
 
 def _is_array(value: Any) -> bool:
@@ -121,33 +122,6 @@ def _summarise_parts(name: str, parts: Sequence[OutputDifference], complete: boo
 def find_worst(differences: Iterable[OutputDifference]) -> OutputDifference:
     """Return the largest of some differences; those within tolerance count as smaller than all others."""
     return max(differences, key=lambda item: (not item.equal, item.max_rel_error))
-
-
-def _compare_exactly(name: str, actual: Array, reference: Array) -> OutputDifference:
-    """Compare integers, booleans and strings; strings that differ have an infinite error."""
-    if bool((actual == reference).all()):
-        return OutputDifference(name, True, 0.0, 0.0)
-    if reference.dtype.kind not in "iub":
-        return OutputDifference(name, False, float("inf"), float("inf"))
-    difference = _compare_floats(name, actual.astype(np.float64), reference.astype(np.float64), 0.0)
-    return replace(difference, equal=False)
-
-
-def _compare_floats(name: str, actual: Array, reference: Array, tolerance: float) -> OutputDifference:
-    """Compare floats: NaN and infinities exactly, the others relative to the largest of the reference."""
-    finite, is_same = np.isfinite(reference), (actual == reference) | (np.isnan(actual) & np.isnan(reference))
-    precise = np.complex128 if np.iscomplexobj(reference) else np.float64
-    with np.errstate(all="ignore"):  # such as infinity minus itself
-        # In double precision, so that the difference itself is not rounded.
-        errors = np.abs(np.subtract(actual, reference, dtype=precise))
-    errors = np.where(is_same, 0.0, np.where(finite & np.isfinite(actual), errors, np.inf))
-    error, scale = float(errors.max(initial=0.0)), float(np.abs(reference[finite]).max(initial=0.0))
-    index = np.unravel_index(errors.argmax(), errors.shape) if error > 0 else ()
-    # Relative to the largest element, not to each one: small ones are often differences of large numbers.
-    relative = error / scale if scale > 0 else error
-    return OutputDifference(
-        name, relative <= tolerance, error, relative, index=tuple(map(int, index)), tolerance=tolerance
-    )
 
 
 def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:

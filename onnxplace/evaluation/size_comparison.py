@@ -16,7 +16,7 @@ from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, FeedError, ModelError, NoteWarning, format_names
 from onnxplace.evaluation.compare import list_precisions, rounds_to_few_values
 from onnxplace.evaluation.comparison_process import Compare, compare_in_child
-from onnxplace.evaluation.difference_causes import explain_difference
+from onnxplace.evaluation.difference_causes import find_cause
 from onnxplace.evaluation.own_differences import MAX_OWN_ERRORS, UNREPEATABLE, Differences, ModelComparison
 from onnxplace.evaluation.step_inputs import StepInputs, choose_step_inputs
 from onnxplace.feeds import symbols_of_dimension
@@ -170,13 +170,12 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
                 tried.append(item)
                 if item.result != "skipped":
                     break
-        is_rounding = bool(tried) and tried[-1].result == "differs" and may_be_rounding(bundle, tried[-1:])
-        if is_rounding:
+        if tried and tried[-1].result == "differs" and may_be_rounding(bundle, tried[-1:]):
             with compare_in_child(partial(_open_trial, bundle.path, False), bundle.path, None) as compare:
                 tried.append(_compare(compare, first, tried[-1].sizes))
     if tried and tried[-1].result == "differs":
         last = tried[-1]
-        cause = explain_difference(bundle, None, first.resize(last.sizes), last.steps, optimised=not is_rounding)
+        cause = find_cause(bundle, None, first.resize(last.sizes), last.steps)
         name = next(output.name for output in last.steps[0] if not output.equal)
         message = f"output {name!r} differs from the unsplit model's with {last.text}; {cause.message}"
         hint = f"{cause.hint}; --no-trial writes the bundle all the same, for `onnxplace verify`"
