@@ -1,7 +1,6 @@
 """`onnxplace verify` says where a difference comes from: a device, a segment's file, or the model that is compared."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,8 @@ import onnxplace
 from onnxplace.bundle import Bundle, compute_sha256
 from onnxplace.devices import Hardware
 from onnxplace.errors import ExecutionError
-from onnxplace.evaluation import difference_causes, trial
+from onnxplace.evaluation import difference_causes
+from onnxplace.evaluation.size_comparison import compare_at_another_size
 from onnxplace.runtimes.execution.sessions import EngineSession
 from tests.bundle.test_hostile_bundles import edit
 from tests.conftest import FAST_PIPELINE
@@ -206,20 +206,14 @@ def test_given_inputs_of_other_sizes_are_explained(run_cli):
     assert (explanation["cause"], explanation["segment"]) == ("split", segment)
 
 
-def test_the_trial_of_compile_explains_a_difference_at_another_size(run_cli, monkeypatch):
-    place({}, shape={"N": 4})
-    Path("map.json").write_text(json.dumps({"left": "half:0", ".*": "cpu:0"}))
+def test_the_trial_explains_a_difference_at_another_size(monkeypatch):
+    bundle = place({"left": "half:0"}, shape={"N": 4})
     wrong = "tests.support.half_device.round_to_half"
     monkeypatch.setattr(wrong, lambda value: value if value.shape[0] == 4 else value * np.float32(1.5))
-    monkeypatch.setattr(trial, "REPEAT_POLICY", replace(trial.REPEAT_POLICY, max_runs=3))
-    options = ("--devices", "cpu:0,half:0", "--device-map", "map.json", "--shape", "N=4", "--strict")
-    result = run_cli("compile", "model.onnx", "-o", "new", *options)
-    assert result.code == 4
-    start = "error[C022] cancelling: output 'y' differs from the unsplit model's with N=5; the error is gone when "
-    assert f"{start}segment half0-000 on half:0 runs on the CPU: values are wrong there" in result.err
-    assert "hint: place nodes elsewhere with --device-map" in result.err
-    assert "--no-trial writes the bundle all the same, for `onnxplace verify`" in result.err
-    assert not Path("new").exists()
-    assert run_cli("compile", "model.onnx", "-o", "new", *options, "--no-trial").code == 0
-    data = only_json(run_cli("verify", "new", "--json"))
-    assert (data["explanation"]["device"], data["explanation"]["segment"]) == ("half:0", "half0-000")
+    with pytest.raises(ExecutionError, match="output 'y' differs from the unsplit model's with N=5; ") as caught:
+        compare_at_another_size(bundle)
+    assert caught.value.code == "C022"
+    segment = find_segment(bundle, "a")
+    assert f"the error is gone when segment {segment} on half:0 runs on the CPU: values are wrong" in str(caught.value)
+    assert caught.value.hint.startswith("place nodes elsewhere with --device-map")
+    assert caught.value.hint.endswith("--no-trial writes the bundle all the same, for `onnxplace verify`")
