@@ -119,7 +119,7 @@ def _format_error(difference: OutputDifference) -> str:
 
             return UNREPEATABLE
         relative = f"relative to its largest value {difference.max_rel_error:.3g}"
-        place = f" at {list(difference.index)}" if difference.index else ""
+        place = f" at {list(difference.index)}" if difference.index and not difference.equal else ""
         return f"max abs error {difference.max_abs_error:.3g}{place}, {relative}"
     nodes = format_names(difference.random_nodes)
     if difference.equal:

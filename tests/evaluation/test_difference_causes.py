@@ -13,7 +13,9 @@ import onnxplace
 from onnxplace.bundle import Bundle
 from onnxplace.errors import NoteWarning
 from onnxplace.evaluation import Explanation, OutputDifference, choose_step_inputs, find_cause
+from tests.cli.test_difference_causes import damage
 from tests.conftest import FAST_PIPELINE, branches
+from tests.support.chains import cached_decoder
 from tests.support.large_chains import compile_chain, write_chain
 from tests.support.random_models import random_models, reference
 from tests.support.random_placements import compiled_with, placements
@@ -73,3 +75,16 @@ def test_states_are_carried_from_step_to_step(tmp_path):
     options = {"devices": "cpu:0,cpu:1", "state": ["t=s"], "pipeline": pipeline}
     bundle = onnxplace.compile(tmp_path / "model.onnx", tmp_path / "out", **options)
     assert is_nothing_wrong(blame(bundle, 3))
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_operators_and_states_that_are_split_are_compared_where_the_model_has_their_values(tmp_path):
+    pipeline = "optimize,profile{estimate=true},shard{ways=2,exact=true,weights=least},coplace,fuse,m-etf,split,emit"
+    options = {"devices": "cpu:0,cpu:1", "shape": {"seq": 1, "past": 5}, "state": ["present=past"]}
+    bundle = onnxplace.compile(cached_decoder(), tmp_path / "out", pipeline=pipeline, **options)
+    assert len(bundle.manifest.sharding.states[0].inputs) == 2
+    assert is_nothing_wrong(blame(bundle, 2))
+    (added,) = [item.id for item in bundle.manifest.segments if "y" in item.outputs]
+    damage(bundle, "p/part1", "LogSoftmax")
+    explanation = onnxplace.verify(bundle, sizes=0).explanation
+    assert (explanation.cause, explanation.segment) == ("split", added)
