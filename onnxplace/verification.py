@@ -129,8 +129,8 @@ def verify(
             if _all_equal(unoptimised):
                 comparisons, optimised = unoptimised, False
         if differing := next((item for item in comparisons if item.result == "differs"), None):
-            steps = choose_step_inputs(opened, inputs, differing.sizes, seed)
-            explanation = find_cause(opened, against, steps, differing.steps)
+            first = choose_step_inputs(opened, inputs, differing.sizes, seed)
+            explanation = find_cause(opened, against, first, differing.steps)
     worst = map(find_worst, zip(*(step for item in comparisons for step in item.steps)))
     is_equal, precisions = _all_equal(comparisons), list_precisions(opened)
     return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies, explanation)

@@ -25,7 +25,7 @@ from onnxplace.model import load
 from onnxplace.passes.profiling import run_nodes
 from onnxplace.utils import relative_error
 
-_REPORT = "this is a defect of onnxplace: please report it, with this command and what `onnxplace doctor` prints"
+_REPORT = "this looks like a defect of onnxplace: please report it, with this command and `onnxplace doctor`'s report"
 _PLACE = "place nodes elsewhere with --device-map, or bound errors with --max-error; `onnxplace doctor` checks devices"
 
 
@@ -59,7 +59,7 @@ def find_cause(bundle: Bundle, against: str | Path | None, steps: StepInputs, di
             comparison = ModelComparison(bundle, against, available_cores(), wrong[count - 1])
             return _Chain(bundle, comparison, steps, count).explain(against)
     except OnnxplaceError as problem:  # such as a device of another host
-        return Explanation("unknown", f"its cause was not found: {problem.message}", _REPORT)
+        return Explanation("unknown", f"its cause was not found: {problem.message}", problem.hint or _REPORT)
 
 
 class _Chain:

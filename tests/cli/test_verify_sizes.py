@@ -155,7 +155,7 @@ def test_the_error_of_compile_says_what_is_known_of_the_cause(run_cli, model_fil
     assert result.code == 4
     message = "differs from the unsplit model's with batch=5; the error is gone when segments run alone, without"
     assert f"error[C022] branches: output 'y' {message} optimisations\n" in result.err
-    assert "please report it, with this command and what `onnxplace doctor` prints; --no-trial writes" in result.err
+    assert "please report it, with this command and `onnxplace doctor`'s report; --no-trial writes" in result.err
 
 
 @pytest.mark.usefixtures("wrong_at_other_sizes")
