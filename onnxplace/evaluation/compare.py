@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from onnxplace.machine import (
 )
 from onnxplace.model import Lineage, is_quantising, output_lineages
 from onnxplace.target import PRECISIONS
-from onnxplace.utils import report_progress
+from onnxplace.utils import find_largest_error, report_progress
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -63,6 +64,12 @@ class OutputDifference:
 
     It is infinite if two equal runs differ: then `equal` is about type and shape.
     """
+    index: tuple[int, ...] = ()
+    """Where the largest error is; empty where there is none, and for a scalar."""
+    tolerance: float = 0.0
+    """The largest relative error that counts as equal; 0 for types that have to be equal."""
+    tolerance_type: str = ""
+    """The coarsest type on the way to the output, which sets the tolerance."""
 
 
 def compare_output(name: str, actual: Any, reference: Any, lineage: Lineage | None = None) -> OutputDifference:
@@ -79,13 +86,8 @@ def compare_output(name: str, actual: Any, reference: Any, lineage: Lineage | No
     result = _compare_values(name, actual, reference, lineage)
     if result.equal or not lineage.random_nodes:
         return result
-    return OutputDifference(
-        name=name,
-        equal=_has_same_form(actual, reference, lineage.shape_is_drawn),
-        max_abs_error=float("inf"),
-        max_rel_error=float("inf"),
-        random_nodes=tuple(sorted(lineage.random_nodes)),
-    )
+    is_equal = _has_same_form(actual, reference, lineage.shape_is_drawn)
+    return OutputDifference(name, is_equal, inf, inf, random_nodes=tuple(sorted(lineage.random_nodes)))
 
 
 def _compare_values(name: str, actual: Any, reference: Any, lineage: Lineage) -> OutputDifference:
@@ -102,15 +104,20 @@ def _compare_values(name: str, actual: Any, reference: Any, lineage: Lineage) ->
 
 
 def _compare_arrays(name: str, actual: Array, reference: Array, lineage: Lineage) -> OutputDifference:
-    if actual.shape != reference.shape or actual.dtype != reference.dtype:
-        return OutputDifference(name, False, float("inf"), float("inf"))
+    """Compare floats within tolerance, others exactly; strings that differ have an infinite error."""
     dtype = str(reference.real.dtype)
-    if dtype not in TOLERANCE:
-        return _compare_exactly(name, actual, reference)
-    tolerance = max(TOLERANCE.get(kind, 0.0) for kind in (dtype, *lineage.types))
-    if not np.issubdtype(reference.dtype, np.inexact):  # a type of the package ml_dtypes, which numpy does not know
-        actual, reference = actual.astype(np.float32), reference.astype(np.float32)
-    return _compare_floats(name, actual, reference, tolerance)
+    is_exact, has_form = dtype not in TOLERANCE, actual.shape == reference.shape and actual.dtype == reference.dtype
+    is_equal = has_form and bool((actual == reference).all())
+    if not has_form or (is_exact and reference.dtype.kind not in "iub"):
+        error = 0.0 if is_equal else inf
+        return OutputDifference(name, is_equal, error, error)
+    error, relative, index = find_largest_error(actual, reference)
+    difference = OutputDifference(name, is_equal, error, relative, index=index)
+    if is_exact:
+        return difference
+    coarsest = max((dtype, *sorted(lineage.types & TOLERANCE.keys())), key=TOLERANCE.__getitem__)
+    tolerance = TOLERANCE[coarsest]
+    return replace(difference, equal=relative <= tolerance, tolerance=tolerance, tolerance_type=coarsest)
 
 
 def _is_array(value: Any) -> bool:
@@ -119,39 +126,13 @@ def _is_array(value: Any) -> bool:
 
 def _summarise_parts(name: str, parts: Sequence[OutputDifference], complete: bool) -> OutputDifference:
     """Return an output's difference from those of its parts; `complete` if no part is missing or extra."""
-    return OutputDifference(
-        name,
-        complete and all(part.equal for part in parts),
-        max((part.max_abs_error for part in parts), default=0.0),
-        max((part.max_rel_error for part in parts), default=0.0),
-    )
+    worst = find_worst([*parts, OutputDifference(name, True, 0.0, 0.0)])
+    return replace(worst, equal=worst.equal and complete)
 
 
-def _compare_exactly(name: str, actual: Array, reference: Array) -> OutputDifference:
-    """Compare integers, booleans and strings; strings that differ have an infinite error."""
-    if bool((actual == reference).all()):
-        return OutputDifference(name, True, 0.0, 0.0)
-    if reference.dtype.kind not in "iub":
-        return OutputDifference(name, False, float("inf"), float("inf"))
-    difference = _compare_floats(name, actual.astype(np.float64), reference.astype(np.float64), 0.0)
-    return replace(difference, equal=False)
-
-
-def _compare_floats(name: str, actual: Array, reference: Array, tolerance: float) -> OutputDifference:
-    """Compare floats: NaN and infinities exactly, the others relative to the largest of the reference."""
-    finite = np.isfinite(reference)
-    same_special = bool(np.array_equal(actual[~finite], reference[~finite], equal_nan=True)) and bool(
-        (np.isfinite(actual) == finite).all()
-    )
-    precise = np.complex128 if np.iscomplexobj(reference) else np.float64
-    # In double precision, so that the difference itself is not rounded.
-    error = np.abs(actual[finite].astype(precise) - reference[finite]).max(initial=0.0)
-    scale = float(np.abs(reference[finite]).max(initial=0.0))
-    # Relative to the largest element, not to each one: small ones are often differences of large numbers.
-    relative = float(error) / scale if scale > 0 else float(error)
-    if not same_special:
-        return OutputDifference(name, False, float("inf"), float("inf"))
-    return OutputDifference(name, relative <= tolerance, float(error), relative)
+def find_worst(differences: Iterable[OutputDifference]) -> OutputDifference:
+    """Return the largest of some differences; those within tolerance count as smaller than all others."""
+    return max(differences, key=lambda item: (not item.equal, item.max_rel_error))
 
 
 def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:

@@ -90,7 +90,7 @@ MAY_IMPORT = {
         "bundle cost_graph errors evaluation facts feeds graph machine model passes.profiling passes.sharding pipeline "
         "problem reports simulation state target torch utils"
     ),
-    "export": "bundle devices errors graph model target training_step utils",
+    "export": "bundle devices errors model target training_step utils",
     "session": "bundle drop_in errors machine pipeline runtime serving traces utils",
     "api": "bundle driver reports",
     "verification": "bundle driver errors evaluation feeds machine pipeline runtime session utils",
