@@ -222,6 +222,14 @@ def test_a_plugin_of_this_repository_that_is_not_installed_is_named_with_how_to_
     assert "pip install -e plugins/onnxplace-learned" in result.err
 
 
+def test_a_plugin_cannot_take_the_name_of_a_part_of_this_distribution(tmp_path, commands):
+    install(tmp_path / "site", "acme-plugins", {"onnxplace.commands": {"serve": "failing:Evil"}}, MODULES)
+    session = commands(tmp_path / "site", ["serve", "--help"], ["--help"])
+    assert [result.code for result in session.results] == [0, 0]
+    assert re.search(r"^  serve +Answer requests", session.results[1].out, re.MULTILINE)
+    assert "failing" not in session.modules
+
+
 @pytest.mark.slow
 def test_the_command_itself_finds_a_plugin(site, model_file, tmp_path):
     process = subprocess.run(

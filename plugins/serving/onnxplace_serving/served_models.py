@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from onnxplace._version import __version__
+from onnxplace import __version__
 from onnxplace.bundle import Bundle
 from onnxplace.errors import InputError, OnnxplaceError, RunTimeoutError, format_one_line, format_value, suggest_nearest
 from onnxplace.feeds import Array, Declared, random_feeds
 from onnxplace.runtime import CopyStatus, Event, Result
-from onnxplace.serving.tensors import name_datatype, read_optional
+from onnxplace_serving.tensors import name_datatype, read_optional
 
 LOGGER = logging.getLogger("onnxplace.serving")
 # The statuses of HTTP of requests that fail: their names in metrics, and what gRPC calls them.

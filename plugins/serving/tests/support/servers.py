@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import onnxplace
-from onnxplace.serving import Limits, ServedModel, ServedModels, listen, run_server
+from onnxplace_serving.served_models import Limits, ServedModel, ServedModels
+from onnxplace_serving.server import listen, run_server
 
 WAIT_SECONDS = 60.0
 

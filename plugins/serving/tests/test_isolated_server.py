@@ -15,13 +15,13 @@ from onnx import parser
 import onnxplace
 from onnxplace.machine import isolated_sessions
 from onnxplace.machine.isolated_sessions import DeviceProcess
-from onnxplace.serving import Limits
+from onnxplace_serving.served_models import Limits
+from plugins.serving.tests.support.servers import serve_in_thread
+from plugins.serving.tests.test_server import SUM
 from tests.conftest import FAST_PIPELINE
-from tests.serving.test_server import SUM
 from tests.support import endless
 from tests.support.fault_checks import HUNG_SECONDS, wait_until
 from tests.support.isolated import list_children
-from tests.support.servers import serve_in_thread
 
 FOREVER = 1 << 40
 

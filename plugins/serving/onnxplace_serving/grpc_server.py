@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message, message_factory, text_format
 
-from onnxplace.serving.served_models import (
+from onnxplace_serving.served_models import (
     STATUSES,
     VERSION,
     Limits,
@@ -24,7 +24,7 @@ from onnxplace.serving.served_models import (
     ServedModels,
     describe_failure,
 )
-from onnxplace.serving.tensors import describe_output, read_inputs, read_parameters, write_raw
+from onnxplace_serving.tensors import describe_output, read_inputs, read_parameters, write_raw
 
 SERVICE = "inference.GRPCInferenceService"
 # Calls at a time, besides those that have places as requests.

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import psutil
 
-from onnxplace.serving.served_models import LATENCY_BOUNDS, ServedModel
+from onnxplace_serving.served_models import LATENCY_BOUNDS, ServedModel
 
 _Labels = tuple[tuple[str, str], ...]
 

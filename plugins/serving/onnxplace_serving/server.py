@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from onnxplace.errors import UsageError
-from onnxplace.serving.served_models import Limits, ServedModels
+from onnxplace_serving.served_models import Limits, ServedModels
 
 
 def require_server_packages() -> None:
@@ -61,8 +61,8 @@ async def run_server(
 
     Raises UsageError if the address for gRPC cannot be listened on.
     """
-    from onnxplace.serving.grpc_server import make_grpc_server
-    from onnxplace.serving.http_server import HttpServer, make_app
+    from onnxplace_serving.grpc_server import make_grpc_server
+    from onnxplace_serving.http_server import HttpServer, make_app
 
     grpc_server = make_grpc_server(models, limits)
     try:

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from onnxplace.errors import FeedError
 from onnxplace.feeds import Declared, numpy_type
-from onnxplace.serving.tensors import read_inputs, read_list, read_raw, write_list, write_raw
+from onnxplace_serving.tensors import read_inputs, read_list, read_raw, write_list, write_raw
 
 NUMBERS = ("bool", "int8", "uint16", "int32", "int64", "uint64", "float16", "float", "double", "complex64")
 SMALL = ("bfloat16", "float8e4m3fn", "float8e5m2", "int4", "uint4")

@@ -24,13 +24,18 @@ from tritonclient.utils import InferenceServerException
 
 import onnxplace
 from onnxplace.errors import ExecutionError
-from onnxplace.serving import Limits, require_servable
-from onnxplace.serving.grpc_server import load_messages
-from onnxplace.serving.served_models import describe_failure
+from onnxplace_serving.grpc_server import load_messages
+from onnxplace_serving.served_models import Limits, describe_failure, require_servable
+from plugins.serving.tests.support.hostile_requests import (
+    MAX_REQUEST_BYTES,
+    list_unclear_answers,
+    list_unclear_calls,
+    make_post,
+    send,
+)
+from plugins.serving.tests.support.servers import WAIT_SECONDS, serve_in_process, serve_in_thread
 from tests.conftest import FAST_PIPELINE
 from tests.support import endless
-from tests.support.hostile_requests import MAX_REQUEST_BYTES, list_unclear_answers, list_unclear_calls, make_post, send
-from tests.support.servers import WAIT_SECONDS, serve_in_process, serve_in_thread
 
 CLIENTS = {"http": tritonclient.http, "grpc": tritonclient.grpc}
 TYPES = {
@@ -384,7 +389,7 @@ def test_a_slow_body_is_refused_and_its_place_is_free_again(compiled):
 
 
 def test_headers_that_do_not_come_end_the_connection(server, monkeypatch):
-    monkeypatch.setattr("onnxplace.serving.http_server.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("onnxplace_serving.http_server.PATIENCE_SECONDS", 0.1)
     status, text = send(server.http_port, b"POST /v2 HTTP/1.1\r\nhost: x\r\n")
     assert status == 408
     assert b"the headers were not complete within 0.1 s" in text

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.completion import BUNDLE_PATH
-from onnxplace.cli.help import GroupedCommand
-from onnxplace.cli.shared_options import (
+from onnxplace.cli import (
+    BUNDLE_PATH,
     FiniteNumber,
+    GroupedCommand,
     as_json,
     note_core_shortage,
     print_hint,
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     import asyncio
 
     from onnxplace.bundle import Bundle
-    from onnxplace.serving import Batching, Limits, ServedModel
+    from onnxplace.serving import Batching
+    from onnxplace_serving.served_models import Limits, ServedModel
 
 # Names that URLs, metrics and clients take as they are: no path of dots, and not `/v2/models/stats`.
 _MODEL_NAME = re.compile(r"(?!\.*$|stats$)[A-Za-z0-9_.-]{1,200}")
@@ -65,7 +66,8 @@ def serve(bundles: tuple[Path, ...], host: str, port: int, grpc_port: int | None
     """
     import asyncio
 
-    from onnxplace.serving import ServedModels, format_address, listen, require_server_packages, run_server
+    from onnxplace_serving.served_models import ServedModels
+    from onnxplace_serving.server import format_address, listen, require_server_packages, run_server
 
     require_server_packages()
     paths, limits = name_models(bundles), read_limits(options)
@@ -112,8 +114,9 @@ def name_models(bundles: tuple[Path, ...]) -> dict[str, Path]:
 
 def read_limits(options: Mapping[str, Any]) -> Limits:
     """Return the limits that the options give; raises UsageError."""
-    from onnxplace.serving import Limits, check_in_flight
+    from onnxplace.serving import check_in_flight
     from onnxplace.target import parse_bytes
+    from onnxplace_serving.served_models import Limits
 
     in_flight, size = check_in_flight(options["max_in_flight"], "--max-in-flight"), parse_bytes(options["max_request"])
     return Limits(in_flight, options["max_queue"], size, options["timeout"], options["max_sequences"])
@@ -123,8 +126,9 @@ def open_models(
     paths: Mapping[str, Path], limits: Limits, options: Mapping[str, Any], json_: bool
 ) -> list[ServedModel]:
     """Open all bundles, and run them if they are to be warm; after a failure, those that are open are closed."""
-    from onnxplace.serving import Batching, require_servable
+    from onnxplace.serving import Batching
     from onnxplace.session import load
+    from onnxplace_serving.served_models import require_servable
 
     batching = Batching(options["max_batch"], options["max_delay"])
     bundles = {name: load(path) for name, path in paths.items()}
@@ -150,8 +154,9 @@ def open_model(
     name: str, bundle: Bundle, limits: Limits, batching: Batching, session_options: Mapping[str, Any]
 ) -> ServedModel:
     """Open a bundle; its requests are joined if that is proven right, and a note says so if it is not."""
-    from onnxplace.serving import ServedModel, require_batching
+    from onnxplace.serving import require_batching
     from onnxplace.session import InferenceSession
+    from onnxplace_serving.served_models import ServedModel
 
     joins, more = batching.max_batch > 1, {"max_in_flight": limits.max_in_flight, **session_options}
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.cli.serve import serve, stop_on_signals
+from onnxplace_serving.serve import serve, stop_on_signals
 from tests.support import endless
 from tests.support.fault_checks import HUNG_SECONDS
 
@@ -26,7 +26,7 @@ def served(monkeypatch):
         for model in models.models.values():
             model.session.close()
 
-    monkeypatch.setattr("onnxplace.serving.server.run_server", end_at_once)
+    monkeypatch.setattr("onnxplace_serving.server.run_server", end_at_once)
     return kept
 
 
@@ -88,7 +88,7 @@ def test_a_port_in_use_is_named(run_cli, compiled):
 
 
 def test_missing_packages_are_named_with_their_extra(run_cli, compiled, monkeypatch):
-    monkeypatch.setattr("onnxplace.serving.server.find_spec", lambda name: None if name == "grpc" else name)
+    monkeypatch.setattr("onnxplace_serving.server.find_spec", lambda name: None if name == "grpc" else name)
     result = run_cli("serve", compiled)
     assert result.code == 2
     assert "error[U110] serve: a server needs grpc, which is not installed" in result.err
@@ -127,7 +127,7 @@ def test_a_second_signal_ends_the_server_outside_of_its_tasks():
 
 @pytest.mark.parametrize("name", ["Dockerfile", "onnxplace-serve.service"])
 def test_the_examples_start_the_server_with_options_that_it_has(name):
-    text = (Path(__file__).parents[2] / "examples" / "serve" / name).read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "examples" / "serve" / name).read_text(encoding="utf-8")
     (line,) = re.findall(r"^(?:ENTRYPOINT|ExecStart=).*onnxplace serve (.*)", text, re.MULTILINE)
     arguments = shlex.split(line.partition(' \\"$@')[0])
     context = serve.make_context("serve", arguments)

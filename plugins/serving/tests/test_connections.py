@@ -18,13 +18,14 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.feeds import Declared
-from onnxplace.serving import Limits, listen
-from onnxplace.serving.tensors import read_raw
+from onnxplace_serving.served_models import Limits
+from onnxplace_serving.server import listen
+from onnxplace_serving.tensors import read_raw
+from plugins.serving.tests.support.hostile_requests import HOSTILE_MODEL, MAX_REQUEST_BYTES, make_input, make_post, send
+from plugins.serving.tests.support.servers import WAIT_SECONDS, serve_in_thread
 from tests.conftest import FAST_PIPELINE
 from tests.support import endless
 from tests.support.fault_checks import wait_until
-from tests.support.hostile_requests import HOSTILE_MODEL, MAX_REQUEST_BYTES, make_input, make_post, send
-from tests.support.servers import WAIT_SECONDS, serve_in_thread
 
 TCP_NODELAY = socket.IPPROTO_TCP, socket.TCP_NODELAY
 

@@ -26,9 +26,10 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from onnxplace.errors import format_value
-from onnxplace.serving.metrics import format_metrics
-from onnxplace.serving.served_models import VERSION, Limits, RequestError, ServedModel, ServedModels
-from onnxplace.serving.tensors import (
+from onnxplace.utils import parse_json
+from onnxplace_serving.metrics import format_metrics
+from onnxplace_serving.served_models import VERSION, Limits, RequestError, ServedModel, ServedModels
+from onnxplace_serving.tensors import (
     describe_output,
     read_inputs,
     read_optional,
@@ -37,7 +38,6 @@ from onnxplace.serving.tensors import (
     write_list,
     write_raw,
 )
-from onnxplace.utils import parse_json
 
 LENGTH_HEADER = "inference-header-content-length"
 # A body begins so that the bytes behind its JSON begin at a multiple of this: no array has to be copied.
