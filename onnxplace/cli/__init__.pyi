@@ -1,5 +1,5 @@
 from onnxplace.cli.app import entry as entry, main as main
-from onnxplace.cli.completion import BUNDLE_PATH as BUNDLE_PATH
+from onnxplace.cli.completion import BUNDLE_PATH as BUNDLE_PATH, PATH as PATH
 from onnxplace.cli.help import GroupedCommand as GroupedCommand
 from onnxplace.cli.shared_options import (
     FiniteNumber as FiniteNumber,
@@ -17,4 +17,4 @@ from onnxplace.cli.shared_options import (
     with_operator_libraries as with_operator_libraries,
     with_runtime as with_runtime,
 )
-from onnxplace.cli.terminal import show_progress as show_progress
+from onnxplace.cli.terminal import print_aside as print_aside, show_progress as show_progress

@@ -34,7 +34,6 @@ from onnxplace.cli.report import report
 from onnxplace.cli.run import run
 from onnxplace.cli.shared_options import as_json, print_json, print_text, show_session_notes, suggest_command
 from onnxplace.cli.terminal import add_verbosity_options, is_terminal, print_aside, report_total_time
-from onnxplace.cli.train import train
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, name_options, suggest_nearest
 from onnxplace.machine import register_ending_handler
@@ -147,7 +146,6 @@ def cli() -> None:
 for command in (
     compile_,
     run,
-    train,
     verify,
     bench,
     report,

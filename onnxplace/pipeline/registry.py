@@ -1,4 +1,4 @@
-"""Find passes, runtimes and commands by name: a built-in table, and entry points.
+"""Find passes, runtimes, commands and sources of models by name: a built-in table, and entry points.
 
 Listing imports nothing. A broken plugin fails only on use; the error names its distribution. A plugin cannot take the
 name of a built-in one. Parts of this distribution, in `plugins/`, are found by entry points too, and count as built in.
@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from onnxplace.errors import PluginError, UsageError, suggest_nearest
 
-Kind = Literal["passes", "runtimes", "commands"]
+Kind = Literal["passes", "runtimes", "commands", "sources"]
 OWN_DISTRIBUTION = "onnxplace"
-NOUNS: Mapping[Kind, str] = {"passes": "pass", "runtimes": "runtime", "commands": "command"}
+NOUNS: Mapping[Kind, str] = {"passes": "pass", "runtimes": "runtime", "commands": "command", "sources": "source"}
 
 # Class and summary of each built-in pass. The module in `passes/` has the name of the pass.
 _PASSES = {
@@ -76,13 +76,14 @@ OFFERED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
         "passes": dict.fromkeys(("placeto", "hierarchical", "go", "guided"), "onnxplace-learned"),
         "runtimes": {},
         "commands": dict.fromkeys(("learn", "study"), "onnxplace-learned"),
+        "sources": {},
     }
 )
 
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """A pass, runtime or command that has a name."""
+    """A pass, runtime, command or source of models that has a name."""
 
     name: str
     path: str

@@ -25,10 +25,13 @@ PACKAGES = {"cuda": "cuda-bindings", "google": "protobuf", "pynvml": "nvidia-ml-
 PACKAGES |= {"grpc": "grpcio", "optimum": "optimum-onnx"}
 # The extras that each folder may import from, besides the dependencies of the project.
 FOLDERS = {
-    "onnxplace": ("cpu", "gpu", "mpi", "report", "torch", "train"),
+    "onnxplace": ("cpu", "gpu", "mpi", "report"),
     "passes": ("cpu", "gpu"),
     "runtimes": ("cpu", "gpu", "mpi"),
-    "plugins/serving": ("cpu", "dev", "serve"),
+    "plugins/serving/onnxplace_serving": ("serve",),
+    "plugins/serving/tests": ("cpu", "dev"),
+    "plugins/training/onnxplace_training": ("torch", "train"),
+    "plugins/training/tests": ("cpu", "dev", "torch", "zoo"),
     "examples": ("cpu", "gpu", "dev", "generate", "torch", "train", "zoo"),
     "benchmarks": ("cpu", "gpu", "dev", "optimum", "zoo"),
     "tests": ("cpu", "gpu", "dev", "genai", "generate", "torch", "zoo"),

@@ -68,7 +68,7 @@ def import_all(site: Path, origin: Path) -> None:
     names = [file.removesuffix(".py").replace("/", ".") for file in sorted(FILES | PACKAGES)]
     names = [name.removesuffix(".__init__") for name in names if name != "onnxplace.__main__"]
     if find_spec("torch") is None:  # the extra `[torch]`; without it, only the package itself can be imported
-        names = [name for name in names if not name.startswith("onnxplace.torch.")]
+        names = [name for name in names if not name.startswith("onnxplace_training.torch.")]
     command = [sys.executable, "-P", "-S", "-c", SITE + IMPORT_ALL, str(site), str(origin), *names]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True)
