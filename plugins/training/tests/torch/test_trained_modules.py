@@ -14,7 +14,7 @@ import onnxplace
 from onnxplace.errors import UsageError
 from onnxplace_training import Trainer, export_training_step
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 PIPELINE = "optimize,profile{estimate=true},coplace{join=never},m-topo,split,emit"
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 def test_the_training_tutorial_runs_as_it_stands(tmp_path):
     assert (
         run_page(
-            Path(__file__).parents[2] / "docs/tutorials/training.md", tmp_path, Surroundings({"OMP_NUM_THREADS": "1"})
+            Path(__file__).parents[4] / "docs/tutorials/training.md", tmp_path, Surroundings({"OMP_NUM_THREADS": "1"})
         )
         > 5
     )
