@@ -46,8 +46,13 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper, parser
 
 import onnxplace
-from tests.support.hostile_requests import HOSTILE_MODEL, MAX_REQUEST_BYTES, list_unclear_answers, list_unclear_calls
-from tests.support.servers import ServerProcess, serve_in_process
+from plugins.serving.tests.support.hostile_requests import (
+    HOSTILE_MODEL,
+    MAX_REQUEST_BYTES,
+    list_unclear_answers,
+    list_unclear_calls,
+)
+from plugins.serving.tests.support.servers import ServerProcess, serve_in_process
 
 IMAGE = (1, 3, 224, 224)
 LAYERS = 5

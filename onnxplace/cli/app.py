@@ -32,10 +32,8 @@ from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
-from onnxplace.cli.serve import serve
 from onnxplace.cli.shared_options import as_json, print_json, print_text, show_session_notes, suggest_command
 from onnxplace.cli.terminal import add_verbosity_options, is_terminal, print_aside, report_total_time
-from onnxplace.cli.train import train
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, name_options, suggest_nearest
 from onnxplace.machine import register_ending_handler
@@ -49,16 +47,20 @@ class CommandGroup(click.Group):
     """The commands, and those of plugins, which are listed without being imported."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return all names, built-in ones first; a plugin cannot take that of a built-in command."""
+        """Return all names, those of this distribution first; a plugin cannot take one of these."""
         from onnxplace.pipeline import list_entries
 
-        return [*dict.fromkeys((*sorted(self.commands), *sorted(list_entries("commands"))))]
+        plugins = list_entries("commands")
+        parts = [name for name, entry in plugins.items() if not entry.distribution]
+        return [*dict.fromkeys((*sorted((*self.commands, *parts)), *sorted(plugins)))]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; of a plugin, one that only says where it comes from."""
+        """Return a command; of a plugin from elsewhere, one that only says where it comes from."""
         from onnxplace.pipeline import list_entries
 
         if cmd_name not in self.commands and (entry := list_entries("commands").get(cmd_name)):
+            if not entry.distribution:
+                return load_plugin_command(cmd_name)
             return click.Command(cmd_name, short_help=f"Of the {entry.summary}.")
         return super().get_command(ctx, cmd_name)
 
@@ -95,12 +97,12 @@ class CommandGroup(click.Group):
         except (OnnxplaceError, click.ClickException, click.exceptions.Exit, click.Abort, OSError, MemoryError):
             raise
         except Exception as problem:
-            name = str(ctx.invoked_subcommand)
-            if name in self.commands:
-                raise
             from onnxplace.pipeline import list_entries
 
-            where = f"command {name!r} from {list_entries('commands')[name].distribution}"
+            name = str(ctx.invoked_subcommand)
+            if name in self.commands or not (distribution := list_entries("commands")[name].distribution):
+                raise
+            where = f"command {name!r} from {distribution}"
             hint = "this is a defect of the plugin, please report it; --verbose shows where"
             raise PluginError("G001", f"{type(problem).__name__}: {problem}", where=where, hint=hint) from problem
 
@@ -144,8 +146,6 @@ def cli() -> None:
 for command in (
     compile_,
     run,
-    serve,
-    train,
     verify,
     bench,
     report,

@@ -1,7 +1,7 @@
-"""Find passes, runtimes and commands by name: a built-in table, and entry points.
+"""Find passes, runtimes, commands and sources of models by name: a built-in table, and entry points.
 
 Listing imports nothing. A broken plugin fails only on use; the error names its distribution. A plugin cannot take the
-name of a built-in one.
+name of a built-in one. Parts of this distribution, in `plugins/`, are found by entry points too, and count as built in.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from onnxplace.errors import PluginError, UsageError, suggest_nearest
 
-Kind = Literal["passes", "runtimes", "commands"]
-NOUNS: Mapping[Kind, str] = {"passes": "pass", "runtimes": "runtime", "commands": "command"}
+Kind = Literal["passes", "runtimes", "commands", "sources"]
+OWN_DISTRIBUTION = "onnxplace"
+NOUNS: Mapping[Kind, str] = {"passes": "pass", "runtimes": "runtime", "commands": "command", "sources": "source"}
 
 # Class and summary of each built-in pass. The module in `passes/` has the name of the pass.
 _PASSES = {
@@ -75,13 +76,14 @@ OFFERED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
         "passes": dict.fromkeys(("placeto", "hierarchical", "go", "guided"), "onnxplace-learned"),
         "runtimes": {},
         "commands": dict.fromkeys(("learn", "study"), "onnxplace-learned"),
+        "sources": {},
     }
 )
 
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """A pass, runtime or command that has a name."""
+    """A pass, runtime, command or source of models that has a name."""
 
     name: str
     path: str
@@ -95,15 +97,17 @@ class RegistryEntry:
 def list_entries(kind: Kind) -> Mapping[str, RegistryEntry]:
     """Return all entries by name, built-in ones first; import none of them.
 
-    Of commands, these are the ones of plugins.
+    Of commands, these are the ones of plugins, and of parts of this distribution.
     """
     table = {name: RegistryEntry(name, path, summary) for name, (path, summary) in BUILTIN.get(kind, {}).items()}
-    for point in metadata.entry_points(group=f"onnxplace.{kind}"):
-        distribution = point.dist.name if point.dist else "an unnamed distribution"
+    points = metadata.entry_points(group=f"onnxplace.{kind}")
+    named = [(point, point.dist.name if point.dist else "an unnamed distribution") for point in points]
+    for point, distribution in sorted(named, key=lambda pair: pair[1] != OWN_DISTRIBUTION):
         if known := table.get(point.name):
             table[point.name] = replace(known, summary=f"{known.summary}; that of {distribution} is ignored")
         else:
-            table[point.name] = RegistryEntry(point.name, point.value, f"plugin from {distribution}", distribution)
+            origin = "" if distribution == OWN_DISTRIBUTION else distribution
+            table[point.name] = RegistryEntry(point.name, point.value, f"plugin from {distribution}", origin)
     return MappingProxyType(table)
 
 

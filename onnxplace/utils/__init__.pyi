@@ -1,3 +1,4 @@
+from onnxplace._lazy import attach as attach
 from onnxplace.utils.array_files import (
     ArrayFile as ArrayFile,
     map_arrays as map_arrays,

@@ -8,7 +8,7 @@ from tests.support.tutorials import Block, Surroundings, list_blocks, matches, r
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "tutorials"
-NOT_HERE = {"README", "training"}  # tests/torch runs the tutorial on training
+NOT_HERE = {"README", "training"}  # plugins/training/tests/torch runs the tutorial on training
 TUTORIALS = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem not in NOT_HERE)
 
 

@@ -8,7 +8,7 @@ A comment of HTML on the line before a block, which readers do not see, says som
 
 - `<!-- file: costs.json -->`: the block is written to that file.
 - `<!-- not run: the reason -->`: no test runs it.
-- `<!-- run by: tests/torch/test_pages.py -->`: another test does.
+- `<!-- run by: plugins/training/tests/torch/test_pages.py -->`: another test does.
 """
 
 from __future__ import annotations
