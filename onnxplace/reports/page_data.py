@@ -127,7 +127,7 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         crossings=tuple(replace(item, layer=nodes.layers.get(item.value, "")) for item in list_crossings(step)),
         bound=bound,
         attempts=attempts,
-        layers=build_layer_tree(nodes.nodes),
+        layers=build_layer_tree(nodes.nodes, nodes.edges),
         edges=nodes.edges,
         segments=nodes.segments,
         division=tuple(_iterate_tables(manifest)),
@@ -404,7 +404,7 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         LayerNode(*item, index, index)
         for index, item in enumerate(zip(graph.names, graph.ops, placed.device.tolist(), own))
     ]
-    attempts = list_attempts(placed.diagnostics)
+    attempts, edges = list_attempts(placed.diagnostics), _list_edges(graph)
     layers = {
         name: name_layer(graph.names[node])
         for name, node in zip(graph.value_names, graph.producer.tolist())
@@ -424,8 +424,8 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         crossings=crossings,
         bound=bound,
         attempts=attempts,
-        layers=build_layer_tree(nodes),
-        edges=_list_edges(graph),
+        layers=build_layer_tree(nodes, edges),
+        edges=edges,
         segments=(),
         division=(),
         alternatives=tabulate_alternatives(step, graph.names),
