@@ -10,6 +10,8 @@ class ModelMetadata(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
+    file_name: str = ""
+    """Name of the file without its folder; empty if the model was given as an object."""
     producer_name: str = ""
     graph_name: str = ""
     domain: str = ""

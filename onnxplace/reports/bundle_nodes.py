@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -67,11 +68,12 @@ def read_nodes(bundle: Bundle) -> BundleNodes:
     edges = NodeEdges(*zip(*links)) if links else NO_EDGES
     paths = _find_paths([node for _, node in entries], edges)
     nodes = tuple(replace(node, name=paths[index], index=index) for index, (node, _) in enumerate(entries))
-    segments = []
+    members, segments = defaultdict[int, list[LayerNode]](list), []
+    for node in nodes:
+        members[node.segment].append(node)
     for number, segment in enumerate(manifest.segments):
-        title = name_segment([node for node in nodes if node.segment == number])
         planned = segment.seconds if segment.planned_seconds is None else segment.planned_seconds
-        segments.append(SegmentSummary(segment.id, title, segment.seconds, planned))
+        segments.append(SegmentSummary(segment.id, name_segment(members[number]), segment.seconds, planned))
     layers = {name: name_layer(paths[index]) for name, index in producer.items()}
     return BundleNodes(nodes, edges, layers, tuple(segments))
 

@@ -23,6 +23,7 @@ MAX_DEPTH = 24
 # Operators that the title of a segment names.
 MAX_NAMED_OPERATORS = 2
 _NUMBER = re.compile(r"\d+")
+_NODE_PART = re.compile(r"/(shard|copy)\d+$")
 NO_EDGES = NodeEdges((), (), ())
 # Between two parts of a name: a slash or dot, but not one before a number, as in layers.0.
 _BOUNDARY = re.compile(r"(?<=[^/.])(?:/|\.(?!\d))(?=[/.]*[^/.])")
@@ -116,6 +117,7 @@ def name_layer(name: str) -> str:
     >>> [*map(name_layer, ("/model/layers.3/mlp/Mul", "model.layers.3.mlp/node_mul_4", "encoder/norm"))]
     ['model/layers.3', 'model.layers.3', 'encoder']
     """
+    name = _NODE_PART.sub("", name)
     ends = _find_ends(name)
     numbered = (end for begin, end in pairwise([0, *ends]) if _NUMBER.search(name[begin:end]))
     return name[: next(numbered, ends[-1] if ends else 0)].strip("/.")

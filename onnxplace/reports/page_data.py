@@ -13,6 +13,7 @@ from onnxplace.bundle import (
     DiagnosticRecord,
     Manifest,
     build_weight_stream,
+    describe_step,
     list_routes,
     list_working_devices,
 )
@@ -114,9 +115,11 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         sizes=", ".join(f"{name} = {size}" for name, size in manifest.dimensions.items()),
         attempts=attempts,
         streams=tuple(_list_stream_changes(manifest)),
+        summary=describe_step(manifest),
+        is_unsure=any((note.code, note.where) == ("C004", manifest.model) for note in manifest.diagnostics),
     )
     return PageData(
-        title=manifest.model or bundle.path.name,
+        title=manifest.metadata.file_name or manifest.model or bundle.path.name,
         source=bundle.path.absolute().name,
         kind="bundle",
         verdict=judge_step(step, bound, known),

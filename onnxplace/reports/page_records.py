@@ -53,6 +53,10 @@ class Verdict:
     """The device with most of the chain that determines the step; or `transfers`, `waiting for weights`, `waiting` or
     `the request`."""
     advice: tuple[Advice, ...]
+    summary: str
+    """The line about the step that `compile` prints."""
+    is_unsure: bool
+    """Whether the times of the trial are unsure; the summary then says why."""
 
 
 @dataclass(frozen=True)

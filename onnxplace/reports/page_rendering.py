@@ -18,10 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from onnxplace._version import __version__
 from onnxplace.errors import UsageError
 from onnxplace.reports.differences import compare_pages
-from onnxplace.reports.page_records import PageData
+from onnxplace.reports.page_records import MemoryCurve, PageData
 from onnxplace.utils import format_bytes, format_time
 
 # Template, style and scripts of the page.
@@ -37,6 +39,8 @@ BOKEH_SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
 COLORS = 8
 # Memory curves of further devices are folded.
 SHOWN_CURVES = 4
+# Of the width and height of a plot.
+CURVE_TOLERANCE = 0.01
 # Significant digits of times in the page.
 DIGITS = 7
 
@@ -75,7 +79,12 @@ def render_page(pages: Sequence[PageData]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": format_bytes, "time": format_time, "bar": _format_bar}
+    environment.filters |= {
+        "bytes": format_bytes,
+        "time": format_time,
+        "bar": _format_bar,
+        "memory_groups": group_memory,
+    }
     own = "\n".join(_read_page_file(name) for name in SCRIPTS)
     scripts = [*_read_libraries(), f'"use strict";\n(() => {{\n{own}}})();\n']
     return environment.get_template("page.html").render(
@@ -99,6 +108,26 @@ def embed_page(pages: Sequence[PageData]) -> str | None:
     style = "width: 100%; height: 36em; border: 0"
     page = html.escape(render_page(pages))
     return f'<iframe title="onnxplace report" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+
+
+def group_memory(page: PageData) -> list[tuple[MemoryCurve, list[int]]]:
+    """Return curves of memory, each with the devices that share it, which are of one kind and limit."""
+    groups: list[tuple[MemoryCurve, list[int]]] = []
+    for curve in page.memory:
+        kind = page.devices[curve.device].kind
+        equal = (own for first, own in groups if page.devices[own[0]].kind == kind and _is_equal(first, curve))
+        if (own := next(equal, None)) is None:
+            groups.append((curve, own := []))
+        own.append(curve.device)
+    return groups
+
+
+def _is_equal(first: MemoryCurve, other: MemoryCurve) -> bool:
+    """Return whether two curves are equal, except for what nobody would see in a plot."""
+    before, after = (np.array((curve.seconds, curve.bytes)) for curve in (first, other))
+    if before.shape != after.shape or first.limit_bytes != other.limit_bytes:
+        return False
+    return bool((abs(after - before) <= CURVE_TOLERANCE * before.max(axis=1, keepdims=True)).all())
 
 
 def _read_page_file(name: str) -> str:

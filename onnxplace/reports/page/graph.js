@@ -1,13 +1,21 @@
 // The graph with the cut: layers as boxes, laid out by dagre. A box opens into its parts; edges between devices stand out.
+// The tree of layers is made so that edges between its boxes never run in a circle: all of them run down.
 
 // Layers are opened, the largest first, as long as the picture has at most so many boxes.
 const FIRST_BOXES = 24;
 // More boxes than this are slow to lay out, and nobody sees through them.
-const MAX_BOXES = 220;
+const MAX_BOXES = 150;
 const MAX_FOUND = 8;
-const BOX = { width: 212, height: 46 };
-const MAX_TITLE = 30;
-const MIN_SCALE = 0.55;
+const BOX = { width: 232, height: 46 };
+const NARROW_BOX = { width: 168, height: 46 };
+const SPACE = 16;
+// Texts begin so far from the left of their box, and end so far from its right.
+const INDENT = 8;
+const FONT_PIXELS = { title: 12, about: 11 };
+// Rows of boxes that would be scaled by less to fit the page are divided.
+const MIN_SCALE = 0.8;
+// Boxes that are laid out, in all attempts together.
+const MAX_LAID_OUT = 240;
 const SVG = "http://www.w3.org/2000/svg";
 
 function makeSvg(tag, attributes = {}, ...children) {
@@ -17,8 +25,24 @@ function makeSvg(tag, attributes = {}, ...children) {
   return element;
 }
 
-function shorten(text, length) {
-  return text.length > length ? `${text.slice(0, length - 10)}…${text.slice(-9)}` : text;
+const ruler = document.createElement("canvas").getContext("2d");
+
+function measureText(text, kind) {
+  ruler.font = `${kind === "title" ? "" : "600 "}${FONT_PIXELS[kind]}px system-ui, sans-serif`;
+  return ruler.measureText(text).width;
+}
+
+// A text that is at most so wide; of a longer one, the middle is left out.
+function fitText(text, width, kind) {
+  let shown = text;
+  for (let kept = text.length - 1; kept > 1 && measureText(shown, kind) > width; kept--) {
+    shown = `${text.slice(0, Math.ceil(kept * 0.6))}…${text.slice(text.length - Math.floor(kept * 0.4))}`;
+  }
+  return shown;
+}
+
+function describeCut(cut) {
+  return formatBytes([...cut.values()].reduce((a, b) => a + b, 0));
 }
 
 class GraphPicture {
@@ -28,14 +52,16 @@ class GraphPicture {
     this.sums = sumLayers(this.tree, report.devices.length);
     this.open = new Set();
     this.marked = -1;
+    this.box = holder.clientWidth < NARROW_PIXELS ? NARROW_BOX : BOX;
     this.frame = make("div", { class: "graph", role: "group", "aria-label": `Graph of ${report.title}` });
     this.status = make("output", { "aria-live": "polite" });
     this.panel = make("div", { class: "panel" });
     this.found = make("ul", { class: "found" });
+    this.size = make("button", { type: "button", "aria-pressed": "false", onclick: () => this.resize() }, "Full size");
     const input = make("input", { type: "search", placeholder: "Find a node", "aria-label": "Find a node in the graph", oninput: () => this.find(input.value) });
     holder.append(
       make("div", { class: "controls" }, input, make("button", { type: "button", onclick: () => this.reset() }, "Collapse"),
-        make("button", { type: "button", onclick: () => this.openCut() }, "Open the cut")),
+        make("button", { type: "button", onclick: () => this.openCut() }, "Open the cut"), this.size),
       this.found, this.frame, this.status, this.panel,
     );
     this.reset();
@@ -74,20 +100,27 @@ class GraphPicture {
     this.draw();
   }
 
-  // Opens layers that lie on several devices.
+  // Opens layers in which values cross.
   openCut() {
-    for (let boxes = this.list(), grew = true; grew;) {
+    for (let grew = true; grew;) {
+      const boxes = this.list();
+      let room = MAX_BOXES - boxes.length;
       grew = false;
-      for (const row of boxes) {
-        const devices = this.sums[row].count.reduce((count, nodes) => count + (nodes > 0), 0);
-        if (devices > 1 && this.list().length + this.sums[row].children.length <= MAX_BOXES) {
-          this.open.add(row);
-          grew = true;
-        }
+      for (const row of this.collectEdges(boxes).inside.keys()) {
+        const more = this.sums[row].children.length - 1;
+        if (more > room) continue;
+        this.open.add(row);
+        room -= more;
+        grew = true;
       }
-      boxes = this.list();
     }
     this.draw();
+  }
+
+  // In its full size, a wide picture is scrolled.
+  resize() {
+    const isFull = this.frame.classList.toggle("full");
+    this.size.setAttribute("aria-pressed", String(isFull));
   }
 
   toggle(row) {
@@ -154,39 +187,71 @@ class GraphPicture {
     return { edges: [...edges.values()], inside };
   }
 
+  // The layout by dagre. Rows that are wider than the frame are divided, by edges down to their rest that nobody sees.
+  layOut(boxes, edges) {
+    const room = this.frame.clientWidth / MIN_SCALE;
+    const columns = Math.max(Math.floor(room / (this.box.width + SPACE)), 1);
+    const breaks = [];
+    let best = null;
+    for (let laidOut = 0; laidOut === 0 || laidOut + boxes.length <= MAX_LAID_OUT; laidOut += boxes.length) {
+      const layout = this.makeLayout(boxes, edges, breaks);
+      if (!best || layout.graph().width < best.graph().width) best = layout;
+      const rows = new Map();
+      for (const row of boxes) {
+        const { y } = layout.node(String(row));
+        rows.set(y, [...(rows.get(y) ?? []), row]);
+      }
+      const before = breaks.length;
+      for (const row of rows.values()) {
+        row.sort((a, b) => layout.node(String(a)).x - layout.node(String(b)).x);
+        for (let i = columns; i < row.length; i++) breaks.push([row[i - columns], row[i]]);
+      }
+      if (layout.graph().width <= room || breaks.length === before) break;
+    }
+    return best;
+  }
+
+  makeLayout(boxes, edges, breaks) {
+    const layout = new dagre.graphlib.Graph({ compound: true });
+    layout.setGraph({ rankdir: "TB", nodesep: SPACE, edgesep: SPACE / 2, ranksep: 40, marginx: 10, marginy: 10 });
+    for (const row of boxes) layout.setNode(String(row), { ...this.box });
+    for (const row of this.open) layout.setNode(String(row), {});
+    for (const row of [...boxes, ...this.open]) if (this.tree.parent[row] >= 0) layout.setParent(String(row), String(this.tree.parent[row]));
+    for (const { from, to, cut } of edges) {
+      const label = cut.size ? { width: measureText(describeCut(cut), "about") + 8, height: 16, labelpos: "c" } : {};
+      layout.setEdge(String(from), String(to), { weight: cut.size ? 1 : 2, ...label });
+    }
+    for (const [above, below] of breaks) layout.setEdge(String(above), String(below), { weight: 0 });
+    dagre.layout(layout);
+    return layout;
+  }
+
   draw(focus = -1) {
     const boxes = this.list();
     const { edges, inside } = this.collectEdges(boxes);
-    const layout = new dagre.graphlib.Graph({ compound: true });
-    layout.setGraph({ rankdir: "TB", nodesep: 16, ranksep: 34, marginx: 10, marginy: 10 });
-    layout.setDefaultEdgeLabel(() => ({}));
-    for (const row of boxes) layout.setNode(String(row), { ...BOX });
-    for (const row of this.open) layout.setNode(String(row), {});
-    for (const row of [...boxes, ...this.open]) if (this.tree.parent[row] >= 0) layout.setParent(String(row), String(this.tree.parent[row]));
-    for (const edge of edges) layout.setEdge(String(edge.from), String(edge.to), { weight: edge.cut.size ? 1 : 2 });
-    dagre.layout(layout);
+    const layout = this.layOut(boxes, edges);
     const { width, height } = layout.graph();
     const cut = edges.filter((edge) => edge.cut.size);
     const picture = makeSvg("svg", { viewBox: `0 0 ${width} ${height}` });
-    const scale = Math.max(Math.min((this.frame.clientWidth - 4) / width, 1), MIN_SCALE);
-    picture.setAttribute("width", width * scale);
-    picture.setAttribute("height", height * scale);
+    // The style makes it as narrow as the frame, also when that changes.
+    picture.setAttribute("width", width);
     const opened = [...this.open].sort((a, b) => a - b);
     picture.append(
+      ...edges.map((edge) => this.drawEdge(edge, layout.edge(String(edge.from), String(edge.to)))),
       ...opened.map((row) => this.drawCluster(row, layout.node(String(row)))),
-      ...edges.map((edge) => this.drawEdge(edge, layout.edge(String(edge.from), String(edge.to)).points)),
       ...boxes.map((row) => this.drawBox(row, layout.node(String(row)), inside.get(row)?.size ?? 0)),
     );
     this.frame.replaceChildren(picture);
+    this.size.hidden = width <= this.frame.clientWidth;
     const bytes = cut.reduce((sum, edge) => sum + [...edge.cut.values()].reduce((a, b) => a + b, 0), 0);
     const hidden = [...inside.values()].reduce((sum, values) => sum + values.size, 0);
     const crossing = cut.length ? `${cut.length} of ${edges.length} edges cross between devices, with ${formatBytes(bytes)}` : "No edge in the picture crosses between devices";
     this.status.textContent = `${crossing}${hidden ? `; ${hidden} values cross inside boxes: “Open the cut” shows them` : ""}.`;
     const target = this.frame.querySelector(`[data-row="${focus}"]`);
     if (target) {
+      const scale = picture.clientWidth / width;
       target.focus({ preventScroll: true });
-      this.frame.scrollTop = (layout.node(String(focus)).y - BOX.height) * scale - this.frame.clientHeight / 3;
-      this.frame.scrollLeft = layout.node(String(focus)).x * scale - this.frame.clientWidth / 2;
+      this.frame.scrollTop = (layout.node(String(focus)).y - this.box.height) * scale - this.frame.clientHeight / 3;
     }
   }
 
@@ -194,7 +259,7 @@ class GraphPicture {
     const sum = this.sums[row];
     const seconds = sum.seconds.reduce((a, b) => a + b, 0);
     const what = sum.children.length ? `${sum.nodes} nodes` : this.tree.op[row];
-    return [what, ...(seconds > 0 ? [formatSeconds(seconds)] : [])].join(" · ");
+    return [what, ...(seconds > 0 ? [formatSeconds(seconds)] : [])];
   }
 
   button(element, row, name, expanded) {
@@ -224,32 +289,33 @@ class GraphPicture {
       box.append(makeSvg("rect", { class: `share device-${device % COLORS}`, x: left, y: height - 7, width: share, height: 4 }));
       left += share;
     }
-    const title = `${isLayer ? "+ " : ""}${this.tree.label[row]}`;
-    const about = `${this.describe(row)} · ${inside ? `${inside} cut` : where}`;
-    const shown = [shorten(title, MAX_TITLE), shorten(about, MAX_TITLE + 6)];
-    box.append(makeSvg("text", { x: 8, y: 17 }, shown[0]), makeSvg("text", { class: "about", x: 8, y: 33 }, shown[1]));
-    const name = `${this.tree.label[row]}: ${this.describe(row)}, on ${where}${inside ? `; ${inside} values cross inside` : ""}`;
+    const [label, repeats] = this.tree.label[row].split(/: (?=\d+ equal layers$)/);
+    const title = `${isLayer ? "+ " : ""}${label}`;
+    const about = [...(repeats ? [repeats] : []), ...this.describe(row), inside ? `${inside} cut` : where];
+    const room = width - 2 * INDENT;
+    while (about.length > 2 && measureText(about.join(" · "), "about") > room) about.splice(-2, 1);
+    box.append(
+      makeSvg("text", { x: INDENT, y: 17 }, fitText(title, room, "title")),
+      makeSvg("text", { class: "about", x: INDENT, y: 33 }, fitText(about.join(" · "), room, "about")),
+    );
+    const name = `${this.tree.label[row]}: ${this.describe(row).join(" · ")}, on ${where}${inside ? `; ${inside} values cross inside` : ""}`;
     return this.button(box, row, name, isLayer ? false : null);
   }
 
   drawCluster(row, { x, y, width, height }) {
     const cluster = makeSvg("g", { class: "cluster", transform: `translate(${x - width / 2} ${y - height / 2})` });
-    const shown = shorten(`− ${this.tree.label[row]}`, Math.floor(width / 7));
-    cluster.append(makeSvg("rect", { width, height, rx: 8 }), makeSvg("text", { x: 8, y: 14 }, shown));
+    const shown = fitText(`− ${this.tree.label[row]}`, width - 2 * INDENT, "title");
+    cluster.append(makeSvg("rect", { width, height, rx: 8 }), makeSvg("text", { x: INDENT, y: 13 }, shown));
     return this.button(cluster, row, `${this.tree.label[row]}: close`, true);
   }
 
-  drawEdge(edge, points) {
-    const line = points.map(({ x, y }, i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
+  drawEdge(edge, { points, x, y }) {
+    const line = points.map((point, i) => `${i ? "L" : "M"}${point.x.toFixed(1)} ${point.y.toFixed(1)}`).join("");
     const [before, tip] = points.slice(-2);
     const angle = (Math.atan2(tip.y - before.y, tip.x - before.x) * 180) / Math.PI;
     const group = makeSvg("g", { class: edge.cut.size ? "edge cut" : "edge" });
     group.append(makeSvg("path", { d: line }), makeSvg("path", { class: "tip", d: "M0 0L-8 -4L-8 4Z", transform: `translate(${tip.x} ${tip.y}) rotate(${angle})` }));
-    if (edge.cut.size) {
-      const middle = points[Math.floor(points.length / 2)];
-      const size = [...edge.cut.values()].reduce((a, b) => a + b, 0);
-      group.append(makeSvg("text", { x: middle.x + 5, y: middle.y + 4 }, formatBytes(size)));
-    }
+    if (edge.cut.size) group.append(makeSvg("text", { x, y: y + 4, "text-anchor": "middle" }, describeCut(edge.cut)));
     return group;
   }
 }
