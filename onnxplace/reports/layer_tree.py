@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from onnxplace.reports.forward_order import Edges, divide_forward, sort_forward
+from onnxplace.reports.forward_order import Edges, divide_forward
 from onnxplace.reports.page_records import LayerTree, NodeEdges
 
 # More children than this without a common name are shown in parts.
@@ -101,7 +101,7 @@ def build_layer_tree(nodes: Sequence[LayerNode], edges: NodeEdges = NO_EDGES) ->
         return _divide(_group_repeats(layers, {(home[a], home[b]) for a, b in links if home[a] != home[b]}))
 
     links = {*zip(edges.source, edges.reader)}
-    return _flatten(build(sort_forward(len(nodes), links), links, 0))
+    return _flatten(build(range(len(nodes)), links, 0))
 
 
 def _find_ends(name: str) -> list[int]:

@@ -115,8 +115,6 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         sizes=", ".join(f"{name} = {size}" for name, size in manifest.dimensions.items()),
         attempts=attempts,
         streams=tuple(_list_stream_changes(manifest)),
-        summary=describe_step(manifest),
-        is_unsure=any((note.code, note.where) == ("C004", manifest.model) for note in manifest.diagnostics),
     )
     return PageData(
         title=manifest.metadata.file_name or manifest.model or bundle.path.name,
@@ -139,6 +137,8 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         passes=list_passes(manifest.pipeline),
         origin=tuple(_list_origin(manifest)),
         files={name: (record.bytes, record.sha256) for name, record in {**manifest.files, **manifest.linked}.items()},
+        summary_line=describe_step(manifest),
+        is_unsure=any((note.code, note.where) == ("C004", manifest.model) for note in manifest.diagnostics),
     )
 
 

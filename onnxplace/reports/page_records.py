@@ -53,10 +53,6 @@ class Verdict:
     """The device with most of the chain that determines the step; or `transfers`, `waiting for weights`, `waiting` or
     `the request`."""
     advice: tuple[Advice, ...]
-    summary: str
-    """The line about the step that `compile` prints."""
-    is_unsure: bool
-    """Whether the times of the trial are unsure; the summary then says why."""
 
 
 @dataclass(frozen=True)
@@ -315,6 +311,10 @@ class PageData:
     files: Mapping[str, tuple[int, str]]
     """Bytes and SHA-256 of each file."""
     version: int = PAGE_VERSION
+    summary_line: str = ""
+    """The line about the step that `compile` prints, of a bundle."""
+    is_unsure: bool = False
+    """Whether the times of the trial are unsure; the line then says why."""
 
 
 @dataclass(frozen=True)

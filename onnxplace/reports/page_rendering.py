@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -39,8 +40,8 @@ BOKEH_SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
 COLORS = 8
 # Memory curves of further devices are folded.
 SHOWN_CURVES = 4
-# Of the width and height of a plot.
-CURVE_TOLERANCE = 0.01
+# Curves that round to the same of these steps of width and height are drawn once.
+PLOT_STEPS = 100
 # Significant digits of times in the page.
 DIGITS = 7
 
@@ -110,24 +111,14 @@ def embed_page(pages: Sequence[PageData]) -> str | None:
     return f'<iframe title="onnxplace report" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
 
 
-def group_memory(page: PageData) -> list[tuple[MemoryCurve, list[int]]]:
-    """Return curves of memory, each with the devices that share it, which are of one kind and limit."""
-    groups: list[tuple[MemoryCurve, list[int]]] = []
+def group_memory(page: PageData) -> list[list[MemoryCurve]]:
+    """Return the curves of memory by their plots: equal devices share one, if nobody would see a difference."""
+    groups = defaultdict[tuple[Any, ...], list[MemoryCurve]](list)
     for curve in page.memory:
-        kind = page.devices[curve.device].kind
-        equal = (own for first, own in groups if page.devices[own[0]].kind == kind and _is_equal(first, curve))
-        if (own := next(equal, None)) is None:
-            groups.append((curve, own := []))
-        own.append(curve.device)
-    return groups
-
-
-def _is_equal(first: MemoryCurve, other: MemoryCurve) -> bool:
-    """Return whether two curves are equal, except for what nobody would see in a plot."""
-    before, after = (np.array((curve.seconds, curve.bytes)) for curve in (first, other))
-    if before.shape != after.shape or first.limit_bytes != other.limit_bytes:
-        return False
-    return bool((abs(after - before) <= CURVE_TOLERANCE * before.max(axis=1, keepdims=True)).all())
+        pixels = [np.round(PLOT_STEPS * np.array(axis) / max(1e-9, *axis)) for axis in (curve.seconds, curve.bytes)]
+        sizes = format_bytes(curve.limit_bytes), format_bytes(curve.peak_bytes)
+        groups[page.devices[curve.device].kind, sizes, *(axis.tobytes() for axis in pixels)].append(curve)
+    return [*groups.values()]
 
 
 def _read_page_file(name: str) -> str:

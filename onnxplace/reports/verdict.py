@@ -44,10 +44,6 @@ class Circumstances:
     attempts: tuple[AttemptGroup, ...] = ()
     streams: tuple[tuple[str, WeightStream], ...] = ()
     """Changes of how weights stream, in words, with what the step would wait for then."""
-    summary: str = ""
-    """The line about the step in the summary of a bundle."""
-    is_unsure: bool = False
-    """Whether the trial was disturbed, or contradicts the costs."""
 
 
 def judge_step(step: PlacedStep, bound: Bound, known: Circumstances) -> Verdict:
@@ -61,8 +57,6 @@ def judge_step(step: PlacedStep, bound: Bound, known: Circumstances) -> Verdict:
         above_bound=bound.above_bound,
         limit=limit,
         advice=tuple(_list_advice(step, bound, known))[:MAX_ADVICE],
-        summary=known.summary or f"{format_time(bound.step_seconds)} a step, simulated",
-        is_unsure=known.is_unsure,
     )
     share = seconds / bound.step_seconds if bound.step_seconds > 0 else 0.0
     used = {step.device_names[device] for device in step.device.tolist()}
