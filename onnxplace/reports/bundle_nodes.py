@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +12,7 @@ from onnxplace.bundle import COSTS_FILE, WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import OnnxplaceError
 from onnxplace.model import find_module_path, infer_shapes, iterate_reads, list_own_nodes, normalize_module
 from onnxplace.reports.forward_order import sort_forward
-from onnxplace.reports.layer_tree import NO_EDGES, LayerNode, name_layer, name_segment
+from onnxplace.reports.layer_tree import NODE_PART, LayerNode, name_layer, name_segment
 from onnxplace.reports.page_records import NodeEdges, SegmentSummary
 from onnxplace.utils import read_json
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 class BundleNodes:
     """The nodes of a bundle in the order of the whole model, and what they are parts of.
 
-    Parts of split operators, which it does not have, follow in the order of the segments.
+    Nodes that it does not have, such as those of exchanges, follow in the order of the segments.
     """
 
     nodes: tuple[LayerNode, ...]
@@ -55,7 +54,7 @@ def read_nodes(bundle: Bundle) -> BundleNodes:
             shape = ", ".join(shapes[name] for name in node.output if name in shapes)
             name = node.name or node.op_type
             entries.append((LayerNode(name, node.op_type, index, seconds, -1, number, shape, source), node))
-    entries.sort(key=lambda entry: position.get(entry[0].name, len(position)))
+    entries.sort(key=lambda entry: position.get(NODE_PART.sub("", entry[0].name), len(position)))
     producer = {name: index for index, (_, node) in enumerate(entries) for name in node.output if name}
     # Parts of split operators have no costs, but what crosses between segments has a size.
     sizes = {name: value.bytes for name, value in manifest.values.items()} | costs.value_bytes
@@ -65,15 +64,16 @@ def read_nodes(bundle: Bundle) -> BundleNodes:
         for name in dict.fromkeys(iterate_reads(node))
         if name in producer
     ]
-    edges = NodeEdges(*zip(*links)) if links else NO_EDGES
+    edges = NodeEdges(*zip(*links))
     paths = _find_paths([node for _, node in entries], edges)
     nodes = tuple(replace(node, name=paths[index], index=index) for index, (node, _) in enumerate(entries))
-    members, segments = defaultdict[int, list[LayerNode]](list), []
+    members: list[list[LayerNode]] = [[] for _ in manifest.segments]
     for node in nodes:
         members[node.segment].append(node)
-    for number, segment in enumerate(manifest.segments):
+    segments = []
+    for own, segment in zip(members, manifest.segments):
         planned = segment.seconds if segment.planned_seconds is None else segment.planned_seconds
-        segments.append(SegmentSummary(segment.id, name_segment(members[number]), segment.seconds, planned))
+        segments.append(SegmentSummary(segment.id, name_segment(own), segment.seconds, planned))
     layers = {name: name_layer(paths[index]) for name, index in producer.items()}
     return BundleNodes(nodes, edges, layers, tuple(segments))
 

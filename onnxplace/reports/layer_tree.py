@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from onnxplace.reports.forward_order import Edges, divide_forward
-from onnxplace.reports.page_records import LayerTree, NodeEdges
+from onnxplace.reports.forward_order import Edges, divide_forward, sort_forward
+from onnxplace.reports.page_records import LayerTree
 
 # More children than this without a common name are shown in parts.
 MAX_CHILDREN = 100
@@ -23,8 +23,8 @@ MAX_DEPTH = 24
 # Operators that the title of a segment names.
 MAX_NAMED_OPERATORS = 2
 _NUMBER = re.compile(r"\d+")
-_NODE_PART = re.compile(r"/(shard|copy)\d+$")
-NO_EDGES = NodeEdges((), (), ())
+# What the names of the parts of a split operator end with.
+NODE_PART = re.compile(r"/(shard|copy)\d+$")
 # Between two parts of a name: a slash or dot, but not one before a number, as in layers.0.
 _BOUNDARY = re.compile(r"(?<=[^/.])(?:/|\.(?!\d))(?=[/.]*[^/.])")
 
@@ -59,7 +59,7 @@ class _Layer:
         return f"({','.join(sorted(child.describe_shape() for child in self.children))})"
 
 
-def build_layer_tree(nodes: Sequence[LayerNode], edges: NodeEdges = NO_EDGES) -> LayerTree:
+def build_layer_tree(nodes: Sequence[LayerNode], edges: Edges = ()) -> LayerTree:
     """Return the tree of nodes.
 
     Names are split at `/` and `.`, except before a digit. Layers with one child are joined with it. Equal siblings
@@ -68,7 +68,7 @@ def build_layer_tree(nodes: Sequence[LayerNode], edges: NodeEdges = NO_EDGES) ->
 
     Args:
         nodes: The nodes.
-        edges: The values between them, by their positions.
+        edges: From each node to those that read it, by their positions; none twice.
 
     >>> build_layer_tree([LayerNode("a/x", "Add", 0, 1.0), LayerNode("a/y", "Mul", 1, 1.0)]).label
     ('a', 'x', 'y')
@@ -100,8 +100,8 @@ def build_layer_tree(nodes: Sequence[LayerNode], edges: NodeEdges = NO_EDGES) ->
             layers.append(_Layer(name + suffix, build(run, inner[index], end)))
         return _divide(_group_repeats(layers, {(home[a], home[b]) for a, b in links if home[a] != home[b]}))
 
-    links = {*zip(edges.source, edges.reader)}
-    return _flatten(build(range(len(nodes)), links, 0))
+    # All nodes, even if hostile ones read each other in a circle.
+    return _flatten(build([*dict.fromkeys([*sort_forward(len(nodes), edges), *range(len(nodes))])], edges, 0))
 
 
 def _find_ends(name: str) -> list[int]:
@@ -117,7 +117,7 @@ def name_layer(name: str) -> str:
     >>> [*map(name_layer, ("/model/layers.3/mlp/Mul", "model.layers.3.mlp/node_mul_4", "encoder/norm"))]
     ['model/layers.3', 'model.layers.3', 'encoder']
     """
-    name = _NODE_PART.sub("", name)
+    name = NODE_PART.sub("", name)
     ends = _find_ends(name)
     numbered = (end for begin, end in pairwise([0, *ends]) if _NUMBER.search(name[begin:end]))
     return name[: next(numbered, ends[-1] if ends else 0)].strip("/.")

@@ -240,10 +240,10 @@ class LayerTree:
 class NodeEdges:
     """The values between nodes, as parallel columns: one entry for each reader of a value."""
 
-    source: tuple[int, ...]
+    source: tuple[int, ...] = ()
     """Index of the node that computes the value, as in `LayerTree.node`."""
-    reader: tuple[int, ...]
-    bytes: tuple[int, ...]
+    reader: tuple[int, ...] = ()
+    bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from onnxplace._version import __version__
 from onnxplace.errors import UsageError
 from onnxplace.reports.differences import compare_pages
@@ -80,12 +78,7 @@ def render_page(pages: Sequence[PageData]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "bytes": format_bytes,
-        "time": format_time,
-        "bar": _format_bar,
-        "memory_groups": group_memory,
-    }
+    environment.filters |= {"bytes": format_bytes, "time": format_time, "bar": _format_bar, "plots": group_memory}
     own = "\n".join(_read_page_file(name) for name in SCRIPTS)
     scripts = [*_read_libraries(), f'"use strict";\n(() => {{\n{own}}})();\n']
     return environment.get_template("page.html").render(
@@ -113,11 +106,12 @@ def embed_page(pages: Sequence[PageData]) -> str | None:
 
 def group_memory(page: PageData) -> list[list[MemoryCurve]]:
     """Return the curves of memory by their plots: equal devices share one, if nobody would see a difference."""
-    groups = defaultdict[tuple[Any, ...], list[MemoryCurve]](list)
+    groups = defaultdict[tuple[object, ...], list[MemoryCurve]](list)
     for curve in page.memory:
-        pixels = [np.round(PLOT_STEPS * np.array(axis) / max(1e-9, *axis)) for axis in (curve.seconds, curve.bytes)]
+        axes = (curve.seconds, curve.seconds[-1] or 1.0), (curve.bytes, curve.peak_bytes or 1)
+        line = [round(PLOT_STEPS * value / end) for axis, end in axes for value in axis]
         sizes = format_bytes(curve.limit_bytes), format_bytes(curve.peak_bytes)
-        groups[page.devices[curve.device].kind, sizes, *(axis.tobytes() for axis in pixels)].append(curve)
+        groups[page.devices[curve.device].kind, sizes, *line].append(curve)
     return [*groups.values()]
 
 
