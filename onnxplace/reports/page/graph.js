@@ -1,21 +1,26 @@
-// The graph with the cut: layers as boxes, laid out by dagre. A box opens into its parts; edges between devices stand out.
+// The graph with the cut: layers as boxes. A box opens into its parts; edges between devices stand out.
 // The tree of layers is made so that edges between its boxes never run in a circle: all of them run down.
 
 // Layers are opened, the largest first, as long as the picture has at most so many boxes.
 const FIRST_BOXES = 24;
-// More boxes than this are slow to lay out, and nobody sees through them.
-const MAX_BOXES = 150;
+// Nobody sees through more boxes than this.
+const MAX_BOXES = 220;
+// Up to so many boxes, dagre lays them out, with edges around boxes; it takes seconds for more.
+const MAX_ROUTED = 60;
+// Pictures of dagre that would be scaled by less to fit the page are laid out in rows, which take this scale.
+const MIN_ROUTED_SCALE = 0.5;
+const ROW_SCALE = 0.8;
 const MAX_FOUND = 8;
 const BOX = { width: 232, height: 46 };
 const NARROW_BOX = { width: 168, height: 46 };
 const SPACE = 16;
+const ROW_SPACE = 40;
+// Around the boxes inside an open one; its title is above them.
+const MARGIN = 6;
+const HEADER = 24;
 // Texts begin so far from the left of their box, and end so far from its right.
 const INDENT = 8;
 const FONT_PIXELS = { title: 12, about: 11 };
-// Rows of boxes that would be scaled by less to fit the page are divided.
-const MIN_SCALE = 0.8;
-// Boxes that are laid out, in all attempts together.
-const MAX_LAID_OUT = 240;
 const SVG = "http://www.w3.org/2000/svg";
 
 function makeSvg(tag, attributes = {}, ...children) {
@@ -57,11 +62,10 @@ class GraphPicture {
     this.status = make("output", { "aria-live": "polite" });
     this.panel = make("div", { class: "panel" });
     this.found = make("ul", { class: "found" });
-    this.size = make("button", { type: "button", "aria-pressed": "false", onclick: () => this.resize() }, "Full size");
     const input = make("input", { type: "search", placeholder: "Find a node", "aria-label": "Find a node in the graph", oninput: () => this.find(input.value) });
     holder.append(
       make("div", { class: "controls" }, input, make("button", { type: "button", onclick: () => this.reset() }, "Collapse"),
-        make("button", { type: "button", onclick: () => this.openCut() }, "Open the cut"), this.size),
+        make("button", { type: "button", onclick: () => this.openCut() }, "Open the cut")),
       this.found, this.frame, this.status, this.panel,
     );
     this.reset();
@@ -80,8 +84,10 @@ class GraphPicture {
     return into;
   }
 
+  // Whether boxes inside are much alike: equal layers, or the parts of a split operator.
   isRepeat(row) {
-    return /: \d+ equal layers$/.test(this.tree.label[row]);
+    const parts = this.sums[row].children.map((child) => this.tree.label[child]);
+    return /: \d+ equal layers$/.test(this.tree.label[row]) || parts.every((part) => /^(shard|copy)\d+$/.test(part));
   }
 
   // Opens layers as long as there are few boxes; repeats stay closed.
@@ -115,12 +121,6 @@ class GraphPicture {
       }
     }
     this.draw();
-  }
-
-  // In its full size, a wide picture is scrolled.
-  resize() {
-    const isFull = this.frame.classList.toggle("full");
-    this.size.setAttribute("aria-pressed", String(isFull));
   }
 
   toggle(row) {
@@ -187,62 +187,97 @@ class GraphPicture {
     return { edges: [...edges.values()], inside };
   }
 
-  // The layout by dagre. Rows that are wider than the frame are divided, by edges down to their rest that nobody sees.
+  // Returns the size of the picture, the places of boxes by their middle, and the lines of edges.
   layOut(boxes, edges) {
-    const room = this.frame.clientWidth / MIN_SCALE;
-    const columns = Math.max(Math.floor(room / (this.box.width + SPACE)), 1);
-    const breaks = [];
-    let best = null;
-    for (let laidOut = 0; laidOut === 0 || laidOut + boxes.length <= MAX_LAID_OUT; laidOut += boxes.length) {
-      const layout = this.makeLayout(boxes, edges, breaks);
-      if (!best || layout.graph().width < best.graph().width) best = layout;
-      const rows = new Map();
-      for (const row of boxes) {
-        const { y } = layout.node(String(row));
-        rows.set(y, [...(rows.get(y) ?? []), row]);
-      }
-      const before = breaks.length;
-      for (const row of rows.values()) {
-        row.sort((a, b) => layout.node(String(a)).x - layout.node(String(b)).x);
-        for (let i = columns; i < row.length; i++) breaks.push([row[i - columns], row[i]]);
-      }
-      if (layout.graph().width <= room || breaks.length === before) break;
-    }
-    return best;
+    const routed = boxes.length <= MAX_ROUTED ? this.routeAround(boxes, edges) : null;
+    return routed && routed.width * MIN_ROUTED_SCALE <= this.frame.clientWidth ? routed : this.layOutRows(edges);
   }
 
-  makeLayout(boxes, edges, breaks) {
+  routeAround(boxes, edges) {
     const layout = new dagre.graphlib.Graph({ compound: true });
-    layout.setGraph({ rankdir: "TB", nodesep: SPACE, edgesep: SPACE / 2, ranksep: 40, marginx: 10, marginy: 10 });
-    for (const row of boxes) layout.setNode(String(row), { ...this.box });
-    for (const row of this.open) layout.setNode(String(row), {});
-    for (const row of [...boxes, ...this.open]) if (this.tree.parent[row] >= 0) layout.setParent(String(row), String(this.tree.parent[row]));
+    layout.setGraph({ rankdir: "TB", nodesep: SPACE, edgesep: SPACE / 2, ranksep: ROW_SPACE, marginx: MARGIN, marginy: MARGIN });
+    const shown = [...boxes, ...this.open];
+    for (const row of shown) layout.setNode(String(row), this.open.has(row) ? {} : { ...this.box });
+    for (const row of shown) if (this.tree.parent[row] >= 0) layout.setParent(String(row), String(this.tree.parent[row]));
     for (const { from, to, cut } of edges) {
       const label = cut.size ? { width: measureText(describeCut(cut), "about") + 8, height: 16, labelpos: "c" } : {};
       layout.setEdge(String(from), String(to), { weight: cut.size ? 1 : 2, ...label });
     }
-    for (const [above, below] of breaks) layout.setEdge(String(above), String(below), { weight: 0 });
     dagre.layout(layout);
-    return layout;
+    return {
+      ...layout.graph(),
+      places: new Map(shown.map((row) => [row, layout.node(String(row))])),
+      lines: edges.map(({ from, to }) => layout.edge(String(from), String(to))),
+    };
+  }
+
+  // Rows of boxes, each below all that it reads, in the width of the frame; edges run behind boxes.
+  layOutRows(edges) {
+    const { width, height, items } = this.arrange(-1, edges, this.frame.clientWidth / ROW_SCALE);
+    const places = new Map(items.map((item) => [item.row, { ...item, x: item.x + item.width / 2, y: item.y + item.height / 2 }]));
+    const lines = edges.map(({ from, to }) => {
+      const [source, reader] = [places.get(from), places.get(to)];
+      const [begin, end] = [source.y + source.height / 2, reader.y - reader.height / 2];
+      const turn = { x: source.x, y: begin + ROW_SPACE / 2 };
+      const points = [{ x: source.x, y: begin }, turn, { x: reader.x, y: end - ROW_SPACE / 2 }, { x: reader.x, y: end }];
+      // The edges that leave a box have one label.
+      const cut = new Map(edges.filter((edge) => edge.from === from).flatMap((edge) => [...edge.cut]));
+      return { points, ...turn, cut };
+    });
+    return { width, height, places, lines };
+  }
+
+  // Returns the size of what is inside an open box, or of the picture, with the places of the boxes in it.
+  arrange(parent, edges, room) {
+    const find = (row) => (row < 0 || this.tree.parent[row] === parent ? row : find(this.tree.parent[row]));
+    const inner = edges.map(({ from, to }) => [find(from), find(to)]).filter(([from, to]) => from >= 0 && to >= 0 && from !== to);
+    // Children are listed after what they read.
+    const level = new Map();
+    for (const child of this.children(parent)) {
+      const above = inner.filter(([, to]) => to === child).map(([from]) => level.get(from) ?? -1);
+      level.set(child, Math.max(-1, ...above) + 1);
+    }
+    const rows = [];
+    for (const child of [...level.keys()].sort((a, b) => level.get(a) - level.get(b))) {
+      const size = this.open.has(child) ? this.arrange(child, edges, room - 2 * MARGIN) : { ...this.box, items: [] };
+      let row = rows.at(-1);
+      if (row?.level !== level.get(child) || row.width + SPACE + size.width > room - 2 * MARGIN) {
+        rows.push(row = { level: level.get(child), width: -SPACE, height: 0, cells: [] });
+      }
+      row.cells.push({ child, left: row.width + SPACE, size });
+      row.width += SPACE + size.width;
+      row.height = Math.max(row.height, size.height);
+    }
+    const width = Math.max(...rows.map((row) => row.width));
+    let y = HEADER;
+    const items = [];
+    for (const row of rows) {
+      for (const { child, left, size } of row.cells) {
+        const x = MARGIN + left + (width - row.width) / 2;
+        items.push({ row: child, x, y, width: size.width, height: size.height });
+        for (const item of size.items) items.push({ ...item, x: item.x + x, y: item.y + y });
+      }
+      y += row.height + ROW_SPACE;
+    }
+    return { width: width + 2 * MARGIN, height: y - ROW_SPACE + MARGIN, items };
   }
 
   draw(focus = -1) {
     const boxes = this.list();
     const { edges, inside } = this.collectEdges(boxes);
-    const layout = this.layOut(boxes, edges);
-    const { width, height } = layout.graph();
+    const { width, height, places, lines } = this.layOut(boxes, edges);
     const cut = edges.filter((edge) => edge.cut.size);
     const picture = makeSvg("svg", { viewBox: `0 0 ${width} ${height}` });
     // The style makes it as narrow as the frame, also when that changes.
     picture.setAttribute("width", width);
     const opened = [...this.open].sort((a, b) => a - b);
     picture.append(
-      ...edges.map((edge) => this.drawEdge(edge, layout.edge(String(edge.from), String(edge.to)))),
-      ...opened.map((row) => this.drawCluster(row, layout.node(String(row)))),
-      ...boxes.map((row) => this.drawBox(row, layout.node(String(row)), inside.get(row)?.size ?? 0)),
+      ...edges.map((edge, i) => this.drawEdge(edge, lines[i].points)),
+      ...edges.flatMap((edge, i) => (edge.cut.size ? [this.drawSize(lines[i].cut ?? edge.cut, lines[i])] : [])),
+      ...opened.map((row) => this.drawCluster(row, places.get(row))),
+      ...boxes.map((row) => this.drawBox(row, places.get(row), inside.get(row)?.size ?? 0)),
     );
     this.frame.replaceChildren(picture);
-    this.size.hidden = width <= this.frame.clientWidth;
     const bytes = cut.reduce((sum, edge) => sum + [...edge.cut.values()].reduce((a, b) => a + b, 0), 0);
     const hidden = [...inside.values()].reduce((sum, values) => sum + values.size, 0);
     const crossing = cut.length ? `${cut.length} of ${edges.length} edges cross between devices, with ${formatBytes(bytes)}` : "No edge in the picture crosses between devices";
@@ -251,7 +286,7 @@ class GraphPicture {
     if (target) {
       const scale = picture.clientWidth / width;
       target.focus({ preventScroll: true });
-      this.frame.scrollTop = (layout.node(String(focus)).y - this.box.height) * scale - this.frame.clientHeight / 3;
+      this.frame.scrollTop = (places.get(focus).y - this.box.height) * scale - this.frame.clientHeight / 3;
     }
   }
 
@@ -309,13 +344,16 @@ class GraphPicture {
     return this.button(cluster, row, `${this.tree.label[row]}: close`, true);
   }
 
-  drawEdge(edge, { points, x, y }) {
+  drawEdge(edge, points) {
     const line = points.map((point, i) => `${i ? "L" : "M"}${point.x.toFixed(1)} ${point.y.toFixed(1)}`).join("");
     const [before, tip] = points.slice(-2);
     const angle = (Math.atan2(tip.y - before.y, tip.x - before.x) * 180) / Math.PI;
     const group = makeSvg("g", { class: edge.cut.size ? "edge cut" : "edge" });
     group.append(makeSvg("path", { d: line }), makeSvg("path", { class: "tip", d: "M0 0L-8 -4L-8 4Z", transform: `translate(${tip.x} ${tip.y}) rotate(${angle})` }));
-    if (edge.cut.size) group.append(makeSvg("text", { x, y: y + 4, "text-anchor": "middle" }, describeCut(edge.cut)));
     return group;
+  }
+
+  drawSize(cut, { x, y }) {
+    return makeSvg("text", { class: "size", x, y: y + 4, "text-anchor": "middle" }, describeCut(cut));
   }
 }
