@@ -138,7 +138,7 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         origin=tuple(_list_origin(manifest)),
         files={name: (record.bytes, record.sha256) for name, record in {**manifest.files, **manifest.linked}.items()},
         summary_line=describe_step(manifest),
-        is_unsure=any((note.code, note.where) == ("C004", manifest.model) for note in manifest.diagnostics),
+        is_unsure=manifest.is_unsure,
     )
 
 
