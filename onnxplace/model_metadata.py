@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ModelMetadata(BaseModel):
-    """What an ONNX file says of its model: the fields of ONNX Runtime's `ModelMetadata`. No result depends on it."""
+    """What an ONNX file says of its model, and its name: ONNX Runtime's `ModelMetadata`. No result depends on it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 

@@ -68,8 +68,8 @@ def read_nodes(bundle: Bundle) -> BundleNodes:
     paths = _find_paths([node for _, node in entries], edges)
     nodes = tuple(replace(node, name=paths[index], index=index) for index, (node, _) in enumerate(entries))
     members: list[list[LayerNode]] = [[] for _ in manifest.segments]
-    for node in nodes:
-        members[node.segment].append(node)
+    for item in nodes:
+        members[item.segment].append(item)
     segments = []
     for own, segment in zip(members, manifest.segments):
         planned = segment.seconds if segment.planned_seconds is None else segment.planned_seconds
