@@ -52,7 +52,7 @@ def load(source: str | Path | ModelProto) -> Model:
             relocate_external_data(tensor, folder, repository)
         folder = repository
     files = dict.fromkeys(find_external_range(tensor, folder)[0] for tensor in external)
-    metadata = read_metadata(proto)
+    metadata = read_metadata(proto, where if folder else "")
     training = read_training_step(metadata.custom_metadata_map, where)
     names = {"", *(node.name for node in parts.nodes)}
     return Model(
@@ -77,9 +77,10 @@ def load(source: str | Path | ModelProto) -> Model:
     )
 
 
-def read_metadata(proto: ModelProto) -> ModelMetadata:
+def read_metadata(proto: ModelProto, file_name: str = "") -> ModelMetadata:
     """Return what a file says of its model."""
     return ModelMetadata(
+        file_name=file_name.encode(errors="replace").decode(),
         producer_name=_to_text(proto.producer_name),
         graph_name=proto.graph.name,
         domain=_to_text(proto.domain),

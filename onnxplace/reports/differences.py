@@ -16,7 +16,7 @@ from onnxplace.utils import format_bytes, format_time
 MAX_LISTED_LAYERS = 3
 # Rows of nodes between the same devices; with many devices there may be thousands.
 MAX_MOVES = 20
-_PART = re.compile(r"/shard\d+$")
+_PART = re.compile(r"/shard\d+$| \(part \d+\)")
 # Columns of tables that differ between any two measurements.
 _TIMES = frozenset(("time on one device", "compute"))
 
