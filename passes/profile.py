@@ -26,7 +26,7 @@ from onnxplace.passes.profiling import (
     measure_peaks,
     report_unknown_sizes,
 )
-from onnxplace.passes.sharding import infer_with_runtime
+from onnxplace.passes.sharding import infer_shapes_and_values, infer_with_runtime
 from onnxplace.passes.step_recognition import recognise_training_step, report_unusable_loss
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
@@ -82,8 +82,8 @@ class ProfileCosts(Pass):
         inferred = None
         if all(obstacles.values()):  # a measurement would tell what ONNX cannot infer
             inferred = infer_with_runtime(model, model.input_shapes())
-            shapes = {**inferred.shapes, **shapes}
-            sizes = {**inferred.count_bytes(), **sizes}
+            shapes = infer_shapes_and_values(model)[0]
+            sizes = {**inferred.count_bytes(), **value_bytes(model, {**shapes, **model.input_shapes()})}
         structure = ModelStructure.of(model, shapes, sizes)
         measurements, notes = self._measure_classes(state, structure, obstacles)
         for measurement in measurements.values():

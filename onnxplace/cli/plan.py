@@ -157,21 +157,25 @@ def _format_machines(
         costs = ["-" if price is None else f"{price:.4g}" for price in prices]
         memory = f"{format_bytes(item.peak_bytes or 0)} of {format_bytes(device.memory_bytes)}"
         basis = "measured" if plans[row.machine].is_measured else "estimate"
-        cells.append((row.machine, item.name, str(item.devices), *item.times, memory, basis, *costs))
+        cells.append((row.machine, item.name, str(item.devices), *item.times, memory, basis, *costs, item.limited_by))
     load = f"at {goals.rate:.4g}/s" if goals.rate else "at full load"
     header = ("machine", "strategy", "devices", "latency", "requests/s", "memory", "basis")
     prices_header = ("price/h", f"per million {load}") if rows[0].price_per_hour is not None else ()
     limits = _explain_limits((f"{row.machine}, {row.strategy.name}", row.strategy) for row in rows)
-    return "\n".join([format_table((*header, *prices_header), cells, left=2), *limits, _ESTIMATES])
+    limits += [f"{name}: {text}" for name, plan in plans.items() for text in plan.advice]
+    request = f"a request is {next(iter(plans.values())).request}"
+    return "\n".join(
+        [request, format_table((*header, *prices_header, "limited by"), cells, left=2), *limits, _ESTIMATES]
+    )
 
 
 def _recommend(rows: Sequence[MachineRow], goals: Goals) -> str:
-    """Return in one sentence the cheapest row, or without prices the fastest one."""
+    """Return in one sentence the row with the lowest price per hour, or without prices the fastest one."""
     best = min(rows, key=lambda row: row.rank())
-    price = best.requests_price
-    which = "least latency" if price is None else "cheapest"
+    price = best.price_per_hour
+    which = "least latency" if price is None else "cheapest by the price of an hour"
     goal = f" that meets {text}" if (text := goals.describe()) else ""
-    cost = "" if price is None else f", {price:.4g} per million requests"
+    cost = "" if price is None else f", {price:.4g} an hour, {best.requests_price:.4g} per million requests"
     return f"{which}{goal}: {best.machine}, {best.strategy.describe()}{cost}"
 
 
@@ -202,16 +206,26 @@ def _format_plan(plan: Plan, machine: str) -> str:
     fastest, most = plan.find_best()
     alone = next((item.step_seconds for item in plan.strategies if item.step_seconds is not None), None)
     rows = [_format_row(item, alone, item is fastest, item is most) for item in plan.strategies]
-    header = ("strategy", "devices", "latency", "speed-up", "requests/s", "memory", "weights")
+    header = ("strategy", "devices", "latency", "speed-up", "requests/s", "memory", "weights", "limited by")
     problems = [f"{item.name}: {item.problem}" for item in plan.strategies if item.problem]
     basis = "costs measured on this machine" if plan.is_measured else "costs are estimates: compare rows, not figures"
-    title = f"{format_name(plan.model)}{' on ' * bool(machine)}{machine}: {basis}"
-    legend = "* least latency, ** most requests; memory and weights: of the device that needs most"
+    title = f"{format_name(plan.model)}{' on ' * bool(machine)}{machine}: {basis}\na request is {plan.request}"
+    legend = "* least latency, ** most requests; memory, weights: of the fullest device; limited by: largest part of latency"
     limits = _explain_limits((item.name, item) for item in plan.strategies)
     estimates = [_ESTIMATES] if machine and not plan.is_measured else []
     curve = [_format_curve(plan)] if plan.stream_curve else []
     return "\n".join(
-        [title, format_table(header, rows), legend, *limits, *estimates, *problems, *curve, *_format_explanations(plan)]
+        [
+            title,
+            format_table(header, rows),
+            legend,
+            *limits,
+            *plan.advice,
+            *estimates,
+            *problems,
+            *curve,
+            *_format_explanations(plan),
+        ]
     )
 
 
@@ -262,9 +276,9 @@ def _format_curve(plan: Plan) -> str:
 
 def _format_row(item: PlannedStrategy, alone: float | None, is_fastest: bool, is_most: bool) -> tuple[str, ...]:
     if item.step_seconds is None:
-        return (item.name, "-", "-", "-", "-", "-", "-")
+        return (item.name, "-", "-", "-", "-", "-", "-", "-")
     latency, rate = item.times
     speedup = f"{alone / item.step_seconds:.2f}x" if alone else "-"
     times = (latency + (" *" if is_fastest else "  "), speedup, rate + (" **" if is_most else "   "))
     memory = (format_bytes(size or 0) for size in (item.peak_bytes, item.weight_bytes))
-    return (item.name, str(item.devices), *times, *memory)
+    return (item.name, str(item.devices), *times, *memory, item.limited_by)

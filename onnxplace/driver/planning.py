@@ -16,9 +16,19 @@ from onnxplace.driver.compile_options import (
     make_effort,
     require_effort,
 )
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all
+from onnxplace.driver.decision import (
+    BuiltStrategy,
+    Profiled,
+    Result,
+    Strategy,
+    parse_passes,
+    predict_all,
+    rank_texts,
+)
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
+from onnxplace.driver.fixed_sizes import suggest_fixed_sizes
 from onnxplace.driver.sources import bind_source, open_source
+from onnxplace.driver.step_parts import StepPart, list_step_parts
 from onnxplace.driver.streamed import STREAMED, StreamPoint, needs_streaming, stream_curve
 from onnxplace.driver.throughput import format_rate, list_copied_stages, list_sharded, list_simple
 from onnxplace.driver.training_steps import list_step_strategies
@@ -29,10 +39,12 @@ from onnxplace.model import Model, StateRequest, load
 from onnxplace.pipeline import Observer, Pipeline, make_pass
 from onnxplace.state import Pass, State
 from onnxplace.target import Target
-from onnxplace.utils import format_milliseconds, format_object
+from onnxplace.utils import format_milliseconds, format_object, format_time
 
 # How long each placement of stages is searched.
 STAGES_SECONDS: Mapping[Effort, float] = {"low": 0.2, "default": 2, "high": 10}
+# Of a request that are named.
+MAX_LISTED_SIZES = 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,8 @@ class PlannedStrategy:
     """Time between two results, with requests in flight."""
     limit: str = ""
     """What takes all of that time: `Python`, or what the busiest device does: `computes`, `sends`, `receives`."""
+    parts: tuple[StepPart, ...] = ()
+    """What the latency consists of, the longest part first."""
     peak_bytes: int | None = None
     """Memory on the device that needs most: weights and values."""
     weight_bytes: int | None = None
@@ -58,6 +72,16 @@ class PlannedStrategy:
     """Reason why there is no prediction."""
     pipeline: str = ""
     """Text with which `onnxplace compile --pipeline` builds it."""
+
+    @property
+    def limited_by(self) -> str:
+        """Return the longest part of its latency in a few words, such as `launches 71 %: 1422 at 5 us`."""
+        if not self.parts or not self.step_seconds:
+            return "-"
+        part = self.parts[0]
+        share = f"{part.kind} {100 * part.seconds / self.step_seconds:.0f} %"
+        is_counted = part.kind not in ("memory rate", "computes")
+        return f"{share}: {part.count} at {format_time(part.seconds / part.count)}" if is_counted else share
 
     @property
     def times(self) -> tuple[str, str]:
@@ -78,6 +102,10 @@ class Plan:
     """Whether all costs were measured; otherwise some are estimates."""
     strategies: tuple[PlannedStrategy, ...]
     diagnostics: tuple[Diagnostic, ...]
+    request: str = ""
+    """What the latency and the rate are of: the sizes of a request, such as `a batch of 32`."""
+    advice: tuple[str, ...] = ()
+    """What would make the least latency shorter."""
     stream_curve: tuple[StreamPoint, ...] = ()
     """Steps for several memory limits, with weights that stream; only if asked for."""
     explanations: tuple[Explanation, ...] = ()
@@ -193,8 +221,26 @@ def _plan_state(
     sources = profiled.state[Profile].sources
     is_measured = all(bool((sources[device.cost_class] != Source.ESTIMATED).all()) for device in state.target.devices)
     strategies = tuple(_describe(item, results[0]) for item in _omit_copied_stages(results))
-    explanations = explain_subjects(profiled.state, subjects, results)
-    return Plan(name, is_measured, strategies, profiled.state.diagnostics, curve, explanations)
+    built = [item for item in results if isinstance(item, BuiltStrategy)]
+    fastest = min(built, key=lambda item: item.step_seconds, default=None)
+    return Plan(
+        model=name,
+        is_measured=is_measured,
+        strategies=strategies,
+        diagnostics=profiled.state.diagnostics,
+        request=_describe_request(state[Model]),
+        advice=tuple(note.message for note in suggest_fixed_sizes(fastest)) if fastest else (),
+        stream_curve=curve,
+        explanations=explain_subjects(profiled.state, subjects, results),
+    )
+
+
+def _describe_request(model: Model) -> str:
+    """Return the sizes of symbolic dimensions, or else the shapes of inputs."""
+    if [*model.dimensions] == ["batch"]:
+        return f"a batch of {model.dimensions['batch']}"
+    sizes = model.dimensions or {name: list(shape) for name, shape in model.input_shapes().items()}
+    return f"of {', '.join(rank_texts([f'{name}={size}' for name, size in sizes.items()], MAX_LISTED_SIZES))}"
 
 
 def _list_strategies(profiled: Profiled, results: Sequence[Result], effort: Effort) -> Iterator[Sequence[Strategy]]:
@@ -231,6 +277,7 @@ def _describe(result: Result, alone: Result) -> PlannedStrategy:
         step_seconds=result.step_seconds,
         interval_seconds=result.interval_seconds,
         limit=result.routes.limit,
+        parts=list_step_parts(state),
         peak_bytes=int(state[Schedule].simulation.peak_bytes.max()),
         weight_bytes=int(state[Segments].simulation.weights_bytes.max()),
         exchanges=dict(state[Shards].exchanges) if result.strategy.kind == "sharded" else {},

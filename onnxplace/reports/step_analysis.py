@@ -217,8 +217,8 @@ def explain_step(
         planned_seconds: The step by the costs of nodes, if `step_seconds` is of a trial.
     """
     parts: dict[tuple[str, str], list[float]] = {}
-    for kind, where, seconds in _walk_back(step):
-        parts.setdefault((kind, where), []).append(seconds)
+    for event in walk_back(step):
+        parts.setdefault((event.kind, event.where), []).append(event.seconds)
     chain = [ChainPart(*place, sum(times), len(times)) for place, times in parts.items()]
     if request_seconds > 0:
         chain.append(ChainPart("request", "", request_seconds, 1))
@@ -237,8 +237,21 @@ def explain_step(
     return replace(bound, remarks=tuple(_list_remarks(bound)))
 
 
-def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float]]:
-    """Yield the events from the last one of the step to its start, with pauses: kind, device or link, and seconds."""
+@dataclass(frozen=True)
+class ChainEvent:
+    """An event of the chain that determines the length of a step, or a pause before one."""
+
+    kind: str
+    """As in `ChainPart`."""
+    where: str
+    """A device or a link."""
+    seconds: float
+    node: int
+    """The node that computes, or waits for its weights; -1 for others."""
+
+
+def walk_back(step: PlacedStep) -> Iterator[ChainEvent]:
+    """Yield the events of the chain, with pauses, from the last one of the step to its start."""
     simulation, sent = step.simulation, step.simulation.transfers
     start, finish = simulation.start_seconds.tolist(), simulation.finish_seconds.tolist()
     sent_start, sent_finish = sent.start_seconds.tolist(), sent.finish_seconds.tolist()
@@ -251,7 +264,7 @@ def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float]]:
         _, kind, index = last
         if kind == "node":
             device, begin = int(step.device[index]), start[index]
-            yield "compute", step.device_names[device], finish[index] - begin
+            yield ChainEvent("compute", step.device_names[device], finish[index] - begin, index)
             candidates = [(finish[node], "node", node) for node in (before_node[index],) if node >= 0]
             for value in step.graph.inputs[index].tolist():
                 producer = int(step.graph.producer[value])
@@ -263,16 +276,16 @@ def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float]]:
         else:
             begin = sent_start[index]
             name = step.name_link(int(sent.source[index]), int(sent.destination[index]))
-            yield "transfer", name, sent_finish[index] - begin
+            yield ChainEvent("transfer", name, sent_finish[index] - begin, -1)
             producer = int(step.graph.producer[int(sent.value[index])])
             candidates = [(finish[producer], "node", producer)]
             candidates += [(sent_finish[item], "transfer", item) for item in before_transfer[index]]
         last = max(candidates, default=None)
         pause = begin - (last[0] if last is not None else 0.0)
         if pause > 1e-12 and kind == "node" and begin == simulation.arrival_seconds[index]:
-            yield "weights", step.device_names[device], pause
+            yield ChainEvent("weights", step.device_names[device], pause, index)
         elif pause > 1e-12:
-            yield "wait", "", pause
+            yield ChainEvent("wait", "", pause, -1)
 
 
 def _find_channel_predecessors(step: PlacedStep) -> list[list[int]]:

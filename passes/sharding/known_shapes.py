@@ -380,7 +380,7 @@ def report_fixed_sizes(model: Model, fixed: Model, reason: str) -> list[Diagnost
 
 def _require_constant_states(model: Model, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise InfeasibleError if a call changes the shape of a state."""
-    after = infer_static_shapes(model) if model.states else {}
+    after = infer_all_shapes(model) if model.states else {}
     for name, output in model.states.items():
         before, new = list(shapes.get(name, ())), after.get(model.sources.get(output, output))
         if name in shapes and new is not None and list(new) != before:
