@@ -210,7 +210,9 @@ def _format_plan(plan: Plan, machine: str) -> str:
     problems = [f"{item.name}: {item.problem}" for item in plan.strategies if item.problem]
     basis = "costs measured on this machine" if plan.is_measured else "costs are estimates: compare rows, not figures"
     title = f"{format_name(plan.model)}{' on ' * bool(machine)}{machine}: {basis}\na request is {plan.request}"
-    legend = "* least latency, ** most requests; memory, weights: of the fullest device; limited by: largest part of latency"
+    legend = (
+        "* least latency, ** most requests; memory, weights: of the fullest device; limited by: most of the latency"
+    )
     limits = _explain_limits((item.name, item) for item in plan.strategies)
     estimates = [_ESTIMATES] if machine and not plan.is_measured else []
     curve = [_format_curve(plan)] if plan.stream_curve else []

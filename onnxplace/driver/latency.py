@@ -18,7 +18,9 @@ from onnxplace.driver.decision import (
     Strategy,
     decide,
     parse_passes,
+    predict,
 )
+from onnxplace.driver.explaining import list_step_parts
 from onnxplace.driver.streamed import STREAMED, describe_streaming, needs_streaming
 from onnxplace.driver.training_steps import choose_grouping, describe_groupings, list_groupings
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError
@@ -33,6 +35,8 @@ from onnxplace.utils import format_milliseconds
 MAX_STEP_RATIO = 0.95
 # Beyond, the choice of layouts takes a minute or more, which a user has to ask for.
 MAX_NODES = 50_000
+# For a hint, that is too long much earlier.
+MAX_HINTED_NODES = 5_000
 # Limits of recomputation that are tried in turn, as shares of the memory of all devices. A schedule that just fits one
 # device is cut into many segments, so a smaller one comes first. Several devices are never filled evenly.
 SHARES_OF_ONE = (0.9, 1.0, 0.8, 0.7)
@@ -142,6 +146,31 @@ def _describe(
     ]
     message = f"{'; '.join(texts)}: kept {'sharding' if kept is sharded else 'whole operators'}"
     return [*notes, Diagnostic("P062", message, figures=(*figures, Figure("one device", one_device)))]
+
+
+def suggest_fixed_sizes(kept: BuiltStrategy) -> list[Diagnostic]:
+    """Return a note if the step would be clearly shorter were the sizes of inputs fixed, so that they can be split.
+
+    The layouts are only chosen where that is possible: nodes are launched and segments called as often as before.
+    """
+    profiled, model, profile = kept.profiled, kept.profiled.state[Model], kept.profiled.state[Profile]
+    now = kept.step_seconds
+    fixed = sum(part.seconds for part in list_step_parts(kept.state) if part.kind in ("launches", "calls"))
+    least = fixed + (now - fixed) / len(kept.state.target.devices)
+    is_open = model.dimensions and not model.other_sizes and profile.training is None
+    if not is_open or len(profile.graph) > MAX_HINTED_NODES or least >= MAX_STEP_RATIO * now:
+        return []
+    try:
+        passes = (*parse_passes("shard{fixed=true}"), *profiled.replace_placer("auto{seconds=0.5}"))
+        split = predict(Strategy("fixed sizes", "sharded", passes), profiled)
+    except InfeasibleError:  # there is nothing to split, or a state grows from call to call
+        return []
+    if split.step_seconds >= MAX_STEP_RATIO * now:
+        return []
+    times = " instead of ".join(map(format_milliseconds, (split.step_seconds, now)))
+    names, sizes = " or ".join(model.dimensions), ", ".join(f"{key}={size}" for key, size in model.dimensions.items())
+    message = f"with --fixed-sizes, {names} can be split: {times}, {now / split.step_seconds:.2f} times as fast"
+    return [Diagnostic("P069", message, where=model.name, hint=f"the bundle then takes {sizes} alone")]
 
 
 def decide_or_recompute(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,9 @@ from onnxplace.driver.decision import (
     predict_all,
     rank_texts,
 )
-from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
-from onnxplace.driver.fixed_sizes import suggest_fixed_sizes
+from onnxplace.driver.explaining import Explanation, StepPart, explain_subjects, find_subjects, list_step_parts
+from onnxplace.driver.latency import suggest_fixed_sizes
 from onnxplace.driver.sources import bind_source, open_source
-from onnxplace.driver.step_parts import StepPart, list_step_parts
 from onnxplace.driver.streamed import STREAMED, StreamPoint, needs_streaming, stream_curve
 from onnxplace.driver.throughput import format_rate, list_copied_stages, list_sharded, list_simple
 from onnxplace.driver.training_steps import list_step_strategies
@@ -78,10 +77,8 @@ class PlannedStrategy:
         """Return the longest part of its latency in a few words, such as `launches 71 %: 1422 at 5 us`."""
         if not self.parts or not self.step_seconds:
             return "-"
-        part = self.parts[0]
-        share = f"{part.kind} {100 * part.seconds / self.step_seconds:.0f} %"
-        is_counted = part.kind not in ("memory rate", "computes")
-        return f"{share}: {part.count} at {format_time(part.seconds / part.count)}" if is_counted else share
+        kind, seconds, count = astuple(self.parts[0])
+        return f"{kind} {100 * seconds / self.step_seconds:.0f} %: {count} at {format_time(seconds / count)}"
 
     @property
     def times(self) -> tuple[str, str]:
@@ -180,59 +177,45 @@ def plan_model(
     target = choose_target(devices, target, max_memory, machine)
     profile: Any = make_pass("profile", EFFORTS[effort].get("profile", {}))
     profile = replace(profile, costs=str(costs), cache=cache, estimate=estimate or profile.estimate)
+    optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
     with open_source(model) as source:
         bound, notes = bind_source(source, load(source.path), shape=shape, inputs=inputs, state=state, llm=llm)
-        name = bound.name or Path(model).name
-        optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
-        start = State(target).with_facts(bound).with_notes(*notes)
-        streaming = choose_streaming(settings, target)
-        return _plan_state(start, (optimize, profile), name, streaming, stream, explain, effort, observer)
-
-
-def _plan_state(
-    state: State,
-    front: tuple[Pass, ...],
-    name: str,
-    stream: str,
-    has_curve: bool,
-    explain: str | Sequence[str],
-    effort: Effort,
-    observer: Observer | None,
-) -> Plan:
-    """Predict the strategies for a model on a target, with the passes before placers, and the curve of one."""
-    if observer:
-        observer("profile", 0, 1)
-    optimize, profile = front
-    optimized, _ = Pipeline((optimize,)).run(state)
-    subjects = find_subjects(optimized[Model], [explain] if isinstance(explain, str) else explain)
-    state_with_costs, _ = Pipeline((profile,)).run(optimized)
+        if observer:
+            observer("profile", 0, 1)
+        start, _ = Pipeline((optimize,)).run(State(target).with_facts(bound).with_notes(*notes))
+        subjects = find_subjects(start[Model], [explain] if isinstance(explain, str) else explain)
+        start, _ = Pipeline((profile,)).run(start)
     rest = parse_passes(f"coplace{{join=never}},fuse,stages{{seconds={STAGES_SECONDS[effort]}}},split")
-    profiled = Profiled(front, state_with_costs, rest, make_pass("emit"))
+    profiled = Profiled((optimize, profile), start, rest, make_pass("emit"))
+    results = _predict_strategies(profiled, choose_streaming(settings, target), stream, effort, observer)
+    built = [item for item in results if isinstance(item, BuiltStrategy)]
+    fastest = min(built, key=lambda item: item.step_seconds, default=None)
+    streamed = next((item for item in built if stream and item.strategy.kind == "streamed"), None)
+    sources = [start[Profile].sources[device.cost_class] for device in target.devices]
+    return Plan(
+        model=bound.name or Path(model).name,
+        is_measured=all(bool((source != Source.ESTIMATED).all()) for source in sources),
+        strategies=tuple(_describe(item, results[0]) for item in _omit_copied_stages(results)),
+        diagnostics=start.diagnostics,
+        request=_describe_request(bound),
+        advice=tuple(note.message for note in suggest_fixed_sizes(fastest)) if fastest else (),
+        stream_curve=tuple(stream_curve(streamed)) if streamed else (),
+        explanations=explain_subjects(start, subjects, results),
+    )
+
+
+def _predict_strategies(
+    profiled: Profiled, streaming: str, has_curve: bool, effort: Effort, observer: Observer | None
+) -> list[Result]:
+    """Predict all strategies, the one with weights that stream where it is useful or its curve is asked for."""
     is_step = profiled.state[Profile].training is not None
 
     def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
         yield from list_step_strategies(profiled, results) if is_step else _list_strategies(profiled, results, effort)
-        if stream and (has_curve or needs_streaming(profiled, results)):
-            yield [Strategy(STREAMED, "streamed", profiled.replace_placer(stream))]
+        if streaming and (has_curve or needs_streaming(profiled, results)):
+            yield [Strategy(STREAMED, "streamed", profiled.replace_placer(streaming))]
 
-    results = predict_all(propose, profiled, observer)
-    streamed = [item for item in results if isinstance(item, BuiltStrategy) and item.strategy.kind == "streamed"]
-    curve = tuple(stream_curve(streamed[0])) if streamed and has_curve else ()
-    sources = profiled.state[Profile].sources
-    is_measured = all(bool((sources[device.cost_class] != Source.ESTIMATED).all()) for device in state.target.devices)
-    strategies = tuple(_describe(item, results[0]) for item in _omit_copied_stages(results))
-    built = [item for item in results if isinstance(item, BuiltStrategy)]
-    fastest = min(built, key=lambda item: item.step_seconds, default=None)
-    return Plan(
-        model=name,
-        is_measured=is_measured,
-        strategies=strategies,
-        diagnostics=profiled.state.diagnostics,
-        request=_describe_request(state[Model]),
-        advice=tuple(note.message for note in suggest_fixed_sizes(fastest)) if fastest else (),
-        stream_curve=curve,
-        explanations=explain_subjects(profiled.state, subjects, results),
-    )
+    return predict_all(propose, profiled, observer)
 
 
 def _describe_request(model: Model) -> str:
