@@ -1,8 +1,7 @@
-"""Why a step takes as long as it does, and why a node or value is where it is: what other devices and layouts cost."""
+"""Why a node or value is where it is: what each other device, and each other layout, would cost."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,89 +9,13 @@ import numpy as np
 
 from onnxplace.driver.decision import BuiltStrategy, Result
 from onnxplace.errors import UsageError, suggest_nearest
-from onnxplace.facts import (
-    Groups,
-    LayoutAlternative,
-    Placement,
-    Profile,
-    Schedule,
-    Segments,
-    Source,
-    Streaming,
-    is_refused,
-)
-from onnxplace.graph import Floats, Ints
+from onnxplace.facts import Groups, LayoutAlternative, Placement, Profile, Schedule, is_refused
+from onnxplace.graph import Ints
 from onnxplace.model import Model
-from onnxplace.passes.profiling import device_peaks
 from onnxplace.passes.sharding import LayoutExplainer
-from onnxplace.problem import describe_shortage, device_seconds, predict_step_seconds, predict_waiting_seconds
-from onnxplace.reports import PlacedStep, walk_back
-from onnxplace.simulation import Simulation, memory_share, simulate
+from onnxplace.problem import describe_shortage, device_seconds
+from onnxplace.simulation import Simulation, simulate
 from onnxplace.state import State
-
-# The share of its peak rate at which a node moves bytes if memory limits it: an estimate assumes the peak, and real
-# kernels come close to half of it or more.
-ESTIMATED_SHARE, MEASURED_SHARE = 0.99, 0.5
-
-
-@dataclass(frozen=True)
-class StepPart:
-    """A part of a predicted step."""
-
-    kind: str
-    """`launches` of nodes; `memory rate`: what they wait for memory; `computes`: what they compute; `copies` between
-    devices, and `waits` for them; `streamed weights` that are waited for; `calls` of segments and of the request."""
-    seconds: float
-    count: int
-    """Number of nodes, copies, waits or segments."""
-
-
-def list_step_parts(state: State) -> tuple[StepPart, ...]:
-    """Return the parts of the predicted step of a split model, the longest first; together they are the step.
-
-    They are those of the chain of nodes and copies that determines its length. What segments add to it are calls.
-    """
-    target, device, schedule = state.target, state[Placement].device, state[Schedule]
-    step = PlacedStep(
-        graph=state[Profile].graph,
-        seconds=device_seconds(state[Profile], target),
-        target=target,
-        device_names=tuple(item.id for item in target.devices),
-        device=device,
-        order=schedule.order,
-        simulation=schedule.simulation,
-        details=(),
-    )
-    divided, parts = (
-        _divide_nodes(state, step.seconds[device, np.arange(len(device))]),
-        defaultdict[str, list[float]](list),
-    )
-    for event in walk_back(step):
-        if event.kind != "compute":
-            parts["copies" if event.kind == "transfer" else "waits"].append(event.seconds)
-            continue
-        for kind, seconds in divided.items():
-            parts[kind].append(float(seconds[event.node]))
-    parts["streamed weights"] = [predict_waiting_seconds(state)] if Streaming in state else []
-    calls = predict_step_seconds(state) - sum(map(sum, parts.values()))
-    parts["calls"] = [calls / len(state[Segments].segments)] * len(state[Segments].segments)
-    items = [StepPart(kind, sum(times), sum(time > 0 for time in times)) for kind, times in parts.items()]
-    return tuple(sorted((item for item in items if item.seconds > 0), key=lambda item: -item.seconds))
-
-
-def _divide_nodes(state: State, own_seconds: Floats) -> dict[str, Floats]:
-    """Return what the time of each node on its device consists of.
-
-    By a roofline, what follows the launch waits for memory if the bytes that it moves take that long.
-    """
-    profile, device, devices = state[Profile], state[Placement].device, state.target.devices
-    peaks = [device_peaks(item) for item in devices]
-    launches = np.minimum(own_seconds, np.array([item.kernel_seconds for item in peaks])[device])
-    rest, rate = own_seconds - launches, np.array([item.bytes_per_second for item in peaks])[device]
-    sources = np.stack([profile.sources[item.cost_class] for item in devices])[device, np.arange(len(device))]
-    least = np.where(sources == Source.ESTIMATED, ESTIMATED_SHARE, MEASURED_SHARE)
-    waits = memory_share(profile.graph, rest * rate, 1.0) >= least
-    return {"launches": launches, "memory rate": rest * waits, "computes": rest * ~waits}
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,9 @@ from onnxplace.driver.compile_options import (
     make_effort,
     require_effort,
 )
-from onnxplace.driver.decision import (
-    BuiltStrategy,
-    Profiled,
-    Result,
-    Strategy,
-    parse_passes,
-    predict_all,
-    rank_texts,
-)
-from onnxplace.driver.explaining import Explanation, StepPart, explain_subjects, find_subjects, list_step_parts
-from onnxplace.driver.latency import suggest_fixed_sizes
+from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all
+from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
+from onnxplace.driver.latency import StepPart, list_step_parts, suggest_fixed_sizes
 from onnxplace.driver.sources import bind_source, open_source
 from onnxplace.driver.streamed import STREAMED, StreamPoint, needs_streaming, stream_curve
 from onnxplace.driver.throughput import format_rate, list_copied_stages, list_sharded, list_simple
@@ -36,7 +28,7 @@ from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
 from onnxplace.feeds import Array
 from onnxplace.model import Model, StateRequest, load
 from onnxplace.pipeline import Observer, Pipeline, make_pass
-from onnxplace.state import Pass, State
+from onnxplace.state import State
 from onnxplace.target import Target
 from onnxplace.utils import format_milliseconds, format_object, format_time
 
@@ -78,7 +70,8 @@ class PlannedStrategy:
         if not self.parts or not self.step_seconds:
             return "-"
         kind, seconds, count = astuple(self.parts[0])
-        return f"{kind} {100 * seconds / self.step_seconds:.0f} %: {count} at {format_time(seconds / count)}"
+        number = f": {count} at {format_time(seconds / count)}" if kind in ("launches", "calls", "copies") else ""
+        return f"{kind} {100 * seconds / self.step_seconds:.0f} %{number}"
 
     @property
     def times(self) -> tuple[str, str]:
@@ -220,10 +213,9 @@ def _predict_strategies(
 
 def _describe_request(model: Model) -> str:
     """Return the sizes of symbolic dimensions, or else the shapes of inputs."""
-    if [*model.dimensions] == ["batch"]:
-        return f"a batch of {model.dimensions['batch']}"
     sizes = model.dimensions or {name: list(shape) for name, shape in model.input_shapes().items()}
-    return f"of {', '.join(rank_texts([f'{name}={size}' for name, size in sizes.items()], MAX_LISTED_SIZES))}"
+    texts = [f"{name}={size}" for name, size in sizes.items()][:MAX_LISTED_SIZES]
+    return f"a batch of {sizes['batch']}" if [*sizes] == ["batch"] else f"of {', '.join(texts)}"
 
 
 def _list_strategies(profiled: Profiled, results: Sequence[Result], effort: Effort) -> Iterator[Sequence[Strategy]]:
@@ -260,7 +252,7 @@ def _describe(result: Result, alone: Result) -> PlannedStrategy:
         step_seconds=result.step_seconds,
         interval_seconds=result.interval_seconds,
         limit=result.routes.limit,
-        parts=list_step_parts(state),
+        parts=list_step_parts(result),
         peak_bytes=int(state[Schedule].simulation.peak_bytes.max()),
         weight_bytes=int(state[Segments].simulation.weights_bytes.max()),
         exchanges=dict(state[Shards].exchanges) if result.strategy.kind == "sharded" else {},
