@@ -155,7 +155,11 @@ def _replace_inputs(node: NodeProto, own: Mapping[str, str]) -> NodeProto:
 def _find_foldable(model: Model, limit_bytes: int) -> list[int]:
     """Return the positions of nodes that depend on small constants only."""
     constant = {
-        name for name, t in model.initializers.items() if not model.overridable(name) and tensor_size(t) <= limit_bytes
+        name
+        for name, tensor in model.initializers.items()
+        if not model.overridable(name)
+        and tensor_size(tensor) <= limit_bytes
+        and (model.weights_files or tensor.data_location != TensorProto.EXTERNAL)  # else their files are absent
     }
     returned = {model.sources.get(output.name, output.name) for output in model.outputs}
     positions = []

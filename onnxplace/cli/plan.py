@@ -163,10 +163,8 @@ def _format_machines(
     prices_header = ("price/h", f"per million {load}") if rows[0].price_per_hour is not None else ()
     limits = _explain_limits((f"{row.machine}, {row.strategy.name}", row.strategy) for row in rows)
     limits += [f"{name}: {text}" for name, plan in plans.items() for text in plan.advice]
-    request = f"a request is {next(iter(plans.values())).request}"
-    return "\n".join(
-        [request, format_table((*header, *prices_header, "limited by"), cells, left=2), *limits, _ESTIMATES]
-    )
+    table = format_table((*header, *prices_header, "limited by"), cells, left=2)
+    return "\n".join([f"a request is {plans[rows[0].machine].request}", table, *limits, _ESTIMATES])
 
 
 def _recommend(rows: Sequence[MachineRow], goals: Goals) -> str:
@@ -210,24 +208,12 @@ def _format_plan(plan: Plan, machine: str) -> str:
     problems = [f"{item.name}: {item.problem}" for item in plan.strategies if item.problem]
     basis = "costs measured on this machine" if plan.is_measured else "costs are estimates: compare rows, not figures"
     title = f"{format_name(plan.model)}{' on ' * bool(machine)}{machine}: {basis}\na request is {plan.request}"
-    legend = (
-        "* least latency, ** most requests; memory, weights: of the fullest device; limited by: most of the latency"
-    )
-    limits = _explain_limits((item.name, item) for item in plan.strategies)
+    legend = "* least latency, ** most requests; memory: of the fullest device; limited by: most of the latency"
+    limits = [*_explain_limits((item.name, item) for item in plan.strategies), *plan.advice]
     estimates = [_ESTIMATES] if machine and not plan.is_measured else []
     curve = [_format_curve(plan)] if plan.stream_curve else []
     return "\n".join(
-        [
-            title,
-            format_table(header, rows),
-            legend,
-            *limits,
-            *plan.advice,
-            *estimates,
-            *problems,
-            *curve,
-            *_format_explanations(plan),
-        ]
+        [title, format_table(header, rows), legend, *limits, *estimates, *problems, *curve, *_format_explanations(plan)]
     )
 
 

@@ -172,7 +172,8 @@ def plan_model(
     profile = replace(profile, costs=str(costs), cache=cache, estimate=estimate or profile.estimate)
     optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
     with open_source(model) as source:
-        bound, notes = bind_source(source, load(source.path), shape=shape, inputs=inputs, state=state, llm=llm)
+        loaded = load(source.path, may_lack_weights=True)
+        bound, notes = bind_source(source, loaded, shape=shape, inputs=inputs, state=state, llm=llm)
         if observer:
             observer("profile", 0, 1)
         start, _ = Pipeline((optimize,)).run(State(target).with_facts(bound).with_notes(*notes))

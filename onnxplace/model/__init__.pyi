@@ -19,6 +19,7 @@ from onnxplace.model.loading import (
     load as load,
     require_linkable as require_linkable,
     require_unchanged as require_unchanged,
+    require_weights as require_weights,
 )
 from onnxplace.model.lowering import (
     bind as bind,

@@ -252,7 +252,7 @@ def divide_chain(step: PlacedStep, node_seconds: Mapping[str, Floats]) -> dict[s
 
 
 def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float, int]]:
-    """Yield the events from the last one of the step to its start, and pauses: kind, place, seconds, node or transfer."""
+    """Yield the events from the last one to the start, and pauses: kind, device or link, seconds, node or transfer."""
     simulation, sent = step.simulation, step.simulation.transfers
     start, finish = simulation.start_seconds.tolist(), simulation.finish_seconds.tolist()
     sent_start, sent_finish = sent.start_seconds.tolist(), sent.finish_seconds.tolist()

@@ -63,11 +63,6 @@ class RuntimeShapes:
     types: Mapping[str, int]
     """Element types."""
 
-    def count_bytes(self) -> dict[str, int]:
-        """Return the bytes of each value of known shape, except texts."""
-        known = {name: shape for name, shape in self.shapes.items() if self.types[name] != TensorProto.STRING}
-        return {name: packed_size(self.types[name], shape) for name, shape in known.items()}
-
 
 def infer_with_runtime(model: Model, shapes: Mapping[str, Shape]) -> RuntimeShapes:
     """Return what ONNX Runtime infers, for a model with operators that ONNX cannot infer; nothing for others.
