@@ -155,12 +155,10 @@ def _replace_inputs(node: NodeProto, own: Mapping[str, str]) -> NodeProto:
 def _find_foldable(model: Model, limit_bytes: int) -> list[int]:
     """Return the positions of nodes that depend on small constants only."""
     constant = {
-        name
-        for name, tensor in model.initializers.items()
-        if not model.overridable(name)
-        and tensor_size(tensor) <= limit_bytes
-        and (model.weights_files or tensor.data_location != TensorProto.EXTERNAL)  # else their files are absent
+        name for name, t in model.initializers.items() if not model.overridable(name) and tensor_size(t) <= limit_bytes
     }
+    if not model.weights_files:  # what is outside the model may be absent
+        constant -= {name for name, t in model.initializers.items() if t.data_location == TensorProto.EXTERNAL}
     returned = {model.sources.get(output.name, output.name) for output in model.outputs}
     positions = []
     for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):

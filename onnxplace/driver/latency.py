@@ -26,7 +26,7 @@ from onnxplace.driver.streamed import STREAMED, describe_streaming, needs_stream
 from onnxplace.driver.training_steps import choose_grouping, describe_groupings, list_groupings
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Placement, Profile, Recomputation, Routes, Schedule, Segments, Shards, Source, Streaming
-from onnxplace.model import Model, read_shape_entries
+from onnxplace.model import Model
 from onnxplace.passes.profiling import device_peaks
 from onnxplace.pipeline import OBJECTIVES, Observer
 from onnxplace.problem import device_seconds, placement_problem, predict_single_device_seconds, predict_waiting_seconds
@@ -203,9 +203,9 @@ def suggest_fixed_sizes(kept: BuiltStrategy) -> list[Diagnostic]:
     profiled, model, now = kept.profiled, kept.profiled.state[Model], kept.step_seconds
     fixed = sum(part.seconds for part in list_step_parts(kept) if part.kind in ("launches", "calls"))
     least, profile = fixed + (now - fixed) / len(kept.state.target.devices), profiled.state[Profile]
-    entries = [entry for value in model.inputs for entry in read_shape_entries(value.type) or ()]
-    is_open = not all(isinstance(entry, int) for entry in entries) and not model.other_sizes
-    if not is_open or profile.training or len(profile.graph) > MAX_HINTED_NODES or least >= MAX_STEP_RATIO * now:
+    is_fixed = not model.dimensions or any(getattr(step, "fixed_sizes", False) for step in profiled.front)
+    may_gain = least < MAX_STEP_RATIO * now and len(profile.graph) <= MAX_HINTED_NODES
+    if is_fixed or model.other_sizes or profile.training or not may_gain:
         return []
     try:
         passes = (*parse_passes("shard{fixed=true}"), *profiled.replace_placer("auto{seconds=0.5}"))

@@ -14,14 +14,8 @@ from onnxplace.errors import InputError, ModelError
 from onnxplace.model.canonicalize import take_apart
 from onnxplace.model.model import Model
 from onnxplace.model.operator_checks import note_known_functions
-from onnxplace.model.tensors import (
-    find_external_range,
-    find_repository,
-    has_external_file,
-    relocate_external_data,
-    take_fingerprint,
-)
-from onnxplace.model.weights import build_link_error
+from onnxplace.model.tensors import find_external_range, find_repository, relocate_external_data, take_fingerprint
+from onnxplace.model.weights import build_link_error, has_external_file
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.training_step import read_training_step
 from onnxplace.utils import open_input

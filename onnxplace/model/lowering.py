@@ -103,9 +103,7 @@ def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in entries.items() if is_known_shape(shape)}
 
 
-def value_bytes(
-    model: Model, shapes: Mapping[str, Sequence[int]], types: Mapping[str, int] = MappingProxyType({})
-) -> dict[str, int]:
+def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]], types: Mapping[str, int] = {}) -> dict[str, int]:
     """Return the bytes of each tensor of known shape and type.
 
     Strings are left out. `types`: element types that hold where ONNX knows none.

@@ -154,12 +154,6 @@ def relocate_external_data(tensor: TensorProto, folder: Path, root: Path) -> Non
             entry.value = file.relative_to(root).as_posix()
 
 
-def has_external_file(tensor: TensorProto, folder: Path | None) -> bool:
-    """Return whether the file of a tensor's external data may be there; files that are not must not be read."""
-    location = {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
-    return folder is None or os.path.exists(folder / location)
-
-
 def find_external_file(tensor: TensorProto, folder: Path | None) -> Path:
     """Return the file of a tensor's external data.
 
