@@ -52,20 +52,9 @@ if TYPE_CHECKING:
 @click.option("--estimate", is_flag=True, help="Measure nothing: estimate all costs from operations and bytes.")
 @as_json
 def plan(
-    model: Path | None,
-    *,
-    diff: tuple[Path, Path] | None,
-    machine: tuple[str, ...],
-    price: Path | None,
-    latency: str | None,
-    rate: str | None,
-    fit: bool,
-    shape: str,
-    inputs: Path | None,
-    no_cache: bool,
-    json_: bool,
-    **options: Any,
-) -> None:
+    model: Path | None, *, diff: tuple[Path, Path] | None, machine: tuple[str, ...], price: Path | None, fit: bool,
+    latency: str | None, rate: str | None, shape: str, inputs: Path | None, no_cache: bool, json_: bool, **options: Any
+) -> None:  # fmt: skip
     """Predict latency, throughput and memory of MODEL for several ways to use the devices.
 
     The ways are: one device, whole operators placed, copies of the model, pipeline stages, copies of stages, and
@@ -94,19 +83,13 @@ def plan(
         raise UsageError("U042", message, hint="name machines: --machine 2xL4 --machine H100")
     goals = parse_goals(latency, rate)
     prices = read_prices(price, machines) if price else None
-    arrays = read_npz(inputs) if inputs else None
+    arrays, sizes = read_npz(inputs) if inputs else None, parse_shape(shape)
     announce_loop_compilation(json_)
     plans: dict[str, Plan] = {}
     with show_progress(json_, "reading the model") as observer:
         for name in machines or [None]:
             plans[name or ""] = plan_model(
-                model,
-                machine=name,
-                shape=parse_shape(shape),
-                inputs=arrays,
-                cache=not no_cache,
-                observer=observer,
-                **options,
+                model, machine=name, shape=sizes, inputs=arrays, cache=not no_cache, observer=observer, **options
             )
     rows = list_machine_rows(plans, goals, prices)
     is_comparison = len(machines) > 1 or price or latency or rate or fit

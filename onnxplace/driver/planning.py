@@ -16,7 +16,7 @@ from onnxplace.driver.compile_options import (
     make_effort,
     require_effort,
 )
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all
+from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all, rank_texts
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
 from onnxplace.driver.latency import StepPart, list_step_parts, suggest_fixed_sizes
 from onnxplace.driver.sources import bind_source, open_source
@@ -34,8 +34,6 @@ from onnxplace.utils import format_milliseconds, format_object, format_time
 
 # How long each placement of stages is searched.
 STAGES_SECONDS: Mapping[Effort, float] = {"low": 0.2, "default": 2, "high": 10}
-# Of a request that are named.
-MAX_LISTED_SIZES = 4
 
 
 @dataclass(frozen=True)
@@ -215,7 +213,7 @@ def _predict_strategies(
 def _describe_request(model: Model) -> str:
     """Return the sizes of symbolic dimensions, or else the shapes of inputs."""
     sizes = model.dimensions or {name: list(shape) for name, shape in model.input_shapes().items()}
-    texts = [f"{name}={size}" for name, size in sizes.items()][:MAX_LISTED_SIZES]
+    texts = rank_texts([f"{name}={size}" for name, size in sizes.items()], 3)
     return f"a batch of {sizes['batch']}" if [*sizes] == ["batch"] else f"of {', '.join(texts)}"
 
 
