@@ -214,8 +214,8 @@ def suggest_fixed_sizes(kept: BuiltStrategy) -> list[Diagnostic]:
         return []
     times = " instead of ".join(map(format_milliseconds, (step_seconds, now)))
     message = f"with --fixed-sizes, {' or '.join(model.dimensions)} can be split: {times}"
-    hint = "the bundle then takes these sizes alone"
-    return [Diagnostic("P069", message, where=model.name, hint=hint)] if step_seconds < MAX_STEP_RATIO * now else []
+    note = Diagnostic("P069", message, where=model.name, hint="the bundle then takes these sizes alone")
+    return [note] if step_seconds < MAX_STEP_RATIO * now else []
 
 
 def decide_or_recompute(
