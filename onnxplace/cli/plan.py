@@ -140,7 +140,8 @@ def _format_machines(
         costs = ["-" if price is None else f"{price:.4g}" for price in prices]
         memory = f"{format_bytes(item.peak_bytes or 0)} of {format_bytes(device.memory_bytes)}"
         basis = "measured" if plans[row.machine].is_measured else "estimate"
-        cells.append((row.machine, item.name, str(item.devices), *item.times, memory, basis, *costs, item.limited_by))
+        name, limit = (row.machine, item.name), item.limited_by.partition(":")[0]
+        cells.append((*name, str(item.devices), *item.times, memory, basis, *costs, limit))
     load = f"at {goals.rate:.4g}/s" if goals.rate else "at full load"
     header = ("machine", "strategy", "devices", "latency", "requests/s", "memory", "basis")
     prices_header = ("price/h", f"per million {load}") if rows[0].price_per_hour is not None else ()
@@ -154,8 +155,9 @@ def _recommend(rows: Sequence[MachineRow], goals: Goals) -> str:
     """Return in one sentence the row with the lowest price per hour, or without prices the fastest one."""
     best = min(rows, key=lambda row: row.rank())
     price = best.price_per_hour
-    which = "least latency" if price is None else "cheapest by the price of an hour"
+    which = "least latency" if price is None else "cheapest"
     goal = f" that meets {text}" if (text := goals.describe()) else ""
+    goal += "" if price is None or goals.rate else ", by the price of an hour"
     cost = "" if price is None else f", {price:.4g} an hour, {best.requests_price:.4g} per million requests"
     return f"{which}{goal}: {best.machine}, {best.strategy.describe()}{cost}"
 

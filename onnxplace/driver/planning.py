@@ -212,9 +212,9 @@ def _predict_strategies(
 
 def _describe_request(model: Model) -> str:
     """Return the sizes of symbolic dimensions, or else the shapes of inputs."""
-    sizes = model.dimensions or {name: list(shape) for name, shape in model.input_shapes().items()}
-    texts = rank_texts([f"{name}={size}" for name, size in sizes.items()], 3)
-    return f"a batch of {sizes['batch']}" if [*sizes] == ["batch"] else f"of {', '.join(texts)}"
+    shapes = {name: list(shape) for name, shape in model.input_shapes().items()}
+    texts = rank_texts([f"{name}={size}" for name, size in (model.dimensions or shapes).items()], 3)
+    return f"a batch of {model.dimensions['batch']}" if [*model.dimensions] == ["batch"] else f"of {', '.join(texts)}"
 
 
 def _list_strategies(profiled: Profiled, results: Sequence[Result], effort: Effort) -> Iterator[Sequence[Strategy]]:
