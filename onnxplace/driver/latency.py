@@ -189,8 +189,7 @@ def list_step_parts(built: BuiltStrategy) -> tuple[StepPart, ...]:
     waits = memory_share(graph, rest * rate, 1.0) >= least
     parts = divide_chain(step, {"launches": launches, "memory rate": rest * waits, "computes": rest * ~waits})
     parts["streamed weights"] = [predict_waiting_seconds(state)] if Streaming in state else []
-    calls = built.step_seconds - sum(map(sum, parts.values()))
-    parts["calls"] = [calls / len(segments) for _ in segments]
+    parts["calls"] = [(built.step_seconds - sum(map(sum, parts.values()))) / max(len(segments), 1)] * len(segments)
     items = [StepPart(kind, sum(times), sum(time > 0 for time in times)) for kind, times in parts.items()]
     return tuple(sorted((item for item in items if item.seconds > 0), key=lambda item: -item.seconds))
 
