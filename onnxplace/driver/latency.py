@@ -174,7 +174,7 @@ def list_step_parts(built: BuiltStrategy) -> tuple[StepPart, ...]:
     after its launch if the bytes that it moves take that long, else it computes. What segments add are calls.
     """
     state, target, ids = built.state, built.state.target, tuple(item.id for item in built.state.target.devices)
-    profile, device, segments = state[Profile], state[Placement].device, state[Segments].segments
+    profile, device, calls = state[Profile], state[Placement].device, max(len(state[Segments].segments), 1)
     graph, order, simulation = profile.graph, state[Schedule].order, state[Schedule].simulation
     seconds, nodes = device_seconds(profile, target), np.arange(len(device))
     step = PlacedStep(
@@ -189,7 +189,7 @@ def list_step_parts(built: BuiltStrategy) -> tuple[StepPart, ...]:
     waits = memory_share(graph, rest * rate, 1.0) >= least
     parts = divide_chain(step, {"launches": launches, "memory rate": rest * waits, "computes": rest * ~waits})
     parts["streamed weights"] = [predict_waiting_seconds(state)] if Streaming in state else []
-    parts["calls"] = [(built.step_seconds - sum(map(sum, parts.values()))) / max(len(segments), 1)] * len(segments)
+    parts["calls"] = [(built.step_seconds - sum(map(sum, parts.values()))) / calls] * calls
     items = [StepPart(kind, sum(times), sum(time > 0 for time in times)) for kind, times in parts.items()]
     return tuple(sorted((item for item in items if item.seconds > 0), key=lambda item: -item.seconds))
 
