@@ -84,7 +84,8 @@ def shard_weight(
 def _refer_to_range(tensor: TensorProto, name: str, dims: Sequence[int], start_bytes: int) -> TensorProto:
     """Return a part of external data that is contiguous in its file, which may be absent."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
-    start = int(entries.get("offset") or 0) + start_bytes
+    offset = entries.get("offset", "")  # not yet checked if the file is absent
+    start = start_bytes + (int(offset) if offset.isdecimal() else 0)
     length = packed_size(tensor.data_type, dims)
     return make_reference(name, tensor.data_type, dims, entries["location"], start, length)
 
