@@ -72,6 +72,7 @@ from onnxplace.model.tensors import (
     make_tensor_part as make_tensor_part,
     packed_size as packed_size,
     parse_type as parse_type,
+    read_external_range as read_external_range,
     read_shape_entries as read_shape_entries,
     read_tensor_bytes as read_tensor_bytes,
     says_unknown as says_unknown,

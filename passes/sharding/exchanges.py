@@ -30,6 +30,7 @@ from onnxplace.model import (
     make_reference,
     make_tensor_part,
     packed_size,
+    read_external_range,
     read_tensor_bytes,
 )
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
@@ -83,11 +84,9 @@ def shard_weight(
 
 def _refer_to_range(tensor: TensorProto, name: str, dims: Sequence[int], start_bytes: int) -> TensorProto:
     """Return a part of external data that is contiguous in its file, which may be absent."""
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    offset = entries.get("offset", "")  # not yet checked if the file is absent
-    start = start_bytes + (int(offset) if offset.isdecimal() else 0)
-    length = packed_size(tensor.data_type, dims)
-    return make_reference(name, tensor.data_type, dims, entries["location"], start, length)
+    location = next(entry.value for entry in tensor.external_data if entry.key == "location")
+    start = read_external_range(tensor)[0] + start_bytes
+    return make_reference(name, tensor.data_type, dims, location, start, packed_size(tensor.data_type, dims))
 
 
 @dataclass(frozen=True)
