@@ -76,12 +76,14 @@ class ProfileCosts(Pass):
         if self.costs:
             profile, notes = read_costs(self.costs, model, state.target)
             return self._finish(state, _join_units(profile, model), notes)
-        known_shapes = shapes = infer_static_shapes(model)
-        types: Mapping[str, int] = {}
+        shapes = infer_static_shapes(model)
         obstacles = {device.cost_class: self._find_obstacle(device) for device in state.target.devices}
+        known_shapes, types = shapes, {}
         if all(obstacles.values()):  # a measurement would tell what ONNX cannot infer
-            known_shapes = infer_shapes_and_values(model)[0]
-            types = infer_with_runtime(model, model.input_shapes()).types
+            known_shapes, types = (
+                infer_shapes_and_values(model)[0],
+                infer_with_runtime(model, model.input_shapes()).types,
+            )
         else:
             require_weights(model)
         sizes = value_bytes(model, {**known_shapes, **model.input_shapes()}, types)

@@ -139,9 +139,8 @@ def _format_machines(
         prices = (row.price_per_hour, row.requests_price) if row.price_per_hour is not None else ()
         costs = ["-" if price is None else f"{price:.4g}" for price in prices]
         memory = f"{format_bytes(item.peak_bytes or 0)} of {format_bytes(device.memory_bytes)}"
-        basis = "measured" if plans[row.machine].is_measured else "estimate"
-        name, limit = (row.machine, item.name), item.limited_by.partition(":")[0]
-        cells.append((*name, str(item.devices), *item.times, memory, basis, *costs, limit))
+        basis, limit = "measured" if plans[row.machine].is_measured else "estimate", item.limited_by.partition(":")[0]
+        cells.append((row.machine, item.name, str(item.devices), *item.times, memory, basis, *costs, limit))
     load = f"at {goals.rate:.4g}/s" if goals.rate else "at full load"
     header = ("machine", "strategy", "devices", "latency", "requests/s", "memory", "basis")
     prices_header = ("price/h", f"per million {load}") if rows[0].price_per_hour is not None else ()
