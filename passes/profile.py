@@ -72,21 +72,18 @@ class ProfileCosts(Pass):
 
     def run(self, state: State) -> State:
         model = state[Model]
-        model.input_shapes()  # fails before any work if a dimension has no value
+        inputs = model.input_shapes()  # fails before any work if a dimension has no value
         if self.costs:
             profile, notes = read_costs(self.costs, model, state.target)
             return self._finish(state, _join_units(profile, model), notes)
         shapes = infer_static_shapes(model)
         obstacles = {device.cost_class: self._find_obstacle(device) for device in state.target.devices}
-        known_shapes, types = shapes, {}
         if all(obstacles.values()):  # a measurement would tell what ONNX cannot infer
-            known_shapes, types = (
-                infer_shapes_and_values(model)[0],
-                infer_with_runtime(model, model.input_shapes()).types,
-            )
+            known_shapes, types = infer_shapes_and_values(model)[0], infer_with_runtime(model, inputs).types
         else:
             require_weights(model)
-        sizes = value_bytes(model, {**known_shapes, **model.input_shapes()}, types)
+            known_shapes, types = shapes, {}
+        sizes = value_bytes(model, {**known_shapes, **inputs}, types)
         structure = ModelStructure.of(model, shapes, sizes)
         measurements, notes = self._measure_classes(state, structure, obstacles)
         for measurement in measurements.values():
