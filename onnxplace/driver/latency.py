@@ -1,7 +1,7 @@
 """The least step: whole operators placed or operators split over devices, and values computed again if nothing fits.
 
-This is also how a pipeline or a placer of the user runs: then there is a single strategy, which is theirs. What limits a
-step, and whether fixed sizes would shorten it, follows from the chain of events that determines its length.
+This is also how a pipeline or a placer of the user runs: then there is a single strategy, which is theirs. What limits
+a step, and whether fixed sizes would shorten it, follows from the chain of events that determines its length.
 """
 
 from __future__ import annotations
