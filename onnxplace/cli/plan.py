@@ -58,9 +58,9 @@ def plan(
     """Predict latency, throughput and memory of MODEL for several ways to use the devices.
 
     The ways are: one device, whole operators placed, copies of the model, pipeline stages, copies of stages, and
-    operators split over 2, 4, 8 devices, in copies or stages. Each row says what limits its latency, and a line where
-    --fixed-sizes would help. Nothing is written. Costs are measured where the devices are here, else estimated, without
-    the file of weights. The exit code is 3 if none of them fits the memory limits.
+    operators split over 2, 4, 8 devices, in copies or stages. Each row says what limits its latency, and a line says
+    where fixed sizes would help. Nothing is written. Costs are measured where the devices are here, else estimated
+    without the file of weights. The exit code is 3 if none of them fits the memory limits.
 
     With --diff, no model is read: what differs between two bundles, or two plans that were saved as JSON.
 
