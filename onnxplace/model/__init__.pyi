@@ -25,6 +25,7 @@ from onnxplace.model.loading import (
     load as load,
     require_linkable as require_linkable,
     require_unchanged as require_unchanged,
+    require_weights as require_weights,
 )
 from onnxplace.model.lowering import (
     bind as bind,
@@ -75,6 +76,7 @@ from onnxplace.model.tensors import (
     make_tensor_part as make_tensor_part,
     packed_size as packed_size,
     parse_type as parse_type,
+    read_external_range as read_external_range,
     read_shape_entries as read_shape_entries,
     read_tensor_bytes as read_tensor_bytes,
     says_unknown as says_unknown,

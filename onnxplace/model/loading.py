@@ -16,18 +16,19 @@ from onnxplace.model.model import Model
 from onnxplace.model.node_metadata import name_with_module
 from onnxplace.model.operator_checks import note_known_functions
 from onnxplace.model.tensors import find_external_range, find_repository, relocate_external_data, take_fingerprint
-from onnxplace.model.weights import build_link_error
+from onnxplace.model.weights import build_link_error, has_external_file
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.training_step import read_training_step
 from onnxplace.utils import open_input
 
 
-def load(source: str | Path | ModelProto) -> Model:
+def load(source: str | Path | ModelProto, *, may_lack_weights: bool = False) -> Model:
     """Read an ONNX model from a file or an object.
 
     The result is in canonical form.
 
-    External data is checked (present, inside the model's folder, long enough), but not read.
+    External data is checked (present, inside the model's folder, long enough), but not read. With `may_lack_weights`,
+    files may be absent until `require_weights`.
 
     Raises:
         ModelError: It names the file, node or tensor that is wrong.
@@ -47,6 +48,8 @@ def load(source: str | Path | ModelProto) -> Model:
         proto, folder, where = parse_model(data, path), path.parent, path.name
     parts = take_apart(proto, where, folder)
     external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
+    if may_lack_weights:
+        external = [tensor for tensor in external if has_external_file(tensor, folder)]
     if folder and (repository := find_repository(folder)):  # ONNX Runtime takes the blobs, but not links to them
         for tensor in external:
             relocate_external_data(tensor, folder, repository)
@@ -141,6 +144,13 @@ def _suggest_owner(path: Path) -> str:
             if model.stat().st_size <= _MAX_OWNER_BYTES and entry in model.read_bytes():
                 return f"it holds weights of {str(model)!r}: give that file, and keep this one next to it"
     return ""
+
+
+def require_weights(model: Model) -> None:
+    """Raise ModelError if a file of weights is absent, or does not hold them."""
+    for tensor in model.initializers.values():
+        if tensor.data_location == TensorProto.EXTERNAL:
+            find_external_range(tensor, model.folder)
 
 
 def require_unchanged(model: Model) -> None:

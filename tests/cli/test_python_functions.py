@@ -38,7 +38,7 @@ def test_plan_has_the_fields_of_the_command(run_cli, model_file):
     )
     assert set(printed) == {item.name for item in fields(plan)}
     for strategy, entry in zip(plan.strategies, printed["strategies"], strict=True):
-        assert asdict(strategy) == entry
+        assert json.loads(json.dumps(asdict(strategy))) == entry
 
 
 def test_verify_has_the_fields_of_the_command_and_takes_arrays(run_cli, compiled, model_file):
