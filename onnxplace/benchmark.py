@@ -222,15 +222,15 @@ def bench(
     # Copies do not delay each other.
     interval = expected.interval_seconds / max(len(copies), 1)
     shortage = find_core_shortage(opened.manifest)
-    speedup = compute_speedup(times["model"], times["bundle"])
+    speedup, speedup_one_device = (compute_speedup(times[name], times["bundle"]) for name in ("model", "one_device"))
     result = Benchmark(
         bundle=times["bundle"],
         model=times["model"],
         one_device=times["one_device"],
         in_flight=times.get("in_flight"),
         speedup=speedup,
-        speedup_one_device=compute_speedup(times["one_device"], times["bundle"]),
-        verdict=_phrase_verdict(speedup, times["bundle"], waiting, usage),
+        speedup_one_device=speedup_one_device,
+        verdict=_phrase_verdict(speedup, speedup_one_device, times["bundle"], waiting, usage),
         predicted_seconds=expected.step_seconds,
         predicted_interval_seconds=interval,
         requests_per_second=_compute_rates(times, interval),
@@ -278,8 +278,13 @@ def _clear_predictions(record: AnyRecord) -> AnyRecord:
     return cast("AnyRecord", replace(cast("Any", record), **dict.fromkeys(names)))
 
 
-def _phrase_verdict(speedup: Speedup, bundle: Timings, waiting: float | None, usage: DeviceUsage) -> str:
-    """Return how the bundle compares with one session with all cores, how sure that is, and what limits it."""
+def _phrase_verdict(
+    speedup: Speedup, one_device: Speedup, bundle: Timings, waiting: float | None, usage: DeviceUsage
+) -> str:
+    """Return how the bundle compares with one session with all cores, how sure that is, and what limits it.
+
+    The ratio to one device is the one that `compile` reports.
+    """
     turns = f"{speedup.low:.2f} to {speedup.high:.2f} in eight of ten rounds"
     if waiting is not None and waiting > DOUBTFUL_WAITING_SHARE:
         doubt = f"unsure, as other programs used the cores for {waiting:.0%} of the time: "
@@ -290,7 +295,8 @@ def _phrase_verdict(speedup: Speedup, bundle: Timings, waiting: float | None, us
         words = f"{slower}{speedup.ratio:.2f} times as fast as {'it' if slower else 'one session with all cores'}"
     else:
         words = f"no clear difference from one session with all cores: {speedup.ratio:.2f} times as fast"
-    return f"{doubt}{words} ({turns}); {_describe_limit(bundle.median_seconds, usage)}"
+    words = f"{doubt}{words} ({turns}), {one_device.ratio:.2f} times as fast as one device"
+    return f"{words}; {_describe_limit(bundle.median_seconds, usage)}"
 
 
 def _describe_limit(step_seconds: float, usage: DeviceUsage) -> str:

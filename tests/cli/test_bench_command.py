@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, parser
 import onnxplace
 from onnxplace import benchmark
 from onnxplace.bundle import DiagnosticRecord
-from onnxplace.evaluation import Timings, compute_speedup, memory_use, replace_manifest, trial
+from onnxplace.evaluation import Speedup, Timings, compute_speedup, memory_use, replace_manifest, trial
 from onnxplace.evaluation.memory_use import can_measure_memory
 from tests.conftest import FAST_PIPELINE
 from tests.support.state_checks import APART, START, STATES, feeds, sums
@@ -315,11 +315,11 @@ def test_the_verdict_says_how_sure_a_difference_is():
 
     def judge(model, bundle, waiting=0.0):
         times = [Timings(float(np.median(samples)), 0.0, len(samples), tuple(samples)) for samples in (model, bundle)]
-        return benchmark._phrase_verdict(compute_speedup(*times), times[1], waiting, usage)
+        return benchmark._phrase_verdict(compute_speedup(*times), Speedup(3.0, 3.0, 3.0), times[1], waiting, usage)
 
-    limit = "limited by cpu:0, which is busy for 90% of a step"
+    limit = "3.00 times as fast as one device; limited by cpu:0, which is busy for 90% of a step"
     faster = "2.00 times as fast as one session with all cores (2.00 to 2.00 in eight of ten rounds)"
-    assert judge([2.0] * 5, [1.0] * 5) == f"{faster}; {limit}"
+    assert judge([2.0] * 5, [1.0] * 5) == f"{faster}, {limit}"
     assert judge([2.0] * 4, [1.0] * 4).startswith(f"unsure after 4 rounds: {faster}")
     assert judge([2.0] * 5, [1.0] * 5, 0.5).startswith("unsure, as other programs used the cores for 50% of the time: ")
     assert judge([1.0] * 5, [2.0] * 5).startswith("slower than one session with all cores: 0.50 times as fast as it (")
