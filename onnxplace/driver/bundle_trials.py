@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Staging
 from onnxplace.driver.compile_options import CompileSettings
-from onnxplace.driver.decision import BuiltStrategy, Comparison, Strategy, parse_passes, predict
+from onnxplace.driver.decision import BuiltStrategy, Comparison, Strategy, create_pass, predict
 from onnxplace.driver.throughput import format_rate, report_plain_session
 from onnxplace.errors import Diagnostic, Figure, OnnxplaceError
 from onnxplace.evaluation import (
@@ -295,7 +295,7 @@ def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], 
 
 def _place_on_one_device(several: BuiltStrategy) -> BuiltStrategy:
     """Return the strategy with whole operators on the best single device, and the notes about several ones."""
-    (single,) = parse_passes("single")
+    single = create_pass("single")
     passes = [
         single if Placement in step.provides else step for step in several.strategy.passes if step.name != "shard"
     ]
@@ -319,7 +319,7 @@ def _balance(stages: BuiltStrategy, trial: RateTrial) -> BuiltStrategy:
     grouped = base.with_facts(after[Groups]) if Groups in after else base
     device, start = after[Placement].device, after[Schedule].simulation.start_seconds
     state = commit_placement(grouped, placement_problem(grouped), device, start, after[Placement].placer)
-    state, _ = Pipeline(parse_passes("split")).run(state)
+    state, _ = Pipeline((create_pass("split"),)).run(state)
     state = replace(state, diagnostics=stages.state.diagnostics)
     strategy = replace(stages.strategy, name=f"{stages.name}, balanced by the trial")
     return replace(stages, strategy=strategy, state=state)

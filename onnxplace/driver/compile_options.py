@@ -22,9 +22,10 @@ from onnxplace.pipeline import (
     PassSpec,
     Pipeline,
     choose_placer,
-    format_pipeline,
     format_tuple,
+    make_pass,
 )
+from onnxplace.state import Pass
 from onnxplace.target import Target, parse_bytes, parse_machine, parse_memory, read_target
 
 Effort = Literal["low", "default", "high"]
@@ -271,7 +272,7 @@ def _build_default(settings: CompileSettings) -> Pipeline:
         PassSpec("split"),
         PassSpec("emit"),
     ]
-    return Pipeline.parse(format_pipeline(specs))
+    return Pipeline.of(specs)
 
 
 def _build_shard(settings: CompileSettings) -> list[PassSpec]:
@@ -373,13 +374,13 @@ def parse_pool(pool: str | int) -> int:
     return size
 
 
-def choose_streaming(settings: CompileSettings, target: Target) -> str:
-    """Return the placer that lets weights stream, with its options; empty where they do not.
+def choose_streaming(settings: CompileSettings, target: Target) -> Pass | None:
+    """Return the placer that lets weights stream; None where they do not.
 
     The host keeps them in as much memory as the user allows, by default as much as is free on this machine.
     """
     if not settings.may_stream or target.hosts:
-        return ""
+        return None
     limits = settings.max_memory if "=" in str(settings.max_memory or "") else None
     host = _parse_limits(limits, target).get(HOST) if limits else None
     is_here = settings.target is None and settings.machine is None
@@ -391,4 +392,4 @@ def choose_streaming(settings: CompileSettings, target: Target) -> str:
         "always": "true" if settings.stream == "always" else "",
         "cache": "" if settings.cache else "false",
     }
-    return format_pipeline([PassSpec("stream", _drop_empty(options))])
+    return make_pass("stream", _drop_empty(options))

@@ -16,7 +16,7 @@ from onnxplace.driver.compile_options import (
     choose_streaming,
     choose_target,
 )
-from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled, parse_passes
+from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled, create_pass
 from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.driver.latency import decide_or_recompute, make_latency_objective, suggest_fixed_sizes
 from onnxplace.driver.sources import ModelSource, bind_source, open_source
@@ -148,7 +148,7 @@ def _build_within(
     for _ in range(MAX_ERROR_ROUNDS):
         limited = profiled
         if share <= maximum:
-            (limit,) = parse_passes(f"limit-errors{{maximum={share!r},seed={settings.seed}}}")
+            limit = create_pass("limit-errors", maximum=share, seed=settings.seed)
             limited = profiled.insert(limit, settings.observer)
         finished, timings = _build(limited, staging, settings)
         reached.append(measure_error(finished.bundle, feeds))

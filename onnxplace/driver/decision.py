@@ -27,7 +27,7 @@ from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Emitted, Placement, Profile, Routes, Segments, Shards, Streaming, is_refused
 from onnxplace.passes.sharding import compare_kinds
-from onnxplace.pipeline import Observer, Pipeline, Timing
+from onnxplace.pipeline import Observer, Pipeline, Timing, find_plugin
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.state import Pass, State
 from onnxplace.utils import budget_clock
@@ -42,9 +42,11 @@ after the other, or with requests in flight."""
 PLACERS_TRIED = "P040"
 
 
-def parse_passes(text: str) -> tuple[Pass, ...]:
-    """Return the passes of a part of a pipeline."""
-    return Pipeline.parse(text).passes
+def create_pass(name: str, **options: Any) -> Pass:
+    """Return a pass by name; its options are its fields."""
+    kind: Any = find_plugin("passes", name)
+    created: Pass = kind(**options)
+    return created
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,8 @@ class Profiled:
         """Return the placer."""
         return next(step for step in self.rest if Placement in step.provides)
 
-    def replace_placer(self, text: str) -> tuple[Pass, ...]:
+    def replace_placer(self, placer: Pass) -> tuple[Pass, ...]:
         """Return the rest with another placer."""
-        (placer,) = parse_passes(text)
         return tuple(placer if step is self.placer else step for step in self.rest)
 
     def advance(self, observer: Observer | None) -> Profiled:
@@ -99,6 +100,8 @@ class Strategy:
     """Devices of which each may take the place of the first one; empty where the passes use all devices."""
     everywhere: bool = False
     """Whether each device with room gets a copy of the whole model."""
+    min_gain: float = 0.0
+    """Share by which its step must be shorter than that of a strategy that needs no gain."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ class BuiltStrategy:
     @cached_property
     def routes(self) -> Routes:
         """Return the routes of requests in flight; raises InfeasibleError without room for them."""
-        return (self.state if Routes in self.state else Pipeline.parse("replicate").run(self.state)[0])[Routes]
+        replicate = Pipeline((create_pass("replicate"),))
+        return (self.state if Routes in self.state else replicate.run(self.state)[0])[Routes]
 
     @property
     def interval_seconds(self) -> float:
@@ -292,8 +296,7 @@ def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:
         if any(is_refused(seconds).any() for seconds in state[Profile].seconds.values()):
             reason = "no other device takes all nodes of a copy and has room for it"
         raise InfeasibleError("P001", reason, where="replicate")
-    replicate: Any = parse_passes("replicate")[0]
-    replicate = replace(replicate, routes=tuple(routes))
+    replicate = create_pass("replicate", routes=tuple(routes))
     state, _ = Pipeline((replicate,)).run(state)
     name = f"{len(routes) + 1} copies of the model" if strategy.everywhere else strategy.name
     return replace(strategy, name=name, passes=(*strategy.passes, replicate)), state

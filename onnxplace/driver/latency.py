@@ -7,8 +7,7 @@ a step, and whether fixed sizes would shorten it, follows from the chain of even
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,8 +18,8 @@ from onnxplace.driver.decision import (
     Profiled,
     Result,
     Strategy,
+    create_pass,
     decide,
-    parse_passes,
     predict,
 )
 from onnxplace.driver.streamed import STREAMED, describe_streaming, needs_streaming
@@ -36,8 +35,8 @@ from onnxplace.simulation import memory_share
 from onnxplace.state import Pass
 from onnxplace.utils import format_milliseconds
 
-# Split operators must make the step clearly shorter: they copy weights, and their times are less certain.
-MAX_STEP_RATIO = 0.95
+# Split operators, and weights that stream, must make the step clearly shorter: their times are less certain.
+MIN_GAIN = 0.05
 # Beyond, the choice of layouts takes a minute or more, which a user has to ask for.
 MAX_NODES = 50_000
 # For a hint, that is too long much earlier.
@@ -54,7 +53,7 @@ MAX_RECOMPUTED_NODES = 20_000
 
 
 def make_latency_objective(
-    *, may_shard: bool, shard_metadata: bool, may_group: bool, stream: str = "", stream_mode: str = "auto"
+    *, may_shard: bool, shard_metadata: bool, may_group: bool, stream: Pass | None = None, stream_mode: str = "auto"
 ) -> Objective:
     """Return the objective of the least step.
 
@@ -62,7 +61,7 @@ def make_latency_objective(
         may_shard: Whether splitting operators is compared with placing whole ones.
         shard_metadata: Whether the pass `shard` writes ONNX's sharding specifications.
         may_group: Whether groupings of a training step are compared.
-        stream: The placer that lets weights stream; empty if they must not.
+        stream: The placer that lets weights stream; None if they must not.
         stream_mode: `auto`, or `always`, which compares nothing with it.
     """
 
@@ -70,7 +69,9 @@ def make_latency_objective(
         state, rest = profiled.state, profiled.rest
         has_several = len(state.target.devices) > 1
         is_rewritten = any(Model in step.provides for step in rest)
-        streamed = [Strategy(STREAMED, "streamed", profiled.replace_placer(stream))] if stream else []
+        streamed = (
+            [Strategy(STREAMED, "streamed", profiled.replace_placer(stream), min_gain=MIN_GAIN)] if stream else []
+        )
         if streamed and stream_mode == "always":
             yield streamed
             return
@@ -79,8 +80,13 @@ def make_latency_objective(
         else:
             yield [_name_passes(rest)]
         if may_shard and has_several and len(state[Profile].graph) <= MAX_NODES:
-            shard = parse_passes("shard{metadata=true}" if shard_metadata else "shard")
-            yield [Strategy("sharding", "sharded", (*shard, *rest))]
+            # A placement that only has to fit is kept if it does.
+            min_gain = 1.0 if profiled.placer.name == OBJECTIVES["fit"] else MIN_GAIN
+            yield [
+                Strategy(
+                    "sharding", "sharded", (create_pass("shard", metadata=shard_metadata), *rest), min_gain=min_gain
+                )
+            ]
         if streamed and needs_streaming(profiled, results):
             yield streamed
 
@@ -114,23 +120,11 @@ def _split_by_kind(
 
 
 def _choose(fitting: Sequence[BuiltStrategy]) -> BuiltStrategy:
-    """Return split operators, or streamed weights, if their step is clearly shorter.
-
-    A placement that only has to fit is kept if it does.
-    """
-    streamed = next((item for item in fitting if item.strategy.kind == "streamed"), None)
-    others = [item for item in fitting if item is not streamed]
-    if streamed is not None:
-        held = _choose(others) if others else None
-        return streamed if held is None or streamed.step_seconds < MAX_STEP_RATIO * held.step_seconds else held
+    """Return the shortest step, where each strategy has at least the gain that it needs."""
     whole, sharded, _ = _split_by_kind(fitting)
-    if whole is None or sharded is None:
-        kept = whole or sharded
-        assert kept is not None
-        return kept
-    only_fits = whole.state[Placement].placer == OBJECTIVES["fit"]
-    is_better = not only_fits and sharded.step_seconds < MAX_STEP_RATIO * whole.step_seconds
-    return sharded if is_better else whole
+    streamed = [item for item in fitting if item.strategy.kind == "streamed"]
+    candidates = [item for item in (whole, sharded, *streamed) if item is not None]
+    return min(candidates, key=lambda item: item.step_seconds / max(1 - item.strategy.min_gain, 1e-12))
 
 
 def _describe(
@@ -204,18 +198,18 @@ def suggest_fixed_sizes(kept: BuiltStrategy) -> list[Diagnostic]:
     fixed = sum(part.seconds for part in list_step_parts(kept) if part.kind in ("launches", "calls"))
     least, profile = fixed + (now - fixed) / len(kept.state.target.devices), profiled.state[Profile]
     is_fixed = not model.dimensions or any(getattr(step, "fixed_sizes", False) for step in profiled.front)
-    may_gain = least < MAX_STEP_RATIO * now and len(profile.graph) <= MAX_HINTED_NODES
+    may_gain = least < (1 - MIN_GAIN) * now and len(profile.graph) <= MAX_HINTED_NODES
     if is_fixed or model.other_sizes or profile.training or not may_gain:
         return []
     try:
-        passes = (*parse_passes("shard{fixed=true}"), *profiled.replace_placer("auto{seconds=0.5}"))
+        passes = (create_pass("shard", fixed=True), *profiled.replace_placer(create_pass("auto", seconds=0.5)))
         step_seconds = predict(Strategy("fixed sizes", "sharded", passes), profiled).step_seconds
     except InfeasibleError:  # there is nothing to split, or a state grows from call to call
         return []
     times = " instead of ".join(map(format_milliseconds, (step_seconds, now)))
     message = f"with --fixed-sizes, {' or '.join(model.dimensions)} can be split: {times}"
     note = Diagnostic("P069", message, where=model.name, hint="the bundle then takes these sizes alone")
-    return [note] if step_seconds < MAX_STEP_RATIO * now else []
+    return [note] if step_seconds < (1 - MIN_GAIN) * now else []
 
 
 def decide_or_recompute(
@@ -226,7 +220,7 @@ def decide_or_recompute(
     `mode` is `auto`, `off`, `always`, or the limit of the pass `recompute`.
     """
     if mode not in ("auto", "off"):
-        (recompute,) = parse_passes(f"recompute{{limit={0 if mode == 'always' else mode}}}")
+        recompute = create_pass("recompute", limit="0" if mode == "always" else mode)
         return decide(objective, profiled.insert(recompute, observer), observer)
     try:
         return decide(objective, profiled, observer)
@@ -248,8 +242,7 @@ def _recompute_more_and_more(profiled: Profiled, observer: Observer | None) -> I
     is_alone = len(profiled.state.target.devices) == 1
     for share in SHARES_OF_ONE if is_alone else SHARES_OF_SEVERAL:
         limit = int(share * (total if is_alone else min(total, int(problem.alone_bytes().min()))))
-        recompute: Any = parse_passes("recompute")[0]
-        smaller = profiled.insert(replace(recompute, limit=str(limit)), observer)
+        smaller = profiled.insert(create_pass("recompute", limit=str(limit)), observer)
         result = smaller.state[Recomputation]
         peak = result.peak_after_bytes
         if result.whole is not None and peak not in peaks and not (is_alone and peak > total):

@@ -24,7 +24,6 @@ from onnxplace.pipeline import (
     Pipeline,
     Timing,
     choose_placer,
-    format_pipeline,
     report_idle_devices,
     require_all_devices_used,
 )
@@ -142,7 +141,7 @@ def place_cost_graph(graph: CostGraph, settings: PlaceSettings) -> PlacementResu
     """
     spec = choose_placer(settings.placer, settings.objective, settings.budget_seconds, settings.seed)
     steps = _list_passes(spec, settings)
-    pipeline = Pipeline.parse(format_pipeline(steps))
+    pipeline = Pipeline.of(steps)
     base = replace(graph, target=replace(graph.target, link_model=settings.links)).state()
     start = budget_clock()
     state, timings = pipeline.run(base)
@@ -159,7 +158,7 @@ def _compare_without_joining(base: State, joined: State, settings: PlaceSettings
     """
     steps = _list_passes(PassSpec("m-etf"), settings)
     try:
-        apart, _ = Pipeline.parse(format_pipeline(steps)).run(base)
+        apart, _ = Pipeline.of(steps).run(base)
     except InfeasibleError:  # so that nothing is known without them
         return joined
     schedule, step = joined[Schedule], joined[Schedule].simulation.makespan_seconds

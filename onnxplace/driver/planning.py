@@ -16,7 +16,7 @@ from onnxplace.driver.compile_options import (
     make_effort,
     require_effort,
 )
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all, rank_texts
+from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, create_pass, predict_all, rank_texts
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
 from onnxplace.driver.latency import StepPart, list_step_parts, suggest_fixed_sizes
 from onnxplace.driver.sources import bind_source, open_source
@@ -28,7 +28,7 @@ from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
 from onnxplace.feeds import Array
 from onnxplace.model import Model, StateRequest, load
 from onnxplace.pipeline import Observer, Pipeline, make_pass
-from onnxplace.state import State
+from onnxplace.state import Pass, State
 from onnxplace.target import Target
 from onnxplace.utils import format_milliseconds, format_object, format_time
 
@@ -177,7 +177,8 @@ def plan_model(
         start, _ = Pipeline((optimize,)).run(State(target).with_facts(bound).with_notes(*notes))
         subjects = find_subjects(start[Model], [explain] if isinstance(explain, str) else explain)
         start, _ = Pipeline((profile,)).run(start)
-    rest = parse_passes(f"coplace{{join=never}},fuse,stages{{seconds={STAGES_SECONDS[effort]}}},split")
+    stages = create_pass("stages", seconds=STAGES_SECONDS[effort])
+    rest = (create_pass("coplace", join="never"), create_pass("fuse"), stages, create_pass("split"))
     profiled = Profiled((optimize, profile), start, rest, make_pass("emit"))
     results = _predict_strategies(profiled, choose_streaming(settings, target), stream, effort, observer)
     built = [item for item in results if isinstance(item, BuiltStrategy)]
@@ -197,7 +198,7 @@ def plan_model(
 
 
 def _predict_strategies(
-    profiled: Profiled, streaming: str, has_curve: bool, effort: Effort, observer: Observer | None
+    profiled: Profiled, streaming: Pass | None, has_curve: bool, effort: Effort, observer: Observer | None
 ) -> list[Result]:
     """Predict all strategies, the one with weights that stream where it is useful or its curve is asked for."""
     is_step = profiled.state[Profile].training is not None
@@ -220,7 +221,8 @@ def _describe_request(model: Model) -> str:
 def _list_strategies(profiled: Profiled, results: Sequence[Result], effort: Effort) -> Iterator[Sequence[Strategy]]:
     """Yield all strategies for requests in flight, and whole operators placed."""
     one_device, *others = list_simple(profiled)
-    auto = Strategy("whole operators placed", "placed", profiled.replace_placer(str(make_effort(effort, "auto"))))
+    (placer,) = Pipeline.of([make_effort(effort, "auto")]).passes
+    auto = Strategy("whole operators placed", "placed", profiled.replace_placer(placer))
     yield [one_device, auto, *others] if others else [one_device]
     yield from list_copied_stages(profiled, results)
     yield list_sharded(profiled)

@@ -19,7 +19,7 @@ from onnxplace.driver.decision import (
     Profiled,
     Result,
     Strategy,
-    parse_passes,
+    create_pass,
     rank_texts,
 )
 from onnxplace.errors import Diagnostic, Figure
@@ -68,7 +68,7 @@ def _covers_all_devices(result: Result) -> bool:
 def list_simple(profiled: Profiled) -> list[Strategy]:
     """Return one device, copies of it, and stages."""
     count = len(profiled.state.target.devices)
-    alone = profiled.replace_placer("single")
+    alone = profiled.replace_placer(create_pass("single"))
     strategies = [Strategy("one device", "one device", alone)]
     if count == 1:
         return strategies
@@ -116,20 +116,20 @@ def list_sharded(profiled: Profiled) -> list[Strategy]:
     """Return split operators over groups of devices: copies of a group, or stages of such groups."""
     strategies, count = [], len(profiled.state.target.devices)
     # Parts have their devices: only their order is searched.
-    quick = profiled.replace_placer("auto{seconds=0.5}")
+    quick = profiled.replace_placer(create_pass("auto", seconds=0.5))
     for ways in list_ways(count) if count > 1 else ():
         copies = count // ways
-        split = parse_passes(f"shard{{ways={ways},exact=true}}")
+        split = create_pass("shard", ways=ways, exact=True)
         if copies == 1:
-            strategies.append(Strategy(f"sharded {ways} ways", "sharded", (*split, *quick)))
+            strategies.append(Strategy(f"sharded {ways} ways", "sharded", (split, *quick)))
             continue
         groups = tuple(tuple(range(first, copies * ways, ways)) for first in range(ways))
         if not profiled.state[Model].states:
             name = f"{copies} copies, each sharded {ways} ways"
-            strategies.append(Strategy(name, "sharded", (*split, *quick), groups))
+            strategies.append(Strategy(name, "sharded", (split, *quick), groups))
         if count % ways == 0:
-            stages = parse_passes(f"shard{{ways={ways},exact=true,stages={copies}}}")
-            strategies.append(Strategy(f"{copies} stages, each sharded {ways} ways", "sharded", (*stages, *quick)))
+            stages = create_pass("shard", ways=ways, exact=True, stages=copies)
+            strategies.append(Strategy(f"{copies} stages, each sharded {ways} ways", "sharded", (stages, *quick)))
     return strategies
 
 

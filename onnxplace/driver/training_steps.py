@@ -19,7 +19,7 @@ from onnxplace.driver.decision import (
     Profiled,
     Result,
     Strategy,
-    parse_passes,
+    create_pass,
     rank_texts,
 )
 from onnxplace.driver.throughput import list_ways
@@ -74,7 +74,7 @@ def list_groupings(profiled: Profiled, results: Sequence[Result]) -> Iterator[li
     if placer == OBJECTIVES["latency"] and fitting:
         one_device = predict_one_device(profiled.state)
         if choose_grouping(fitting).step_seconds > one_device:
-            yield [Strategy("one device", "one device", profiled.replace_placer("single"))]
+            yield [Strategy("one device", "one device", profiled.replace_placer(create_pass("single")))]
 
 
 def _set_options(step: Any, grouping: Mapping[str, str], *, is_alternative: bool = False) -> Any:
@@ -173,19 +173,17 @@ def list_step_strategies(profiled: Profiled, results: Sequence[Result]) -> Itera
     Micro-batches come with the schedule 1F1B, then the best of them with other schedules.
     """
     count = len(profiled.state.target.devices)
-    alone = Strategy("one device", "one device", profiled.replace_placer("single"))
+    alone = Strategy("one device", "one device", profiled.replace_placer(create_pass("single")))
     if count == 1:
         yield [alone]
         return
-    placed = Strategy("whole operators placed", "placed", profiled.replace_placer("auto"))
+    placed = Strategy("whole operators placed", "placed", profiled.replace_placer(create_pass("auto")))
     if len(profiled.state[Profile].graph) > MAX_NODES:
         yield [alone, placed]
         return
-    quick = profiled.replace_placer("auto{seconds=0.5}")
+    quick = profiled.replace_placer(create_pass("auto", seconds=0.5))
     sharded = [
-        Strategy(
-            f"sharded {ways} ways", "sharded", (*parse_passes(f"shard{{ways={ways},exact=true,fixed=true}}"), *quick)
-        )
+        Strategy(f"sharded {ways} ways", "sharded", (create_pass("shard", ways=ways, exact=True, fixed=True), *quick))
         for ways in list_ways(count)
     ]
     replicas = [_replicas(profiled, number, count // number) for number in range(2, count + 1) if not count % number]
@@ -207,19 +205,19 @@ def _replicas(profiled: Profiled, replicas: int, stages: int) -> Strategy:
     parts = replicas * (1 if stages == 1 else 2 * stages)
     name = f"{replicas} replicas" + (f" of {stages} stages x {parts // replicas} micro-batches" if stages > 1 else "")
     passes = _pipeline_parts(profiled, stages, "1f1b", parameters="free", join="never")
-    return Strategy(name, "replicas", (*parse_passes(f"microbatch{{count={parts},replicas={replicas}}}"), *passes))
+    return Strategy(name, "replicas", (create_pass("microbatch", count=parts, replicas=replicas), *passes))
 
 
 def _micro_batches(profiled: Profiled, parts: int, stages: int, schedule: str) -> Strategy:
     """Return the strategy of stages that take turns with parts of the batch."""
     name = f"{stages} stages x {parts} micro-batches ({schedule})"
     passes = _pipeline_parts(profiled, stages, schedule)
-    return Strategy(name, "micro-batches", (*parse_passes(f"microbatch{{count={parts}}}"), *passes))
+    return Strategy(name, "micro-batches", (create_pass("microbatch", count=parts), *passes))
 
 
 def _pipeline_parts(profiled: Profiled, stages: int, schedule: str, **grouping: str) -> tuple[Pass, ...]:
     """Return the passes that place parts of a batch on stages; clusters would join parts of different times."""
-    passes = profiled.replace_placer(f"pipelined{{stages={stages},schedule={schedule}}}")
+    passes = profiled.replace_placer(create_pass("pipelined", stages=stages, schedule=schedule))
     return tuple(_set_options(step, grouping) for step in passes if step.name != "fuse")
 
 

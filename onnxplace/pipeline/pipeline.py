@@ -9,7 +9,7 @@ from types import MappingProxyType
 from onnxplace.errors import BrokenPassError, InfeasibleError, OnnxplaceError, UsageError
 from onnxplace.facts import Placement, Schedule
 from onnxplace.pipeline.registry import BUILTIN, find_plugin, list_entries
-from onnxplace.pipeline.text_form import build_pass, format_pipeline, make_spec, parse_pipeline
+from onnxplace.pipeline.text_form import PassSpec, build_pass, format_pipeline, make_spec, parse_pipeline
 from onnxplace.state import Fact, Pass, State
 from onnxplace.utils import budget_clock, report_time_limit
 
@@ -40,7 +40,12 @@ class Pipeline:
     @staticmethod
     def parse(text: str) -> Pipeline:
         """Build a pipeline from its text; raises UsageError or PluginError."""
-        return Pipeline(tuple(make_pass(spec.name, spec.options) for spec in parse_pipeline(text)))
+        return Pipeline.of(parse_pipeline(text))
+
+    @staticmethod
+    def of(specs: Iterable[PassSpec]) -> Pipeline:
+        """Build a pipeline from passes with options as text; raises UsageError or PluginError."""
+        return Pipeline(tuple(make_pass(spec.name, spec.options) for spec in specs))
 
     def __str__(self) -> str:
         return format_pipeline(make_spec(step) for step in self.passes)

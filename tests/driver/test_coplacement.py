@@ -10,7 +10,7 @@ import pytest
 
 import onnxplace
 from onnxplace.driver import compile_model, decision
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Strategy, decide, parse_passes
+from onnxplace.driver.decision import BuiltStrategy, Profiled, Strategy, decide
 from onnxplace.driver.latency import make_latency_objective
 from onnxplace.driver.training_steps import choose_cutting, choose_shortest
 from onnxplace.errors import InfeasibleError
@@ -35,9 +35,9 @@ def make_state(proto: onnx.ModelProto, *, bytes_per_second: float = 1e9, memory_
 
 
 def place(state: State, placer: str, join: str = "worth") -> BuiltStrategy:
-    rest = parse_passes(f"coplace{{join={join}}},fuse,{placer},split")
+    rest = Pipeline.parse(f"coplace{{join={join}}},fuse,{placer},split").passes
     objective = make_latency_objective(may_shard=False, shard_metadata=False, may_group=True)
-    (kept,) = decide(objective, Profiled((), state, rest, parse_passes("emit")[0]))
+    (kept,) = decide(objective, Profiled((), state, rest, Pipeline.parse("emit").passes[0]))
     return kept
 
 
@@ -47,7 +47,7 @@ def grouped(name: str, milliseconds: float, sent: int) -> BuiltStrategy:
         sent_bytes = sent  # type: ignore[assignment]
 
     state = State(Target((Device("cpu:0", 1),)))
-    return Fixed(Strategy(name, "placed", ()), Profiled((), state, (), parse_passes("emit")[0]), state)
+    return Fixed(Strategy(name, "placed", ()), Profiled((), state, (), Pipeline.parse("emit").passes[0]), state)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from onnx import ModelProto, parser
 
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Strategy, parse_passes, predict
+from onnxplace.driver.decision import BuiltStrategy, Profiled, Strategy, predict
 from onnxplace.driver.explaining import explain_subjects, find_subjects
 from onnxplace.errors import UsageError
 from onnxplace.facts import Placement, Profile, Schedule
@@ -34,9 +34,9 @@ g (float[64, 64] x, float[64, 64] z) => (y) <float[64, 64] w = {WEIGHT}>
 def build(proto: ModelProto, memory_bytes: int = 1 << 30, options: str = "join=never") -> tuple[State, BuiltStrategy]:
     """Return a profiled model, and the placement of whole operators on two devices."""
     target = Target((Device("cpu:0", memory_bytes), Device("cpu:1", memory_bytes)))
-    front = parse_passes("optimize,profile{estimate=true}")
+    front = Pipeline.parse("optimize,profile{estimate=true}").passes
     state, _ = Pipeline(front).run(State(target).with_facts(bind(load(proto), {}, {})))
-    passes = parse_passes(f"coplace{{{options}}},fuse,m-etf,split")
+    passes = Pipeline.parse(f"coplace{{{options}}},fuse,m-etf,split").passes
     return state, predict(Strategy("placed", "placed", passes), Profiled(front, state, passes, make_pass("emit")))
 
 

@@ -8,13 +8,13 @@ from hypothesis import assume, given, settings, strategies as st
 from onnx import TensorProto, helper, parser
 
 from onnxplace.driver import latency
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Strategy, parse_passes, predict, predict_all
+from onnxplace.driver.decision import BuiltStrategy, Profiled, Strategy, predict, predict_all
 from onnxplace.driver.latency import list_step_parts, suggest_fixed_sizes
 from onnxplace.driver.throughput import list_copied_stages, list_sharded, list_simple
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Profile, Schedule, Source
 from onnxplace.model import bind, bind_states, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.pipeline import Pipeline, make_pass
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Target, parse_machine
 from onnxplace.utils import format_milliseconds
@@ -25,13 +25,13 @@ REST = "coplace{join=never},fuse,stages{seconds=0.2},split"
 
 
 def build_profiled(model, target, sizes=None, states=()):
-    front = parse_passes("optimize,profile{estimate=true}")
+    front = Pipeline.parse("optimize,profile{estimate=true}").passes
     start = State(target).with_facts(bind_states(bind(load(model), sizes or {}, {}), states))
-    return Profiled(front, Pipeline(front).run(start)[0], parse_passes(REST), parse_passes("emit")[0])
+    return Profiled(front, Pipeline(front).run(start)[0], Pipeline.parse(REST).passes, make_pass("emit"))
 
 
 def place_alone(profiled):
-    return predict(Strategy("one device", "one device", profiled.replace_placer("single")), profiled)
+    return predict(Strategy("one device", "one device", profiled.replace_placer(make_pass("single"))), profiled)
 
 
 def predict_alone(text, machine, **sizes):
@@ -50,8 +50,10 @@ TARGETS = [make_slow_target(), parse_machine("4xH100-NVLink").to_target()]
 @settings(max_examples=10, deadline=None)
 @given(model=random_models(), target=st.sampled_from(TARGETS))
 def test_the_parts_of_every_strategy_are_its_latency_and_the_longest_comes_first(model, target):
+    quick = make_pass("auto", {"seconds": "0.1"})
+
     def propose(profiled, results):
-        yield [*list_simple(profiled), Strategy("auto", "placed", profiled.replace_placer("auto{seconds=0.1}"))]
+        yield [*list_simple(profiled), Strategy("auto", "placed", profiled.replace_placer(quick))]
         yield from list_copied_stages(profiled, results)
         yield list_sharded(profiled)
 
@@ -126,10 +128,10 @@ def test_a_batch_that_only_fixed_sizes_let_split_is_named_with_both_times():
     profiled = build_profiled(parser.parse_model(ROWS), TARGETS[1], {"batch": 1 << 16})
     kept = place_alone(profiled)
     with pytest.raises(InfeasibleError, match="gains nothing"):
-        predict(Strategy("", "sharded", (*parse_passes("shard"), *profiled.rest)), profiled)
+        predict(Strategy("", "sharded", (make_pass("shard"), *profiled.rest)), profiled)
     (note,) = suggest_fixed_sizes(kept)
     assert note.code == "P069"
-    fixed = predict(Strategy("", "sharded", (*parse_passes("shard{fixed=true}"), *profiled.rest)), profiled)
+    fixed = predict(Strategy("", "sharded", (make_pass("shard", {"fixed": "true"}), *profiled.rest)), profiled)
     assert fixed.step_seconds < 0.5 * kept.step_seconds
     times = f"{format_milliseconds(fixed.step_seconds)} instead of {format_milliseconds(kept.step_seconds)}"
     assert note.message == f"with --fixed-sizes, batch can be split: {times}"
@@ -168,4 +170,4 @@ def test_no_size_is_to_be_fixed_where_a_state_grows_with_each_call():
     grows = place_alone(build_profiled(model, TARGETS[1], sizes, {"present": "past"}))
     assert not suggest_fixed_sizes(grows)
     with pytest.raises(InfeasibleError, match="a call changes state 'past'"):
-        predict(Strategy("", "sharded", (*parse_passes("shard{fixed=true}"), *grows.profiled.rest)), grows.profiled)
+        predict(Strategy("", "sharded", (make_pass("shard", {"fixed": "true"}), *grows.profiled.rest)), grows.profiled)

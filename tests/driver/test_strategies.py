@@ -11,7 +11,6 @@ from onnxplace.driver.decision import (
     InfeasibleStrategy,
     Profiled,
     list_ways_through,
-    parse_passes,
     predict,
     predict_all,
 )
@@ -40,8 +39,8 @@ def profiled(target: Target, layers: int = 3) -> Profiled:
     from onnxplace.model import load
 
     state = State(target).with_facts(bind(load(mlp(layers=layers)), {}, {}))
-    front = parse_passes("optimize,profile{estimate=true}")
-    return Profiled(front, Pipeline(front).run(state)[0], parse_passes(REST), parse_passes("emit")[0])
+    front = Pipeline.parse("optimize,profile{estimate=true}").passes
+    return Profiled(front, Pipeline(front).run(state)[0], Pipeline.parse(REST).passes, Pipeline.parse("emit").passes[0])
 
 
 def predict_strategies(target: Target, layers: int = 3) -> dict[str, BuiltStrategy | InfeasibleStrategy]:
