@@ -231,7 +231,7 @@ def bench(
         speedup=speedup,
         speedup_one_device=speedup_one_device,
         verdict=_phrase_verdict(speedup, speedup_one_device, times["bundle"], waiting, usage),
-        predicted_seconds=expected.step_seconds,
+        predicted_seconds=opened.manifest.step_seconds,
         predicted_interval_seconds=interval,
         requests_per_second=_compute_rates(times, interval),
         predicted_one_device_seconds=expected.single_device_seconds,
@@ -281,22 +281,15 @@ def _clear_predictions(record: AnyRecord) -> AnyRecord:
 def _phrase_verdict(
     speedup: Speedup, one_device: Speedup, bundle: Timings, waiting: float | None, usage: DeviceUsage
 ) -> str:
-    """Return how the bundle compares with one session with all cores, how sure that is, and what limits it.
-
-    The ratio to one device is the one that `compile` reports.
-    """
-    turns = f"{speedup.low:.2f} to {speedup.high:.2f} in eight of ten rounds"
+    """Return how the bundle compares with one device, as `compile` does, and with all cores, and what limits it."""
     if waiting is not None and waiting > DOUBTFUL_WAITING_SHARE:
         doubt = f"unsure, as other programs used the cores for {waiting:.0%} of the time: "
     else:
         doubt = f"unsure after {format_count(bundle.runs, 'round')}: " if bundle.runs < MIN_JUDGED_ROUNDS else ""
-    if speedup.is_clear:
-        slower = "slower than one session with all cores: " if speedup.ratio < 1 else ""
-        words = f"{slower}{speedup.ratio:.2f} times as fast as {'it' if slower else 'one session with all cores'}"
-    else:
-        words = f"no clear difference from one session with all cores: {speedup.ratio:.2f} times as fast"
-    words = f"{doubt}{words} ({turns}), {one_device.ratio:.2f} times as fast as one device"
-    return f"{words}; {_describe_limit(bundle.median_seconds, usage)}"
+    has_several = len([device for device in usage.devices if device.busy_seconds > 0]) > 1
+    words = one_device.describe("one device") if has_several else "it runs on one device"
+    limit = _describe_limit(bundle.median_seconds, usage)
+    return f"{doubt}{words}, {speedup.describe('one session with all cores')}; {limit}"
 
 
 def _describe_limit(step_seconds: float, usage: DeviceUsage) -> str:
@@ -307,8 +300,8 @@ def _describe_limit(step_seconds: float, usage: DeviceUsage) -> str:
         return f"limited by weights that stream: {waits / step_seconds:.0%} of a step waits for them"
     share = min(busy / step_seconds, 1.0)
     if share >= LIMITING_SHARE:
-        return f"limited by {device}, which is busy for {share:.0%} of a step"
-    return f"limited by waits: no device is busy for more than {share:.0%} of a step"
+        return f"limited by {device}, which is busy for {share:.0%} of a step, when traced"
+    return f"limited by waits: no device is busy for more than {share:.0%} of a step, when traced"
 
 
 def _compare_openings(
@@ -348,7 +341,7 @@ def _report_load(waiting: float | None, where: str) -> list[Diagnostic]:
 
 def _report_wrong_prediction(times: Timings, waiting: float | None, manifest: Manifest) -> list[Diagnostic]:
     """Return a note if steps differ from the prediction by more than a tenth, and by more than from one another."""
-    predicted, low = manifest.predicted.step_seconds, sorted(times.samples)[times.runs // 10]
+    predicted, low = manifest.step_seconds, sorted(times.samples)[times.runs // 10]
     is_sure = times.runs >= MIN_JUDGED_ROUNDS and (waiting is None or waiting <= DOUBTFUL_WAITING_SHARE)
     is_near = abs(times.median_seconds - predicted) <= MAX_PREDICTION_ERROR * predicted
     if not is_sure or is_near or low <= predicted <= times.p90_seconds:

@@ -86,13 +86,18 @@ def describe_step(manifest: Manifest) -> str:
     elif speedup is not None:
         single = format_milliseconds(predicted.single_device_seconds)
         where = single if predicted.single_device_fits else f"{single}, where it does not fit"
+        if trial and trial.one_device_seconds:
+            where += f"; {trial.speedup_low:.2f} to {trial.speedup_high:.2f} in eight of ten turns"
         parts.append(f"{speedup:.2f} times as fast as one device ({where})")
     elif predicted.single_device_seconds == 0:
         parts.append("no single device takes all nodes")
     if manifest.gap is not None:
-        parts.append(describe_gap(manifest.gap))
+        planned = f"planned as {format_milliseconds(trial.planned_seconds)}, " if trial else ""
+        parts.append(f"{planned}{describe_gap(manifest.gap)}")
     if manifest.is_unsure:
-        parts.append("unsure: other programs used the cores, or costs are wrong")
+        share = trial.waiting if trial else 0.0
+        reason = f"other programs used the cores for {share:.0%} of the time" if share >= 0.01 else "see note C004"
+        parts.append(f"unsure: {reason}, repeat when the machine is idle")
     return ", ".join(parts)
 
 

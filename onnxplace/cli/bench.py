@@ -124,7 +124,7 @@ def _format_summary(bundle: Bundle, result: Benchmark, in_flight: int) -> str:
 
 
 def _format_steps(bundle: Bundle, result: Benchmark) -> str:
-    """Return a table of steps; the speed is relative to one session with all cores, and larger is better."""
+    """Return a table of steps, with the speed-ups over one device's session and over one with all cores."""
     used = sum(1 for device in bundle.manifest.devices if device.nodes)
     rows = [
         (f"bundle on {format_count(used, 'device')}", result.bundle, result.predicted_seconds),
@@ -138,12 +138,12 @@ def _format_steps(bundle: Bundle, result: Benchmark) -> str:
             format_milliseconds(times.median_seconds),
             format_milliseconds(times.p90_seconds),
             _format_time(predicted),
-            f"{result.model.median_seconds / times.median_seconds:.2f}x",
+            *(f"{base.median_seconds / times.median_seconds:.2f}x" for base in (result.one_device, result.model)),
         )
         for label, times, predicted in rows
         if times is not None
     ]
-    return format_table(("", "median", "p90", "predicted", "speed"), cells)
+    return format_table(("", "median", "p90", "predicted", "vs one device", "vs all cores"), cells)
 
 
 def _format_rates(rates: Rates | None) -> list[str]:

@@ -284,7 +284,7 @@ class _Trials:
         figures = (Figure(home, one.step_seconds), Figure("several devices", step.step_seconds))
         message, placer = f"in a trial, {times}: kept {home}", several.state[Placement].placer
         note = Diagnostic("P042", message, where=placer, figures=figures)
-        return alone.with_notes(note, *report_idle_devices(alone.state)), replace(one, plain=step.plain)
+        return alone.with_notes(note, *report_idle_devices(alone.state)), one
 
 
 def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], str]) -> str:

@@ -24,6 +24,7 @@ from onnxplace.driver.streamed import STREAMED, StreamPoint, needs_streaming, st
 from onnxplace.driver.throughput import format_rate, list_copied_stages, list_sharded, list_simple
 from onnxplace.driver.training_steps import list_step_strategies
 from onnxplace.errors import Diagnostic
+from onnxplace.evaluation import report_core_shortage
 from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
 from onnxplace.feeds import Array
 from onnxplace.model import Model, StateRequest, load
@@ -172,6 +173,9 @@ def plan_model(
     with open_source(model) as source:
         loaded = load(source.path, may_lack_weights=True)
         bound, notes = bind_source(source, loaded, shape=shape, inputs=inputs, state=state, llm=llm)
+        is_measured = settings.target is None and settings.machine is None and not profile.estimate
+        shortage = report_core_shortage(target, bound.name) if is_measured else None
+        notes = (*notes, *([shortage] if shortage else []))
         if observer:
             observer("profile", 0, 1)
         start, _ = Pipeline((optimize,)).run(State(target).with_facts(bound).with_notes(*notes))

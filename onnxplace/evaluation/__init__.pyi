@@ -67,6 +67,7 @@ from onnxplace.evaluation.trial import (
     measure_error as measure_error,
     record_trial as record_trial,
     replace_manifest as replace_manifest,
+    report_core_shortage as report_core_shortage,
     report_doubt as report_doubt,
     run_trials as run_trials,
 )

@@ -298,10 +298,15 @@ class Speedup:
     high: float
     """Eight of ten turns lie between `low` and `high`; `ratio` does, too."""
 
-    @property
-    def is_clear(self) -> bool:
-        """Return whether the turns agree which of the two is faster."""
-        return self.low > 1 or self.high < 1
+    def describe(self, base: str) -> str:
+        """Return it in words; `base` is what it is compared with.
+
+        >>> Speedup(0.5, 0.4, 0.6).describe("one device")
+        'slower: 0.50 times as fast as one device (0.40 to 0.60 in eight of ten turns)'
+        """
+        turns = f"{self.low:.2f} to {self.high:.2f} in eight of ten turns"
+        judgement = "" if self.low > 1 else "slower: " if self.high < 1 else "no clear difference: "
+        return f"{judgement}{self.ratio:.2f} times as fast as {base} ({turns})"
 
 
 def compute_speedup(slow: Timings, fast: Timings) -> Speedup:

@@ -57,7 +57,7 @@ from onnxplace.machine import (
 )
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
-from onnxplace.target import split_host
+from onnxplace.target import Target, split_host
 from onnxplace.utils import find_core_limit, relative_error, report_progress, write_file
 
 # Clocks and caches settle within this time, and sessions within these steps.
@@ -138,18 +138,20 @@ def count_process_bytes(manifest: Manifest) -> int:
 
 
 def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
-    """Return a note if a bundle's CPU devices have more cores than this machine, or None.
+    """Return a note if a bundle's CPU devices have more cores than this machine, or None."""
+    return report_core_shortage(manifest.target.target(), manifest.model)
+
+
+def report_core_shortage(target: Target, model: str) -> Diagnostic | None:
+    """Return a note if the CPU devices of a target have more cores than this machine, or None.
 
     Devices of several hosts do not run here.
     """
-    if manifest.target.target().hosts:
-        return None
-    needed = sum(device.cores for device in manifest.target.devices if device.kind == "cpu")
-    available = len(available_cores())
-    if needed <= available:
+    needed, available = sum(device.cores for device in target.devices if device.kind == "cpu"), len(available_cores())
+    if target.hosts or needed <= available:
         return None
     message = f"its CPU devices have {needed} cores, this machine {available}: they compete for cores"
-    return Diagnostic("F008", message, where=manifest.model)
+    return Diagnostic("F008", message, where=model)
 
 
 def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:
@@ -204,10 +206,11 @@ def run_trials(
                 report_progress(min(session.share for session in tried))
             for session in sessions:
                 session.end()
-        times = _compare_plain(tried[0], *(plain_sessions[cores] for cores in references)) if references else None
+        plain_ones = [plain_sessions[cores] for cores in references]
+        times = [_compare_plain(session, *plain_ones) if plain_ones else None for session in tried]
         notes = [compare_at_another_size(bundle) if is_local else () for bundle in bundles]
         return tuple(
-            replace(session.summarise(), plain=None if index else times, size_notes=notes[index])
+            replace(session.summarise(), plain=times[index], size_notes=notes[index])
             for index, session in enumerate(tried)
         )
 
@@ -261,9 +264,10 @@ def is_doubtful(trial: Trial | TrialRecord) -> bool:
 
 def report_doubt(what: str, waiting: float, where: str, uncertainty: float = 0.0) -> Diagnostic:
     """Return the note for a trial that other work on the machine disturbed; `what` waited a share of its time."""
-    message = f"{what} waited {waiting:.0%} of their time for a core"
-    if uncertainty:
-        message += f", and their median is known to {uncertainty:.0%}"
+    reasons = [f"waited {waiting:.0%} of their time for a core"] if waiting >= 0.005 or not uncertainty else []
+    if uncertainty > DOUBTFUL_WAITING_SHARE:
+        reasons.append(f"have a median that is known to {uncertainty:.0%}, as the speed of the machine drifted")
+    message = f"{what} {' and '.join(reasons)}"
     hint = "repeat the command when the machine is idle; these times are not cached"
     return Diagnostic("C004", message, where=where, hint=hint)
 

@@ -64,6 +64,9 @@ def _choose(first: PageData, second: PageData, rows: Sequence[ComparedQuantity])
             return f"Take either: their steps and their memory are equal within {MIN_SHARE:.0%}."
         held = f"{format_bytes(peaks[smaller])} instead of {format_bytes(peaks[larger])} at their peaks"
         return f"Take {smaller}: the steps are equal within {MIN_SHARE:.0%}, and its devices hold {held}."
+    if first.is_unsure or second.is_unsure:
+        texts = " and ".join(f"{name}'s {format_time(seconds)}" for name, seconds in steps.items())
+        return f"There is no clear difference: a trial was disturbed ({texts}). Compile again when the machine is idle."
     times, ratio = {name: format_time(seconds) for name, seconds in steps.items()}, steps[other] / steps[better]
     text = f"Take {better}: its step takes {times[better]}, {ratio:.2f} times as fast as {other}'s {times[other]}"
     price = peaks[better] - peaks[other]

@@ -502,9 +502,7 @@ def test_a_trial_that_is_faster_than_costs_allow_is_run_again_and_then_unsure(ma
     (note,) = [note for note in compiled.diagnostics if note.code == "C004"]
     assert "the step of 2 ms is below the lower bound of " in note.message
     assert "these costs are wrong" in note.message
-    assert describe_step(compiled.bundle.manifest).endswith(
-        ", unsure: other programs used the cores, or costs are wrong"
-    )
+    assert describe_step(compiled.bundle.manifest).endswith(", unsure: see note C004, repeat when the machine is idle")
 
 
 def test_costs_above_what_one_device_takes_in_a_trial_are_unsure_and_forgotten(model_file, tmp_path, monkeypatch):
