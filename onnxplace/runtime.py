@@ -263,21 +263,6 @@ class Runtime(ABC):
         """
 
 
-def create_runtime(runtime_class: Callable[..., Runtime], name: str, **options: Any) -> Runtime:
-    """Return a runtime with the options that are not None.
-
-    Raises UsageError if the runtime does not have them.
-    """
-    chosen = {key: value for key, value in options.items() if value is not None}
-    parameters = inspect.signature(runtime_class).parameters
-    for key in chosen:
-        if key not in parameters:
-            message = f"runtime {name!r} has no option {key!r}"
-            hint = f"use the runtime {'onnxruntime' if key in ('fallback', 'isolate') else 'mpi'}, which has {key}"
-            raise UsageError("U045", message, where=key, hint=f"leave it out, or {hint}")
-    return runtime_class(**chosen)
-
-
 def open_session(runtime: Runtime, bundle: Bundle, *, trace: bool, max_in_flight: int) -> RuntimeSession:
     """Open a bundle with a bound on the requests in flight, which plugins need not have.
 

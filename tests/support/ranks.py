@@ -10,7 +10,7 @@ from typing import Any
 import onnxplace
 from tests.support.fault_checks import HUNG_SECONDS
 
-MODULE = b"onnxplace.runtimes.ranks.rank_process"
+MODULE = b"onnxplace_hosts.ranks.rank_process"
 # Ranks inherit it, so that those of tests that run at the same time are told apart.
 MARK = "ONNXPLACE_TEST_PROCESS"
 os.environ[MARK] = str(os.getpid())
