@@ -128,7 +128,11 @@ def build_packages(source: Path, target: Path, package: str, version: Version) -
     run(sys.executable, "-m", "build", "--outdir", target, source, folder=source)
     (sdist,), (wheel,) = target.glob(f"{package}-{version}.tar.gz"), target.glob(f"{package}-{version}-*.whl")
     run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
-    run(Path(sys.executable).with_name("check-wheel-contents"), "--toplevel", package, wheel)
+    # Plugins that are part of this distribution are packages next to it.
+    own = [
+        path.parent.name for path in source.glob("plugins/*/*/__init__.py") if not list(path.parents[1].glob("*.toml"))
+    ]
+    run(Path(sys.executable).with_name("check-wheel-contents"), "--toplevel", ",".join([package, *own]), wheel)
     return sdist, wheel
 
 

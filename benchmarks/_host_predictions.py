@@ -17,10 +17,10 @@ import onnxplace
 from onnxplace.driver import compile_model
 from onnxplace.evaluation import apply_trial, run_trials
 from onnxplace.feeds import random_feeds
-from onnxplace_hosts.connection import Connection
-from onnxplace_hosts.survey import survey_hosts
 from onnxplace.runtime import RuntimeSession
+from onnxplace_hosts.connection import Connection
 from onnxplace_hosts.mpi import Mpi
+from onnxplace_hosts.survey import survey_hosts
 from tests.support.namespaces import NAMES, NODES, TwoNodes
 from tests.support.ranks import read_rank_ids
 from tests.support.two_hosts import make_target

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,11 @@ import pytest
 from tests.architecture.test_wings import MODULES
 
 ROOT = Path(__file__).parents[2]
+# The plugins that are part of this distribution.
+FOLDERS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-dir"]
+PLUGINS = {name: ROOT / folder for name, folder in FOLDERS.items() if folder.startswith("plugins/")}
 FILES = {f"onnxplace/{name.replace('.', '/')}.py" for name in MODULES}
+FILES |= {str(path.relative_to(folder.parent)) for folder in PLUGINS.values() for path in folder.rglob("[!_]*.py")}
 PACKAGES = {f"{folder}/__init__.py" for name in FILES for folder in Path(name).parents if folder.name}
 # Imports each module from a folder, and says where the package came from.
 IMPORT_ALL = """

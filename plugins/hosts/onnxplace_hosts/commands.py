@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 # By argument of `Mpi`.
 RUN_OPTIONS = {
-    "hosts": click.Option(
-        ["--hosts"], metavar="node1:1,node2:1", help="Hosts, and how many devices may run on each."
-    ),
+    "hosts": click.Option(["--hosts"], metavar="node1:1,node2:1", help="Hosts, and how many devices may run on each."),
     "replicas": click.Option(
         ["--replicas"], type=int, metavar="N", help="Copies of the bundle, on slots of their own  [default: 1]"
     ),
@@ -34,9 +32,7 @@ RUN_OPTIONS = {
     "remote_shell": click.Option(
         ["--remote-shell"], metavar="PROGRAM", help="Runs a command on a host  [default: ssh]"
     ),
-    "interface": click.Option(
-        ["--interface"], metavar="eth0", help="Network for messages  [default: MPI's choice]"
-    ),
+    "interface": click.Option(["--interface"], metavar="eth0", help="Network for messages  [default: MPI's choice]"),
 }
 
 
@@ -66,10 +62,10 @@ def hosts(
     With -o, write a target of all of them for `compile --target` and `plan --target`. Every host needs onnxplace[mpi]
     of the same version at the same path. Messages are neither encrypted nor authenticated: use trusted networks only.
     """
+    from onnxplace.target import format_target
     from onnxplace_hosts.connection import Connection
     from onnxplace_hosts.host_lists import parse_hosts
     from onnxplace_hosts.survey import DEFAULT_SECONDS, survey_hosts
-    from onnxplace.target import format_target
 
     names = parse_hosts(hosts)
     if output:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version as find_package_version
 
-from onnxplace._version import __version__
+from onnxplace import __version__
 from onnxplace.errors import OnnxplaceError, TargetError
 from onnxplace.utils import keep_stdout
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from onnxplace.calibration import LinkFit, fit_link
 from onnxplace.errors import ExecutionError, TargetError, UsageError
-from onnxplace_hosts.connection import INSTALL_HINT, Connection, find_launcher
-from onnxplace_hosts.describe_host import require_versions
 from onnxplace.target import Link, Target, default_link, read_target
 from onnxplace.utils import report_time_limit
+from onnxplace_hosts.connection import INSTALL_HINT, Connection, find_launcher
+from onnxplace_hosts.describe_host import require_versions
 
 # Time to measure links, all pairs together; and beyond it to start ranks, and for pairs of slow links.
 DEFAULT_SECONDS, MAX_SECONDS = 10.0, 3600.0

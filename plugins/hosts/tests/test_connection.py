@@ -9,8 +9,15 @@ import pytest
 
 from onnxplace.errors import ExecutionError, TargetError, UsageError
 from onnxplace_hosts import connection as connection_module
-from onnxplace_hosts.connection import Connection, find_mpi_cause
-from onnxplace_hosts.connection import Mpich, OpenMpi, find_launcher, is_this_machine, run_together
+from onnxplace_hosts.connection import (
+    Connection,
+    Mpich,
+    OpenMpi,
+    find_launcher,
+    find_mpi_cause,
+    is_this_machine,
+    run_together,
+)
 from tests.support.fault_checks import HUNG_SECONDS, wait_until
 
 MODULE = "onnxplace_hosts.describe_host"

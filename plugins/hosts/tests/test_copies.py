@@ -14,9 +14,9 @@ import onnxplace
 from onnxplace.runtime import Result, Runtime, RuntimeSession, SessionStates
 from onnxplace.runtimes.execution import ResultFuture
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
+from onnxplace.testing import check_runtime
 from onnxplace_hosts.replicas import copies
 from onnxplace_hosts.replicas.replicated_session import ReplicatedSession
-from onnxplace.testing import check_runtime
 from tests.support.fault_checks import wait_until
 
 WAIT_SECONDS = 60.0

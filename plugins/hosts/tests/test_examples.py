@@ -15,7 +15,7 @@ from onnxplace.cli.app import cli
 from onnxplace_hosts.connection import Connection
 from tests.support.endless import endless_bundle
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "hosts"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "hosts"
 # The fields that the operator's types of v2beta1 have, as far as the manifest may use them.
 SPEC_FIELDS = {
     "slotsPerWorker",
@@ -56,7 +56,7 @@ def check_command(words, example):
     assert program == "onnxplace"
     name, *options = arguments
     with click.Context(cli) as context:
-        command = cli.get_command(context, name)
+        _, command, _ = cli.resolve_command(context, [name])
         command.make_context(name, options, parent=context)
     return name
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import onnxplace
-from onnxplace_hosts.mpi import Mpi
 from onnxplace.testing import check_runtime
+from onnxplace_hosts.mpi import Mpi
 from tests.support.endless import endless_bundle, expected, feeds
 from tests.support.ranks import await_gone, find_ranks, read_rank_ids
 

@@ -6,8 +6,8 @@ import pytest
 from onnx import parser
 
 import onnxplace
-from onnxplace_hosts.connection import Connection
 from onnxplace_hosts import mpi
+from onnxplace_hosts.connection import Connection
 from onnxplace_hosts.mpi import Mpi
 from onnxplace_hosts.ranks import cluster, opening
 from tests.support.commands import only_json

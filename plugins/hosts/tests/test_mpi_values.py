@@ -12,9 +12,9 @@ import pytest
 from onnx import numpy_helper, parser
 
 import onnxplace
-from onnxplace_hosts.connection import Connection
 from onnxplace.ort import import_onnxruntime
 from onnxplace_hosts import mpi
+from onnxplace_hosts.connection import Connection
 from onnxplace_hosts.ranks import opening
 from onnxplace_hosts.ranks.opening import Opening
 from onnxplace_hosts.ranks.shared_blocks import SharedBlocks

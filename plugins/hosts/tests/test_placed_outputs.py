@@ -10,9 +10,9 @@ from onnx import parser
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtimes.execution import OpenSegment, PlacedDevice, open_routes, segments
+from onnxplace.target import Device
 from onnxplace_hosts.ranks.rank_loop import place_outputs
 from onnxplace_hosts.ranks.shared_blocks import MIN_PLACED_BYTES
-from onnxplace.target import Device
 from tests.support.two_hosts import compile_alternating
 
 SIZE = 40

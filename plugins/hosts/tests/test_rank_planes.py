@@ -12,17 +12,18 @@ import pytest
 from onnx import parser
 
 import onnxplace
-from onnxplace_hosts.connection import Connection
-from onnxplace_hosts import mpi
 from onnxplace.runtimes.execution import engine
+from onnxplace_hosts import mpi
+from onnxplace_hosts.connection import Connection
 from onnxplace_hosts.ranks import data_planes
+from tests.streams.conftest import driver, fake_kind  # noqa: F401 - fixtures
 from tests.support.two_hosts import compile_alternating
 
 pytest.importorskip("mpi4py")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MPICH is not installed here")
 
 WAIT_SECONDS = 300.0
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Values of 160 kB, of 12 bytes, empty ones, texts, and a carried state; each node is on another device than the last.
 MODEL = """
 <ir_version: 8, opset_import: ["": 17]>

@@ -10,13 +10,18 @@ import pytest
 
 from onnxplace.calibration import fit_link
 from onnxplace.errors import ExecutionError, TargetError, UsageError
-from onnxplace_hosts import survey as survey_module
-from onnxplace_hosts.connection import Connection, find_launcher
-from onnxplace_hosts.survey import HostDescription, HostLink, HostSurvey, survey_hosts
-from onnxplace_hosts.connection import Mpich, OpenMpi
-from onnxplace_hosts.survey import _fit_links, _require_equal_versions
-from onnxplace_hosts.ranks.link_ranks import SIZES_BYTES, follow, lead
 from onnxplace.target import Device, Target, format_target, read_target
+from onnxplace_hosts import survey as survey_module
+from onnxplace_hosts.connection import Connection, Mpich, OpenMpi, find_launcher
+from onnxplace_hosts.ranks.link_ranks import SIZES_BYTES, follow, lead
+from onnxplace_hosts.survey import (
+    HostDescription,
+    HostLink,
+    HostSurvey,
+    _fit_links,
+    _require_equal_versions,
+    survey_hosts,
+)
 from tests.support.namespaces import connect_two_nodes, find_obstacle
 
 HAS_OPEN_MPI = find_spec("mpi4py") is not None and isinstance(find_launcher(), OpenMpi)

@@ -13,8 +13,8 @@ import pytest
 from onnx import parser
 
 import onnxplace
-from onnxplace_hosts.connection import Connection
 from onnxplace_hosts import mpi
+from onnxplace_hosts.connection import Connection
 from onnxplace_hosts.mpi import Mpi
 from tests.conftest import branches
 from tests.support.chains import mlp

@@ -30,6 +30,8 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, Manifest, list_route_devices
 from onnxplace.errors import ExecutionError, InputError, TargetError, format_count
+from onnxplace.target import split_host
+from onnxplace.utils import start_thread
 from onnxplace_hosts.connection import INSTALL_HINT, Connection, find_mpi_cause, find_rank_end
 from onnxplace_hosts.ranks.bridge import ALIVE_SECONDS, GREETING
 from onnxplace_hosts.ranks.driver_sockets import FrameSockets
@@ -39,8 +41,6 @@ from onnxplace_hosts.ranks.opening import Opening, read_piece, rebuild_error
 from onnxplace_hosts.ranks.rank_plans import RankPlan
 from onnxplace_hosts.ranks.rank_process import RankProcess
 from onnxplace_hosts.ranks.shared_blocks import MappedBlocks, SharedBlocks
-from onnxplace.target import split_host
-from onnxplace.utils import start_thread
 
 # Rank 0 says that it is alive four times a second.
 MAX_SILENT_SECONDS = 2.5

@@ -27,13 +27,13 @@ from onnxplace.errors import (
     TargetError,
     UsageError,
 )
-from onnxplace_hosts.connection import is_this_machine
-from onnxplace_hosts.describe_host import list_versions
 from onnxplace.machine import list_operator_libraries, measurement_cache, uses_optimisations
 from onnxplace.model import list_external_ranges
+from onnxplace.utils import disk_error
+from onnxplace_hosts.connection import is_this_machine
+from onnxplace_hosts.describe_host import list_versions
 from onnxplace_hosts.ranks.frames import Frame
 from onnxplace_hosts.ranks.rank_plans import RankPlan
-from onnxplace.utils import disk_error
 
 
 def find_clock() -> str:

@@ -26,7 +26,6 @@ from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
 )
-from onnxplace_hosts.describe_host import describe_error, list_versions, require_versions
 from onnxplace.machine import require_device, use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution import (
     END_GRACE_SECONDS,
@@ -47,12 +46,13 @@ from onnxplace.runtimes.execution import (
     find_cores,
     open_routes,
 )
+from onnxplace.target import Device
+from onnxplace_hosts.describe_host import describe_error, list_versions, require_versions
 from onnxplace_hosts.ranks.data_planes import choose_plane
 from onnxplace_hosts.ranks.frames import Frame, decode_values, encode_values
 from onnxplace_hosts.ranks.links import Links
 from onnxplace_hosts.ranks.opening import Fetch, Opening, find_clock, obtain_bundle
 from onnxplace_hosts.ranks.shared_blocks import MIN_PLACED_BYTES, MappedBlocks
-from onnxplace.target import Device
 
 # Segments that take longer have the helper move messages meanwhile; waking it takes some 10 us.
 LONG_SECONDS = 2e-3

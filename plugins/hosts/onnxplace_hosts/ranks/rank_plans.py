@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from onnxplace.bundle import Manifest, list_route_devices
 from onnxplace.errors import TargetError, UsageError, format_count, format_names
+from onnxplace.target import split_host
 from onnxplace_hosts.connection import is_this_machine
 from onnxplace_hosts.host_lists import HostSlots, parse_slots
-from onnxplace.target import split_host
 
 # Which device is which rank, and on which host.
 
