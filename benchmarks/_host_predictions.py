@@ -65,7 +65,7 @@ class PreferredMpi(Mpi):
     def open(self, bundle: onnxplace.Bundle, **options: Any) -> RuntimeSession:
         """Start the ranks, and raise their priority."""
         session = super().open(bundle, **options)
-        prefer(session.engine._cluster._processes.values())  # type: ignore[attr-defined]
+        prefer(session.engine.worker._cluster._processes.values())  # type: ignore[attr-defined]
         return session
 
 

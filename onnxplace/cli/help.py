@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -85,7 +85,7 @@ def _pop_rows(rows: dict[str, Row], names: Sequence[str]) -> list[Row]:
     return [rows.pop(name) for name in names if name in rows]
 
 
-def take_runtime_options(given: dict[str, Any]) -> Mapping[str, Any]:
+def take_runtime_options(given: dict[str, Any]) -> dict[str, Any]:
     """Remove the options that plugins add to runtimes; return those that are given, by argument of the runtime."""
     groups = click.get_current_context().meta.get(_META_KEY, {}).values()
     taken = {key: given.pop(str(option.name)) for group in groups for key, option in group.items()}

@@ -16,8 +16,8 @@ from onnxplace.errors import UsageError
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
 from onnxplace_hosts.connection import Connection
 from onnxplace_hosts.ranks.cluster import Cluster, LedCluster, RemoteCluster, find_job, plan_job, serve_rank
-from onnxplace_hosts.ranks.rank_engine import open_ranks
 from onnxplace_hosts.ranks.rank_plans import RankPlan, plan_copies, plan_ranks, require_copy_count
+from onnxplace_hosts.ranks.rank_worker import open_ranks
 from onnxplace_hosts.replicas.replicated_session import ReplicatedSession
 
 DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 30.0, 86400.0

@@ -110,7 +110,7 @@ def test_large_outputs_belong_to_the_caller_whether_ranks_share_memory_or_not(tm
     if not shares:
         monkeypatch.setattr(SharedBlocks, "make_probe", lambda self: [])
     with onnxplace.InferenceSession(bundle, runtime="mpi", timeout=WAIT_SECONDS) as session:
-        assert bool(session._session.engine._taken) == shares
+        assert bool(session._session.engine.worker._taken) == shares
         kept = []
         for seed in range(1, 7):
             kept.append(session.run(["a", "y"], {"x": np.full(20_000, seed, np.float32)}))
@@ -131,7 +131,7 @@ def test_large_inputs_of_requests_in_flight_stay_apart_whether_ranks_share_memor
         if not shares:
             monkeypatch.setattr(SharedBlocks, "make_probe", lambda self: [])
         with onnxplace.InferenceSession(bundle, runtime="mpi", timeout=WAIT_SECONDS) as session:
-            assert bool(session._session.engine._cluster.maps) == shares
+            assert bool(session._session.engine.worker._cluster.maps) == shares
             for futures in [[session.submit(item) for item in feeds] for _ in range(3)]:
                 for item, future in zip(feeds, futures):
                     np.testing.assert_array_equal(future.result(WAIT_SECONDS).outputs["y"], item["x"])

@@ -44,7 +44,7 @@ def test_a_host_is_reached_by_the_remote_shell_and_named_when_its_process_dies(b
         result = session.submit({"x": X}).result(WAIT_SECONDS)
         np.testing.assert_array_equal(result.outputs["y"], np.maximum(-X, 0))
         assert {event.device for event in result.events} == {"node2/cpu:0", "localhost/cpu:0"}
-        processes = session.engine._cluster._processes
+        processes = session.engine.worker._cluster._processes
         os.kill(processes[1], signal.SIGKILL)
         with pytest.raises(onnxplace.ExecutionError, match=r"K011.* node2/cpu:0: its process on host node2 died"):
             run_for_ever(session)
@@ -61,7 +61,7 @@ def test_ranks_that_are_all_elsewhere_are_started_there_and_named_when_one_dies(
             np.testing.assert_array_equal(session.run(None, {"x": X})[0], np.maximum(-X, 0))
         events = [event for timeline in session.list_timelines() for event in timeline.events]
         assert all(0 <= event.start_seconds <= event.finish_seconds < WAIT_SECONDS for event in events)
-        processes = session._session.engine._cluster._processes
+        processes = session._session.engine.worker._cluster._processes
         os.kill(processes[1], signal.SIGKILL)
         with pytest.raises(onnxplace.ExecutionError, match=r"K011.* host node[23] died"):
             run_for_ever(session._session)
@@ -71,7 +71,7 @@ def test_ranks_that_are_all_elsewhere_are_started_there_and_named_when_one_dies(
 DRIVER = """
 import sys, onnxplace
 session = onnxplace.InferenceSession(sys.argv[1], runtime="mpi", remote_shell=sys.argv[2], timeout=300)
-print(*session._session.engine._cluster._processes.values(), flush=True)
+print(*session._session.engine.worker._cluster._processes.values(), flush=True)
 sys.stdin.read()
 """
 

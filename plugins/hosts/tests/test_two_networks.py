@@ -77,7 +77,7 @@ def open_nodes(nodes, bundle, trace=False):
 
 
 def read_rank_ids(session):
-    processes = session.engine._cluster._processes
+    processes = session.engine.worker._cluster._processes
     return [processes[rank] for rank in sorted(processes)]
 
 
@@ -170,7 +170,7 @@ from onnxplace import load
 from onnxplace_hosts.mpi import Mpi
 from tests.support.endless import feeds
 session = Mpi(remote_shell=sys.argv[2], interface=sys.argv[3], timeout=300).open(load(sys.argv[1]))
-print(*session.engine._cluster._processes.values(), flush=True)
+print(*session.engine.worker._cluster._processes.values(), flush=True)
 session.submit(feeds(None)).result()
 """
 

@@ -39,7 +39,7 @@ from onnxplace.runtimes.execution import (
     PlacedDevice,
     ProgramLoop,
     Request,
-    Worker,
+    WorkerThread,
     describe_step_failure,
     drop_last_frees,
     exchanges_often,
@@ -116,7 +116,7 @@ class RankLoop(ProgramLoop):
         overlaps = exchanges_often(bundle.manifest) and device.kind.is_host and not self._weight_loaders
         self.max_in_progress = MAX_IN_PROGRESS if overlaps and not opening.trace else 1
         """How many requests may be in progress, one of which goes on while others wait."""
-        self._readers = [Worker(device, loader.read, WEIGHTS_PART) for loader in self._weight_loaders.values()]
+        self._readers = [WorkerThread(device, loader.read, WEIGHTS_PART) for loader in self._weight_loaders.values()]
         for reader in self._readers:
             reader.start()
         self.clock_offset_seconds = 0.0
@@ -259,7 +259,7 @@ class RankLoop(ProgramLoop):
 
     # -- states ------------------------------------------------------------------------------------
 
-    def _take_states(self, request: Request) -> dict[str, Any]:
+    def take_states(self, request: Request) -> dict[str, Any]:
         """Return the states that the driver named."""
         return dict(request.states or {})
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from onnxplace.errors import ExecutionError, InputError, OnnxplaceError
 from onnxplace.runtime import CopyStatus, RuntimeSession, forked_session_error
-from onnxplace.runtimes.execution import WaitList, Worker
+from onnxplace.runtimes.execution import WaitList, WorkerThread
 from onnxplace.utils import call_guarded, start_thread
 
 # Pauses before a failed copy is tried again: the first one, and the longest; each is twice the one before.
@@ -175,7 +175,7 @@ class CopySet:
                 self._require_open()
                 copy, session = min(self._list_usable(), key=lambda item: _rank(item[0]))
                 # A callback on a worker does not wait: its own worker may have to free a slot.
-                if len(copy.in_flight) < self._max_in_flight or isinstance(threading.current_thread(), Worker):
+                if len(copy.in_flight) < self._max_in_flight or isinstance(threading.current_thread(), WorkerThread):
                     copy.in_flight[token] = None
                     copy.request_count += 1
                     return copy, session
@@ -295,7 +295,7 @@ class CopySet:
         except BaseException:  # an interrupt: do not wait for the others any longer
             self.abandon_all()
             raise
-        if os.getpid() == self.process and not isinstance(threading.current_thread(), Worker):
+        if os.getpid() == self.process and not isinstance(threading.current_thread(), WorkerThread):
             end = time.monotonic() + ENDING_SECONDS
             for thread in self._threads - {threading.current_thread()}:
                 with suppress(RuntimeError):  # it was never started

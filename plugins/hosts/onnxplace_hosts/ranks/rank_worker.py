@@ -1,6 +1,6 @@
-"""The engine of a session whose devices are ranks: it sends requests to them, and reads their reports.
+"""The worker of a session whose devices are ranks: it sends requests to them, and reads their reports.
 
-Admission, order, conversations, timeouts and the end are those of all engines. All ranks together are its one device.
+Admission, order, conversations, timeouts and the end are the engine's. All ranks together are its one device.
 Ranks work on requests in the order of sending. A request ends when all its ranks have reported.
 
 Waking another thread takes longer than to send a request, so callers do that themselves. One thread at a time reads: a
@@ -19,19 +19,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from onnxplace.bundle import Bundle, RouteRecord, list_routes
+from onnxplace.bundle import Bundle, list_routes
 from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.runtime import Event, RuntimeSession
 from onnxplace.runtimes.execution import (
     CancelledError,
-    CarriedStates,
     Engine,
     EngineSession,
     HostMemory,
     OpenRoute,
     PlacedDevice,
     Request,
+    Worker,
 )
 from onnxplace_hosts.ranks.cluster import MAX_SILENT_SECONDS, NEW_SESSION_HINT, Cluster, make_clock_frame
 from onnxplace_hosts.ranks.frames import (
@@ -115,36 +115,32 @@ class RemoteDevice(PlacedDevice):
 Answers = queue.SimpleQueue[Any]
 
 
-class RankEngine(Engine):
-    """An open bundle whose devices are the ranks of a cluster."""
+class RankWorker(Worker):
+    """Does the work of a bundle whose devices are the ranks of a cluster.
+
+    Args:
+        bundle: The bundle, which the ranks have opened.
+        cluster: The ranks.
+        copy_index: Index of the copy of the bundle in its session, for events.
+    """
 
     request_class = RemoteRequest
     callers_seconds = SLICE_SECONDS
 
-    def __init__(self, bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int, copy_index: int = 0) -> None:
-        device = RemoteDevice(RemoteMemory(self._read_state))
-        self._routes_of_devices: tuple[RouteRecord, ...] = list_routes(bundle.manifest)
-        routes = [
-            OpenRoute(index, {ALL_RANKS: ALL_RANKS}, {ALL_RANKS: ALL_RANKS}, {}, max(route.share, 1e-3))
-            for index, route in enumerate(self._routes_of_devices)
-        ]
-        super().__init__(bundle, {ALL_RANKS: device}, routes, trace, max_in_flight)
-        self._cluster = cluster
-        self._copy_index = copy_index
-        """Index of the copy of the bundle in its session, for events."""
+    def __init__(self, bundle: Bundle, cluster: Cluster, copy_index: int = 0) -> None:
+        self._bundle, self._cluster, self._copy_index = bundle, cluster, copy_index
+        self._routes = list_routes(bundle.manifest)
         self._rank_of = {name: rank for rank, name in enumerate(cluster.plan.devices)}
-        manifest = bundle.manifest
+        manifest, inputs = bundle.manifest, {item.name for item in bundle.manifest.inputs}
         self._inputs_of_home = {
-            home: sorted(
-                {name for item in manifest.segments if item.device == home for name in item.inputs} & self._inputs
-            )
-            for home in self._routes_of_devices[0].devices
+            home: sorted({name for item in manifest.segments if item.device == home for name in item.inputs} & inputs)
+            for home in self._routes[0].devices
         }
+        self._returned_names = {item.name for item in bundle.returned_outputs}
         # To the engine, all states are on its one device; requests to ranks need to know which rank has which.
-        self._states_of_home = self._state_table.value_names
-        merged = {name: value for names in self._states_of_home.values() for name, value in names.items()}
-        self._state_table.value_names = {ALL_RANKS: merged} if manifest.states else {}
-        self._producers = dict.fromkeys(self._producers, ALL_RANKS)
+        self._states_of_home: dict[str, list[str]] = {}
+        for state in manifest.states:
+            self._states_of_home.setdefault(state.device, []).append(state.input)
         self._calls = itertools.count()
         self._next_serial = 0
         self._taken = {rank: -1 for rank, blocks in cluster.maps.items() if blocks.is_mapped}
@@ -153,55 +149,63 @@ class RankEngine(Engine):
         """What the last request of each home had in common with others, and its text."""
         self._sent: dict[int, RemoteRequest] = {}
         self._reader: object = None
-        """Who reads: the engine for its worker, or the request of a caller."""
+        """Who reads: this worker for its thread, or the request of a caller."""
         self._freed: deque[RemoteState] = deque()
         self._answers: dict[int, Answers] = {}
         assert cluster.sockets is not None
         self._sockets = cluster.sockets
-        self._first_device = device
+
+    def open_engine(self, trace: bool, max_in_flight: int) -> Engine:
+        """Return the engine whose work it does, which is not started."""
+        device = RemoteDevice(RemoteMemory(self._read_state))
+        routes = [
+            OpenRoute(index, {ALL_RANKS: ALL_RANKS}, {ALL_RANKS: ALL_RANKS}, {}, max(route.share, 1e-3))
+            for index, route in enumerate(self._routes)
+        ]
+        return Engine(self._bundle, {ALL_RANKS: device}, routes, trace, max_in_flight, worker=self)
 
     # -- requests ------------------------------------------------------------------------------------
 
     def work(self, device: PlacedDevice) -> None:
         """Send and read what callers do not, until the engine is closed, then end the ranks."""
         try:
-            while not self._is_finished(device.id):
+            while not self.engine.is_finished(device.id):
                 self._send_freed()
                 self._dispatch()
                 self._end_requests_that_are_over()
                 self._read_reports()
-                if self.owner is not None and self.owner() is None:
-                    self.abandon()  # an interrupt may have prevented the finalizer from it
+                if self.engine.owner is not None and self.engine.owner() is None:
+                    self.engine.abandon()  # an interrupt may have prevented the finalizer from it
         except (EOFError, OSError):
-            if not (self._closed and not self._in_flight) and not self._cluster.is_ended:
+            if not self.engine.is_ended() and not self._cluster.is_ended:
                 self._break(self._cluster.describe_end())
         except OnnxplaceError as failure:
             self._break(failure)
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
-            self._mark_broken(device, cause, None)
+            message = f"the session's thread died: {type(cause).__name__}: {cause}".rstrip(": ")
+            self._break(ExecutionError("X005", message, where=device.id, hint=NEW_SESSION_HINT))
         finally:
             self._end_calls()
             self._cluster.close()
             self._cluster.close_socket()
 
-    def _announce(self, request: Request) -> None:
+    def offer(self, request: Request) -> None:
         """Send a request in this thread, unless its caller does all of it."""
         assert isinstance(request, RemoteRequest)
         if not request.callers_device:
             self._dispatch()
             if self._reader is not self or not request.waiting:
-                self._wake()
+                self.wake()
 
-    def _wake(self, excluded: str = "") -> None:
-        """Make the worker look for work, unless that is excluded; for any thread, also in finalizers."""
-        if not excluded:
-            self._sockets.wake()
+    def wake(self) -> None:
+        """Make the thread look for work; for any thread, also in finalizers."""
+        self._sockets.wake()
 
     def _dispatch(self) -> None:
         """Send ends of requests, and new ones."""
         with suppress(OSError), self._sockets.sending:  # reading says why
-            with self._lock:
-                failed = [item for item in self._in_flight.values() if item.failure is not None]
+            with self.engine.lock:
+                failed = [item for item in self.engine.list_in_flight() if item.failure is not None]
             # Ends come first: ranks leave off what nobody waits for.
             for request in failed:
                 assert isinstance(request, RemoteRequest)
@@ -212,35 +216,26 @@ class RankEngine(Engine):
                     # No call between these.
                     self._sockets.unsent += pieces
                     request.is_cancelled = True
-            while (next_request := self._next_request(ALL_RANKS)) is not None:
+            while (next_request := self.engine.next_request(_is_unsent)) is not None:
                 assert isinstance(next_request, RemoteRequest)
                 self._begin(next_request)
             self._sockets.flush()
 
     def _end_requests_that_are_over(self) -> None:
         """End requests that failed before they were sent, or that need no rank; in no caller's thread."""
-        for request in list(self._in_flight.values()):
+        for request in self.engine.list_in_flight():
             assert isinstance(request, RemoteRequest)
             if not request.waiting and (request.serial >= 0 or request.failure is not None):
-                self._finish_part(request, ALL_RANKS)
-
-    def _next_request(self, device: str) -> Request | None:
-        """Return the first ready request that is not sent, and not by its caller."""
-        with self._lock:
-            for request in self._list_ready() if self._state_table.value_names else self._in_flight.values():
-                assert isinstance(request, RemoteRequest)
-                if request.serial < 0 and not request.callers_device and request.failure is None:
-                    return request
-        return None
+                self.engine.finish_part(request, ALL_RANKS)
 
     def _begin(self, request: RemoteRequest) -> None:
         """Decide to send a request to its ranks, for whoever may send; it fails if it has no states to begin with."""
         try:
-            stored = self._take_states(request)
+            stored = self.engine.take_states(request)
         except (OnnxplaceError, CancelledError) as failure:
             self._fail(request, failure)
             return
-        devices = self._routes_of_devices[request.route.index].devices
+        devices = self._routes[request.route.index].devices
         ranks = {self._rank_of[name]: home for home, name in devices.items()}
         request.rank_names, serial = self._cluster.plan.devices, self._next_serial
         # Rank 0, which passes frames on, gets its own last: then it computes.
@@ -252,7 +247,7 @@ class RankEngine(Engine):
                 request.blocks = [*request.blocks, *self._cluster.blocks.place(frame)]
             frames.append((rank, frame.pack(rank)))
         pieces, waiting = self._sockets.pack(frames), frozenset(ranks)
-        with self._lock:
+        with self.engine.lock:
             if request.failure is not None:
                 return
             # No call between these.
@@ -263,11 +258,11 @@ class RankEngine(Engine):
             # A taken state leaves its rank with this request, so nothing is left to free.
             state.is_taken = not request.conversation.keeps_previous
 
-    def _run_callers_part(self, device: PlacedDevice, request: Request) -> None:
+    def run_part(self, request: Request) -> None:
         """Send a request, and read its reports, in the thread of its caller."""
         assert isinstance(request, RemoteRequest)
         try:
-            with self._lock:
+            with self.engine.lock:
                 if self._reader is None:
                     self._reader = request
             with suppress(EOFError, OSError):  # the worker finds that out, too, and says why
@@ -280,7 +275,7 @@ class RankEngine(Engine):
             if self._reader is request:
                 self._reader = None
         if request.waiting and self._reader is not self:
-            self._wake()
+            self.wake()
 
     def _read_own_reports(self, request: RemoteRequest) -> None:
         """Read the reports of a request; leave them to the worker if they take long, or if something else comes."""
@@ -318,24 +313,25 @@ class RankEngine(Engine):
         return Frame("request", fields, buffers, common=self._common[home][1])
 
     def _fail(self, request: Request, failure: BaseException) -> None:
-        """End a request with a failure; its ranks are told by the worker."""
-        super()._fail(request, failure)
-        self._wake()
+        """End a request with a failure; its ranks are told by the thread of this worker."""
+        self.engine.fail(request, failure)
+        self.wake()
 
-    def _finish_part(self, request: Request, device: str) -> None:
-        """Note that the ranks have finished; does nothing while they have not."""
+    def finished(self, request: Request) -> bool:
+        """Return whether no rank works on a request any more; then its blocks are free."""
         assert isinstance(request, RemoteRequest)
-        if not request.waiting:
-            self._sent.pop(request.serial, None)
-            blocks, request.blocks = request.blocks, ()
-            self._cluster.blocks.give_back(blocks)
-            super()._finish_part(request, device)
+        if request.waiting:
+            return False
+        self._sent.pop(request.serial, None)
+        blocks, request.blocks = request.blocks, ()
+        self._cluster.blocks.give_back(blocks)
+        return True
 
     # -- reports ------------------------------------------------------------------------------------
 
     def _read_reports(self) -> None:
         """Read what ranks send, unless a caller does, until there is something else to do or nothing comes."""
-        with self._lock:
+        with self.engine.lock:
             if self._reader is None:
                 self._reader = self
         if self._reader is self:
@@ -412,7 +408,7 @@ class RankEngine(Engine):
         request.outputs, request.next_states, request.events, request.waiting = outputs, states, events, waiting
         for state in new.values():
             state.is_taken = False
-        self._finish_part(request, ALL_RANKS)
+        self.engine.finish_part(request, ALL_RANKS)
 
     def _make_event(
         self, request: Request, device: str, kind: Any, name: str, start: float, finish: float, size: int | None
@@ -436,7 +432,7 @@ class RankEngine(Engine):
     def _free(self, state: RemoteState) -> None:
         """Note that nothing refers to a state any more; for finalizers, which may run in any thread."""
         self._freed.append(state)
-        self._wake()
+        self.wake()
 
     def _send_freed(self) -> None:
         """Tell ranks which states they need not store any more."""
@@ -466,10 +462,10 @@ class RankEngine(Engine):
         self._answers[call] = answers
         frame.fields["call"] = call
         try:
-            with suppress(OSError):  # `_broken` says why
+            with suppress(OSError):  # the failure of the engine says why
                 self._cluster.send(rank, frame)
-            self._wake()
-            answer = self._broken or answers.get(timeout=self._cluster.timeout_seconds)
+            self.wake()
+            answer = self.engine.failure or answers.get(timeout=self._cluster.timeout_seconds)
         except queue.Empty:
             answer = ExecutionError("K011", f"it did not {task}", where=self._cluster.plan.devices[rank])
         finally:
@@ -480,7 +476,7 @@ class RankEngine(Engine):
 
     def _end_calls(self) -> None:
         """Let all calls fail that wait for an answer."""
-        reason = self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
+        reason = self.engine.failure or ExecutionError("X002", "the session is closed", where=str(self._bundle.path))
         for answers in list(self._answers.values()):
             answers.put(reason)
 
@@ -490,32 +486,39 @@ class RankEngine(Engine):
         """Fail all requests after ranks ended or are silent, and end all ranks."""
         if not isinstance(failure, ExecutionError):
             failure = ExecutionError(failure.code, failure.message, where=failure.where, hint=failure.hint)
-        self._broken = self._broken or failure
-        self._closed = True
+        self.engine.refuse(failure)
         self._release(failure)
-        self._wake()
+        self.wake()
         self._cluster.end(0.0)
 
     def _release(self, failure: BaseException) -> None:
         """Fail all requests in flight, and do not wait for their ranks."""
-        with self._lock:
-            requests = list(self._in_flight.values())
+        with self.engine.lock:
+            requests = self.engine.list_in_flight()
         for request in requests:
             assert isinstance(request, RemoteRequest)
             self._fail(request, failure)
             request.waiting = frozenset()
-            self._finish_part(request, ALL_RANKS)
+            self.engine.finish_part(request, ALL_RANKS)
 
-    def _mark_broken(self, device: PlacedDevice, cause: BaseException, current: Request | None) -> None:
-        """Fail all requests after a thread of this engine died, and end all ranks."""
-        message = f"the session's thread died: {type(cause).__name__}: {cause}".rstrip(": ")
-        self._break(ExecutionError("X005", message, where=device.id, hint=NEW_SESSION_HINT))
+    def give_up(self) -> None:
+        """Fail all requests in flight, and end all ranks."""
+        self._break(ExecutionError("X002", "the session was closed", where=str(self._bundle.path)))
 
-    def _wait_for_requests(self, timeout: float | None, conversation: CarriedStates | None = None) -> None:
-        """Wait for requests in flight; ranks that do not end them are ended if the session is closed."""
-        super()._wait_for_requests(timeout, conversation)
-        if conversation is None and self._list_in_flight(None):
-            self._break(ExecutionError("X002", "the session was closed", where=str(self.bundle.path)))
+
+def _is_unsent(request: Request) -> bool:
+    """Return whether a request is to be sent, and not by its caller."""
+    assert isinstance(request, RemoteRequest)
+    return request.serial < 0 and not request.callers_device and request.failure is None
+
+
+class RankSession(EngineSession):
+    """A handle on an engine whose work ranks do."""
+
+    def read_remote_delays(self) -> Mapping[str, int]:
+        """Return how long threads of the ranks waited for a core; raises ExecutionError if a rank does not answer."""
+        assert isinstance(self.engine.worker, RankWorker)
+        return self.engine.worker.read_remote_delays()
 
 
 def open_ranks(
@@ -524,8 +527,8 @@ def open_ranks(
     """Start the ranks of a cluster, open a bundle on them, and return their session; raises the errors of `open`."""
     cluster.open(Opening.of(bundle, cluster.plan, trace, fetches=cluster.fetches_bundle))
     try:
-        engine = RankEngine(bundle, cluster, trace, max_in_flight, copy_index)
+        engine = RankWorker(bundle, cluster, copy_index).open_engine(trace, max_in_flight)
     except BaseException:
         cluster.end(0.0)
         raise
-    return EngineSession(engine)
+    return RankSession(engine)
