@@ -140,16 +140,6 @@ class Engine(WorkLoop):
             self.abandon()
             raise
 
-    @property
-    def failure(self) -> ExecutionError | None:
-        """Return the error after which it accepts no requests; None while it works."""
-        return self._broken
-
-    def refuse(self, failure: ExecutionError) -> None:
-        """Accept no requests from now on, with this error, unless there is one already."""
-        self._broken = self._broken or failure
-        self._closed = True
-
     def list_copies(self) -> tuple[CopyStatus, ...]:
         """Return the bundle as its one copy, if processes of its own run it, which are opened again."""
         owner = next((device.memory.address.owner for device in self._devices.values()), "")
@@ -482,11 +472,6 @@ class Engine(WorkLoop):
                 self.end_requests(conversation)
                 continue
             wakeup.acquire(timeout=-1 if limit is None else max(limit - time.monotonic(), 0))
-
-    def list_in_flight(self, conversation: CarriedStates | None = None) -> list[Request]:
-        """Return the requests in flight, of one conversation or of all."""
-        requests = list(self._in_flight.values())
-        return [item for item in requests if conversation is None or item.conversation is conversation]
 
     def end_requests(self, conversation: CarriedStates | None = None) -> None:
         """Let requests in flight fail, of one conversation or of all, without waiting for them."""

@@ -37,7 +37,6 @@ from onnxplace.runtimes.execution.requests import CancelledError, CarriedStates,
 from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice
 
 if TYPE_CHECKING:
-    from onnxplace.runtimes.execution.engine import Engine
     from onnxplace.runtimes.execution.weight_loader import WeightLoader
 
 # Idle workers check this often whether their engine still has an owner.
@@ -63,7 +62,7 @@ class Worker(ABC):
     request_class: ClassVar[type[Request]] = Request
     callers_seconds: ClassVar[float] = float("inf")
     """How long callers do their part at most; the rest is left to `work`."""
-    engine: Engine
+    engine: WorkLoop
     """The engine, which sets it."""
 
     @abstractmethod
@@ -187,10 +186,25 @@ class WorkLoop(ProgramLoop):
                 self._ready.append(request)
         return self._ready
 
+    def list_in_flight(self, conversation: CarriedStates | None = None) -> list[Request]:
+        """Return the requests in flight, of one conversation or of all."""
+        requests = list(self._in_flight.values())
+        return [item for item in requests if conversation is None or item.conversation is conversation]
+
     def is_finished(self, device: str) -> bool:
         """Return whether the engine is closed and no request needs a device any more."""
         with self.lock:
             return self._closed and not any(device in request.unfinished for request in self._in_flight.values())
+
+    @property
+    def failure(self) -> ExecutionError | None:
+        """Return the error after which it accepts no requests; None while it works."""
+        return self._broken
+
+    def refuse(self, failure: ExecutionError) -> None:
+        """Accept no requests from now on, with this error, unless there is one already."""
+        self._broken = self._broken or failure
+        self._closed = True
 
     def _mark_broken(self, device: PlacedDevice, cause: BaseException, current: Request | None) -> None:
         """Fail all requests after a worker died, also the one that it was delivering: no thread may wait for it."""
