@@ -128,11 +128,9 @@ def build_packages(source: Path, target: Path, package: str, version: Version) -
     run(sys.executable, "-m", "build", "--outdir", target, source, folder=source)
     (sdist,), (wheel,) = target.glob(f"{package}-{version}.tar.gz"), target.glob(f"{package}-{version}-*.whl")
     run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
-    # Plugins that are part of this distribution are packages next to it.
-    own = [
-        path.parent.name for path in source.glob("plugins/*/*/__init__.py") if not list(path.parents[1].glob("*.toml"))
-    ]
-    run(Path(sys.executable).with_name("check-wheel-contents"), "--toplevel", ",".join([package, *own]), wheel)
+    plugins = [path.name for path in source.glob("plugins/*/onnxplace_*")]
+    parts = [name for name in plugins if f'"{name}",' in (source / "pyproject.toml").read_text(encoding="utf-8")]
+    run(Path(sys.executable).with_name("check-wheel-contents"), "--toplevel", ",".join([package, *parts]), wheel)
     return sdist, wheel
 
 

@@ -49,18 +49,21 @@ class CommandGroup(click.Group):
     """The commands, and those of plugins, which are listed without being imported."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return all names, built-in ones first; a plugin cannot take that of a built-in command."""
+        """Return all names, those of this distribution first; a plugin cannot take one of these."""
         from onnxplace.pipeline import list_entries
 
-        return [*dict.fromkeys((*sorted(self.commands), *sorted(list_entries("commands"))))]
+        plugins = list_entries("commands")
+        parts = [name for name, entry in plugins.items() if not entry.distribution]
+        return [*dict.fromkeys((*sorted((*self.commands, *parts)), *sorted(plugins)))]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; of a plugin, one that only says where it comes from."""
+        """Return a command; of a plugin from elsewhere, one that only says where it comes from."""
         from onnxplace.pipeline import list_entries
 
         if cmd_name not in self.commands and (entry := list_entries("commands").get(cmd_name)):
-            is_own = entry.distribution == "onnxplace"
-            return click.Command(cmd_name, short_help=entry.summary if is_own else f"Of the {entry.summary}.")
+            if not entry.distribution:
+                return load_plugin_command(cmd_name)
+            return click.Command(cmd_name, short_help=f"Of the {entry.summary}.")
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(
@@ -96,12 +99,12 @@ class CommandGroup(click.Group):
         except (OnnxplaceError, click.ClickException, click.exceptions.Exit, click.Abort, OSError, MemoryError):
             raise
         except Exception as problem:
-            name = str(ctx.invoked_subcommand)
-            if name in self.commands:
-                raise
             from onnxplace.pipeline import list_entries
 
-            where = f"command {name!r} from {list_entries('commands')[name].distribution}"
+            name = str(ctx.invoked_subcommand)
+            if name in self.commands or not (distribution := list_entries("commands")[name].distribution):
+                raise
+            where = f"command {name!r} from {distribution}"
             hint = "this is a defect of the plugin, please report it; --verbose shows where"
             raise PluginError("G001", f"{type(problem).__name__}: {problem}", where=where, hint=hint) from problem
 

@@ -1,7 +1,7 @@
 """Find passes, runtimes and commands by name: a built-in table, and entry points.
 
 Listing imports nothing. A broken plugin fails only on use; the error names its distribution. A plugin cannot take the
-name of a built-in one.
+name of a built-in one. Parts of this distribution, in `plugins/`, are found by entry points too, and count as built in.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from onnxplace.runtime import Runtime
 
 Kind = Literal["passes", "runtimes", "runtime_options", "commands"]
+OWN_DISTRIBUTION = "onnxplace"
 NOUNS: Mapping[Kind, str] = {
     "passes": "pass", "runtimes": "runtime", "runtime_options": "option", "commands": "command",
 }  # fmt: skip
@@ -89,10 +90,9 @@ _INSTALL_HINTS = {
     "onnxplace-learned": "in a checkout of onnxplace: pip install -e plugins/onnxplace-learned",
     "onnxplace-hosts": "pip install 'onnxplace[mpi]'; in a checkout of onnxplace: pip install -e '.[mpi]'",
 }
-# What is part of this distribution is listed by what it does.
+# Runtimes that are parts of this distribution are listed by what they do.
 _SUMMARIES = {
-    ("runtimes", "mpi"): "run segments with ONNX Runtime, a process per device, on one host or several",
-    ("commands", "hosts"): "Show the devices of several hosts, and measure links.",
+    "onnxplace_hosts.mpi:Mpi": "run segments with ONNX Runtime, a process per device, on one host or several",
 }
 
 
@@ -112,17 +112,18 @@ class RegistryEntry:
 def list_entries(kind: Kind) -> Mapping[str, RegistryEntry]:
     """Return all entries by name, built-in ones first; import none of them.
 
-    Of commands, these are the ones of plugins.
+    Of commands, these are the ones of plugins, and of parts of this distribution.
     """
     table = {name: RegistryEntry(name, path, summary) for name, (path, summary) in BUILTIN.get(kind, {}).items()}
-    for point in metadata.entry_points(group=f"onnxplace.{kind}"):
-        distribution = point.dist.name if point.dist else "an unnamed distribution"
+    points = metadata.entry_points(group=f"onnxplace.{kind}")
+    named = [(point, point.dist.name if point.dist else "an unnamed distribution") for point in points]
+    for point, distribution in sorted(named, key=lambda pair: pair[1] != OWN_DISTRIBUTION):
         if known := table.get(point.name):
             table[point.name] = replace(known, summary=f"{known.summary}; that of {distribution} is ignored")
         else:
-            summary = _SUMMARIES.get((kind, point.name), "") if distribution == "onnxplace" else ""
-            summary = summary or f"plugin from {distribution}"
-            table[point.name] = RegistryEntry(point.name, point.value, summary, distribution)
+            origin = "" if distribution == OWN_DISTRIBUTION else distribution
+            summary = _SUMMARIES.get(point.value, f"plugin from {distribution}")
+            table[point.name] = RegistryEntry(point.name, point.value, summary, origin)
     return MappingProxyType(table)
 
 

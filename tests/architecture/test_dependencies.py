@@ -28,7 +28,8 @@ FOLDERS = {
     "onnxplace": ("cpu", "gpu", "report", "serve", "torch", "train"),
     "passes": ("cpu", "gpu"),
     "runtimes": ("cpu", "gpu"),
-    "plugins/hosts/onnxplace_hosts": ("cpu", "gpu", "mpi"),
+    "plugins/hosts/onnxplace_hosts": ("mpi",),
+    "plugins/hosts/tests": ("cpu", "dev"),
     "examples": ("cpu", "gpu", "dev", "generate", "torch", "train", "zoo"),
     "benchmarks": ("cpu", "gpu", "dev", "optimum", "zoo"),
     "tests": ("cpu", "gpu", "dev", "genai", "generate", "torch", "zoo"),
@@ -77,9 +78,8 @@ def list_packages(path: Path) -> set[str]:
     """Return the third-party packages that a file imports, by their names in pip."""
     own = {"onnxplace", "passes", "runtimes", "tests", "benchmarks", *(file.stem for file in path.parent.glob("*.py"))}
     own |= {file.stem for file in (ROOT / "examples").glob("*.py")}  # pytest and mypy have it on their path
-    own |= {
-        package.parent.name for package in (ROOT / "plugins").glob("*/*/__init__.py")
-    }  # of what the tools need, the environment has them
+    # Of what the tools need, the environment has them.
+    own |= {package.name for package in (ROOT / "plugins").glob("*/onnxplace_*")}
     modules = read_imported_packages(path.read_text(encoding="utf-8")) - own - sys.stdlib_module_names
     return {canonicalize_name(PACKAGES.get(module, module)) for module in modules}
 

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +14,12 @@ import pytest
 from tests.architecture.test_wings import MODULES
 
 ROOT = Path(__file__).parents[2]
-# The plugins that are part of this distribution.
-FOLDERS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-dir"]
-PLUGINS = {name: ROOT / folder for name, folder in FOLDERS.items() if folder.startswith("plugins/")}
+# Those of `plugins/` that are parts of this distribution.
+PARTS = [path for path in (ROOT / "plugins").glob("*/onnxplace_*") if not (path.parent / "pyproject.toml").exists()]
 FILES = {f"onnxplace/{name.replace('.', '/')}.py" for name in MODULES}
-FILES |= {str(path.relative_to(folder.parent)) for folder in PLUGINS.values() for path in folder.rglob("[!_]*.py")}
+FILES |= {
+    path.relative_to(part.parent).as_posix() for part in PARTS for path in part.rglob("*.py") if path.stem != "__init__"
+}
 PACKAGES = {f"{folder}/__init__.py" for name in FILES for folder in Path(name).parents if folder.name}
 # Imports each module from a folder, and says where the package came from.
 IMPORT_ALL = """

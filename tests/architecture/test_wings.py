@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import onnxplace
-
 ROOT = Path(__file__).parents[2]
 
 MAY_IMPORT = {
@@ -195,14 +193,14 @@ PLUGIN_SOURCES = [path for path in PLUGIN_FILES if "tests" not in path.relative_
 def test_a_plugin_uses_only_what_wings_list(path):
     """So what our own plugins use is there for everybody's."""
     for module, name in read_imports(path):
-        if module == "" and name in ("__version__", *onnxplace.__all__):
+        if (module, name) == ("", "__version__"):
             continue
         assert module in MAY_IMPORT, f"{module} is not a wing"
         assert module in MODULES or name in import_module(f"onnxplace.{module}").__all__, f"{module}: {name}"
 
 
 def test_nothing_imports_a_plugin():
-    packages = {path.parent.name for path in PLUGIN_SOURCES if path.name == "__init__.py"}
+    packages = {path.relative_to(ROOT / "plugins").parts[1] for path in PLUGIN_SOURCES}
     imported = {module.partition(".")[0] for path in MODULES.values() for module, _ in read_all_imports(path)}
     assert {"onnxplace_hosts", "onnxplace_learned"} <= packages
     assert not packages & imported
