@@ -46,7 +46,7 @@ class GroupedCommand(click.Command):
         """Read the line."""
         own = {flag for item in self.params for flag in item.opts}
         if ctx.resilient_parsing or any(item.partition("=")[0] not in own for item in args if item.startswith("--")):
-            self._add_runtime_options(ctx)
+            self.add_runtime_options(ctx)
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -54,7 +54,8 @@ class GroupedCommand(click.Command):
         added = [option for group in ctx.meta.get(_META_KEY, {}).values() for option in group.values()]
         return [*super().get_params(ctx), *added]
 
-    def _add_runtime_options(self, ctx: click.Context) -> None:
+    def add_runtime_options(self, ctx: click.Context) -> None:
+        """Add the options of plugins to the parameters in this context."""
         from onnxplace.pipeline import list_runtime_options
 
         taken = {flag for item in self.params for flag in item.opts}
@@ -66,7 +67,7 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options."""
-        self._add_runtime_options(ctx)
+        self.add_runtime_options(ctx)
         options = [item for item in self.get_params(ctx) if isinstance(item, click.Option)]
         rows = {str(item.name): row for item in options if (row := item.get_help_record(ctx))}
         width = min(max(len(flags) for flags, _ in rows.values()), COLUMN)
