@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 # Groups in their order, with the parameters of all commands that belong there; others come last.
 GROUPS = {
@@ -58,11 +59,13 @@ class GroupedCommand(click.Command):
         """Add the options of plugins to the parameters in this context."""
         from onnxplace.pipeline import list_runtime_options
 
-        taken = {flag for item in self.params for flag in item.opts}
+        taken = {word for item in self.params for word in (item.name, *item.opts)}
         added: dict[str, dict[str, click.Option]] = {}
         for runtime, options in list_runtime_options().items() if "--runtime" in taken else ():
-            added[runtime] = {key: option for key, option in options.items() if taken.isdisjoint(option.opts)}
-            taken |= {flag for option in options.values() for flag in option.opts}
+            added[runtime] = {
+                key: option for key, option in options.items() if taken.isdisjoint((option.name, *option.opts))
+            }
+            taken |= {word for option in options.values() for word in (option.name, *option.opts)}
         ctx.meta[_META_KEY] = added
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -88,9 +91,10 @@ def _pop_rows(rows: dict[str, Row], names: Sequence[str]) -> list[Row]:
 
 def take_runtime_options(given: dict[str, Any]) -> dict[str, Any]:
     """Remove the options that plugins add to runtimes; return those that are given, by argument of the runtime."""
-    groups = click.get_current_context().meta.get(_META_KEY, {}).values()
-    taken = {key: given.pop(str(option.name)) for group in groups for key, option in group.items()}
-    return {key: value for key, value in taken.items() if value is not None}
+    context = click.get_current_context()
+    added = [item for group in context.meta.get(_META_KEY, {}).values() for item in group.items()]
+    values = [(key, given.pop(option.name), context.get_parameter_source(option.name)) for key, option in added]
+    return {key: value for key, value, source in values if source is not ParameterSource.DEFAULT}
 
 
 def _write_group(formatter: click.HelpFormatter, title: str, rows: list[Row], width: int) -> None:

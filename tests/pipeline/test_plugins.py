@@ -350,7 +350,9 @@ class Paced(Runtime):
 OPTIONS = {
     "pace": click.Option(["--opening-pace"], type=float, metavar="SECONDS", help="Wait before it opens."),
     "repeat": click.Option(["--repeat"], type=int),
+    "seconds": click.Option(["--other", "shape"]),
 }
+FLAGS = {"loud": click.Option(["--loud"], is_flag=True), "tone": click.Option(["--tone"], default="high")}
 """
 
 
@@ -360,6 +362,7 @@ def test_a_plugin_adds_options_of_its_runtime_to_the_commands_that_run_bundles(t
         "onnxplace.runtimes": {"paced": "paced:Paced"},
         "onnxplace.runtime_options": {
             "paced": "paced:OPTIONS",
+            "sung": "paced:FLAGS",
             "fails": "failing:Anything",
             "odd": "harmless:function",
         },
@@ -368,7 +371,7 @@ def test_a_plugin_adds_options_of_its_runtime_to_the_commands_that_run_bundles(t
     run, option = ["run", str(compiled)], ["--opening-pace", "0.25"]
     ran, plain, without, listed, short, other, python = commands(
         tmp_path / "site",
-        [*run, "--runtime", "paced", *option, "--repeat", "2", "--json"],
+        [*run, "--runtime", "paced", *option, "--repeat", "2", "--json", "--shape", "batch=3"],
         [*run, "--runtime", "paced"],
         [*run, *option],
         ["run", "--help"],
@@ -377,7 +380,8 @@ def test_a_plugin_adds_options_of_its_runtime_to_the_commands_that_run_bundles(t
         ["bench", str(compiled), "--runtime", "paced", "--opening-pace=0.5", "--repeat", "1", "--no-memory"],
     ).results
     assert ran.out.startswith("opened after 0.25\n")
-    assert json.loads(ran.out.partition("\n")[2])["runs"] == 2  # an option of the command keeps its flag
+    printed = json.loads(ran.out.partition("\n")[2])
+    assert (printed["runs"], printed["outputs"]["y"]["shape"]) == (2, [3, 64])  # the command keeps its own options
     assert plain.out.startswith("opened after 0.0\n")
     assert (without.code, "use the runtime paced, which has pace" in without.err) == (2, True)
     described = re.sub(r"\s+", " ", listed.out)
