@@ -38,7 +38,8 @@ def test_a_misspelt_argument_is_offered_those_of_the_runtime(bundle_copy):
 @pytest.fixture
 def without_plugin(monkeypatch):
     """No entry points, as where the packages of the plugin are missing."""
-    caches = list_entries, list_runtime_options, load_plugin_command
+    caches = list_entries, list_runtime_options
+    monkeypatch.setattr("onnxplace.cli.app.load_plugin_command", load_plugin_command.__wrapped__)
     monkeypatch.setattr("onnxplace.pipeline.registry.metadata.entry_points", lambda group: ())
     for item in caches:
         item.cache_clear()
