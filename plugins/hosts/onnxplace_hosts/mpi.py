@@ -32,8 +32,8 @@ class Mpi(Runtime):
         timeout: Seconds that ranks may take to start and to open the bundle, and to end a request that has failed.
         remote_shell: The program that runs a command on a host.
         interface: The network interface for messages, such as `eth0`; empty for MPI's choice.
-        replicas: Copies of the bundle, 1 to 64, behind one session; each needs hosts, or slots, of its own. A request goes
-            to the copy with the fewest in flight, and `max_in_flight` holds for each copy.
+        replicas: Copies of the bundle, 1 to 64, behind one session; each needs hosts, or slots, of its own. A request
+            goes to the copy with the fewest in flight, and `max_in_flight` holds for each copy.
     """
 
     name: ClassVar[str] = "mpi"
