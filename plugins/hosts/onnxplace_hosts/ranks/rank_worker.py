@@ -213,7 +213,7 @@ class RankWorker(Worker):
                     frame = Frame("cancel", {"serial": request.serial}).pack
                     pieces = self._sockets.pack([(rank, frame(rank)) for rank in request.waiting])
                     request.cancel_deadline = time.monotonic() + self._cluster.timeout_seconds
-                    # No call between these.
+                    # No call between these, so that an interrupt comes before or after all of them.
                     self._sockets.unsent += pieces
                     request.is_cancelled = True
             while (next_request := self.engine.next_request(_is_unsent)) is not None:
@@ -250,7 +250,7 @@ class RankWorker(Worker):
         with self.engine.lock:
             if request.failure is not None:
                 return
-            # No call between these.
+            # No call between these, so that an interrupt comes before or after all of them.
             self._sent[serial] = request
             self._sockets.unsent += pieces
             request.serial, request.waiting, self._next_serial = serial, waiting, serial + 1
@@ -402,7 +402,7 @@ class RankWorker(Worker):
                 outputs = {**outputs, **decode_values(fields["outputs"], iter(frame.buffers))}
                 states = {**states, **new}
         waiting = request.waiting - {rank}
-        # No call between these.
+        # No call between these, so that an interrupt comes before or after all of them.
         if rank in self._taken:
             self._taken[rank] = request.serial
         request.outputs, request.next_states, request.events, request.waiting = outputs, states, events, waiting
