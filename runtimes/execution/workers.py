@@ -55,8 +55,9 @@ class Worker(ABC):
 
     To its engine it is one device, which makes all values and has all carried states. One thread of the engine is in
     `work`; the other methods are called by any thread, also in several at once. The worker takes requests from
-    `engine.next_request`, and ends each by `engine.finish_part`, after `engine.fail` if it has failed. It may be
-    interrupted at any step in a caller's thread, and then be called again.
+    `engine.next_request`, and their states by `engine.take_states`. It leaves `outputs`, `next_states` and `events` in
+    a request, and ends it by `engine.finish_part`, after `engine.fail` if it has failed. It may be interrupted at any
+    step in a caller's thread, and then be called again.
     """
 
     request_class: ClassVar[type[Request]] = Request
