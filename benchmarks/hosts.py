@@ -2,10 +2,10 @@
 
 For each bundle, sessions take turns of some calls: threads, a process for each device, and processes of two hosts. As
 root, these are network namespaces with a cable between them; for others, `localhost` and `127.0.0.1` are two hosts for
-MPI. Ratios are medians over turns of the median call of a turn to that of threads in the same turn. Outputs have to be
-the same bits. Rates are ratios of results per second with four requests in flight. The last column is the processor
-time of the user's process in a step on two hosts. A second table has the times to open and to close a session, and the
-processor time of an idle rank; as root, a third has the time after which 8 MiB arrive while their sender computes.
+MPI. Speeds are how many times as fast as threads: medians over turns, of the median call of a turn, and of results per
+second with four requests in flight. Outputs have to be the same bits. The last column is the processor time of the
+user's process in a step on two hosts. A second table has the times to open and to close a session, and the processor
+time of an idle rank; as root, a third has the time after which 8 MiB arrive while their sender computes.
 
 With `--predict`, as root, models are compiled for a survey of two such hosts with one core each. The predicted step,
 from measured costs of nodes and links, stands next to the measured one; so does the prediction with times of segments
@@ -142,7 +142,7 @@ def measure_case(case: Case, turns: int, nodes: TwoNodes | None) -> str:
         shares = [_measure_share(lambda: sessions[TWO].run(None, feeds)) for _ in range(turns)]
     cells = [f"{median(turn[THREADS] for turn in times) * 1e3:.3g}"]
     for name in (ONE_HOST, TWO):
-        cells.append(f"{median(turn[name] / turn[THREADS] for turn in times):.2f}")
+        cells.append(f"{median(turn[THREADS] / turn[name] for turn in times):.2f}")
     for name in (ONE_HOST, TWO):
         cells.append(f"{median(turn[name] / turn[THREADS] for turn in rates):.2f}")
     cells.append(f"{median(shares):.1%}")
@@ -295,7 +295,8 @@ def main() -> None:
 
 def print_turns(cases: list[Case], turns: int, folder: Path, nodes: TwoNodes | None) -> None:
     """Print the tables of sessions that take turns, and of sessions alone."""
-    names = ("bundle", "threads ms", "one host", "two hosts", "rate, one host", "rate, two hosts", "user's process")
+    speeds = (f"{what}, {name}" for what in ("speed", "rate") for name in (ONE_HOST, TWO))
+    names = ("bundle", "threads ms", *speeds, "user's process")
     print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
     for case in cases:
         print(measure_case(case, turns, nodes), flush=True)

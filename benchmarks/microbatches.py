@@ -2,10 +2,10 @@
 
 Each step is compiled for two CPU devices of one core: one device, whole operators placed, split operators, stages of
 2, 4 and 8 micro-batches, and what `--objective step` chose. Then the bundles take turns, `--steps` steps each, with the
-states carried on. The table has the measured step, its ratio to one device in the same run, and the prediction by the
-costs of nodes. Without arguments, the steps are those of `tests/support/training_models.py`: a transformer, two towers
-and a multilayer perceptron. Exported ones are files with the size of their batch, as in gpt.onnx:8. Nothing else should
-run meanwhile.
+states carried on. The table has the measured step, its speed-up over one device in the same run, and the prediction by
+the costs of nodes. Without arguments, the steps are those of `tests/support/training_models.py`: a transformer, two
+towers and a multilayer perceptron. Exported ones are files with the size of their batch, as in gpt.onnx:8. Nothing else
+should run meanwhile.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PIPELINES: Mapping[str, str] = {
         for schedule in ("1f1b", "gpipe")
     },
 }
-HEADER = ("step", "what", "measured, ms", "/ one device", "predicted, ms", "error", "chosen by --objective step")
+HEADER = ("step", "what", "measured, ms", "speed-up", "predicted, ms", "error", "chosen by --objective step")
 
 
 def list_builtin(folder: Path) -> list[tuple[Path, int]]:

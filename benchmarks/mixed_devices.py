@@ -37,7 +37,7 @@ from onnxplace.target import Target
 
 # Those without caches, which have one size of a batch for all inputs.
 MODELS = ("bert", "gpt2", "llama", "t5", "vit", "whisper", "mixtral", "detr", "segformer", "mobilenet")
-COLUMNS = ("model", "nodes", "taken", "CPU", "NPU", "priority order", "placed", "to_better")
+COLUMNS = ("model", "nodes", "taken", "CPU", "NPU", "priority order", "placed", "speedup_best")
 
 
 def profile_model(name: str, batch: int, target: Target, folder: Path) -> State:
@@ -89,7 +89,7 @@ def compare(name: str, args: argparse.Namespace, target: Target) -> Row:
         "NPU": npu if np.isfinite(npu) else "refuses nodes",
         "priority order": priority,
         "placed": placed,
-        "to_better": min(cpu, npu, priority) / placed,
+        "speedup_best": min(cpu, npu, priority) / placed,
     }
 
 

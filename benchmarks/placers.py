@@ -57,7 +57,7 @@ SAME_WITHOUT: Mapping[Grouping, Grouping] = {"given": "none", "given+coplace": "
 # Only calls below this total time are repeated; searches use their whole budget.
 QUICK_SECONDS = 0.5
 REPEAT = 5
-PLACED = ("step_seconds", "bound_seconds", "to_bound", "one_device_seconds", "to_one_device")
+PLACED = ("step_seconds", "bound_seconds", "to_bound", "one_device_seconds", "speedup_one_device")
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ def compare_placers(graphs: Iterable[CostGraph], figures: Mapping[str, Any], set
                 yield {
                     **row,
                     "one_device_seconds": one,
-                    "to_one_device": divide(step, one),
+                    "speedup_one_device": divide(one, step),
                     "expert_seconds": find_published_step(entry, "expert", "none"),
                     "baechi_seconds": published_step,
-                    "to_baechi": divide(step, published_step),
+                    "speedup_baechi": divide(published_step, step),
                 }
 
 
@@ -150,7 +150,7 @@ def list_best(rows: Sequence[Row], figures: Mapping[str, Any]) -> Iterator[Row]:
                 **best,
                 "best": how,
                 "baechi_seconds": published_step,
-                "to_baechi": divide(best["step_seconds"], published_step),
+                "speedup_baechi": divide(published_step, best["step_seconds"]),
             }
 
 
@@ -167,8 +167,8 @@ def place_models(names: Sequence[str], setting: Setting) -> Iterator[Row]:
             for placer in setting.placers:
                 report_progress(f"{name}: {placer}")
                 row = place_model(state, placer)
-                ratio = divide(row["step_seconds"], one)
-                yield {"model": name, **row, "one_device_seconds": one, "to_one_device": ratio}
+                speedup = divide(one, row["step_seconds"])
+                yield {"model": name, **row, "one_device_seconds": one, "speedup_one_device": speedup}
 
 
 def place_model(state: State, placer: str) -> Row:
@@ -230,7 +230,7 @@ def print_sections(options: argparse.Namespace, setting: Setting) -> Iterator[tu
         figures_file = options.folder / "figures.json"
         figures = json.loads(figures_file.read_text(encoding="utf-8"))["graphs"] if figures_file.exists() else {}
         paths = sorted(path for path in options.folder.glob("*.json*") if path != figures_file)
-        published_keys = ("expert_seconds", "baechi_seconds", "to_baechi") if figures else ()
+        published_keys = ("expert_seconds", "baechi_seconds", "speedup_baechi") if figures else ()
         rows = compare_placers((read_cost_graph(path) for path in paths), figures, setting)
         keys = ("graph", "nodes", "placer", "groups", *PLACED, *published_keys[1:], *ends)
         result = print_table(f"Cost graphs, links {setting.links}", keys, rows)

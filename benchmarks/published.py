@@ -41,7 +41,9 @@ from onnxplace.target import Device, Link, LinkModel, Target
 # Bytes per second of links whose transfers are given in seconds: a value has as many bytes as its transfer has 0.1 us.
 RATE = 1e7
 MOVES = 40_000
-KEYS = ("benchmark", "graph", "nodes", "devices", "published", "by", "placed", "ours", "ratio", "bound", "cpu_seconds")
+KEYS = (
+    "benchmark", "graph", "nodes", "devices", "published", "by", "placed", "ours", "speed-up", "bound", "cpu_seconds",
+)  # fmt: skip
 
 DP = "their dp.cpp"
 # Milliseconds per sample that dp.cpp of msr-fiddle/dnn-partitioning (commit b207b6a) finds: contiguous, optimal.
@@ -111,7 +113,7 @@ def solve_instance(instance: Instance, moves: int) -> Row:
     return {
         "benchmark": instance.benchmark, "graph": instance.graph.name, "nodes": nodes,
         "devices": len(instance.graph.target.devices), "published": instance.published, "by": instance.by,
-        "placed": placed, "ours": ours, "ratio": divide(ours, instance.published), "bound": bound,
+        "placed": placed, "ours": ours, "speed-up": divide(instance.published, ours), "bound": bound,
         "cpu_seconds": time.process_time() - began,
     }  # fmt: skip
 
@@ -343,7 +345,7 @@ def print_row(row: Row) -> None:
     for key in KEYS:
         value = row[key]
         if isinstance(value, float):
-            value = f"{value:.2f}" if key in ("ratio", "cpu_seconds") else f"{value * 1e3:.5g}"
+            value = f"{value:.2f}" if key in ("speed-up", "cpu_seconds") else f"{value * 1e3:.5g}"
         cells.append("-" if value is None else str(value))
     print(f"| {' | '.join(cells)} |", flush=True)
 
@@ -371,8 +373,8 @@ def main() -> None:
             print_row(rows[-1])
     if not rows:
         raise SystemExit(f"no benchmark in {options.folder}: expected the folders msr, doppler or moirai")
-    known = [row["ratio"] for row in rows if row["ratio"] is not None]
-    print(f"\n{sum(ratio <= 1.0005 for ratio in known)} of {len(known)} at or below the published figure")
+    known = [row["speed-up"] for row in rows if row["speed-up"] is not None]
+    print(f"\n{sum(speedup >= 0.9995 for speedup in known)} of {len(known)} at or below the published figure")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 

@@ -5,7 +5,7 @@ needs on one device. Each bundle runs in a process of its own, with states that 
 the peak memory of the process while steps run (VmHWM); `beyond` is without the RUNTIME_BYTES of a process without a
 model.
 Steps of all bundles are timed in turns. By default the model is a residual network with attention and AdamW, built
-without torch; `--model` takes any training step with metadata, such as one of `onnxplace.torch`.
+without torch; `--model` takes any training step with metadata, such as one of `onnxplace_training`.
 """
 
 from __future__ import annotations

@@ -46,8 +46,13 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper, parser
 
 import onnxplace
-from tests.support.hostile_requests import HOSTILE_MODEL, MAX_REQUEST_BYTES, list_unclear_answers, list_unclear_calls
-from tests.support.servers import ServerProcess, serve_in_process
+from plugins.serving.tests.support.hostile_requests import (
+    HOSTILE_MODEL,
+    MAX_REQUEST_BYTES,
+    list_unclear_answers,
+    list_unclear_calls,
+)
+from plugins.serving.tests.support.servers import ServerProcess, serve_in_process
 
 IMAGE = (1, 3, 224, 224)
 LAYERS = 5
@@ -56,7 +61,7 @@ COPIES = "optimize,profile{estimate=true},coplace{join=never},fuse,single,split,
 IMAGES = 8
 SMALL_REQUESTS = 500
 TCP_NODELAY = socket.IPPROTO_TCP, socket.TCP_NODELAY
-HEADER = ("what", "requests/s", "/ stream", "client ms", "server ms", "wrong", "lost")
+HEADER = ("what", "requests/s", "rate / stream", "client ms", "server ms", "wrong", "lost")
 Image = NDArray[np.float32]
 
 

@@ -1,7 +1,7 @@
 """Operators split over devices: python benchmarks/sharding.py [MODEL ...] [--simulate] [--markdown].
 
 Without --simulate, models exported from torch with random weights are compiled for two CPU devices of one core, and run
-in turns with one session on one core: the ratio, the error of the prediction, and the memory of each device with as
+in turns with one session on one core: the speed-up, the error of the prediction, and the memory of each device with as
 few weights as possible. Nothing else should run meanwhile. Needs `pip install -e '.[cpu,dev,zoo]'`.
 
 With --simulate, large transformers are planned for 2, 4 and 8 GPUs like the H200 (800 TFLOP/s, 4 TB/s; links of 400
@@ -178,7 +178,7 @@ def main() -> None:
             print_markdown(header, (row for case in cases for row in simulate(case, Path(temporary))))
             return
         names = arguments.models or list(EXPORTED)
-        header = ["model", "exchanges", "one device, ms", "two devices, ms", "ratio", "prediction", "least memory"]
+        header = ["model", "exchanges", "one device, ms", "two devices, ms", "speed-up", "prediction", "least memory"]
         print_markdown(header, (measure(name, folder, arguments.repeat) for name in names))
 
 

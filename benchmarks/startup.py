@@ -2,8 +2,8 @@
 
 Without options: CPU seconds of commands that compute nothing; the goal is under 0.3 s each. With `--first`: the first
 `place` and `compile` on a machine, and the second. With `--opening`: sessions of bundles for two CPU devices, and one
-of the whole model with as many threads, in turns; the goal is a ratio of at most 1.2. CPU seconds hold on a busy
-machine too.
+of the whole model with as many threads, in turns; the overhead is the bundle's time by the model's, and the goal is 1.2
+or less. CPU seconds hold on a busy machine too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ for turn in range(turns + 1):
 with open(sys.argv[1], "w") as file:
     json.dump(times, file)
 """
-OPENING_COLUMNS = ("model", "process", "whole: ms", "CPU ms", "bundle: ms", "CPU ms", "ratio", "ratio of CPU")
+OPENING_COLUMNS = ("model", "process", "whole: ms", "CPU ms", "bundle: ms", "CPU ms", "overhead", "overhead of CPU")
 
 
 def measure_cpu_seconds(command: list[str]) -> float:

@@ -264,10 +264,10 @@ def measure_group(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
                     found[session].append(run_in_group(group, {**job, "session": session}))
         table = {name: summarise(items) for name, items in found.items()}
         row = add_prediction(table["bundle"], bundle)
-        row["to_mapped"] = divide(table["mapped"]["step_seconds"], row["step_seconds"])
+        row["speedup_mapped"] = divide(table["mapped"]["step_seconds"], row["step_seconds"])
         if "read_rate" in row:
             larger = max(row["step_bytes"] / row["read_rate"], enough["step_seconds"])
-            row["to_larger"] = row["step_seconds"] / larger
+            row["overhead"] = row["step_seconds"] / larger
         titles = ("ONNX Runtime, no limit", "ONNX Runtime", "ONNX Runtime's mapping", "bundle")
         for title, item in zip(titles, (enough, *table.values())):
             yield {"tokens": str(tokens), "session": title, **item}
@@ -342,7 +342,7 @@ def measure_webgpu(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         calls: Row = {"computing": partial(whole.run, None, feeds), "streaming": upload}
         timings = time_in_turns({**calls, "step": partial(streaming.run, None, feeds)}, args.steps)
     row |= {f"{name}_seconds": item.median_seconds for name, item in timings.items()}
-    row["to_larger"] = divide(row["step_seconds"], max(row["computing_seconds"], row["streaming_seconds"]))
+    row["overhead"] = divide(row["step_seconds"], max(row["computing_seconds"], row["streaming_seconds"]))
     np.savez(folder / "feeds.npz", **dict[str, Any](feeds))
     for name, item in {"anonymous_bytes": bundle, "resident_anonymous_bytes": resident}.items():
         job = {"session": "bundle", "bundle": str(item.path), "feeds": str(folder / "feeds.npz"), "reads": False}
@@ -544,7 +544,7 @@ def compare_bundles(
             [second for item in found[version] for second in item[key][skipped:]] for version in ("before", "after")
         ]
         before, after = map(statistics.median, pools)
-        row |= {f"{name} before": before, f"{name} after": after, f"{key}_ratio": after / before}
+        row |= {f"{name} before": before, f"{name} after": after, f"{key}_speedup": before / after}
     return row
 
 
@@ -566,15 +566,15 @@ COMMANDS: Mapping[str, tuple[Measure, str, tuple[str, ...]]] = {
     "group": (
         measure_group,
         "A decoder in a control group",
-        ("tokens", "session", "step_seconds", "step_bytes", "bytes_per_second", "read_rate", "to_reading", "to_larger",
-         "to_mapped",
+        ("tokens", "session", "step_seconds", "step_bytes", "bytes_per_second", "read_rate", "to_reading", "overhead",
+         "speedup_mapped",
          "anonymous_bytes", "group_bytes", "predicted_seconds", "to_predicted", "equal"),
     ),
     "webgpu": (
         measure_webgpu,
         "A transformer with little memory on a GPU",
         ("session", "limit_bytes", "peak_bytes", "anonymous_bytes", "resident_anonymous_bytes", "step_bytes",
-         "computing_seconds", "streaming_seconds", "step_seconds", "to_larger", "predicted_seconds", "to_predicted",
+         "computing_seconds", "streaming_seconds", "step_seconds", "overhead", "predicted_seconds", "to_predicted",
          "equal"),
     ),
     "machines": (
@@ -586,8 +586,8 @@ COMMANDS: Mapping[str, tuple[Measure, str, tuple[str, ...]]] = {
     "unchanged": (
         compare_versions,
         "Bundles with enough memory",
-        ("model", "devices", "files", "equal", "opening CPU before", "opening CPU after", "opening_cpu_ratio",
-         "step before", "step after", "steps_ratio"),
+        ("model", "devices", "files", "equal", "opening CPU before", "opening CPU after", "opening_cpu_speedup",
+         "step before", "step after", "steps_speedup"),
     ),
 }  # fmt: skip
 

@@ -2,8 +2,8 @@
 
 Models exported from torch with random weights are compiled for two CPU devices of one core. Then these take turns, each
 with 4 and with 8 requests in flight: one device, one session with all cores (requests one after the other), copies of
-the model, stages, and what `--objective throughput` chose. The table has requests per second as ratios to one device,
-taken in one run, and the error of each prediction. Nothing else should run meanwhile. Needs
+the model, stages, and what `--objective throughput` chose. The table has requests per second, their speed-up over one
+device in the same run, and the error of each prediction. Nothing else should run meanwhile. Needs
 `pip install -e '.[cpu,dev,zoo]'`. docs/throughput.md holds the latest table.
 """
 
@@ -46,7 +46,7 @@ BUNDLES: Mapping[str, Mapping[str, Any]] = {
     "chosen": {"devices": DEVICES, "objective": "throughput"},
 }
 ALL_CORES = "one session, all cores"
-HEADER = ("model", "in flight", "what", "requests/s", "/ one device", "predicted", "error")
+HEADER = ("model", "in flight", "what", "requests/s", "speed-up", "predicted", "error")
 
 
 def time_stream(session: onnxplace.InferenceSession, feeds: Any, in_flight: int, requests: int) -> float:

@@ -32,8 +32,8 @@ from sharding import run_command
 import onnxplace
 from onnxplace.bundle import Bundle
 from onnxplace.errors import InfeasibleError
-from onnxplace.torch import export_training_step
-from tests.support.torch_models import OPTIMIZERS, TrainingCase, cnn, gpt, lstm, mlp, two_tower
+from onnxplace_training import Trainer, export_training_step
+from plugins.training.tests.support.torch_models import OPTIMIZERS, TrainingCase, cnn, gpt, lstm, mlp, two_tower
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -127,13 +127,13 @@ def train_bundle(bundle: Bundle, run: TorchRun, folder: Path) -> tuple[float, fl
     """
     half, checkpoint = len(run.batches) // 2, folder / "half.safetensors"
     losses = []
-    with onnxplace.Trainer(bundle) as trainer:
+    with Trainer(bundle) as trainer:
         for number, batch in enumerate(run.batches):
             if number == half:
                 trainer.save(checkpoint)
             losses.append(trainer.step(batch).loss)
         ended = trainer.state_dict()
-    with onnxplace.Trainer(bundle) as trainer:
+    with Trainer(bundle) as trainer:
         trainer.load(checkpoint)
         resumed_losses = [trainer.step(batch).loss for batch in run.batches[half:]]
         resumed = trainer.state_dict()
@@ -240,7 +240,7 @@ GROUPINGS: Mapping[str, str] = {
 }
 HEADERS: Mapping[str, Sequence[str]] = {
     "equality": ("model", "optimiser", "devices", "placers", "loss", "parameters", "resumed equal", "holds"),
-    "speed": ("model", "way", "one device, ms", "two devices, ms", "ratio", "prediction", "MiB", "segments"),
+    "speed": ("model", "way", "one device, ms", "two devices, ms", "speed-up", "prediction", "MiB", "segments"),
     "traffic": ("model", "devices", "groups", "MiB", "values", "step, ms", "one device, ms"),
 }
 

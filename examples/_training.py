@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import onnxplace
-from onnxplace.torch import export_training_step
+from onnxplace_training import Trainer, export_training_step
 
 TOLERANCE = 1e-4
 """Of losses, relative: parts of sums are added in another order."""
@@ -96,10 +96,10 @@ def train_both(
     """Return the losses and milliseconds of both; half of onnxplace's steps are resumed from a checkpoint."""
     batches = [task.draw(number) for number in range(steps)]
     began = time.perf_counter()
-    with onnxplace.Trainer(bundle) as trainer:
+    with Trainer(bundle) as trainer:
         losses = [result.loss for result in trainer.train(batches[: steps // 2])]
         trainer.save(folder / "checkpoint.safetensors")
-    with onnxplace.Trainer(bundle) as trainer:
+    with Trainer(bundle) as trainer:
         trainer.load(folder / "checkpoint.safetensors")
         losses += [result.loss for result in trainer.train(batches[steps // 2 :])]
         trainer.load_into(trained)

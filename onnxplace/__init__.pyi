@@ -29,7 +29,6 @@ from onnxplace.session import (
 )
 from onnxplace.state import Pass as Pass, State as State
 from onnxplace.target import Device as Device, Link as Link, Target as Target
-from onnxplace.training import StepResult as StepResult, Trainer as Trainer
 from onnxplace.verification import verify as verify
 
 __version__: str

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar, cast
 
-from onnxplace.bundle import MANIFEST_FILE, Bundle
+from onnxplace.bundle import MANIFEST_FILE, Bundle, Manifest
 from onnxplace.driver import checks_arguments
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError, format_count
 from onnxplace.evaluation import (
@@ -67,6 +67,8 @@ MAX_STREAMED_TURNS = 8
 MAX_TRACED = 20
 # Fewer rounds say little about a difference.
 MIN_JUDGED_ROUNDS = 5
+# A prediction is reported as wrong beyond this share of it.
+MAX_PREDICTION_ERROR = 0.1
 # A device that is busy for this share of a step limits it; below, devices wait for one another.
 LIMITING_SHARE = 0.6
 # The system counts a wait when it ends, wherever it began: less time says nothing about the load.
@@ -161,7 +163,7 @@ def bench(
     in_flight: int = 1,
     trace: str | Path | None = None,
     memory: bool = True,
-    record: bool = False,
+    update: bool = False,
     seed: int = 0,
     custom_op_libraries: Sequence[str | Path] = (),
     session_options: Mapping[str, Any] | None = None,
@@ -178,7 +180,7 @@ def bench(
         in_flight: If more than 1, a result with so many requests in flight is timed, too.
         trace: File for a timeline of requests and the predicted one, for Perfetto.
         memory: Whether memory and opening are measured, which needs a process for each device.
-        record: Whether the times of segments are written into the bundle, so that predictions follow them.
+        update: Whether the times of segments are written into the bundle, so that predictions follow them.
         seed: Seed of random inputs.
         custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
         session_options: Arguments of `InferenceSession`, such as {"runtime": "mpi", "hosts": "localhost:2"}.
@@ -205,7 +207,7 @@ def bench(
             raise UsageError("U042", message, where="--in-flight", hint="omit it")
         steps = choose_step_inputs(opened, inputs, shape or {}, seed)
         notes = other_sizes = _report_other_sizes(opened, steps.first)
-        if record:
+        if update:
             _require_recordable(opened.path, notes)
             opened, notes = _record_trial(opened, steps.first, runtime)
         times, waiting, copies = _time_steps(opened, against, steps, repeat, in_flight, options)
@@ -220,15 +222,15 @@ def bench(
     # Copies do not delay each other.
     interval = expected.interval_seconds / max(len(copies), 1)
     shortage = find_core_shortage(opened.manifest)
-    speedup = compute_speedup(times["model"], times["bundle"])
+    speedup, speedup_one_device = (compute_speedup(times[name], times["bundle"]) for name in ("model", "one_device"))
     result = Benchmark(
         bundle=times["bundle"],
         model=times["model"],
         one_device=times["one_device"],
         in_flight=times.get("in_flight"),
         speedup=speedup,
-        speedup_one_device=compute_speedup(times["one_device"], times["bundle"]),
-        verdict=_phrase_verdict(speedup, times["bundle"], waiting, usage),
+        speedup_one_device=speedup_one_device,
+        verdict=_phrase_verdict(speedup, speedup_one_device, times["bundle"], waiting, usage),
         predicted_seconds=expected.step_seconds,
         predicted_interval_seconds=interval,
         requests_per_second=_compute_rates(times, interval),
@@ -245,6 +247,11 @@ def bench(
             *([shortage] if shortage else []),
             *notes,
             *_report_load(waiting, opened.manifest.model),
+            *(
+                []
+                if update or notes or shortage
+                else _report_wrong_prediction(times["bundle"], waiting, opened.manifest)
+            ),
             *usage.notes,
             *failures,
         ),
@@ -271,8 +278,13 @@ def _clear_predictions(record: AnyRecord) -> AnyRecord:
     return cast("AnyRecord", replace(cast("Any", record), **dict.fromkeys(names)))
 
 
-def _phrase_verdict(speedup: Speedup, bundle: Timings, waiting: float | None, usage: DeviceUsage) -> str:
-    """Return how the bundle compares with one session with all cores, how sure that is, and what limits it."""
+def _phrase_verdict(
+    speedup: Speedup, one_device: Speedup, bundle: Timings, waiting: float | None, usage: DeviceUsage
+) -> str:
+    """Return how the bundle compares with one session with all cores, how sure that is, and what limits it.
+
+    The ratio to one device is the one that `compile` reports.
+    """
     turns = f"{speedup.low:.2f} to {speedup.high:.2f} in eight of ten rounds"
     if waiting is not None and waiting > DOUBTFUL_WAITING_SHARE:
         doubt = f"unsure, as other programs used the cores for {waiting:.0%} of the time: "
@@ -283,7 +295,8 @@ def _phrase_verdict(speedup: Speedup, bundle: Timings, waiting: float | None, us
         words = f"{slower}{speedup.ratio:.2f} times as fast as {'it' if slower else 'one session with all cores'}"
     else:
         words = f"no clear difference from one session with all cores: {speedup.ratio:.2f} times as fast"
-    return f"{doubt}{words} ({turns}); {_describe_limit(bundle.median_seconds, usage)}"
+    words = f"{doubt}{words} ({turns}), {one_device.ratio:.2f} times as fast as one device"
+    return f"{words}; {_describe_limit(bundle.median_seconds, usage)}"
 
 
 def _describe_limit(step_seconds: float, usage: DeviceUsage) -> str:
@@ -314,7 +327,7 @@ def _compare_openings(
 def _require_recordable(path: Path, other_sizes: Sequence[Diagnostic]) -> None:
     """Raise UsageError before any work if times are of other sizes than the predictions, or cannot be written."""
     for note in other_sizes:
-        raise UsageError("U042", note.message, where="--record", hint=note.hint)
+        raise UsageError("U042", note.message, where="--update", hint=note.hint)
     require_writable(path / MANIFEST_FILE)
 
 
@@ -331,6 +344,18 @@ def _report_load(waiting: float | None, where: str) -> list[Diagnostic]:
     if waiting is None or waiting <= DOUBTFUL_WAITING_SHARE:
         return []
     return [report_doubt("the machine was busy: steps", waiting, where)]
+
+
+def _report_wrong_prediction(times: Timings, waiting: float | None, manifest: Manifest) -> list[Diagnostic]:
+    """Return a note if steps differ from the prediction by more than a tenth, and by more than from one another."""
+    predicted, low = manifest.predicted.step_seconds, sorted(times.samples)[times.runs // 10]
+    is_sure = times.runs >= MIN_JUDGED_ROUNDS and (waiting is None or waiting <= DOUBTFUL_WAITING_SHARE)
+    is_near = abs(times.median_seconds - predicted) <= MAX_PREDICTION_ERROR * predicted
+    if not is_sure or is_near or low <= predicted <= times.p90_seconds:
+        return []
+    step, expected = format_milliseconds(times.median_seconds), format_milliseconds(predicted)
+    message = f"a step takes {step}, predicted {expected}: --update writes it into the bundle"
+    return [Diagnostic("F008", message, where=manifest.model)]
 
 
 def _create_runtime(runtime: str, **options: Any) -> Runtime:

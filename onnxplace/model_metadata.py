@@ -6,10 +6,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ModelMetadata(BaseModel):
-    """What an ONNX file says of its model: the fields of ONNX Runtime's `ModelMetadata`. No result depends on it."""
+    """What an ONNX file says of its model, and its name: ONNX Runtime's `ModelMetadata`. No result depends on it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
+    file_name: str = ""
+    """Name of the file without its folder; empty if the model was given as an object."""
     producer_name: str = ""
     graph_name: str = ""
     domain: str = ""

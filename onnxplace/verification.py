@@ -14,6 +14,7 @@ from onnxplace.driver import checks_arguments
 from onnxplace.errors import ExecutionError, ModelError, UsageError
 from onnxplace.evaluation import (
     Compare,
+    Explanation,
     ModelComparison,
     OutputDifference,
     SizeComparison,
@@ -21,6 +22,8 @@ from onnxplace.evaluation import (
     choose_step_inputs,
     compare_in_child,
     compare_other_sizes,
+    find_cause,
+    find_worst,
     list_precisions,
     may_be_rounding,
 )
@@ -53,6 +56,8 @@ class Verification:
     """The type in which each device computes float32, the least precise first, which sets the tolerance of floats."""
     copies: tuple[CopyStatus, ...] = ()
     """The copies of the bundle, if the session has several."""
+    explanation: Explanation | None = None
+    """Where the first difference comes from; None if no output differs."""
 
     def __repr__(self) -> str:
         outputs = [f"{item.name}: max abs error {item.max_abs_error:.3g}" for item in self.outputs]
@@ -115,7 +120,7 @@ def verify(
         return tuple(comparisons)
 
     with use_custom_operators(custom_op_libraries):
-        comparisons, optimised = compare_on(available_cores()), True
+        comparisons, optimised, explanation = compare_on(available_cores()), True, None
         if not _all_equal(comparisons) and may_be_rounding(opened, comparisons):
             if observer:
                 observer("comparing without optimisations", 0, 1)
@@ -123,9 +128,12 @@ def verify(
                 unoptimised = compare_on(available_cores()[:1])
             if _all_equal(unoptimised):
                 comparisons, optimised = unoptimised, False
-    worst = find_worst([step for item in comparisons for step in item.steps])
+        if differing := next((item for item in comparisons if item.result == "differs"), None):
+            first = choose_step_inputs(opened, inputs, differing.sizes, seed)
+            explanation = find_cause(opened, against, first, differing.steps)
+    worst = map(find_worst, zip(*(step for item in comparisons for step in item.steps)))
     is_equal, precisions = _all_equal(comparisons), list_precisions(opened)
-    return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies)
+    return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies, explanation)
 
 
 @contextmanager
@@ -179,13 +187,8 @@ def _compare_copies(
             return outputs
 
         by_copy.append(comparison.compare(run_bundle, steps, count))
-    return [find_worst(items) for items in zip(*by_copy)]
+    return [list(map(find_worst, zip(*steps))) for steps in zip(*by_copy)]
 
 
 def _all_equal(comparisons: Sequence[SizeComparison]) -> bool:
     return all(item.result in ("equal", "skipped") for item in comparisons)
-
-
-def find_worst(differences: Sequence[Sequence[OutputDifference]]) -> list[OutputDifference]:
-    """Return the largest difference of each output over all steps."""
-    return [max(items, key=lambda item: (not item.equal, item.max_rel_error)) for items in zip(*differences)]

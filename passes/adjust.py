@@ -52,9 +52,9 @@ class Adjust(Pass):
     parameters: Literal["together", "free"] = "together"
     """Whether the nodes of one parameter of a training step stay together, as in `coplace`."""
     colocate: tuple[str, ...] = ()
-    """Regular expressions; the nodes whose whole name one matches share a device."""
+    """Regular expressions; the nodes whose whole name, or else module, one matches share a device."""
     device_map: str = ""
-    """A JSON file of regular expression -> device; the first that matches a node's whole name decides."""
+    """A JSON file of regular expression -> device; the first that matches a node's name or module decides."""
 
     def run(self, state: State) -> State:
         options = {name: value for name, value in vars(self).items() if name != "by"}

@@ -51,9 +51,9 @@ class Coplace(Pass):
     parameters: Literal["together", "free"] = "together"
     """Whether the nodes of one parameter of a training step stay together."""
     colocate: tuple[str, ...] = ()
-    """Regular expressions; the nodes whose whole name one matches share a device."""
+    """Regular expressions; the nodes whose whole name, or else module, one matches share a device."""
     device_map: str = ""
-    """A JSON file of regular expression -> device; the first that matches a node's whole name decides.
+    """A JSON file of regular expression -> device; the first that matches a node's name or module decides.
 
     Or a map of modules by accelerate or Olive, or a model whose nodes name their devices (docs/export.md)."""
 

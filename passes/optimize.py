@@ -157,6 +157,8 @@ def _find_foldable(model: Model, limit_bytes: int) -> list[int]:
     constant = {
         name for name, t in model.initializers.items() if not model.overridable(name) and tensor_size(t) <= limit_bytes
     }
+    if not model.weights_files:  # what is outside the model may be absent
+        constant -= {name for name, t in model.initializers.items() if t.data_location == TensorProto.EXTERNAL}
     returned = {model.sources.get(output.name, output.name) for output in model.outputs}
     positions = []
     for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):

@@ -13,7 +13,7 @@ from onnxplace.errors import Diagnostic, format_names
 from onnxplace.facts import Profile
 from onnxplace.graph import Floats
 from onnxplace.machine import available_cores, find_measurement_obstacle
-from onnxplace.model import Model, infer_static_shapes, join_quantised_units, value_bytes
+from onnxplace.model import Model, infer_static_shapes, join_quantised_units, require_weights, value_bytes
 from onnxplace.passes.cost_files import format_costs, format_costs_csv, read_costs
 from onnxplace.passes.profiling import (
     Measurement,
@@ -26,7 +26,7 @@ from onnxplace.passes.profiling import (
     measure_peaks,
     report_unknown_sizes,
 )
-from onnxplace.passes.sharding import infer_with_runtime
+from onnxplace.passes.sharding import infer_shapes_and_values, infer_with_runtime
 from onnxplace.passes.step_recognition import recognise_training_step, report_unusable_loss
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
@@ -72,23 +72,23 @@ class ProfileCosts(Pass):
 
     def run(self, state: State) -> State:
         model = state[Model]
-        model.input_shapes()  # fails before any work if a dimension has no value
+        inputs = model.input_shapes()  # fails before any work if a dimension has no value
         if self.costs:
             profile, notes = read_costs(self.costs, model, state.target)
             return self._finish(state, _join_units(profile, model), notes)
         shapes = infer_static_shapes(model)
-        sizes = value_bytes(model, {**shapes, **model.input_shapes()})
         obstacles = {device.cost_class: self._find_obstacle(device) for device in state.target.devices}
-        inferred = None
         if all(obstacles.values()):  # a measurement would tell what ONNX cannot infer
-            inferred = infer_with_runtime(model, model.input_shapes())
-            shapes = {**inferred.shapes, **shapes}
-            sizes = {**inferred.count_bytes(), **sizes}
+            known_shapes, types = infer_shapes_and_values(model)[0], infer_with_runtime(model, inputs).types
+        else:
+            require_weights(model)
+            known_shapes, types = shapes, {}
+        sizes = value_bytes(model, {**known_shapes, **inputs}, types)
         structure = ModelStructure.of(model, shapes, sizes)
         measurements, notes = self._measure_classes(state, structure, obstacles)
         for measurement in measurements.values():
             sizes = {**measurement.value_bytes, **sizes}
-        estimates = self._estimate_classes(state, structure, measurements, inferred.types if inferred else {})
+        estimates = self._estimate_classes(state, replace(structure, shapes=known_shapes), measurements, types)
         classes = [device.cost_class for device in state.target.devices]
         profile = assemble_profile(structure, classes, sizes, measurements, estimates)
         profile = _join_units(profile, model)

@@ -49,7 +49,7 @@ class Shard(Pass):
     metadata: bool = False
     """Write the layouts into the bundle's whole model too, in ONNX's own sharding specifications."""
     map: str = ""
-    """How to split the nodes that a regular expression matches: a JSON file, or text, {"layers.*": "columns"}."""
+    """How to split the nodes or modules that a regular expression matches: a JSON file, or {"layers.*": "columns"}."""
 
     def run(self, state: State) -> State:
         return shard_state(state, ShardingOptions(**vars(self)))

@@ -30,6 +30,7 @@ from onnxplace.bundle.bundle_simulation import (
     build_weight_stream as build_weight_stream,
     list_load_seconds as list_load_seconds,
     list_weight_waits as list_weight_waits,
+    order_segments as order_segments,
     predict_interval_seconds as predict_interval_seconds,
     predict_serial_seconds as predict_serial_seconds,
     predict_weight_wait_seconds as predict_weight_wait_seconds,

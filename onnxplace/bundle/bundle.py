@@ -91,7 +91,7 @@ def describe_step(manifest: Manifest) -> str:
         parts.append("no single device takes all nodes")
     if manifest.gap is not None:
         parts.append(describe_gap(manifest.gap))
-    if any((note.code, note.where) == ("C004", manifest.model) for note in manifest.diagnostics):
+    if manifest.is_unsure:
         parts.append("unsure: other programs used the cores, or costs are wrong")
     return ", ".join(parts)
 
@@ -270,18 +270,21 @@ class Bundle:
         """Return the initial value of a state that has one; it shares the memory of its file, read-only."""
         assert state.initial is not None
         dtype = next(item.dtype for item in self.manifest.inputs if item.name == state.input)
-        locate = self.linked_file if state.initial.linked else self.file
-        return _map_initial_value(locate(state.initial.file), state.initial, dtype)
+        return self._map_value(state.initial, dtype)
 
+    def streamed_weights(self) -> dict[str, Array]:
+        """Return the weights that stream, by name; they share the memory of their files, read-only."""
+        return {name: self._map_value(record, record.dtype) for name, record in self.manifest.streamed.items()}
 
-def _map_initial_value(file: Path, record: InitialRecord, dtype: str) -> Array:
-    """Return an initial value that shares the memory of its file, read-only; `dtype` is ONNX Runtime's name."""
-    element = numpy_type(dtype)
-    assert element is not None, "checked when the bundle was opened"
-    if not record.bytes:
-        return np.zeros(record.shape, element)
-    array = np.asarray(np.memmap(file, element, "r", record.offset, record.shape))
-    return array if array.flags.aligned else array.copy()
+    def _map_value(self, record: InitialRecord, dtype: str) -> Array:
+        """Return a value that shares the memory of its file, read-only; `dtype` is ONNX Runtime's name."""
+        element = numpy_type(dtype)
+        assert element is not None, "checked when the bundle was opened"
+        if not record.bytes:
+            return np.zeros(record.shape, element)
+        file = (self.linked_file if record.linked else self.file)(record.file)
+        array = np.asarray(np.memmap(file, element, "r", record.offset, record.shape))
+        return array if array.flags.aligned else array.copy()
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.bundle.bundle_routes import list_route_devices, list_routes
-from onnxplace.bundle.manifest import Manifest, RouteRecord
+from onnxplace.bundle.manifest import Manifest, RouteRecord, SegmentRecord
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.simulation import (
     Simulation,
@@ -44,6 +44,14 @@ def build_segment_graph(manifest: Manifest) -> OpGraph:
         weights=Csr.of([[index] for index in range(len(manifest.segments))]),
         workspace_bytes=np.array([segment.workspace_bytes for segment in manifest.segments], dtype=np.int64),
     )
+
+
+def order_segments(manifest: Manifest) -> list[SegmentRecord]:
+    """Return the segments, each after those whose values it reads.
+
+    Among those that are ready, the first of the manifest comes first.
+    """
+    return [manifest.segments[index] for index in build_segment_graph(manifest).order]
 
 
 def simulate_manifest(manifest: Manifest) -> Simulation:

@@ -320,6 +320,8 @@ class TrialRecord(Record):
     """Number of requests that counted."""
     waiting: Annotated[float, Field(ge=0, le=1)]
     """Share of their time in which threads waited for a core."""
+    uncertainty: Annotated[float, Field(ge=0, le=1)] = 0
+    """Share by which the median may be wrong: more where the speed of the machine drifted."""
     interval_seconds: Seconds = 0
     """Measured between two results, with requests in flight; 0 if that was not measured."""
     in_flight: Bytes = 0
@@ -456,6 +458,11 @@ class Manifest(Record):
         if self.trial and not self.trial.one_device_seconds:
             step = self.trial.planned_seconds
         return single / step if min(single, step) > 0 else None
+
+    @property
+    def is_unsure(self) -> bool:
+        """Return whether other programs disturbed the measurements, or these contradict each other."""
+        return any(note.code == "C004" for note in self.diagnostics)
 
     @property
     def gap(self) -> float | None:

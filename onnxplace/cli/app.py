@@ -32,10 +32,8 @@ from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
-from onnxplace.cli.serve import serve
 from onnxplace.cli.shared_options import as_json, print_json, print_text, show_session_notes, suggest_command
 from onnxplace.cli.terminal import add_verbosity_options, is_terminal, print_aside, report_total_time
-from onnxplace.cli.train import train
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, name_options, suggest_nearest
 from onnxplace.machine import register_ending_handler
@@ -148,8 +146,6 @@ def cli() -> None:
 for command in (
     compile_,
     run,
-    serve,
-    train,
     verify,
     bench,
     report,

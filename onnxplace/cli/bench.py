@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @click.option(
     "--no-memory", is_flag=True, help="Do not measure memory and opening, which needs a process for each device."
 )
-@click.option("--record", is_flag=True, help="Write the times of segments into BUNDLE: predictions then follow them.")
+@click.option("--update", is_flag=True, help="Write the times of segments into BUNDLE: predictions then follow them.")
 @click.option(
     "--min-speedup",
     type=FiniteNumber(min=0),

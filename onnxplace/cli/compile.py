@@ -63,7 +63,7 @@ DETAILS = ("P040", "P060", "P062")
     help='Your placement: {"encoder.*": "cpu:0"}, or a map of accelerate, Olive or ONNX (docs/export.md).',
 )
 @click.option(
-    "--colocate", multiple=True, metavar="REGEX", help="Nodes with matching names share a device; may be repeated."
+    "--colocate", multiple=True, metavar="REGEX", help="Nodes with matching names or modules share a device; repeat."
 )
 @click.option(
     "--shard",
@@ -182,6 +182,7 @@ def _build_json(compiled: Compiled) -> dict[str, Any]:
         "pipeline": compiled.pipeline,
         "predicted": manifest.predicted.model_dump(),
         "trial": manifest.trial.model_dump() if manifest.trial else None,
+        "unsure": manifest.is_unsure,
         "repeats": [repeat.model_dump() for repeat in manifest.repeats],
         "sharding": manifest.sharding.model_dump() if manifest.sharding else None,
         "training": manifest.training.model_dump() if manifest.training else None,

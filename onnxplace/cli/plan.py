@@ -46,35 +46,26 @@ if TYPE_CHECKING:
 @click.option("--fit", is_flag=True, help="Of machines, keep what fits into memory.")
 @click.option("--stream", is_flag=True, help="The step for several limits, where weights stream to the device.")
 @click.option(
-    "--explain", multiple=True, metavar="NAME", help="Compare devices and layouts of a node or value; repeat."
+    "--explain", multiple=True, metavar="NAME", help="Compare devices and layouts of a node, module or value; repeat."
 )
 @click.option("--costs", metavar="F", default="", help="Costs measured elsewhere: JSON or CSV.")
 @click.option("--estimate", is_flag=True, help="Measure nothing: estimate all costs from operations and bytes.")
 @as_json
 def plan(
-    model: Path | None,
-    *,
-    diff: tuple[Path, Path] | None,
-    machine: tuple[str, ...],
-    price: Path | None,
-    latency: str | None,
-    rate: str | None,
-    fit: bool,
-    shape: str,
-    inputs: Path | None,
-    no_cache: bool,
-    json_: bool,
-    **options: Any,
-) -> None:
+    model: Path | None, *, diff: tuple[Path, Path] | None, machine: tuple[str, ...], price: Path | None, fit: bool,
+    latency: str | None, rate: str | None, shape: str, inputs: Path | None, no_cache: bool, json_: bool, **options: Any
+) -> None:  # fmt: skip
     """Predict latency, throughput and memory of MODEL for several ways to use the devices.
 
     The ways are: one device, whole operators placed, copies of the model, pipeline stages, copies of stages, and
-    operators split over 2, 4, 8 devices, in copies or stages. Nothing is written. Costs are measured where the devices
-    are here, else estimated. The exit code is 3 if none of them fits the memory limits.
+    operators split over 2, 4, 8 devices, in copies or stages. Each row says what limits its latency, and a line says
+    where fixed sizes would help. Nothing is written. Costs are measured where the devices are here, else estimated
+    without the file of weights. The exit code is 3 if none of them fits the memory limits.
 
     With --diff, no model is read: what differs between two bundles, or two plans that were saved as JSON.
 
     With several --machine, or with goals or prices: one table, of the ways with least latency and with most requests.
+    Without --rate, the cheapest machine is the one with the lowest price of an hour.
     """
     if (model is None) == (diff is None):
         message = "expected a model, or --diff with two bundles or plans"
@@ -94,19 +85,13 @@ def plan(
         raise UsageError("U042", message, hint="name machines: --machine 2xL4 --machine H100")
     goals = parse_goals(latency, rate)
     prices = read_prices(price, machines) if price else None
-    arrays = read_npz(inputs) if inputs else None
+    arrays, sizes = read_npz(inputs) if inputs else None, parse_shape(shape)
     announce_loop_compilation(json_)
     plans: dict[str, Plan] = {}
     with show_progress(json_, "reading the model") as observer:
         for name in machines or [None]:
             plans[name or ""] = plan_model(
-                model,
-                machine=name,
-                shape=parse_shape(shape),
-                inputs=arrays,
-                cache=not no_cache,
-                observer=observer,
-                **options,
+                model, machine=name, shape=sizes, inputs=arrays, cache=not no_cache, observer=observer, **options
             )
     rows = list_machine_rows(plans, goals, prices)
     is_comparison = len(machines) > 1 or price or latency or rate or fit
@@ -156,22 +141,25 @@ def _format_machines(
         prices = (row.price_per_hour, row.requests_price) if row.price_per_hour is not None else ()
         costs = ["-" if price is None else f"{price:.4g}" for price in prices]
         memory = f"{format_bytes(item.peak_bytes or 0)} of {format_bytes(device.memory_bytes)}"
-        basis = "measured" if plans[row.machine].is_measured else "estimate"
-        cells.append((row.machine, item.name, str(item.devices), *item.times, memory, basis, *costs))
+        basis, limit = "measured" if plans[row.machine].is_measured else "estimate", item.limited_by.partition(":")[0]
+        cells.append((row.machine, item.name, str(item.devices), *item.times, memory, basis, *costs, limit))
     load = f"at {goals.rate:.4g}/s" if goals.rate else "at full load"
     header = ("machine", "strategy", "devices", "latency", "requests/s", "memory", "basis")
     prices_header = ("price/h", f"per million {load}") if rows[0].price_per_hour is not None else ()
     limits = _explain_limits((f"{row.machine}, {row.strategy.name}", row.strategy) for row in rows)
-    return "\n".join([format_table((*header, *prices_header), cells, left=2), *limits, _ESTIMATES])
+    limits += [f"{name}: {text}" for name, plan in plans.items() for text in plan.advice]
+    table = format_table((*header, *prices_header, "limited by"), cells, left=2)
+    return "\n".join([f"a request is {plans[rows[0].machine].request}", table, *limits, _ESTIMATES])
 
 
 def _recommend(rows: Sequence[MachineRow], goals: Goals) -> str:
-    """Return in one sentence the cheapest row, or without prices the fastest one."""
+    """Return in one sentence the row with the lowest price per hour, or without prices the fastest one."""
     best = min(rows, key=lambda row: row.rank())
-    price = best.requests_price
+    price = best.price_per_hour
     which = "least latency" if price is None else "cheapest"
     goal = f" that meets {text}" if (text := goals.describe()) else ""
-    cost = "" if price is None else f", {price:.4g} per million requests"
+    goal += "" if price is None or goals.rate else ", by the price of an hour"
+    cost = "" if price is None else f", {price:.4g} an hour, {best.requests_price:.4g} per million requests"
     return f"{which}{goal}: {best.machine}, {best.strategy.describe()}{cost}"
 
 
@@ -202,12 +190,12 @@ def _format_plan(plan: Plan, machine: str) -> str:
     fastest, most = plan.find_best()
     alone = next((item.step_seconds for item in plan.strategies if item.step_seconds is not None), None)
     rows = [_format_row(item, alone, item is fastest, item is most) for item in plan.strategies]
-    header = ("strategy", "devices", "latency", "speed-up", "requests/s", "memory", "weights")
+    header = ("strategy", "devices", "latency", "speed-up", "requests/s", "memory", "weights", "limited by")
     problems = [f"{item.name}: {item.problem}" for item in plan.strategies if item.problem]
     basis = "costs measured on this machine" if plan.is_measured else "costs are estimates: compare rows, not figures"
-    title = f"{format_name(plan.model)}{' on ' * bool(machine)}{machine}: {basis}"
-    legend = "* least latency, ** most requests; memory and weights: of the device that needs most"
-    limits = _explain_limits((item.name, item) for item in plan.strategies)
+    title = f"{format_name(plan.model)}{' on ' * bool(machine)}{machine}: {basis}\na request is {plan.request}"
+    legend = "* least latency, ** most requests; memory: of the fullest device; limited by: most of the latency"
+    limits = [*_explain_limits((item.name, item) for item in plan.strategies), *plan.advice]
     estimates = [_ESTIMATES] if machine and not plan.is_measured else []
     curve = [_format_curve(plan)] if plan.stream_curve else []
     return "\n".join(
@@ -262,9 +250,9 @@ def _format_curve(plan: Plan) -> str:
 
 def _format_row(item: PlannedStrategy, alone: float | None, is_fastest: bool, is_most: bool) -> tuple[str, ...]:
     if item.step_seconds is None:
-        return (item.name, "-", "-", "-", "-", "-", "-")
+        return (item.name, "-", "-", "-", "-", "-", "-", "-")
     latency, rate = item.times
     speedup = f"{alone / item.step_seconds:.2f}x" if alone else "-"
     times = (latency + (" *" if is_fastest else "  "), speedup, rate + (" **" if is_most else "   "))
     memory = (format_bytes(size or 0) for size in (item.peak_bytes, item.weight_bytes))
-    return (item.name, str(item.devices), *times, *memory)
+    return (item.name, str(item.devices), *times, *memory, item.limited_by)

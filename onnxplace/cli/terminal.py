@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -27,10 +28,16 @@ if TYPE_CHECKING:
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout, also for an error.")
 
+# Where a line says that its figures are unsure, up to the reason's end.
+_DOUBT = re.compile(r"\bunsure\b[^;]*")
+
 
 def print_text(text: str, err: bool = False) -> None:
-    """Print lines for people; names in them can neither control a terminal nor fill it."""
-    click.echo("\n".join(map(shorten, text.split("\n"))), err=err)
+    """Print lines for people, doubts in grey; names in them can neither control a terminal nor fill it."""
+    lines = [
+        _DOUBT.sub(lambda doubt: click.style(doubt[0], fg="bright_black"), shorten(item)) for item in text.split("\n")
+    ]
+    click.echo("\n".join(lines), err=err)
 
 
 def print_aside(text: str) -> None:

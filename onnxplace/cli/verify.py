@@ -54,6 +54,7 @@ def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
                 {"sizes": dict(item.sizes), "result": item.result, "message": item.message} for item in result.sizes
             ]
             counts = {"steps": result.steps, "optimised": result.optimised, "precisions": result.precisions}
+            counts |= {"explanation": result.explanation and vars(result.explanation)}
             print_json({"equal": result.equal, "outputs": outputs, **counts, "sizes": tried})
         else:
             _print_differences(result)
@@ -67,8 +68,11 @@ def _print_differences(result: Verification) -> None:
     for index, item in enumerate(result.outputs):
         is_drawn = item.random_nodes or math.isinf(item.own_error)
         verdict = "DIFFERS" if not item.equal else "random" if is_drawn else "equal "
-        place = "" if item.equal else _find_first(result.sizes, index)
+        tolerance = f", allowed is {item.tolerance:g}, as {item.tolerance_type} is the coarsest type on the way to it"
+        place = "" if item.equal else tolerance * bool(item.tolerance) + _find_first(result.sizes, index)
         print_text(f"{verdict} {format_name(item.name)}  {_format_error(item)}{place}")
+    if result.explanation:
+        print_text(f"{result.explanation.message}\nhint: {result.explanation.hint}")
     _print_sizes(result.sizes)
     device, precision = next(iter(result.precisions.items()), ("", "float32"))
     if precision != "float32":
@@ -115,7 +119,8 @@ def _format_error(difference: OutputDifference) -> str:
 
             return UNREPEATABLE
         relative = f"relative to its largest value {difference.max_rel_error:.3g}"
-        return f"max abs error {difference.max_abs_error:.3g}, {relative}"
+        place = f" at {list(difference.index)}" if difference.index and not difference.equal else ""
+        return f"max abs error {difference.max_abs_error:.3g}{place}, {relative}"
     nodes = format_names(difference.random_nodes)
     if difference.equal:
         return f"depends on random numbers of {nodes}: type, shape and finiteness agree, elements are not compared"

@@ -6,6 +6,7 @@ they cannot all run here, and where other work on the machine disturbs them. Not
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +35,7 @@ from onnxplace.evaluation import (
 from onnxplace.facts import Groups, Placement, Profile, Schedule, Segments, Source, is_refused
 from onnxplace.feeds import Array
 from onnxplace.graph import Floats
+from onnxplace.machine import measurement_cache
 from onnxplace.model import Model
 from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices
 from onnxplace.problem import bound_speedup, commit_placement, placement_problem, predict_single_device_seconds
@@ -51,6 +53,8 @@ BALANCED_RATIO = 1.3
 # Costs are wrong if a trial is faster by more than this than they allow; overheads, which they leave out, hide that in
 # shorter steps.
 CREDIBLE_EXCESS, MIN_JUDGED_SECONDS = 1.05, 1e-3
+# The same of the sum of costs over the time of one device, whose turns with a bundle leave it colder caches.
+CREDIBLE_SUM = 1.1
 # Credible ratios of a measured to a predicted time of a segment.
 MIN_SCALE, MAX_SCALE = 0.1, 10.0
 
@@ -148,6 +152,7 @@ class _Trials:
             trial = self._run_trial(bundle, self._cache)
             contradiction = _find_contradiction(candidate, trial)
             if contradiction and not trial.is_doubtful:  # measured once more, as either of the two may be wrong
+                measurement_cache.forget_used()
                 trial = self._run_trial(bundle, cached=False)
                 contradiction = _find_contradiction(candidate, trial)
         except OnnxplaceError as problem:
@@ -372,19 +377,22 @@ def _find_contradiction(candidate: BuiltStrategy, trial: Trial) -> Diagnostic | 
     """Return a note if a trial is faster than its devices can be by the costs of nodes, which are wrong then."""
     if trial.step_seconds < MIN_JUDGED_SECONDS:
         return None
-    bound = candidate.bundle.manifest.predicted.lower_bound_seconds
-    most = bound_speedup(candidate.unsharded[Profile], candidate.unsharded.target)
-    step, ratio = format_milliseconds(trial.step_seconds), 0.0
+    profile, bound = candidate.unsharded[Profile], candidate.bundle.manifest.predicted.lower_bound_seconds
+    most, step, ratio = bound_speedup(profile, candidate.unsharded.target), format_milliseconds(trial.step_seconds), 0.0
+    whole, single = min(profile.whole_seconds.values(), default=0.0), math.inf
     if trial.plain:
-        ratio = trial.plain.one_device_seconds / trial.step_seconds
+        single = trial.plain.one_device_seconds
+        ratio = single / trial.step_seconds
     if trial.step_seconds * CREDIBLE_EXCESS < bound:
         problem = f"the step of {step} is below the lower bound of {format_milliseconds(bound)}"
     elif ratio > CREDIBLE_EXCESS * most:
         problem = f"the step of {step} is {ratio:.2f} times as fast as one device, and {most:.2f} is the most"
+    elif whole > CREDIBLE_SUM * single:
+        problem = f"one device takes {format_milliseconds(single)}, and {format_milliseconds(whole)}"
     else:
         return None
     message = f"the figures are less sure than usual: {problem} by the costs of nodes, so these costs are wrong"
-    hint = "--no-cache measures the costs again, when the machine is idle"
+    hint = "compile again when the machine is idle: the costs are then measured again"
     return Diagnostic("C004", message, where=candidate.state[Model].name, hint=hint)
 
 

@@ -18,7 +18,7 @@ from onnxplace.driver.compile_options import (
 )
 from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled, parse_passes
 from onnxplace.driver.keywords import takes_fields_of
-from onnxplace.driver.latency import decide_or_recompute, make_latency_objective
+from onnxplace.driver.latency import decide_or_recompute, make_latency_objective, suggest_fixed_sizes
 from onnxplace.driver.sources import ModelSource, bind_source, open_source
 from onnxplace.driver.throughput import make_throughput_objective
 from onnxplace.driver.training_steps import TRAINING_STEP, require_training_step, suggest_objective
@@ -185,7 +185,7 @@ def _choose_candidates(profiled: Profiled, settings: CompileSettings) -> tuple[l
     if settings.strict:
         require_all_devices_used(unused)
     spare = _report_spare_ways(settings.shard_ways, profiled.state.target)
-    suggestions = suggest_objective(kept.state) if settings.compares_sharding else ()
+    suggestions = [*suggest_objective(kept.state), *suggest_fixed_sizes(kept)] if settings.compares_sharding else ()
     kept = kept.with_notes(*unused, *spare, *suggestions)
     return [kept, *others], _choose_comparison(settings, objective, kept)
 

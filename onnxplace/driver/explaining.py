@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.driver.decision import BuiltStrategy, Result
-from onnxplace.errors import UsageError, suggest_nearest
+from onnxplace.errors import UsageError
 from onnxplace.facts import Groups, LayoutAlternative, Placement, Profile, Schedule, is_refused
 from onnxplace.graph import Ints
-from onnxplace.model import Model
+from onnxplace.model import Model, match_nodes, suggest_nodes
 from onnxplace.passes.sharding import LayoutExplainer
 from onnxplace.problem import describe_shortage, device_seconds
 from onnxplace.simulation import Simulation, simulate
@@ -68,17 +68,25 @@ class Subject:
 
 
 def find_subjects(model: Model, names: Sequence[str]) -> tuple[Subject, ...]:
-    """Return the nodes and values of these names; raises UsageError for an unknown one."""
-    nodes = {node.name: index for index, node in reversed(list(enumerate(model.nodes)))}
+    """Return the nodes and values of these names, and the nodes that other names match as patterns, or whose modules.
+
+    Raises UsageError for a name that matches no node (U020), or is not a regular expression (U023).
+    """
+    nodes, where, subjects = [node.name for node in model.nodes], "--explain", list[Subject]()
     values: dict[str, int] = {}
     for index, reads in reversed(list(enumerate(model.reads))):
         values.update(dict.fromkeys(reads, index))
     values.update({name: index for index, node in enumerate(model.nodes) for name in node.output if name})
     for name in names:
-        if name not in nodes and name not in values:
-            message = f"no node or value of the optimised model has the name {name!r}"
-            raise UsageError("U020", message, where="--explain", hint=suggest_nearest(name, [*nodes, *values]))
-    return tuple(Subject(name, nodes.get(name, values.get(name, 0)), "" if name in nodes else name) for name in names)
+        if name in values and name not in nodes:
+            subjects.append(Subject(name, values[name], name))
+            continue
+        matches = [nodes.index(name)] if name in nodes else match_nodes([name], nodes, where)[0]
+        if not matches:
+            message = f"no node, module or value of the optimised model matches {name!r}"
+            raise UsageError("U020", message, where=where, hint=suggest_nodes(name, nodes, values))
+        subjects += [Subject(nodes[index], index, "") for index in matches]
+    return tuple(subjects)
 
 
 def explain_subjects(state: State, subjects: Sequence[Subject], results: Sequence[Result]) -> tuple[Explanation, ...]:

@@ -49,9 +49,9 @@ class MachineRow:
     """Of a million requests: at the rate that is asked for, else as many as the machine can answer."""
 
     def rank(self) -> tuple[float, ...]:
-        """Return what decides between rows, the best one first: of equal prices of requests, the price per hour."""
+        """Return what decides between rows, the best one first: the price per hour, then that of requests."""
         devices = len(parse_machine(self.machine).to_target().devices)
-        numbers = self.requests_price, self.price_per_hour, self.strategy.step_seconds, devices
+        numbers = self.price_per_hour, self.requests_price, self.strategy.step_seconds, devices
         # Digits that only tell errors of rounding do not decide.
         return tuple(math.inf if number is None else float(f"{number:.6g}") for number in numbers)
 
@@ -59,7 +59,7 @@ class MachineRow:
 def list_machine_rows(plans: Mapping[str, Plan], goals: Goals, prices: Mapping[str, float] | None) -> list[MachineRow]:
     """Return the strategies of least latency and of most requests for each machine, of those that meet the goals.
 
-    They are in the order of the machines; with prices, the cheapest request comes first.
+    They are in the order of the machines; with prices, the cheapest machine comes first.
 
     Args:
         plans: By name of machine.

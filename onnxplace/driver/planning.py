@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from onnxplace.driver.compile_options import (
     make_effort,
     require_effort,
 )
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all
+from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, parse_passes, predict_all, rank_texts
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
+from onnxplace.driver.latency import StepPart, list_step_parts, suggest_fixed_sizes
 from onnxplace.driver.sources import bind_source, open_source
 from onnxplace.driver.streamed import STREAMED, StreamPoint, needs_streaming, stream_curve
 from onnxplace.driver.throughput import format_rate, list_copied_stages, list_sharded, list_simple
@@ -27,9 +28,9 @@ from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
 from onnxplace.feeds import Array
 from onnxplace.model import Model, StateRequest, load
 from onnxplace.pipeline import Observer, Pipeline, make_pass
-from onnxplace.state import Pass, State
+from onnxplace.state import State
 from onnxplace.target import Target
-from onnxplace.utils import format_milliseconds, format_object
+from onnxplace.utils import format_milliseconds, format_object, format_time
 
 # How long each placement of stages is searched.
 STAGES_SECONDS: Mapping[Effort, float] = {"low": 0.2, "default": 2, "high": 10}
@@ -48,6 +49,8 @@ class PlannedStrategy:
     """Time between two results, with requests in flight."""
     limit: str = ""
     """What takes all of that time: `Python`, or what the busiest device does: `computes`, `sends`, `receives`."""
+    parts: tuple[StepPart, ...] = ()
+    """What the latency consists of, the longest part first."""
     peak_bytes: int | None = None
     """Memory on the device that needs most: weights and values."""
     weight_bytes: int | None = None
@@ -58,6 +61,15 @@ class PlannedStrategy:
     """Reason why there is no prediction."""
     pipeline: str = ""
     """Text with which `onnxplace compile --pipeline` builds it."""
+
+    @property
+    def limited_by(self) -> str:
+        """Return the longest part of its latency in a few words, such as `launches 71 %: 1422 at 5 us`."""
+        if not self.parts or not self.step_seconds:
+            return "-"
+        kind, seconds, count = astuple(self.parts[0])
+        number = f": {count} at {format_time(seconds / count)}" if kind in ("launches", "calls", "copies") else ""
+        return f"{kind} {100 * seconds / self.step_seconds:.0f} %{number}"
 
     @property
     def times(self) -> tuple[str, str]:
@@ -78,6 +90,10 @@ class Plan:
     """Whether all costs were measured; otherwise some are estimates."""
     strategies: tuple[PlannedStrategy, ...]
     diagnostics: tuple[Diagnostic, ...]
+    request: str = ""
+    """What the latency and the rate are of: the sizes of a request, such as `a batch of 32`."""
+    advice: tuple[str, ...] = ()
+    """What would make the least latency shorter."""
     stream_curve: tuple[StreamPoint, ...] = ()
     """Steps for several memory limits, with weights that stream; only if asked for."""
     explanations: tuple[Explanation, ...] = ()
@@ -138,7 +154,7 @@ def plan_model(
         effort: How long to measure and to search, as for `compile`.
         stream: Predict the step for several memory limits, with weights that stream, too (`Plan.stream_curve`).
         explain: Names of nodes and values whose devices and layouts are compared with the others that they could have
-            (`Plan.explanations`).
+            (`Plan.explanations`); or modules and patterns, for all their nodes.
         observer: Called before each strategy with its name, its position and their number.
 
     Raises:
@@ -152,49 +168,53 @@ def plan_model(
     target = choose_target(devices, target, max_memory, machine)
     profile: Any = make_pass("profile", EFFORTS[effort].get("profile", {}))
     profile = replace(profile, costs=str(costs), cache=cache, estimate=estimate or profile.estimate)
+    optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
     with open_source(model) as source:
-        bound, notes = bind_source(source, load(source.path), shape=shape, inputs=inputs, state=state, llm=llm)
-        name = bound.name or Path(model).name
-        optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
-        start = State(target).with_facts(bound).with_notes(*notes)
-        streaming = choose_streaming(settings, target)
-        return _plan_state(start, (optimize, profile), name, streaming, stream, explain, effort, observer)
-
-
-def _plan_state(
-    state: State,
-    front: tuple[Pass, ...],
-    name: str,
-    stream: str,
-    has_curve: bool,
-    explain: str | Sequence[str],
-    effort: Effort,
-    observer: Observer | None,
-) -> Plan:
-    """Predict the strategies for a model on a target, with the passes before placers, and the curve of one."""
-    if observer:
-        observer("profile", 0, 1)
-    optimize, profile = front
-    optimized, _ = Pipeline((optimize,)).run(state)
-    subjects = find_subjects(optimized[Model], [explain] if isinstance(explain, str) else explain)
-    state_with_costs, _ = Pipeline((profile,)).run(optimized)
+        loaded = load(source.path, may_lack_weights=True)
+        bound, notes = bind_source(source, loaded, shape=shape, inputs=inputs, state=state, llm=llm)
+        if observer:
+            observer("profile", 0, 1)
+        start, _ = Pipeline((optimize,)).run(State(target).with_facts(bound).with_notes(*notes))
+        subjects = find_subjects(start[Model], [explain] if isinstance(explain, str) else explain)
+        start, _ = Pipeline((profile,)).run(start)
     rest = parse_passes(f"coplace{{join=never}},fuse,stages{{seconds={STAGES_SECONDS[effort]}}},split")
-    profiled = Profiled(front, state_with_costs, rest, make_pass("emit"))
+    profiled = Profiled((optimize, profile), start, rest, make_pass("emit"))
+    results = _predict_strategies(profiled, choose_streaming(settings, target), stream, effort, observer)
+    built = [item for item in results if isinstance(item, BuiltStrategy)]
+    fastest = min(built, key=lambda item: item.step_seconds, default=None)
+    streamed = next((item for item in built if stream and item.strategy.kind == "streamed"), None)
+    sources = [start[Profile].sources[device.cost_class] for device in target.devices]
+    return Plan(
+        model=bound.name or Path(model).name,
+        is_measured=all(bool((source != Source.ESTIMATED).all()) for source in sources),
+        strategies=tuple(_describe(item, results[0]) for item in _omit_copied_stages(results)),
+        diagnostics=start.diagnostics,
+        request=_describe_request(bound),
+        advice=tuple(note.message for note in suggest_fixed_sizes(fastest)) if fastest else (),
+        stream_curve=tuple(stream_curve(streamed)) if streamed else (),
+        explanations=explain_subjects(start, subjects, results),
+    )
+
+
+def _predict_strategies(
+    profiled: Profiled, streaming: str, has_curve: bool, effort: Effort, observer: Observer | None
+) -> list[Result]:
+    """Predict all strategies, the one with weights that stream where it is useful or its curve is asked for."""
     is_step = profiled.state[Profile].training is not None
 
     def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
         yield from list_step_strategies(profiled, results) if is_step else _list_strategies(profiled, results, effort)
-        if stream and (has_curve or needs_streaming(profiled, results)):
-            yield [Strategy(STREAMED, "streamed", profiled.replace_placer(stream))]
+        if streaming and (has_curve or needs_streaming(profiled, results)):
+            yield [Strategy(STREAMED, "streamed", profiled.replace_placer(streaming))]
 
-    results = predict_all(propose, profiled, observer)
-    streamed = [item for item in results if isinstance(item, BuiltStrategy) and item.strategy.kind == "streamed"]
-    curve = tuple(stream_curve(streamed[0])) if streamed and has_curve else ()
-    sources = profiled.state[Profile].sources
-    is_measured = all(bool((sources[device.cost_class] != Source.ESTIMATED).all()) for device in state.target.devices)
-    strategies = tuple(_describe(item, results[0]) for item in _omit_copied_stages(results))
-    explanations = explain_subjects(profiled.state, subjects, results)
-    return Plan(name, is_measured, strategies, profiled.state.diagnostics, curve, explanations)
+    return predict_all(propose, profiled, observer)
+
+
+def _describe_request(model: Model) -> str:
+    """Return the sizes of symbolic dimensions, or else the shapes of inputs."""
+    shapes = {name: list(shape) for name, shape in model.input_shapes().items()}
+    texts = rank_texts([f"{name}={size}" for name, size in (model.dimensions or shapes).items()], 3)
+    return f"a batch of {model.dimensions['batch']}" if [*model.dimensions] == ["batch"] else f"of {', '.join(texts)}"
 
 
 def _list_strategies(profiled: Profiled, results: Sequence[Result], effort: Effort) -> Iterator[Sequence[Strategy]]:
@@ -231,6 +251,7 @@ def _describe(result: Result, alone: Result) -> PlannedStrategy:
         step_seconds=result.step_seconds,
         interval_seconds=result.interval_seconds,
         limit=result.routes.limit,
+        parts=list_step_parts(result),
         peak_bytes=int(state[Schedule].simulation.peak_bytes.max()),
         weight_bytes=int(state[Segments].simulation.weights_bytes.max()),
         exchanges=dict(state[Shards].exchanges) if result.strategy.kind == "sharded" else {},

@@ -1,4 +1,4 @@
-"""What people have as a model: an ONNX file, a folder with one, a program of torch.export, or a torch module."""
+"""What people have as a model: an ONNX file, a folder with one, or what a plugin makes an ONNX file of."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxplace.errors import Diagnostic, ModelError, UsageError, format_names
+from onnxplace.errors import Diagnostic, ModelError, OnnxplaceError, PluginError, UsageError, format_names
 from onnxplace.model import Model, StateRequest, bind, bind_states, recognise_decoder, try_states
-from onnxplace.utils import open_input, temporary_folder
+from onnxplace.pipeline import list_entries, load_plugin
+from onnxplace.utils import temporary_folder
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -46,43 +47,47 @@ def open_source(
     """Find the file of a model, or convert the model to one that is kept until the end.
 
     Args:
-        model: Path of an ONNX file, of a folder with one, or of a program of torch.export (`.pt2`); an onnx.ModelProto,
-            a program, or a module.
+        model: Path of an ONNX file or of a folder with one; an onnx.ModelProto; or what a plugin converts, such as a
+            program or a module of torch.
         example_inputs: The arguments with which a module is traced.
 
     Raises:
-        UsageError: Something else was given, or the extra `[torch]` is missing.
-        ModelError: A folder has no model, or several; or torch cannot read or convert the program.
+        UsageError: Something else was given, or what the plugin needs is missing.
+        ModelError: A folder has no model, or several; or the model cannot be converted.
+        PluginError: The plugin has failed.
     """
     from onnx import ModelProto
 
     is_path = isinstance(model, (str, Path))
-    is_torch = any(kind.__module__.startswith("torch.") for kind in type(model).__mro__)
-    if not is_path and not is_torch and not isinstance(model, ModelProto):
+    is_onnx = is_path and (Path(model).suffix.lower() == ".onnx" or os.path.isdir(model))
+    if not is_onnx and not isinstance(model, ModelProto):
+        with temporary_folder() as folder:
+            if source := _convert(model, folder / MODEL_FILE, example_inputs):
+                yield source
+                return
+    if not is_path and not isinstance(model, ModelProto):
         message = f"expected a path or onnx.ModelProto, got {type(model).__name__}"
         raise UsageError("U054", message, hint="onnx.load reads a file, onnxplace.compile takes its path too")
-    if is_torch or (is_path and Path(model).suffix.lower() == ".pt2"):
-        with temporary_folder() as folder:
-            yield _convert(model, folder / MODEL_FILE, example_inputs)
-        return
     if example_inputs is not None:
         hint = "give real inputs of an ONNX model as inputs={name: array}"
         raise UsageError("U042", "example_inputs are for torch modules", where="example_inputs", hint=hint)
     yield find_in_folder(Path(model)) if is_path and os.path.isdir(model) else ModelSource(model, model)
 
 
-def _convert(model: Any, path: Path, example_inputs: ExampleInputs | None) -> ModelSource:
-    """Convert what is torch's to an ONNX file, and return it with the sizes of its example inputs."""
-    where = str(model) if isinstance(model, (str, Path)) else ""
-    if where:
-        open_input(model, "M001").close()
-    try:
-        from onnxplace.torch import convert_to_onnx
-    except UsageError as problem:
-        message = f"{problem.message}, which reads programs of torch.export"
-        raise UsageError(problem.code, message, where=where, hint=problem.hint) from None
-    sizes = convert_to_onnx(model, path, example_inputs or ())
-    return ModelSource(path, model, sizes)
+def _convert(model: Any, path: Path, example_inputs: ExampleInputs | None) -> ModelSource | None:
+    """Convert a model to an ONNX file by the first plugin that takes it; None if no plugin does."""
+    for name in list_entries("sources"):
+        convert, entry = load_plugin("sources", name)
+        try:
+            sizes = convert(model, path, example_inputs)
+        except Exception as problem:
+            if not entry.distribution or isinstance(problem, OnnxplaceError):
+                raise
+            where = f"source {name!r} from {entry.distribution}"
+            raise PluginError("G001", f"{type(problem).__name__}: {problem}", where=where) from problem
+        if sizes is not None:
+            return ModelSource(path, model, sizes)
+    return None
 
 
 def find_in_folder(folder: Path) -> ModelSource:

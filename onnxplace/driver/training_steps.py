@@ -155,7 +155,7 @@ def require_training_step(model: Model, profile: Profile | None = None) -> None:
     if profile.training is not None if profile is not None else (model.training is not None or model.states):
         return
     message = "--objective step is for training steps: this model carries no parameters from one call to the next"
-    hint = "export it with onnxplace.torch.export_training_step, or name its parameters: --state 'new_*=*'"
+    hint = "export it with onnxplace_training.export_training_step, or name its parameters: --state 'new_*=*'"
     raise UsageError("L040", message, where=model.name, hint=hint)
 
 

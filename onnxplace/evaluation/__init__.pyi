@@ -5,6 +5,7 @@ from onnxplace.evaluation.compare import (
     compare_outputs as compare_outputs,
     compute_speedup as compute_speedup,
     find_bundle_lineages as find_bundle_lineages,
+    find_worst as find_worst,
     list_precisions as list_precisions,
     open_reference as open_reference,
     rounds_to_few_values as rounds_to_few_values,
@@ -22,6 +23,10 @@ from onnxplace.evaluation.device_usage import (
     StreamUse as StreamUse,
     TracedRequests as TracedRequests,
     measure_usage as measure_usage,
+)
+from onnxplace.evaluation.difference_causes import (
+    Explanation as Explanation,
+    find_cause as find_cause,
 )
 from onnxplace.evaluation.host_nodes import report_host_nodes as report_host_nodes
 from onnxplace.evaluation.memory_use import (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,21 @@ import numpy as np
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates, list_route_devices
 from onnxplace.errors import ModelError
 from onnxplace.feeds import Array, Declared, describe_input
-from onnxplace.machine import Level, find_typical_seconds, make_runner, make_session_options, open_session, pin_thread
+from onnxplace.machine import (
+    MAX_SLOWDOWN,
+    MIN_RUNS,
+    Level,
+    find_least_reference_seconds,
+    find_typical_seconds,
+    make_runner,
+    make_session_options,
+    open_session,
+    pin_thread,
+    time_reference,
+)
 from onnxplace.model import Lineage, is_quantising, output_lineages
 from onnxplace.target import PRECISIONS
-from onnxplace.utils import report_progress
+from onnxplace.utils import find_largest_error, report_progress
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -52,6 +64,12 @@ class OutputDifference:
 
     It is infinite if two equal runs differ: then `equal` is about type and shape.
     """
+    index: tuple[int, ...] = ()
+    """Where the largest error is; empty where there is none, and for a scalar."""
+    tolerance: float = 0.0
+    """The largest relative error that counts as equal; 0 for types that have to be equal."""
+    tolerance_type: str = ""
+    """The coarsest type on the way to the output, which sets the tolerance."""
 
 
 def compare_output(name: str, actual: Any, reference: Any, lineage: Lineage | None = None) -> OutputDifference:
@@ -68,13 +86,8 @@ def compare_output(name: str, actual: Any, reference: Any, lineage: Lineage | No
     result = _compare_values(name, actual, reference, lineage)
     if result.equal or not lineage.random_nodes:
         return result
-    return OutputDifference(
-        name=name,
-        equal=_has_same_form(actual, reference, lineage.shape_is_drawn),
-        max_abs_error=float("inf"),
-        max_rel_error=float("inf"),
-        random_nodes=tuple(sorted(lineage.random_nodes)),
-    )
+    is_equal = _has_same_form(actual, reference, lineage.shape_is_drawn)
+    return OutputDifference(name, is_equal, inf, inf, random_nodes=tuple(sorted(lineage.random_nodes)))
 
 
 def _compare_values(name: str, actual: Any, reference: Any, lineage: Lineage) -> OutputDifference:
@@ -91,15 +104,20 @@ def _compare_values(name: str, actual: Any, reference: Any, lineage: Lineage) ->
 
 
 def _compare_arrays(name: str, actual: Array, reference: Array, lineage: Lineage) -> OutputDifference:
-    if actual.shape != reference.shape or actual.dtype != reference.dtype:
-        return OutputDifference(name, False, float("inf"), float("inf"))
+    """Compare floats within tolerance, others exactly; strings that differ have an infinite error."""
     dtype = str(reference.real.dtype)
-    if dtype not in TOLERANCE:
-        return _compare_exactly(name, actual, reference)
-    tolerance = max(TOLERANCE.get(kind, 0.0) for kind in (dtype, *lineage.types))
-    if not np.issubdtype(reference.dtype, np.inexact):  # a type of the package ml_dtypes, which numpy does not know
-        actual, reference = actual.astype(np.float32), reference.astype(np.float32)
-    return _compare_floats(name, actual, reference, tolerance)
+    is_exact, has_form = dtype not in TOLERANCE, actual.shape == reference.shape and actual.dtype == reference.dtype
+    is_equal = has_form and bool((actual == reference).all())
+    if not has_form or (is_exact and reference.dtype.kind not in "iub"):
+        error = 0.0 if is_equal else inf
+        return OutputDifference(name, is_equal, error, error)
+    error, relative, index = find_largest_error(actual, reference)
+    difference = OutputDifference(name, is_equal, error, relative, index=index)
+    if is_exact:
+        return difference
+    coarsest = max((dtype, *sorted(lineage.types & TOLERANCE.keys())), key=TOLERANCE.__getitem__)
+    tolerance = TOLERANCE[coarsest]
+    return replace(difference, equal=relative <= tolerance, tolerance=tolerance, tolerance_type=coarsest)
 
 
 def _is_array(value: Any) -> bool:
@@ -108,39 +126,13 @@ def _is_array(value: Any) -> bool:
 
 def _summarise_parts(name: str, parts: Sequence[OutputDifference], complete: bool) -> OutputDifference:
     """Return an output's difference from those of its parts; `complete` if no part is missing or extra."""
-    return OutputDifference(
-        name,
-        complete and all(part.equal for part in parts),
-        max((part.max_abs_error for part in parts), default=0.0),
-        max((part.max_rel_error for part in parts), default=0.0),
-    )
+    worst = find_worst([*parts, OutputDifference(name, True, 0.0, 0.0)])
+    return replace(worst, equal=worst.equal and complete)
 
 
-def _compare_exactly(name: str, actual: Array, reference: Array) -> OutputDifference:
-    """Compare integers, booleans and strings; strings that differ have an infinite error."""
-    if bool((actual == reference).all()):
-        return OutputDifference(name, True, 0.0, 0.0)
-    if reference.dtype.kind not in "iub":
-        return OutputDifference(name, False, float("inf"), float("inf"))
-    difference = _compare_floats(name, actual.astype(np.float64), reference.astype(np.float64), 0.0)
-    return replace(difference, equal=False)
-
-
-def _compare_floats(name: str, actual: Array, reference: Array, tolerance: float) -> OutputDifference:
-    """Compare floats: NaN and infinities exactly, the others relative to the largest of the reference."""
-    finite = np.isfinite(reference)
-    same_special = bool(np.array_equal(actual[~finite], reference[~finite], equal_nan=True)) and bool(
-        (np.isfinite(actual) == finite).all()
-    )
-    precise = np.complex128 if np.iscomplexobj(reference) else np.float64
-    # In double precision, so that the difference itself is not rounded.
-    error = np.abs(actual[finite].astype(precise) - reference[finite]).max(initial=0.0)
-    scale = float(np.abs(reference[finite]).max(initial=0.0))
-    # Relative to the largest element, not to each one: small ones are often differences of large numbers.
-    relative = float(error) / scale if scale > 0 else float(error)
-    if not same_special:
-        return OutputDifference(name, False, float("inf"), float("inf"))
-    return OutputDifference(name, relative <= tolerance, float(error), relative)
+def find_worst(differences: Iterable[OutputDifference]) -> OutputDifference:
+    """Return the largest of some differences; those within tolerance count as smaller than all others."""
+    return max(differences, key=lambda item: (not item.equal, item.max_rel_error))
 
 
 def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:
@@ -328,12 +320,13 @@ def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_u
     """Time several calls `repeat` times each, in turn, so that changes of the machine's speed affect all.
 
     A turn repeats short calls for up to `TURN_SECONDS`, or for a third of all repetitions. So caches hold the call's
-    data, as they do for a call in a loop.
+    data, as they do for a call in a loop. The medians are those of turns in which this core was as fast as it can be.
 
     >>> time_in_turns({"sleep": lambda: time.sleep(0.001)}, repeat=3)["sleep"].runs
     3
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    references: list[float] = []
 
     def take_turn(count: int) -> None:
         for name, call in calls.items():
@@ -341,6 +334,7 @@ def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_u
                 began = time.perf_counter()
                 call()
                 seconds[name].append(time.perf_counter() - began)
+        references.extend([time_reference()] * count)
 
     for _ in range(warm_ups):
         take_turn(1)
@@ -350,8 +344,12 @@ def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_u
     for finished in range(0, repeat, calls_per_turn):
         take_turn(min(calls_per_turn, repeat - finished))
         report_progress(finished + calls_per_turn, repeat)
-    measured = {name: times[warm_ups:] for name, times in seconds.items()}
+    measured = {name: np.array(times[warm_ups:]) for name, times in seconds.items()}
+    is_fast = np.array(references[warm_ups:]) <= MAX_SLOWDOWN * find_least_reference_seconds()
+    counted = is_fast if is_fast.sum() >= MIN_RUNS else np.ones(len(is_fast), dtype=bool)
     return {
-        name: Timings(find_typical_seconds(times), float(np.quantile(times, 0.9)), len(times), tuple(times))
+        name: Timings(
+            find_typical_seconds(times[counted]), float(np.quantile(times, 0.9)), len(times), tuple(times.tolist())
+        )
         for name, times in measured.items()
     }

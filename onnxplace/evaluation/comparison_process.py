@@ -23,7 +23,7 @@ from onnxplace.utils import start_child, temporary_folder
 
 Compare = Callable[[StepInputs], Differences]
 
-_CPU = DeviceAddress("cpu", 0)
+CPU = DeviceAddress("cpu", 0)
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def compare_in_child(
         differences: Differences
         try:
             if process is None or process.ended.is_set():
-                process = DeviceProcess(_CPU)
+                process = DeviceProcess(CPU)
                 process.sessions[0] = ()  # it ends with its last one
             differences, notes = process.call("", _compare, 0, open_comparison, list_operator_libraries(), steps)
         except ExecutionError:
@@ -114,7 +114,7 @@ def _run_model(job: tuple[Path, str | Path | None, Mapping[str, Any], Sequence[s
             model = load(against or bundle.file(WHOLE_MODEL_FILE))
             for index, node in enumerate(model.nodes):
                 running.write_text(f"node {node.name!r} ({node.op_type})", encoding="utf-8")
-                values |= run_nodes(model, [index], [name for name in node.output if name], values, _CPU, "none")
+                values |= run_nodes(model, [index], [name for name in node.output if name], values, CPU, "none")
             running.write_text("the unsplit model", encoding="utf-8")
         except Exception as problem:  # noqa: BLE001 - a node that cannot run alone
             if ENDS_PROCESS not in str(problem):  # a guard, which the file `against` does not have

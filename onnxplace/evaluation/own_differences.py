@@ -58,18 +58,19 @@ class ModelComparison:
 
         An output that the model computes otherwise in two equal runs counts as equal if its type and shape agree.
         """
-        differences = self._compare_steps(run, steps, count)
+        differences = self.compare_steps(run, steps, count)
         if all(item.equal for step in differences for item in step):
             return differences
-        again = self._compare_steps(StateCarrier(self._run_model, self._bundle), steps, count)
+        again = self.compare_steps(StateCarrier(self._run_model, self._bundle), steps, count)
         if all(item.equal for step in again for item in step):
             with _fill_allocations():  # memory that no kernel writes may hold the same twice
                 run_model = open_reference(self._bundle, self._against, self._cores)
-                again = self._compare_steps(StateCarrier(run_model, self._bundle), steps, count)
-        others = [self._compare_steps(run_model, steps, count) for run_model in self._open_others()]
+                again = self.compare_steps(StateCarrier(run_model, self._bundle), steps, count)
+        others = [self.compare_steps(run_model, steps, count) for run_model in self._open_others()]
         return [[self._add_own_error(*items) for items in zip(*step)] for step in zip(differences, again, *others)]
 
-    def _compare_steps(self, run: Run, steps: StepInputs, count: int) -> Differences:
+    def compare_steps(self, run: Run, steps: StepInputs, count: int) -> Differences:
+        """Return how far `run` is from the model in each step."""
         reference, differences = StateCarrier(self._run_model, self._bundle), []
         for number in range(count):
             with steps.explained(number):

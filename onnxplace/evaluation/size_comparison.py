@@ -14,11 +14,9 @@ from typing import Literal, cast
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, FeedError, ModelError, NoteWarning, format_names
-from onnxplace.evaluation.compare import (
-    list_precisions,
-    rounds_to_few_values,
-)
+from onnxplace.evaluation.compare import list_precisions, rounds_to_few_values
 from onnxplace.evaluation.comparison_process import Compare, compare_in_child
+from onnxplace.evaluation.difference_causes import find_cause
 from onnxplace.evaluation.own_differences import MAX_OWN_ERRORS, UNREPEATABLE, Differences, ModelComparison
 from onnxplace.evaluation.step_inputs import StepInputs, choose_step_inputs
 from onnxplace.feeds import symbols_of_dimension
@@ -176,9 +174,11 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
             with compare_in_child(partial(_open_trial, bundle.path, False), bundle.path, None) as compare:
                 tried.append(_compare(compare, first, tried[-1].sizes))
     if tried and tried[-1].result == "differs":
-        name = next(output.name for output in tried[-1].steps[0] if not output.equal)
-        message = f"output {name!r} differs from the unsplit model's with {tried[-1].text}"
-        hint = "please report this; --no-trial writes the bundle all the same, for `onnxplace verify`"
+        last = tried[-1]
+        cause = find_cause(bundle, None, first.resize(last.sizes), last.steps)
+        name = next(output.name for output in last.steps[0] if not output.equal)
+        message = f"output {name!r} differs from the unsplit model's with {last.text}; {cause.message}"
+        hint = f"{cause.hint}; --no-trial writes the bundle all the same, for `onnxplace verify`"
         raise ExecutionError("C022", message, where=manifest.model, hint=hint)
     fatal = [f"with {item.text}, {item.message}" for item in tried if item.is_fatal]
     unsure = {output.name for item in tried for step in item.steps for output in step if isinf(output.own_error)}

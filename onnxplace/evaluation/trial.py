@@ -44,6 +44,7 @@ from onnxplace.feeds import Array
 from onnxplace.machine import (
     DOUBTFUL_WAITING_SHARE,
     MAX_CREDIBLE_WAITING_SHARE,
+    MIN_RUNS,
     RUNTIME_BYTES,
     RepeatPolicy,
     Runs,
@@ -99,6 +100,8 @@ class Trial:
     """Number of requests that counted."""
     waiting: Share
     """Share of the time of these requests in which a thread waited for a core, also one of another process."""
+    uncertainty: Share = 0.0
+    """Share by which the median may be wrong: more where the speed of the machine drifted."""
     load_seconds: Mapping[str, Seconds] = field(default_factory=dict)
     """Time in which the weights of a segment came that stream, without those that were on their way before."""
     plain: PlainTimes | None = None
@@ -253,19 +256,21 @@ def measure_error(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
 
 def is_doubtful(trial: Trial | TrialRecord) -> bool:
     """Return whether other work on the machine may have slowed a trial."""
-    return trial.waiting > DOUBTFUL_WAITING_SHARE
+    return max(trial.waiting, trial.uncertainty) > DOUBTFUL_WAITING_SHARE
 
 
-def report_doubt(what: str, waiting: float, where: str) -> Diagnostic:
+def report_doubt(what: str, waiting: float, where: str, uncertainty: float = 0.0) -> Diagnostic:
     """Return the note for a trial that other work on the machine disturbed; `what` waited a share of its time."""
     message = f"{what} waited {waiting:.0%} of their time for a core"
+    if uncertainty:
+        message += f", and their median is known to {uncertainty:.0%}"
     hint = "repeat the command when the machine is idle; these times are not cached"
     return Diagnostic("C004", message, where=where, hint=hint)
 
 
 def find_trial_doubt(trial: Trial | TrialRecord, where: str) -> Diagnostic | None:
     """Return a note if other work on the machine may have slowed the trial of a bundle, or None."""
-    return report_doubt(DOUBT, trial.waiting, where) if is_doubtful(trial) else None
+    return report_doubt(DOUBT, trial.waiting, where, trial.uncertainty) if is_doubtful(trial) else None
 
 
 def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
@@ -309,6 +314,7 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
         planned_seconds=manifest.predicted.step_seconds if earlier is None else earlier.planned_seconds,
         requests=trial.requests,
         waiting=min(trial.waiting, 1.0),
+        uncertainty=trial.uncertainty,
         **(asdict(trial.plain) if trial.plain else {}),
     )
     devices = tuple(item.model_copy(update={"compute_seconds": busy[item.id]}) for item in manifest.devices)
@@ -365,6 +371,8 @@ class _TrialSession:
         """Events and seconds of each step."""
         self._waiting_shares: list[float] = []
         """Share of the burst of each step in which a thread waited for a core."""
+        self._reference_seconds: list[float] = []
+        """Of the reference loop after the burst of each step."""
         self.burst_seconds: list[float] = []
         """Mean step of each burst, without the waits."""
         self._began, self._remote_delays = 0.0, dict[str, int]()
@@ -394,6 +402,7 @@ class _TrialSession:
         stopwatch.stop()
         share, count = stopwatch.waiting_share, len(self._steps) - first
         self._waiting_shares += [share] * count
+        self._reference_seconds += [stopwatch.reference_seconds] * count
         self.burst_seconds.append(sum(seconds for _, seconds in self._steps[first:]) / count * (1 - share))
 
     @property
@@ -414,7 +423,7 @@ class _TrialSession:
     @property
     def _runs(self) -> Runs:
         seconds = np.array([seconds for _, seconds in self._steps])
-        return Runs(seconds, seconds * np.array(self._waiting_shares))
+        return Runs(seconds, seconds * np.array(self._waiting_shares), np.array(self._reference_seconds))
 
     def _run_step(self) -> None:
         result = self._session.run(self._step.prepare(self._session))
@@ -439,6 +448,7 @@ class _TrialSession:
             requests=len(runs.undisturbed),
             # Not subtracted from times: other processes may have looked for messages only.
             waiting=max(runs.waiting, self._remote_waiting_share),
+            uncertainty=min(runs.uncertainty, 1.0) if len(runs.undisturbed) > MIN_RUNS else 0.0,
         )
 
 

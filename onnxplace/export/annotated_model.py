@@ -12,11 +12,11 @@ from pathlib import Path
 
 from onnx import DeviceConfigurationProto, ModelProto, TensorProto
 
-from onnxplace.bundle import Manifest
+from onnxplace.bundle import Manifest, order_segments
 from onnxplace.errors import Diagnostic
 from onnxplace.export.exporting import ExportOptions, note_routes
 from onnxplace.export.merging import build_whole_model, collect_initializers
-from onnxplace.export.segment_models import BundleModels, list_producers, order_segments
+from onnxplace.export.segment_models import BundleModels, list_producers
 from onnxplace.model import DEVICE_KEY, MAX_INLINE_BYTES, WeightFile, tensor_size
 
 CONFIGURATION = "onnxplace"

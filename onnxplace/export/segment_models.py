@@ -19,9 +19,9 @@ from onnxplace.bundle import (
     Manifest,
     OutputRecord,
     SegmentRecord,
+    order_segments,
 )
 from onnxplace.errors import BundleError
-from onnxplace.graph import order_items
 from onnxplace.model import WeightFile, embed_tensor, make_reference, parse_type, tensor_size
 from onnxplace.target import Device
 from onnxplace.utils import progress_part, report_progress
@@ -112,22 +112,6 @@ class BundleModels:
             done += tensor_size(tensor)
             report_progress(done, total)
         return placed
-
-
-def order_segments(manifest: Manifest) -> list[SegmentRecord]:
-    """Return the segments, each after those whose values it reads; near-linear.
-
-    Among those that are ready, the first of the manifest comes first.
-    """
-    position = {segment.id: index for index, segment in enumerate(manifest.segments)}
-    producers = [list_producers(manifest, segment) for segment in manifest.segments]
-    readers: list[list[int]] = [[] for _ in producers]
-    for index, names in enumerate(producers):
-        for producer in names:
-            readers[position[producer]].append(index)
-    order = order_items(readers, list(map(len, producers)))
-    assert len(order) == len(producers), "checked when the bundle was opened: its programs cannot deadlock"
-    return [manifest.segments[index] for index in order]
 
 
 def list_producers(manifest: Manifest, segment: SegmentRecord) -> tuple[str, ...]:

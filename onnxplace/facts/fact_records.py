@@ -87,7 +87,7 @@ class Quality:
     spread: float
     """Half of the runs are within this share of the median."""
     uncertainty: float
-    """Standard error of the median, as a share of it."""
+    """Standard error of the median, as a share of it; more where the speed of the machine drifted."""
     waiting: float
     """Share of the time in which these runs waited for a core; it was subtracted."""
     kernels: int

@@ -57,13 +57,16 @@ from onnxplace.machine.repeated_runs import (
     BUSY_WAITING_SHARE as BUSY_WAITING_SHARE,
     DOUBTFUL_WAITING_SHARE as DOUBTFUL_WAITING_SHARE,
     MAX_CREDIBLE_WAITING_SHARE as MAX_CREDIBLE_WAITING_SHARE,
+    MAX_SLOWDOWN as MAX_SLOWDOWN,
     MIN_RUNS as MIN_RUNS,
     RepeatPolicy as RepeatPolicy,
     Runs as Runs,
     Stopwatch as Stopwatch,
+    find_least_reference_seconds as find_least_reference_seconds,
     find_typical_seconds as find_typical_seconds,
     longest_wait as longest_wait,
     read_run_delays as read_run_delays,
+    time_reference as time_reference,
 )
 from onnxplace.machine.transfer_rates import (
     READ_PIECE_BYTES as READ_PIECE_BYTES,

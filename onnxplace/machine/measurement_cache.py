@@ -4,7 +4,8 @@ There is one file for each model, device class and versions.
 
 The files are in `$ONNXPLACE_CACHE_DIR` if it is set, else in the folder `onnxplace` of the user's cache
 (`$XDG_CACHE_HOME` or `~/.cache`, `~/Library/Caches`, `%LOCALAPPDATA%`). They are replaced as a whole, so that processes
-may share them. A damaged file counts as absent and is removed. Beyond 256 files, the oldest are removed.
+may share them. A damaged file counts as absent and is removed. Beyond 256 files, the oldest are removed. What was
+measured while the machine was slower than it is now is measured again.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ import numpy as np
 
 from onnxplace._version import __version__
 from onnxplace.errors import OnnxplaceError
+from onnxplace.machine.repeated_runs import MAX_SLOWDOWN, find_least_reference_seconds
 from onnxplace.utils import find_core_limit, write_file
 
 # Part of every key, next to our version: raise it when the measurements, or their format, change.
-VERSION = 1
+VERSION = 2
+# The field with the time of the reference loop in the process that measured.
+_REFERENCE = "reference_seconds"
 # The oldest files beyond this number are removed.
 MAX_FILES = 256
 # Largest size of a file, enough for a million nodes.
@@ -115,7 +119,7 @@ def file_described(path: str) -> str:
 
 
 def read(name: str) -> dict[str, Any] | None:
-    """Return the entry of a key; None if there is none.
+    """Return the entry of a key; None if there is none, or this machine was slower when it was measured.
 
     Raises ValueError with the reason if the entry cannot be read or is damaged. A damaged entry is removed.
     """
@@ -132,9 +136,21 @@ def read(name: str) -> dict[str, Any] | None:
         raise damaged(name, str(problem)) from None
     if not isinstance(entry, dict) or entry.get("key") != name:
         raise damaged(name, "its content does not match its name")
+    if not entry.pop(_REFERENCE, 0.0) <= MAX_SLOWDOWN * find_least_reference_seconds():
+        return None
+    _used.add(name)
     with suppress(OSError):  # the time of use: the least recently used file is removed first
         os.utime(path)
     return entry
+
+
+_used: set[str] = set()
+
+
+def forget_used() -> None:
+    """Remove the entries that this process has read or written: a later measurement contradicts one of them."""
+    while _used:
+        _remove(folder() / f"{_used.pop()}.json")
 
 
 def damaged(name: str, reason: str) -> ValueError:
@@ -168,7 +184,7 @@ def write(name: str, data: dict[str, Any]) -> None:
     Raises ValueError with the reason if that fails.
     """
     path = folder() / f"{name}.json"
-    text = json.dumps({"key": name, **data}).encode()
+    text = json.dumps({"key": name, _REFERENCE: find_least_reference_seconds(), **data}).encode()
     if len(text) > MAX_FILE_BYTES:
         raise ValueError(f"{path} would be larger than {MAX_FILE_BYTES} bytes")
     try:
@@ -180,6 +196,7 @@ def write(name: str, data: dict[str, Any]) -> None:
         raise ValueError(f"{path}: {problem.message}") from None
     except OSError as problem:
         raise ValueError(f"{path} cannot be written: {problem.strerror}") from None
+    _used.add(name)
     _remove_oldest(path)
 
 

@@ -6,13 +6,17 @@ other systems this is unknown, and counts as zero.
 
 The quota of a container is no such wait: it stops a process that has used its share of a period, perhaps in one run of
 many. So a run counts as long as its processor time takes at the rate of the quota, wherever the stops fell.
+
+A core may also be slower for a while: its clock changes, or a neighbour uses the other half of it, on virtual machines
+unseen. So a short loop that always does the same is timed after each run; where it takes longer than its least time,
+the run does not count.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -39,6 +43,12 @@ BUSY_WAITING_SHARE = 0.02
 BUSY_RUNS = 15
 # Clocks and caches settle in this time; runs that look stable earlier need not be.
 MIN_SECONDS = 0.25
+# Additions of the reference loop, which need no memory and take about 60 us.
+REFERENCE_ADDITIONS = 5_000
+# A core is slower than at other times if the loop takes longer by this factor. Clocks have steps of 7 %.
+MAX_SLOWDOWN = 1.1
+# Times of the loop that tell how long it takes at least.
+MIN_REFERENCES = 10
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class Runs:
     """Seconds from start to end of each run."""
     waiting_seconds: Floats
     """Seconds of each run without a core; negative if a quota would not let it be as fast all the time."""
+    reference_seconds: Floats = field(default_factory=lambda: np.full(1, find_least_reference_seconds()))
+    """Of the reference loop after each run."""
 
     @staticmethod
     def join(parts: Sequence[Runs]) -> Runs:
@@ -61,7 +73,8 @@ class Runs:
 
         If these are too few, return the less disturbed half of all runs.
         """
-        shares = self.waiting_seconds / np.maximum(self.elapsed_seconds, 1e-9)
+        slowdown = self.reference_seconds / self.reference_seconds.min()
+        shares = self.waiting_seconds / np.maximum(self.elapsed_seconds, 1e-9) + np.maximum(slowdown - MAX_SLOWDOWN, 0)
         by_share = np.argsort(shares, kind="stable")
         min_count = min(MIN_RUNS, len(shares))
         undisturbed_count = int((shares <= MAX_WAITING_SHARE).sum())
@@ -86,12 +99,20 @@ class Runs:
 
     @property
     def uncertainty(self) -> float:
-        """Return the standard error of the median, as a share of it.
+        """Return the standard error of the median, as a share of it; more if the speed of the machine drifts.
 
-        It is that of a normal distribution.
+        It is that of a normal distribution; half the difference of the medians of first and second half if larger.
         """
         # 1.4826 turns a median deviation into a standard deviation; a median is 1.2533 times less exact than a mean.
-        return 1.2533 * 1.4826 * self.spread / float(np.sqrt(len(self.computing_seconds)))
+        error = 1.2533 * 1.4826 * self.spread / float(np.sqrt(len(self.computing_seconds)))
+        halves = [float(np.median(half)) for half in np.array_split(self.computing_seconds, 2) if len(half)]
+        return max(error, (max(halves) - min(halves)) / 2 / max(self.seconds, 1e-12), self.slowdown)
+
+    @property
+    def slowdown(self) -> float:
+        """Return by which share all runs may be too long, as their cores were slower than at other times."""
+        ratio = float(self.reference_seconds.min()) / find_least_reference_seconds()
+        return ratio - 1 if ratio > MAX_SLOWDOWN else 0.0
 
     @property
     def waiting(self) -> float:
@@ -122,17 +143,19 @@ class RepeatPolicy:
         """
         elapsed: list[float] = []
         waiting: list[float] = []
+        references: list[float] = []
         while True:
             stopwatch = Stopwatch(lambda: read_run_delays(pool))
             result = call()
             stopwatch.stop()
             elapsed.append(stopwatch.elapsed_seconds)
             waiting.append(stopwatch.waiting_share * stopwatch.elapsed_seconds)
+            references.append(stopwatch.reference_seconds)
             # Not after each run: the statistics take longer than a small model.
             count = len(elapsed)
             if count < self.max_runs and count % max(count // 8, 1):
                 continue
-            runs = Runs(np.array(elapsed), np.array(waiting))
+            runs = Runs(np.array(elapsed), np.array(waiting), np.array(references))
             if self.has_enough(runs):
                 return runs, result
             report_progress(self.estimate_share(runs))
@@ -167,6 +190,8 @@ class Stopwatch:
     elapsed_seconds: float
     waiting_share: float
     """Share of the time; negative if a quota would not let this process be as fast all the time."""
+    reference_seconds: float
+    """Of the reference loop after the work."""
 
     def __init__(self, read_delays: Callable[[], dict[str, int]]) -> None:
         self._read_delays, self._delays = read_delays, read_delays()
@@ -178,9 +203,31 @@ class Stopwatch:
         least_seconds = (time.process_time() - self._cpu_seconds) / find_core_limit()
         waited = longest_wait(self._delays, self._read_delays()) / self.elapsed_seconds
         self.waiting_share = min(waited, MAX_CREDIBLE_WAITING_SHARE, 1 - least_seconds / self.elapsed_seconds)
+        self.reference_seconds = time_reference()
 
 
-def find_typical_seconds(seconds: Sequence[float]) -> float:
+_references: list[float] = []
+
+
+def time_reference() -> float:
+    """Return the seconds of the reference loop, which takes longer on a core that is slower at the moment."""
+    began = time.perf_counter()
+    sum(range(REFERENCE_ADDITIONS))
+    seconds = max(time.perf_counter() - began, 1e-9)
+    _references.append(seconds)
+    if len(_references) > MIN_REFERENCES:
+        _references.remove(max(_references))
+    return seconds
+
+
+def find_least_reference_seconds() -> float:
+    """Return the least seconds of the reference loop in this process so far."""
+    while len(_references) < MIN_REFERENCES:
+        time_reference()
+    return min(_references)
+
+
+def find_typical_seconds(seconds: Sequence[float] | Floats) -> float:
     """Return the median; the mean where a quota of less than a core stops some of the runs for long."""
     return float(np.mean(seconds) if find_core_limit() < 1 else np.median(seconds))
 

@@ -8,6 +8,12 @@ from onnxplace.model.cut_constraints import (
     list_quantised_kernels as list_quantised_kernels,
 )
 from onnxplace.model.decoders import Decoder as Decoder, recognise_decoder as recognise_decoder
+from onnxplace.model.device_metadata import (
+    DEVICE_KEY as DEVICE_KEY,
+    SPLITS_KEY as SPLITS_KEY,
+    DeviceMetadata as DeviceMetadata,
+    read_device_metadata as read_device_metadata,
+)
 from onnxplace.model.empty_axes import ENDS_PROCESS as ENDS_PROCESS, list_own_nodes as list_own_nodes
 from onnxplace.model.lineage import (
     RANDOM_OPERATORS as RANDOM_OPERATORS,
@@ -19,6 +25,7 @@ from onnxplace.model.loading import (
     load as load,
     require_linkable as require_linkable,
     require_unchanged as require_unchanged,
+    require_weights as require_weights,
 )
 from onnxplace.model.lowering import (
     bind as bind,
@@ -43,13 +50,11 @@ from onnxplace.model.nested_graphs import (
     walk_nodes as walk_nodes,
 )
 from onnxplace.model.node_metadata import (
-    DEVICE_KEY as DEVICE_KEY,
-    SPLITS_KEY as SPLITS_KEY,
-    DeviceMetadata as DeviceMetadata,
-    list_enclosing_modules as list_enclosing_modules,
-    list_module_paths as list_module_paths,
+    find_module_path as find_module_path,
+    list_aliases as list_aliases,
+    match_nodes as match_nodes,
     normalize_module as normalize_module,
-    read_device_metadata as read_device_metadata,
+    suggest_nodes as suggest_nodes,
 )
 from onnxplace.model.operator_checks import (
     list_custom_operators as list_custom_operators,
@@ -71,6 +76,7 @@ from onnxplace.model.tensors import (
     make_tensor_part as make_tensor_part,
     packed_size as packed_size,
     parse_type as parse_type,
+    read_external_range as read_external_range,
     read_shape_entries as read_shape_entries,
     read_tensor_bytes as read_tensor_bytes,
     says_unknown as says_unknown,

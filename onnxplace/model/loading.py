@@ -13,20 +13,22 @@ from onnx import ModelProto, StringStringEntryProto, TensorProto
 from onnxplace.errors import InputError, ModelError
 from onnxplace.model.canonicalize import take_apart
 from onnxplace.model.model import Model
+from onnxplace.model.node_metadata import name_with_module
 from onnxplace.model.operator_checks import note_known_functions
 from onnxplace.model.tensors import find_external_range, find_repository, relocate_external_data, take_fingerprint
-from onnxplace.model.weights import build_link_error
+from onnxplace.model.weights import build_link_error, has_external_file
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.training_step import read_training_step
 from onnxplace.utils import open_input
 
 
-def load(source: str | Path | ModelProto) -> Model:
+def load(source: str | Path | ModelProto, *, may_lack_weights: bool = False) -> Model:
     """Read an ONNX model from a file or an object.
 
     The result is in canonical form.
 
-    External data is checked (present, inside the model's folder, long enough), but not read.
+    External data is checked (present, inside the model's folder, long enough), but not read. With `may_lack_weights`,
+    files may be absent until `require_weights`.
 
     Raises:
         ModelError: It names the file, node or tensor that is wrong.
@@ -46,12 +48,14 @@ def load(source: str | Path | ModelProto) -> Model:
         proto, folder, where = parse_model(data, path), path.parent, path.name
     parts = take_apart(proto, where, folder)
     external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
+    if may_lack_weights:
+        external = [tensor for tensor in external if has_external_file(tensor, folder)]
     if folder and (repository := find_repository(folder)):  # ONNX Runtime takes the blobs, but not links to them
         for tensor in external:
             relocate_external_data(tensor, folder, repository)
         folder = repository
     files = dict.fromkeys(find_external_range(tensor, folder)[0] for tensor in external)
-    metadata = read_metadata(proto)
+    metadata = read_metadata(proto, where if folder else "")
     training = read_training_step(metadata.custom_metadata_map, where)
     names = {"", *(node.name for node in parts.nodes)}
     return Model(
@@ -71,14 +75,15 @@ def load(source: str | Path | ModelProto) -> Model:
         # own order a step needs less memory, and it computes the same however it is cut.
         keeps_order=training is not None,
         metadata=metadata,
-        removed=tuple(node.name for node in proto.graph.node if node.name not in names),
+        removed=tuple(name for node in proto.graph.node if node.name and (name := name_with_module(node)) not in names),
         notes=note_known_functions(proto.functions, where),
     )
 
 
-def read_metadata(proto: ModelProto) -> ModelMetadata:
+def read_metadata(proto: ModelProto, file_name: str = "") -> ModelMetadata:
     """Return what a file says of its model."""
     return ModelMetadata(
+        file_name=file_name.encode(errors="replace").decode(),
         producer_name=_to_text(proto.producer_name),
         graph_name=proto.graph.name,
         domain=_to_text(proto.domain),
@@ -139,6 +144,13 @@ def _suggest_owner(path: Path) -> str:
             if model.stat().st_size <= _MAX_OWNER_BYTES and entry in model.read_bytes():
                 return f"it holds weights of {str(model)!r}: give that file, and keep this one next to it"
     return ""
+
+
+def require_weights(model: Model) -> None:
+    """Raise ModelError if a file of weights is absent, or does not hold them."""
+    for tensor in model.initializers.values():
+        if tensor.data_location == TensorProto.EXTERNAL:
+            find_external_range(tensor, model.folder)
 
 
 def require_unchanged(model: Model) -> None:

@@ -10,7 +10,7 @@ from numbers import Integral
 from types import MappingProxyType
 
 import numpy as np
-from onnx import TensorProto, ValueInfoProto
+from onnx import TensorProto, TypeProto, ValueInfoProto
 
 from onnxplace.errors import ModelError, suggest_nearest
 from onnxplace.feeds import (
@@ -103,23 +103,24 @@ def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in entries.items() if is_known_shape(shape)}
 
 
-def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]], types: Mapping[str, int] = {}) -> dict[str, int]:
     """Return the bytes of each tensor of known shape and type.
 
-    Strings are left out.
+    Strings are left out. `types`: element types that hold where ONNX knows none.
 
     Raises ModelError for an unknown element type, or a value beyond `MAX_VALUE_BYTES`.
     """
     sizes = {}
     for name, shape in shapes.items():
-        kind = model.types.get(name)
-        if kind is None or not kind.HasField("tensor_type"):
+        kind = model.types.get(name, TypeProto(tensor_type=TypeProto.Tensor()))
+        if not kind.HasField("tensor_type"):
             continue
         if (number := find_unknown_element(kind)) is not None:
             message = f"its element type would be {number}, which ONNX does not have"
             raise ModelError("M008", message, where=f"value {name!r}", hint="the model is damaged; export it again")
-        has_no_size = kind.tensor_type.elem_type in (TensorProto.STRING, TensorProto.UNDEFINED)
-        size = math.prod(shape) if has_no_size else packed_size(kind.tensor_type.elem_type, shape)
+        element = kind.tensor_type.elem_type or types.get(name, TensorProto.UNDEFINED)
+        has_no_size = element in (TensorProto.STRING, TensorProto.UNDEFINED)
+        size = math.prod(shape) if has_no_size else packed_size(element, shape)
         if size > MAX_VALUE_BYTES:
             message = f"its shape {list(shape)} would take at least {size} bytes, expected at most {MAX_VALUE_BYTES}"
             raise ModelError("M008", message, where=f"value {name!r}", hint="give smaller sizes with --shape")

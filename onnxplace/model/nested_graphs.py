@@ -11,6 +11,7 @@ from pathlib import Path
 
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 
+from onnxplace.model.node_metadata import name_with_module
 from onnxplace.model.tensors import embed_tensor, tensor_size
 
 # Larger weights of a subgraph become initializers of the model: stored once, counted where they are read. Smaller ones
@@ -61,7 +62,7 @@ def captured_names(graph: GraphProto) -> Iterator[str]:
 
 
 def assign_unique_names(nodes: list[NodeProto], used: set[str]) -> list[NodeProto]:
-    """Return the nodes with unique names.
+    """Return the nodes with unique names, and with the modules that only their metadata has.
 
     The first of several equal names stays.
 
@@ -69,21 +70,21 @@ def assign_unique_names(nodes: list[NodeProto], used: set[str]) -> list[NodeProt
         nodes: Nodes, which are not altered.
         used: Names that are not available; the new names are added.
     """
-    taken = {node.name for node in nodes if node.name}
+    names = [name_with_module(node) for node in nodes]
+    taken = set(filter(None, names))
     suffixes: dict[str, int] = {}  # the last one tried: without it, many equal names take quadratic time
     result = []
-    for index, node in enumerate(nodes):
-        if not node.name or node.name in used:
-            base = node.name or f"{node.op_type}_{index}"
-            name = base
+    for index, (node, name) in enumerate(zip(nodes, names)):
+        if not name or name in used:
+            base = name = name or f"{node.op_type}_{index}"
             while name in taken or name in used:
                 suffixes[base] = suffixes.get(base, 0) + 1
                 name = f"{base}_{suffixes[base]}"
-            renamed = deepcopy(node)
-            renamed.name = name
-            node = renamed
-            taken.add(name)
-        used.add(node.name)
+        if name != node.name:
+            node = deepcopy(node)
+            node.name = name
+        taken.add(name)
+        used.add(name)
         result.append(node)
     return result
 

@@ -1,38 +1,47 @@
-"""The metadata of nodes: the modules of a program that they come from, and the devices that they name."""
+"""The modules of a program that nodes come from: in their metadata, and in their names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
-from onnx import NodeDeviceConfigurationProto, NodeProto
+from onnx import NodeProto
 
-from onnxplace.errors import InputError, format_value
-from onnxplace.model.canonicalize import take_apart
-from onnxplace.model.loading import parse_model, read_metadata, read_model_file
-from onnxplace.utils import format_path
+from onnxplace.errors import suggest_nearest
+from onnxplace.utils import match_names
 
-# -------------------------------------------------------------------------------------------------------------- modules
-
-
-# The metadata in which PyTorch's exporter records the modules of a node, outermost first: ['', 'model', 'model.norm'].
-SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+# The metadata in which PyTorch's exporter records the modules of a node, outermost first, and after them its own name:
+# "['', 'model', 'model.norm', 'mul_3']", and ": a.Llama/model: a.Model/model.norm: a.Norm/mul_3: aten.mul.Tensor".
+_SCOPES = {"pkg.torch.onnx.name_scopes": re.compile(r"'([^']*)'"), "namespace": re.compile(r"(?:^|/)([^/:]*): ")}
 
 
-def list_module_paths(node: NodeProto) -> Iterator[str]:
-    """Yield the modules that a node may be in, innermost first.
+def find_module_path(node: NodeProto) -> str:
+    """Return the path of the innermost module of a node, "" if unknown or the whole model.
 
-    `/model/layers.0/mlp/MatMul` is in `model.layers.0.mlp`, `model.layers.0`, `model.layers`, `model`, the whole.
-
-    >>> list(list_module_paths(NodeProto(name="/model/norm/Mul")))
-    ['model.norm.Mul', 'model.norm', 'model', '']
+    >>> find_module_path(NodeProto(name="/model/norm/Mul")), find_module_path(NodeProto(name="node_mul_3"))
+    ('model.norm', '')
     """
-    for entry in node.metadata_props:
-        if entry.key == SCOPES_KEY:
-            yield from filter(None, reversed(re.findall(r"'([^']*)'", entry.value)))
-    yield from list_enclosing_modules(node.name)
+    # Protobuf returns texts that are not UTF-8 as bytes.
+    metadata = {entry.key: entry.value for entry in node.metadata_props if isinstance(entry.value, str)}
+    for key, pattern in _SCOPES.items():
+        if modules := pattern.findall(metadata.get(key, ""))[:-1]:
+            return str(modules[-1])
+    return normalize_module(node.name).rpartition(".")[0]
+
+
+def name_with_module(node: NodeProto) -> str:
+    """Return the name that `load` gives to a node: with its module, where only its metadata has that.
+
+    >>> node = NodeProto(name="node_mul_3")
+    >>> node.metadata_props.add(key="namespace", value=": a.Llama/model.norm: a.Norm/mul_3: aten.mul.Tensor").key
+    'namespace'
+    >>> name_with_module(node)
+    'model.norm/node_mul_3'
+    """
+    path = find_module_path(node)
+    is_complete = not path or normalize_module(node.name).startswith(f"{path}.")
+    return node.name if is_complete else f"{path}/{node.name or node.op_type}"
 
 
 def normalize_module(name: str) -> str:
@@ -44,115 +53,54 @@ def normalize_module(name: str) -> str:
     return name.replace("/", ".").strip(".")
 
 
-def list_enclosing_modules(name: str) -> Iterator[str]:
-    """Yield the path of a node or module, the modules around it, and the whole model.
+def list_aliases(name: str) -> Iterator[str]:
+    """Yield what patterns may match instead of a node's name: its path, its name in its module, and the modules.
 
-    >>> list(list_enclosing_modules("/model/norm"))
-    ['model.norm', 'model', '']
+    The innermost module comes first, the whole model last.
+
+    >>> list(list_aliases("model.norm/node_mul_3")), list(list_aliases("/model/norm/Mul"))
+    (['model.norm.node_mul_3', 'node_mul_3', 'model.norm', 'model', ''], ['model.norm.Mul', 'model.norm', 'model', ''])
     """
-    path = normalize_module(name)
+    path, (module, _, own_name) = normalize_module(name), name.rpartition("/")
+    yield path
+    if module and "/" not in module:
+        yield own_name
     while path:
-        yield path
         path = path.rpartition(".")[0]
-    yield ""
+        yield path
 
 
-# -------------------------------------------------------------------------------------------------------------- devices
+def match_nodes(patterns: Sequence[str], names: Sequence[str], where: str) -> list[list[int]]:
+    """Return, per regular expression, the positions of the nodes whose names, or else aliases, it matches completely.
 
+    Modules may be written as in names, `/model/norm`.
 
-DEVICE_KEY = "onnxplace.device"
-"""Metadata of a node: the id of its device, which viewers such as Netron show."""
-SPLITS_KEY = "split_assignments"
-"""Metadata of a model in which Olive records which piece each module belongs to."""
+    Raises UsageError at `where` for an invalid pattern (U023), and for one that may take too long (U023).
 
-_PIECE = re.compile(r"[0-9]{1,9}")
-
-
-@dataclass(frozen=True)
-class DeviceMetadata:
-    """The devices that a model names."""
-
-    devices: tuple[str, ...]
-    """The devices of its configuration, by position; empty where the configuration only counts them."""
-    by_id: Mapping[str, str]
-    """Node -> id of its device."""
-    by_position: Mapping[str, int]
-    """Node -> position of its device in the configuration."""
-    by_stage: Mapping[str, int]
-    """Node -> pipeline stage, for nodes of which neither id nor position is known."""
-    split: tuple[str, ...]
-    """Nodes that several devices share."""
-    pieces: Mapping[str, int]
-    """Module -> piece, as Olive assigned it; nodes name no devices then."""
-
-
-def read_device_metadata(path: Path) -> DeviceMetadata:
-    """Return the devices that the nodes of a model file name, under the names that `load` gives to nodes.
-
-    Where a node has several configurations, that of the model's first one counts. The model's weights are not needed.
-
-    Raises:
-        ModelError: The file is not a model.
-        InputError: The model names no devices.
+    >>> match_nodes(["model.n.*", "model.norm"], ["model.norm/node_mul_3", "model.x/node_mul_4"], "--colocate")
+    [[0], [0]]
     """
-    proto = parse_model(read_model_file(path), path)
-    nodes = take_apart(proto, path.name, path.parent).nodes
-    configuration = proto.configuration[0] if proto.configuration else None
-    by_id: dict[str, str] = {}
-    by_position: dict[str, int] = {}
-    by_stage: dict[str, int] = {}
-    split: list[str] = []
-    for node in nodes:
-        entry = _find_entry(node, configuration.name if configuration else "")
-        positions = list_positions(entry) if entry is not None else []
-        device_id = next((item.value for item in node.metadata_props if item.key == DEVICE_KEY), "")
-        if len(positions) > 1:
-            split.append(node.name)
-        elif device_id:
-            by_id[node.name] = device_id
-        elif positions:
-            by_position[node.name] = positions[0]
-        elif entry is not None and entry.HasField("pipeline_stage"):
-            by_stage[node.name] = entry.pipeline_stage
-    pieces = read_split_assignments(read_metadata(proto).custom_metadata_map.get(SPLITS_KEY, ""), path)
-    if by_id or by_position or by_stage or split:
-        pieces = {}
-    elif not pieces:
-        hint = "`onnxplace export BUNDLE --to onnx-metadata` writes such a model"
-        message = "not a device map: no node of this model names a device"
-        raise InputError("U023", message, where=format_path(path), hint=hint)
-    devices = tuple(configuration.device) if configuration else ()
-    return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split), pieces)
+    matches = match_names(patterns, names, where)
+    if all(matches):
+        return matches
+    nodes = defaultdict[str, list[int]](list)
+    for position, name in enumerate(names):
+        for alias in filter(None, list_aliases(name)):
+            nodes[alias].append(position)
+    paths = [re.sub(r"^/(?=\w)", "", pattern).replace("/", ".") for pattern in patterns]
+    by_alias, aliases = match_names(paths, list(nodes), where), list(nodes.values())
+    return [
+        positions or sorted({node for alias in hits for node in aliases[alias]})
+        for positions, hits in zip(matches, by_alias)
+    ]
 
 
-def read_split_assignments(text: str, path: Path) -> dict[str, int]:
-    """Return the piece of each module that Olive wrote into the metadata of a model; raises InputError at other text.
+def suggest_nodes(pattern: str, names: Sequence[str], values: Iterable[str] = ()) -> str:
+    """Return a hint that offers the nearest node, module or value, or shows some names of nodes.
 
-    >>> read_split_assignments("model.layers.0=0;model.layers.1=1", Path("model.onnx"))
-    {'model.layers.0': 0, 'model.layers.1': 1}
+    >>> suggest_nodes("model.nrm", ["model.norm/node_mul_3"]), suggest_nodes("x", ["model.norm/node_mul_3"])
+    ("did you mean 'model.norm'?", "names look like 'model.norm/node_mul_3'")
     """
-    rows = [row.rpartition("=") for row in text.split(";") if row]
-    if any(not _PIECE.fullmatch(number) for _, _, number in rows):
-        hint = "write it like model.layers.0=0;model.layers.1=1"
-        message = f"expected modules and their pieces in its metadata {SPLITS_KEY!r}, got {format_value(text)}"
-        raise InputError("U023", message, where=format_path(path), hint=hint)
-    return {module: int(number) for module, _, number in rows}
-
-
-def _find_entry(node: NodeProto, configuration: str) -> NodeDeviceConfigurationProto | None:
-    """Return what a node says about a configuration; the first entry if it says nothing about that one."""
-    entries = list(node.device_configurations)
-    matching = [entry for entry in entries if entry.configuration_id == configuration]
-    return next(iter(matching or entries), None)
-
-
-def list_positions(entry: NodeDeviceConfigurationProto) -> list[int]:
-    """Return the devices that hold the tensors of a node, by position, each once.
-
-    >>> entry = NodeDeviceConfigurationProto(configuration_id="two")
-    >>> entry.sharding_spec.add(tensor_name="y", device=[1]).tensor_name
-    'y'
-    >>> list_positions(entry)
-    [1]
-    """
-    return list(dict.fromkeys(position for spec in entry.sharding_spec for position in spec.device))
+    aliases = dict.fromkeys(alias for name in names for alias in (name, *list_aliases(name)))
+    nearest = suggest_nearest(pattern, [*aliases, *values])
+    return nearest if nearest.startswith("did") else f"names look like {', '.join(map(repr, names[:3]))}"

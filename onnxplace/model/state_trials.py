@@ -17,7 +17,7 @@ from onnxplace.model.decoders import BATCH, LLM_OPTION, NEW, PAST, TOTAL, Decode
 from onnxplace.model.lineage import RANDOM_OPERATORS
 from onnxplace.model.model import Model, declaration_of, store_for_session
 from onnxplace.model.tensors import tensor_size
-from onnxplace.utils import temporary_folder
+from onnxplace.utils import find_largest_error, temporary_folder
 
 Values = Mapping[str, Any]
 
@@ -111,9 +111,7 @@ def _are_close(one: Array, other: Array, limit: float) -> bool:
         other = other.take([-1], axis) if sizes == (1, 2) else other
     if one.shape != other.shape or one.dtype.kind in "OSU":
         return one.shape == other.shape
-    one, other = one.astype(float), other.astype(float)
-    most = np.abs(other[np.isfinite(other)]).max(initial=0)
-    return np.allclose(one, other, rtol=0, atol=limit * most, equal_nan=True)
+    return find_largest_error(one, other)[1] <= limit
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs

@@ -198,19 +198,24 @@ def find_external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path,
 
     Raises ModelError naming the tensor and the file if the file is missing, too short, or outside the folder.
     """
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    file, size = find_external_file(tensor, folder), tensor_size(tensor)
-    try:
-        offset, length = int(entries.get("offset") or 0), int(entries.get("length") or size)
-    except ValueError:
-        offset, length = -1, size
-    if offset < 0 or length < 0:
-        raise _build_data_error(tensor, f"its external data has an impossible range: {entries}")
+    file, size, (offset, length) = find_external_file(tensor, folder), tensor_size(tensor), read_external_range(tensor)
     file_size = file.stat().st_size
     if length != size or offset + length > file_size:
         message = f"its external data is too short: expected {size} bytes at {offset} of {file}, which has {file_size}"
         raise _build_data_error(tensor, message, "the file was cut, or it belongs to another model; copy it again")
     return file, offset, length
+
+
+def read_external_range(tensor: TensorProto) -> tuple[int, int]:
+    """Return (offset, length) of a tensor's external data, in a file that may be absent; raises ModelError."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    try:
+        offset, length = int(entries.get("offset") or 0), int(entries.get("length") or tensor_size(tensor))
+    except ValueError:
+        offset = length = -1
+    if offset < 0 or length < 0:
+        raise _build_data_error(tensor, f"its external data has an impossible range: {entries}")
+    return offset, length
 
 
 def read_tensor_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -232,6 +233,12 @@ def build_link_error(file: Path, folder: Path) -> UsageError:
         where="--link-weights",
         hint=f"choose an -o in {file.parent}, or copy the weights by leaving the option out",
     )
+
+
+def has_external_file(tensor: TensorProto, folder: Path | None) -> bool:
+    """Return whether the file of a tensor's external data may be there; files that are not must not be read."""
+    location = {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
+    return folder is None or os.path.exists(folder / location)
 
 
 def list_external_ranges(path: Path) -> list[tuple[str, int, int]]:

@@ -1,4 +1,4 @@
-"""Find passes, runtimes and commands by name: a built-in table, and entry points.
+"""Find passes, runtimes, commands and sources of models by name: a built-in table, and entry points.
 
 Listing imports nothing. A broken plugin fails only on use; the error names its distribution. A plugin cannot take the
 name of a built-in one. Parts of this distribution, in `plugins/`, are found by entry points too, and count as built in.
@@ -20,10 +20,10 @@ from onnxplace.errors import PluginError, UsageError, suggest_nearest
 if TYPE_CHECKING:
     from onnxplace.runtime import Runtime
 
-Kind = Literal["passes", "runtimes", "runtime_options", "commands"]
+Kind = Literal["passes", "runtimes", "runtime_options", "commands", "sources"]
 OWN_DISTRIBUTION = "onnxplace"
 NOUNS: Mapping[Kind, str] = {
-    "passes": "pass", "runtimes": "runtime", "runtime_options": "option", "commands": "command",
+    "passes": "pass", "runtimes": "runtime", "runtime_options": "option", "commands": "command", "sources": "source",
 }  # fmt: skip
 
 # Class and summary of each built-in pass. The module in `passes/` has the name of the pass.
@@ -84,6 +84,7 @@ OFFERED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             ("--hosts", "--replicas", "--start-timeout", "--remote-shell", "--interface"), "onnxplace-hosts"
         ),
         "commands": {**dict.fromkeys(("learn", "study"), "onnxplace-learned"), "hosts": "onnxplace-hosts"},
+        "sources": {},
     }
 )
 _INSTALL_HINTS = {
@@ -98,7 +99,7 @@ _SUMMARIES = {
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """A pass, runtime or command that has a name."""
+    """A pass, runtime, command or source of models that has a name."""
 
     name: str
     path: str

@@ -23,6 +23,7 @@ from onnxplace.reports.page_writing import (
     write_page as write_page,
     write_report as write_report,
 )
+from onnxplace.reports.step_analysis import PlacedStep as PlacedStep, divide_chain as divide_chain
 from onnxplace.reports.text import (
     compile_summary as compile_summary,
     describe_copies as describe_copies,

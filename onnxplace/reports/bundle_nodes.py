@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,8 +10,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from onnxplace.bundle import COSTS_FILE, WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import OnnxplaceError
-from onnxplace.model import infer_shapes, iterate_reads, list_own_nodes
-from onnxplace.reports.layer_tree import LayerNode, find_separator, name_layer, name_segment
+from onnxplace.model import find_module_path, infer_shapes, iterate_reads, list_own_nodes, normalize_module
+from onnxplace.reports.forward_order import sort_forward
+from onnxplace.reports.layer_tree import NODE_PART, LayerNode, name_layer, name_segment
 from onnxplace.reports.page_records import NodeEdges, SegmentSummary
 from onnxplace.utils import read_json
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class BundleNodes:
     """The nodes of a bundle in the order of the whole model, and what they are parts of.
 
-    Parts of split operators, which it does not have, follow in the order of the segments.
+    Nodes that it does not have, such as those of exchanges, follow in the order of the segments.
     """
 
     nodes: tuple[LayerNode, ...]
@@ -37,38 +38,56 @@ def read_nodes(bundle: Bundle) -> BundleNodes:
     """Return the nodes of a bundle, with their planned times where costs.json has them."""
     import onnx
 
+    manifest, costs = bundle.manifest, _read_costs(bundle)
     whole = onnx.load(bundle.file(WHOLE_MODEL_FILE), load_external_data=False)
     position = {node.name: index for index, node in enumerate(whole.graph.node)}
     devices = {device.id: (index, device.cost_class) for index, device in enumerate(bundle.target.devices)}
-    costs, separator = _read_costs(bundle), find_separator(position)
     entries: list[tuple[LayerNode, NodeProto]] = []
-    segments = []
-    for number, segment in enumerate(bundle.manifest.segments):
+    for number, segment in enumerate(manifest.segments):
         index, cost_class = devices[segment.device]
         model = onnx.load(bundle.file(segment.file), load_external_data=False)
-        shapes, members = _infer_shapes(model, bundle.manifest.dimensions), []
-        own_nodes = list_own_nodes(model.graph)
-        for node in own_nodes:
+        shapes = _infer_shapes(model, manifest.dimensions)
+        for node in list_own_nodes(model.graph):
             cost = costs.nodes.get(node.name, _NodeCosts())
             planned, source = cost.seconds.get(cost_class, 0.0), cost.source.get(cost_class, "")
             seconds = 0.0 if planned == "refused" else planned
             shape = ", ".join(shapes[name] for name in node.output if name in shapes)
             name = node.name or node.op_type
-            members.append(LayerNode(name, node.op_type, index, seconds, -1, number, shape, source))
-        entries += zip(members, own_nodes)
-        planned = segment.seconds if segment.planned_seconds is None else segment.planned_seconds
-        segments.append(SegmentSummary(segment.id, name_segment(members, separator), segment.seconds, planned))
-    entries.sort(key=lambda entry: position.get(entry[0].name, len(position)))
-    nodes = tuple(replace(node, index=index) for index, (node, _) in enumerate(entries))
+            entries.append((LayerNode(name, node.op_type, index, seconds, -1, number, shape, source), node))
+    entries.sort(key=lambda entry: position.get(NODE_PART.sub("", entry[0].name), len(position)))
     producer = {name: index for index, (_, node) in enumerate(entries) for name in node.output if name}
-    edges = [
-        (producer[name], index, costs.value_bytes.get(name, 0))
+    # Parts of split operators have no costs, but what crosses between segments has a size.
+    sizes = {name: value.bytes for name, value in manifest.values.items()} | costs.value_bytes
+    links = [
+        (producer[name], index, sizes.get(name, 0))
         for index, (_, node) in enumerate(entries)
         for name in dict.fromkeys(iterate_reads(node))
         if name in producer
     ]
-    layers = {name: name_layer(nodes[index].name, separator) for name, index in producer.items()}
-    return BundleNodes(nodes, NodeEdges(*zip(*edges)) if edges else NodeEdges((), (), ()), layers, tuple(segments))
+    edges = NodeEdges(*zip(*links))
+    paths = _find_paths([node for _, node in entries], edges)
+    nodes = tuple(replace(node, name=paths[index], index=index) for index, (node, _) in enumerate(entries))
+    members: list[list[LayerNode]] = [[] for _ in manifest.segments]
+    for item in nodes:
+        members[item.segment].append(item)
+    segments = []
+    for own, segment in zip(members, manifest.segments):
+        planned = segment.seconds if segment.planned_seconds is None else segment.planned_seconds
+        segments.append(SegmentSummary(segment.id, name_segment(own), segment.seconds, planned))
+    layers = {name: name_layer(paths[index]) for name, index in producer.items()}
+    return BundleNodes(nodes, edges, layers, tuple(segments))
+
+
+def _find_paths(nodes: Sequence[NodeProto], edges: NodeEdges) -> list[str]:
+    """Return the names of nodes with their modules; one that the compiler added is in the module of what it reads."""
+    paths, modules = [node.name or node.op_type for node in nodes], dict[int, str]()
+    first_read = dict(zip(reversed(edges.reader), reversed(edges.source)))
+    for index in sort_forward(len(nodes), {*zip(edges.source, edges.reader)}):
+        node, before = nodes[index], modules.get(first_read.get(index, -1), "")
+        modules[index] = module = find_module_path(node) if node.metadata_props else before
+        if module and not normalize_module(node.name).startswith(f"{module}."):
+            paths[index] = f"{module}/{paths[index]}"
+    return paths
 
 
 def _infer_shapes(model: ModelProto, dimensions: Mapping[str, int]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from onnxplace.utils import format_bytes, format_time
 MAX_LISTED_LAYERS = 3
 # Rows of nodes between the same devices; with many devices there may be thousands.
 MAX_MOVES = 20
-_PART = re.compile(r"/shard\d+$")
+_PART = re.compile(r"/shard\d+$| \(part \d+\)")
 # Columns of tables that differ between any two measurements.
 _TIMES = frozenset(("time on one device", "compute"))
 
@@ -101,7 +101,7 @@ def _list_moves(first: PageData, second: PageData) -> Iterator[Table]:
 
 
 def _name_layers(names: Iterable[str]) -> str:
-    layers = [*dict.fromkeys(name_layer(name, "/") or name for name in names)]
+    layers = [*dict.fromkeys(name_layer(name) or name for name in names)]
     more = [f"{len(layers) - MAX_LISTED_LAYERS} more"] if len(layers) > MAX_LISTED_LAYERS else []
     return ", ".join((*layers[:MAX_LISTED_LAYERS], *more))
 

@@ -1,13 +1,19 @@
-"""The nodes of a model as a tree of layers, by the parts of their names."""
+"""The nodes of a model as a tree of layers, by the parts of their names.
+
+Whichever layers are folded, values never run in a circle between boxes, so a picture of the graph needs no edge that
+runs backwards: the nodes of a layer follow each other in one order of all nodes, in which none reads a later one.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
+from onnxplace.reports.forward_order import Edges, divide_forward, sort_forward
 from onnxplace.reports.page_records import LayerTree
 
 # More children than this without a common name are shown in parts.
@@ -17,6 +23,10 @@ MAX_DEPTH = 24
 # Operators that the title of a segment names.
 MAX_NAMED_OPERATORS = 2
 _NUMBER = re.compile(r"\d+")
+# What the names of the parts of a split operator end with.
+NODE_PART = re.compile(r"/(shard|copy)\d+$")
+# Between two parts of a name: a slash or dot, but not one before a number, as in layers.0.
+_BOUNDARY = re.compile(r"(?<=[^/.])(?:/|\.(?!\d))(?=[/.]*[^/.])")
 
 
 @dataclass(frozen=True)
@@ -46,55 +56,76 @@ class _Layer:
         """Return a text that is equal for layers of the same operators."""
         if self.node is not None:
             return self.node.op
-        return f"({','.join(child.describe_shape() for child in self.children)})"
+        return f"({','.join(sorted(child.describe_shape() for child in self.children))})"
 
 
-def build_layer_tree(nodes: Sequence[LayerNode]) -> LayerTree:
+def build_layer_tree(nodes: Sequence[LayerNode], edges: Edges = ()) -> LayerTree:
     """Return the tree of nodes.
 
-    Names are split at `/`, or at `.` where no name has a `/`. Layers with one child are joined with it. Equal siblings
-    whose names differ in a number, such as `block_0` and `block_1`, get a common parent.
+    Names are split at `/` and `.`, except before a digit. Layers with one child are joined with it. Equal siblings
+    whose names differ in a number, such as `block_0` and `block_1`, get a common parent. A layer that values leave and
+    come back to is divided there: `norm`, then `norm (part 2)`.
+
+    Args:
+        nodes: The nodes.
+        edges: From each node to those that read it, by their positions; none twice.
 
     >>> build_layer_tree([LayerNode("a/x", "Add", 0, 1.0), LayerNode("a/y", "Mul", 1, 1.0)]).label
     ('a', 'x', 'y')
     """
-    separator = find_separator(node.name for node in nodes)
-    roots: list[_Layer] = []
-    layers: dict[tuple[str, ...], _Layer] = {}
-    for node in nodes:
-        parts = [part for part in node.name.split(separator, MAX_DEPTH) if part] or [node.name]
-        siblings = roots
-        for depth in range(1, len(parts)):
-            path = tuple(parts[:depth])
-            if path not in layers:
-                layers[path] = _Layer(parts[depth - 1])
-                siblings.append(layers[path])
-            siblings = layers[path].children
-        siblings.append(_Layer(parts[-1], node=node))
-    return _flatten(_arrange(roots, separator))
+    ends = [[0, *_find_ends(node.name)[:MAX_DEPTH], len(node.name)] for node in nodes]
+
+    def label(item: int, depth: int, end: int) -> str:
+        text = nodes[item].name[ends[item][depth] : ends[item][end]]
+        return text.strip("/.") or text
+
+    def build(items: Sequence[int], links: Edges, depth: int) -> list[_Layer]:
+        keys = [label(item, depth, depth + 1) if len(ends[item]) > depth + 2 else item for item in items]
+        runs, layers, seen = divide_forward(items, keys, links), list[_Layer](), Counter[str]()
+        home = {item: index for index, run in enumerate(runs) for item in run}
+        inner = defaultdict[int, list[tuple[int, int]]](list)
+        for link in links:
+            if home[link[0]] == home[link[1]]:
+                inner[home[link[0]]].append(link)
+        for index, run in enumerate(runs):
+            end, least = depth + 1, min(len(ends[item]) for item in run) - 2
+            if len(run) == 1:
+                layers.append(_Layer(label(run[0], depth, -1), node=nodes[run[0]]))
+                continue
+            while end < least and len({label(item, end, end + 1) for item in run}) == 1:
+                end += 1
+            name = label(run[0], depth, end)
+            seen[name] += 1
+            suffix = f" (part {seen[name]})" if seen[name] > 1 else ""
+            layers.append(_Layer(name + suffix, build(run, inner[index], end)))
+        return _divide(_group_repeats(layers, {(home[a], home[b]) for a, b in links if home[a] != home[b]}))
+
+    # All nodes, even if hostile ones read each other in a circle.
+    return _flatten(build([*dict.fromkeys([*sort_forward(len(nodes), edges), *range(len(nodes))])], edges, 0))
 
 
-def find_separator(names: Iterable[str]) -> str:
-    """Return what separates the parts of names of nodes."""
-    return "/" if any("/" in name for name in names) else "."
+def _find_ends(name: str) -> list[int]:
+    """Return where the parts of a name end, except for the last part."""
+    return [match.start() for match in _BOUNDARY.finditer(name)]
 
 
-def name_layer(name: str, separator: str) -> str:
+def name_layer(name: str) -> str:
     """Return the layer that people would say a node is in: the parts of its name up to the first with a number.
 
     Empty where the name has no parts.
 
-    >>> name_layer("model/layers.3/attention/q", "/"), name_layer("encoder/norm", "/")
-    ('model/layers.3', 'encoder')
+    >>> [*map(name_layer, ("/model/layers.3/mlp/Mul", "model.layers.3.mlp/node_mul_4", "encoder/norm"))]
+    ['model/layers.3', 'model.layers.3', 'encoder']
     """
-    parts = [part for part in name.split(separator) if part] or [name]
-    numbered = next((index for index, part in enumerate(parts[:-1]) if _NUMBER.search(part)), len(parts) - 2)
-    return separator.join(parts[: numbered + 1])
+    name = NODE_PART.sub("", name)
+    ends = _find_ends(name)
+    numbered = (end for begin, end in pairwise([0, *ends]) if _NUMBER.search(name[begin:end]))
+    return name[: next(numbered, ends[-1] if ends else 0)].strip("/.")
 
 
-def name_segment(nodes: Sequence[LayerNode], separator: str) -> str:
+def name_segment(nodes: Sequence[LayerNode]) -> str:
     """Return the layers of a segment, and its most expensive operators with their numbers."""
-    layers = [*filter(None, dict.fromkeys(name_layer(node.name, separator) for node in nodes))]
+    layers = [*filter(None, dict.fromkeys(name_layer(node.name) for node in nodes))]
     where = f"{layers[0]} … {layers[-1]}: " if len(layers) > 2 else f"{', '.join(layers)}: " if layers else ""
     count, seconds = Counter(node.op for node in nodes), defaultdict[str, float](float)
     for node in nodes:
@@ -105,33 +136,19 @@ def name_segment(nodes: Sequence[LayerNode], separator: str) -> str:
     return where + ", ".join(named + more)
 
 
-def _arrange(layers: Sequence[_Layer], separator: str) -> list[_Layer]:
-    """Return layers with repeats grouped, single children joined, and long lists divided."""
-    arranged = []
-    for layer in layers:
-        while len(layer.children) == 1:
-            child = layer.children[0]
-            layer = _Layer(f"{layer.label}{separator}{child.label}", child.children, child.node)
-        layer.children = _arrange(layer.children, separator)
-        arranged.append(layer)
-    return _divide(_group_repeats(arranged))
-
-
-def _group_repeats(layers: Sequence[_Layer]) -> list[_Layer]:
+def _group_repeats(layers: Sequence[_Layer], edges: Edges) -> list[_Layer]:
     """Return layers with a parent for equal ones whose names differ in a number only."""
-    groups: dict[tuple[str, str], list[_Layer]] = {}
-    for layer in layers:
-        if layer.node is None and _NUMBER.search(layer.label):
-            groups.setdefault((_NUMBER.sub("#", layer.label), layer.describe_shape()), []).append(layer)
-    first = {id(group[0]): group for group in groups.values() if len(group) > 1}
-    members = {id(layer) for group in first.values() for layer in group}
+    keys = list[Hashable]()
+    for index, layer in enumerate(layers):
+        shape = layer.describe_shape()
+        # The parts of one split operator, which has a number in its name, are no layer of the model.
+        is_layer = layer.node is None and _NUMBER.search(layer.label) and len({*re.findall(r"\w+", shape)}) > 1
+        keys.append((_NUMBER.sub("#", layer.label), shape) if is_layer else index)
     grouped = []
-    for layer in layers:
-        if id(layer) in first:
-            group = first[id(layer)]
-            grouped.append(_Layer(f"{group[0].label} … {group[-1].label}: {len(group)} equal layers", list(group)))
-        elif id(layer) not in members:
-            grouped.append(layer)
+    for run in divide_forward(range(len(layers)), keys, edges):
+        group = [layers[index] for index in run]
+        name = f"{group[0].label} … {group[-1].label}: {len(group)} equal layers"
+        grouped.append(_Layer(name, group) if len(group) > 1 else group[0])
     return grouped
 
 

@@ -13,6 +13,7 @@ from onnxplace.bundle import (
     DiagnosticRecord,
     Manifest,
     build_weight_stream,
+    describe_step,
     list_routes,
     list_working_devices,
 )
@@ -24,7 +25,7 @@ from onnxplace.pipeline import parse_pipeline
 from onnxplace.reports.alternatives import tabulate_alternatives
 from onnxplace.reports.bundle_nodes import read_nodes
 from onnxplace.reports.charts import draw_memory, draw_step, read_trace
-from onnxplace.reports.layer_tree import LayerNode, build_layer_tree, find_separator, name_layer
+from onnxplace.reports.layer_tree import LayerNode, build_layer_tree, name_layer
 from onnxplace.reports.page_records import (
     Attempt,
     AttemptGroup,
@@ -116,7 +117,7 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         streams=tuple(_list_stream_changes(manifest)),
     )
     return PageData(
-        title=manifest.model or bundle.path.name,
+        title=manifest.metadata.file_name or manifest.model or bundle.path.name,
         source=bundle.path.absolute().name,
         kind="bundle",
         verdict=judge_step(step, bound, known),
@@ -127,7 +128,7 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         crossings=tuple(replace(item, layer=nodes.layers.get(item.value, "")) for item in list_crossings(step)),
         bound=bound,
         attempts=attempts,
-        layers=build_layer_tree(nodes.nodes),
+        layers=build_layer_tree(nodes.nodes, {*zip(nodes.edges.source, nodes.edges.reader)}),
         edges=nodes.edges,
         segments=nodes.segments,
         division=tuple(_iterate_tables(manifest)),
@@ -136,6 +137,8 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         passes=list_passes(manifest.pipeline),
         origin=tuple(_list_origin(manifest)),
         files={name: (record.bytes, record.sha256) for name, record in {**manifest.files, **manifest.linked}.items()},
+        summary_line=describe_step(manifest),
+        is_unsure=manifest.is_unsure,
     )
 
 
@@ -404,9 +407,9 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         LayerNode(*item, index, index)
         for index, item in enumerate(zip(graph.names, graph.ops, placed.device.tolist(), own))
     ]
-    attempts, separator = list_attempts(placed.diagnostics), find_separator(graph.names)
+    attempts, edges = list_attempts(placed.diagnostics), _list_edges(graph)
     layers = {
-        name: name_layer(graph.names[node], separator)
+        name: name_layer(graph.names[node])
         for name, node in zip(graph.value_names, graph.producer.tolist())
         if node >= 0
     }
@@ -424,8 +427,8 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         crossings=crossings,
         bound=bound,
         attempts=attempts,
-        layers=build_layer_tree(nodes),
-        edges=_list_edges(graph),
+        layers=build_layer_tree(nodes, {*zip(edges.source, edges.reader)}),
+        edges=edges,
         segments=(),
         division=(),
         alternatives=tabulate_alternatives(step, graph.names),

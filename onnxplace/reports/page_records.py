@@ -240,10 +240,10 @@ class LayerTree:
 class NodeEdges:
     """The values between nodes, as parallel columns: one entry for each reader of a value."""
 
-    source: tuple[int, ...]
+    source: tuple[int, ...] = ()
     """Index of the node that computes the value, as in `LayerTree.node`."""
-    reader: tuple[int, ...]
-    bytes: tuple[int, ...]
+    reader: tuple[int, ...] = ()
+    bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -311,6 +311,10 @@ class PageData:
     files: Mapping[str, tuple[int, str]]
     """Bytes and SHA-256 of each file."""
     version: int = PAGE_VERSION
+    summary_line: str = ""
+    """The line about the step that `compile` prints, of a bundle."""
+    is_unsure: bool = False
+    """Whether the times of the trial are unsure; the line then says why."""
 
 
 @dataclass(frozen=True)

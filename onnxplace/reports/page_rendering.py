@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ from typing import Any
 from onnxplace._version import __version__
 from onnxplace.errors import UsageError
 from onnxplace.reports.differences import compare_pages
-from onnxplace.reports.page_records import PageData
+from onnxplace.reports.page_records import MemoryCurve, PageData
 from onnxplace.utils import format_bytes, format_time
 
 # Template, style and scripts of the page.
@@ -37,6 +38,8 @@ BOKEH_SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
 COLORS = 8
 # Memory curves of further devices are folded.
 SHOWN_CURVES = 4
+# Curves that round to the same of these steps of width and height are drawn once.
+PLOT_STEPS = 100
 # Significant digits of times in the page.
 DIGITS = 7
 
@@ -75,7 +78,7 @@ def render_page(pages: Sequence[PageData]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": format_bytes, "time": format_time, "bar": _format_bar}
+    environment.filters |= {"bytes": format_bytes, "time": format_time, "bar": _format_bar, "plots": group_memory}
     own = "\n".join(_read_page_file(name) for name in SCRIPTS)
     scripts = [*_read_libraries(), f'"use strict";\n(() => {{\n{own}}})();\n']
     return environment.get_template("page.html").render(
@@ -99,6 +102,17 @@ def embed_page(pages: Sequence[PageData]) -> str | None:
     style = "width: 100%; height: 36em; border: 0"
     page = html.escape(render_page(pages))
     return f'<iframe title="onnxplace report" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+
+
+def group_memory(page: PageData) -> list[list[MemoryCurve]]:
+    """Return the curves of memory by their plots: equal devices share one, if nobody would see a difference."""
+    groups = defaultdict[tuple[object, ...], list[MemoryCurve]](list)
+    for curve in page.memory:
+        axes = (curve.seconds, curve.seconds[-1] or 1.0), (curve.bytes, curve.peak_bytes or 1)
+        line = [round(PLOT_STEPS * value / end) for axis, end in axes for value in axis]
+        sizes = format_bytes(curve.limit_bytes), format_bytes(curve.peak_bytes)
+        groups[page.devices[curve.device].kind, sizes, *line].append(curve)
+    return [*groups.values()]
 
 
 def _read_page_file(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +30,7 @@ class PlacedStep:
     device: Ints
     order: Ints
     simulation: Simulation
-    details: tuple[str, ...]
+    details: tuple[str, ...] = ()
     """Per node, what a reader may want to know besides its name."""
     stream: WeightStream = field(default_factory=WeightStream.none)
     """Weights that nodes wait for."""
@@ -217,7 +218,7 @@ def explain_step(
         planned_seconds: The step by the costs of nodes, if `step_seconds` is of a trial.
     """
     parts: dict[tuple[str, str], list[float]] = {}
-    for kind, where, seconds in _walk_back(step):
+    for kind, where, seconds, _ in _walk_back(step):
         parts.setdefault((kind, where), []).append(seconds)
     chain = [ChainPart(*place, sum(times), len(times)) for place, times in parts.items()]
     if request_seconds > 0:
@@ -237,8 +238,21 @@ def explain_step(
     return replace(bound, remarks=tuple(_list_remarks(bound)))
 
 
-def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float]]:
-    """Yield the events from the last one of the step to its start, with pauses: kind, device or link, and seconds."""
+def divide_chain(step: PlacedStep, node_seconds: Mapping[str, Floats]) -> dict[str, list[float]]:
+    """Return the seconds of the events that determine the length of a step: of `copies`, `waits` and parts of nodes.
+
+    `node_seconds`: what the time of each node consists of, by kind.
+    """
+    parts = defaultdict[str, list[float]](list)
+    for event, _, seconds, node in _walk_back(step):
+        kinds = node_seconds if event == "compute" else {"copies" if event == "transfer" else "waits": ()}
+        for kind, times in kinds.items():
+            parts[kind].append(float(times[node]) if len(times) else seconds)
+    return parts
+
+
+def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float, int]]:
+    """Yield the events from the last one to the start, and pauses: kind, device or link, seconds, node or transfer."""
     simulation, sent = step.simulation, step.simulation.transfers
     start, finish = simulation.start_seconds.tolist(), simulation.finish_seconds.tolist()
     sent_start, sent_finish = sent.start_seconds.tolist(), sent.finish_seconds.tolist()
@@ -251,7 +265,7 @@ def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float]]:
         _, kind, index = last
         if kind == "node":
             device, begin = int(step.device[index]), start[index]
-            yield "compute", step.device_names[device], finish[index] - begin
+            yield "compute", step.device_names[device], finish[index] - begin, index
             candidates = [(finish[node], "node", node) for node in (before_node[index],) if node >= 0]
             for value in step.graph.inputs[index].tolist():
                 producer = int(step.graph.producer[value])
@@ -263,16 +277,16 @@ def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float]]:
         else:
             begin = sent_start[index]
             name = step.name_link(int(sent.source[index]), int(sent.destination[index]))
-            yield "transfer", name, sent_finish[index] - begin
+            yield "transfer", name, sent_finish[index] - begin, index
             producer = int(step.graph.producer[int(sent.value[index])])
             candidates = [(finish[producer], "node", producer)]
             candidates += [(sent_finish[item], "transfer", item) for item in before_transfer[index]]
         last = max(candidates, default=None)
         pause = begin - (last[0] if last is not None else 0.0)
         if pause > 1e-12 and kind == "node" and begin == simulation.arrival_seconds[index]:
-            yield "weights", step.device_names[device], pause
+            yield "weights", step.device_names[device], pause, index
         elif pause > 1e-12:
-            yield "wait", "", pause
+            yield "wait", "", pause, index
 
 
 def _find_channel_predecessors(step: PlacedStep) -> list[list[int]]:

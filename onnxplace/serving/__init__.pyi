@@ -8,16 +8,4 @@ from onnxplace.serving.batching_options import (
     check_timeout as check_timeout,
     require_batching as require_batching,
 )
-from onnxplace.serving.served_models import (
-    Limits as Limits,
-    ServedModel as ServedModel,
-    ServedModels as ServedModels,
-    require_servable as require_servable,
-)
-from onnxplace.serving.server import (
-    format_address as format_address,
-    listen as listen,
-    require_server_packages as require_server_packages,
-    run_server as run_server,
-)
 from onnxplace.serving.streams import stream_results as stream_results

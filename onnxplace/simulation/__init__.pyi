@@ -8,7 +8,10 @@ from onnxplace.simulation.lower_bounds import (
     lower_bound_seconds as lower_bound_seconds,
     node_bytes as node_bytes,
 )
-from onnxplace.simulation.simulated_contention import simulate_with_contention as simulate_with_contention
+from onnxplace.simulation.simulated_contention import (
+    memory_share as memory_share,
+    simulate_with_contention as simulate_with_contention,
+)
 from onnxplace.simulation.simulator import (
     MemoryChanges as MemoryChanges,
     Simulation as Simulation,

@@ -1,3 +1,4 @@
+from onnxplace._lazy import attach as attach
 from onnxplace.utils.array_files import (
     ArrayFile as ArrayFile,
     map_arrays as map_arrays,
@@ -8,7 +9,7 @@ from onnxplace.utils.control_groups import (
     find_core_limit as find_core_limit,
     list_cores as list_cores,
 )
-from onnxplace.utils.differences import relative_error as relative_error
+from onnxplace.utils.differences import find_largest_error as find_largest_error, relative_error as relative_error
 from onnxplace.utils.docstrings import read_field_docs as read_field_docs
 from onnxplace.utils.files import (
     cannot_write_error as cannot_write_error,

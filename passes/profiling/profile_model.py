@@ -149,8 +149,8 @@ def report_doubts(measurement: Measurement, device: Device, tolerance: float) ->
     if quality is None:
         return []
     # Runs need not be stable if the user wants only a few, or if they are too long for more.
-    instability = quality.uncertainty - 2 * tolerance if quality.runs > MIN_RUNS else 0.0
-    if max(quality.waiting, instability) <= DOUBTFUL_WAITING_SHARE:
+    is_stable = quality.runs <= MIN_RUNS or quality.uncertainty <= max(DOUBTFUL_WAITING_SHARE, 2 * tolerance)
+    if quality.waiting <= DOUBTFUL_WAITING_SHARE and is_stable:
         return []
     message = (
         f"costs are less sure than usual: runs waited {quality.waiting:.0%} of their time for a core, which was taken "

@@ -17,7 +17,7 @@ from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
 from onnxplace.devices import find_kind
 from onnxplace.graph import Floats
 from onnxplace.machine import RepeatPolicy, make_session_options, open_session, pin_thread
-from onnxplace.model import Model, iterate_subgraphs, list_quantised_kernels, packed_size, tensor_size, value_bytes
+from onnxplace.model import Model, iterate_subgraphs, list_quantised_kernels, tensor_size, value_bytes
 from onnxplace.target import Device
 
 
@@ -118,12 +118,7 @@ def estimate_seconds(
     """
     known_types = {**(types or {}), **{name: kind.tensor_type.elem_type for name, kind in model.types.items()}}
     known_types |= {name: tensor.data_type for name, tensor in model.initializers.items()}
-    sizes = value_bytes(model, shapes)
-    sizes |= {
-        name: packed_size(kind, shapes[name])
-        for name, kind in (types or {}).items()
-        if name in shapes and kind != TensorProto.STRING
-    }
+    sizes = value_bytes(model, shapes, types or {})
     sizes |= {name: tensor_size(tensor) for name, tensor in model.initializers.items()}
     known = {**shapes, **{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}}
     roof = _Roofline(cost_class, peaks, sizes, known, known_types, model.initializers)

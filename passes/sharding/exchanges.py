@@ -27,10 +27,10 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnxplace.model import (
     embed_tensor,
-    find_external_range,
     make_reference,
     make_tensor_part,
     packed_size,
+    read_external_range,
     read_tensor_bytes,
 )
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
@@ -67,7 +67,7 @@ def shard_weight(
     is_packed = TensorProto.DataType.Name(tensor.data_type) in _PACKED_TYPES
     # Along the first axis, one range is contiguous in the file: nothing is read.
     if is_external and not is_packed and rows == 1 and len(ranges) == 1:
-        return _refer_to_range(tensor, name, dims, packed_size(tensor.data_type, (ranges[0][0], *inner)), folder)
+        return _refer_to_range(tensor, name, dims, packed_size(tensor.data_type, (ranges[0][0], *inner)))
     if is_external and not is_packed:
         return make_tensor_part(tensor, name, axis, ranges)
     # Elements of less than a byte, and strings, have no offsets in bytes.
@@ -82,14 +82,11 @@ def shard_weight(
     return TensorProto(name=name, data_type=tensor.data_type, dims=dims, raw_data=raw)
 
 
-def _refer_to_range(
-    tensor: TensorProto, name: str, dims: Sequence[int], start_bytes: int, folder: Path | None
-) -> TensorProto:
-    """Return a part of external data that is contiguous in its file."""
-    _, offset, _ = find_external_range(tensor, folder)
+def _refer_to_range(tensor: TensorProto, name: str, dims: Sequence[int], start_bytes: int) -> TensorProto:
+    """Return a part of external data that is contiguous in its file, which may be absent."""
     location = next(entry.value for entry in tensor.external_data if entry.key == "location")
-    length = packed_size(tensor.data_type, dims)
-    return make_reference(name, tensor.data_type, dims, location, offset + start_bytes, length)
+    start = read_external_range(tensor)[0] + start_bytes
+    return make_reference(name, tensor.data_type, dims, location, start, packed_size(tensor.data_type, dims))
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,6 @@ class RuntimeShapes:
     types: Mapping[str, int]
     """Element types."""
 
-    def count_bytes(self) -> dict[str, int]:
-        """Return the bytes of each value of known shape, except texts."""
-        known = {name: shape for name, shape in self.shapes.items() if self.types[name] != TensorProto.STRING}
-        return {name: packed_size(self.types[name], shape) for name, shape in known.items()}
-
 
 def infer_with_runtime(model: Model, shapes: Mapping[str, Shape]) -> RuntimeShapes:
     """Return what ONNX Runtime infers, for a model with operators that ONNX cannot infer; nothing for others.
@@ -380,7 +375,7 @@ def report_fixed_sizes(model: Model, fixed: Model, reason: str) -> list[Diagnost
 
 def _require_constant_states(model: Model, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise InfeasibleError if a call changes the shape of a state."""
-    after = infer_static_shapes(model) if model.states else {}
+    after = infer_all_shapes(model) if model.states else {}
     for name, output in model.states.items():
         before, new = list(shapes.get(name, ())), after.get(model.sources.get(output, output))
         if name in shapes and new is not None and list(new) != before:

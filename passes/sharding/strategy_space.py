@@ -16,7 +16,7 @@ from dataclasses import replace
 from onnx import NodeProto
 
 from onnxplace.errors import UsageError, format_value, suggest_nearest
-from onnxplace.model import RANDOM_OPERATORS, Model, has_subgraphs, iterate_subgraphs
+from onnxplace.model import RANDOM_OPERATORS, Model, has_subgraphs, iterate_subgraphs, match_nodes, suggest_nodes
 from onnxplace.passes.sharding.bodies import list_body_strategies
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.node_strategies import (
@@ -28,7 +28,7 @@ from onnxplace.passes.sharding.node_strategies import (
 )
 from onnxplace.passes.sharding.node_views import NodeView
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from onnxplace.utils import match_names, parse_json, read_json
+from onnxplace.utils import parse_json, read_json
 
 # More cuts of one axis would only slow the choice down.
 _MAX_CUTS = 6
@@ -241,7 +241,7 @@ def restrict_space(space: StrategySpace, shard_map: str) -> StrategySpace:
     strategies = list(space.strategies)
     unmatched = []
     decided: set[int] = set()
-    for (pattern, kind), positions in zip(rules.items(), match_names(list(rules), names, _WHERE)):
+    for (pattern, kind), positions in zip(rules.items(), match_nodes(list(rules), names, _WHERE)):
         # The first pattern that matches a node decides about it.
         free = [index for index in positions if index not in decided]
         decided.update(free)
@@ -256,8 +256,8 @@ def restrict_space(space: StrategySpace, shard_map: str) -> StrategySpace:
                 strategies[index] = options
     if unmatched:
         listed = ", ".join(repr(pattern) for pattern in unmatched[:3])
-        hint = f"names look like {', '.join(repr(name) for name in names[:3])}"
-        raise UsageError("U020", f"no node's name matches {listed}", where=_WHERE, hint=hint)
+        hint = suggest_nodes(unmatched[0], names)
+        raise UsageError("U020", f"no node or module matches {listed}", where=_WHERE, hint=hint)
     return replace(space, strategies=tuple(strategies))
 
 

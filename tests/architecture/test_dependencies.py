@@ -25,11 +25,15 @@ PACKAGES = {"cuda": "cuda-bindings", "google": "protobuf", "pynvml": "nvidia-ml-
 PACKAGES |= {"grpc": "grpcio", "optimum": "optimum-onnx"}
 # The extras that each folder may import from, besides the dependencies of the project.
 FOLDERS = {
-    "onnxplace": ("cpu", "gpu", "report", "serve", "torch", "train"),
+    "onnxplace": ("cpu", "gpu", "report"),
     "passes": ("cpu", "gpu"),
     "runtimes": ("cpu", "gpu"),
     "plugins/hosts/onnxplace_hosts": ("mpi",),
     "plugins/hosts/tests": ("cpu", "dev"),
+    "plugins/serving/onnxplace_serving": ("serve",),
+    "plugins/serving/tests": ("cpu", "dev"),
+    "plugins/training/onnxplace_training": ("torch", "train"),
+    "plugins/training/tests": ("cpu", "dev", "torch", "zoo"),
     "examples": ("cpu", "gpu", "dev", "generate", "torch", "train", "zoo"),
     "benchmarks": ("cpu", "gpu", "dev", "optimum", "zoo"),
     "tests": ("cpu", "gpu", "dev", "genai", "generate", "torch", "zoo"),
@@ -78,8 +82,9 @@ def list_packages(path: Path) -> set[str]:
     """Return the third-party packages that a file imports, by their names in pip."""
     own = {"onnxplace", "passes", "runtimes", "tests", "benchmarks", *(file.stem for file in path.parent.glob("*.py"))}
     own |= {file.stem for file in (ROOT / "examples").glob("*.py")}  # pytest and mypy have it on their path
-    # Of what the tools need, the environment has them.
-    own |= {package.name for package in (ROOT / "plugins").glob("*/onnxplace_*")}
+    own |= {package.name for package in (ROOT / "plugins").glob("*/onnxplace_*")} | {
+        "plugins"
+    }  # of what the tools need, the environment has them
     modules = read_imported_packages(path.read_text(encoding="utf-8")) - own - sys.stdlib_module_names
     return {canonicalize_name(PACKAGES.get(module, module)) for module in modules}
 

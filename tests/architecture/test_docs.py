@@ -5,7 +5,6 @@ import doctest
 import importlib
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -47,8 +46,6 @@ def name_module(path: Path) -> str:
 
 
 EXAMPLES = [name_module(path) for path in SOURCES if ">>>" in path.read_text(encoding="utf-8")]
-if find_spec("torch") is None:  # the extra `[torch]`
-    EXAMPLES = [name for name in EXAMPLES if not name.startswith("onnxplace.torch.")]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -68,7 +68,7 @@ def import_all(site: Path, origin: Path) -> None:
     names = [file.removesuffix(".py").replace("/", ".") for file in sorted(FILES | PACKAGES)]
     names = [name.removesuffix(".__init__") for name in names if name != "onnxplace.__main__"]
     if find_spec("torch") is None:  # the extra `[torch]`; without it, only the package itself can be imported
-        names = [name for name in names if not name.startswith("onnxplace.torch.")]
+        names = [name for name in names if not name.startswith("onnxplace_training.torch.")]
     command = [sys.executable, "-P", "-S", "-c", SITE + IMPORT_ALL, str(site), str(origin), *names]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True)
@@ -106,8 +106,13 @@ def test_the_wheel_holds_every_module_and_imports_it(source):
     assert (folder / "onnxplace" / "py.typed").exists()
     page = {path.name for path in (ROOT / "onnxplace" / "reports" / "page").iterdir()}
     assert {path.name for path in (folder / "onnxplace" / "reports" / "page").iterdir()} == page
-    for data in ("target/catalogue.toml", "serving/inference.textproto"):
-        assert (folder / "onnxplace" / data).read_bytes() == (ROOT / "onnxplace" / data).read_bytes()
+    for top, data in (
+        (ROOT, "onnxplace/target/catalogue.toml"),
+        *((part.parent, f"{part.name}/py.typed") for part in PARTS),
+    ):
+        assert (folder / data).read_bytes() == (top / data).read_bytes()
+    data = "onnxplace_serving/inference.textproto"
+    assert (folder / data).read_bytes() == (ROOT / "plugins" / "serving" / data).read_bytes()
     assert (folder / "onnxplace" / "docs" / "errors.md").read_bytes() == (ROOT / "docs" / "errors.md").read_bytes()
     assert [path.name for path in (folder / "onnxplace" / "docs").iterdir()] == ["errors.md"]
     import_all(folder, folder)

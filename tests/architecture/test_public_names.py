@@ -42,7 +42,7 @@ def test_only_wings_that_make_models_import_onnx_at_module_level():
     paths = [path for path in (ROOT / "onnxplace").rglob("*.py") if linked.isdisjoint(path.parents)]
     pattern = re.compile(r"^(import onnx\b|from onnx\b)", re.MULTILINE)
     importers = [path.relative_to(ROOT / "onnxplace") for path in paths if pattern.search(path.read_text())]
-    assert {path.parts[0] for path in importers} == {"export", "model", "torch"}
+    assert {path.parts[0] for path in importers} == {"export", "model"}
 
 
 # ---------------------------------------------------------------------------------------------- lazy imports

@@ -66,8 +66,6 @@ MAY_IMPORT = {
         "passes.placement.search passes.placement.stages passes.profiling passes.recomputation passes.segments "
         "passes.sharding passes.step_recognition passes.streaming problem simulation state target training_roles utils"
     ),
-    # training steps of PyTorch modules
-    "torch": "errors training_step",
     # running bundles
     "runtime": "bundle errors feeds",
     "traces": "bundle runtime",
@@ -83,14 +81,13 @@ MAY_IMPORT = {
     # from a model to a bundle, and the interfaces to it
     "driver": (
         "bundle cost_graph errors evaluation facts feeds graph machine model passes.profiling passes.sharding pipeline "
-        "problem reports simulation state target torch utils"
+        "problem reports simulation state target utils"
     ),
-    "export": "bundle devices errors graph model target training_step utils",
+    "export": "bundle devices errors model target training_step utils",
     "session": "bundle drop_in errors machine pipeline runtime serving traces utils",
     "api": "bundle driver reports",
     "verification": "bundle driver errors evaluation feeds machine pipeline runtime session utils",
     "benchmark": "bundle driver errors evaluation feeds machine pipeline runtime serving session traces utils",
-    "training": "bundle errors feeds model runtime session utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
     "doctor": (
         "bundle calibration devices driver errors evaluation feeds machine ort pipeline reports runtime session target "
@@ -98,7 +95,7 @@ MAY_IMPORT = {
     ),
     "cli": (
         "benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds machine "
-        "pipeline reports runtime serving session target traces training utils verification"
+        "pipeline reports runtime session target traces utils verification"
     ),
     "__main__": "cli",
 }
@@ -202,7 +199,7 @@ def test_a_plugin_uses_only_what_wings_list(path):
 def test_nothing_imports_a_plugin():
     packages = {path.relative_to(ROOT / "plugins").parts[1] for path in PLUGIN_SOURCES}
     imported = {module.partition(".")[0] for path in MODULES.values() for module, _ in read_all_imports(path)}
-    assert {"onnxplace_hosts", "onnxplace_learned"} <= packages
+    assert {"onnxplace_hosts", "onnxplace_learned", "onnxplace_serving", "onnxplace_training"} <= packages
     assert not packages & imported
 
 
@@ -245,8 +242,7 @@ def test_read_imports_finds_every_kind_of_import(tmp_path):
     assert sorted(pairs) == [("", "two"), ("four", "y"), ("one", ""), ("passes.five", "z"), ("six", ""), ("three", "x")]
 
 
-# The names of `torch` are imported by tests/torch, where PyTorch is installed.
-PACKAGES = [wing for wing in WINGS if wing not in MODULES and wing not in ("passes", "runtimes", "torch")]
+PACKAGES = [wing for wing in WINGS if wing not in MODULES and wing not in ("passes", "runtimes")]
 
 
 def find_shadowed_names(wing: str, stub: str, modules: set[str]) -> set[str]:
@@ -256,7 +252,7 @@ def find_shadowed_names(wing: str, stub: str, modules: set[str]) -> set[str]:
     return {name for name in listed if f"{wing}.{name}" in modules}
 
 
-@pytest.mark.parametrize("wing", [*PACKAGES, "torch"])
+@pytest.mark.parametrize("wing", PACKAGES)
 def test_no_module_of_a_wing_has_the_name_of_what_the_wing_lists(wing):
     """Python sets a module as an attribute of its package on import: it would hide a function of that name."""
     assert find_shadowed_names(wing, (ROOT / _folder_of(wing) / "__init__.pyi").read_text(), set(MODULES)) == set()

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, parser
 import onnxplace
 from onnxplace import benchmark
 from onnxplace.bundle import DiagnosticRecord
-from onnxplace.evaluation import Timings, compute_speedup, memory_use, replace_manifest, trial
+from onnxplace.evaluation import Speedup, Timings, compute_speedup, memory_use, replace_manifest, trial
 from onnxplace.evaluation.memory_use import can_measure_memory
 from tests.conftest import FAST_PIPELINE
 from tests.support.state_checks import APART, START, STATES, feeds, sums
@@ -315,11 +315,11 @@ def test_the_verdict_says_how_sure_a_difference_is():
 
     def judge(model, bundle, waiting=0.0):
         times = [Timings(float(np.median(samples)), 0.0, len(samples), tuple(samples)) for samples in (model, bundle)]
-        return benchmark._phrase_verdict(compute_speedup(*times), times[1], waiting, usage)
+        return benchmark._phrase_verdict(compute_speedup(*times), Speedup(3.0, 3.0, 3.0), times[1], waiting, usage)
 
-    limit = "limited by cpu:0, which is busy for 90% of a step"
+    limit = "3.00 times as fast as one device; limited by cpu:0, which is busy for 90% of a step"
     faster = "2.00 times as fast as one session with all cores (2.00 to 2.00 in eight of ten rounds)"
-    assert judge([2.0] * 5, [1.0] * 5) == f"{faster}; {limit}"
+    assert judge([2.0] * 5, [1.0] * 5) == f"{faster}, {limit}"
     assert judge([2.0] * 4, [1.0] * 4).startswith(f"unsure after 4 rounds: {faster}")
     assert judge([2.0] * 5, [1.0] * 5, 0.5).startswith("unsure, as other programs used the cores for 50% of the time: ")
     assert judge([1.0] * 5, [2.0] * 5).startswith("slower than one session with all cores: 0.50 times as fast as it (")
@@ -364,7 +364,7 @@ def test_recorded_times_become_the_prediction_and_the_planned_ones_stay(run_cli,
     planned = onnxplace.load(path).manifest
     assert planned.trial is None
     for _ in range(2):  # the second trial replaces the first
-        data = bench(run_cli, path, *QUICK, "--record", *options)
+        data = bench(run_cli, path, *QUICK, "--update", *options)
         manifest = onnxplace.load(path).manifest
         assert manifest.trial is not None
         assert manifest.trial.planned_seconds == planned.predicted.step_seconds
@@ -385,17 +385,54 @@ def test_a_recorded_trial_replaces_notes_about_earlier_ones_and_reports_its_own_
         waited = iter(range(0, 10**15, 10**12))  # a thread waits 1000 s in each burst, more than its whole time
         monkeypatch.setattr(trial, "read_run_delays", lambda pool, waited=waited: {"": next(waited)})
         monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", share)
-        result = run_cli("bench", path, *QUICK, "--record")
+        result = run_cli("bench", path, *QUICK, "--update")
         assert (f"note[C004] {bundle.manifest.model}: {doubt}" in result.err) is (share < 1)
         notes = [note.message for note in onnxplace.load(path).manifest.diagnostics]
         assert notes == (["P040", doubt] if share < 1 else ["P040"])
+
+
+def test_a_wrong_prediction_is_reported_until_it_is_updated(run_cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "read_run_delays", lambda pool: {})  # whatever else runs here
+    path = chain_bundle(tmp_path)
+    bundle = onnxplace.load(path)
+    predicted = bundle.manifest.predicted.model_copy(update={"step_seconds": 100.0})
+    replace_manifest(bundle, bundle.manifest.model_copy(update={"predicted": predicted}))
+    note = re.compile(
+        r"^note\[F008\] .*: a step takes .* ms, predicted 100000 ms: --update writes it into the bundle$", re.M
+    )
+    assert note.search(run_cli("bench", path, "--no-memory", "--repeat", "5").err)
+    assert "F008" not in run_cli("bench", path, *QUICK).err  # after two rounds, nothing is sure
+    assert "predictions are for n=64" in (err := run_cli("bench", path, "--no-memory", "--shape", "n=65").err)
+    assert "--update" not in err
+    assert "F008" not in run_cli("bench", path, "--no-memory", "--update").err
+    assert onnxplace.load(path).manifest.predicted.step_seconds < 50
+
+
+@pytest.mark.parametrize(
+    ("samples", "waiting", "is_wrong"),
+    [
+        ([1.0] * 5, 0.0, False),
+        ([1.05] * 5, None, False),  # less than a tenth
+        ([1.2] * 5, None, True),
+        ([0.8] * 5, 0.0, True),
+        ([1.2] * 5, 0.5, False),  # on a busy machine
+        ([1.2] * 4, 0.0, False),
+        ([0.9, 1.2, 1.2, 1.2, 1.2], 0.0, False),  # the prediction is among the rounds
+        ([0.8, 0.8, 0.8, 1.1, 1.1], 0.0, False),
+    ],
+)
+def test_a_prediction_is_wrong_beyond_a_tenth_and_the_spread_of_rounds(samples, waiting, is_wrong):
+    manifest = SimpleNamespace(predicted=SimpleNamespace(step_seconds=1.0), model="m")
+    times = Timings(float(np.median(samples)), float(np.quantile(samples, 0.9)), len(samples), tuple(samples))
+    notes = benchmark._report_wrong_prediction(times, waiting, manifest)
+    assert [note.code for note in notes] == ["F008"] * is_wrong
 
 
 def test_a_bundle_that_cannot_be_written_is_not_recorded(run_cli, tmp_path, monkeypatch):
     path = chain_bundle(tmp_path)
     monkeypatch.setattr(trial, "run_trials", lambda *arguments, **options: pytest.fail("it ran"))
     monkeypatch.setattr("onnxplace.utils.files.os.access", lambda folder, mode: folder != path)
-    result = run_cli("bench", path, *QUICK, "--record")
+    result = run_cli("bench", path, *QUICK, "--update")
     assert result.code == 2
     assert f"error[U032] {path}/manifest.json: cannot write there" in result.err
 
@@ -403,9 +440,9 @@ def test_a_bundle_that_cannot_be_written_is_not_recorded(run_cli, tmp_path, monk
 def test_times_of_other_sizes_are_not_recorded(run_cli, tmp_path):
     path = chain_bundle(tmp_path)
     before = (path / "manifest.json").read_bytes()
-    result = run_cli("bench", path, *QUICK, "--record", "--shape", "n=65")
+    result = run_cli("bench", path, *QUICK, "--update", "--shape", "n=65")
     assert result.code == 2
-    assert "error[U042] --record: predictions are for n=64, and the inputs have n=65" in result.err
+    assert "error[U042] --update: predictions are for n=64, and the inputs have n=65" in result.err
     assert (path / "manifest.json").read_bytes() == before
 
 

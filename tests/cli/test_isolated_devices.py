@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import onnxplace
-from tests.cli.test_serve_command import served as served
+from plugins.serving.tests.test_serve_command import served as served
 from tests.conftest import FAST_PIPELINE
 from tests.support.commands import SHAPE, only_json, run_unsplit
 from tests.support.faulty_plugin import install_faulty_kind

@@ -77,18 +77,20 @@ def test_a_quantised_model_is_estimated_by_its_machines_rate_of_integers(run_cli
     assert steps["quantised.onnx"] > 2 * 4096 * 1024**2 / 130e12
 
 
-def test_several_machines_are_one_table_the_cheapest_request_first(run_cli, model, prices):
+def test_several_machines_are_one_table_the_lowest_price_per_hour_first(run_cli, model, prices):
     result = run_cli("plan", model, *MACHINES, "--price", prices)
     assert result.code == 0, result.err
-    header, *rows = result.out.splitlines()
+    request, header, *rows = result.out.splitlines()
+    assert request == "a request is a batch of 4096"
     assert header.split()[:2] == ["machine", "strategy"]
     assert "per million at full load" in header
     assert {"H100-SXM", "2xL4-PCIe4"} <= {row.split()[0] for row in rows}
     data = json.loads(run_cli("plan", model, *MACHINES, "--price", prices, "--json").out)
-    costs = [row["requests_price"] for row in data["rows"]]
+    best, costs = data["rows"][0], [row["price_per_hour"] for row in data["rows"]]
     assert costs == sorted(costs)
-    assert rows[-1].startswith(f"cheapest: {data['rows'][0]['machine']}, {data['rows'][0]['strategy']['name']}, ")
-    assert rows[-1].endswith(f" requests/s, {costs[0]:.4g} per million requests")
+    cheapest = "cheapest, by the price of an hour: 2xL4-PCIe4, "
+    assert rows[-1].startswith(f"{cheapest}{best['strategy']['name']}, ")
+    assert rows[-1].endswith(f" requests/s, 1 an hour, {best['requests_price']:.4g} per million requests")
     for row in data["rows"]:
         expected = row["price_per_hour"] / 3600 * row["strategy"]["interval_seconds"] * 1e6
         assert row["requests_price"] == pytest.approx(expected)
@@ -101,6 +103,8 @@ def test_a_rate_is_what_a_machine_is_paid_for(run_cli, model, prices):
     assert {row["machine"]: row["requests_price"] for row in data["rows"]} == pytest.approx(
         {"H100-SXM": 3.6 / 3600 / 36 * 1e6, "2xL4-PCIe4": 1 / 3600 / 36 * 1e6}
     )
+    text = run_cli("plan", model, *MACHINES, "--price", prices, "--rate", "36/s").out
+    assert "\ncheapest that meets 36 requests/s: 2xL4-PCIe4, " in text
 
 
 def test_goals_keep_the_machines_that_meet_them_and_say_why_others_do_not(run_cli, model):

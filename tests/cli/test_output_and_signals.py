@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 from onnx import TensorProto, helper, parser
 
 import onnxplace
-from onnxplace.cli import app
+from onnxplace.cli import app, terminal
 from onnxplace.errors import ExecutionError, FeedError
 from onnxplace.feeds import Declared, require_storable, write_npz
 from tests.conftest import FAST_PIPELINE, Ran, branches
@@ -217,7 +217,7 @@ def test_ignored_interrupts_stay_ignored(tmp_path: Path):
 
 TERMINATED_SCRIPT = """
 import os, signal, time
-from onnxplace.cli import app
+from onnxplace.cli import app, terminal
 def command(**_):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
@@ -237,7 +237,7 @@ def test_sigterm_is_reported_as_an_interruption(json_: bool):
 
 SWALLOWED_SIGNAL_SCRIPT = """
 import os, signal
-from onnxplace.cli import app
+from onnxplace.cli import app, terminal
 from onnxplace.errors import BrokenPassError
 def command(**_):
     try:
@@ -440,3 +440,16 @@ def test_verify_names_the_file_of_inputs_with_which_the_unsplit_model_fails(tmp_
     assert result.code == 2
     assert result.err.startswith("error[M017]")
     assert f"check the inputs in {tmp_path / 'in.npz'}" in result.err
+
+
+def test_doubts_are_grey_up_to_the_end_of_their_reason(monkeypatch):
+    shown = []
+    monkeypatch.setattr(terminal.click, "echo", lambda text, err: shown.append(text))
+    terminal.print_text(
+        "5 ms a step, unsure: busy\nverdict: unsure, as others ran: 1.2 times as fast; limited by cpu:0"
+    )
+    grey, end = "\x1b[90m", "\x1b[0m"
+    assert shown == [
+        f"5 ms a step, {grey}unsure: busy{end}\n"
+        f"verdict: {grey}unsure, as others ran: 1.2 times as fast{end}; limited by cpu:0"
+    ]

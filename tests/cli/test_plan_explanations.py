@@ -60,7 +60,7 @@ def test_values_inputs_and_weights_are_decided_by_a_node_in_json_and_python(run_
 def test_an_unknown_name_is_refused_before_any_work_with_the_nearest_one(run_cli, chain):
     result = run_cli("plan", chain, *TWO, "--explain", "layer1_pu")
     assert result.code == 2
-    assert "error[U020] --explain: no node or value of the optimised model has the name 'layer1_pu'" in result.err
+    assert "error[U020] --explain: no node, module or value of the optimised model matches 'layer1_pu'" in result.err
     assert "did you mean 'layer1_up'?" in result.err
     assert "whole operators placed" not in result.err
 

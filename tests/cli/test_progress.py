@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from onnxplace.cli import app, main, terminal
+from onnxplace.cli import main, terminal
 from onnxplace.utils import observe_progress, progress_part, report_progress, report_time_limit
-from tests.support.commands import FAST
+from tests.support.commands import FAST, load_all_commands
 from tests.support.terminals import run_on_terminal
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
@@ -121,12 +121,12 @@ def test_quiet_and_verbose_exclude_each_other(run_cli):
     assert "--quiet and --verbose exclude each other" in result.err
 
 
-def list_commands(group):
-    for command in group.commands.values():
-        yield from list_commands(command) if hasattr(command, "commands") else [command]
+def list_commands(commands):
+    for command in commands.values():
+        yield from list_commands(command.commands) if hasattr(command, "commands") else [command]
 
 
-@pytest.mark.parametrize("command", list(list_commands(app.cli)), ids=lambda command: command.name)
+@pytest.mark.parametrize("command", list(list_commands(load_all_commands())), ids=lambda command: command.name)
 def test_every_command_has_quiet_and_verbose(command):
     options = [option for parameter in command.params for option in parameter.opts]
     assert {"-q", "--quiet", "-v", "--verbose"} <= set(options)

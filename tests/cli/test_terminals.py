@@ -13,7 +13,7 @@ from onnxplace.cli import app, main
 from onnxplace.cli.shared_options import print_notes
 from onnxplace.errors import Diagnostic
 from onnxplace.utils import format_bytes
-from tests.support.commands import FAST
+from tests.support.commands import FAST, load_all_commands
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
 
@@ -160,10 +160,10 @@ def test_small_amounts_of_memory_are_not_rounded_to_zero(size, text):
     assert format_bytes(size) == text
 
 
-@pytest.mark.parametrize("name", sorted(app.cli.commands))
+@pytest.mark.parametrize("name", sorted(load_all_commands()))
 def test_flags_mean_the_same_in_every_version_of_click(name):
     """In click 8.3.0 to 8.3.2, `flag_value=False, default=True` is False whether the flag is given or not."""
-    for parameter in app.cli.commands[name].params:
+    for parameter in load_all_commands()[name].params:
         if getattr(parameter, "is_flag", False):
             assert parameter.flag_value is not False, f"{name} {parameter.opts[0]}"
 

@@ -150,6 +150,15 @@ def test_compile_fails_if_the_bundle_is_wrong_at_another_size(model_file):
 
 
 @pytest.mark.usefixtures("wrong_at_other_sizes")
+def test_the_error_of_compile_says_what_is_known_of_the_cause(run_cli, model_file):
+    result = run_cli("compile", model_file, "-o", "out", "--devices", "cpu:0,cpu:1", "--shape", "batch=4")
+    assert result.code == 4
+    message = "differs from the unsplit model's with batch=5; the error is gone when segments run alone, without"
+    assert f"error[C022] branches: output 'y' {message} optimisations\n" in result.err
+    assert "please report it, with this command and `onnxplace doctor`'s report; --no-trial writes" in result.err
+
+
+@pytest.mark.usefixtures("wrong_at_other_sizes")
 def test_the_trial_compares_only_where_that_is_cheap(model_file, monkeypatch):
     monkeypatch.setattr(size_comparison, "MAX_COMPARED_BYTES", 1000)
     assert onnxplace.compile(model_file, "out", **COMPILE).manifest.trial is not None

@@ -164,6 +164,7 @@ def test_waiting_is_subtracted_from_segments_and_from_the_step(share):
     events = (Event("cpu:0", "run", "a", 1.0, 5.0), Event("cpu:1", "run", "b", 5.0, 9.0))
     session = trial._TrialSession(None, None)
     session._steps, session._waiting_shares = [(events, 10.0)] * 3, [share] * 3
+    session._reference_seconds = [1e-4] * 3
     result = session.summarise()
     working_share = 1 - share
     assert result.step_seconds == pytest.approx(10 * working_share)
@@ -504,6 +505,21 @@ def test_a_trial_that_is_faster_than_costs_allow_is_run_again_and_then_unsure(ma
     assert describe_step(compiled.bundle.manifest).endswith(
         ", unsure: other programs used the cores, or costs are wrong"
     )
+
+
+def test_costs_above_what_one_device_takes_in_a_trial_are_unsure_and_forgotten(model_file, tmp_path, monkeypatch):
+    module = "onnxplace.driver.bundle_trials"
+    monkeypatch.setattr(f"{module}.MIN_JUDGED_SECONDS", 0.0)
+    monkeypatch.setattr(f"{module}.CREDIBLE_EXCESS", np.inf)
+    compile_bundle(model_file, tmp_path / "b")
+    files = measurement_cache.contents().files
+    monkeypatch.setattr(f"{module}.CREDIBLE_SUM", 0.0)
+    manifest = compile_bundle(model_file, tmp_path / "c").manifest
+    (note,) = [note for note in manifest.diagnostics if note.code == "C004"]
+    assert "one device takes " in note.message
+    assert " by the costs of nodes, so these costs are wrong" in note.message
+    assert manifest.is_unsure
+    assert 1 <= measurement_cache.contents().files < files  # the second trial, and no costs
 
 
 def test_two_equal_devices_are_at_most_twice_as_fast_as_one():

@@ -209,3 +209,25 @@ def test_a_rebuilt_library_has_another_key(tmp_path):
     assert measurement_cache.file_described(str(path)) != first
     path.unlink()
     assert measurement_cache.file_described(str(path)) == str(path)
+
+
+def test_what_was_measured_while_the_machine_was_slower_is_measured_again(monkeypatch):
+    monkeypatch.setattr(measurement_cache, "MAX_SLOWDOWN", 1.1)
+    now = [50e-6]
+    monkeypatch.setattr(measurement_cache, "find_least_reference_seconds", lambda: now[0])
+    measurement_cache.write("a", {"number": 1})
+    now[0] = 80e-6  # slower now: what was measured before is the better figure
+    assert measurement_cache.read("a") == {"key": "a", "number": 1}
+    now[0] = 40e-6
+    assert measurement_cache.read("a") is None
+    measurement_cache.write("a", {"number": 2})
+    assert measurement_cache.read("a") == {"key": "a", "number": 2}
+
+
+def test_what_a_later_measurement_contradicts_is_forgotten():
+    for name in ("read", "written", "other"):
+        measurement_cache.write(name, {})
+    measurement_cache.forget_used()
+    assert not list_files()
+    measurement_cache.write("kept", {})
+    assert [path.stem for path in list_files()] == ["kept"]

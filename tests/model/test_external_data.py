@@ -16,13 +16,13 @@ from onnx import AttributeProto, ModelProto, NodeProto, SparseTensorProto, Tenso
 from onnxplace import OnnxplaceError
 from onnxplace.model import load
 from onnxplace.passes.segments import write_segments
+from plugins.training.tests.test_trainer import compile_model as compile_training
 from tests.conftest import Ran, branches
 from tests.support.model_texts import IF, X, find_then_branch, parse_graph
 from tests.support.random_models import reference
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.snapshots import make_snapshot
 from tests.support.training_models import make_mlp
-from tests.training.test_trainer import compile_model as compile_training
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 

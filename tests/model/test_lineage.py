@@ -185,6 +185,9 @@ def test_an_output_that_depends_on_random_numbers_is_reported_as_random(
             "max_rel_error": None,
             "random_nodes": ["noise"],
             "own_error": 0.0,
+            "index": [],
+            "tolerance": 0.0,
+            "tolerance_type": "",
         }
     ]
 

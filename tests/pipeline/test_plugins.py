@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from onnxplace.cli import app
 from onnxplace.cost_graph import GENERATORS, write_cost_graph
 from onnxplace.pipeline import find_plugin, list_entries
 from onnxplace.testing import check_pass, check_runtime
@@ -195,6 +196,8 @@ def test_built_in_runtimes_are_found_without_a_look_at_what_is_installed(monkeyp
 @pytest.fixture
 def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("onnxplace.pipeline.registry.metadata.entry_points", lambda group: ())
+    # Other tests may have loaded commands, which are kept.
+    monkeypatch.setattr(app, "load_plugin_command", app.load_plugin_command.__wrapped__)
     list_entries.cache_clear()
     yield
     list_entries.cache_clear()
@@ -220,6 +223,60 @@ def test_a_plugin_of_this_repository_that_is_not_installed_is_named_with_how_to_
     assert result.err.count("error[") == 1
     assert f"{name} is part of the plugin onnxplace-learned, which is not installed" in result.err
     assert "pip install -e plugins/onnxplace-learned" in result.err
+
+
+def test_a_plugin_cannot_take_the_name_of_a_part_of_this_distribution(tmp_path, commands):
+    install(tmp_path / "site", "acme-plugins", {"onnxplace.commands": {"serve": "failing:Evil"}}, MODULES)
+    session = commands(tmp_path / "site", ["serve", "--help"], ["--help"])
+    assert [result.code for result in session.results] == [0, 0]
+    assert re.search(r"^  serve +Answer requests", session.results[1].out, re.MULTILINE)
+    assert "failing" not in session.modules
+
+
+SOURCES = """
+from pathlib import Path
+import onnx
+
+
+def read_text(model, path, example_inputs):
+    if Path(str(model)).suffix != ".onnxtxt":
+        return None
+    onnx.save(onnx.parser.parse_model(Path(model).read_text()), path)
+    return {"N": 3}
+
+
+def crash(model, path, example_inputs):
+    raise ValueError("the ink is gone")
+"""
+TEXT = '<ir_version: 8, opset_import: ["": 17]> g (float[N, 2] x) => (float[N, 2] y) { y = Relu(x) }'
+
+
+def test_a_plugin_adds_what_is_taken_as_a_model(tmp_path, commands, model_file):
+    install(tmp_path / "site", "acme-text", {"onnxplace.sources": {"text": "sources:read_text"}}, {"sources": SOURCES})
+    (tmp_path / "m.onnxtxt").write_text(TEXT)
+    (tmp_path / "m.txt").write_text(TEXT)
+    options = ["--devices", "cpu:0", "--pipeline", "optimize,profile{estimate=true},single,split,emit"]
+    taken, other, onnx_ = commands(
+        tmp_path / "site",
+        *[["compile", str(tmp_path / name), *options] for name in ("m.onnxtxt", "m.txt")],
+        ["compile", str(model_file), *options, "--shape", "batch=4"],
+    ).results
+    assert (taken.code, other.code, onnx_.code) == (0, 2, 0), taken.err
+    assert "sizes of its example inputs hold: N=3" in taken.err
+    assert "error[M" in other.err
+    assert (tmp_path / "m.bundle" / "manifest.json").exists()
+
+
+def test_a_defect_of_a_source_names_its_distribution_and_leaves_onnx_files_alone(tmp_path, commands, model_file):
+    install(tmp_path / "site", "acme-text", {"onnxplace.sources": {"text": "sources:crash"}}, {"sources": SOURCES})
+    options = ["--devices", "cpu:0", "--pipeline", "optimize,profile{estimate=true},single,split,emit"]
+    failed, onnx_ = commands(
+        tmp_path / "site",
+        ["compile", str(tmp_path / "m.onnxtxt")],
+        ["compile", str(model_file), *options, "--shape", "batch=4"],
+    ).results
+    assert (failed.code, onnx_.code) == (4, 0)
+    assert "error[G001] source 'text' from acme-text: ValueError: the ink is gone" in failed.err
 
 
 @pytest.mark.slow

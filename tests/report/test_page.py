@@ -7,13 +7,24 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import onnx
 import pytest
 
-from onnxplace.bundle import Bundle, ShardedKindRecord, ShardingRecord, simulate_manifest
+from onnxplace.bundle import (
+    Bundle,
+    DiagnosticRecord,
+    ShardedKindRecord,
+    ShardingRecord,
+    describe_step,
+    simulate_manifest,
+)
+from onnxplace.driver import compile_model
 from onnxplace.errors import UsageError
 from onnxplace.evaluation.trial import Trial, apply_trial
 from onnxplace.reports import build_page_json, describe_bundle, render_page
 from onnxplace.reports.page_records import Advice, Entry, MemoryItem, Note, Quantity
+from onnxplace.reports.page_rendering import group_memory
+from tests.support.dynamo_models import dynamo_model
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}<!--"
 
@@ -52,7 +63,7 @@ def test_the_page_is_one_file_that_allows_only_its_own_scripts(data):
     policy = next(item["content"] for item in page.find("meta") if item.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     data_script, *scripts = page.scripts
-    assert json.loads(data_script)[0]["title"] == "branches"
+    assert json.loads(data_script)[0]["title"] == "model.onnx"
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     assert re.findall(r"'sha256-([^']+)'", policy) == digests
 
@@ -139,3 +150,79 @@ def test_missing_packages_are_named_with_what_to_install(data, monkeypatch):
     with pytest.raises(UsageError, match="reports need jinja2 and bokeh, which are not installed") as error:
         render_page([data])
     assert error.value.hint == "pip install 'onnxplace[report]'"
+
+
+def test_the_page_repeats_the_line_of_the_summary_and_marks_what_is_unsure(compiled):
+    bundle = Bundle.open(compiled)
+    assert 'class="unsure"' not in render_page([describe_bundle(bundle)])
+    note = DiagnosticRecord(code="C004", message="the trial is less sure", where=bundle.manifest.model)
+    unsure = bundle.manifest.model_copy(update={"diagnostics": (note,)})
+    html = render_page([describe_bundle(Bundle(bundle.path, unsure))])
+    assert '<span class="unsure">unsure</span>' in html
+    assert describe_step(unsure) in html
+    speedup = re.search(r"([0-9.]+) times as fast", describe_step(unsure))
+    assert speedup
+    assert f"<b>{speedup[1]}×</b>" in html
+
+
+def test_equal_devices_share_a_plot_of_memory(data):
+    curve, device = data.memory[0], data.devices[0]
+    devices = tuple(replace(device, id=f"gpu:{index}") for index in range(3))
+    # A byte more is not seen in a plot.
+    near = replace(curve, device=1, bytes=tuple(size + (size == curve.peak_bytes) for size in curve.bytes))
+    shared = replace(data, devices=devices, memory=(curve, near, replace(curve, device=2)))
+    assert [[item.device for item in group] for group in group_memory(shared)] == [[0, 1, 2]]
+    html = render_page([shared])
+    assert "Memory of gpu:0, gpu:1 and gpu:2</h3>" in html
+    assert html.count('data-chart="memory"') == 1
+    later = replace(curve, device=2, seconds=tuple(0.5 * time for time in curve.seconds[:-1]) + curve.seconds[-1:])
+    other_kind = tuple(replace(item, kind=f"kind {index}") for index, item in enumerate(devices))
+    larger = replace(curve, device=2, limit_bytes=2 * curve.limit_bytes)
+    for page in (replace(shared, devices=other_kind), replace(shared, memory=(curve, larger)),
+                 replace(shared, memory=(curve, later))):  # fmt: skip
+        assert len(group_memory(page)) == len(page.memory)
+
+
+@pytest.fixture(scope="module")
+def dynamo(tmp_path_factory):
+    """The data of a bundle of an export with dynamo=True, whose operators are split over two devices."""
+    folder = tmp_path_factory.mktemp("dynamo")
+    onnx.save(dynamo_model(layers=3, size=20), folder / "llama.onnx")
+    found = compile_model(
+        folder / "llama.onnx",
+        folder / "bundle",
+        devices="cpu:0,cpu:1",
+        shape={"batch": 1},
+        shard="2",
+        shard_map='{".*mlp.up": "columns", ".*mlp.down": "sum", "lm_head": "columns"}',
+        effort="low",
+        trial=False,
+    )
+    return describe_bundle(found.bundle)
+
+
+def test_the_title_is_the_name_of_the_file(dynamo):
+    assert dynamo.title == "llama.onnx"
+    assert {entry.label: entry.text for entry in dynamo.origin}["model"] == "main_graph"
+
+
+def test_an_export_with_dynamo_folds_by_its_modules(dynamo):
+    tree = dynamo.layers
+    assert tree.label[:3] == ("model", "layers.0 … layers.2: 3 equal layers", "layers.0")
+    roots = [label for label, parent in zip(tree.label, tree.parent) if parent < 0]
+    assert [label.partition("/")[0] for label in roots] == ["model", "lm_head"]
+    assert {crossing.layer for crossing in dynamo.crossings} <= {f"model.layers.{n}" for n in range(3)} | {"lm_head"}
+
+
+def test_values_that_cross_have_their_size(dynamo):
+    """Parts of split operators have no cost of their own."""
+    device = dict(zip(dynamo.layers.node, dynamo.layers.device))
+    edges = dynamo.edges
+    sizes = [
+        size
+        for source, reader, size in zip(edges.source, edges.reader, edges.bytes)
+        if device[source] != device[reader]
+    ]
+    assert sizes
+    assert min(sizes) > 0
+    assert 80 in sizes

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from onnxplace.reports.charts import MAX_LINKS, MAX_POINTS, draw_memory, draw_step
-from onnxplace.reports.layer_tree import MAX_CHILDREN, LayerNode, build_layer_tree, name_segment
+from onnxplace.reports.layer_tree import MAX_CHILDREN, LayerNode, build_layer_tree, name_layer, name_segment
 from onnxplace.reports.step_analysis import explain_step, list_crossings
 from onnxplace.simulation import simulate
 from tests.report.placed_graphs import draw_graph, place_at_random
@@ -86,13 +86,13 @@ def test_a_long_curve_keeps_its_peak():
     ],
 )
 def test_a_segment_is_named_by_its_layers_and_operators(names, title):
-    assert name_segment(name_nodes(*names), "/") == title
+    assert name_segment(name_nodes(*names)) == title
 
 
 def test_operators_of_a_segment_are_named_by_their_cost():
     nodes = [LayerNode("a/x", "Add", 0, 1.0), LayerNode("a/y", "MatMul", 0, 9.0), *name_nodes("a/z")]
     nodes += [LayerNode("a/r", "Relu", 0, 0.1), LayerNode("a/t", "Tanh", 0, 0.1)]
-    assert name_segment(nodes, "/") == "a: MatMul, Add ×2, 2 more"
+    assert name_segment(nodes) == "a: MatMul, Add ×2, 2 more"
 
 
 def name_nodes(*names: str) -> list[LayerNode]:
@@ -101,10 +101,17 @@ def name_nodes(*names: str) -> list[LayerNode]:
 
 def test_equal_layers_get_a_common_parent_and_single_children_are_joined():
     names = [f"/model/block.{layer}/{node}" for layer in range(3) for node in ("norm", "mlp")]
-    tree = build_layer_tree(name_nodes(*names, "/head/out"))
+    nodes = [LayerNode(name, "Mul" if name.endswith("mlp") else "Add", 0, 1.0) for name in names]
+    tree = build_layer_tree([*nodes, *name_nodes("/head/out")])
     assert tree.label[:3] == ("model", "block.0 … block.2: 3 equal layers", "block.0")
     assert tree.label[-1] == "head/out"
     assert [label for label, parent in zip(tree.label, tree.parent) if parent == 1] == ["block.0", "block.1", "block.2"]
+
+
+def test_parts_of_split_operators_are_no_equal_layers():
+    nodes = name_nodes(*(f"mlp/node_{number}/shard{part}" for number in range(2) for part in range(2)))
+    assert build_layer_tree(nodes).label[:2] == ("mlp", "node_0")
+    assert name_layer("head/node_1/shard0") == "head"
 
 
 @settings(max_examples=50)

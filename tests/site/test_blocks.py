@@ -9,7 +9,7 @@ from tests.support.page_setups import SETUPS, run_with_setup
 from tests.support.tutorials import list_blocks
 
 ROOT = Path(__file__).parents[2]
-# Other tests run these pages: test_tutorials.py, test_questions.py and tests/torch.
+# Other tests run these pages: test_tutorials.py, test_questions.py and plugins/training/tests/torch.
 ELSEWHERE = re.compile(r"docs/tutorials/.*|docs/quickstart\.md|docs/questions\.md")
 COMMAND = re.compile(r"^(onnxplace|pip|python3?|\.venv/\S+) ", re.MULTILINE)
 PAGES = sorted(

@@ -8,7 +8,7 @@ from tests.support.tutorials import Block, Surroundings, list_blocks, matches, r
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "tutorials"
-NOT_HERE = {"README", "training"}  # tests/torch runs the tutorial on training
+NOT_HERE = {"README", "training"}  # plugins/training/tests/torch runs the tutorial on training
 TUTORIALS = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem not in NOT_HERE)
 
 
@@ -83,6 +83,17 @@ def test_a_page_that_says_something_else_fails(old, new, tmp_path):
     path.write_text(PAGE.replace(old, new))
     with pytest.raises(AssertionError, match=r"page\.md"):
         run_page(path, tmp_path)
+
+
+def test_blocks_together_are_one_program_whose_parts_print_what_the_page_shows(tmp_path):
+    text = "```python\nx = 1\n```\n```python\nprint(x)\n```\n```output\n1\n```\n```sh\ntrue\n```\n"
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    assert run_page(path, tmp_path, Surroundings(together=True)) == 3
+    for wrong in (text.replace("\n1\n", "\n2\n"), text.replace("x = 1", "print(1); x = 2")):
+        path.write_text(wrong)
+        with pytest.raises(AssertionError, match=r"page\.md"):
+            run_page(path, tmp_path, Surroundings(together=True))
 
 
 def test_output_without_a_command_is_refused():

@@ -3,16 +3,25 @@
 import json
 from pathlib import Path
 
+import click
 import numpy as np
 import onnx
 import pytest
 
 import onnxplace
+from onnxplace.cli.app import cli
 from onnxplace.ort import import_onnxruntime
+from onnxplace.pipeline import list_entries
 from tests.conftest import FAST_PIPELINE, Ran, branches
 
 SHAPE = ("--shape", "batch=4")
 FAST = (*SHAPE, "--pipeline", FAST_PIPELINE)
+
+
+def load_all_commands() -> dict[str, click.Command]:
+    """Return the commands of onnxplace by name, with those of its parts; commands of other plugins are not loaded."""
+    parts = [name for name, entry in list_entries("commands").items() if not entry.distribution]
+    return cli.commands | {name: cli.get_command(click.Context(cli), name) for name in parts}
 
 
 def only_json(result: Ran) -> dict:

@@ -46,10 +46,11 @@ def setup(
     prelude: str = "",
     before: str = "",
     after: str = "",
+    together: bool = False,
     **environment: str,
 ) -> Setup:
     """Return the setup of a page; the arguments are those of `Surroundings`."""
-    return Setup(files, Surroundings(environment, replaced or {}, prelude, before, after))
+    return Setup(files, Surroundings(environment, replaced or {}, prelude, before, after, together))
 
 
 # Installs the command of docs/passes.md by hand, and calls it.
@@ -114,7 +115,7 @@ SETUPS: Mapping[str, Setup] = {
         replaced={"node1:1,node2:1": "localhost:2", "node[1-4]": "localhost:4", '"tokens"': '"x"'},
     ),
     "docs/index.md": setup("model.onnx", "feeds.npz", "examples"),
-    "docs/inside.md": setup(),
+    "docs/inside.md": setup("examples", together=True),
     "docs/machines.md": setup("model.onnx", after="test -s l4.toml && test -d model.bundle"),
     "docs/models.md": setup(
         *("decoder.onnx", "examples"),

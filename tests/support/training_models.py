@@ -1,7 +1,7 @@
 """Training steps built by hand: a small reverse-mode differentiation that writes ONNX nodes, without torch.
 
 `StepBuilder` records operators, `finish` appends their gradients and the optimiser. The names and metadata are those of
-`onnxplace.torch.export_training_step`.
+`onnxplace_training.export_training_step`.
 """
 
 from __future__ import annotations

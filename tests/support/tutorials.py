@@ -8,7 +8,7 @@ A comment of HTML on the line before a block, which readers do not see, says som
 
 - `<!-- file: costs.json -->`: the block is written to that file.
 - `<!-- not run: the reason -->`: no test runs it.
-- `<!-- run by: tests/torch/test_pages.py -->`: another test does.
+- `<!-- run by: plugins/training/tests/torch/test_pages.py -->`: another test does.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 FILE_NAME = re.compile(r"# ([\w/.-]+\.\w+)\b")
+NEXT_BLOCK = "-- next block --"  # printed between the blocks of a page that are one program
 SECONDS = 1200  # for one block, on a busy machine whose compiled loops are not cached yet
 
 
@@ -100,6 +101,8 @@ class Surroundings:
     """Commands before the first block."""
     after: str = ""
     """Commands after the last block."""
+    together: bool = False
+    """Whether the blocks in Python are one program, as if pasted one after the other."""
 
 
 def run_page(
@@ -111,6 +114,9 @@ def run_page(
     """
     blocks = [block for block in read_blocks(page.read_text(encoding="utf-8"), runner) if skip not in block.text]
     unused = set(surroundings.replaced)
+    ran = len(blocks)
+    if surroundings.together:
+        blocks = join_programs(blocks)
     edges = [[Block("sh", text)] if text else [] for text in (surroundings.before, surroundings.after)]
     for block in [*edges[0], *blocks, *edges[1]]:
         text = block.text
@@ -126,7 +132,15 @@ def run_page(
             text = surroundings.prelude + text if block.language == "python" else text
             run_block(page.name, replace(block, text=text), folder, surroundings.environment)
     assert not unused, f"{page.name} does not contain {sorted(unused)}"
-    return len(blocks)
+    return ran
+
+
+def join_programs(blocks: list[Block]) -> list[Block]:
+    """Return the blocks with one in place of those in Python, which prints a line between what each of them prints."""
+    programs = [block for block in blocks if block.language == "python" and not block.file_name]
+    text = f"print({NEXT_BLOCK!r})\n".join(block.text for block in programs)
+    output = f"{NEXT_BLOCK}\n".join("...\n" if block.output is None else block.output for block in programs)
+    return [Block("python", text, output), *(block for block in blocks if block not in programs)]
 
 
 def run_block(page: str, block: Block, folder: Path, environment: Mapping[str, str]) -> None:

@@ -32,7 +32,7 @@ function nameSpan(report, timeline, i) {
 // The name of a row of the tree, with those of its parents; groups of repeats add nothing to it.
 function namePath(tree, row) {
   const parts = [];
-  for (let i = row; i >= 0; i = tree.parent[i]) if (i === row || !/ … /.test(tree.label[i])) parts.unshift(tree.label[i]);
+  for (let i = row; i >= 0; i = tree.parent[i]) if (i === row || !/ … /.test(tree.label[i])) parts.unshift(tree.label[i].replace(/ \(part \d+\)/g, ""));
   return parts.join("/");
 }
 

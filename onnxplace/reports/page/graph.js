@@ -1,13 +1,26 @@
-// The graph with the cut: layers as boxes, laid out by dagre. A box opens into its parts; edges between devices stand out.
+// The graph with the cut: layers as boxes. A box opens into its parts; edges between devices stand out.
+// The tree of layers is made so that edges between its boxes never run in a circle: all of them run down.
 
 // Layers are opened, the largest first, as long as the picture has at most so many boxes.
 const FIRST_BOXES = 24;
-// More boxes than this are slow to lay out, and nobody sees through them.
+// Nobody sees through more boxes than this.
 const MAX_BOXES = 220;
+// Up to so many boxes, dagre lays them out, with edges around boxes; it takes seconds for more.
+const MAX_ROUTED = 60;
+// Pictures of dagre that would be scaled by less to fit the page are laid out in rows, which take this scale.
+const MIN_ROUTED_SCALE = 0.5;
+const ROW_SCALE = 0.8;
 const MAX_FOUND = 8;
-const BOX = { width: 212, height: 46 };
-const MAX_TITLE = 30;
-const MIN_SCALE = 0.55;
+const BOX = { width: 232, height: 46 };
+const NARROW_BOX = { width: 168, height: 46 };
+const SPACE = 16;
+const ROW_SPACE = 40;
+// Around the boxes inside an open one; its title is above them.
+const MARGIN = 6;
+const HEADER = 24;
+// Texts begin so far from the left of their box, and end so far from its right.
+const INDENT = 8;
+const FONT_PIXELS = { title: 12, about: 11 };
 const SVG = "http://www.w3.org/2000/svg";
 
 function makeSvg(tag, attributes = {}, ...children) {
@@ -17,8 +30,24 @@ function makeSvg(tag, attributes = {}, ...children) {
   return element;
 }
 
-function shorten(text, length) {
-  return text.length > length ? `${text.slice(0, length - 10)}…${text.slice(-9)}` : text;
+const ruler = document.createElement("canvas").getContext("2d");
+
+function measureText(text, kind) {
+  ruler.font = `${kind === "title" ? "" : "600 "}${FONT_PIXELS[kind]}px system-ui, sans-serif`;
+  return ruler.measureText(text).width;
+}
+
+// A text that is at most so wide; of a longer one, the middle is left out.
+function fitText(text, width, kind) {
+  let shown = text;
+  for (let kept = text.length - 1; kept > 1 && measureText(shown, kind) > width; kept--) {
+    shown = `${text.slice(0, Math.ceil(kept * 0.6))}…${text.slice(text.length - Math.floor(kept * 0.4))}`;
+  }
+  return shown;
+}
+
+function describeCut(cut) {
+  return formatBytes([...cut.values()].reduce((a, b) => a + b, 0));
 }
 
 class GraphPicture {
@@ -28,6 +57,7 @@ class GraphPicture {
     this.sums = sumLayers(this.tree, report.devices.length);
     this.open = new Set();
     this.marked = -1;
+    this.box = holder.clientWidth < NARROW_PIXELS ? NARROW_BOX : BOX;
     this.frame = make("div", { class: "graph", role: "group", "aria-label": `Graph of ${report.title}` });
     this.status = make("output", { "aria-live": "polite" });
     this.panel = make("div", { class: "panel" });
@@ -54,8 +84,10 @@ class GraphPicture {
     return into;
   }
 
+  // Whether boxes inside are much alike: equal layers, or the parts of a split operator.
   isRepeat(row) {
-    return /: \d+ equal layers$/.test(this.tree.label[row]);
+    const parts = this.sums[row].children.map((child) => this.tree.label[child]);
+    return /: \d+ equal layers$/.test(this.tree.label[row]) || parts.every((part) => /^(shard|copy)\d+$/.test(part));
   }
 
   // Opens layers as long as there are few boxes; repeats stay closed.
@@ -74,18 +106,19 @@ class GraphPicture {
     this.draw();
   }
 
-  // Opens layers that lie on several devices.
+  // Opens layers in which values cross.
   openCut() {
-    for (let boxes = this.list(), grew = true; grew;) {
+    for (let grew = true; grew;) {
+      const boxes = this.list();
+      let room = MAX_BOXES - boxes.length;
       grew = false;
-      for (const row of boxes) {
-        const devices = this.sums[row].count.reduce((count, nodes) => count + (nodes > 0), 0);
-        if (devices > 1 && this.list().length + this.sums[row].children.length <= MAX_BOXES) {
-          this.open.add(row);
-          grew = true;
-        }
+      for (const row of this.collectEdges(boxes).inside.keys()) {
+        const more = this.sums[row].children.length - 1;
+        if (more > room) continue;
+        this.open.add(row);
+        room -= more;
+        grew = true;
       }
-      boxes = this.list();
     }
     this.draw();
   }
@@ -104,12 +137,13 @@ class GraphPicture {
   }
 
   find(words) {
-    const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+    // Modules are written model.layers.0 as well as model/layers.0.
+    const wanted = words.toLowerCase().replaceAll("/", ".").split(/\s+/).filter(Boolean);
     this.found.replaceChildren();
     if (!wanted.length) return;
     for (let row = 0; row < this.tree.label.length && this.found.children.length < MAX_FOUND; row++) {
       const name = namePath(this.tree, row);
-      const text = `${name} ${this.tree.op[row]}`.toLowerCase();
+      const text = `${name} ${this.tree.op[row]}`.toLowerCase().replaceAll("/", ".");
       if (!wanted.every((word) => text.includes(word))) continue;
       this.found.append(make("li", {}, make("button", { type: "button", onclick: () => this.show(row) }, name)));
     }
@@ -153,28 +187,95 @@ class GraphPicture {
     return { edges: [...edges.values()], inside };
   }
 
+  // Returns the size of the picture, the places of boxes by their middle, and the lines of edges.
+  layOut(boxes, edges) {
+    const routed = boxes.length <= MAX_ROUTED ? this.routeAround(boxes, edges) : null;
+    return routed && routed.width * MIN_ROUTED_SCALE <= this.frame.clientWidth ? routed : this.layOutRows(edges);
+  }
+
+  routeAround(boxes, edges) {
+    const layout = new dagre.graphlib.Graph({ compound: true });
+    layout.setGraph({ rankdir: "TB", nodesep: SPACE, edgesep: SPACE / 2, ranksep: ROW_SPACE, marginx: MARGIN, marginy: MARGIN });
+    const shown = [...boxes, ...this.open];
+    for (const row of shown) layout.setNode(String(row), this.open.has(row) ? {} : { ...this.box });
+    for (const row of shown) if (this.tree.parent[row] >= 0) layout.setParent(String(row), String(this.tree.parent[row]));
+    for (const { from, to, cut } of edges) {
+      const label = cut.size ? { width: measureText(describeCut(cut), "about") + 8, height: 16, labelpos: "c" } : {};
+      layout.setEdge(String(from), String(to), { weight: cut.size ? 1 : 2, ...label });
+    }
+    dagre.layout(layout);
+    return {
+      ...layout.graph(),
+      places: new Map(shown.map((row) => [row, layout.node(String(row))])),
+      lines: edges.map(({ from, to }) => layout.edge(String(from), String(to))),
+    };
+  }
+
+  // Rows of boxes, each below all that it reads, in the width of the frame; edges run behind boxes.
+  layOutRows(edges) {
+    const { width, height, items } = this.arrange(-1, edges, this.frame.clientWidth / ROW_SCALE);
+    const places = new Map(items.map((item) => [item.row, { ...item, x: item.x + item.width / 2, y: item.y + item.height / 2 }]));
+    const lines = edges.map(({ from, to }) => {
+      const [source, reader] = [places.get(from), places.get(to)];
+      const [begin, end] = [source.y + source.height / 2, reader.y - reader.height / 2];
+      const turn = { x: source.x, y: begin + ROW_SPACE / 2 };
+      const points = [{ x: source.x, y: begin }, turn, { x: reader.x, y: end - ROW_SPACE / 2 }, { x: reader.x, y: end }];
+      // The edges that leave a box have one label.
+      const cut = new Map(edges.filter((edge) => edge.from === from).flatMap((edge) => [...edge.cut]));
+      return { points, ...turn, cut };
+    });
+    return { width, height, places, lines };
+  }
+
+  // Returns the size of what is inside an open box, or of the picture, with the places of the boxes in it.
+  arrange(parent, edges, room) {
+    const find = (row) => (row < 0 || this.tree.parent[row] === parent ? row : find(this.tree.parent[row]));
+    const inner = edges.map(({ from, to }) => [find(from), find(to)]).filter(([from, to]) => from >= 0 && to >= 0 && from !== to);
+    // Children are listed after what they read.
+    const level = new Map();
+    for (const child of this.children(parent)) {
+      const above = inner.filter(([, to]) => to === child).map(([from]) => level.get(from) ?? -1);
+      level.set(child, Math.max(-1, ...above) + 1);
+    }
+    const rows = [];
+    for (const child of [...level.keys()].sort((a, b) => level.get(a) - level.get(b))) {
+      const size = this.open.has(child) ? this.arrange(child, edges, room - 2 * MARGIN) : { ...this.box, items: [] };
+      let row = rows.at(-1);
+      if (row?.level !== level.get(child) || row.width + SPACE + size.width > room - 2 * MARGIN) {
+        rows.push(row = { level: level.get(child), width: -SPACE, height: 0, cells: [] });
+      }
+      row.cells.push({ child, left: row.width + SPACE, size });
+      row.width += SPACE + size.width;
+      row.height = Math.max(row.height, size.height);
+    }
+    const width = Math.max(...rows.map((row) => row.width));
+    let y = HEADER;
+    const items = [];
+    for (const row of rows) {
+      for (const { child, left, size } of row.cells) {
+        const x = MARGIN + left + (width - row.width) / 2;
+        items.push({ row: child, x, y, width: size.width, height: size.height });
+        for (const item of size.items) items.push({ ...item, x: item.x + x, y: item.y + y });
+      }
+      y += row.height + ROW_SPACE;
+    }
+    return { width: width + 2 * MARGIN, height: y - ROW_SPACE + MARGIN, items };
+  }
+
   draw(focus = -1) {
     const boxes = this.list();
     const { edges, inside } = this.collectEdges(boxes);
-    const layout = new dagre.graphlib.Graph({ compound: true });
-    layout.setGraph({ rankdir: "TB", nodesep: 16, ranksep: 34, marginx: 10, marginy: 10 });
-    layout.setDefaultEdgeLabel(() => ({}));
-    for (const row of boxes) layout.setNode(String(row), { ...BOX });
-    for (const row of this.open) layout.setNode(String(row), {});
-    for (const row of [...boxes, ...this.open]) if (this.tree.parent[row] >= 0) layout.setParent(String(row), String(this.tree.parent[row]));
-    for (const edge of edges) layout.setEdge(String(edge.from), String(edge.to), { weight: edge.cut.size ? 1 : 2 });
-    dagre.layout(layout);
-    const { width, height } = layout.graph();
+    const { width, height, places, lines } = this.layOut(boxes, edges);
     const cut = edges.filter((edge) => edge.cut.size);
     const picture = makeSvg("svg", { viewBox: `0 0 ${width} ${height}` });
-    const scale = Math.max(Math.min((this.frame.clientWidth - 4) / width, 1), MIN_SCALE);
-    picture.setAttribute("width", width * scale);
-    picture.setAttribute("height", height * scale);
+    // The style makes it as narrow as the frame, also when that changes.
+    picture.setAttribute("width", width);
     const opened = [...this.open].sort((a, b) => a - b);
     picture.append(
-      ...opened.map((row) => this.drawCluster(row, layout.node(String(row)))),
-      ...edges.map((edge) => this.drawEdge(edge, layout.edge(String(edge.from), String(edge.to)).points)),
-      ...boxes.map((row) => this.drawBox(row, layout.node(String(row)), inside.get(row)?.size ?? 0)),
+      ...edges.map((edge, i) => this.drawEdge(edge, lines[i].points)),
+      ...edges.flatMap((edge, i) => (edge.cut.size ? [this.drawSize(lines[i].cut ?? edge.cut, lines[i])] : [])),
+      ...opened.map((row) => this.drawCluster(row, places.get(row))),
+      ...boxes.map((row) => this.drawBox(row, places.get(row), inside.get(row)?.size ?? 0)),
     );
     this.frame.replaceChildren(picture);
     const bytes = cut.reduce((sum, edge) => sum + [...edge.cut.values()].reduce((a, b) => a + b, 0), 0);
@@ -183,9 +284,9 @@ class GraphPicture {
     this.status.textContent = `${crossing}${hidden ? `; ${hidden} values cross inside boxes: “Open the cut” shows them` : ""}.`;
     const target = this.frame.querySelector(`[data-row="${focus}"]`);
     if (target) {
+      const scale = picture.clientWidth / width;
       target.focus({ preventScroll: true });
-      this.frame.scrollTop = (layout.node(String(focus)).y - BOX.height) * scale - this.frame.clientHeight / 3;
-      this.frame.scrollLeft = layout.node(String(focus)).x * scale - this.frame.clientWidth / 2;
+      this.frame.scrollTop = (places.get(focus).y - this.box.height) * scale - this.frame.clientHeight / 3;
     }
   }
 
@@ -193,7 +294,7 @@ class GraphPicture {
     const sum = this.sums[row];
     const seconds = sum.seconds.reduce((a, b) => a + b, 0);
     const what = sum.children.length ? `${sum.nodes} nodes` : this.tree.op[row];
-    return [what, ...(seconds > 0 ? [formatSeconds(seconds)] : [])].join(" · ");
+    return [what, ...(seconds > 0 ? [formatSeconds(seconds)] : [])];
   }
 
   button(element, row, name, expanded) {
@@ -223,32 +324,36 @@ class GraphPicture {
       box.append(makeSvg("rect", { class: `share device-${device % COLORS}`, x: left, y: height - 7, width: share, height: 4 }));
       left += share;
     }
-    const title = `${isLayer ? "+ " : ""}${this.tree.label[row]}`;
-    const about = `${this.describe(row)} · ${inside ? `${inside} cut` : where}`;
-    const shown = [shorten(title, MAX_TITLE), shorten(about, MAX_TITLE + 6)];
-    box.append(makeSvg("text", { x: 8, y: 17 }, shown[0]), makeSvg("text", { class: "about", x: 8, y: 33 }, shown[1]));
-    const name = `${this.tree.label[row]}: ${this.describe(row)}, on ${where}${inside ? `; ${inside} values cross inside` : ""}`;
+    const [label, repeats] = this.tree.label[row].split(/: (?=\d+ equal layers$)/);
+    const title = `${isLayer ? "+ " : ""}${label}`;
+    const about = [...(repeats ? [repeats] : []), ...this.describe(row), inside ? `${inside} cut` : where];
+    const room = width - 2 * INDENT;
+    while (about.length > 2 && measureText(about.join(" · "), "about") > room) about.splice(-2, 1);
+    box.append(
+      makeSvg("text", { x: INDENT, y: 17 }, fitText(title, room, "title")),
+      makeSvg("text", { class: "about", x: INDENT, y: 33 }, fitText(about.join(" · "), room, "about")),
+    );
+    const name = `${this.tree.label[row]}: ${this.describe(row).join(" · ")}, on ${where}${inside ? `; ${inside} values cross inside` : ""}`;
     return this.button(box, row, name, isLayer ? false : null);
   }
 
   drawCluster(row, { x, y, width, height }) {
     const cluster = makeSvg("g", { class: "cluster", transform: `translate(${x - width / 2} ${y - height / 2})` });
-    const shown = shorten(`− ${this.tree.label[row]}`, Math.floor(width / 7));
-    cluster.append(makeSvg("rect", { width, height, rx: 8 }), makeSvg("text", { x: 8, y: 14 }, shown));
+    const shown = fitText(`− ${this.tree.label[row]}`, width - 2 * INDENT, "title");
+    cluster.append(makeSvg("rect", { width, height, rx: 8 }), makeSvg("text", { x: INDENT, y: 13 }, shown));
     return this.button(cluster, row, `${this.tree.label[row]}: close`, true);
   }
 
   drawEdge(edge, points) {
-    const line = points.map(({ x, y }, i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
+    const line = points.map((point, i) => `${i ? "L" : "M"}${point.x.toFixed(1)} ${point.y.toFixed(1)}`).join("");
     const [before, tip] = points.slice(-2);
     const angle = (Math.atan2(tip.y - before.y, tip.x - before.x) * 180) / Math.PI;
     const group = makeSvg("g", { class: edge.cut.size ? "edge cut" : "edge" });
     group.append(makeSvg("path", { d: line }), makeSvg("path", { class: "tip", d: "M0 0L-8 -4L-8 4Z", transform: `translate(${tip.x} ${tip.y}) rotate(${angle})` }));
-    if (edge.cut.size) {
-      const middle = points[Math.floor(points.length / 2)];
-      const size = [...edge.cut.values()].reduce((a, b) => a + b, 0);
-      group.append(makeSvg("text", { x: middle.x + 5, y: middle.y + 4 }, formatBytes(size)));
-    }
     return group;
+  }
+
+  drawSize(cut, { x, y }) {
+    return makeSvg("text", { class: "size", x, y: y + 4, "text-anchor": "middle" }, describeCut(cut));
   }
 }

@@ -31,8 +31,7 @@ async function drawMemory(holder, report, curve, time) {
     label.text_color = readColor("text");
   };
   holder.setAttribute("role", "img");
-  const device = report.devices[curve.device].id;
-  holder.setAttribute("aria-label", `Memory of ${device} over the step: at most ${formatBytes(curve.peak_bytes)} at ${formatSeconds(curve.peak_seconds)}; the limit is ${formatBytes(curve.limit_bytes)}.`);
+  holder.setAttribute("aria-label", `Memory of ${holder.dataset.devices} over the step: at most ${formatBytes(curve.peak_bytes)} at ${formatSeconds(curve.peak_seconds)}; the limit is ${formatBytes(curve.limit_bytes)}.`);
   await showFigure(figure, holder, paint);
   time.bind(figure, unit);
   time.set(time.start_seconds, time.finish_seconds);

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from onnx import NodeProto
 
 from onnxplace.errors import (
     MAX_LISTED,
@@ -28,10 +27,11 @@ from onnxplace.graph import Ints, OpGraph
 from onnxplace.model import (
     SPLITS_KEY,
     DeviceMetadata,
-    list_enclosing_modules,
-    list_module_paths,
+    list_aliases,
+    match_nodes,
     normalize_module,
     read_device_metadata,
+    suggest_nodes,
 )
 from onnxplace.target import Target
 from onnxplace.utils import format_path, match_names, parse_json, read_json
@@ -48,7 +48,7 @@ def match_removed(patterns: Sequence[str], removed: Sequence[str], where: str) -
     """Return the patterns that match nodes that were removed, each with the first such node."""
     if not patterns or not removed:
         return {}
-    matches = match_names(patterns, removed, where)
+    matches = match_nodes(patterns, removed, where)
     return {pattern: removed[positions[0]] for pattern, positions in zip(patterns, matches) if positions}
 
 
@@ -57,11 +57,6 @@ def note_removed(removed_matches: Mapping[str, str], where: str) -> Diagnostic:
     listed = format_list(f"{pattern!r} ({name!r})" for pattern, name in removed_matches.items())
     message = f"only nodes that were removed (constants, calls of functions, unused ones) match {listed}: no effect"
     return Diagnostic("U025", message, where=where, hint="leave it out, or name nodes that remain")
-
-
-def suggest_names(graph: OpGraph) -> str:
-    """Return a hint that shows some names of nodes."""
-    return f"names look like {', '.join(repr(name) for name in graph.names[:3])}"
 
 
 def format_list(items: Iterable[str], separator: str = ", ") -> str:
@@ -94,7 +89,6 @@ def pin_modules(
     graph: OpGraph,
     target: Target,
     removed: Sequence[str],
-    nodes: Sequence[NodeProto],
     where: str,
     by_position: bool = False,
 ) -> tuple[Ints, list[Diagnostic]]:
@@ -110,22 +104,19 @@ def pin_modules(
         normalize_module(key): _find_module_device(key, device, target, where, by_position)
         for key, device in rules.items()
     }
-    protos = {node.name: node for node in nodes}
     pinned: Ints = np.full(len(graph), -1, dtype=np.int32)
-    modules = dict.fromkeys(path for name in removed for path in list_enclosing_modules(name))
+    modules = dict.fromkeys(path for name in removed for path in list_aliases(name))
     used = set[str]()
     for index, name in enumerate(graph.names):
         # Innermost module first: the first one in the map decides.
-        paths = list(list_module_paths(protos.get(name, NodeProto(name=name))))
+        paths = list(list_aliases(name))
         modules.update(dict.fromkeys(paths))
         if (module := next((path for path in paths if path in devices), None)) is not None:
             pinned[index] = devices[module]
             used.add(module)
     idle = [key for key in rules if normalize_module(key) not in used]
     if unknown := [key for key in idle if not _may_be_empty(normalize_module(key), modules, devices)]:
-        known = [module for module in modules.keys() - set(map(normalize_module, (*graph.names, *removed))) if module]
-        nearest = f"{suggest_nearest(unknown[0], sorted(known))}; " if known else ""
-        hint = f"{nearest}{suggest_names(graph)}"
+        hint = suggest_nodes(unknown[0], graph.names)
         raise UsageError("U020", f"no module {format_list(map(repr, unknown))} in this model", where=where, hint=hint)
     pinned_count = int((pinned >= 0).sum())
     message = f"modules of this map pin {format_count(pinned_count, 'node')} of {len(graph)}; the others are free"
@@ -180,7 +171,7 @@ def _explain(device: str | int, by_position: bool, ids: Sequence[str]) -> str:
 
 
 def pin_named_nodes(
-    path: Path, graph: OpGraph, target: Target, removed: Sequence[str], nodes: Sequence[NodeProto]
+    path: Path, graph: OpGraph, target: Target, removed: Sequence[str]
 ) -> tuple[Ints, list[Diagnostic]]:
     """Return the device that the nodes of a model file name for nodes of the same names, -1 for none, and notes.
 
@@ -193,12 +184,14 @@ def pin_named_nodes(
     where = format_path(path)
     metadata = read_device_metadata(path)
     if metadata.pieces:
-        return pin_modules(metadata.pieces, graph, target, removed, nodes, where, by_position=True)
+        return pin_modules(metadata.pieces, graph, target, removed, where, by_position=True)
     devices = _find_devices(metadata, target, where)
     pinned: Ints = np.array([devices.get(name, -1) for name in graph.names], dtype=np.int32)
     pinned_count = int((pinned >= 0).sum())
     if not pinned_count:
-        hint = f"{suggest_names(graph)}; in {where}: {format_list(map(repr, [*devices, *metadata.split][:3]))}"
+        hint = (
+            f"{suggest_nodes('', graph.names)}; in {where}: {format_list(map(repr, [*devices, *metadata.split][:3]))}"
+        )
         raise UsageError("U020", "no node has a name of this model's nodes with one device", where=where, hint=hint)
     message = f"the model pins {format_count(pinned_count, 'node')} of {len(graph)}; the others are free"
     if metadata.split:
@@ -228,13 +221,11 @@ def _find_devices(metadata: DeviceMetadata, target: Target, where: str) -> dict[
     return devices | {node: ids.index(name) for node, name in names.items()}
 
 
-def read_pins(
-    source: str, graph: OpGraph, target: Target, removed: Sequence[str], nodes: Sequence[NodeProto]
-) -> tuple[Ints, list[Diagnostic]]:
+def read_pins(source: str, graph: OpGraph, target: Target, removed: Sequence[str]) -> tuple[Ints, list[Diagnostic]]:
     """Return the device that a device map pins each node to, -1 for none, and notes about the map.
 
     `source` is the path of a JSON file or of a model, or JSON text; an empty one pins nothing. `removed` has the names
-    of the nodes that optimisation removed, `nodes` the nodes of the model, if the graph is that of a model.
+    of the nodes that optimisation removed.
 
     Raises:
         InputError: The source is not a device map.
@@ -244,21 +235,21 @@ def read_pins(
     if not source:
         return np.full(len(graph), -1, dtype=np.int32), []
     if source.lower().endswith(MODEL_SUFFIX) and not source.startswith("{"):
-        return pin_named_nodes(Path(source), graph, target, removed, nodes)
+        return pin_named_nodes(Path(source), graph, target, removed)
     where = "device map" if source.startswith("{") else source
     rules = _read_map(source, where)
     if SPLITS_KEY in rules and isinstance(rules[SPLITS_KEY], dict):
         splits = _require_devices(rules[SPLITS_KEY], where)
-        return pin_modules(splits, graph, target, removed, nodes, where, by_position=True)
+        return pin_modules(splits, graph, target, removed, where, by_position=True)
     devices = _require_devices(rules, where)
     if has_module_devices(devices):
-        return pin_modules(devices, graph, target, removed, nodes, where)
+        return pin_modules(devices, graph, target, removed, where)
     patterns = {pattern: str(device) for pattern, device in devices.items()}
-    matches = match_names(list(patterns), graph.names, where)
-    # Keys that look like modules may be patterns too: they are modules only if none of them matches a node.
-    has_nodes = any(matches) or bool(match_removed(list(patterns), removed, where))
+    # Keys that look like modules may be patterns too: they are modules only if none of them is the name of a node.
+    has_nodes = any(match_names(list(patterns), [*graph.names, *removed], where))
     if patterns and not has_nodes and are_module_names(patterns):
-        return pin_modules(patterns, graph, target, removed, nodes, where)
+        return pin_modules(patterns, graph, target, removed, where)
+    matches = match_nodes(list(patterns), graph.names, where)
     return _pin_patterns(patterns, matches, graph, target, removed, where)
 
 
@@ -286,7 +277,7 @@ def _pin_patterns(
             unmatched.append(pattern)
     removed_matches = match_removed(unmatched, removed, where)
     if without_node := [pattern for pattern in unused if pattern not in removed_matches]:
-        hint = f"{suggest_names(graph)}; the first match wins"
+        hint = f"{suggest_nodes(without_node[0], graph.names)}; the first match wins"
         raise UsageError("U020", f"no node is left for {format_list(map(repr, without_node))}", where=where, hint=hint)
     return pinned, [note_removed(removed_matches, where)] if removed_matches else []
 

@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Groups, Profile, Shards, is_refused
 from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph
-from onnxplace.model import HostValue, Model, find_host_values
+from onnxplace.model import HostValue, Model, find_host_values, match_nodes, suggest_nodes
 from onnxplace.passes.placement.grouping.device_maps import (
     format_list,
     match_removed,
     note_removed,
     read_pins,
-    suggest_names,
 )
 from onnxplace.passes.placement.grouping.group_kernels import (
     assign_owners,
@@ -36,7 +35,6 @@ from onnxplace.passes.step_recognition import list_parameter_members, spread_own
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 from onnxplace.target import Target
-from onnxplace.utils import match_names
 
 Join = Literal["worth", "always", "never"]
 Backward = Literal["free", "follow"]
@@ -65,8 +63,8 @@ def group_nodes(
     # what must share a device, such as carried states, comes before what should, such as parameters and readers.
     profile, target = state[Profile], state.target
     graph = profile.graph
-    removed, nodes = (state[Model].removed, state[Model].nodes) if Model in state else ((), ())
-    pinned, notes = read_pins(device_map, graph, target, removed, nodes)
+    removed = state[Model].removed if Model in state else ()
+    pinned, notes = read_pins(device_map, graph, target, removed)
     if Shards in state:
         shard_device = state[Shards].device
         pinned = np.where(shard_device >= 0, shard_device, pinned)
@@ -279,7 +277,7 @@ def _note_host_values(device: int, values: Sequence[HostValue], graph: OpGraph, 
 def _join_patterns(union: Union, graph: OpGraph, patterns: Sequence[str], removed: Sequence[str]) -> list[Diagnostic]:
     """Join the nodes that each pattern matches; return a note for patterns that match only removed nodes."""
     where, conflicts, unmatched = "--colocate", list[str](), list[str]()
-    for pattern, positions in zip(patterns, match_names(patterns, graph.names, where)):
+    for pattern, positions in zip(patterns, match_nodes(patterns, graph.names, where)):
         matching = np.array(positions, dtype=np.int32)
         if not len(matching):
             unmatched.append(pattern)
@@ -291,7 +289,8 @@ def _join_patterns(union: Union, graph: OpGraph, patterns: Sequence[str], remove
     removed_matches = match_removed(unmatched, removed, where)
     if unknown := [pattern for pattern in unmatched if pattern not in removed_matches]:
         listed = format_list(repr(pattern) for pattern in unknown)
-        raise UsageError("U020", f"no node's name matches {listed}", where=where, hint=suggest_names(graph))
+        hint = suggest_nodes(unknown[0], graph.names)
+        raise UsageError("U020", f"no node or module matches {listed}", where=where, hint=hint)
     if conflicts:
         raise UsageError(
             "U021",

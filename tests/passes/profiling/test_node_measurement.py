@@ -15,6 +15,7 @@ import models
 from onnxplace.devices import DeviceAddress
 from onnxplace.facts import Groups, Profile, Source
 from onnxplace.machine import (
+    MIN_RUNS,
     RepeatPolicy,
     Runs,
     local_target,
@@ -165,6 +166,58 @@ def test_corrected_times_are_between_zero_and_the_elapsed_time(samples):
     assert runs.spread >= 0
 
 
+def make_series(seconds, references) -> Runs:
+    return Runs(np.array(seconds, dtype=float), np.zeros(len(seconds)), np.array(references, dtype=float))
+
+
+@pytest.fixture
+def reference(monkeypatch) -> list[float]:
+    """Let this process know the least time of the reference loop: 50 us."""
+    known = [50e-6] * repeated_runs.MIN_REFERENCES
+    monkeypatch.setattr(repeated_runs, "_references", known)
+    return known
+
+
+def test_runs_on_a_slower_core_do_not_count(reference):
+    runs = make_series([1.0, 1.9, 1.01, 1.8, 0.99, 1.7], [50e-6, 95e-6, 51e-6, 90e-6, 50e-6, 85e-6])
+    assert runs.undisturbed.tolist() == [0, 2, 4]
+    assert runs.seconds == 1.0
+    assert runs.slowdown == 0.0
+
+
+def test_a_series_that_drifts_is_uncertain_though_neighbours_agree(reference):
+    steady, drifting = make_series([1.0] * 20, [50e-6] * 20), make_series([1.0] * 10 + [1.3] * 10, [50e-6] * 20)
+    assert steady.uncertainty == 0.0
+    assert drifting.uncertainty == pytest.approx(0.15 / 1.15)
+
+
+def test_a_series_that_was_slow_from_end_to_end_is_uncertain_by_its_slowdown(reference):
+    runs = make_series([1.3] * 20, [65e-6] * 20)
+    assert runs.uncertainty == runs.slowdown == pytest.approx(0.3)
+
+
+def test_a_policy_goes_on_while_the_halves_of_the_runs_contradict_each_other(monkeypatch):
+    clock = Clock(monkeypatch, [0.10] * 2 + [0.13] * 1000)
+    runs, _ = RepeatPolicy(1000, 60.0, 0.02).run(clock, pool=False)
+    assert len(runs.elapsed_seconds) > 6
+    assert runs.seconds == pytest.approx(0.13)
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 10), st.floats(1e-5, 1e-3)), min_size=1, max_size=40))
+def test_only_runs_next_to_a_fast_reference_count_where_they_suffice(samples):
+    references = np.array([reference for _, reference in samples])
+    kept = set(make_series(*zip(*samples)).undisturbed.tolist())
+    ratios = references / references.min()
+    fast, slow = (
+        set(np.flatnonzero(ratios <= repeated_runs.MAX_SLOWDOWN).tolist()),
+        set(np.flatnonzero(ratios > 1.12).tolist()),
+    )
+    if len(fast) >= MIN_RUNS:
+        assert fast <= kept
+        assert not slow & kept
+    assert len(kept) >= min(MIN_RUNS, len(samples))
+
+
 class Clock:
     """A clock that advances only during calls, by given times."""
 
@@ -172,6 +225,7 @@ class Clock:
         self.now, self.taken, self.waited, self.total, self.calls = 0.0, list(taken), list(waited), 0, 0
         monkeypatch.setattr(repeated_runs.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(repeated_runs, "read_run_delays", lambda pool: {"": self.total})
+        monkeypatch.setattr(repeated_runs, "_references", [])
 
     def __call__(self):
         self.now += self.taken[min(self.calls, len(self.taken) - 1)]

@@ -93,7 +93,7 @@ def test_a_pattern_without_nodes_is_refused(space: StrategySpace) -> None:
     problem = fail(space, '{"layers.*": "columns", "heads": "whole", "product": "whole"}')
     assert isinstance(problem, UsageError)
     assert problem.code == "U020"
-    assert str(problem.message) == "no node's name matches 'layers.*', 'heads'"
+    assert str(problem.message) == "no node or module matches 'layers.*', 'heads'"
     assert problem.hint == "names look like 'product', 'relu', 'conv'"
 
 

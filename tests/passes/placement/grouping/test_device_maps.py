@@ -5,7 +5,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from onnx import NodeProto, parser
+from onnx import parser
 
 import onnxplace
 from onnxplace.model import read_device_metadata
@@ -18,14 +18,13 @@ CPUS = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
 GPUS = Target((Device("cuda:1", 1 << 30), Device("cuda:0", 1 << 30), Device("cpu:0", 1 << 30)))
 
 
-def pins(device_map: object, target: Target = CPUS, removed: tuple[str, ...] = (), scopes: str = "") -> list[str]:
-    """Return the devices of NAMES, "" for none, and the codes of notes."""
-    graph = graph_of({name: [] for name in NAMES})
-    nodes = [NodeProto(name=name) for name in NAMES]
-    if scopes:
-        nodes[-1].metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
+def pins(
+    device_map: object, target: Target = CPUS, removed: tuple[str, ...] = (), names: tuple[str, ...] = NAMES
+) -> list[str]:
+    """Return the devices of nodes, "" for none, and the codes of notes."""
+    graph = graph_of({name: [] for name in names})
     source = str(device_map) if isinstance(device_map, str | Path) else json.dumps(device_map)
-    pinned, notes = read_pins(source, graph, target, removed, nodes)
+    pinned, notes = read_pins(source, graph, target, removed)
     return [target.devices[p].id if p >= 0 else "" for p in pinned.tolist()] + [note.code for note in notes]
 
 
@@ -33,7 +32,33 @@ def test_the_innermost_module_of_accelerates_map_decides():
     rules = {"model.layers": 0, "model.layers.1": 1, "model.norm": "cpu"}
     assert pins(rules) == ["", "cpu:0", "cpu:1", "cpu:0", "", "U025"]
     assert pins({"": 1}) == ["cpu:1"] * 5 + ["U025"]
-    assert pins({"": 1, "lm_head": 0}, scopes="['', 'lm_head']") == ["cpu:1"] * 4 + ["cpu:0", "U025"]
+
+
+# As `load` names the nodes of an export with `dynamo=True`.
+DYNAMO = ("model.layers.0.mlp/node_relu", "model.layers.1.mlp/node_relu_1", "model.layers.1/node_add", "lm_head/node_x")
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({"": 1, "lm_head": 0, "model.layers.1.mlp": 0}, ["cpu:1", "cpu:0", "cpu:1", "cpu:0", "U025"]),
+        ({"model.layers.1": "cpu:1", "node_add": "cpu:0"}, ["", "cpu:1", "cpu:0", "", "U025"]),
+        ({"node_relu_1": "cpu:1"}, ["", "cpu:1", "", "", "U025"]),
+        ({r".*\.mlp": "cpu:0", "model.*": "cpu:1"}, ["cpu:0", "cpu:0", "cpu:1", ""]),
+        ({"model.layers.1": "cpu:0", "lm_head/node_x": "cpu:1"}, ["", "cpu:0", "cpu:0", "cpu:1"]),
+        ({"split_assignments": {"model.layers.0": 1, "lm_head": 0}}, ["cpu:1", "", "", "cpu:0", "U025"]),
+    ],
+)
+def test_maps_name_modules_and_nodes_of_exports_with_dynamo(rules, expected):
+    assert pins(rules, names=DYNAMO) == expected
+
+
+@pytest.mark.parametrize(
+    "rules", [{"model.layer.1.mlp": 0}, {"model.layer.1.mlp": "cpu:0"}, {r"model\.layer\.1\.mlp": "cpu:0"}]
+)
+def test_the_nearest_module_is_offered(rules):
+    with pytest.raises(onnxplace.UsageError, match=r"U020.*\n  hint: did you mean 'model.layers.1.mlp'"):
+        pins(rules, names=DYNAMO)
 
 
 def test_numbers_of_accelerate_are_those_of_gpus_where_there_are_some():

@@ -1,0 +1,112 @@
+"""The devices that the nodes of a model name in their metadata."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx import NodeDeviceConfigurationProto, NodeProto
+
+from onnxplace.errors import InputError, format_value
+from onnxplace.model.canonicalize import take_apart
+from onnxplace.model.loading import parse_model, read_metadata, read_model_file
+from onnxplace.utils import format_path
+
+DEVICE_KEY = "onnxplace.device"
+"""Metadata of a node: the id of its device, which viewers such as Netron show."""
+SPLITS_KEY = "split_assignments"
+"""Metadata of a model in which Olive records which piece each module belongs to."""
+
+_PIECE = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True)
+class DeviceMetadata:
+    """The devices that a model names."""
+
+    devices: tuple[str, ...]
+    """The devices of its configuration, by position; empty where the configuration only counts them."""
+    by_id: Mapping[str, str]
+    """Node -> id of its device."""
+    by_position: Mapping[str, int]
+    """Node -> position of its device in the configuration."""
+    by_stage: Mapping[str, int]
+    """Node -> pipeline stage, for nodes of which neither id nor position is known."""
+    split: tuple[str, ...]
+    """Nodes that several devices share."""
+    pieces: Mapping[str, int]
+    """Module -> piece, as Olive assigned it; nodes name no devices then."""
+
+
+def read_device_metadata(path: Path) -> DeviceMetadata:
+    """Return the devices that the nodes of a model file name, under the names that `load` gives to nodes.
+
+    Where a node has several configurations, that of the model's first one counts. The model's weights are not needed.
+
+    Raises:
+        ModelError: The file is not a model.
+        InputError: The model names no devices.
+    """
+    proto = parse_model(read_model_file(path), path)
+    nodes = take_apart(proto, path.name, path.parent).nodes
+    configuration = proto.configuration[0] if proto.configuration else None
+    by_id: dict[str, str] = {}
+    by_position: dict[str, int] = {}
+    by_stage: dict[str, int] = {}
+    split: list[str] = []
+    for node in nodes:
+        entry = _find_entry(node, configuration.name if configuration else "")
+        positions = list_positions(entry) if entry is not None else []
+        device_id = next((item.value for item in node.metadata_props if item.key == DEVICE_KEY), "")
+        if len(positions) > 1:
+            split.append(node.name)
+        elif device_id:
+            by_id[node.name] = device_id
+        elif positions:
+            by_position[node.name] = positions[0]
+        elif entry is not None and entry.HasField("pipeline_stage"):
+            by_stage[node.name] = entry.pipeline_stage
+    pieces = read_split_assignments(read_metadata(proto).custom_metadata_map.get(SPLITS_KEY, ""), path)
+    if by_id or by_position or by_stage or split:
+        pieces = {}
+    elif not pieces:
+        hint = "`onnxplace export BUNDLE --to onnx-metadata` writes such a model"
+        message = "not a device map: no node of this model names a device"
+        raise InputError("U023", message, where=format_path(path), hint=hint)
+    devices = tuple(configuration.device) if configuration else ()
+    return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split), pieces)
+
+
+def read_split_assignments(text: str, path: Path) -> dict[str, int]:
+    """Return the piece of each module that Olive wrote into the metadata of a model; raises InputError at other text.
+
+    >>> read_split_assignments("model.layers.0=0;model.layers.1=1", Path("model.onnx"))
+    {'model.layers.0': 0, 'model.layers.1': 1}
+    """
+    rows = [row.rpartition("=") for row in text.split(";") if row]
+    if any(not _PIECE.fullmatch(number) for _, _, number in rows):
+        hint = "write it like model.layers.0=0;model.layers.1=1"
+        message = f"expected modules and their pieces in its metadata {SPLITS_KEY!r}, got {format_value(text)}"
+        raise InputError("U023", message, where=format_path(path), hint=hint)
+    return {module: int(number) for module, _, number in rows}
+
+
+def _find_entry(node: NodeProto, configuration: str) -> NodeDeviceConfigurationProto | None:
+    """Return what a node says about a configuration; the first entry if it says nothing about that one."""
+    entries = list(node.device_configurations)
+    matching = [entry for entry in entries if entry.configuration_id == configuration]
+    return next(iter(matching or entries), None)
+
+
+def list_positions(entry: NodeDeviceConfigurationProto) -> list[int]:
+    """Return the devices that hold the tensors of a node, by position, each once.
+
+    >>> entry = NodeDeviceConfigurationProto(configuration_id="two")
+    >>> entry.sharding_spec.add(tensor_name="y", device=[1]).tensor_name
+    'y'
+    >>> list_positions(entry)
+    [1]
+    """
+    return list(dict.fromkeys(position for spec in entry.sharding_spec for position in spec.device))

@@ -1,2 +1,0 @@
-from onnxplace.torch.conversion import convert_to_onnx as convert_to_onnx
-from onnxplace.torch.step_export import export_training_step as export_training_step

@@ -1,0 +1,1 @@
+"""A server of bundles: the command `onnxplace serve`, its protocols, its limits."""

@@ -1,0 +1,1 @@
+"""Programs and modules of PyTorch as ONNX models, and training steps of modules."""
