@@ -17,9 +17,10 @@ import onnxplace
 from onnxplace.driver import compile_model
 from onnxplace.evaluation import apply_trial, run_trials
 from onnxplace.feeds import random_feeds
-from onnxplace.hosts import Connection, survey_hosts
 from onnxplace.runtime import RuntimeSession
-from onnxplace.runtimes.mpi import Mpi
+from onnxplace_hosts.connection import Connection
+from onnxplace_hosts.mpi import Mpi
+from onnxplace_hosts.survey import survey_hosts
 from tests.support.namespaces import NAMES, NODES, TwoNodes
 from tests.support.ranks import read_rank_ids
 from tests.support.two_hosts import make_target
@@ -64,7 +65,7 @@ class PreferredMpi(Mpi):
     def open(self, bundle: onnxplace.Bundle, **options: Any) -> RuntimeSession:
         """Start the ranks, and raise their priority."""
         session = super().open(bundle, **options)
-        prefer(session.engine._cluster._processes.values())  # type: ignore[attr-defined]
+        prefer(session.engine.worker._cluster._processes.values())  # type: ignore[attr-defined]
         return session
 
 

@@ -44,8 +44,8 @@ from onnxplace.machine import (
     read_run_delays,
     use_custom_operators,
 )
-from onnxplace.pipeline import Observer, find_plugin
-from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, CopyStatus, Runtime, create_runtime, make_no_outputs_error
+from onnxplace.pipeline import Observer, create_runtime
+from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, CopyStatus, Runtime, make_no_outputs_error
 from onnxplace.serving import check_in_flight
 from onnxplace.session import InferenceSession, load
 from onnxplace.traces import (
@@ -355,7 +355,7 @@ def _create_runtime(runtime: str, **options: Any) -> Runtime:
     """Return the runtime that is timed; raises UsageError if it computes nothing, or has no such options."""
     if runtime == "simulated":
         raise make_no_outputs_error(runtime, "bench")
-    return create_runtime(cast("type[Runtime]", find_plugin("runtimes", runtime)), runtime, **options)
+    return create_runtime(runtime, **options)
 
 
 def _write_trace(

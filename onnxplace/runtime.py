@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NoReturn, cast
@@ -261,21 +261,6 @@ class Runtime(ABC):
             TargetError: for a device that this machine does not have.
             ModelError: for a segment that ONNX Runtime refuses.
         """
-
-
-def create_runtime(runtime_class: Callable[..., Runtime], name: str, **options: Any) -> Runtime:
-    """Return a runtime with the options that are not None.
-
-    Raises UsageError if the runtime does not have them.
-    """
-    chosen = {key: value for key, value in options.items() if value is not None}
-    parameters = inspect.signature(runtime_class).parameters
-    for key in chosen:
-        if key not in parameters:
-            message = f"runtime {name!r} has no option {key!r}"
-            hint = f"use the runtime {'onnxruntime' if key in ('fallback', 'isolate') else 'mpi'}, which has {key}"
-            raise UsageError("U045", message, where=key, hint=f"leave it out, or {hint}")
-    return runtime_class(**chosen)
 
 
 def open_session(runtime: Runtime, bundle: Bundle, *, trace: bool, max_in_flight: int) -> RuntimeSession:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, NoReturn
 
 from onnxplace.bundle import Bundle, Check
 from onnxplace.drop_in import (
+    FURTHER,
     RequestChecks,
     SessionMethods,
     accept_arguments,
@@ -25,14 +26,12 @@ from onnxplace.drop_in import (
 )
 from onnxplace.errors import FeedError, InputError, OnnxplaceError, UsageError
 from onnxplace.machine import use_custom_operators
-from onnxplace.pipeline import find_plugin
+from onnxplace.pipeline import create_runtime, is_runtime_option, list_runtime_options
 from onnxplace.runtime import (
     DEFAULT_MAX_IN_FLIGHT,
     Result,
-    Runtime,
     RuntimeSession,
     choose_closing_timeout,
-    create_runtime,
     unpicklable_error,
 )
 from onnxplace.serving import (
@@ -90,13 +89,8 @@ class InferenceSession(SessionMethods):
             session is open; a FallbackWarning says so. See docs/faults.md.
         isolate: Whether each device has a process of its own. If a run ends that, the request fails, and all others go
             on when it is open again; `list_copies` counts the deaths. See docs/faults.md.
-        hosts: For the runtime `mpi`: where its processes run, "localhost:2" or "node1:1,node2:1"; see docs/hosts.md.
-        timeout: For the runtime `mpi`: seconds that its processes may take to start and to open the bundle.
-        replicas: For the runtime `mpi`: copies of the bundle, 1 to 64, each on hosts, or slots, of its own. Each
-            request goes to the copy with the fewest in flight, and `max_in_flight` holds for each copy.
-        remote_shell: For the runtime `mpi`: the program that runs a command on a host, by default "ssh".
-        interface: For the runtime `mpi`: the network interface for messages, such as "eth0".
-        further: Other keywords of ONNX Runtime, such as `enable_fallback`.
+        further: Options of the runtime, such as `hosts`, `timeout` and `replicas` of `mpi` (`onnxplace runtimes mpi`,
+            docs/hosts.md); and other keywords of ONNX Runtime, such as `enable_fallback`.
     """
 
     def __init__(
@@ -113,32 +107,21 @@ class InferenceSession(SessionMethods):
         batching: Batching | None = None,
         fallback: str | None = None,
         isolate: bool | None = None,
-        hosts: str | None = None,
-        timeout: float | None = None,
-        replicas: int | None = None,
-        remote_shell: str | None = None,
-        interface: str | None = None,
         **further: Any,
     ) -> None:
         max_in_flight = check_in_flight(max_in_flight, "max_in_flight")
         opened = open_bundle(path_or_bytes)
-        self._arguments = accept_arguments(opened, sess_options, providers, provider_options, further, type(self))
+        others = [name for name in further if name not in FURTHER]
+        options = {name: further.pop(name) for name in others if is_runtime_option(runtime, name)}
+        known = [name for options in list_runtime_options().values() for name in options] if others else []
+        self._arguments = accept_arguments(
+            opened, sess_options, providers, provider_options, further, type(self), known
+        )
         trace = trace or self._arguments.profile_prefix is not None
-        runtime_class = cast("type[Runtime]", find_plugin("runtimes", runtime))
-        if opened.manifest.states and not runtime_class.keeps_state:
+        created = create_runtime(runtime, fallback=fallback, isolate=isolate or None, **options)
+        if opened.manifest.states and not created.keeps_state:
             hint = "use --runtime onnxruntime, or compile without --state"
             raise UsageError("U045", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
-        created = create_runtime(
-            runtime_class,
-            runtime,
-            fallback=fallback,
-            isolate=isolate or None,
-            hosts=hosts,
-            timeout=timeout,
-            replicas=replicas,
-            remote_shell=remote_shell,
-            interface=interface,
-        )
         with use_custom_operators(custom_op_libraries):
             session = open_serving_session(opened, created, trace, max_in_flight, batching)
             self._attach(opened, session, TraceRecorder() if trace else None, is_batched=batching is not None)

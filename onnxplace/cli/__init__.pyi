@@ -13,6 +13,7 @@ from onnxplace.cli.shared_options import (
     print_text as print_text,
     seed_option as seed_option,
     shape_option as shape_option,
+    target_output_option as target_output_option,
     with_machine as with_machine,
     with_operator_libraries as with_operator_libraries,
     with_runtime as with_runtime,

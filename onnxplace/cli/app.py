@@ -24,7 +24,7 @@ import click
 from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
 from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, complete_passes, complete_runtimes, completion
-from onnxplace.cli.devices import devices, hosts, machines
+from onnxplace.cli.devices import devices, machines
 from onnxplace.cli.doctor import doctor
 from onnxplace.cli.explain import explain
 from onnxplace.cli.export import export, merge
@@ -155,7 +155,6 @@ for command in (
     place,
     devices,
     machines,
-    hosts,
     doctor,
     explain,
     completion,
@@ -262,8 +261,12 @@ def _make_usage_error(problem: click.ClickException) -> UsageError:
     command = context.command_path if context else "onnxplace"
     hint, message, name, known = f"`{command} --help` says more", problem.format_message(), "", list[str]()
     if isinstance(problem, click.NoSuchOption):
+        from onnxplace.pipeline import describe_missing
+
         options = [option for item in context.command.params for option in item.opts] if context else []
         name, known = problem.option_name, [item for item in options if item.startswith("-")]
+        if (error := describe_missing("runtime_options", name)) and "--runtime" in known:
+            return error
         message = f"no such option {name!r}"  # versions of click have other words
     elif isinstance(kind, click.Choice) and (value := _QUOTED.match(problem.message)):
         name, known = value[1], list(kind.choices)

@@ -1,4 +1,4 @@
-"""The commands `onnxplace devices`, `hosts` and `machines`: what devices there are, and what links take."""
+"""The commands `onnxplace devices` and `machines`: what devices there are, and what links take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from onnxplace.utils import format_bytes, require_writable, write_file
 
 if TYPE_CHECKING:
     from onnxplace.calibration import Calibration, LinkMeasurement
-    from onnxplace.hosts import HostLink, HostSurvey
     from onnxplace.target import Catalogue, Target
 
 
@@ -250,119 +249,6 @@ def _format_accelerator(item: Mapping[str, Any]) -> str:
     ]
     provider = f"{item['package']} {item['version']}".strip()
     return "; ".join(filter(None, (f"{item['id']}: {name}", provider, *limits)))
-
-
-# -------------------------------------------------------------------------------------------------------- several hosts
-
-
-@click.command(short_help="Show the devices of several hosts, and measure links.")
-@click.option("--hosts", required=True, metavar="node1,node2", help="Two or more hosts; or node[1-4], or @hostfile.")
-@click.option(
-    "--devices", metavar="cpu:0,cpu:1", default="", help="Devices of each host  [default: those of `devices`]"
-)
-@click.option("--seconds", type=float, help="Approximate time to measure links  [default: 10]")
-@click.option("--remote-shell", default="ssh", show_default=True, metavar="PROGRAM", help="Runs a command on a host.")
-@click.option("--interface", default="", metavar="eth0", help="Network for messages  [default: MPI's choice]")
-@click.option("--timeout", type=FiniteNumber(min=0.1), default=30.0, show_default=True, help="To reach a host.")
-@target_output_option
-@as_json
-def hosts(
-    hosts: str,
-    devices: str,
-    seconds: float | None,
-    remote_shell: str,
-    interface: str,
-    timeout: float,
-    output: Path | None,
-    json_: bool,
-) -> None:
-    """Show the devices of several hosts, and measure the links between them.
-
-    With -o, write a target of all of them for `compile --target` and `plan --target`. Every host needs onnxplace[mpi]
-    of the same version at the same path. Messages are neither encrypted nor authenticated: use trusted networks only.
-    """
-    from onnxplace.hosts import DEFAULT_SECONDS, Connection, parse_hosts, survey_hosts
-    from onnxplace.target import format_target
-
-    names = parse_hosts(hosts)
-    if output:
-        require_writable(output)
-    with show_progress(json_, "reaching hosts") as observer:
-        survey = survey_hosts(
-            names,
-            devices=devices,
-            seconds=DEFAULT_SECONDS if seconds is None else seconds,
-            connection=Connection(remote_shell, interface, timeout),
-            observer=observer,
-        )
-    if output:
-        text = f"{_format_survey_heading(survey)}\n{format_target(survey.target)}"
-        write_file(output, lambda stream: stream.write(text.encode()))
-    if json_:
-        print_json({**_build_survey_json(survey), **({"output": str(output)} if output else {})})
-        return
-    print_text(format_survey(survey))
-    if output:
-        print_text(f"target: {output}")
-
-
-def _format_survey_heading(survey: HostSurvey) -> str:
-    """Return the comments on top of a target file."""
-    versions = ", ".join(f"{name} {version}" for name, version in survey.hosts[0].versions.items() if version)
-    source = f"links between hosts measured by `onnxplace hosts`: {datetime.date.today()}"
-    return f"# hosts: {', '.join(host.name for host in survey.hosts)}\n# {source}, {versions}"
-
-
-def _build_survey_json(survey: HostSurvey) -> dict[str, Any]:
-    """Return hosts and links as plain data."""
-    return {
-        "hosts": [
-            {
-                "name": host.name,
-                "versions": dict(host.versions),
-                "devices": [asdict(item) for item in host.target.devices],
-            }
-            for host in survey.hosts
-        ],
-        "links": [_build_host_link_json(link) for link in survey.links],
-    }
-
-
-def _build_host_link_json(link: HostLink) -> dict[str, Any]:
-    return {
-        "hosts": list(link.hosts),
-        "latency_seconds": link.to_links()[0].latency_seconds,
-        "bytes_per_second": link.fit.bytes_per_second,
-        "message_seconds": link.fit.latency_seconds,
-        "assumed_waking_seconds": link.waking_seconds,
-        "worst_relative_error": link.fit.worst_error,
-        "points": [asdict(point) for point in link.fit.points],
-    }
-
-
-def format_survey(survey: HostSurvey) -> str:
-    """Return a survey on one screen: devices of hosts, and links between them."""
-    rows = [
-        (
-            f"{host.name}/{item.id}",
-            format_count(item.cores, "core") if item.is_host else item.model,
-            format_bytes(item.memory_bytes),
-        )
-        for host in survey.hosts
-        for item in host.target.devices
-    ]
-    links = [
-        (
-            " - ".join(link.hosts),
-            f"{link.fit.latency_seconds * 1e6:.1f} us",
-            f"{link.waking_seconds * 1e6:.0f} us",
-            f"{link.fit.bytes_per_second / 1e9:.3g} GB/s",
-            f"{link.fit.worst_error:.0%}",
-        )
-        for link in survey.links
-    ]
-    header = ("hosts", "message, measured", "waking, assumed", "bandwidth", "worst error of the fit")
-    return f"{format_table(('device', 'hardware', 'memory'), rows, left=2)}\n\n{format_table(header, links)}"
 
 
 # -------------------------------------------------------------------------------------------------------- the catalogue

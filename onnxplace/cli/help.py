@@ -1,10 +1,13 @@
-"""The help of commands with many options: in groups, and those of several hosts in one command only."""
+"""Commands with many options: their help in groups, and the options that plugins add to runtimes."""
 
 from __future__ import annotations
 
-import click
+from collections.abc import Sequence
+from typing import Any
 
-SEVERAL_HOSTS = "Several hosts, with --runtime mpi"
+import click
+from click.core import ParameterSource
+
 # Groups in their order, with the parameters of all commands that belong there; others come last.
 GROUPS = {
     "Devices": "devices target machine save_target max_memory links strict runtime fallback",
@@ -24,30 +27,74 @@ GROUPS = {
         "explain diff output outputs link_weights force report trace record save save_every log plot export json_ "
         "quiet verbose _click_default_help"
     ),
-    SEVERAL_HOSTS: "hosts replicas start_timeout remote_shell interface",
 }
-# The command whose help describes the options of several hosts.
-DESCRIBES_HOSTS = "run"
+# The command whose help describes the options that plugins add to runtimes.
+DESCRIBES_RUNTIMES = "run"
+# Under this name, the context of a command has these options, if its line may name one.
+_META_KEY = "onnxplace.runtime_options"
 # Longer flags have a line of their own.
 COLUMN = 30
 Row = tuple[str, str]
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has its options in groups."""
+    """A command whose help has its options in groups; if it takes `--runtime`, also those that plugins add to runtimes.
+
+    To find the plugins takes as long as to open a small bundle, so it does that only where an option is not its own.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the line."""
+        own = {flag for item in self.params for flag in item.opts}
+        if ctx.resilient_parsing or any(item.partition("=")[0] not in own for item in args if item.startswith("--")):
+            self.add_runtime_options(ctx)
+        return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters, with those that were added."""
+        added = [option for group in ctx.meta.get(_META_KEY, {}).values() for option in group.values()]
+        return [*super().get_params(ctx), *added]
+
+    def add_runtime_options(self, ctx: click.Context) -> None:
+        """Add the options of plugins to the parameters in this context."""
+        from onnxplace.pipeline import list_runtime_options
+
+        taken = {word for item in self.params for word in (item.name, *item.opts)}
+        added: dict[str, dict[str, click.Option]] = {}
+        for runtime, options in list_runtime_options().items() if "--runtime" in taken else ():
+            added[runtime] = {
+                key: option for key, option in options.items() if taken.isdisjoint((option.name, *option.opts))
+            }
+            taken |= {word for option in options.values() for word in (option.name, *option.opts)}
+        ctx.meta[_META_KEY] = added
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options."""
+        self.add_runtime_options(ctx)
         options = [item for item in self.get_params(ctx) if isinstance(item, click.Option)]
         rows = {str(item.name): row for item in options if (row := item.get_help_record(ctx))}
         width = min(max(len(flags) for flags, _ in rows.values()), COLUMN)
         for title, names in GROUPS.items():
-            own = [rows.pop(name) for name in names.split() if name in rows]
-            if title == SEVERAL_HOSTS and own and self.name != DESCRIBES_HOSTS:
+            _write_group(formatter, title, _pop_rows(rows, names.split()), width)
+        for runtime, added in ctx.meta[_META_KEY].items():
+            own = _pop_rows(rows, [str(option.name) for option in added.values()])
+            if own and self.name != DESCRIBES_RUNTIMES:
                 flags = ", ".join(flag.split()[0] for flag, _ in own)
-                own = [(flags, f"`onnxplace {DESCRIBES_HOSTS} --help` describes them.")]
-            _write_group(formatter, title, own, width)
+                own = [(flags, f"`onnxplace {DESCRIBES_RUNTIMES} --help` describes them.")]
+            _write_group(formatter, f"With --runtime {runtime}", own, width)
         _write_group(formatter, "Other options", list(rows.values()), width)
+
+
+def _pop_rows(rows: dict[str, Row], names: Sequence[str]) -> list[Row]:
+    return [rows.pop(name) for name in names if name in rows]
+
+
+def take_runtime_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options that plugins add to runtimes; return those that are given, by argument of the runtime."""
+    context = click.get_current_context()
+    added = [item for group in context.meta.get(_META_KEY, {}).values() for item in group.items()]
+    values = [(key, given.pop(option.name), context.get_parameter_source(option.name)) for key, option in added]
+    return {key: value for key, value, source in values if source is not ParameterSource.DEFAULT}
 
 
 def _write_group(formatter: click.HelpFormatter, title: str, rows: list[Row], width: int) -> None:

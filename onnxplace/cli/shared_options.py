@@ -22,6 +22,7 @@ from onnxplace.cli.completion import (
     complete_placers,
     complete_runtimes,
 )
+from onnxplace.cli.help import take_runtime_options
 from onnxplace.cli.terminal import (
     as_json as as_json,
     format_json as format_json,
@@ -71,16 +72,6 @@ _RUNTIME_OPTIONS = (
         help="`onnxplace runtimes` lists them.",
     ),
     click.option("--fallback", metavar="cpu:0", help="Takes over the segments of a device that is lost."),
-    click.option("--hosts", metavar="node1:1,node2:1", help="Hosts, and how many devices may run on each."),
-    click.option("--replicas", type=int, metavar="N", help="Copies of the bundle, on slots of their own  [default: 1]"),
-    click.option(
-        "--start-timeout",
-        type=FiniteNumber(min=0.1),
-        metavar="SECONDS",
-        help="Time for processes to start and open the bundle  [default: 30]",
-    ),
-    click.option("--remote-shell", metavar="PROGRAM", help="Runs a command on a host  [default: ssh]"),
-    click.option("--interface", metavar="eth0", help="Network for messages  [default: MPI's choice]"),
 )
 seed_option = click.option(
     "--seed",
@@ -153,9 +144,8 @@ def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(command)
-    def run(*arguments: Any, start_timeout: float | None, **options: Any) -> None:
-        names = ("runtime", "fallback", "hosts", "replicas", "remote_shell", "interface")
-        session_options = {**{name: options.pop(name) for name in names}, "timeout": start_timeout}
+    def run(*arguments: Any, **options: Any) -> None:
+        session_options = {name: options.pop(name) for name in ("runtime", "fallback")} | take_runtime_options(options)
         with warnings.catch_warnings():
             # `note_left_out_copies` says so at the end.
             warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)

@@ -8,6 +8,7 @@ from onnxplace.drop_in.run_arguments import (
     run_with_options as run_with_options,
 )
 from onnxplace.drop_in.session_arguments import (
+    FURTHER as FURTHER,
     SessionArguments as SessionArguments,
     accept_arguments as accept_arguments,
     open_bundle as open_bundle,

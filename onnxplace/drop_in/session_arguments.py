@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ IGNORED_CODE = "U087"
 _NOTE = f"note[{IGNORED_CODE}]:"
 CPU_PROVIDER = "CPUExecutionProvider"
 # Keywords that ONNX Runtime takes beyond its signature. It never matters here that it would fall back.
-_FURTHER = ("enable_fallback", "disabled_optimizers", "read_config_from_model")
+FURTHER = ("enable_fallback", "disabled_optimizers", "read_config_from_model")
 # Session options that have an effect here.
 _HONOURED = ("enable_profiling", "profile_file_prefix")
 # Session options that say what is logged: a result never depends on them.
@@ -68,17 +68,19 @@ def accept_arguments(
     provider_options: Sequence[dict[Any, Any]] | None,
     further: Mapping[str, Any],
     session_type: type,
+    more_names: Iterable[str] = (),
 ) -> SessionArguments:
     """Check arguments that were written for ONNX Runtime; warns once about those that have no effect.
 
     Raises UsageError, also a TypeError or ValueError as in ONNX Runtime, for arguments of a wrong kind. `session_type`
-    has the arguments that may have been meant.
+    has the arguments that may have been meant, besides `more_names`.
     """
     for name in further:
-        if name not in _FURTHER:
-            known = [*inspect.signature(session_type).parameters, *_FURTHER]
-            raise argument_error(TypeError, f"there is no argument {name!r}", hint=suggest_nearest(name, known))
-    ignored = [f"{name}={format_value(further[name])}" for name in _FURTHER[1:] if further.get(name)]
+        if name not in FURTHER:
+            known = [*inspect.signature(session_type).parameters, *more_names, *FURTHER]
+            hint = suggest_nearest(name, known)
+            raise argument_error(TypeError, f"there is no argument {name!r}", hint=hint)
+    ignored = [f"{name}={format_value(further[name])}" for name in FURTHER[1:] if further.get(name)]
     prefix = None
     if session_options is not None:
         ignored += [*_list_ignored_options(session_options), *_list_given_weights(bundle, session_options)]

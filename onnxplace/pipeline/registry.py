@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module, metadata
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from onnxplace.errors import PluginError, UsageError, suggest_nearest
 
-Kind = Literal["passes", "runtimes", "commands", "sources"]
+if TYPE_CHECKING:
+    from onnxplace.runtime import Runtime
+
+Kind = Literal["passes", "runtimes", "runtime_options", "commands", "sources"]
 OWN_DISTRIBUTION = "onnxplace"
-NOUNS: Mapping[Kind, str] = {"passes": "pass", "runtimes": "runtime", "commands": "command", "sources": "source"}
+NOUNS: Mapping[Kind, str] = {
+    "passes": "pass", "runtimes": "runtime", "runtime_options": "option", "commands": "command", "sources": "source",
+}  # fmt: skip
 
 # Class and summary of each built-in pass. The module in `passes/` has the name of the pass.
 _PASSES = {
@@ -50,7 +56,6 @@ _PASSES = {
 # The same for `runtimes/`.
 _RUNTIMES = {
     "onnxruntime": ("OnnxRuntime", "run segments with ONNX Runtime, a worker per device"),
-    "mpi": ("Mpi", "run segments with ONNX Runtime, a process per device, on one host or several"),
     "simulated": ("Simulated", "run nothing; return the predicted timeline"),
 }
 
@@ -74,11 +79,22 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
 OFFERED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
     {
         "passes": dict.fromkeys(("placeto", "hierarchical", "go", "guided"), "onnxplace-learned"),
-        "runtimes": {},
-        "commands": dict.fromkeys(("learn", "study"), "onnxplace-learned"),
+        "runtimes": {"mpi": "onnxplace-hosts"},
+        "runtime_options": dict.fromkeys(
+            ("--hosts", "--replicas", "--start-timeout", "--remote-shell", "--interface"), "onnxplace-hosts"
+        ),
+        "commands": {**dict.fromkeys(("learn", "study"), "onnxplace-learned"), "hosts": "onnxplace-hosts"},
         "sources": {},
     }
 )
+_INSTALL_HINTS = {
+    "onnxplace-learned": "in a checkout of onnxplace: pip install -e plugins/onnxplace-learned",
+    "onnxplace-hosts": "pip install 'onnxplace[mpi]'; in a checkout of onnxplace: pip install -e '.[mpi]'",
+}
+# Runtimes that are parts of this distribution are listed by what they do.
+_SUMMARIES = {
+    "onnxplace_hosts.mpi:Mpi": "run segments with ONNX Runtime, a process per device, on one host or several",
+}
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,8 @@ def list_entries(kind: Kind) -> Mapping[str, RegistryEntry]:
             table[point.name] = replace(known, summary=f"{known.summary}; that of {distribution} is ignored")
         else:
             origin = "" if distribution == OWN_DISTRIBUTION else distribution
-            table[point.name] = RegistryEntry(point.name, point.value, f"plugin from {distribution}", origin)
+            summary = _SUMMARIES.get(point.value, f"plugin from {distribution}")
+            table[point.name] = RegistryEntry(point.name, point.value, summary, origin)
     return MappingProxyType(table)
 
 
@@ -129,17 +146,62 @@ def find_plugin(kind: Literal["passes", "runtimes"], name: str) -> type:
     return plugin
 
 
+def describe_missing(kind: Kind, name: str) -> UsageError | None:
+    """Return the error for what a plugin of this repository would add if it were installed."""
+    if (plugin := OFFERED[kind].get(name)) is None or name in list_entries(kind):
+        return None
+    # All passes that these plugins add are placers, the word of the option that names them.
+    noun = "placer" if kind == "passes" else NOUNS[kind]
+    message = f"{noun} {name!r} is part of the plugin {plugin}, which is not installed"
+    return UsageError("U001", message, hint=_INSTALL_HINTS[plugin])
+
+
+def create_runtime(name: str, **options: Any) -> Runtime:
+    """Return a runtime with the options that are not None.
+
+    Raises UsageError if there is no such runtime, or it does not have them, and PluginError.
+    """
+    runtime_class = find_plugin("runtimes", name)
+    chosen = {key: value for key, value in options.items() if value is not None}
+    for key in chosen:
+        if key not in inspect.signature(runtime_class).parameters:
+            owners = dict.fromkeys(("fallback", "isolate"), "onnxruntime")
+            owners |= {option: owner for owner, options in list_runtime_options().items() for option in options}
+            hint = (
+                f"leave it out, or use the runtime {owners[key]}, which has {key}" if key in owners else "leave it out"
+            )
+            raise UsageError("U045", f"runtime {name!r} has no option {key!r}", where=key, hint=hint)
+    runtime: Runtime = runtime_class(**chosen)
+    return runtime
+
+
+def is_runtime_option(name: str, option: str) -> bool:
+    """Return whether a runtime, or any other one whose plugin adds its options to commands, has an option."""
+    parameters = inspect.signature(find_plugin("runtimes", name)).parameters
+    return option in parameters or any(option in found for found in list_runtime_options().values())
+
+
+@cache
+def list_runtime_options() -> Mapping[str, Mapping[str, Any]]:
+    """Import and return the options, each a `click.Option`, that plugins add to commands, by runtime and its argument.
+
+    Those of a broken plugin are left out: its runtime fails on use.
+    """
+    found = {}
+    for name in list_entries("runtime_options"):
+        with suppress(PluginError):
+            found[name], _ = load_plugin("runtime_options", name)
+    return MappingProxyType({name: options for name, options in found.items() if isinstance(options, Mapping)})
+
+
 def load_plugin(kind: Kind, name: str) -> tuple[Any, RegistryEntry]:
     """Import and return what a name stands for, and its entry; raises UsageError or PluginError."""
     noun, builtin = NOUNS[kind], BUILTIN.get(kind, {}).get(name)
     # To list the plugins of all installed distributions takes 10 ms, a fifth of opening a small bundle.
     known = {name: RegistryEntry(name, *builtin)} if builtin else list_entries(kind)
     if name not in known:
-        if plugin := OFFERED[kind].get(name):
-            # All passes that these plugins add are placers, the word of the option that names them.
-            offered = "placer" if kind == "passes" else noun
-            message = f"{offered} {name!r} is part of the plugin {plugin}, which is not installed"
-            raise UsageError("U001", message, hint=f"in a checkout of onnxplace: pip install -e plugins/{plugin}")
+        if error := describe_missing(kind, name):
+            raise error
         hint = f"{suggest_nearest(name, known)} (`onnxplace {kind}` lists them)"
         raise UsageError("U001", f"unknown {noun} {name!r}", hint=hint)
     entry = known[name]

@@ -33,4 +33,4 @@ from onnxplace.runtimes.execution.segments import (
     open_routes as open_routes,
 )
 from onnxplace.runtimes.execution.sessions import EngineSession as EngineSession
-from onnxplace.runtimes.execution.workers import Worker as Worker
+from onnxplace.runtimes.execution.workers import Worker as Worker, WorkerThread as WorkerThread

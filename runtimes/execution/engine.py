@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.host_memory import HostMemory, return_freed_memory
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
 from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice, choose_route
-from onnxplace.runtimes.execution.workers import Worker, WorkLoop
+from onnxplace.runtimes.execution.workers import Worker, WorkerThread, WorkLoop
 from onnxplace.utils import start_thread
 
 # The ends of all engines of a process: at the end of the interpreter, and in a forked child.
@@ -85,11 +85,10 @@ END_GRACE_SECONDS = 2.0
 
 
 class Engine(WorkLoop):
-    """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
+    """An open bundle at work. Its threads keep it alive until it is closed or abandoned.
 
-    request_class: ClassVar[type[Request]] = Request
-    callers_seconds: ClassVar[float] = float("inf")
-    """How long callers do their part at most; the rest is left to workers."""
+    With a `worker`, which does all of the work in their place, there is one device.
+    """
 
     def __init__(
         self,
@@ -99,8 +98,9 @@ class Engine(WorkLoop):
         trace: bool,
         max_in_flight: int,
         fallback: Fallback | None = None,
+        worker: Worker | None = None,
     ) -> None:
-        super().__init__(bundle, devices, routes, trace)
+        super().__init__(bundle, devices, routes, trace, worker)
         self._fallback = fallback
         self._max_in_flight = max_in_flight
         self._numbers = itertools.count()
@@ -111,11 +111,22 @@ class Engine(WorkLoop):
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
         self._conversations = weakref.WeakSet((self._states,))
         """Sets of states that are freed with the session; an own set belongs to the handle of its conversation."""
+        if worker is not None:
+            worker.engine = self
+            self._use_one_device(*devices.values())
+        work = self.work if worker is None else worker.work
         # One thread per device follows programs; devices that run ahead have one more, which waits for their results.
-        self._workers = [Worker(device, self.work) for device in devices.values()]
-        self._workers += [Worker(devices[device], self.deliver, " deliveries") for device in self._deliveries]
-        self._workers += [Worker(item.device, item.read, WEIGHTS_PART) for item in self._weight_loaders.values()]
+        self._workers = [WorkerThread(device, work) for device in devices.values()]
+        self._workers += [WorkerThread(devices[device], self.deliver, " deliveries") for device in self._deliveries]
+        self._workers += [WorkerThread(item.device, item.read, WEIGHTS_PART) for item in self._weight_loaders.values()]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
+
+    def _use_one_device(self, device: PlacedDevice) -> None:
+        """Take all values for those of one device."""
+        merged = {name: value for names in self._state_table.value_names.values() for name, value in names.items()}
+        self._state_table.value_names = {device.id: merged} if merged else {}
+        self._producers = dict.fromkeys(self._producers, device.id)
+        self._first_device = device
 
     def start(self) -> None:
         """Start the workers; an interrupt meanwhile ends those that have started."""
@@ -128,15 +139,6 @@ class Engine(WorkLoop):
         except BaseException:
             self.abandon()
             raise
-
-    @property
-    def failure(self) -> ExecutionError | None:
-        """Return the error after which it accepts no requests; None while it works."""
-        return self._broken
-
-    def read_remote_delays(self) -> Mapping[str, int]:
-        """Return how long threads of other processes waited for a core: here, there are none."""
-        return {}
 
     def list_copies(self) -> tuple[CopyStatus, ...]:
         """Return the bundle as its one copy, if processes of its own run it, which are opened again."""
@@ -160,7 +162,8 @@ class Engine(WorkLoop):
         """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
         self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
         output_names = self._returned_names.union(states) if states else self._returned_names
-        request = self.request_class(next(self._numbers), feeds, self._routes[0], output_names, conversation, future)
+        request_class = Request if self.worker is None else self.worker.request_class
+        request = request_class(next(self._numbers), feeds, self._routes[0], output_names, conversation, future)
         for key, value in self._run_entries:
             request.options.add_run_config_entry(key, value)
         return request
@@ -188,18 +191,18 @@ class Engine(WorkLoop):
         That saves waking a worker and being woken by it, about 100 us. The thread stays on its cores. With a timeout
         that is shorter than callers do parts, workers do all of them, so that this thread can stop waiting.
         """
-        if isinstance(threading.current_thread(), Worker):
+        if isinstance(threading.current_thread(), WorkerThread):
             hint = "start it from another thread, or use run_async, whose callbacks may run the session"
             message = "run was called by a callback on a device's worker thread, which would wait for itself"
             raise ExecutionError("X006", message, where=threading.current_thread().name, hint=hint)
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            does_part = timeout is None or timeout > self.callers_seconds
+            does_part = timeout is None or (self.worker is not None and timeout > self.worker.callers_seconds)
             self._admit(request, self._first_device if does_part else None, deadline)
             if request.callers_device:
                 device = self._devices[request.callers_device]
                 self._run_callers_part(device, request)
-                self._finish_part(request, device.id)
+                self.finish_part(request, device.id)
                 if device.id in self._bells:
                     self._bells[device.id].watch(lambda: request.future.is_finished, self._bells[CALLERS])
             return request.future.result(None if deadline is None else max(deadline - time.monotonic(), 0))
@@ -215,6 +218,9 @@ class Engine(WorkLoop):
 
     def _run_callers_part(self, device: PlacedDevice, request: Request) -> None:
         """Do a device's part of a request in the thread of its caller."""
+        if self.worker is not None:
+            self.worker.run_part(request)
+            return
         with interruptible(request.stop):
             self._run_part(device, request)
 
@@ -227,17 +233,16 @@ class Engine(WorkLoop):
             self._wake()  # workers that an interrupt kept from their token get it here
             if not wakeup.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0)):
                 raise TimeoutError
-        self._announce(request)
+        if self.worker is not None:
+            self.worker.offer(request)
+        else:
+            self._wake(request.callers_device)
         if not self._devices:
-            self._finish_part(request, "")
-
-    def _announce(self, request: Request) -> None:
-        """Let workers begin with a request that is in flight."""
-        self._wake(request.callers_device)
+            self.finish_part(request, "")
 
     def _try_admit(self, request: Request, callers_device: PlacedDevice | None) -> threading.Lock | None:
         """Put a request in flight; returns a lock to wait for if no slot is free."""
-        with self._lock:
+        with self.lock:
             if self._broken is not None:
                 raise self._broken
             if self._closed:
@@ -246,7 +251,7 @@ class Engine(WorkLoop):
                 hint = "open another one: session.conversation()"
                 raise ExecutionError("X002", "the conversation is closed", where=str(self.bundle.path), hint=hint)
             # A callback on a worker does not wait: its own worker may have to free a slot.
-            if len(self._in_flight) >= self._max_in_flight and not isinstance(threading.current_thread(), Worker):
+            if len(self._in_flight) >= self._max_in_flight and not isinstance(threading.current_thread(), WorkerThread):
                 return self._request_changes.enter()
             route = conversation.route or self._choose_route()
             request.take_route(route)
@@ -281,15 +286,15 @@ class Engine(WorkLoop):
         """End a request that its caller abandons; workers stop at the end of a node."""
         if isinstance(failure, (KeyboardInterrupt, SystemExit)):
             failure = ExecutionError("X011", "the caller was interrupted", where=str(self.bundle.path))
-        self._fail(request, failure)
+        self.fail(request, failure)
         if request.callers_device:
-            self._finish_part(request, request.callers_device)
+            self.finish_part(request, request.callers_device)
         self._wake()
 
     def _abort_run(self, request: Request, failure: BaseException, timeout: float | None) -> BaseException:
         """End the request of a failing `run`; returns the error to raise."""
         if request.future.is_finished:
-            self._wake()  # an interrupt may have kept `_finish_part` from it
+            self._wake()  # an interrupt may have kept `finish_part` from it
             return failure
         reason = self._timeout_error(request, timeout) if isinstance(failure, TimeoutError) else failure
         self._cancel(request, reason)
@@ -331,7 +336,7 @@ class Engine(WorkLoop):
             if loader.device is device:
                 loader.end()
                 self._weight_loaders[key] = loader.reopen()
-                self._workers.append(Worker(device, self._weight_loaders[key].read, WEIGHTS_PART))
+                self._workers.append(WorkerThread(device, self._weight_loaders[key].read, WEIGHTS_PART))
                 start_thread(self._workers[-1])
 
     # -- conversations ------------------------------------------------------------------------------------
@@ -345,7 +350,7 @@ class Engine(WorkLoop):
         """Return an own set of states; its requests do not wait for those of others."""
         self._require_own_process()
         conversation = CarriedStates(self._state_table, next(self._conversation_numbers))
-        with self._lock:
+        with self.lock:
             if self._closed:
                 raise self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
             self._conversations.add(conversation)
@@ -353,7 +358,7 @@ class Engine(WorkLoop):
 
     def reset_state(self, conversation: CarriedStates) -> None:
         """Discard states before the next request, or at once if none is in flight."""
-        with self._lock:
+        with self.lock:
             conversation.reset_pending = True
             if not self._is_busy(conversation):
                 conversation.clear()
@@ -376,7 +381,7 @@ class Engine(WorkLoop):
         """Call a function when no request of a conversation is in flight; raises ExecutionError if it is closed."""
         self._require_own_process()
         while True:
-            with self._lock:
+            with self.lock:
                 if self._closed or conversation.closed:
                     raise self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
                 if not self._is_busy(conversation):
@@ -389,11 +394,11 @@ class Engine(WorkLoop):
         conversation.closed = True
         if os.getpid() != self._process:
             return
-        with self._lock:
+        with self.lock:
             if not self._is_busy(conversation):
                 conversation.clear()
         if self._drain(timeout, conversation):
-            with self._lock:
+            with self.lock:
                 conversation.clear()
 
     # -- the end ------------------------------------------------------------------------------------
@@ -434,12 +439,14 @@ class Engine(WorkLoop):
 
     def _drain(self, timeout: float | None, conversation: CarriedStates | None = None) -> bool:
         """Wait for requests in flight, of one conversation or of all; return whether this thread may wait for them."""
-        with self._lock:
+        with self.lock:
             self._request_changes.wake()  # callers that wait for a slot
-        if isinstance(threading.current_thread(), Worker):
+        if isinstance(threading.current_thread(), WorkerThread):
             return False  # a callback: workers end by themselves after requests in flight, which store no states
         try:
             self._wait_for_requests(timeout, conversation)
+            if self.worker is not None and conversation is None and self._in_flight:
+                self.worker.give_up()
         except BaseException:  # an interrupt: do not wait for them any longer
             self.end_requests(conversation)
             raise
@@ -450,8 +457,8 @@ class Engine(WorkLoop):
         limit = None if timeout is None else time.monotonic() + timeout
         ended = False
         while True:
-            with self._lock:
-                requests = self._list_in_flight(conversation)
+            with self.lock:
+                requests = self.list_in_flight(conversation)
                 if not requests:
                     return
                 alive = any(request.failure is None for request in requests)
@@ -466,16 +473,11 @@ class Engine(WorkLoop):
                 continue
             wakeup.acquire(timeout=-1 if limit is None else max(limit - time.monotonic(), 0))
 
-    def _list_in_flight(self, conversation: CarriedStates | None) -> list[Request]:
-        """Return the requests in flight, of one conversation or of all."""
-        requests = list(self._in_flight.values())
-        return [item for item in requests if conversation is None or item.conversation is conversation]
-
     def end_requests(self, conversation: CarriedStates | None = None) -> None:
         """Let requests in flight fail, of one conversation or of all, without waiting for them."""
         what = "session" if conversation is None else "conversation"
-        for request in self._list_in_flight(conversation):
-            self._fail(request, ExecutionError("X002", f"the {what} was closed", where=str(self.bundle.path)))
+        for request in self.list_in_flight(conversation):
+            self.fail(request, ExecutionError("X002", f"the {what} was closed", where=str(self.bundle.path)))
         self._wake()
 
 

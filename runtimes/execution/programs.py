@@ -99,7 +99,7 @@ class ProgramLoop(ABC):
     def _follow_steps(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> Iterator[Condition]:
         home = request.route.programs[device.id]
         bell = self._bells.get(device.id)
-        stored, states = self._take_states(request), self._state_table.value_names.get(home, {})
+        stored, states = self.take_states(request), self._state_table.value_names.get(home, {})
         values = {
             name: device.memory.feed(request.feeds[name], self._types[name])
             for name in self._read_inputs[home]
@@ -242,7 +242,7 @@ class ProgramLoop(ABC):
         )
 
     @abstractmethod
-    def _take_states(self, request: Request) -> dict[str, Any]:
+    def take_states(self, request: Request) -> dict[str, Any]:
         """Return the carried states of a request, by state input; each device removes its own."""
 
 

@@ -104,10 +104,6 @@ class EngineSession(EngineConversation):
         """Return the error that has ended the engine; None while it works."""
         return self.engine.failure
 
-    def read_remote_delays(self) -> Mapping[str, int]:
-        """Return how long threads of other processes waited for a core."""
-        return self.engine.read_remote_delays()
-
     def list_copies(self) -> tuple[CopyStatus, ...]:
         """Return the bundle as its one copy, if processes of its own run it, which are opened again."""
         return self.engine.list_copies()

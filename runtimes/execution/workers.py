@@ -16,9 +16,10 @@ import queue
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, OnnxplaceError
@@ -42,23 +43,71 @@ if TYPE_CHECKING:
 OWNER_CHECK_SECONDS = 3.0
 
 
-class Worker(threading.Thread):
+class WorkerThread(threading.Thread):
     """A thread of an engine for one device: it follows the program, or does another part of the work."""
 
     def __init__(self, device: PlacedDevice, work: Callable[[PlacedDevice], None], part: str = "") -> None:
         super().__init__(target=work, args=(device,), name=f"onnxplace {device.id}{part}", daemon=True)
 
 
+class Worker(ABC):
+    """Does all of an engine's work in place of a thread for each device, such as by messages to other processes.
+
+    To its engine it is one device, which makes all values and has all carried states. One thread of the engine is in
+    `work`; the other methods are called by any thread, also in several at once. The worker takes requests from
+    `engine.next_request`, and their states by `engine.take_states`. It leaves `outputs`, `next_states` and `events` in
+    a request, and ends it by `engine.finish_part`, after `engine.fail` if it has failed. It may be interrupted at any
+    step in a caller's thread, and then be called again.
+    """
+
+    request_class: ClassVar[type[Request]] = Request
+    callers_seconds: ClassVar[float] = float("inf")
+    """How long callers do their part at most; the rest is left to `work`."""
+    engine: WorkLoop
+    """The engine, which sets it."""
+
+    @abstractmethod
+    def work(self, device: PlacedDevice) -> None:
+        """Do the work of requests until `engine.is_finished`."""
+
+    @abstractmethod
+    def offer(self, request: Request) -> None:
+        """Begin with a request that is in flight, unless its caller does so: then `run_part` follows."""
+
+    @abstractmethod
+    def run_part(self, request: Request) -> None:
+        """Do what helps a request, in the thread of its caller."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Let `work` look for requests that have failed, and for the end of the engine; also called in finalizers."""
+
+    @abstractmethod
+    def finished(self, request: Request) -> bool:
+        """Return whether all work of a request has ended, and keep nothing of it then."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """End all requests at once: the engine closes, and they did not end in time."""
+
+
 class WorkLoop(ProgramLoop):
     """The part of an engine that its threads run."""
 
     def __init__(
-        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], routes: Sequence[OpenRoute], trace: bool
+        self,
+        bundle: Bundle,
+        devices: Mapping[str, PlacedDevice],
+        routes: Sequence[OpenRoute],
+        trace: bool,
+        worker: Worker | None = None,
     ) -> None:
         super().__init__(bundle, devices, tuple(routes[0].devices), routes[0].segments, trace)
+        self.worker = worker
         self._routes = routes
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Held by whoever changes which requests are in flight, or what they wait for."""
         self._request_changes = WaitList()
         """Woken when a request ends or fails: a free slot, or the end of all."""
         self._in_flight: dict[int, Request] = {}
@@ -86,14 +135,14 @@ class WorkLoop(ProgramLoop):
         tokens, request = self._tokens[device.id], None
         try:
             with pin_thread(device.cores):
-                while not self._is_finished(device.id):
+                while not self.is_finished(device.id):
                     if device.id in self._bells:
                         self._bells[device.id].watch(lambda: not tokens.empty())
                     self._await_token(tokens)
                     while (request := self._next_request(device.id)) is not None:
                         with suppress(BaseException):  # the request has it
                             self._run_part(device, request)
-                        self._finish_part(request, device.id)
+                        self.finish_part(request, device.id)
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
             self._mark_broken(device, cause, request)
         finally:
@@ -118,11 +167,14 @@ class WorkLoop(ProgramLoop):
 
     def _next_request(self, device: str) -> Request | None:
         """Return the first ready request that needs a device; None if there is none, or its caller does that part."""
-        with self._lock:
-            for request in self._list_ready() if self._state_table.value_names else self._in_flight.values():
-                if device in request.unfinished:
-                    return None if request.callers_device == device else request
-        return None
+        request = self.next_request(lambda item: device in item.unfinished)
+        return None if request is None or request.callers_device == device else request
+
+    def next_request(self, is_wanted: Callable[[Request], bool]) -> Request | None:
+        """Return the first request, of those whose turn it is, that is wanted; None if there is none."""
+        with self.lock:
+            ready = self._list_ready() if self._state_table.value_names else self._in_flight.values()
+            return next(filter(is_wanted, ready), None)
 
     def _list_ready(self) -> list[Request]:
         """Return the requests whose turn it is, in the order in which they became ready; only workers call it."""
@@ -135,21 +187,36 @@ class WorkLoop(ProgramLoop):
                 self._ready.append(request)
         return self._ready
 
-    def _is_finished(self, device: str) -> bool:
+    def list_in_flight(self, conversation: CarriedStates | None = None) -> list[Request]:
+        """Return the requests in flight, of one conversation or of all."""
+        requests = list(self._in_flight.values())
+        return [item for item in requests if conversation is None or item.conversation is conversation]
+
+    def is_finished(self, device: str) -> bool:
         """Return whether the engine is closed and no request needs a device any more."""
-        with self._lock:
+        with self.lock:
             return self._closed and not any(device in request.unfinished for request in self._in_flight.values())
+
+    @property
+    def failure(self) -> ExecutionError | None:
+        """Return the error after which it accepts no requests; None while it works."""
+        return self._broken
+
+    def refuse(self, failure: ExecutionError) -> None:
+        """Accept no requests from now on, with this error, unless there is one already."""
+        self._broken = self._broken or failure
+        self._closed = True
 
     def _mark_broken(self, device: PlacedDevice, cause: BaseException, current: Request | None) -> None:
         """Fail all requests after a worker died, also the one that it was delivering: no thread may wait for it."""
         message = f"its worker died: {type(cause).__name__}: {cause}".rstrip(": ")
         self._broken = ExecutionError("X005", message, where=device.id, hint="open a new session")
         self._closed = True
-        with self._lock:  # a request that is admitted meanwhile is in this list, or its caller sees the failure
+        with self.lock:  # a request that is admitted meanwhile is in this list, or its caller sees the failure
             requests = list(self._in_flight.values())
         for request in requests:
-            self._fail(request, self._broken)
-            self._finish_part(request, device.id)
+            self.fail(request, self._broken)
+            self.finish_part(request, device.id)
         if current is not None and current.deliverer == device.id:
             current.fail(self._broken)
             self._deliver_result(current)
@@ -162,18 +229,20 @@ class WorkLoop(ProgramLoop):
         except CancelledError:
             pass
         except OnnxplaceError as failure:
-            self._fail(request, failure)
+            self.fail(request, failure)
         except BaseException as failure:
             step = request.current_steps.get(device.id)
             error = describe_step_failure(failure, step, device.id)
             error.__cause__ = failure
-            self._fail(request, error)
+            self.fail(request, error)
             if not isinstance(failure, Exception) or (is_foreign_error(failure) and not is_out_of_memory(failure)):
                 raise
 
-    def _finish_part(self, request: Request, device: str) -> None:
+    def finish_part(self, request: Request, device: str) -> None:
         """Note that a device finished its part; the last device stores the states and delivers the result."""
-        with self._lock:
+        if self.worker is not None and not self.worker.finished(request):
+            return
+        with self.lock:
             request.unfinished.discard(device)
             last = not request.unfinished and request.number in self._in_flight
             checkpoints = request.checkpoints  # which its deliverer may empty at any moment
@@ -211,6 +280,10 @@ class WorkLoop(ProgramLoop):
 
     def _wake(self, excluded: str = "") -> None:
         """Make all workers look for work, except that of the device `excluded`."""
+        if self.worker is not None:
+            if not excluded:
+                self.worker.wake()
+            return
         for device, tokens in self._tokens.items():
             if device != excluded:
                 tokens.put(None)
@@ -220,10 +293,10 @@ class WorkLoop(ProgramLoop):
             for deliveries in self._deliveries.values():
                 deliveries.put(None)
 
-    def _fail(self, request: Request, failure: BaseException) -> None:
+    def fail(self, request: Request, failure: BaseException) -> None:
         """End a request with a failure."""
         request.fail(failure)
-        with self._lock:  # so that no thread is between its check and its entry in the list
+        with self.lock:  # so that no thread is between its check and its entry in the list
             self._request_changes.wake()
 
     def abandon(self) -> None:
@@ -234,14 +307,14 @@ class WorkLoop(ProgramLoop):
 
     # -- states and results ------------------------------------------------------------------------------------
 
-    def _take_states(self, request: Request) -> dict[str, Any]:
+    def take_states(self, request: Request) -> dict[str, Any]:
         """Return the stored states of a ready request; each device removes its own.
 
         Raises FeedError if a state has no value.
         """
         if not self._state_table.value_names:
             return {}
-        with self._lock:
+        with self.lock:
             if request.failure is not None:
                 raise CancelledError
             if request.states is None:  # the first worker takes them for all
@@ -296,10 +369,10 @@ class WorkLoop(ProgramLoop):
         """Wait for the enqueued work of one request after another, and finish each, until the engine is closed."""
         request = None
         try:
-            while not self._is_ended():
+            while not self.is_ended():
                 if (request := self._deliveries[device.id].get()) is not None:
                     self._settle(request)
-                    self._finish_part(request, device.id)
+                    self.finish_part(request, device.id)
                     request = None  # while this thread waits for the next one, nothing may keep its values
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
             self._mark_broken(device, cause, request)
@@ -319,15 +392,15 @@ class WorkLoop(ProgramLoop):
                 for name in [name for name in request.outputs if self._producers[name] == home]:
                     request.outputs[name] = memory.fetch(request.outputs[name])
             except OnnxplaceError as failure:
-                self._fail(request, failure)
+                self.fail(request, failure)
             except Exception as failure:  # noqa: BLE001 - the caller of the request gets it
-                self._fail(request, describe_step_failure(failure, None, device))
+                self.fail(request, describe_step_failure(failure, None, device))
         for memory, _, _ in request.checkpoints:
             with suppress(OnnxplaceError):  # of another request, which gets it itself
                 memory.settle(None)  # an idle device holds nothing for copies that ended meanwhile
         request.checkpoints = []
 
-    def _is_ended(self) -> bool:
+    def is_ended(self) -> bool:
         """Return whether the engine is closed and no request is in flight."""
-        with self._lock:
+        with self.lock:
             return self._closed and not self._in_flight

@@ -25,9 +25,11 @@ PACKAGES = {"cuda": "cuda-bindings", "google": "protobuf", "pynvml": "nvidia-ml-
 PACKAGES |= {"grpc": "grpcio", "optimum": "optimum-onnx"}
 # The extras that each folder may import from, besides the dependencies of the project.
 FOLDERS = {
-    "onnxplace": ("cpu", "gpu", "mpi", "report"),
+    "onnxplace": ("cpu", "gpu", "report"),
     "passes": ("cpu", "gpu"),
-    "runtimes": ("cpu", "gpu", "mpi"),
+    "runtimes": ("cpu", "gpu"),
+    "plugins/hosts/onnxplace_hosts": ("mpi",),
+    "plugins/hosts/tests": ("cpu", "dev"),
     "plugins/serving/onnxplace_serving": ("serve",),
     "plugins/serving/tests": ("cpu", "dev"),
     "plugins/training/onnxplace_training": ("torch", "train"),

@@ -70,17 +70,12 @@ MAY_IMPORT = {
     "runtime": "bundle errors feeds",
     "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime simulation target utils",
-    "runtimes.replicas": "bundle errors feeds runtime runtimes.execution utils",
     "serving": "bundle errors feeds runtime runtimes.execution utils",
     "drop_in": "bundle devices errors feeds machine model_metadata ort runtime serving traces utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle devices errors feeds graph machine pipeline runtime target utils",
-    "hosts": "calibration errors machine ort target utils",
-    "runtimes.ranks": "bundle devices errors hosts machine model runtime runtimes.execution target utils",
-    "runtimes": (
-        "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks runtimes.replicas target traces"
-    ),
+    "runtimes": "bundle errors feeds machine runtime runtimes.execution target traces",
     "evaluation": "bundle devices errors feeds machine model ort passes.profiling pipeline runtime target traces utils",
     "reports": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
@@ -99,7 +94,7 @@ MAY_IMPORT = {
         "testing utils"
     ),
     "cli": (
-        "benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds hosts machine "
+        "benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds machine "
         "pipeline reports runtime session target traces utils verification"
     ),
     "__main__": "cli",
@@ -204,7 +199,7 @@ def test_a_plugin_uses_only_what_wings_list(path):
 def test_nothing_imports_a_plugin():
     packages = {path.relative_to(ROOT / "plugins").parts[1] for path in PLUGIN_SOURCES}
     imported = {module.partition(".")[0] for path in MODULES.values() for module, _ in read_all_imports(path)}
-    assert {"onnxplace_learned", "onnxplace_serving", "onnxplace_training"} <= packages
+    assert {"onnxplace_hosts", "onnxplace_learned", "onnxplace_serving", "onnxplace_training"} <= packages
     assert not packages & imported
 
 

@@ -13,7 +13,7 @@ import onnxplace
 from onnxplace.bundle import Bundle
 from onnxplace.evaluation import apply_trial, run_trials
 from onnxplace.evaluation.memory_use import measure_memory
-from onnxplace.runtimes.ranks import opening
+from onnxplace_hosts.ranks import opening
 from tests.support.large_chains import LAYERS, PIPELINE, compile_chain, feed_chain, write_chain
 
 

@@ -328,6 +328,7 @@ BROKEN = {
         "m-etf": "failing:Evil",
     },
     "onnxplace.runtimes": {"fails": "failing:Anything", "stranger": "harmless:Stranger", "simulated": "failing:Evil"},
+    "onnxplace.runtime_options": {"fails": "failing:Anything", "odd": "harmless:function"},
 }
 MODULES = {
     "failing": "raise RuntimeError('the moon is in the wrong phase')",
@@ -382,6 +383,70 @@ OUT_OF_RANGE = """
         device = np.full(len(problem.graph), len(state.target.devices), dtype=np.int32)
         return commit_placement(state, problem, device, np.zeros(len(device)), self.name)
 """
+
+
+PACED = """
+import time
+import click
+from onnxplace import Runtime
+from onnxplace.pipeline import create_runtime
+
+
+class Paced(Runtime):
+    name = "paced"
+
+    def __init__(self, pace=0.0, repeat=1):
+        self._seconds = pace
+
+    def open(self, bundle, *, trace=False):
+        time.sleep(self._seconds)
+        print("opened after", self._seconds)
+        return create_runtime("onnxruntime").open(bundle, trace=trace)
+
+
+OPTIONS = {
+    "pace": click.Option(["--opening-pace"], type=float, metavar="SECONDS", help="Wait before it opens."),
+    "repeat": click.Option(["--repeat"], type=int),
+    "seconds": click.Option(["--other", "shape"]),
+}
+FLAGS = {"loud": click.Option(["--loud"], is_flag=True), "tone": click.Option(["--tone"], default="high")}
+"""
+
+
+@pytest.mark.slow
+def test_a_plugin_adds_options_of_its_runtime_to_the_commands_that_run_bundles(tmp_path, commands, compiled):
+    entries = {
+        "onnxplace.runtimes": {"paced": "paced:Paced"},
+        "onnxplace.runtime_options": {
+            "paced": "paced:OPTIONS",
+            "sung": "paced:FLAGS",
+            "fails": "failing:Anything",
+            "odd": "harmless:function",
+        },
+    }
+    install(tmp_path / "site", "acme-pace", entries, {"paced": PACED, **MODULES})
+    run, option = ["run", str(compiled)], ["--opening-pace", "0.25"]
+    ran, plain, without, listed, short, other, python = commands(
+        tmp_path / "site",
+        [*run, "--runtime", "paced", *option, "--repeat", "2", "--json", "--shape", "batch=3"],
+        [*run, "--runtime", "paced"],
+        [*run, *option],
+        ["run", "--help"],
+        ["verify", "--help"],
+        ["compile", "model.onnx", *option],
+        ["bench", str(compiled), "--runtime", "paced", "--opening-pace=0.5", "--repeat", "1", "--no-memory"],
+    ).results
+    assert ran.out.startswith("opened after 0.25\n")
+    printed = json.loads(ran.out.partition("\n")[2])
+    assert (printed["runs"], printed["outputs"]["y"]["shape"]) == (2, [3, 64])  # the command keeps its own options
+    assert plain.out.startswith("opened after 0.0\n")
+    assert (without.code, "use the runtime paced, which has pace" in without.err) == (2, True)
+    described = re.sub(r"\s+", " ", listed.out)
+    assert "With --runtime paced: --opening-pace SECONDS Wait before it opens." in described
+    assert described.count("--repeat") == 1
+    assert "--opening-pace `onnxplace run --help` describes them." in re.sub(r"\s+", " ", short.out)
+    assert (other.code, "no such option '--opening-pace'" in other.err) == (2, True)
+    assert python.out.startswith("opened after 0.5\n")
 
 
 @pytest.fixture

@@ -392,7 +392,7 @@ class PlainRuntime(Runtime):
 
 
 def test_a_runtime_without_conversations_runs_and_refuses_them(bundle, monkeypatch):
-    monkeypatch.setattr("onnxplace.session.find_plugin", lambda kind, name: PlainRuntime)
+    monkeypatch.setattr("onnxplace.pipeline.registry.find_plugin", lambda kind, name: PlainRuntime)
     with onnxplace.InferenceSession(bundle, runtime="plain") as session:
         session.run(None, make_feeds(0, **make_start()))
         session.run(None, make_feeds(1))

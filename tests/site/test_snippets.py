@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from onnxplace.pipeline import find_plugin
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 SNIPPETS = [
@@ -44,6 +46,9 @@ def list_wrong_arguments(call: ast.Call) -> Iterator[str]:
     if ast.unparse(call.func.value) != "onnxplace" or function is None:
         return
     names = set(inspect.signature(function).parameters)
+    for keyword in call.keywords:
+        if keyword.arg == "runtime" and isinstance(keyword.value, ast.Constant):
+            names |= set(inspect.signature(find_plugin("runtimes", keyword.value.value)).parameters)
     for keyword in call.keywords:
         if keyword.arg and keyword.arg not in names:
             yield f"onnxplace.{call.func.attr} takes no {keyword.arg}"

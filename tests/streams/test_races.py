@@ -241,7 +241,7 @@ def test_the_end_of_a_part_may_be_noted_again_while_its_deliverer_takes_the_requ
         request = TakenRequest(1 << 40, {}, engine._routes[0], frozenset(), engine._states, ResultFuture())
         request.remaining = [(engine._devices["fake:0"].memory, "fake:0", None)]
         engine._in_flight[request.number] = request
-        engine._finish_part(request, "fake:0")
+        engine.finish_part(request, "fake:0")
         assert request.future.result(HUNG_SECONDS).outputs == {}
 
 

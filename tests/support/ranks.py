@@ -10,7 +10,7 @@ from typing import Any
 import onnxplace
 from tests.support.fault_checks import HUNG_SECONDS
 
-MODULE = b"onnxplace.runtimes.ranks.rank_process"
+MODULE = b"onnxplace_hosts.ranks.rank_process"
 # Ranks inherit it, so that those of tests that run at the same time are told apart.
 MARK = "ONNXPLACE_TEST_PROCESS"
 os.environ[MARK] = str(os.getpid())
@@ -18,7 +18,7 @@ os.environ[MARK] = str(os.getpid())
 
 def read_rank_ids(session: onnxplace.InferenceSession) -> list[int]:
     """Return the process ids of a session's ranks, by rank."""
-    processes = session._session.engine._cluster._processes
+    processes = session._session.engine.worker._cluster._processes
     return [processes[rank] for rank in sorted(processes)]
 
 
@@ -57,5 +57,6 @@ def read_ranks_of_copies(session: onnxplace.InferenceSession) -> list[list[int]]
     """Return the process ids of the ranks of each copy of a session's bundle, by rank."""
     engines = [copy.session.engine for copy in session._session.copies.copies]
     return [
-        [processes[rank] for rank in sorted(processes)] for processes in (item._cluster._processes for item in engines)
+        [processes[rank] for rank in sorted(processes)]
+        for processes in (item.worker._cluster._processes for item in engines)
     ]

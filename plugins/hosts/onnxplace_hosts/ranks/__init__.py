@@ -1,0 +1,1 @@
+"""Bundles on ranks of MPI: a process per device, on one host or several."""

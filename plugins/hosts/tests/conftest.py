@@ -1,0 +1,45 @@
+"""What the tests of the core share, and programs that stand for ssh: they run commands here, or fail as ssh does."""
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import (  # noqa: F401 - fixtures
+    branches_bytes,
+    bundle_copy,
+    compiled,
+    fast_pipeline,
+    good_enough,
+    local_comparisons,
+    model_file,
+    no_gpus,
+    no_progress_lines,
+    own_cost_cache,
+    own_temporary_folder,
+    pytest_configure,
+    run_cli,
+)
+
+# Skips options and takes the host's name, as ssh does.
+HEADER = '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nhost=$1\nshift\n'
+
+
+@pytest.fixture
+def write_shell(tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that writes a remote shell; `$host` is the host, and `$*` the command."""
+
+    def write(body: str) -> str:
+        path = tmp_path / "remote-shell"
+        path.write_text(f"{HEADER}{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def local_shell(write_shell: Callable[[str], str]) -> str:
+    """Return a remote shell whose hosts are all this machine."""
+    return write_shell('exec sh -c "$*"')

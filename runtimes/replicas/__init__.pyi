@@ -1,1 +1,0 @@
-from onnxplace.runtimes.replicas.replicated_session import ReplicatedSession as ReplicatedSession
