@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from onnxplace.passes.sharding.node_views import Edit, NodeView, Shape
+from onnxplace.passes.sharding.rules.node_views import Edit, NodeView, Shape
 
 Effect = Literal["map", "sum", "mean"]
 

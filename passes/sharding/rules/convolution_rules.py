@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from onnxplace.passes.sharding.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.rules.axis_rules import (
     AxisRule,
     Rule,
@@ -10,6 +9,7 @@ from onnxplace.passes.sharding.rules.axis_rules import (
     signature_rule,
     split_same,
 )
+from onnxplace.passes.sharding.rules.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.rules.product_rules import drop_bias_except_first, is_per_tensor
 
 

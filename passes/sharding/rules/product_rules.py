@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, all_but_axis, by_letters
+from onnxplace.passes.sharding.rules.node_views import Edit, LocalNode, NodeView, Shape
 
 
 def product_rules(a: Shape, b: Shape, result: Shape, left: int, right: int) -> dict[str, AxisRule]:

@@ -6,9 +6,9 @@ import math
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.passes.sharding.elimination import Factor, evaluate
-from onnxplace.passes.sharding.factor_network import build_network, reduce_network
-from onnxplace.passes.sharding.factor_solver import FactorProblem, peak_bytes, solve
+from onnxplace.passes.sharding.choose.elimination import Factor, evaluate
+from onnxplace.passes.sharding.choose.factor_network import build_network, reduce_network
+from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, peak_bytes, solve
 
 
 def enumerate_optimum(problem: FactorProblem) -> float:

@@ -23,10 +23,10 @@ import numpy as np
 
 from onnxplace.graph import Csr, Floats, Longs
 from onnxplace.model import build_op_graph
-from onnxplace.passes.sharding.elimination import Factor, order_factor
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.sharding_costs import rows_outside
-from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.choose.elimination import Factor, order_factor
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.space.sharding_costs import rows_outside
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 
 class Holding(NamedTuple):

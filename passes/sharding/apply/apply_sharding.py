@@ -18,17 +18,17 @@ from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState, is_refused
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import Model
-from onnxplace.passes.sharding.known_shapes import fix_sizes, report_fixed_sizes
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
-from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.scale_profile import scale_profile
-from onnxplace.passes.sharding.sharded_model import ShardedModel, write_sharded_model
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
-from onnxplace.passes.sharding.step_estimate import estimate_step_seconds
-from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space, restrict_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from onnxplace.passes.sharding.whole_model import annotate_model, build_whole_model
+from onnxplace.passes.sharding.apply.scale_profile import scale_profile
+from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, write_sharded_model
+from onnxplace.passes.sharding.apply.whole_model import annotate_model, build_whole_model
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
+from onnxplace.passes.sharding.choose.step_estimate import estimate_step_seconds
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, Division, Layout
+from onnxplace.passes.sharding.space.known_shapes import fix_sizes, report_fixed_sizes
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space, restrict_space
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.problem import device_seconds, fits_single_device, placement_problem
 from onnxplace.state import State
 from onnxplace.target import Target

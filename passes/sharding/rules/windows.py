@@ -8,8 +8,8 @@ from operator import add, gt, sub
 
 from onnx import TensorProto
 
-from onnxplace.passes.sharding.layouts import Division, Layout, Rows
-from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView
+from onnxplace.passes.sharding.rules.layouts import Division, Layout, Rows
+from onnxplace.passes.sharding.rules.node_views import Edit, LocalNode, NodeView
 
 ROW_AXIS = 2
 """The first spatial axis, along which images and sequences are cut."""

@@ -31,8 +31,8 @@ from onnxplace.model import (
     read_shape_entries,
     walk_nodes,
 )
-from onnxplace.passes.sharding.node_views import Shape, split_words
-from onnxplace.passes.sharding.subgraph_models import build_body, is_steady, list_bodies
+from onnxplace.passes.sharding.rules.node_views import Shape, split_words
+from onnxplace.passes.sharding.space.subgraph_models import build_body, is_steady, list_bodies
 
 # Only small weights hold shapes, which the inference reads. Large ones become inputs, so that loading stays fast.
 _MAX_WEIGHT_BYTES = 1 << 12

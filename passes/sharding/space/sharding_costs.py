@@ -11,11 +11,11 @@ import numpy as np
 from onnxplace.graph import Floats
 from onnxplace.model import packed_size
 from onnxplace.passes.profiling import PeakRates, count_moved_bytes, count_operations, device_peaks
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy, local_shapes
-from onnxplace.passes.sharding.node_views import NodeView, Shape
-from onnxplace.passes.sharding.strategy_space import StrategySpace
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.rules.node_views import NodeView, Shape
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy, local_shapes
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.target import Device, Target
 
 # At this rate a core reads weights while others read too: larger models do not stay in caches between inferences. Rows

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.graph import Floats, Longs
-from onnxplace.passes.sharding.elimination import Factor, Solution, evaluate, minimise
-from onnxplace.passes.sharding.factor_solver import FactorProblem, FactorSolution
+from onnxplace.passes.sharding.choose.elimination import Factor, Solution, evaluate, minimise
+from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, FactorSolution
 
 # Rounds of prices: at first the step doubles until something fits, then it shrinks with each round.
 _ROUNDS, _GROWTH, _SHRINKING = 40, 2.0, 0.75

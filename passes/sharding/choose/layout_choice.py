@@ -19,14 +19,14 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from onnxplace.passes.sharding.choice_memory import ChoiceMemory
-from onnxplace.passes.sharding.elimination import CostTable, Factor, evaluate, minimise, order_factor
-from onnxplace.passes.sharding.factor_solver import FactorProblem, FactorSolution, peak_bytes, solve
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.priced_elimination import solve_by_prices
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.choose.choice_memory import ChoiceMemory
+from onnxplace.passes.sharding.choose.elimination import CostTable, Factor, evaluate, minimise, order_factor
+from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, FactorSolution, peak_bytes, solve
+from onnxplace.passes.sharding.choose.priced_elimination import solve_by_prices
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 Option = tuple[Layout, Layout]
 """How a value is available: as its producer makes it, and in one more layout (the same one if none is needed)."""

@@ -12,27 +12,27 @@ from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
 from onnxplace.facts import MicroBatches, Profile, Shards
 from onnxplace.graph import Bools, Floats, Ints
 from onnxplace.model import Model
-from onnxplace.passes.sharding.known_shapes import fix_sizes, report_fixed_sizes
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice, is_sharded, is_whole
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.microbatches.batch_layouts import (
+from onnxplace.passes.sharding.apply.batch_layouts import (
     find_dependent_values,
     find_sample_inputs,
     restrict_to_samples,
 )
-from onnxplace.passes.sharding.microbatches.microbatch_model import (
+from onnxplace.passes.sharding.apply.microbatch_model import (
     ReplicatedModel,
     assign_replicas,
     divide_parts,
     write_parts,
 )
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.scale_profile import scale_profile
-from onnxplace.passes.sharding.sharded_model import ShardedModel
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
-from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from onnxplace.passes.sharding.whole_model import build_whole_model
+from onnxplace.passes.sharding.apply.scale_profile import scale_profile
+from onnxplace.passes.sharding.apply.sharded_model import ShardedModel
+from onnxplace.passes.sharding.apply.whole_model import build_whole_model
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded, is_whole
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.space.known_shapes import fix_sizes, report_fixed_sizes
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 

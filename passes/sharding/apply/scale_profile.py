@@ -12,10 +12,10 @@ from onnxplace.facts import Profile
 from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.model import build_op_graph, value_bytes
 from onnxplace.passes.placement.grouping import Union, first_equal
-from onnxplace.passes.sharding.known_shapes import infer_all_shapes
-from onnxplace.passes.sharding.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.sharded_model import ShardedModel
-from onnxplace.passes.sharding.sharding_costs import WorkCosts
+from onnxplace.passes.sharding.apply.sharded_model import ShardedModel
+from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes
+from onnxplace.passes.sharding.space.sharding_costs import WorkCosts
 from onnxplace.problem import device_seconds
 from onnxplace.target import Target
 

@@ -19,15 +19,15 @@ from onnx import NodeProto, StringStringEntryProto, helper
 from onnxplace.facts import Profile
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import Model, has_subgraphs, iterate_reads, rename_reads
-from onnxplace.passes.sharding.exchanges import NodeOrigin
-from onnxplace.passes.sharding.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.layouts import REPLICATED, Layout
-from onnxplace.passes.sharding.microbatches.batch_layouts import find_dependent_values
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.sharded_model import ShardedModel, ShardedModelWriter
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace, is_unrepeatable
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.apply.batch_layouts import find_dependent_values
+from onnxplace.passes.sharding.apply.exchanges import NodeOrigin
+from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, ShardedModelWriter
+from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.rules.layouts import REPLICATED, Layout
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace, is_unrepeatable
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.training_step import PHASE_KEY
 from onnxplace.utils import claim_name
 

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.passes.sharding.elimination import Factor, eliminate_exactly, evaluate
-from onnxplace.passes.sharding.factor_kernels import add_prices, add_usage, pass_messages
-from onnxplace.passes.sharding.factor_memory import MemoryOverTime, collect_memory
-from onnxplace.passes.sharding.factor_network import (
+from onnxplace.passes.sharding.choose.elimination import Factor, eliminate_exactly, evaluate
+from onnxplace.passes.sharding.choose.factor_kernels import add_prices, add_usage, pass_messages
+from onnxplace.passes.sharding.choose.factor_memory import MemoryOverTime, collect_memory
+from onnxplace.passes.sharding.choose.factor_network import (
     FactorNetwork,
     Floats,
     Integers,
@@ -32,7 +32,7 @@ from onnxplace.passes.sharding.factor_network import (
     build_network,
     reduce_network,
 )
-from onnxplace.passes.sharding.factor_search_kernels import settle, start_walk, wander
+from onnxplace.passes.sharding.choose.factor_search_kernels import settle, start_walk, wander
 
 # Rounds of message passing, each with new prices, and every how many of them an assignment is repaired. Rounds end
 # early when the bound has not risen by a ten-thousandth over this many of them.

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from onnxplace.model import Model
-from onnxplace.passes.sharding.layouts import Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.rules.layouts import Layout
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 
 def find_sample_inputs(model: Model) -> dict[str, int]:

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from onnxplace.model import Model, has_subgraphs, iterate_reads, iterate_subgraphs, rename_reads
-from onnxplace.passes.sharding.exchanges import ExchangeWriter, NodeOrigin, shard_weight
-from onnxplace.passes.sharding.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.node_strategies import BodySplit, NodeStrategy, local_shapes
-from onnxplace.passes.sharding.node_views import LocalNode, NodeView
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.apply.exchanges import ExchangeWriter, NodeOrigin, shard_weight
+from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.rules.node_views import LocalNode, NodeView
+from onnxplace.passes.sharding.space.node_strategies import BodySplit, NodeStrategy, local_shapes
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onnxplace.facts import LayoutAlternative, ShardedKind
-from onnxplace.passes.sharding.apply_sharding import GroupChoice, describe_strategy
-from onnxplace.passes.sharding.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.layouts import REPLICATED
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.sharded_model import write_sharded_model
+from onnxplace.passes.sharding.apply.apply_sharding import GroupChoice, describe_strategy
+from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
+from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.rules.layouts import REPLICATED
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 
 # Nodes of all choices that are made to compare the layouts of a bundle's kinds of nodes: about a second.
 MAX_CHOSEN_NODES = 4_000

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.passes.sharding.factor_network import Floats, Integers, ReducedNetwork
+from onnxplace.passes.sharding.choose.factor_network import Floats, Integers, ReducedNetwork
 
 # More bytes than anything holds.
 _ENDLESS = 2.0**62

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.passes.sharding.elimination import Factor
-from onnxplace.passes.sharding.reduction_kernels import add_tables, drop_values, group_variables
+from onnxplace.passes.sharding.choose.elimination import Factor
+from onnxplace.passes.sharding.choose.reduction_kernels import add_tables, drop_values, group_variables
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

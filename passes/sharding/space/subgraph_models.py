@@ -9,7 +9,7 @@ from types import MappingProxyType
 from onnx import GraphProto, TensorProto, ValueInfoProto, helper
 
 from onnxplace.model import Model, captured_names, is_tensor_constant, iterate_subgraphs
-from onnxplace.passes.sharding.node_views import Shape
+from onnxplace.passes.sharding.rules.node_views import Shape
 
 # Before this opset, a Scan has one more axis, of a batch.
 _MIN_SCAN_OPSET = 9

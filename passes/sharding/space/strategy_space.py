@@ -17,17 +17,17 @@ from onnx import NodeProto
 
 from onnxplace.errors import UsageError, format_value, suggest_nearest
 from onnxplace.model import RANDOM_OPERATORS, Model, has_subgraphs, iterate_subgraphs, match_nodes, suggest_nodes
-from onnxplace.passes.sharding.bodies import list_body_strategies
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.node_strategies import (
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.rules.node_views import NodeView
+from onnxplace.passes.sharding.space.node_strategies import (
     Cuts,
     NodeStrategy,
     StrategySpace as StrategySpace,
     StrategyTable,
     describe_copies,
 )
-from onnxplace.passes.sharding.node_views import NodeView
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.space.subgraph_strategies import list_body_strategies
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.utils import parse_json, read_json
 
 # More cuts of one axis would only slow the choice down.

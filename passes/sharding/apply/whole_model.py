@@ -24,10 +24,10 @@ from onnx import (
 )
 
 from onnxplace.model import Model
-from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.sharded_model import ShardedModel, StateLayout
-from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, StateLayout
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, Division, Layout
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 CONFIGURATION = "onnxplace"
 """Name of the device configuration."""

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.node_strategies import BodySplit, NodeStrategy, StrategySpace
-from onnxplace.passes.sharding.subgraph_models import Body, Place, build_body, is_steady, list_bodies
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.space.node_strategies import BodySplit, NodeStrategy, StrategySpace
+from onnxplace.passes.sharding.space.subgraph_models import Body, Place, build_body, is_steady, list_bodies
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 
 
 def list_body_strategies(
