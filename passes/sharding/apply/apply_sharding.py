@@ -121,11 +121,13 @@ def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, Grou
     simulated peak decides; where it is above the account that the choice goes by, the next one has less memory.
     """
     if options.fixed:
-        state = _fix_sizes(state)
+        fixed = fix_sizes(state[Model])
+        notes = report_fixed_sizes(state[Model], fixed, "split batches")
+        state = state.with_facts(fixed, state[Profile]).with_notes(*notes)
     seconds = device_seconds(state[Profile], state.target)
     facts = TensorFacts.of(state[Model])
     groups = _list_groups(state.target, seconds, options)
-    problems = [_pose(facts, state, seconds, group, options) for group in groups]
+    problems = [_build_problem(facts, state, seconds, group, options) for group in groups]
     fits_alone = bool(fits_single_device(state).any())
     share, tightest = math.inf if fits_alone else 1.0, None
     for _ in range(MEMORY_ROUNDS):
@@ -134,8 +136,8 @@ def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, Grou
         if not useful:
             if tightest is not None:
                 break
-            notes = _report_nothing_split(candidates, bool(is_refused(seconds).any()))
-            return _leave_whole(state).with_notes(notes), None, None
+            note = _report_nothing_split(candidates, bool(is_refused(seconds).any()))
+            return _leave_whole(state).with_notes(note), None, None
         best = min(useful, key=lambda candidate: candidate.step_seconds)
         alone = float(seconds.sum(axis=1).min())
         if options.may_leave_whole and fits_alone and best.step_seconds > CLEAR_GAIN * alone:
@@ -151,13 +153,6 @@ def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, Grou
     # If none fits, placers and the cut into segments may still find an order that does, and report it if not.
     assert tightest is not None
     return state, *tightest
-
-
-def _fix_sizes(state: State) -> State:
-    """Return the state with a model that takes its bound sizes alone, and its profile."""
-    fixed = fix_sizes(state[Model])
-    notes = report_fixed_sizes(state[Model], fixed, "split batches")
-    return state.with_facts(fixed, state[Profile]).with_notes(*notes)
 
 
 def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> list[tuple[int, ...]]:
@@ -178,12 +173,8 @@ def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> l
     return [tuple(sorted(order[:size])) for size in sizes if size > 1]
 
 
-def _pose(
-    facts: TensorFacts,
-    state: State,
-    seconds: Floats,
-    group: tuple[int, ...],
-    options: ShardingOptions,
+def _build_problem(
+    facts: TensorFacts, state: State, seconds: Floats, group: tuple[int, ...], options: ShardingOptions
 ) -> GroupProblem:
     """Return the choice for a group of devices."""
     target = state.target

@@ -19,7 +19,6 @@ from onnx import NodeProto, StringStringEntryProto, helper
 from onnxplace.facts import Profile
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import Model, has_subgraphs, iterate_reads, rename_reads
-from onnxplace.passes.sharding.apply.batch_layouts import find_dependent_values
 from onnxplace.passes.sharding.apply.exchanges import NodeOrigin
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, ShardedModelWriter
 from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
@@ -117,6 +116,15 @@ class _PartsWriter(ShardedModelWriter):
         return self.exchange_node("Add", [total, piece], result, part, 3 * self.facts.bytes(name))
 
 
+def find_dependent_values(model: Model, roots: frozenset[str]) -> frozenset[str]:
+    """Return the values that depend on some roots, with these."""
+    names = set(roots)
+    for node, reads in zip(model.nodes, model.reads):
+        if not names.isdisjoint(reads):
+            names.update(filter(None, node.output))
+    return frozenset(names)
+
+
 @dataclass(frozen=True)
 class ReplicatedModel:
     """A model in parts, with the replica of each node."""
@@ -167,14 +175,17 @@ def assign_replicas(
     units = _find_units(sharded, states, profile)
     replica = _choose_owners(sharded, units, seconds, of_part, speeds)
     repeated = _repeat_kept(ReplicatedModel(sharded, replica), units, samples)
-    return _tell_apart(_copy_states(repeated.sharded, states, repeated.replica, facts))
+    return _distinguish_replicas(_copy_states(repeated.sharded, states, repeated.replica, facts))
 
 
 def _find_units(sharded: ShardedModel, states: Mapping[str, str], profile: Profile) -> list[int]:
     """Return, per node that is computed once, the parameter or other state that it works for; `NO_UNIT` for others."""
     model, origins = sharded.model, sharded.origins
     training = profile.training
-    units = [NO_UNIT] * len(origins) if training is None else _find_parameters(origins, training.parameter)
+    units = [NO_UNIT] * len(origins)
+    if training is not None:
+        shared = [origin.source if origin.device == SHARED else -1 for origin in origins]
+        units = [int(training.parameter[source]) if source >= 0 else NO_UNIT for source in shared]
     following = len(training.step.parameters) if training is not None else 0
     producer = {name: index for index, node in enumerate(model.nodes) for name in node.output}
     for output in states.values():
@@ -184,12 +195,6 @@ def _find_units(sharded: ShardedModel, states: Mapping[str, str], profile: Profi
             following += 1
     _add_gradient_sums(sharded, units)
     return units
-
-
-def _find_parameters(origins: Sequence[NodeOrigin], parameter: Ints) -> list[int]:
-    """Return, per node of the model before that is computed once, its parameter; `NO_UNIT` for others."""
-    shared = [origin.source if origin.device == SHARED else -1 for origin in origins]
-    return [int(parameter[source]) if source >= 0 else NO_UNIT for source in shared]
 
 
 def _add_gradient_sums(sharded: ShardedModel, units: list[int]) -> None:
@@ -302,7 +307,9 @@ def _copy_states(
                 renamed[name] = copies[name, own]
         if renamed:
             rename_reads(node, renamed)
-    nodes = [_copy_node(name, copy) for (name, _), copy in copies.items()]
+    nodes = [helper.make_node("Identity", [name], [copy], name=copy) for (name, _), copy in copies.items()]
+    for node in nodes:
+        node.metadata_props.append(StringStringEntryProto(key=PHASE_KEY, value="forward"))
     origins = [NodeOrigin(SHARED, -1, 2 * facts.bytes(name)) for name, _ in copies]
     owners = np.array([home[name] for name, _ in copies], dtype=np.int32)
     return ReplicatedModel(
@@ -315,16 +322,10 @@ def _copy_states(
     )
 
 
-def _tell_apart(after: ReplicatedModel) -> ReplicatedModel:
+def _distinguish_replicas(after: ReplicatedModel) -> ReplicatedModel:
     """Return the model with another negative part for the whole nodes of each replica: they share no kernel."""
     origins = tuple(
         replace(origin, device=SHARED - home) if origin.device == SHARED else origin
         for origin, home in zip(after.sharded.origins, after.replica.tolist())
     )
     return replace(after, sharded=replace(after.sharded, origins=origins))
-
-
-def _copy_node(name: str, copy: str) -> NodeProto:
-    node = helper.make_node("Identity", [name], [copy], name=copy)
-    node.metadata_props.append(StringStringEntryProto(key=PHASE_KEY, value="forward"))
-    return node

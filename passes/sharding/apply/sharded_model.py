@@ -17,7 +17,7 @@ from onnxplace.passes.sharding.apply.exchanges import ExchangeWriter, NodeOrigin
 from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.rules.node_views import LocalNode, NodeView
-from onnxplace.passes.sharding.space.node_strategies import BodySplit, NodeStrategy, local_shapes
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy, SubgraphSplit, local_shapes
 from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
@@ -142,7 +142,9 @@ class ShardedModelWriter(ExchangeWriter):
         captured = zip(self.model.operands[index][own:], strategy.inputs[own:])
         names = {name: self.get(name, layout or REPLICATED, device) for name, layout in captured if self.is_known(name)}
         if names:
-            _rename_in_subgraphs(copy, names)
+            inputs = list(copy.input)
+            rename_reads(copy, names)
+            copy.input[:] = inputs  # they have their names already
 
     def is_known(self, name: str) -> bool:
         return name in self.layouts or name in self.facts.is_weight or name in self.model.input_names
@@ -160,8 +162,8 @@ class ShardedModelWriter(ExchangeWriter):
         copy = deepcopy(node)
         copy.name = self.name(f"{node.name}/{self.part_suffix}{device}")
         copy.input[:] = [self.input(node, strategy, position, device) for position in range(len(node.input))]
-        for graph, split in zip(iterate_subgraphs(copy), strategy.bodies):
-            graph.CopyFrom(_BodyWriter(split, self.costs, copy.name, device).write_graph())
+        for graph, split in zip(iterate_subgraphs(copy), strategy.subgraphs):
+            graph.CopyFrom(_SubgraphWriter(split, self.costs, copy.name, device).write_graph())
         self.rename_captured(copy, index, strategy, device)
         copy.output[:] = [
             self.name(self.part_name(name, layout, device)) if name and layout is not None else ""
@@ -409,17 +411,10 @@ class ShardedModelWriter(ExchangeWriter):
         return result
 
 
-def _rename_in_subgraphs(node: NodeProto, names: Mapping[str, str]) -> None:
-    """Rename what the subgraphs of a node capture; its own inputs keep their names."""
-    own = list(node.input)
-    rename_reads(node, names)
-    node.input[:] = own
-
-
-class _BodyWriter(ShardedModelWriter):
+class _SubgraphWriter(ShardedModelWriter):
     """Writes a device's part of a subgraph; its names begin with that of the node, so that they hide no others."""
 
-    def __init__(self, split: BodySplit, costs: ExchangeCosts, prefix: str, device: int) -> None:
+    def __init__(self, split: SubgraphSplit, costs: ExchangeCosts, prefix: str, device: int) -> None:
         choice = LayoutChoice(split.strategies, {}, seconds=0.0, lower_bound_seconds=0.0, weight_bytes=0)
         super().__init__(split.space, choice, costs)
         self.split, self.prefix, self.device = split, prefix, device

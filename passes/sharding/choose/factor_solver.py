@@ -23,13 +23,14 @@ import numpy as np
 
 from onnxplace.passes.sharding.choose.elimination import Factor, eliminate_exactly, evaluate
 from onnxplace.passes.sharding.choose.factor_kernels import add_prices, add_usage, pass_messages
-from onnxplace.passes.sharding.choose.factor_memory import MemoryOverTime, collect_memory
 from onnxplace.passes.sharding.choose.factor_network import (
     FactorNetwork,
     Floats,
     Integers,
+    MemoryOverTime,
     ReducedNetwork,
     build_network,
+    collect_memory,
     reduce_network,
 )
 from onnxplace.passes.sharding.choose.factor_search_kernels import settle, start_walk, wander

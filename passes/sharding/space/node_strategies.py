@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 from onnx import GraphProto, TensorProto
 
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule
+from onnxplace.passes.sharding.rules.convolution_rules import FLOAT_TYPES, ROW_AXIS, WINDOWED, list_windows
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout, Rows
 from onnxplace.passes.sharding.rules.node_views import Edit, LocalNode, NodeView, Shape, split_words
 from onnxplace.passes.sharding.rules.reshape_rules import (
@@ -21,7 +23,6 @@ from onnxplace.passes.sharding.rules.reshape_rules import (
     set_split_sizes,
 )
 from onnxplace.passes.sharding.rules.rule_table import list_axis_rules
-from onnxplace.passes.sharding.rules.windows import FLOAT_TYPES, ROW_AXIS, WINDOWED, list_windows
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 
 Layouts = tuple[Layout | None, ...]
@@ -66,7 +67,7 @@ class NodeStrategy:
     """A Shape of a part, whose split axis is replaced by the size of the whole."""
     shares_range: bool = False
     """Parts of the first input are quantised by the range of the whole."""
-    bodies: tuple[BodySplit, ...] = field(default=(), compare=False)
+    subgraphs: tuple[SubgraphSplit, ...] = field(default=(), compare=False)
     """How the subgraphs of a node are split; its inputs are then also what these capture."""
 
     @property
@@ -96,7 +97,7 @@ class StrategySpace:
 
 
 @dataclass(frozen=True)
-class BodySplit:
+class SubgraphSplit:
     """A subgraph as a model of its own, with a strategy for each of its nodes."""
 
     graph: GraphProto
@@ -162,10 +163,7 @@ class StrategyTable:
 
     def whole(self, view: NodeView) -> NodeStrategy:
         """Return the strategy that computes a node on every device."""
-        return NodeStrategy(
-            tuple(None if shape is None else REPLICATED for shape in view.inputs),
-            tuple(None if shape is None else REPLICATED for shape in view.outputs),
-        )
+        return NodeStrategy(_lay_out(view.inputs), _lay_out(view.outputs))
 
     def list(
         self,
@@ -225,7 +223,9 @@ class StrategyTable:
     ) -> Iterator[NodeStrategy]:
         """Yield the strategies of an axis rule, one per cut that some of its axes may have."""
         sizes = self._list_sizes(view, rule)
-        if sizes is None or not self._can_follow(view, rule):
+        # A rule that asks for sums of parts needs a type that they can be added up in.
+        summed = _EXACT_TYPES if view.op in _EXACT_SUMS else FLOAT_TYPES
+        if sizes is None or (rule.effect != "map" and not self._can_sum(view, summed)):
             return
         for outer, blocks, *overlap in _list_cuts(view, rule, sizes, cuts):
             layouts = {
@@ -247,7 +247,7 @@ class StrategyTable:
                 for position, layout in enumerate(outputs)
             ):
                 continue
-            inputs = _lay_out(view.inputs, layouts, "in", REPLICATED)
+            inputs = _lay_out(view.inputs, layouts, "in")
             weighs_means, shares_range = rule.effect == "mean", rule.shares_range
             yield NodeStrategy(inputs, outputs, rule.edit, weighs_means=weighs_means, shares_range=shares_range)
 
@@ -258,11 +258,6 @@ class StrategyTable:
         if shape is None or units == 1:
             return REPLICATED
         return self.division.split(axis, shape[axis], 1, units) if units < self.division.count else None
-
-    def _can_follow(self, view: NodeView, rule: AxisRule) -> bool:
-        """Return whether devices may compute the parts of a rule: also sums of them, where it asks for sums."""
-        summed = _EXACT_TYPES if view.op in _EXACT_SUMS else FLOAT_TYPES
-        return rule.effect == "map" or self._can_sum(view, summed)
 
     @staticmethod
     def _list_sizes(view: NodeView, rule: AxisRule) -> _AxisSizes | None:
@@ -279,11 +274,6 @@ class StrategyTable:
     def _can_sum(self, view: NodeView, types: frozenset[int]) -> bool:
         return view.opset >= _MIN_SUM_OPSET and all(kind in types for kind in view.element_types)
 
-    def _with_first(self, view: NodeView, source: Layout, result: Layout, edit: Edit | None) -> NodeStrategy:
-        """Return a strategy of a node with one output, whose other inputs are replicated."""
-        others = (None if shape is None else REPLICATED for shape in view.inputs[1:])
-        return NodeStrategy((source, *others), (result,), edit=edit)
-
     def _reshapes(
         self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts], fixed: Sequence[bool]
     ) -> Iterator[NodeStrategy]:
@@ -298,7 +288,7 @@ class StrategyTable:
         for before, after in sorted(pairs):
             if can_reshape_parts(view, before, after, self.division, fixed):
                 edit = set_reshape_target(before) if view.op == "Reshape" else None
-                yield self._with_first(view, before, after, edit)
+                yield NodeStrategy((before, *_lay_out(view.inputs[1:])), (after,), edit=edit)
 
     def _layouts(
         self, side: str, shape: tuple[int, ...], cuts: Mapping[tuple[str, int, int], Cuts]
@@ -331,8 +321,7 @@ class StrategyTable:
             if part is None or whole is None:
                 continue
             if is_split:
-                rest = (None if shape is None else REPLICATED for shape in view.inputs[1:])
-                yield NodeStrategy((whole, *rest), (part,) * parts, edit=set_split_sizes)
+                yield NodeStrategy((whole, *_lay_out(view.inputs[1:])), (part,) * parts, edit=set_split_sizes)
             else:
                 yield NodeStrategy((part,) * parts, (whole,))
 
@@ -343,16 +332,15 @@ class StrategyTable:
 
     def _windows(self, view: NodeView) -> Iterator[NodeStrategy]:
         """Yield strategies by rows: each device has the rows of the input under the windows of its rows."""
-        rest = tuple(None if shape is None else REPLICATED for shape in view.inputs[1:])
         for source, result, edit in list_windows(view, self.division):
-            yield NodeStrategy((source, *rest), (result,), edit=edit)
+            yield NodeStrategy((source, *_lay_out(view.inputs[1:])), (result,), edit=edit)
 
     def _partials(self, view: NodeView) -> Iterator[NodeStrategy]:
         """Yield strategies that pass summands on, for linear operators."""
         if not self._can_sum(view, FLOAT_TYPES) or not view.outputs:
             return
         outputs = tuple(None if shape is None else PARTIAL for shape in view.outputs)
-        whole = tuple(None if shape is None else REPLICATED for shape in view.inputs)
+        whole = _lay_out(view.inputs)
         count = len(view.inputs)
         if view.op in _LINEAR_IN_FIRST:
             yield NodeStrategy((PARTIAL, *whole[1:]), outputs)
@@ -389,8 +377,11 @@ def _list_cuts(
 
 
 def _lay_out(
-    shapes: Sequence[Shape | None], layouts: Mapping[tuple[str, int], Layout | None], side: str, rest: Layout
-) -> tuple[Layout | None, ...]:
+    shapes: Sequence[Shape | None],
+    layouts: Mapping[tuple[str, int], Layout | None] = MappingProxyType({}),
+    side: str = "",
+    rest: Layout = REPLICATED,
+) -> Layouts:
     """Return the layout of each tensor of a side: `rest` if it is not cut, None if it is not there."""
     return tuple(
         None if shape is None else layouts.get((side, position), rest) for position, shape in enumerate(shapes)

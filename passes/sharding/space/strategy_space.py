@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from onnx import NodeProto
@@ -26,7 +26,7 @@ from onnxplace.passes.sharding.space.node_strategies import (
     StrategyTable,
     describe_copies,
 )
-from onnxplace.passes.sharding.space.subgraph_strategies import list_body_strategies
+from onnxplace.passes.sharding.space.subgraph_strategies import list_subgraph_strategies
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.utils import parse_json, read_json
 
@@ -66,6 +66,18 @@ def is_unrepeatable(node: NodeProto) -> bool:
     if node.op_type in RANDOM_OPERATORS or (node.op_type == "Dropout" and len(node.input) > 2):
         return True
     return any(is_unrepeatable(inner) for graph in iterate_subgraphs(node) for inner in graph.node)
+
+
+def visit_until_stable(count: int, visit: Callable[[int], Iterable[int]]) -> None:
+    """Visit all nodes in order, and again those that a visit returns, until none returns any."""
+    queue, queued = deque(range(count)), [True] * count
+    while queue:
+        index = queue.popleft()
+        queued[index] = False
+        for other in visit(index):
+            if not queued[other]:
+                queued[other] = True
+                queue.append(other)
 
 
 def build_space(facts: TensorFacts, division: Division) -> StrategySpace:
@@ -138,19 +150,14 @@ class _Spreader:
         return fixed is not None and fixed[axis] and self._facts.can_split(name)
 
     def run(self) -> StrategySpace:
-        nodes = self._facts.model.nodes
-        strategies: list[Sequence[NodeStrategy]] = [()] * len(nodes)
-        queue = deque(range(len(nodes)))
-        queued = [True] * len(nodes)
+        strategies: list[Sequence[NodeStrategy]] = [()] * len(self._kinds)
+
         # A node is listed again when one of its values may get a new layout; cuts only ever grow, so this ends.
-        while queue:
-            index = queue.popleft()
-            queued[index] = False
+        def list_and_spread(index: int) -> list[int]:
             strategies[index] = self._strategies(index)
-            for user in self._spread(index, strategies[index]):
-                if not queued[user]:
-                    queued[user] = True
-                    queue.append(user)
+            return self._spread(index, strategies[index])
+
+        visit_until_stable(len(strategies), list_and_spread)
         return StrategySpace(
             facts=self._facts,
             division=self._division,
@@ -169,7 +176,7 @@ class _Spreader:
             )
             if index in self._single or not has_subgraphs(node):
                 return (whole,)
-            return (whole, *list_body_strategies(self._facts, index, self._division, build_space))
+            return (whole, *list_subgraph_strategies(self._facts, index, self._division, build_space))
         cuts = tuple(self._cuts.get(name, ()) if name else () for name in (*node.input, *node.output))
         key = self._kinds[index], cuts, self._given[index]
         if key not in self._cache:

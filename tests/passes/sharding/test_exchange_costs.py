@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from onnxplace.passes.sharding.rules.convolution_rules import list_overlaps
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.rules.windows import list_overlaps
 from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
 from onnxplace.target import Device, Link, Target
 
