@@ -24,13 +24,20 @@ _ENDLESS = 2.0**62
 
 
 class FactorNetwork(NamedTuple):
-    """Variables with costs, and edges with tables: flat arrays, see `reduction_kernels`."""
+    """Variables with costs, and edges with tables, as flat arrays.
+
+    Two variables of 2 and 3 values, with one edge:
+
+        variable     0       1                edge      0
+        start      [ 0,      2,      5 ]      edges  [[ 0, 1 ]]
+        costs      [ a0 a1 | b0 b1 b2 ]       table   [ a0b0 a0b1 a0b2 a1b0 a1b1 a1b2 ]
+    """
 
     start: Integers
     """Where the costs of each variable begin; one more entry at the end."""
     costs: Floats
     edges: Integers
-    """Two variables each."""
+    """Two variables each; after a reduction, the first is the smaller one."""
     table_start: Integers
     """Where the table of each edge begins; one more entry at the end."""
     table: Floats
@@ -82,13 +89,13 @@ def build_network(sizes: Sequence[int], factors: Sequence[Factor]) -> FactorNetw
                 is_equal = np.arange(sizes[variable])[:, None] == entries[:, axis]
                 tables.append(np.where(is_equal, 0.0, math.inf).ravel())
             all_sizes.append(len(entries))
-    start = np.concatenate([[0], np.cumsum(all_sizes, dtype=np.int64)])
+    start = _begin_each(np.array(all_sizes, np.int64))
     costs = np.zeros(int(start[-1]))
     for variable, entries_of_variable in unary:
         costs[start[variable] : start[variable + 1]] += entries_of_variable
     table = np.concatenate([np.zeros(0), *tables])
     edges = np.array(pairs, np.int64).reshape(-1, 2)
-    table_start = np.concatenate([[0], np.cumsum([len(entries) for entries in tables], dtype=np.int64)])
+    table_start = _begin_each(np.array([len(entries) for entries in tables], np.int64))
     # Sums and differences of what does not forbid are less than half of this, those with what forbids are more.
     largest = _sum_of_largest(costs, start) + _sum_of_largest(table, table_start)
     large = max(8 * largest, 1.0)
@@ -112,13 +119,11 @@ def _sum_of_largest(entries: Floats, start: Integers) -> float:
 
 def reduce_network(network: FactorNetwork) -> ReducedNetwork:
     """Contract edges that tie two variables one to one, and merge parallel edges, until nothing changes."""
-    count = len(network.sizes)
-    start = network.start
     whole = ReducedNetwork(
         network=network,
-        group=np.arange(count),
-        value_start=start,
-        values=np.arange(start[-1]) - np.repeat(start[:-1], network.sizes),
+        group=np.arange(len(network.sizes)),
+        value_start=network.start,
+        values=_count_up(network.sizes),
         is_possible=True,
     )
     while True:
@@ -129,81 +134,132 @@ def reduce_network(network: FactorNetwork) -> ReducedNetwork:
 
 
 def _contract(whole: ReducedNetwork) -> ReducedNetwork:
+    """Contract the edges that tie variables one to one as they are now.
+
+    Two variables `a` and `b`, and an edge whose table forbids (x) all but one value of `b` for each value of `a`:
+
+        costs of a   costs of b   table  b=0  b=1            group     k=0            k=1
+        [ 0, 5 ]     [ 3, 4 ]     a=0     x    1      ->     (a, b)  = (0, 1)         (1, 0)
+                                  a=1     2    x             costs   = [ 0 + 4 + 1,   5 + 3 + 2 ]
+
+    They become one variable, `a` its owner. `values` says what each member takes where the group takes k: [0, 1] for
+    `a`, [1, 0] for `b`. Edges from a third variable to both become one, whose table is the sum of the two.
+    """
     network = whole.network
-    start, edges, table_start = network.start, network.edges, network.table_start
     alive = network.costs < network.large
-    drop_values(start, edges, table_start, network.table, network.large, alive)
-    owner, values, kept = group_variables(start, edges, table_start, network.table, network.large, alive)
+    drop_values(network, alive)
+    owner, values, kept = group_variables(network, alive)
     owners = np.flatnonzero(owner == np.arange(len(owner)))
-    group = np.searchsorted(owners, owner)
-    sizes = kept[owners]
-    new_start = np.concatenate([[0], np.cumsum(sizes)])
-    # Sums over the members of each group, value by value.
-    position = np.arange(kept.sum()) - np.repeat(np.cumsum(kept) - kept, kept)
-    source = np.repeat(start[:-1], kept) + position
-    source = np.repeat(start[:-1], kept) + values[source]
-    target = np.repeat(new_start[group], kept) + position
-    costs = np.bincount(target, network.costs[source], minlength=int(new_start[-1]))
-    # Edges between the same two groups become one.
-    ends = np.sort(group[edges], axis=1)
+    group, sizes = np.searchsorted(owners, owner), kept[owners]
+    start = _begin_each(sizes)
+    # Costs are summed over the members of each group, value by value.
+    position = _count_up(kept)
+    first = np.repeat(network.start[:-1], kept)
+    source, target = first + values[first + position], np.repeat(start[group], kept) + position
+    costs = np.bincount(target, network.costs[source], minlength=int(start[-1]))
+    # Edges between the same two groups become one: a pair of groups is a number.
+    ends = np.sort(group[network.edges], axis=1)
     is_kept = (ends[:, 0] != ends[:, 1]) & (sizes[ends] > 1).all(axis=1)
-    keys, slot = np.unique(ends[is_kept, 0] * len(owners) + ends[is_kept, 1], return_inverse=True)
-    slots = np.zeros(len(edges), np.int64)
-    slots[is_kept] = slot
-    new_edges = np.stack([keys // len(owners), keys % len(owners)], axis=1)
-    new_table_start = np.concatenate([[0], np.cumsum(sizes[new_edges].prod(axis=1))])
-    table = np.zeros(int(new_table_start[-1]))
-    add_tables(
-        start,
-        edges,
-        table_start,
-        network.table,
-        group,
-        values,
-        new_start,
-        slots,
-        new_edges,
-        new_table_start,
-        costs,
-        table,
-    )
-    # Follow the original variables.
-    member, members = group[whole.group], sizes[group[whole.group]]
-    value_start = np.concatenate([[0], np.cumsum(members)])
-    position = np.arange(value_start[-1]) - np.repeat(value_start[:-1], members)
-    inner = values[np.repeat(start[whole.group], members) + position]
+    pairs, numbers = np.unique(ends[is_kept, 0] * len(owners) + ends[is_kept, 1], return_inverse=True)
+    merged_edge = np.zeros(len(network.edges), np.int64)
+    merged_edge[is_kept] = numbers
+    edges = np.stack(np.divmod(pairs, len(owners)), axis=1)
+    table_start = _begin_each(sizes[edges].prod(axis=1))
+    merged = FactorNetwork(start, costs, edges, table_start, np.zeros(int(table_start[-1])), network.large)
+    add_tables(network, group, values, merged_edge, merged)
+    # An original variable takes what its variable of before takes, where the new group takes k.
+    member = group[whole.group]
+    inner = values[np.repeat(network.start[whole.group], sizes[member]) + _count_up(sizes[member])]
     return ReducedNetwork(
-        network=FactorNetwork(
-            start=new_start,
-            costs=np.minimum(costs, network.large),
-            edges=new_edges,
-            table_start=new_table_start,
-            table=np.minimum(table, network.large),
-            large=network.large,
+        network=merged._replace(
+            costs=np.minimum(merged.costs, network.large), table=np.minimum(merged.table, network.large)
         ),
         group=member,
-        value_start=value_start,
-        values=whole.values[np.repeat(whole.value_start[:-1], members) + inner],
+        value_start=_begin_each(sizes[member]),
+        values=whole.values[np.repeat(whole.value_start[:-1], sizes[member]) + inner],
         is_possible=bool((sizes > 0).all()),
     )
 
 
+def _begin_each(sizes: Integers) -> Integers:
+    """Return where parts of these sizes begin, one after the other, with the end of the last one."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+def _count_up(sizes: Integers) -> Integers:
+    """Return 0, 1, ... for each part of these sizes."""
+    total = np.cumsum(sizes)
+    return np.arange(sizes.sum()) - np.repeat(total - sizes, sizes)
+
+
+# An edge as one of its variables sees it. Where this one takes value i and the other one j, it costs
+# `table[arc.table + i * arc.own_step + j * arc.other_step]`.
+ARC = np.dtype(
+    [
+        ("other", np.int64),  # the other variable
+        ("table", np.int64),
+        ("own_step", np.int64),
+        ("other_step", np.int64),
+        ("received", np.int64),  # where the messages from the other variable begin, one per own value
+        ("sent", np.int64),  # and those to it
+    ],
+    align=True,
+)
+
+
+class SearchGraph(NamedTuple):
+    """A network as the search sees it: variables with arcs to their neighbours."""
+
+    start: Integers
+    costs: Floats
+    table: Floats
+    large: float
+    first_arc: Integers
+    """Where the arcs of each variable begin; one more entry at the end."""
+    arcs: NDArray[np.void]
+    """Records of `ARC`, two per edge, by variable and then by edge."""
+
+
+def connect(network: FactorNetwork) -> SearchGraph:
+    """Return the graph of a reduced network."""
+    sizes, edges = network.sizes, network.edges
+    lengths, ends = sizes[edges], edges.ravel()
+    arcs = np.zeros(edges.shape, ARC)
+    arcs["other"] = edges[:, ::-1]
+    arcs["table"] = network.table_start[:-1, None]
+    # Tables have a row per value of the first variable.
+    arcs["own_step"][:, 0] = arcs["other_step"][:, 1] = lengths[:, 1]
+    arcs["own_step"][:, 1] = arcs["other_step"][:, 0] = 1
+    arcs["received"] = _begin_each(lengths.ravel())[:-1].reshape(-1, 2)
+    arcs["sent"] = arcs["received"][:, ::-1]
+    return SearchGraph(
+        start=network.start,
+        costs=network.costs,
+        table=network.table,
+        large=network.large,
+        first_arc=_begin_each(np.bincount(ends, minlength=len(sizes))),
+        arcs=arcs.ravel()[np.argsort(ends, kind="stable")],
+    )
+
+
+# A stretch of points [begin, end) during which a variable holds the same: `usage[span.usage + i]` bytes with value i.
+SPAN = np.dtype([("begin", np.int64), ("end", np.int64), ("usage", np.int64)], align=True)
+
+
 class MemoryOverTime(NamedTuple):
-    """Runs of points at which a variable holds equally much, per variable and value.
+    """What each variable holds with each of its values, span by span.
 
     Points are those at which the most intervals overlap: where some interval begins and the next event is an end.
     """
 
-    room: Floats
+    free_bytes: Floats
     """Bytes per point that are left for what depends on the choice."""
-    first_run: Integers
-    """Where the runs of each variable begin; one more entry at the end."""
-    run_from: Integers
-    run_to: Integers
-    run_start: Integers
-    """Where the usages of a run begin in `usage`."""
+    first_span: Integers
+    """Where the spans of each variable begin; one more entry at the end."""
+    spans: NDArray[np.void]
+    """Records of `SPAN`, in the order of time."""
     usage: Floats
-    """Bytes per run and value, above the least of the variable's values in this run."""
+    """Bytes per span and value, above the least of the variable's values in this span."""
 
 
 def collect_memory(
@@ -232,7 +288,7 @@ def collect_memory(
         usage = usage - least
         if begin < end and usage.any():
             items[reduced.group[variable]].append((begin, end, usage))
-    counts, run_from, run_to, tables = [], [], [], [np.zeros(0)]
+    counts, begins_of_spans, ends_of_spans, tables = [], [], [], [np.zeros(0)]
     for own, size in zip(items, sizes):
         places = np.unique([place for begin, end, _ in own for place in (begin, end)]).astype(np.int64)
         changes = np.zeros((len(places), size))
@@ -242,16 +298,15 @@ def collect_memory(
         table = changes.cumsum(axis=0)[:-1]
         is_used = table.any(axis=1) if len(table) else np.zeros(0, bool)
         counts.append(int(is_used.sum()))
-        run_from.append(places[:-1][is_used])
-        run_to.append(places[1:][is_used])
+        begins_of_spans.append(places[:-1][is_used])
+        ends_of_spans.append(places[1:][is_used])
         tables.append(table[is_used].ravel())
-    first_run = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    per_run = np.repeat(sizes, counts)
+    spans = np.zeros(sum(counts), SPAN)
+    spans["begin"], spans["end"] = np.concatenate(begins_of_spans), np.concatenate(ends_of_spans)
+    spans["usage"] = _begin_each(np.repeat(sizes, counts))[:-1]
     return MemoryOverTime(
-        room=math.floor(min(limit, _ENDLESS)) - base.cumsum()[:-1],
-        first_run=first_run,
-        run_from=np.concatenate(run_from),
-        run_to=np.concatenate(run_to),
-        run_start=np.cumsum(per_run) - per_run,
+        free_bytes=math.floor(min(limit, _ENDLESS)) - base.cumsum()[:-1],
+        first_span=_begin_each(np.array(counts, np.int64)),
+        spans=spans,
         usage=np.concatenate(tables),
     )

@@ -1,6 +1,6 @@
-"""Local search over assignments that fit: force a value, let neighbours and holders of memory follow, keep or undo.
+"""Local search over assignments that fit: force a value, let neighbours and holders of memory change too, keep or undo.
 
-A walk holds, next to the choice, what each value of each variable would cost with the neighbours as they are, and the
+A state holds, next to the choice, what each value of each variable would cost with the neighbours as they are, and the
 bytes that are free at each point of time. Both follow each change.
 """
 
@@ -13,283 +13,279 @@ import numpy as np
 
 from onnxplace.utils import compiled_part, in_place, random_uniform
 
+# A change of a variable, to undo it.
+CHANGE = np.dtype([("variable", np.int64), ("old_value", np.int64)], align=True)
+# How many changes there are, the part [head, tail) of the queue that is in use, and the mark of visited variables.
+CURSOR = np.dtype([("changes", np.int64), ("head", np.int64), ("tail", np.int64), ("stamp", np.int64)], align=True)
+
 # Variables that may change together, and the share of trials that change regions (they take many times as long).
-MAX_REGION, FOLLOW_SHARE = 200, 0.05
+MAX_REGION, PROPAGATE_SHARE = 200, 0.05
 
 
 @compiled_part
 def _copy(source, target):
-    # A slice would need memory of its own.
+    # Assigning to a slice would allocate memory.
     for i in range(len(source)):
         target[i] = source[i]
 
 
 @compiled_part
-def _set_value(net, memory, walk, v, value):
+def _set_value(graph, memory, state, v, value):
     """Give a variable another value, and return the costs added."""
-    old = walk.choice[v]
-    first = net.start[v]
-    added = walk.conditional[first + value] - walk.conditional[first + old]
-    size = net.start[v + 1] - first
-    for slot in range(net.first_edge[v], net.first_edge[v + 1]):
-        e = net.incident[slot]
-        a, b = net.edges[e, 0], net.edges[e, 1]
-        place = net.table_start[e]
-        if a == v:
-            columns = net.start[b + 1] - net.start[b]
-            for j in range(columns):
-                walk.conditional[net.start[b] + j] += (
-                    net.table[place + value * columns + j] - net.table[place + old * columns + j]
-                )
-        else:
-            for i in range(net.start[a + 1] - net.start[a]):
-                walk.conditional[net.start[a] + i] += (
-                    net.table[place + i * size + value] - net.table[place + i * size + old]
-                )
-    for run in range(memory.first_run[v], memory.first_run[v + 1]):
-        freed = memory.usage[memory.run_start[run] + old] - memory.usage[memory.run_start[run] + value]
+    old = state.choice[v]
+    first = graph.start[v]
+    added = state.conditional[first + value] - state.conditional[first + old]
+    # Each neighbour pays by the new row of the table between the two, no longer by the old one.
+    for slot in range(graph.first_arc[v], graph.first_arc[v + 1]):
+        arc = graph.arcs[slot]
+        other = graph.start[arc.other]
+        new_row, old_row = arc.table + value * arc.own_step, arc.table + old * arc.own_step
+        for j in range(graph.start[arc.other + 1] - other):
+            entry = j * arc.other_step
+            state.conditional[other + j] += graph.table[new_row + entry] - graph.table[old_row + entry]
+    for number in range(memory.first_span[v], memory.first_span[v + 1]):
+        span = memory.spans[number]
+        freed = memory.usage[span.usage + old] - memory.usage[span.usage + value]
         if freed != 0.0:
-            for point in range(memory.run_from[run], memory.run_to[run]):
-                walk.room[point] += freed
-    walk.choice[v] = value
+            for point in range(span.begin, span.end):
+                state.free_bytes[point] += freed
+    state.choice[v] = value
     return added
 
 
 @compiled_part
-def _fits(memory, walk, v, value):
+def _fits(memory, state, v, value):
     """Return whether another value of a variable leaves no point short that it needs more of."""
-    old = walk.choice[v]
-    for run in range(memory.first_run[v], memory.first_run[v + 1]):
-        needed = memory.usage[memory.run_start[run] + value] - memory.usage[memory.run_start[run] + old]
+    for number in range(memory.first_span[v], memory.first_span[v + 1]):
+        span = memory.spans[number]
+        needed = memory.usage[span.usage + value] - memory.usage[span.usage + state.choice[v]]
         if needed > 0.0:
-            for point in range(memory.run_from[run], memory.run_to[run]):
-                if walk.room[point] < needed:
+            for point in range(span.begin, span.end):
+                if state.free_bytes[point] < needed:
                     return False
     return True
 
 
 @compiled_part
-def _change(net, memory, walk, v, value):
+def _change(graph, memory, state, v, value):
     """Change a variable, note it, and queue its neighbours; return the costs added."""
-    walk.changed[walk.counts[0]] = v
-    walk.old[walk.counts[0]] = walk.choice[v]
-    walk.counts[0] += 1
-    for slot in range(net.first_edge[v], net.first_edge[v + 1]):
-        e = net.incident[slot]
-        w = net.edges[e, 0] + net.edges[e, 1] - v
-        if walk.queued[w] == 0 and walk.counts[2] < len(walk.queue):
-            walk.queued[w] = 1
-            walk.queue[walk.counts[2]] = w
-            walk.counts[2] += 1
-    return _set_value(net, memory, walk, v, value)
+    cursor = state.cursor[0]
+    change = state.changes[cursor.changes]
+    change.variable, change.old_value = v, state.choice[v]
+    cursor.changes += 1
+    for slot in range(graph.first_arc[v], graph.first_arc[v + 1]):
+        other = graph.arcs[slot].other
+        if state.queued[other] == 0 and cursor.tail < len(state.queue):
+            state.queued[other] = 1
+            state.queue[cursor.tail] = other
+            cursor.tail += 1
+    return _set_value(graph, memory, state, v, value)
 
 
 @compiled_part
-def _relax(net, memory, walk, forced):
+def _relax(graph, memory, state, forced):
     """Give queued variables their cheapest values that fit, until none saves anything; return the costs added."""
     added = 0.0
-    while walk.counts[1] < walk.counts[2]:
-        v = walk.queue[walk.counts[1]]
-        walk.counts[1] += 1
-        walk.queued[v] = 0
-        if v == forced or walk.counts[0] == len(walk.changed):
+    cursor = state.cursor[0]
+    while cursor.head < cursor.tail:
+        v = state.queue[cursor.head]
+        cursor.head += 1
+        state.queued[v] = 0
+        if v == forced or cursor.changes == len(state.changes):
             continue
-        first = net.start[v]
-        own = walk.conditional[first + walk.choice[v]]
+        first = graph.start[v]
+        own = state.conditional[first + state.choice[v]]
+        # Savings within the rounding of sums could repeat for ever.
         best, least = -1, own - 1e-9 * abs(own)
-        for value in range(net.start[v + 1] - first):
-            if walk.conditional[first + value] < least and _fits(memory, walk, v, value):
-                best, least = value, walk.conditional[first + value]
+        for value in range(graph.start[v + 1] - first):
+            if state.conditional[first + value] < least and _fits(memory, state, v, value):
+                best, least = value, state.conditional[first + value]
         if best >= 0:
-            added += _change(net, memory, walk, v, best)
-    walk.counts[1] = walk.counts[2] = 0
+            added += _change(graph, memory, state, v, best)
+    cursor.head, cursor.tail = 0, 0
     return added
 
 
 @compiled_part
-def _follow(net, memory, walk, guide, forced, position):
+def _propagate(graph, memory, state, guide, forced, position):
     """Let variables around a forced one take the values that suit it, as far as these differ; return the costs added.
 
     What lies beyond is not as it is now but as it would be at best, as messages tell: so a change runs through chains
-    of variables that must all change together.
+    of variables that must all change together. The queue holds the frontier, from `position` on.
     """
     added = 0.0
-    walk.stamps[forced] = walk.stamp[0]
-    while position < walk.counts[2] and walk.counts[0] < MAX_REGION:
-        v = walk.queue[position]
+    cursor = state.cursor[0]
+    state.stamps[forced] = cursor.stamp
+    while position < cursor.tail and cursor.changes < MAX_REGION:
+        v = state.queue[position]
         position += 1
-        if walk.stamps[v] == walk.stamp[0]:
+        if state.stamps[v] == cursor.stamp:
             continue
-        walk.stamps[v] = walk.stamp[0]
-        first, size = net.start[v], net.start[v + 1] - net.start[v]
+        state.stamps[v] = cursor.stamp
+        first, size = graph.start[v], graph.start[v + 1] - graph.start[v]
         for i in range(size):
-            walk.scores[i] = guide.costs[first + i]
-        for slot in range(net.first_edge[v], net.first_edge[v + 1]):
-            e = net.incident[slot]
-            a, b = net.edges[e, 0], net.edges[e, 1]
-            w = a + b - v
-            if walk.stamps[w] != walk.stamp[0]:
-                place = net.message_start[e, 0 if a == v else 1]
+            state.scores[i] = guide.costs[first + i]
+        for slot in range(graph.first_arc[v], graph.first_arc[v + 1]):
+            arc = graph.arcs[slot]
+            if state.stamps[arc.other] != cursor.stamp:
                 for i in range(size):
-                    walk.scores[i] += guide.messages[place + i]
-            elif a == v:
-                columns = net.start[b + 1] - net.start[b]
-                for i in range(size):
-                    walk.scores[i] += net.table[net.table_start[e] + i * columns + walk.choice[w]]
+                    state.scores[i] += guide.messages[arc.received + i]
             else:
+                # It was decided before.
+                column = arc.table + state.choice[arc.other] * arc.other_step
                 for i in range(size):
-                    walk.scores[i] += net.table[net.table_start[e] + walk.choice[w] * size + i]
-        best = walk.choice[v]
+                    state.scores[i] += graph.table[column + i * arc.own_step]
+        best = state.choice[v]
         for i in range(size):
-            if walk.scores[i] < walk.scores[best]:
+            if state.scores[i] < state.scores[best]:
                 best = i
-        if best != walk.choice[v]:
-            added += _change(net, memory, walk, v, best)
+        if best != state.choice[v]:
+            added += _change(graph, memory, state, v, best)
     return added
 
 
 @compiled_part
-def _shortest_point(walk):
-    """Return the point of time with the least free bytes."""
-    shortest = 0
-    for point in range(len(walk.room)):
-        if walk.room[point] < walk.room[shortest]:
-            shortest = point
-    return shortest
-
-
-@compiled_part
-def _repair(net, memory, walk, guide, forced, most_added):
+def _free_memory(graph, memory, state, guide, forced, most_added):
     """Free what is held too much, at the least costs per byte; return the costs added, infinite if that fails.
 
-    Where neighbours forbid a change as they are, it is judged by messages, and neighbours follow.
+    Where neighbours forbid a change as they are, it is judged by messages, and the change is propagated.
     """
     added = 0.0
-    while len(walk.room) > 0:
-        point = _shortest_point(walk)
-        short = -walk.room[point]
+    cursor = state.cursor[0]
+    while len(state.free_bytes) > 0:
+        # The point of time that is shortest of memory; a change never takes more of it.
+        point = 0
+        for other in range(len(state.free_bytes)):
+            if state.free_bytes[other] < state.free_bytes[point]:
+                point = other
+        short = -state.free_bytes[point]
         if short <= 0.0:
             break
-        if added > most_added or walk.counts[0] == len(walk.changed):
+        if added > most_added or cursor.changes == len(state.changes):
             return np.inf
         best, best_value, least = -1, 0, np.inf
-        for v in range(len(net.start) - 1):
-            low, high = memory.first_run[v], memory.first_run[v + 1]
+        for v in range(len(graph.start) - 1):
+            low, high = memory.first_span[v], memory.first_span[v + 1]
             if v == forced or low == high:
                 continue
-            # The last run that begins at the point or before it.
+            # The last span that begins at the point or before it.
             while high - low > 1:
                 middle = (low + high) // 2
-                if memory.run_from[middle] <= point:
+                if memory.spans[middle].begin <= point:
                     low = middle
                 else:
                     high = middle
-            if memory.run_from[low] > point or memory.run_to[low] <= point:
+            span = memory.spans[low]
+            if span.begin > point or span.end <= point:
                 continue
-            first, own = memory.run_start[low], walk.choice[v]
-            for value in range(net.start[v + 1] - net.start[v]):
-                freed = min(memory.usage[first + own] - memory.usage[first + value], short)
+            first, own = graph.start[v], state.choice[v]
+            for value in range(graph.start[v + 1] - first):
+                freed = min(memory.usage[span.usage + own] - memory.usage[span.usage + value], short)
                 if freed > 0.0:
-                    place = net.start[v]
-                    price = walk.conditional[place + value] - walk.conditional[place + own]
-                    if price > net.large / 2:
-                        price = max(guide.marginals[place + value] - guide.marginals[place + own], 0.0)
+                    price = state.conditional[first + value] - state.conditional[first + own]
+                    if price > graph.large / 2:
+                        price = max(guide.marginals[first + value] - guide.marginals[first + own], 0.0)
                     # What saves costs as well comes first.
                     price = price / freed if price > 0.0 else price * freed
-                    if price < least and _fits(memory, walk, v, value):
+                    if price < least and _fits(memory, state, v, value):
                         best, best_value, least = v, value, price
         if best < 0:
             return np.inf
-        position = walk.counts[2]
-        change = _change(net, memory, walk, best, best_value)
-        if change > net.large / 2:
-            walk.stamp[0] += 1
+        position = cursor.tail
+        change = _change(graph, memory, state, best, best_value)
+        if change > graph.large / 2:
+            # Some neighbour forbids it, and has to change, too; the forced variable stays.
+            cursor.stamp += 1
             if forced >= 0:
-                walk.stamps[forced] = walk.stamp[0]
-            change += _follow(net, memory, walk, guide, best, position)
+                state.stamps[forced] = cursor.stamp
+            change += _propagate(graph, memory, state, guide, best, position)
         added += change
     return added
 
 
 @in_place
-def start_walk(net, memory, walk):
-    """Set up a walk from its choice; return the costs."""
+def start_state(graph, memory, state):
+    """Set up a state from its choice; return the costs."""
     total = 0.0
-    _copy(net.costs, walk.conditional)
-    _copy(memory.room, walk.room)
-    for v in range(len(net.start) - 1):
-        total += net.costs[net.start[v] + walk.choice[v]]
-        for run in range(memory.first_run[v], memory.first_run[v + 1]):
-            for point in range(memory.run_from[run], memory.run_to[run]):
-                walk.room[point] -= memory.usage[memory.run_start[run] + walk.choice[v]]
-    for e in range(len(net.edges)):
-        a, b = net.edges[e, 0], net.edges[e, 1]
-        rows, columns = net.start[a + 1] - net.start[a], net.start[b + 1] - net.start[b]
-        place = net.table_start[e]
-        total += net.table[place + walk.choice[a] * columns + walk.choice[b]]
-        for i in range(rows):
-            walk.conditional[net.start[a] + i] += net.table[place + i * columns + walk.choice[b]]
-        for j in range(columns):
-            walk.conditional[net.start[b] + j] += net.table[place + walk.choice[a] * columns + j]
+    _copy(graph.costs, state.conditional)
+    _copy(memory.free_bytes, state.free_bytes)
+    for v in range(len(graph.start) - 1):
+        total += graph.costs[graph.start[v] + state.choice[v]]
+        for number in range(memory.first_span[v], memory.first_span[v + 1]):
+            span = memory.spans[number]
+            for point in range(span.begin, span.end):
+                state.free_bytes[point] -= memory.usage[span.usage + state.choice[v]]
+    for v in range(len(graph.start) - 1):
+        first = graph.start[v]
+        for slot in range(graph.first_arc[v], graph.first_arc[v + 1]):
+            arc = graph.arcs[slot]
+            column = arc.table + state.choice[arc.other] * arc.other_step
+            for i in range(graph.start[v + 1] - first):
+                state.conditional[first + i] += graph.table[column + i * arc.own_step]
+            # Each table counts once: at the first of its variables.
+            if arc.other > v:
+                total += graph.table[column + state.choice[v] * arc.own_step]
     return total
 
 
 @in_place
-def settle(net, memory, walk, guide):
+def repair(graph, memory, state, guide):
     """Make a choice fit, and lower its costs variable by variable; return the costs added, infinite if it fails."""
-    walk.counts[:] = 0
-    added = _repair(net, memory, walk, guide, -1, np.inf)
+    cursor = state.cursor[0]
+    cursor.changes, cursor.head, cursor.tail = 0, 0, 0
+    added = _free_memory(graph, memory, state, guide, -1, np.inf)
     if added == np.inf:
         return added
     while True:
-        walk.counts[0] = walk.counts[1] = 0
-        for v in range(len(net.start) - 1):
-            walk.queue[v] = v
-            walk.queued[v] = 1
-        walk.counts[2] = len(net.start) - 1
-        saved = _relax(net, memory, walk, -1)
-        added += saved
-        if walk.counts[0] == 0:
+        for v in range(len(graph.start) - 1):
+            state.queue[v] = v
+            state.queued[v] = 1
+        cursor.changes, cursor.head, cursor.tail = 0, 0, len(graph.start) - 1
+        added += _relax(graph, memory, state, -1)
+        if cursor.changes == 0:
             return added
 
 
 @in_place
-def wander(net, memory, walk, guide, variables, trials, temperature, cost, best_cost, best):
+def anneal(graph, memory, state, guide, variables, trials, temperature, cost, best_cost, best):
     """Force random values one after the other, and keep changes as simulated annealing does.
 
-    Returns the costs of the walk and of the best choice, which goes to `best`.
+    Returns the costs of the state and of the best choice, which goes to `best`.
     """
+    cursor = state.cursor[0]
     for _ in range(trials):
-        v = variables[min(int(random_uniform(walk.rng) * len(variables)), len(variables) - 1)]
-        first, size = net.start[v], net.start[v + 1] - net.start[v]
+        v = variables[min(int(random_uniform(state.rng) * len(variables)), len(variables) - 1)]
+        first, size = graph.start[v], graph.start[v + 1] - graph.start[v]
         # The cheapest of a few random values: values that cost much are seldom worth it.
-        value, draws = -1, 1 + int(3 * random_uniform(walk.rng))
+        value, draws = -1, 1 + int(3 * random_uniform(state.rng))
         for _ in range(draws):
-            other = min(int(random_uniform(walk.rng) * (size - 1)), size - 2)
-            other += other >= walk.choice[v]
-            if value < 0 or walk.conditional[first + other] < walk.conditional[first + value]:
+            other = min(int(random_uniform(state.rng) * (size - 1)), size - 2)
+            other += other >= state.choice[v]
+            if value < 0 or state.conditional[first + other] < state.conditional[first + value]:
                 value = other
-        walk.counts[:] = 0
-        walk.stamp[0] += 1
-        added = _change(net, memory, walk, v, value)
-        if random_uniform(walk.rng) < FOLLOW_SHARE:
-            added += _follow(net, memory, walk, guide, v, 0)
-        added += _relax(net, memory, walk, v)
-        allowed = -temperature * np.log(random_uniform(walk.rng) + 1e-300)
+        cursor.changes, cursor.head, cursor.tail = 0, 0, 0
+        cursor.stamp += 1
+        added = _change(graph, memory, state, v, value)
+        if random_uniform(state.rng) < PROPAGATE_SHARE:
+            added += _propagate(graph, memory, state, guide, v, 0)
+        added += _relax(graph, memory, state, v)
+        allowed = -temperature * np.log(random_uniform(state.rng) + 1e-300)
         # Later changes seldom save more than a few times what chance allows.
         most = 10 * temperature + allowed
         if added <= most:
-            added += _repair(net, memory, walk, guide, v, most - added)
+            added += _free_memory(graph, memory, state, guide, v, most - added)
             if added < np.inf:
-                added += _relax(net, memory, walk, v)
+                added += _relax(graph, memory, state, v)
         if added <= allowed:
             cost += added
             if cost < best_cost * (1 - 1e-12):
                 best_cost = cost
-                _copy(walk.choice, best)
+                _copy(state.choice, best)
         else:
-            for number in range(walk.counts[0] - 1, -1, -1):
-                _set_value(net, memory, walk, walk.changed[number], walk.old[number])
-            for slot in range(walk.counts[1], walk.counts[2]):
-                walk.queued[walk.queue[slot]] = 0
+            # Undone in reverse: a variable may have changed twice.
+            for number in range(cursor.changes - 1, -1, -1):
+                change = state.changes[number]
+                _set_value(graph, memory, state, change.variable, change.old_value)
+            for slot in range(cursor.head, cursor.tail):
+                state.queued[state.queue[slot]] = 0
     return cost, best_cost
