@@ -19,6 +19,7 @@ from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
 from onnxplace.facts import MicroBatches, Profile, Shards
 from onnxplace.graph import Bools, Floats, Ints
 from onnxplace.model import Model
+from onnxplace.passes.sharding.apply.derived_facts import build_whole_model, scale_profile
 from onnxplace.passes.sharding.apply.microbatch_model import (
     ReplicatedModel,
     assign_replicas,
@@ -26,9 +27,7 @@ from onnxplace.passes.sharding.apply.microbatch_model import (
     find_dependent_values,
     write_parts,
 )
-from onnxplace.passes.sharding.apply.scale_profile import scale_profile
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel
-from onnxplace.passes.sharding.apply.whole_model import build_whole_model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded, is_whole
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.space.known_shapes import fix_sizes, report_fixed_sizes
@@ -320,14 +319,12 @@ class _SampleLayouts:
 
     def _spread(self, index: int) -> list[int]:
         """Add the sample layouts that a node carries from value to value; return the nodes next to those values."""
-        node, touched = self._model.nodes[index], list[int]()
+        touched = list[int]()
         for strategy in self._space.strategies[index]:
             if not strategy.is_split or not self._is_allowed(index, strategy):
                 continue
-            for name, layout in zip(
-                (*self._model.operands[index], *node.output), (*strategy.inputs, *strategy.outputs)
-            ):
-                if layout is not None and layout.is_split and layout not in self._layouts[name]:
+            for name, layout in self._list_split(index, strategy):
+                if layout not in self._layouts[name]:
                     self._layouts[name].add(layout)
                     touched += self._users[name]
         return touched
@@ -339,11 +336,13 @@ class _SampleLayouts:
             return False
         if not strategy.is_split:
             return True
-        pairs = [
-            (name, layout)
-            for name, layout in zip((*self._model.operands[index], *node.output), (*strategy.inputs, *strategy.outputs))
-            if name and layout is not None and layout.is_split
-        ]
+        pairs = self._list_split(index, strategy)
         if any(name in self._kept for name, _ in pairs):
             return False
         return any(layout in self._layouts[name] for name, layout in pairs)
+
+    def _list_split(self, index: int, strategy: NodeStrategy) -> list[tuple[str, Layout]]:
+        """Return the values of a node that a strategy splits, with their layouts."""
+        names = (*self._model.operands[index], *self._model.nodes[index].output)
+        layouts = zip(names, (*strategy.inputs, *strategy.outputs))
+        return [(name, layout) for name, layout in layouts if name and layout is not None and layout.is_split]

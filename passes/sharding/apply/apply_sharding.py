@@ -1,6 +1,6 @@
 """Shard a model: try groups of devices, choose layouts, and write the model.
 
-With several stages, consecutive parts of the sharded model are each on a group of devices of their own.
+With several stages, each of the consecutive parts of the sharded model has its group of devices.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState, is_refused
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import Model
-from onnxplace.passes.sharding.apply.scale_profile import scale_profile
+from onnxplace.passes.sharding.apply.derived_facts import annotate_model, build_whole_model, scale_profile
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, write_sharded_model
-from onnxplace.passes.sharding.apply.whole_model import annotate_model, build_whole_model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
 from onnxplace.passes.sharding.choose.step_estimate import estimate_step_seconds
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, Division, Layout
@@ -44,7 +43,7 @@ CONVOLUTION_CUT_SECONDS = 150e-6
 CONVOLUTIONAL_SHARE = 0.4
 
 
-# How often a choice is made anew, within less memory, where the simulated peak of its model exceeds a limit.
+# How often a choice is made again, within less memory, where the simulated peak of its model exceeds a limit.
 MEMORY_ROUNDS = 4
 # How far a new choice stays below the memory that should just do.
 MEMORY_MARGIN = 0.99
@@ -115,7 +114,7 @@ def shard_state(state: State, options: ShardingOptions) -> State:
 
 
 def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, GroupChoice | None, _Written | None]:
-    """Return the state with the best choice for it, and its model; where nothing is split, the state says so.
+    """Return the state with the best choice for it, and its model; where nothing is split, the state reports it.
 
     If some device holds the whole model, the choice is made without limits, and within them if it does not fit. The
     simulated peak decides; where it is above the account that the choice goes by, the next one has less memory.

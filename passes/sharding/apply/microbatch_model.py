@@ -1,6 +1,6 @@
 """Write a model whose batch is computed in parts: nodes that split samples once per part, all others once.
 
-With replicas, groups of devices compute parts of their own. Each parameter is owned by one replica, which adds up the
+With replicas, each group of devices computes its parts. Each parameter is owned by one replica, which adds up the
 gradients of all, and computes its new value and moments; the other replicas get a copy of the value at the start of
 each step. So a step sends each gradient and each parameter once per other replica, as an all-reduce does, but in whole
 tensors: nothing is cut or joined (optimiser states without redundancy: ZeRO, SC 2020).
@@ -235,7 +235,14 @@ def _repeat_kept(before: ReplicatedModel, units: Sequence[int], samples: Collect
     """Let each replica compute for itself what does not depend on samples, and works for no parameter."""
     model, origins = before.sharded.model, before.sharded.origins
     varying = find_dependent_values(model, frozenset(samples))
-    is_kept = [_is_kept(*item, varying) for item in zip(model.nodes, origins, units)]
+    is_kept = [
+        origin.device == SHARED
+        and unit == NO_UNIT
+        and varying.isdisjoint(node.output)
+        and not is_unrepeatable(node)
+        and not has_subgraphs(node)
+        for node, origin, unit in zip(model.nodes, origins, units)
+    ]
     homes_of_nodes = _find_homes(model, before.replica, is_kept)
     taken = {name for node in model.nodes for name in (node.name, *node.output)} | model.input_names
     versions: dict[tuple[str, int], str] = {}
@@ -253,14 +260,8 @@ def _repeat_kept(before: ReplicatedModel, units: Sequence[int], samples: Collect
     return ReplicatedModel(sharded, np.array(replica, dtype=np.int32))
 
 
-def _is_kept(node: NodeProto, origin: NodeOrigin, unit: int, varying: frozenset[str]) -> bool:
-    """Return whether each replica can compute a node: it works for no unit, and gives the same results everywhere."""
-    is_free = origin.device == SHARED and unit == NO_UNIT and varying.isdisjoint(node.output)
-    return is_free and not is_unrepeatable(node) and not has_subgraphs(node)
-
-
 def _rename_results(node: NodeProto, home: int, taken: set[str]) -> dict[tuple[str, int], str]:
-    """Give a copy of a node and its results names of their own, in place; return these by old name and replica."""
+    """Give a copy of a node and its results new names, in place; return these by old name and replica."""
     node.name = claim_name(f"{node.name}/replica{home}", taken)
     names = {name: claim_name(f"{name}/replica{home}", taken) for name in node.output if name}
     node.output[:] = [names.get(name, "") for name in node.output]

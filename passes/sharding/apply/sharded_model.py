@@ -140,14 +140,15 @@ class ShardedModelWriter(ExchangeWriter):
     def rename_captured(self, copy: NodeProto, index: int, strategy: NodeStrategy, device: int) -> None:
         own = len(copy.input)
         captured = zip(self.model.operands[index][own:], strategy.inputs[own:])
-        names = {name: self.get(name, layout or REPLICATED, device) for name, layout in captured if self.is_known(name)}
+        names = {
+            name: self.get(name, layout or REPLICATED, device)
+            for name, layout in captured
+            if name in self.layouts or name in self.facts.is_weight or name in self.model.input_names
+        }
         if names:
             inputs = list(copy.input)
             rename_reads(copy, names)
             copy.input[:] = inputs  # they have their names already
-
-    def is_known(self, name: str) -> bool:
-        return name in self.layouts or name in self.facts.is_weight or name in self.model.input_names
 
     def add_copy(self, index: int, strategy: NodeStrategy, device: int) -> None:
         """Add a device's copy of a node."""
@@ -442,7 +443,7 @@ class _SubgraphWriter(ShardedModelWriter):
         graph, results = self.split.graph, list[str]()
         for value, layout in zip(graph.output, self.split.outputs):
             result = self.get(value.name, layout, self.device)
-            # A subgraph returns values of its own, each once.
+            # A subgraph returns values that it computes, each once.
             if result in results or result in self.weights or result in self.split.inputs:
                 result = self.exchange_node("Identity", [result], f"{value.name}/result", self.device, 0)
             results.append(result)

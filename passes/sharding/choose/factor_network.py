@@ -71,7 +71,7 @@ class ReducedNetwork:
 def build_network(sizes: Sequence[int], factors: Sequence[Factor]) -> FactorNetwork:
     """Return factors as a network of pairs.
 
-    A factor over more variables gets a variable of its own with a value per finite entry, tied to those by edges.
+    A factor over more variables gets one more variable, with a value per finite entry, tied to those by edges.
     """
     all_sizes, pairs, tables = list(sizes), [], []
     unary: list[tuple[int, Floats]] = []
@@ -156,7 +156,7 @@ def _contract(whole: ReducedNetwork) -> ReducedNetwork:
     position = _count_up(kept)
     first = np.repeat(network.start[:-1], kept)
     source, target = first + values[first + position], np.repeat(start[group], kept) + position
-    costs = np.bincount(target, network.costs[source], minlength=int(start[-1]))
+    costs = np.bincount(target, network.costs[source], minlength=int(start[-1])).astype(np.float64)
     # Edges between the same two groups become one: a pair of groups is a number.
     ends = np.sort(group[network.edges], axis=1)
     is_kept = (ends[:, 0] != ends[:, 1]) & (sizes[ends] > 1).all(axis=1)
@@ -301,12 +301,12 @@ def collect_memory(
         begins_of_spans.append(places[:-1][is_used])
         ends_of_spans.append(places[1:][is_used])
         tables.append(table[is_used].ravel())
-    spans = np.zeros(sum(counts), SPAN)
-    spans["begin"], spans["end"] = np.concatenate(begins_of_spans), np.concatenate(ends_of_spans)
-    spans["usage"] = _begin_each(np.repeat(sizes, counts))[:-1]
+    records = np.zeros(sum(counts), SPAN)
+    records["begin"], records["end"] = np.concatenate(begins_of_spans), np.concatenate(ends_of_spans)
+    records["usage"] = _begin_each(np.repeat(sizes, counts))[:-1]
     return MemoryOverTime(
         free_bytes=math.floor(min(limit, _ENDLESS)) - base.cumsum()[:-1],
         first_span=_begin_each(np.array(counts, np.int64)),
-        spans=spans,
+        spans=records,
         usage=np.concatenate(tables),
     )

@@ -172,7 +172,7 @@ def _tokens(view: NodeView, signature: str) -> list[AxisRule]:
 
 
 def quantised_experts(view: NodeView) -> list[AxisRule]:
-    """QMoE: by tokens; devices pack its weights in ways of their own."""
+    """QMoE: by tokens; each kind of device packs its weights in another way."""
     return _tokens(view, f"t*,t*{',' * 13}t*->t*")
 
 

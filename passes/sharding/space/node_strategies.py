@@ -98,7 +98,7 @@ class StrategySpace:
 
 @dataclass(frozen=True)
 class SubgraphSplit:
-    """A subgraph as a model of its own, with a strategy for each of its nodes."""
+    """A subgraph as a model, with a strategy for each of its nodes."""
 
     graph: GraphProto
     space: StrategySpace
@@ -204,7 +204,9 @@ class StrategyTable:
         free: Mapping[tuple[str, int], tuple[bool, ...]],
     ) -> Iterator[NodeStrategy]:
         if view.node.op_type == "Shape" and view.node.domain == "":
-            yield from self._shapes(view, cuts)
+            for layout in self._layouts("in", view.shape(0), cuts):
+                if not layout.is_in_runs:
+                    yield NodeStrategy((layout,), (REPLICATED,), overrides_shape=True)
             return
         for item in list_axis_rules(view):
             yield from self._by_rule(view, item, cuts)
@@ -215,7 +217,9 @@ class StrategyTable:
         if view.op in ("Split", "Concat"):
             yield from self._own_axis(view, cuts)
         if view.op in WINDOWED and view.rank() > ROW_AXIS:
-            yield from self._windows(view)
+            # By rows: each device has the rows of the input under the windows of its rows.
+            for source, result, edit in list_windows(view, self.division):
+                yield NodeStrategy((source, *_lay_out(view.inputs[1:])), (result,), edit=edit)
         yield from self._partials(view)
 
     def _by_rule(
@@ -324,16 +328,6 @@ class StrategyTable:
                 yield NodeStrategy((whole, *_lay_out(view.inputs[1:])), (part,) * parts, edit=set_split_sizes)
             else:
                 yield NodeStrategy((part,) * parts, (whole,))
-
-    def _shapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
-        for layout in self._layouts("in", view.shape(0), cuts):
-            if not layout.is_in_runs:
-                yield NodeStrategy((layout,), (REPLICATED,), overrides_shape=True)
-
-    def _windows(self, view: NodeView) -> Iterator[NodeStrategy]:
-        """Yield strategies by rows: each device has the rows of the input under the windows of its rows."""
-        for source, result, edit in list_windows(view, self.division):
-            yield NodeStrategy((source, *_lay_out(view.inputs[1:])), (result,), edit=edit)
 
     def _partials(self, view: NodeView) -> Iterator[NodeStrategy]:
         """Yield strategies that pass summands on, for linear operators."""

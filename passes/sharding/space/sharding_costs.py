@@ -69,7 +69,7 @@ class ExchangeCosts:
     near_seconds_per_byte: float = 0.0
     reorder_seconds_per_byte: float = 0.0
     """Time per byte of a value that leaves a session and comes back, or is cut within it, where sessions keep it in a
-    layout of their own."""
+    layout that only they know."""
 
     @staticmethod
     def of(

@@ -16,7 +16,7 @@ from dataclasses import replace
 from onnx import NodeProto
 
 from onnxplace.errors import UsageError, format_value, suggest_nearest
-from onnxplace.model import RANDOM_OPERATORS, Model, has_subgraphs, iterate_subgraphs, match_nodes, suggest_nodes
+from onnxplace.model import RANDOM_OPERATORS, has_subgraphs, iterate_subgraphs, match_nodes, suggest_nodes
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.rules.node_views import NodeView
 from onnxplace.passes.sharding.space.node_strategies import (
@@ -43,17 +43,6 @@ KINDS = ("whole", "split", "batch", "rows", "columns", "sum")
 """`whole`: not split. `split`: in any way. `batch`: the first axis of the result. `rows`: an axis between the first and
 the last one. `columns`: the last axis, or the channels of a convolution. `sum`: the summed axis. Also `axis N`."""
 _AXIS = re.compile(r"axis [0-9]{1,9}")
-
-
-def find_single_nodes(model: Model) -> frozenset[int]:
-    """Return the nodes that run once: unrepeatable ones, and those that return an initializer.
-
-    Weights that the model returns must stay whole.
-    """
-    returned = set(model.sources.values())
-    return frozenset(
-        index for index, node in enumerate(model.nodes) if is_unrepeatable(node) or not returned.isdisjoint(node.output)
-    )
 
 
 def is_unrepeatable(node: NodeProto) -> bool:
@@ -94,7 +83,11 @@ class _Spreader:
         self._facts, self._division = facts, division
         self._table = StrategyTable(division)
         nodes = facts.model.nodes
-        self._single = find_single_nodes(facts.model)
+        # Weights that the model returns must stay whole, so the nodes that return them run once, too.
+        returned = set(facts.model.sources.values())
+        self._single = frozenset(
+            index for index, node in enumerate(nodes) if is_unrepeatable(node) or not returned.isdisjoint(node.output)
+        )
         self._views = [None if index in self._single else facts.view(index) for index in range(len(nodes))]
         self._other_shapes = [
             [] if view is None else facts.list_other_shapes((*node.input, *node.output))

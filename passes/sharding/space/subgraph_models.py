@@ -1,4 +1,4 @@
-"""Subgraphs of If, Loop and Scan as models of their own, and what the node around them calls their values."""
+"""Subgraphs of If, Loop and Scan as models, and what the node around them calls their values."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from onnx import ModelProto, TensorProto, helper, numpy_helper, parser
 
+from onnxplace.passes.sharding.apply.derived_facts import annotate_model, build_whole_model
 from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
-from onnxplace.passes.sharding.apply.whole_model import annotate_model, build_whole_model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
 from onnxplace.passes.sharding.rules.convolution_rules import MAX_OVERLAP, list_overlaps
 from onnxplace.passes.sharding.rules.layouts import REPLICATED, Division, Layout
