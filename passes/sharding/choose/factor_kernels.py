@@ -1,4 +1,7 @@
-"""Compiled loops of the solver of factor graphs: message passing, prices of memory, and memory over time."""
+"""Compiled loops of the solver of factor graphs: message passing, prices of memory, and memory over time.
+
+Fields of records are copied before a loop that writes to arrays: it would read them again each time.
+"""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -14,19 +17,30 @@ from onnxplace.utils import compiled_part, in_place
 def _send_message(graph, arc, v, guide, weight):
     """Send a neighbour the least costs of each of its values, less their minimum, which is returned."""
     first, size = graph.start[v], graph.start[v + 1] - graph.start[v]
-    lowest = np.inf
     other_size = graph.start[arc.other + 1] - graph.start[arc.other]
-    for j in range(other_size):
-        column = arc.table + j * arc.other_step
-        least = np.inf
+    sent, received, table = guide.messages[arc.sent :], guide.messages[arc.received :], graph.table[arc.table :]
+    for i in range(size):
+        # What the neighbour sent is not sent back.
+        guide.scratch[i] = weight * guide.marginals[first + i] - received[i]
+    # Both loops go through the table as it is in memory.
+    if arc.other_step == 1:
+        for j in range(other_size):
+            sent[j] = np.inf
         for i in range(size):
-            # What the neighbour sent is not sent back.
-            own = weight * guide.marginals[first + i] - guide.messages[arc.received + i]
-            least = min(least, own + graph.table[column + i * arc.own_step])
-        guide.messages[arc.sent + j] = least
-        lowest = min(lowest, least)
+            own = guide.scratch[i]
+            for j in range(other_size):
+                sent[j] = min(sent[j], own + table[i * other_size + j])
+    else:
+        for j in range(other_size):
+            least = np.inf
+            for i in range(size):
+                least = min(least, guide.scratch[i] + table[j * size + i])
+            sent[j] = least
+    lowest = np.inf
     for j in range(other_size):
-        guide.messages[arc.sent + j] -= lowest
+        lowest = min(lowest, sent[j])
+    for j in range(other_size):
+        sent[j] -= lowest
     return lowest
 
 
@@ -41,8 +55,8 @@ def pass_messages(graph, guide, choice, is_forward):
     count = len(graph.start) - 1
     total = guide.marginals
     bound = 0.0
-    for step in range(count):
-        v = step if is_forward else count - 1 - step
+    for number in range(count):
+        v = number if is_forward else count - 1 - number
         first, size = graph.start[v], graph.start[v + 1] - graph.start[v]
         # A value is chosen first: by messages from variables ahead, and by tables from those that have theirs already.
         ahead = 0
@@ -51,13 +65,13 @@ def pass_messages(graph, guide, choice, is_forward):
         for slot in range(graph.first_arc[v], graph.first_arc[v + 1]):
             arc = graph.arcs[slot]
             if (arc.other > v) == is_forward:
-                ahead += 1
+                ahead, received = ahead + 1, arc.received
                 for i in range(size):
-                    total[first + i] += guide.messages[arc.received + i]
+                    total[first + i] += guide.messages[received + i]
             else:
-                column = arc.table + choice[arc.other] * arc.other_step
+                column, step = arc.table + choice[arc.other] * arc.other_step, arc.own_step
                 for i in range(size):
-                    total[first + i] += graph.table[column + i * arc.own_step]
+                    total[first + i] += graph.table[column + i * step]
         choice[v] = 0
         for i in range(1, size):
             if total[first + i] < total[first + choice[v]]:
@@ -66,8 +80,9 @@ def pass_messages(graph, guide, choice, is_forward):
         for i in range(size):
             total[first + i] = guide.costs[first + i]
         for slot in range(graph.first_arc[v], graph.first_arc[v + 1]):
+            received = graph.arcs[slot].received
             for i in range(size):
-                total[first + i] += guide.messages[graph.arcs[slot].received + i]
+                total[first + i] += guide.messages[received + i]
         least = np.inf
         for i in range(size):
             least = min(least, total[first + i])
@@ -93,8 +108,9 @@ def add_prices(graph, memory, total_prices, priced):
         for number in range(memory.first_span[v], memory.first_span[v + 1]):
             span = memory.spans[number]
             price = total_prices[span.end] - total_prices[span.begin]
+            usage = span.usage
             for i in range(size):
-                priced[first + i] += price * memory.usage[span.usage + i]
+                priced[first + i] += price * memory.usage[usage + i]
 
 
 @in_place

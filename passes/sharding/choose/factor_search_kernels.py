@@ -39,10 +39,9 @@ def _set_value(graph, memory, state, v, value):
     for slot in range(graph.first_arc[v], graph.first_arc[v + 1]):
         arc = graph.arcs[slot]
         other = graph.start[arc.other]
-        new_row, old_row = arc.table + value * arc.own_step, arc.table + old * arc.own_step
+        new_row, old_row, step = arc.table + value * arc.own_step, arc.table + old * arc.own_step, arc.other_step
         for j in range(graph.start[arc.other + 1] - other):
-            entry = j * arc.other_step
-            state.conditional[other + j] += graph.table[new_row + entry] - graph.table[old_row + entry]
+            state.conditional[other + j] += graph.table[new_row + j * step] - graph.table[old_row + j * step]
     for number in range(memory.first_span[v], memory.first_span[v + 1]):
         span = memory.spans[number]
         freed = memory.usage[span.usage + old] - memory.usage[span.usage + value]
@@ -128,13 +127,14 @@ def _propagate(graph, memory, state, guide, forced, position):
         for slot in range(graph.first_arc[v], graph.first_arc[v + 1]):
             arc = graph.arcs[slot]
             if state.stamps[arc.other] != cursor.stamp:
+                received = arc.received
                 for i in range(size):
-                    state.scores[i] += guide.messages[arc.received + i]
+                    state.scores[i] += guide.messages[received + i]
             else:
                 # It was decided before.
-                column = arc.table + state.choice[arc.other] * arc.other_step
+                column, step = arc.table + state.choice[arc.other] * arc.other_step, arc.own_step
                 for i in range(size):
-                    state.scores[i] += graph.table[column + i * arc.own_step]
+                    state.scores[i] += graph.table[column + i * step]
         best = state.choice[v]
         for i in range(size):
             if state.scores[i] < state.scores[best]:

@@ -163,6 +163,8 @@ class _Guide(NamedTuple):
     """Least costs beyond each arc, per value of the variable that receives them."""
     marginals: Floats
     """Least costs of the whole with each value, less the least of all."""
+    scratch: Floats
+    """Per value of the variable that sends."""
 
 
 class _State(NamedTuple):
@@ -195,7 +197,8 @@ class _Search:
         self._memory, self._graph = memory, connect(network)
         self._free = np.flatnonzero(network.sizes > 1)
         messages = np.zeros(int(network.sizes[network.edges].sum()))
-        self._guide = _Guide(network.costs.copy(), messages, np.zeros(len(network.costs)))
+        scratch = np.zeros(int(network.sizes.max(initial=1)))
+        self._guide = _Guide(network.costs.copy(), messages, np.zeros(len(network.costs)), scratch)
         self._states = [self._make_state(seed, number) for number in range(len(_HOTTEST))]
         self.bound = -math.inf
         """No assignment that fits costs less."""
