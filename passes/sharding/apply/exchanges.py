@@ -67,11 +67,7 @@ def shard_weight(
     is_packed = TensorProto.DataType.Name(tensor.data_type) in _PACKED_TYPES
     # Along the first axis, one range is contiguous in the file: nothing is read.
     if is_external and not is_packed and rows == 1 and len(ranges) == 1:
-        _, offset, _ = find_external_range(tensor, folder)
-        location = next(entry.value for entry in tensor.external_data if entry.key == "location")
-        offset += packed_size(tensor.data_type, (ranges[0][0], *inner))
-        length = packed_size(tensor.data_type, dims)
-        return make_reference(name, tensor.data_type, dims, location, offset, length)
+        return _refer_to_range(tensor, name, dims, packed_size(tensor.data_type, (ranges[0][0], *inner)), folder)
     if is_external and not is_packed:
         return make_tensor_part(tensor, name, axis, ranges)
     # Elements of less than a byte, and strings, have no offsets in bytes.
@@ -84,6 +80,16 @@ def shard_weight(
     parts = [data[:, low * item : high * item] for low, high in ranges]
     raw = np.concatenate(parts, axis=1).tobytes()
     return TensorProto(name=name, data_type=tensor.data_type, dims=dims, raw_data=raw)
+
+
+def _refer_to_range(
+    tensor: TensorProto, name: str, dims: Sequence[int], start_bytes: int, folder: Path | None
+) -> TensorProto:
+    """Return a part of external data that is contiguous in its file."""
+    _, offset, _ = find_external_range(tensor, folder)
+    location = next(entry.value for entry in tensor.external_data if entry.key == "location")
+    length = packed_size(tensor.data_type, dims)
+    return make_reference(name, tensor.data_type, dims, location, offset + start_bytes, length)
 
 
 @dataclass(frozen=True)
