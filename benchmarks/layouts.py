@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from _tables import Row, report_progress
 
-from onnxplace.passes.sharding.elimination import Factor
-from onnxplace.passes.sharding.factor_solver import FactorProblem, solve
+from onnxplace.passes.sharding.choose.elimination import Factor
+from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, solve
 
 KEYS = ("instance", "cost", "bound", "fits", "seconds", "best", "to_best")
 # Costs from here on forbid a choice.

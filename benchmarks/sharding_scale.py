@@ -19,12 +19,12 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxplace.model import load
 from onnxplace.passes.profiling import typical_peaks
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem
-from onnxplace.passes.sharding.layouts import Division
-from onnxplace.passes.sharding.sharded_model import write_sharded_model
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts
-from onnxplace.passes.sharding.strategy_space import build_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem
+from onnxplace.passes.sharding.rules.layouts import Division
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts, WorkCosts
+from onnxplace.passes.sharding.space.strategy_space import build_space
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 
 WIDTH, HEADS, TOKENS = 64, 8, 128
 COLUMNS = ("graph", "nodes", "ways", "facts s", "strategies s", "choice s", "rewriting s", "of one device", "gap")

@@ -15,12 +15,12 @@ import numpy as np
 from onnx import ModelProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.model import Model, bind, load, output_lineages
-from onnxplace.passes.sharding.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.layouts import Division, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.rules.layouts import Division, Layout
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from tests.support.conformance import Case, PlainSession, case, fed_names, first_line, surrounded
 from tests.support.shardings import ReturningWriter, complete_choice, is_in_runs
 

@@ -10,13 +10,13 @@ import onnx
 from onnx import ModelProto
 
 from onnxplace.model import Model, bind, load
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice
-from onnxplace.passes.sharding.layouts import REPLICATED, Division, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.sharded_model import ShardedModel, ShardedModelWriter
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, ShardedModelWriter
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
+from onnxplace.passes.sharding.rules.layouts import REPLICATED, Division, Layout
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 
 SHARES = ((1.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0), (2.0, 1.0, 1.0), (1.0,) * 4)
 """Shares of the work of two to four devices, equal and not."""

@@ -1,1 +1,1 @@
-"""Sharding rules by families of operators; `table` lists all of them."""
+"""What an operator may do: which axes of its values are split together, and how its node then changes."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, by_letters
+from onnxplace.passes.sharding.rules.node_views import Edit, LocalNode, NodeView
 
 # Positions of the inputs and outputs of Attention (opset 23 and 24).
 _QUERY, _KEY, _LENGTHS = 0, 1, 6

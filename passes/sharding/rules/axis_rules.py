@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from onnxplace.passes.sharding.node_views import Edit, NodeView, Shape
+from onnxplace.passes.sharding.rules.node_views import Edit, LocalNode, NodeView, Shape
 
 Effect = Literal["map", "sum", "mean"]
 
@@ -144,3 +144,18 @@ def elementwise(view: NodeView) -> list[AxisRule]:
         for axis, size in enumerate(view.result())
         if size > 1
     ]
+
+
+def is_per_tensor(view: NodeView, position: int) -> bool:
+    """Return whether a scale or zero point is omitted, or a single number."""
+    return not view.has(position) or max(view.shape(position), default=1) <= 1
+
+
+def drop_bias_except_first(position: int) -> Edit:
+    """Return the edit by which only the first device adds a bias to its summand."""
+
+    def edit(local: LocalNode) -> None:
+        if local.device > 0:
+            local.drop_input(position)
+
+    return edit

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from onnxplace.passes.sharding.node_views import NodeView, split_words
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, elementwise, split_same
+from onnxplace.passes.sharding.rules.node_views import NodeView, split_words
 
 _UNARY = split_words(
     """

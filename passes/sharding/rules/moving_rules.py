@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnxplace.passes.sharding.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.rules.axis_rules import (
     AxisRule,
     Rule,
@@ -17,6 +16,7 @@ from onnxplace.passes.sharding.rules.axis_rules import (
     other_axes,
     split_same,
 )
+from onnxplace.passes.sharding.rules.node_views import LocalNode, NodeView
 
 # Exporters end slices that take an axis whole at the largest integer of 32 or 64 bits.
 _TO_THE_END = 2**31 - 1

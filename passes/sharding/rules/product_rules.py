@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape
-from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, all_but_axis, by_letters
+from onnxplace.passes.sharding.rules.axis_rules import (
+    AxisRule,
+    Rule,
+    all_but_axis,
+    by_letters,
+    drop_bias_except_first,
+    is_per_tensor,
+)
+from onnxplace.passes.sharding.rules.node_views import LocalNode, NodeView, Shape
 
 
 def product_rules(a: Shape, b: Shape, result: Shape, left: int, right: int) -> dict[str, AxisRule]:
@@ -41,11 +48,6 @@ def product_rules(a: Shape, b: Shape, result: Shape, left: int, right: int) -> d
     return rules
 
 
-def is_per_tensor(view: NodeView, position: int) -> bool:
-    """Return whether a scale or zero point is omitted, or a single number."""
-    return not view.has(position) or max(view.shape(position), default=1) <= 1
-
-
 def multiply(
     view: NodeView,
     factors: tuple[int, int] = (0, 1),
@@ -77,16 +79,6 @@ def multiply(
         if name in rules:
             rules[name] = replace(rules[name], inputs={**rules[name].inputs, **dict.fromkeys(vectors, 0)})
     return [rule for name, rule in rules.items() if is_exact or name != "sum"]
-
-
-def drop_bias_except_first(position: int) -> Edit:
-    """Return the edit by which only the first device adds a bias to its summand."""
-
-    def edit(local: LocalNode) -> None:
-        if local.device > 0:
-            local.drop_input(position)
-
-    return edit
 
 
 def gemm(view: NodeView) -> list[AxisRule]:
@@ -180,7 +172,7 @@ def _tokens(view: NodeView, signature: str) -> list[AxisRule]:
 
 
 def quantised_experts(view: NodeView) -> list[AxisRule]:
-    """QMoE: by tokens; devices pack its weights in ways of their own."""
+    """QMoE: by tokens; each kind of device packs its weights in another way."""
     return _tokens(view, f"t*,t*{',' * 13}t*->t*")
 
 

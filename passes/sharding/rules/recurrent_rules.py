@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from onnx import helper
 
-from onnxplace.passes.sharding.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, by_letters
+from onnxplace.passes.sharding.rules.node_views import LocalNode, NodeView
 
 # Tensors that follow each other in weights, recurrent weights, and peepholes; biases hold those of both.
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

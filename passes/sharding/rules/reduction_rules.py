@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from onnxplace.passes.sharding.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.rules.axis_rules import (
     AxisRule,
     Effect,
@@ -14,6 +13,7 @@ from onnxplace.passes.sharding.rules.axis_rules import (
     signature_rule,
     split_same,
 )
+from onnxplace.passes.sharding.rules.node_views import LocalNode, NodeView
 
 
 def batch_normalization(view: NodeView) -> list[AxisRule]:

@@ -16,9 +16,9 @@ from onnx import ModelProto, printer
 
 from onnxplace.model import bind, bind_states, load
 from onnxplace.passes.batching import BatchAxes, batch_flow, find_batch_axes
-from onnxplace.passes.sharding.layouts import PARTIAL
-from onnxplace.passes.sharding.strategy_space import build_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.rules.layouts import PARTIAL
+from onnxplace.passes.sharding.space.strategy_space import build_space
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from tests.passes.sharding.test_rules import CASES, draw_feeds, parse
 from tests.support.batch_models import COUPLED, JOINABLE, draw_inputs, make, sizes_of
 from tests.support.batches import check_joined_run, draw_requests, make_symbolic, prove

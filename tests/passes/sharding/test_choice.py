@@ -10,13 +10,13 @@ from random import Random
 import pytest
 from onnx import parser
 
-from onnxplace.passes.sharding import layout_choice
-from onnxplace.passes.sharding.elimination import Solution
-from onnxplace.passes.sharding.factor_solver import FactorSolution
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem, count_weight_bytes, is_sharded, is_whole
-from onnxplace.passes.sharding.layouts import REPLICATED, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.strategy_space import StrategySpace, restrict_space
+from onnxplace.passes.sharding.choose import layout_choice
+from onnxplace.passes.sharding.choose.elimination import Solution
+from onnxplace.passes.sharding.choose.factor_solver import FactorSolution
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, count_weight_bytes, is_sharded, is_whole
+from onnxplace.passes.sharding.rules.layouts import REPLICATED, Layout
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace, restrict_space
 from tests.support.shardable_models import make_model
 from tests.support.shardings import SHARES, make_costs, make_space
 

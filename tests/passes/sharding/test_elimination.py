@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.passes.sharding import elimination
-from onnxplace.passes.sharding.elimination import (
+from onnxplace.passes.sharding.choose import elimination
+from onnxplace.passes.sharding.choose.elimination import (
     Elimination,
     Factor,
     Joins,

@@ -6,9 +6,9 @@ import math
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.passes.sharding.elimination import Factor, evaluate
-from onnxplace.passes.sharding.factor_network import build_network, reduce_network
-from onnxplace.passes.sharding.factor_solver import FactorProblem, peak_bytes, solve
+from onnxplace.passes.sharding.choose.elimination import Factor, evaluate
+from onnxplace.passes.sharding.choose.factor_network import build_network, connect, reduce_network
+from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, peak_bytes, solve
 
 
 def enumerate_optimum(problem: FactorProblem) -> float:
@@ -94,6 +94,17 @@ def test_variables_that_correspond_one_to_one_become_one() -> None:
     assert reduced.network.costs.tolist() == [8.0, 3.0]
     assert reduced.expand(np.array([0])) == [0, 1, 0]
     assert reduced.expand(np.array([1])) == [1, 0, 1]
+
+
+def test_both_variables_of_an_edge_read_its_table_by_their_arc() -> None:
+    table = np.arange(6.0).reshape(2, 3)
+    graph = connect(build_network([2, 3], [Factor((0, 1), table)]))
+    for own, arc, entries in zip((0, 1), graph.arcs, (table, table.T)):
+        assert arc["other"] == 1 - own
+        for (i, j), cost in np.ndenumerate(entries):
+            assert graph.table[arc["table"] + i * arc["own_step"] + j * arc["other_step"]] == cost
+    # What one variable sends, the other one receives.
+    assert graph.arcs["sent"].tolist() == graph.arcs["received"][::-1].tolist()
 
 
 def test_a_choice_that_no_neighbour_goes_with_is_impossible() -> None:

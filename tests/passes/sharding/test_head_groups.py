@@ -10,12 +10,12 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 from onnxplace.model import bind, load
-from onnxplace.passes.sharding.exchanges import ExchangeWriter
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.apply.exchanges import ExchangeWriter
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from tests.support.chains import exported_decoder
 from tests.support.forced_sharding import Feeds, try_strategies
 from tests.support.random_models import run_plain

@@ -6,11 +6,11 @@ import pytest
 from onnx import ModelProto, TensorProto, parser
 
 from onnxplace.model import bind, load
-from onnxplace.passes.sharding.known_shapes import infer_all_shapes
-from onnxplace.passes.sharding.layouts import PARTIAL, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, Layout
+from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from tests.support.forced_sharding import DIVISIONS, try_strategies, with_weights
 
 

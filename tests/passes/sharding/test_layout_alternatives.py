@@ -13,10 +13,11 @@ from onnx import ModelProto, parser
 from onnxplace.facts import Shards
 from onnxplace.model import Model, bind, load
 from onnxplace.passes.shard import Shard
-from onnxplace.passes.sharding import LayoutExplainer, ShardingOptions, compare_kinds, layout_alternatives, shard_state
-from onnxplace.passes.sharding.apply_sharding import GroupChoice, describe_strategy
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice
-from onnxplace.passes.sharding.sharding_costs import WorkCosts
+from onnxplace.passes.sharding import LayoutExplainer, ShardingOptions, compare_kinds, shard_state
+from onnxplace.passes.sharding.apply import layout_alternatives
+from onnxplace.passes.sharding.apply.apply_sharding import GroupChoice, describe_strategy
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
+from onnxplace.passes.sharding.space.sharding_costs import WorkCosts
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 from onnxplace.target import Device, Target

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 
 divisions = st.lists(st.sampled_from((1.0, 2.0, 3.0, 0.5)), min_size=1, max_size=5).map(tuple).map(Division)
 

@@ -16,7 +16,7 @@ import onnxplace
 from onnxplace.errors import FeedError, InfeasibleError
 from onnxplace.facts import MicroBatches, Profile, Shards
 from onnxplace.model import Model
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
 from tests.support.shardings import choose_randomly
 from tests.support.step_checks import STATES, assert_bundle_takes_the_same_steps, assert_same_steps, compile_state
 from tests.support.training_models import (
@@ -63,7 +63,7 @@ def test_any_choice_of_what_is_computed_in_parts_is_right(seed: int, monkeypatch
         return choose_randomly(problem.space, random)
 
     monkeypatch.setattr(ChoiceProblem, "solve", choose)
-    monkeypatch.setattr("onnxplace.passes.sharding.microbatches.apply_microbatches.MAX_WHOLE_SHARE", 2.0)
+    monkeypatch.setattr("onnxplace.passes.sharding.apply.apply_microbatches.MAX_WHOLE_SHARE", 2.0)
     assert_same_steps(proto, split(proto, random.choice((2, 3)))[Model])
 
 

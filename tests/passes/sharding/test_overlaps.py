@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from onnx import ModelProto, TensorProto, helper, numpy_helper, parser
 
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice
-from onnxplace.passes.sharding.layouts import REPLICATED, Division, Layout
-from onnxplace.passes.sharding.sharded_model import write_sharded_model
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace
-from onnxplace.passes.sharding.whole_model import annotate_model, build_whole_model
-from onnxplace.passes.sharding.windows import MAX_OVERLAP, list_overlaps
+from onnxplace.passes.sharding.apply.derived_facts import annotate_model, build_whole_model
+from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
+from onnxplace.passes.sharding.rules.convolution_rules import MAX_OVERLAP, list_overlaps
+from onnxplace.passes.sharding.rules.layouts import REPLICATED, Division, Layout
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 from tests.support.random_models import run_plain
 from tests.support.shardings import SHARES, check_structure, choose_randomly, make_costs, make_space
 

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from onnxplace.passes.sharding.elimination import Factor, evaluate
-from onnxplace.passes.sharding.factor_solver import FactorProblem
-from onnxplace.passes.sharding.priced_elimination import solve_by_prices
+from onnxplace.passes.sharding.choose.elimination import Factor, evaluate
+from onnxplace.passes.sharding.choose.factor_solver import FactorProblem
+from onnxplace.passes.sharding.choose.priced_elimination import solve_by_prices
 
 
 def make_problem(seed: int) -> FactorProblem:

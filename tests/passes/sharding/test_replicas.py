@@ -18,7 +18,7 @@ from onnxplace.driver import compile_model
 from onnxplace.errors import UsageError
 from onnxplace.facts import MicroBatches, Placement, Profile, Segments
 from onnxplace.model import Model
-from onnxplace.passes.sharding.microbatches.microbatch_model import divide_parts
+from onnxplace.passes.sharding.apply.microbatch_model import divide_parts
 from onnxplace.state import State
 from tests.support.step_checks import assert_bundle_takes_the_same_steps, assert_same_steps, compile_state
 from tests.support.training_models import OPTIMIZERS, make_mlp, make_recurrent, make_transformer, make_two_tower

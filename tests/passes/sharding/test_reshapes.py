@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnx import TensorProto, helper, parser
 
-from onnxplace.passes.sharding.layouts import Division, Layout
-from onnxplace.passes.sharding.node_strategies import reshape_layout
+from onnxplace.passes.sharding.rules.layouts import Division, Layout
+from onnxplace.passes.sharding.rules.reshape_rules import reshape_layout
 from tests.support.forced_sharding import try_strategies
 
 SHARES = st.sampled_from([(1.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0), (1.0, 2.0, 3.0)])

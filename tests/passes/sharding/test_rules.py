@@ -8,11 +8,10 @@ import pytest
 from onnx import ModelProto, helper, parser
 
 from onnxplace.model import bind, load
-from onnxplace.passes.sharding.layouts import PARTIAL, Layout
-from onnxplace.passes.sharding.node_strategies import list_axis_rules
-from onnxplace.passes.sharding.rules.rule_table import RULES
-from onnxplace.passes.sharding.strategy_space import build_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, Layout
+from onnxplace.passes.sharding.rules.rule_table import RULES, list_axis_rules
+from onnxplace.passes.sharding.space.strategy_space import build_space
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from tests.support.forced_sharding import DIVISIONS, Feeds, PlainSession, Trial, fed_names, try_strategies, with_weights
 from tests.support.sharding_cases.attention import ATTENTION
 from tests.support.sharding_cases.bodies import BODIES

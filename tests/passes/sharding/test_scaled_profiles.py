@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 from onnx import helper
 
-from onnxplace.passes.sharding.exchanges import NodeOrigin
-from onnxplace.passes.sharding.scale_profile import _find_partners
+from onnxplace.passes.sharding.apply.derived_facts import _find_partners
+from onnxplace.passes.sharding.apply.exchanges import NodeOrigin
 
 
 def find_partners(*nodes):

@@ -8,9 +8,9 @@ import pytest
 from onnx import parser
 
 from onnxplace.errors import InputError, UsageError
-from onnxplace.passes.sharding.layouts import PARTIAL
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.strategy_space import KINDS, StrategySpace, restrict_space
+from onnxplace.passes.sharding.rules.layouts import PARTIAL
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.strategy_space import KINDS, StrategySpace, restrict_space
 from tests.support.shardings import make_space
 
 MODEL = """

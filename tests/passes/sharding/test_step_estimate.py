@@ -9,13 +9,13 @@ import pytest
 from onnx import numpy_helper, parser
 
 from onnxplace.model import load
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem
-from onnxplace.passes.sharding.layouts import Division
-from onnxplace.passes.sharding.sharded_model import write_sharded_model
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.step_estimate import estimate_step_seconds
-from onnxplace.passes.sharding.strategy_space import build_space, restrict_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem
+from onnxplace.passes.sharding.choose.step_estimate import estimate_step_seconds
+from onnxplace.passes.sharding.rules.layouts import Division
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import build_space, restrict_space
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from tests.passes.sharding.test_random_sharding import assert_close, run_sizes
 from tests.support.random_models import run_plain
 from tests.support.shardable_models import make_model

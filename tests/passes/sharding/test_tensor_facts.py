@@ -9,8 +9,8 @@ import pytest
 from onnx import ModelProto, numpy_helper, parser
 
 from onnxplace.model import bind, load
-from onnxplace.passes.sharding.known_shapes import infer_all_shapes
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 
 
 def read_facts(text: str, **sizes: int) -> TensorFacts:

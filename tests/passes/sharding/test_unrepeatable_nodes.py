@@ -4,7 +4,7 @@ import pytest
 from onnx import helper
 
 from onnxplace.model import RANDOM_OPERATORS
-from onnxplace.passes.sharding.strategy_space import is_unrepeatable
+from onnxplace.passes.sharding.space.strategy_space import is_unrepeatable
 
 
 @pytest.mark.parametrize("operator", sorted(RANDOM_OPERATORS))

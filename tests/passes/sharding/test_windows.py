@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnx import ModelProto, TensorProto, helper
 
-from onnxplace.passes.sharding.layouts import Division, Layout
-from onnxplace.passes.sharding.node_views import NodeView
-from onnxplace.passes.sharding.windows import ROW_AXIS, list_windows
+from onnxplace.passes.sharding.rules.convolution_rules import ROW_AXIS, list_windows
+from onnxplace.passes.sharding.rules.layouts import Division, Layout
+from onnxplace.passes.sharding.rules.node_views import NodeView
 from tests.support.forced_sharding import NotComparable, compare, try_strategies
 
 PADDINGS = ("SAME_UPPER", "SAME_LOWER", "VALID", "NOTSET")

@@ -7,16 +7,16 @@ import pytest
 from onnx import numpy_helper, parser
 
 from onnxplace.passes.profiling import PeakRates
-from onnxplace.passes.sharding.layouts import PARTIAL, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.sharding_costs import (
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, Layout
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.sharding_costs import (
     STREAMED_BYTES_PER_SECOND,
     WorkCosts,
     local_shapes,
     peak_rates,
     rows_outside,
 )
-from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 from onnxplace.target import Device
 from tests.support.shardings import make_costs, make_space
 

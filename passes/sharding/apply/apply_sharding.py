@@ -1,6 +1,6 @@
 """Shard a model: try groups of devices, choose layouts, and write the model.
 
-With several stages, consecutive parts of the sharded model are each on a group of devices of their own.
+With several stages, each of the consecutive parts of the sharded model has its group of devices.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState, is_refused
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import Model
-from onnxplace.passes.sharding.known_shapes import fix_sizes, report_fixed_sizes
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
-from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.scale_profile import scale_profile
-from onnxplace.passes.sharding.sharded_model import ShardedModel, write_sharded_model
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
-from onnxplace.passes.sharding.step_estimate import estimate_step_seconds
-from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space, restrict_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from onnxplace.passes.sharding.whole_model import annotate_model, build_whole_model
+from onnxplace.passes.sharding.apply.derived_facts import annotate_model, build_whole_model, scale_profile
+from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, write_sharded_model
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
+from onnxplace.passes.sharding.choose.step_estimate import estimate_step_seconds
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, Division, Layout
+from onnxplace.passes.sharding.space.known_shapes import fix_sizes, report_fixed_sizes
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space, restrict_space
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.problem import device_seconds, fits_single_device, placement_problem
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -44,7 +43,7 @@ CONVOLUTION_CUT_SECONDS = 150e-6
 CONVOLUTIONAL_SHARE = 0.4
 
 
-# How often a choice is made anew, within less memory, where the simulated peak of its model exceeds a limit.
+# How often a choice is made again, within less memory, where the simulated peak of its model exceeds a limit.
 MEMORY_ROUNDS = 4
 # How far a new choice stays below the memory that should just do.
 MEMORY_MARGIN = 0.99
@@ -115,17 +114,19 @@ def shard_state(state: State, options: ShardingOptions) -> State:
 
 
 def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, GroupChoice | None, _Written | None]:
-    """Return the state with the best choice for it, and its model; where nothing is split, the state says so.
+    """Return the state with the best choice for it, and its model; where nothing is split, the state reports it.
 
     If some device holds the whole model, the choice is made without limits, and within them if it does not fit. The
     simulated peak decides; where it is above the account that the choice goes by, the next one has less memory.
     """
     if options.fixed:
-        state = _fix_sizes(state)
+        fixed = fix_sizes(state[Model])
+        notes = report_fixed_sizes(state[Model], fixed, "split batches")
+        state = state.with_facts(fixed, state[Profile]).with_notes(*notes)
     seconds = device_seconds(state[Profile], state.target)
     facts = TensorFacts.of(state[Model])
     groups = _list_groups(state.target, seconds, options)
-    problems = [_pose(facts, state, seconds, group, options) for group in groups]
+    problems = [_build_problem(facts, state, seconds, group, options) for group in groups]
     fits_alone = bool(fits_single_device(state).any())
     share, tightest = math.inf if fits_alone else 1.0, None
     for _ in range(MEMORY_ROUNDS):
@@ -134,8 +135,8 @@ def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, Grou
         if not useful:
             if tightest is not None:
                 break
-            notes = _report_nothing_split(candidates, bool(is_refused(seconds).any()))
-            return _leave_whole(state).with_notes(notes), None, None
+            note = _report_nothing_split(candidates, bool(is_refused(seconds).any()))
+            return _leave_whole(state).with_notes(note), None, None
         best = min(useful, key=lambda candidate: candidate.step_seconds)
         alone = float(seconds.sum(axis=1).min())
         if options.may_leave_whole and fits_alone and best.step_seconds > CLEAR_GAIN * alone:
@@ -151,13 +152,6 @@ def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, Grou
     # If none fits, placers and the cut into segments may still find an order that does, and report it if not.
     assert tightest is not None
     return state, *tightest
-
-
-def _fix_sizes(state: State) -> State:
-    """Return the state with a model that takes its bound sizes alone, and its profile."""
-    fixed = fix_sizes(state[Model])
-    notes = report_fixed_sizes(state[Model], fixed, "split batches")
-    return state.with_facts(fixed, state[Profile]).with_notes(*notes)
 
 
 def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> list[tuple[int, ...]]:
@@ -178,12 +172,8 @@ def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> l
     return [tuple(sorted(order[:size])) for size in sizes if size > 1]
 
 
-def _pose(
-    facts: TensorFacts,
-    state: State,
-    seconds: Floats,
-    group: tuple[int, ...],
-    options: ShardingOptions,
+def _build_problem(
+    facts: TensorFacts, state: State, seconds: Floats, group: tuple[int, ...], options: ShardingOptions
 ) -> GroupProblem:
     """Return the choice for a group of devices."""
     target = state.target

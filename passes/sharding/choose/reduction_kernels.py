@@ -1,7 +1,6 @@
 """Compiled loops that contract variables of a factor graph whose choices correspond one to one.
 
-A network is flat: variable v has the entries `start[v]` to `start[v + 1]` of the costs, and edge e the entries from
-`table_start[e]` of the tables, a row per value of its first variable.
+Networks are `FactorNetwork`s; `_contract` in `factor_network` has an example.
 """
 
 # Compiled loops get their types from numba.
@@ -32,15 +31,16 @@ def _restrict(first, count, other, other_count, table, row_step, column_step, la
 
 
 @in_place
-def drop_values(start, edges, table_start, table, large, alive):
+def drop_values(network, alive):
     """Drop values without a partner at some edge, until all have one (arc consistency)."""
+    start, large = network.start, network.large
     is_changed = True
     while is_changed:
         is_changed = False
-        for e in range(len(edges)):
-            a, b = edges[e, 0], edges[e, 1]
+        for e in range(len(network.edges)):
+            a, b = network.edges[e, 0], network.edges[e, 1]
             rows, columns = start[a + 1] - start[a], start[b + 1] - start[b]
-            entries = table[table_start[e] :]
+            entries = network.table[network.table_start[e] :]
             is_changed |= _restrict(start[a], rows, start[b], columns, entries, columns, 1, large, alive)
             is_changed |= _restrict(start[b], columns, start[a], rows, entries, 1, columns, large, alive)
 
@@ -67,12 +67,13 @@ def _is_one_to_one(a, b, rows, columns, table, large, alive, partner):
 
 
 @compiled_loop
-def group_variables(start, edges, table_start, table, large, alive):
+def group_variables(network, alive):
     """Group variables that edges tie one to one.
 
-    Returns, per variable, the first one of its group, and per value position of that one, its own value: `values` from
-    `start`.
+    Returns, per variable, the owner of its group, which is the first variable in it; from `start`, its own value for
+    each value of the group; and how many values the group has.
     """
+    start, edges, large = network.start, network.edges, network.large
     count = len(start) - 1
     degree = np.zeros(count + 1, np.int64)
     is_tied = np.zeros(len(edges), np.bool_)
@@ -80,7 +81,9 @@ def group_variables(start, edges, table_start, table, large, alive):
     for e in range(len(edges)):
         a, b = edges[e, 0], edges[e, 1]
         rows, columns = start[a + 1] - start[a], start[b + 1] - start[b]
-        if _is_one_to_one(start[a], start[b], rows, columns, table[table_start[e] :], large, alive, partner):
+        if _is_one_to_one(
+            start[a], start[b], rows, columns, network.table[network.table_start[e] :], large, alive, partner
+        ):
             is_tied[e] = True
             degree[a] += 1
             degree[b] += 1
@@ -94,7 +97,7 @@ def group_variables(start, edges, table_start, table, large, alive):
                 v = edges[e, side]
                 incident[filled[v]] = e
                 filled[v] += 1
-    # Breadth first from each variable that has no group yet; values follow along the edges.
+    # Breadth first from each variable that has no group yet; values are propagated along the edges.
     owner, values, kept = np.full(count, -1, np.int64), np.zeros(start[count], np.int64), np.zeros(count, np.int64)
     queue = np.empty(count, np.int64)
     for root in range(count):
@@ -122,7 +125,7 @@ def group_variables(start, edges, table_start, table, large, alive):
                     i = values[start[v] + k]
                     for j in range(start[w + 1] - start[w]):
                         place = i * columns + j if v == a else j * columns + i
-                        if alive[start[w] + j] and table[table_start[e] + place] < large:
+                        if alive[start[w] + j] and network.table[network.table_start[e] + place] < large:
                             values[start[w] + k] = j
                             break
                 queue[tail] = w
@@ -131,27 +134,29 @@ def group_variables(start, edges, table_start, table, large, alive):
 
 
 @in_place
-def add_tables(
-    start, edges, table_start, table, group, values, new_start, slot, new_edges, new_table_start, costs, new
-):
-    """Add the tables of edges to those of the groups that they connect, or to the costs of one group."""
-    for e in range(len(edges)):
-        a, b = edges[e, 0], edges[e, 1]
-        columns = start[b + 1] - start[b]
+def add_tables(network, group, values, merged_edge, merged):
+    """Add the tables of edges to those of the groups that they connect, or to the costs of one group.
+
+    `group` and `values` are those of variables, `merged_edge` is the edge of `merged` that each edge becomes.
+    """
+    for e in range(len(network.edges)):
+        a, b = network.edges[e, 0], network.edges[e, 1]
+        of_a, of_b = network.start[a], network.start[b]
         p, q = group[a], group[b]
-        left, right = new_start[p + 1] - new_start[p], new_start[q + 1] - new_start[q]
+        left, right = merged.start[p + 1] - merged.start[p], merged.start[q + 1] - merged.start[q]
         for i in range(left):
-            row = table_start[e] + values[start[a] + i] * columns
+            row = network.table_start[e] + values[of_a + i] * (network.start[b + 1] - of_b)
             if p == q:
-                costs[new_start[p] + i] += table[row + values[start[b] + i]]
+                merged.costs[merged.start[p] + i] += network.table[row + values[of_b + i]]
                 continue
             for j in range(right):
-                entry = table[row + values[start[b] + j]]
+                entry = network.table[row + values[of_b + j]]
+                # A group with one value has none to choose: the other one pays.
                 if right == 1:
-                    costs[new_start[p] + i] += entry
+                    merged.costs[merged.start[p] + i] += entry
                 elif left == 1:
-                    costs[new_start[q] + j] += entry
-                elif p == new_edges[slot[e], 0]:
-                    new[new_table_start[slot[e]] + i * right + j] += entry
+                    merged.costs[merged.start[q] + j] += entry
+                elif p == merged.edges[merged_edge[e], 0]:
+                    merged.table[merged.table_start[merged_edge[e]] + i * right + j] += entry
                 else:
-                    new[new_table_start[slot[e]] + j * left + i] += entry
+                    merged.table[merged.table_start[merged_edge[e]] + j * left + i] += entry

@@ -23,10 +23,10 @@ import numpy as np
 
 from onnxplace.graph import Csr, Floats, Longs
 from onnxplace.model import build_op_graph
-from onnxplace.passes.sharding.elimination import Factor, order_factor
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.sharding_costs import rows_outside
-from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.choose.elimination import Factor, order_factor
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.space.sharding_costs import rows_outside
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 
 class Holding(NamedTuple):
@@ -193,10 +193,6 @@ class ChoiceMemory:
 
     # --- what a node cuts off ---
 
-    def _cut(self, layout: Layout | None) -> float:
-        """Return which fraction of a whole value cutting off a part takes: of several ranges, once more together."""
-        return self.share(layout) * (1 + (layout.outer > 1)) if layout is not None and layout.is_split else 0.0
-
     def _cuts(self) -> Iterator[Holding]:
         """Yield the parts that nodes cut off whole values."""
         facts = self._facts
@@ -206,8 +202,14 @@ class ChoiceMemory:
                 for position, name in enumerate(operands)
                 if name and name not in facts.is_weight and name not in self._options
             ]
+            # A part of several ranges takes its bytes once more, to put them together.
             sizes = [
-                sum(facts.bytes(operands[p]) * self._cut(strategy.inputs[p]) for p in whole) for strategy in options
+                sum(
+                    facts.bytes(operands[p]) * self.share(layout) * (1 + (layout.outer > 1))
+                    for p in whole
+                    if (layout := strategy.inputs[p]) is not None and layout.is_split
+                )
+                for strategy in options
             ]
             yield Holding(index, 2 * index, 2 * index + 2, np.array(sizes, dtype=np.float64))
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onnxplace.facts import LayoutAlternative, ShardedKind
-from onnxplace.passes.sharding.apply_sharding import GroupChoice, describe_strategy
-from onnxplace.passes.sharding.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.layouts import REPLICATED
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.sharded_model import write_sharded_model
+from onnxplace.passes.sharding.apply.apply_sharding import GroupChoice, describe_strategy
+from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
+from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.rules.layouts import REPLICATED
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 
 # Nodes of all choices that are made to compare the layouts of a bundle's kinds of nodes: about a second.
 MAX_CHOSEN_NODES = 4_000
@@ -45,10 +45,6 @@ class LayoutExplainer:
         others.sort(key=lambda item: (item.seconds is None, item.seconds))
         return LayoutAlternative(kept, is_kept=True, seconds=seconds), *others
 
-    def count_strategies(self, node: str) -> int:
-        """Return how many ways there are to compute a node; it has at most so many layouts."""
-        return len(self._group.space.strategies[self._index[node]])
-
     def _name_layout(self, index: int, strategy: NodeStrategy, value: str) -> str:
         if not value:
             return describe_strategy(strategy)
@@ -68,7 +64,12 @@ class LayoutExplainer:
             for other, strategies in enumerate(zip(self._kept, choice.strategies))
             if other != index and len(set(layouts := [*map(describe_strategy, strategies)])) > 1
         }
-        neighbours = [other for other in changes if self._is_next_to(index, other)]
+        nodes, reads = self._model.nodes, self._model.reads
+        neighbours = [
+            other
+            for other in changes
+            if any(not set(nodes[a].output).isdisjoint(reads[b]) for a, b in ((index, other), (other, index)))
+        ]
         return LayoutAlternative(
             layout=layout,
             is_kept=False,
@@ -81,12 +82,6 @@ class LayoutExplainer:
     def _count_exchanges(self, choice: LayoutChoice) -> Counter[str]:
         return Counter(write_sharded_model(self._group.space, choice, self._group.costs).exchanges)
 
-    def _is_next_to(self, index: int, other: int) -> bool:
-        """Return whether one of two nodes reads a value of the other one."""
-        nodes, reads = self._model.nodes, self._model.reads
-        pairs = ((index, other), (other, index))
-        return any(not set(nodes[maker].output).isdisjoint(reads[reader]) for maker, reader in pairs)
-
 
 def compare_kinds(group: GroupChoice, kinds: Sequence[ShardedKind]) -> tuple[ShardedKind, ...]:
     """Return the kinds of nodes of a choice with the layouts of a node of each, as far as time allows.
@@ -97,8 +92,10 @@ def compare_kinds(group: GroupChoice, kinds: Sequence[ShardedKind]) -> tuple[Sha
     if budget < 2 or choice.peak_bytes or choice.lower_bound_seconds < (1 - SMALL_GAP) * choice.seconds:
         return tuple(kinds)
     explainer, compared = LayoutExplainer(group), []
+    # A node has at most as many layouts as strategies.
+    strategies = dict(zip((node.name for node in group.space.facts.model.nodes), group.space.strategies))
     for kind in kinds:
-        budget -= explainer.count_strategies(kind.node)
+        budget -= len(strategies[kind.node])
         alternatives = explainer.list_alternatives(kind.node) if budget >= 0 else ()
         compared.append(replace(kind, alternatives=alternatives))
     return tuple(compared)

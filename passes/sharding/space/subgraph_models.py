@@ -1,4 +1,4 @@
-"""Subgraphs of If, Loop and Scan as models of their own, and what the node around them calls their values."""
+"""Subgraphs of If, Loop and Scan as models, and what the node around them calls their values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 from onnx import GraphProto, TensorProto, ValueInfoProto, helper
 
 from onnxplace.model import Model, captured_names, is_tensor_constant, iterate_subgraphs
-from onnxplace.passes.sharding.node_views import Shape
+from onnxplace.passes.sharding.rules.node_views import Shape
 
 # Before this opset, a Scan has one more axis, of a batch.
 _MIN_SCAN_OPSET = 9
@@ -19,7 +19,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Body:
+class Subgraph:
     """A subgraph, with the places of its values."""
 
     graph: GraphProto
@@ -31,9 +31,9 @@ class Body:
     """Input at the start of a turn, and the output that it becomes."""
 
 
-def list_bodies(model: Model, index: int) -> list[Body]:
+def list_subgraphs(model: Model, index: int) -> list[Subgraph]:
     """Return the subgraphs of a node; none for operators and forms that are not followed."""
-    node, bodies = model.nodes[index], []
+    node, subgraphs = model.nodes[index], []
     own, attributes = len(node.input), {item.name: helper.get_attribute_value(item) for item in node.attribute}
     for graph in iterate_subgraphs(node):
         inputs, outputs = [value.name for value in graph.input], [value.name for value in graph.output]
@@ -59,14 +59,14 @@ def list_bodies(model: Model, index: int) -> list[Body]:
         places |= {name: (first + at, axis) for at, (name, axis) in enumerate(zip(inputs[first:], entering))}
         results = dict.fromkeys(outputs[:kept], (-1, -1))
         results |= {name: (at, axis) for at, (name, axis) in enumerate(zip(outputs[kept:], leaving))}
-        bodies.append(Body(graph, places, results, [*zip(inputs[first:], outputs[kept:])][:states]))
-    return bodies
+        subgraphs.append(Subgraph(graph, places, results, [*zip(inputs[first:], outputs[kept:])][:states]))
+    return subgraphs
 
 
-def build_body(
+def build_subgraph_model(
     model: Model,
     index: int,
-    body: Body,
+    subgraph: Subgraph,
     types: Mapping[str, int],
     sizes: Mapping[str, Sequence[int | str]],
     dimensions: Mapping[str, int] = MappingProxyType({}),
@@ -76,17 +76,17 @@ def build_body(
     Args:
         model: The model around it.
         index: The node that holds it.
-        body: The subgraph.
+        subgraph: The subgraph.
         types: Element types of the operands.
         sizes: Sizes and symbols of the operands.
         dimensions: Sizes of the symbols.
     """
     # Those inputs of a loop that are no operands are its turn and its condition.
     inputs: dict[str, tuple[int, Sequence[int | str]]] = {
-        value.name: (value.type.tensor_type.elem_type, ()) for value in body.graph.input
+        value.name: (value.type.tensor_type.elem_type, ()) for value in subgraph.graph.input
     }
-    weights = {tensor.name: tensor for tensor in body.graph.initializer}
-    for inner, (position, axis) in body.operands.items():
+    weights = {tensor.name: tensor for tensor in subgraph.graph.initializer}
+    for inner, (position, axis) in subgraph.operands.items():
         name = model.operands[index][position]
         if name not in sizes or not types.get(name, 0):
             return None
@@ -94,16 +94,16 @@ def build_body(
             weights[name] = model.initializers[name]
         else:
             inputs[inner] = types[name], [size for at, size in enumerate(sizes[name]) if at != axis]
-    for node in filter(is_tensor_constant, body.graph.node):
+    for node in filter(is_tensor_constant, subgraph.graph.node):
         weights[node.output[0]] = TensorProto()
         weights[node.output[0]].CopyFrom(node.attribute[0].t)
         weights[node.output[0]].name = node.output[0]
     return replace(
         model,
-        nodes=tuple(node for node in body.graph.node if not is_tensor_constant(node)),
+        nodes=tuple(node for node in subgraph.graph.node if not is_tensor_constant(node)),
         initializers=MappingProxyType(weights),
         inputs=tuple(helper.make_tensor_value_info(name, *kind) for name, kind in inputs.items()),
-        outputs=tuple(_without_shape(value) for value in body.graph.output),
+        outputs=tuple(_without_shape(value) for value in subgraph.graph.output),
         sources=MappingProxyType({}),
         states=MappingProxyType({}),
         samples=MappingProxyType({}),
@@ -118,6 +118,6 @@ def _without_shape(value: ValueInfoProto) -> ValueInfoProto:
     return result
 
 
-def is_steady(body: Body, shapes: Mapping[str, Shape]) -> bool:
+def is_steady(subgraph: Subgraph, shapes: Mapping[str, Shape]) -> bool:
     """Return whether each state leaves a turn in the shape in which it entered it."""
-    return all(shapes.get(before) == shapes.get(after, ()) for before, after in body.states)
+    return all(shapes.get(before) == shapes.get(after, ()) for before, after in subgraph.states)

@@ -31,8 +31,8 @@ from onnxplace.model import (
     read_shape_entries,
     walk_nodes,
 )
-from onnxplace.passes.sharding.node_views import Shape, split_words
-from onnxplace.passes.sharding.subgraph_models import build_body, is_steady, list_bodies
+from onnxplace.passes.sharding.rules.node_views import Shape, split_words
+from onnxplace.passes.sharding.space.subgraph_models import build_subgraph_model, is_steady, list_subgraphs
 
 # Only small weights hold shapes, which the inference reads. Large ones become inputs, so that loading stays fast.
 _MAX_WEIGHT_BYTES = 1 << 12
@@ -105,7 +105,12 @@ def _read_outputs(session: Any) -> RuntimeShapes:
     """Return the shapes and types of numbers that a session declares."""
     outputs = [value for value in session.get_outputs() if value.type in _NUMBERS]
     return RuntimeShapes(
-        shapes={value.name: tuple(value.shape) for value in outputs if _is_known_shape(value.shape)},
+        # No sizes may also mean an unknown rank.
+        shapes={
+            value.name: tuple(value.shape)
+            for value in outputs
+            if value.shape and all(isinstance(size, int) and size >= 0 for size in value.shape)
+        },
         types={value.name: _NUMBERS[value.type] for value in outputs},
     )
 
@@ -126,11 +131,6 @@ def _declare_inputs(model: Model, shapes: Mapping[str, Shape]) -> list[ValueInfo
     return inputs + [
         helper.make_tensor_value_info(name, tensor.data_type, tuple(tensor.dims)) for name, tensor in large.items()
     ]
-
-
-def _is_known_shape(shape: Sequence[Any]) -> bool:
-    """Return whether all sizes are known; no sizes may also mean an unknown rank."""
-    return bool(shape) and all(isinstance(size, int) and size >= 0 for size in shape)
 
 
 @cache
@@ -174,14 +174,17 @@ def _find_steady_loops(model: Model, shapes: Mapping[str, Shape]) -> dict[int, d
     weights = {name: tuple(tensor.dims) for name, tensor in model.initializers.items()}
     loops, types = {}, dict[str, int]()
     for index, node in enumerate(model.nodes):
-        for body in list_bodies(model, index) if node.op_type == "Loop" else ():
-            places = [(body.results[last][0], body.operands[first][0]) for first, last in body.states]
+        for subgraph in list_subgraphs(model, index) if node.op_type == "Loop" else ():
+            places = [(subgraph.results[last][0], subgraph.operands[first][0]) for first, last in subgraph.states]
             states = {node.output[last]: node.input[first] for last, first in places if node.output[last]}
             if shapes.keys() >= states.keys():
                 continue
-            types = types or _list_types(model)
-            turn = build_body(model, index, body, types, {**weights, **shapes})
-            if turn is not None and is_steady(body, infer_all_shapes(turn)):
+            types = types or {
+                **{n: kind.tensor_type.elem_type for n, kind in model.types.items() if kind.HasField("tensor_type")},
+                **{name: tensor.data_type for name, tensor in model.initializers.items()},
+            }
+            turn = build_subgraph_model(model, index, subgraph, types, {**weights, **shapes})
+            if turn is not None and is_steady(subgraph, infer_all_shapes(turn)):
                 loops[index] = states
     return loops
 
@@ -200,22 +203,19 @@ def _bypass_loops(model: Model, loops: Mapping[int, Mapping[str, str]]) -> Model
     return replace(model, nodes=tuple(nodes))
 
 
-def _list_types(model: Model) -> dict[str, int]:
-    types = {name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")}
-    return {**types, **{name: tensor.data_type for name, tensor in model.initializers.items()}}
-
-
 def _infer_and_fold(model: Model) -> tuple[dict[str, Shape], dict[str, TensorProto]]:
     """Return shapes and small values, where shapes may follow from small values."""
     shapes = _infer(model)
     known = _small_constants(model)
     for _ in range(_MAX_ROUNDS):
-        nodes = _computable(model, shapes, known)
-        values = _evaluate(model, nodes, shapes, known)
+        values = _evaluate(model, _computable(model, shapes, known), shapes, known)
         if not values:
             break
         known.update(values)
-        folded = _with_constants(model, known)
+        # Known values are initializers in place of the nodes that compute them.
+        nodes = [n for n in model.nodes if not (n.output and all(name in known for name in n.output if name))]
+        initializers = MappingProxyType({**model.initializers, **known})
+        folded = replace(model, nodes=tuple(nodes), initializers=initializers)
         inferred = {**_infer(folded), **{name: tuple(tensor.dims) for name, tensor in known.items()}}
         before = len(shapes)
         shapes = {**inferred, **shapes}
@@ -317,8 +317,11 @@ def _run_nodes(model: Model, nodes: Sequence[NodeProto], weights: Sequence[Tenso
         arrays = session.run(names, {})
     except (OnnxplaceError, Exception):  # noqa: BLE001 - a value without numpy form, or sizes that do not fit
         return {}
-    small = {name: array for name, array in zip(names, arrays) if _is_small_array(array)}
-    return {name: numpy_helper.from_array(array, name) for name, array in small.items()}
+    return {
+        name: numpy_helper.from_array(array, name)
+        for name, array in zip(names, arrays)
+        if isinstance(array, np.ndarray) and array.size <= _MAX_ELEMENTS and array.dtype.kind in "iubf"
+    }
 
 
 def _open(
@@ -330,10 +333,6 @@ def _open(
     return open_session(proto.SerializeToString(), make_session_options([0], "none"), where=model.name)
 
 
-def _is_small_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.size <= _MAX_ELEMENTS and value.dtype.kind in "iubf"
-
-
 def _describe(node: NodeProto, shape: Shape) -> TensorProto:
     """Return the result of a Shape or Size."""
     if node.op_type == "Size":
@@ -341,12 +340,6 @@ def _describe(node: NodeProto, shape: Shape) -> TensorProto:
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
     part = shape[slice(attributes.get("start", 0), attributes.get("end", len(shape)))]
     return numpy_helper.from_array(np.array(part, np.int64), node.output[0])
-
-
-def _with_constants(model: Model, known: Mapping[str, TensorProto]) -> Model:
-    """Return the model with known values as initializers instead of the nodes that compute them."""
-    nodes = [node for node in model.nodes if not (node.output and all(name in known for name in node.output if name))]
-    return replace(model, nodes=tuple(nodes), initializers=MappingProxyType({**model.initializers, **known}))
 
 
 def fix_sizes(model: Model) -> Model:

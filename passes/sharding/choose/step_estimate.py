@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from onnxplace.passes.sharding.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 
 def estimate_step_seconds(
@@ -85,7 +85,10 @@ class _Step:
         """Begin the exchanges of a value that was produced."""
         source = self.layouts[name]
         for layout in wanted:
-            if layout == source or not self.is_exchanged(source, layout, wanted):
+            # What can be cut from a copy does not come from other devices.
+            is_local = self.division.holds(source, layout) or layout in (PARTIAL, source)
+            is_direct = layout == REPLICATED or self.division.shares_rows(source, layout)
+            if is_local or not (is_direct or REPLICATED not in wanted):
                 continue
             phases = self.costs.overlap_phases(self.division, source, layout, size_bytes)
             begin = max(self.channel_until, self.busy_until + phases.first_seconds)
@@ -93,12 +96,6 @@ class _Step:
             self.unpaid_calls += phases.rounds
             self.channel_until = begin + phases.link_seconds
             self.arrival[name, layout] = self.channel_until
-
-    def is_exchanged(self, source: Layout, layout: Layout, wanted: dict[Layout, None]) -> bool:
-        """Return whether a layout comes from other devices: not what can be cut from a copy."""
-        is_local = self.division.holds(source, layout) or layout == PARTIAL
-        is_direct = layout == REPLICATED or self.division.shares_rows(source, layout)
-        return not is_local and (is_direct or REPLICATED not in wanted)
 
     def receive(self, name: str, layout: Layout, size_bytes: int) -> None:
         """Wait for a value in a layout, and put it together; once for all readers."""

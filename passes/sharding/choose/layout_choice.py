@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
 
-from onnxplace.passes.sharding.choice_memory import ChoiceMemory
-from onnxplace.passes.sharding.elimination import CostTable, Factor, evaluate, minimise, order_factor
-from onnxplace.passes.sharding.factor_solver import FactorProblem, FactorSolution, peak_bytes, solve
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.priced_elimination import solve_by_prices
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.choose.choice_memory import ChoiceMemory
+from onnxplace.passes.sharding.choose.elimination import CostTable, Factor, evaluate, minimise, order_factor
+from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, FactorSolution, peak_bytes, solve
+from onnxplace.passes.sharding.choose.priced_elimination import solve_by_prices
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 Option = tuple[Layout, Layout]
 """How a value is available: as its producer makes it, and in one more layout (the same one if none is needed)."""
@@ -124,7 +124,7 @@ class ChoiceNetwork:
         for index, reads in enumerate(model.reads):
             for name in reads:
                 readers[name].append(index)
-        # The layout of a carried state is a variable of its own, which its producer and its readers share: the state
+        # The layout of a carried state is a variable, which its producer and its readers share: the state
         # stays where it is between two calls.
         for name in model.states:
             layouts = self._list_state_layouts(name, readers[name])
@@ -133,11 +133,6 @@ class ChoiceNetwork:
         for name in (value.name for value in model.inputs if value.name not in weights):
             variable, layouts = self._state_layouts.get(name, (None, [REPLICATED]))
             self._add_value(name, variable, layouts, readers[name], False, None)
-        self._add_results(readers)
-
-    def _add_results(self, readers: Mapping[str, Sequence[int]]) -> None:
-        """Add what nodes compute, with the readers of each value."""
-        model = self._model
         returned = {model.sources.get(output.name, output.name) for output in model.outputs}
         state_of_output = {model.sources.get(out, out): name for name, out in model.states.items()}
         for index, node in enumerate(model.nodes):
@@ -181,7 +176,7 @@ class ChoiceNetwork:
     ) -> None:
         """Add the tables of a value: what its layouts cost its producer, and each of its readers.
 
-        A producer without a choice (an input of the model) has no variable of its own.
+        A producer without a choice (an input of the model) has no variable.
         """
         users: list[tuple[int, list[tuple[Layout, ...]]]] = [(index, self.wants(index, name)) for index in readers]
         if state is not None:
@@ -197,7 +192,7 @@ class ChoiceNetwork:
         options = self._options(sources, wanted, size)
         border = self._border_seconds.get(name, 0.0)  # inputs have none
         # A value that is always whole needs no variable: readers cut their parts off locally.
-        if len(options) == 1 and options[0] == (REPLICATED, REPLICATED):
+        if options == [(REPLICATED, REPLICATED)]:
             for index, wants in users:
                 self._add_table(("local", tuple(wants), size), (index,), partial(self._local_table, wants, size))
             return
@@ -209,8 +204,11 @@ class ChoiceNetwork:
         )
         self._factors.append(Factor((variable,), unary))
         if producer is not None:
+            # Infinity forbids: the option has to begin with the layout in which a strategy makes the value.
             self._add_table(
-                ("made", key, tuple(produced)), (producer, variable), lambda: self._producer_table(produced, options)
+                ("made", key, tuple(produced)),
+                (producer, variable),
+                lambda: np.array([[0.0 if made == source else math.inf for source, _ in options] for made in produced]),
             )
         for index, wants in users:
             if index == producer:
@@ -257,10 +255,6 @@ class ChoiceNetwork:
                 if REPLICATED not in option:
                     costs[index] += seconds(option[0], REPLICATED, size)
         return np.array(costs)
-
-    def _producer_table(self, produced: Sequence[Layout], options: Sequence[Option]) -> CostTable:
-        # Infinity forbids: the option has to begin with the layout in which this strategy makes the value.
-        return np.array([[0.0 if layout == source else math.inf for source, _ in options] for layout in produced])
 
     def _reader_table(self, wants: Sequence[tuple[Layout, ...]], options: Sequence[Option], size: int) -> CostTable:
         return np.array(

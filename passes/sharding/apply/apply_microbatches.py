@@ -1,8 +1,15 @@
-"""Micro-batches of a training step: choose what is computed per part, write the model, and scale its costs."""
+"""Micro-batches of a training step: choose what is computed per part, write the model, and scale its costs.
+
+Along a batch, activations are split, and weights, states and what follows from them alone stay whole. Layouts that hold
+samples begin at the inputs of the model. They spread through the rules of operators, from inputs to outputs and from
+outputs to inputs of nodes, so that values whose producer mixes all samples (a contrastive loss) are split again behind
+it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -12,27 +19,22 @@ from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
 from onnxplace.facts import MicroBatches, Profile, Shards
 from onnxplace.graph import Bools, Floats, Ints
 from onnxplace.model import Model
-from onnxplace.passes.sharding.known_shapes import fix_sizes, report_fixed_sizes
-from onnxplace.passes.sharding.layout_choice import ChoiceProblem, LayoutChoice, is_sharded, is_whole
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.microbatches.batch_layouts import (
-    find_dependent_values,
-    find_sample_inputs,
-    restrict_to_samples,
-)
-from onnxplace.passes.sharding.microbatches.microbatch_model import (
+from onnxplace.passes.sharding.apply.derived_facts import build_whole_model, scale_profile
+from onnxplace.passes.sharding.apply.microbatch_model import (
     ReplicatedModel,
     assign_replicas,
     divide_parts,
+    find_dependent_values,
     write_parts,
 )
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.scale_profile import scale_profile
-from onnxplace.passes.sharding.sharded_model import ShardedModel
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
-from onnxplace.passes.sharding.strategy_space import StrategySpace, build_space
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from onnxplace.passes.sharding.whole_model import build_whole_model
+from onnxplace.passes.sharding.apply.sharded_model import ShardedModel
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded, is_whole
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.space.known_shapes import fix_sizes, report_fixed_sizes
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space, visit_until_stable
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 
@@ -69,7 +71,10 @@ def microbatch_state(state: State, count: int, replicas: int = 1) -> State:
     fixed = fix_sizes(model)
     axes = _require_samples(model, fixed, count)
     seconds = device_seconds(profile, state.target).min(axis=0)
-    space = _build_space(fixed, axes, count)
+    # Carried states are inputs and outputs like others.
+    facts = TensorFacts.of(replace(fixed, states=MappingProxyType({})))
+    every = build_space(facts, Division((1.0,) * count))
+    space = _SampleLayouts(every, axes, frozenset(fixed.states)).restrict()
     choice, work, costs = _choose(state, space, seconds)
     whole_seconds = _require_overlap(space, choice, axes, seconds)
     written = write_parts(space, choice, costs, of_part.tolist())
@@ -77,20 +82,14 @@ def microbatch_state(state: State, count: int, replicas: int = 1) -> State:
     replicated = assign_replicas(written, model.states, profile, seconds, of_part, speeds, space.facts, axes)
     sharded = replicated.sharded
     scaled = scale_profile(profile, sharded, choice, work, state.target, [0] * count)
-    facts = _describe(replicated, count, replicas), _keep_whole(state, fixed, space, sharded)
+    provided = _describe(replicated, count, replicas), _keep_whole(state, fixed, space, sharded)
     notes = [
         _report(space, choice, of_part),
         *_report_whole(whole_seconds, seconds),
         *report_fixed_sizes(model, fixed, "micro-batches"),
     ]
-    return state.with_facts(sharded.model, replace(scaled, unsharded_seconds=_alone(profile)), *facts).with_notes(
-        *notes
-    )
-
-
-def _alone(profile: Profile) -> Mapping[str, float]:
-    """Return what the model takes undivided, by cost class."""
-    return MappingProxyType({name: float(seconds.sum()) for name, seconds in profile.seconds.items()})
+    undivided = MappingProxyType({name: float(seconds.sum()) for name, seconds in profile.seconds.items()})
+    return state.with_facts(sharded.model, replace(scaled, unsharded_seconds=undivided), *provided).with_notes(*notes)
 
 
 def _require_samples(model: Model, fixed: Model, count: int) -> dict[str, int]:
@@ -107,13 +106,6 @@ def _require_samples(model: Model, fixed: Model, count: int) -> dict[str, int]:
         hint = "--shape gives the size of the batch, as in --shape batch=8; or ask for fewer micro-batches"
         raise InfeasibleError("L060", message, where=_WHERE, hint=hint)
     return axes
-
-
-def _build_space(model: Model, axes: Mapping[str, int], count: int) -> StrategySpace:
-    """Return the strategies that split samples; carried states are inputs and outputs like others."""
-    facts = TensorFacts.of(replace(model, states=MappingProxyType({})))
-    stateful = build_space(facts, Division((1.0,) * count))
-    return restrict_to_samples(stateful, axes, frozenset(model.states))
 
 
 def _choose(state: State, space: StrategySpace, seconds: Floats) -> tuple[LayoutChoice, WorkCosts, ExchangeCosts]:
@@ -260,3 +252,97 @@ def _report_whole(whole_seconds: Mapping[str, float], seconds: Floats) -> list[D
     listed = ", ".join(f"{op} ({time * 1e3:.3g} ms)" for op, time in sorted(noted.items(), key=lambda item: -item[1]))
     message = f"these operators wait for all micro-batches, since they mix samples or have no rule: {listed}"
     return [Diagnostic("L063", message, where=_WHERE)]
+
+
+# --- layouts that hold samples ---
+
+
+def find_sample_inputs(model: Model) -> dict[str, int]:
+    """Return the inputs that hold a sample per index of an axis, with that axis.
+
+    These are the inputs with the first symbolic dimension of a first axis. A model without symbolic dimensions has
+    samples along the first axis of all inputs that have the same size there, the size of the first input with an axis.
+    States and inputs with a default value hold none.
+    """
+    candidates = [
+        value for value in model.inputs if value.name not in model.states and not model.overridable(value.name)
+    ]
+    dims = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in candidates
+        if value.type.HasField("tensor_type")
+    }
+    firsts = [sizes[0] for sizes in dims.values() if sizes]
+    if not firsts:
+        return {}
+    batch = next((size for size in firsts if isinstance(size, str)), firsts[0])
+    return {name: sizes.index(batch) for name, sizes in dims.items() if batch in sizes}
+
+
+class _SampleLayouts:
+    """Finds the strategies that split samples, in the space of all strategies of a division into micro-batches.
+
+    Args:
+        space: All strategies.
+        axes: Input -> axis with the samples.
+        states: Inputs that hold parameters and other carried states.
+    """
+
+    def __init__(self, space: StrategySpace, axes: Mapping[str, int], states: frozenset[str]) -> None:
+        self._space, self._model = space, space.facts.model
+        self._varying = find_dependent_values(self._model, frozenset(axes))
+        states |= {name for name in self._model.input_names if self._model.overridable(name)}
+        # Parameters, and what follows from them without a sample.
+        self._kept = find_dependent_values(self._model, states) - self._varying
+        self._layouts: dict[str, set[Layout]] = defaultdict(set)
+        self._users: dict[str, list[int]] = defaultdict(list)
+        for index, node in enumerate(self._model.nodes):
+            for name in dict.fromkeys((*self._model.operands[index], *node.output)):
+                if name:
+                    self._users[name].append(index)
+        shapes, division = space.facts.shapes, space.division
+        for name, axis in axes.items():
+            if name in shapes and (layout := division.split(axis, shapes[name][axis])) is not None:
+                self._layouts[name].add(layout)
+
+    def restrict(self) -> StrategySpace:
+        """Return the space with the strategies that split samples, those that pass gradients on, and the whole ones."""
+        visit_until_stable(len(self._model.nodes), self._spread)
+        # Equal nodes share a sequence, which also tells the choice that their tables are equal.
+        shared: dict[object, Sequence[NodeStrategy]] = {}
+        strategies = []
+        for index, options in enumerate(self._space.strategies):
+            kept = tuple(number for number, item in enumerate(options) if number == 0 or self._is_allowed(index, item))
+            key = id(options), kept
+            strategies.append(shared.setdefault(key, tuple(options[number] for number in kept)))
+        return replace(self._space, strategies=tuple(strategies))
+
+    def _spread(self, index: int) -> list[int]:
+        """Add the sample layouts that a node carries from value to value; return the nodes next to those values."""
+        touched = list[int]()
+        for strategy in self._space.strategies[index]:
+            if not strategy.is_split or not self._is_allowed(index, strategy):
+                continue
+            for name, layout in self._list_split(index, strategy):
+                if layout not in self._layouts[name]:
+                    self._layouts[name].add(layout)
+                    touched += self._users[name]
+        return touched
+
+    def _is_allowed(self, index: int, strategy: NodeStrategy) -> bool:
+        """Return whether a strategy splits samples, or passes summands on."""
+        node = self._model.nodes[index]
+        if self._varying.isdisjoint(node.output) or strategy.overlaps or strategy.shares_range:
+            return False
+        if not strategy.is_split:
+            return True
+        pairs = self._list_split(index, strategy)
+        if any(name in self._kept for name, _ in pairs):
+            return False
+        return any(layout in self._layouts[name] for name, layout in pairs)
+
+    def _list_split(self, index: int, strategy: NodeStrategy) -> list[tuple[str, Layout]]:
+        """Return the values of a node that a strategy splits, with their layouts."""
+        names = (*self._model.operands[index], *self._model.nodes[index].output)
+        layouts = zip(names, (*strategy.inputs, *strategy.outputs))
+        return [(name, layout) for name, layout in layouts if name and layout is not None and layout.is_split]

@@ -15,42 +15,36 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.graph import Floats, Longs
-from onnxplace.passes.sharding.elimination import Factor, Solution, evaluate, minimise
-from onnxplace.passes.sharding.factor_solver import FactorProblem, FactorSolution
+from onnxplace.graph import Floats
+from onnxplace.passes.sharding.choose.elimination import Factor, Solution, evaluate, minimise
+from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, FactorSolution
 
 # Rounds of prices: at first the step doubles until something fits, then it shrinks with each round.
 _ROUNDS, _GROWTH, _SHRINKING = 40, 2.0, 0.75
 _SMALL_GAP = 1e-4
 
 
-@dataclass
-class _Prices:
-    """Memory at the points of time where some interval begins, one of which has the most."""
+class _PriceSearch:
+    """Memory counts at the points of time where some interval begins, one of which has the most."""
 
-    problem: FactorProblem
-    starts: Longs
-    spans: Longs
-    """[usage, 2]: the first of these points in its interval, and the first one after it."""
-    holders: Longs
-    ranks: Longs
-    """Per usage, the position of its variable."""
-
-    @staticmethod
-    def of(problem: FactorProblem) -> _Prices:
+    def __init__(self, problem: FactorProblem, deadline: float) -> None:
+        self.problem, self.deadline = problem, deadline
         intervals = np.array(problem.intervals, dtype=np.int64).reshape(-1, 2)
-        starts = np.unique(intervals[:, 0])
-        holders = np.array(problem.holder_of_usage, dtype=np.int64)
-        # A variable is where the first one is that it shares a table with: a value with the node that makes it.
-        ranks = np.arange(len(problem.sizes))
+        self.starts = np.unique(intervals[:, 0])
+        # Per usage: the first of these points in its interval and the first one after it, its variable, and where that
+        # is. A variable is where the first one is that it shares a table with: a value with the node that makes it.
+        self.spans = np.searchsorted(self.starts, intervals)
+        self.holders = np.array(problem.holder_of_usage, dtype=np.int64)
+        places = np.arange(len(problem.sizes))
         for factor in problem.factors:
             for variable in factor.scope:
-                ranks[variable] = min(ranks[variable], factor.scope[0])
-        return _Prices(problem, starts, np.searchsorted(starts, intervals), holders, ranks[holders])
+                places[variable] = min(places[variable], factor.scope[0])
+        self.places = places[self.holders]
+        self.best: FactorSolution | None = None
+        self.bound = -math.inf
 
     def excess(self, values: Sequence[int]) -> Floats:
         """Return the bytes above the limit at each point, negative where there is room."""
@@ -64,7 +58,7 @@ class _Prices:
         """Return the best assignment at these prices; usages before a position have the lower ones."""
         problem, per_byte = self.problem, self._interval_prices(prices)
         if lower is not None:
-            per_byte = np.where(self.ranks < until, self._interval_prices(lower), per_byte)
+            per_byte = np.where(self.places < until, self._interval_prices(lower), per_byte)
         priced = [
             Factor((holder,), usage * price)
             for usage, holder, price in zip(problem.usages, self.holders.tolist(), per_byte.tolist())
@@ -77,27 +71,20 @@ class _Prices:
         result: Floats = total[self.spans[:, 1]] - total[self.spans[:, 0]]
         return result
 
-
-class _Search:
-    def __init__(self, problem: FactorProblem, deadline: float) -> None:
-        self.problem, self.memory, self.deadline = problem, _Prices.of(problem), deadline
-        self.best: FactorSolution | None = None
-        self.bound = -math.inf
-
     def is_over(self) -> bool:
         gap = math.inf if self.best is None else self.best.cost - self.bound
         return gap <= _SMALL_GAP * abs(self.bound) or time.monotonic() > self.deadline
 
     def keep(self, values: Sequence[int]) -> Floats:
         """Keep an assignment that fits and costs less than the best one; return its excess."""
-        excess = self.memory.excess(values)
+        excess = self.excess(values)
         cost = evaluate(self.problem.factors, values)
         if excess.max(initial=0.0) <= 0 and (self.best is None or cost < self.best.cost):
             self.best = FactorSolution(list(values), cost, self.bound, fits=True)
         return excess
 
     def run(self) -> FactorSolution:
-        first = self.memory.minimise(np.zeros(len(self.memory.starts)))
+        first = self.minimise(np.zeros(len(self.starts)))
         self.bound = first.lower_bound
         excess = self.keep(first.values)
         prices = light = heavy = np.zeros(len(excess))
@@ -107,7 +94,7 @@ class _Search:
                 break
             # Until something fits, no price falls: what was moved away must not come back.
             prices = np.maximum(prices + step * (np.maximum(excess, 0.0) if self.best is None else excess), 0.0)
-            solution = self.memory.minimise(prices)
+            solution = self.minimise(prices)
             self.bound = max(self.bound, solution.lower_bound - float(prices.sum()) * self.problem.limit)
             known, excess = self.best, self.keep(solution.values)
             if self.best is not known:
@@ -122,10 +109,10 @@ class _Search:
 
     def _mix(self, light: Floats, heavy: Floats) -> None:
         """Find the last position up to which the prices may be those at which too much is held."""
-        low, high = 0, int(self.memory.ranks.max(initial=0)) + 1
+        low, high = 0, int(self.places.max(initial=0)) + 1
         while high - low > 1 and not self.is_over():
             middle = (low + high) // 2
-            excess = self.keep(self.memory.minimise(light, middle, heavy).values)
+            excess = self.keep(self.minimise(light, middle, heavy).values)
             low, high = (middle, high) if excess.max() <= 0 else (low, middle)
 
 
@@ -136,4 +123,4 @@ def solve_by_prices(problem: FactorProblem, *, seconds: float) -> FactorSolution
         problem: Tables, and memory over time.
         seconds: No further round begins after this time; whatever ends before is the same in each run.
     """
-    return _Search(problem, time.monotonic() + seconds).run()
+    return _PriceSearch(problem, time.monotonic() + seconds).run()

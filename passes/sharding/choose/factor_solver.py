@@ -20,19 +20,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from onnxplace.passes.sharding.elimination import Factor, eliminate_exactly, evaluate
-from onnxplace.passes.sharding.factor_kernels import add_prices, add_usage, pass_messages
-from onnxplace.passes.sharding.factor_memory import MemoryOverTime, collect_memory
-from onnxplace.passes.sharding.factor_network import (
+from onnxplace.passes.sharding.choose.elimination import Factor, eliminate_exactly, evaluate
+from onnxplace.passes.sharding.choose.factor_kernels import add_prices, add_usage, pass_messages
+from onnxplace.passes.sharding.choose.factor_network import (
     FactorNetwork,
     Floats,
     Integers,
+    MemoryOverTime,
     ReducedNetwork,
     build_network,
+    collect_memory,
+    connect,
     reduce_network,
 )
-from onnxplace.passes.sharding.factor_search_kernels import settle, start_walk, wander
+from onnxplace.passes.sharding.choose.factor_search_kernels import CHANGE, CURSOR, anneal, repair, start_state
 
 # Rounds of message passing, each with new prices, and every how many of them an assignment is repaired. Rounds end
 # early when the bound has not risen by a ten-thousandth over this many of them.
@@ -109,7 +112,7 @@ def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries:
     search = _Search(reduced.network, memory, seed)
     # What has been done so far has no share in the phases.
     deadline = _Clock(time.monotonic(), seconds - (time.monotonic() - begin))
-    if exact is not None and memory.room.min(initial=0.0) < 0:
+    if exact is not None and memory.free_bytes.min(initial=0.0) < 0:
         return FactorSolution(list(exact.values), exact.cost, math.inf, fits=False)
     search.raise_prices(deadline, _PRICE_SHARE)
     if search.best_cost < math.inf and not search.is_proven(bound):
@@ -151,42 +154,39 @@ class _Clock:
         return (time.monotonic() - self.begin) / max(self.seconds, 1e-9)
 
 
-class _Graph(NamedTuple):
-    """What the loops need to know of a network."""
-
-    start: Integers
-    costs: Floats
-    edges: Integers
-    table_start: Integers
-    table: Floats
-    first_edge: Integers
-    incident: Integers
-    message_start: Integers
-    large: float
-
-
 class _Guide(NamedTuple):
+    """What message passing tells of the whole; the search goes by it where a change must spread."""
+
     costs: Floats
     """With the prices of memory."""
     messages: Floats
+    """Least costs beyond each arc, per value of the variable that receives them."""
     marginals: Floats
-    """Least costs of the whole with each value, less the least of all, as messages tell."""
+    """Least costs of the whole with each value, less the least of all."""
+    scratch: Floats
+    """Per value of the variable that sends."""
 
 
-class _Walk(NamedTuple):
-    """State of the local search: see `factor_search_kernels`."""
+class _State(NamedTuple):
+    """A state of the local search, and its scratch memory: see `factor_search_kernels`."""
 
     choice: Integers
     conditional: Floats
-    room: Floats
-    changed: Integers
-    old: Integers
+    """Costs of each value with the neighbours as they are."""
+    free_bytes: Floats
+    """Per point of time."""
+    changes: NDArray[np.void]
+    """Records of `CHANGE`: what the current trial changed, in order."""
     queue: Integers
+    """Variables whose neighbours changed."""
     queued: Integers
+    """Per variable, 1 while it is in the queue."""
     stamps: Integers
-    stamp: Integers
+    """Per variable, the last region that it was part of."""
     scores: Floats
-    counts: Integers
+    """Per value of the variable that is decided."""
+    cursor: NDArray[np.void]
+    """One record of `CURSOR`."""
     rng: Integers
 
 
@@ -194,48 +194,32 @@ class _Search:
     """Bound and best assignment of a reduced network, first by prices, then by local search."""
 
     def __init__(self, network: FactorNetwork, memory: MemoryOverTime, seed: int) -> None:
-        sizes, count = network.sizes, len(network.sizes)
-        ends = network.edges.ravel()
-        lengths = sizes[ends]
-        self._memory = memory
-        self._graph = _Graph(
-            start=network.start,
-            costs=network.costs,
-            edges=network.edges,
-            table_start=network.table_start,
-            table=network.table,
-            first_edge=np.concatenate([[0], np.cumsum(np.bincount(ends, minlength=count))]),
-            incident=np.argsort(ends, kind="stable") // 2,
-            message_start=(np.cumsum(lengths) - lengths).reshape(-1, 2),
-            large=network.large,
-        )
-        self._free = np.flatnonzero(sizes > 1)
-        costs = network.costs
-        self._guide = _Guide(costs.copy(), np.zeros(int(lengths.sum())), np.zeros(len(costs)))
-        self._walks = [self._make_walk(seed, number) for number in range(len(_HOTTEST))]
+        self._memory, self._graph = memory, connect(network)
+        self._free = np.flatnonzero(network.sizes > 1)
+        messages = np.zeros(int(network.sizes[network.edges].sum()))
+        scratch = np.zeros(int(network.sizes.max(initial=1)))
+        self._guide = _Guide(network.costs.copy(), messages, np.zeros(len(network.costs)), scratch)
+        self._states = [self._make_state(seed, number) for number in range(len(_HOTTEST))]
         self.bound = -math.inf
         """No assignment that fits costs less."""
-        self.best = np.zeros(count, np.int64)
+        self.best = np.zeros(len(network.sizes), np.int64)
         self.best_cost = math.inf
         """Infinite until an assignment fits."""
-        self._prices = np.zeros(len(memory.room))
+        self._prices = np.zeros(len(memory.free_bytes))
 
-    def _make_walk(self, seed: int, number: int) -> _Walk:
-        graph = self._graph
-        sizes = np.diff(graph.start)
+    def _make_state(self, seed: int, number: int) -> _State:
+        sizes = np.diff(self._graph.start)
         count = len(sizes)
-        return _Walk(
+        return _State(
             choice=np.zeros(count, np.int64),
-            conditional=np.zeros(len(graph.costs)),
-            room=self._memory.room.copy(),
-            changed=np.zeros(4 * count + 100, np.int64),
-            old=np.zeros(4 * count + 100, np.int64),
+            conditional=np.zeros(len(self._graph.costs)),
+            free_bytes=self._memory.free_bytes.copy(),
+            changes=np.zeros(4 * count + 100, CHANGE),
             queue=np.zeros(8 * count + 400, np.int64),
             queued=np.zeros(count, np.int64),
             stamps=np.zeros(count, np.int64),
-            stamp=np.zeros(1, np.int64),
             scores=np.zeros(int(sizes.max(initial=1))),
-            counts=np.zeros(3, np.int64),
+            cursor=np.zeros(1, CURSOR),
             # The generator needs a seed other than zero.
             rng=(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64) | np.uint64(1)).view(np.int64),
         )
@@ -248,7 +232,7 @@ class _Search:
         """Search prices with a high bound by sub-gradients; keep the best assignment that fits."""
         memory, choice = self._memory, np.zeros_like(self.best)
         prices = best_prices = self._prices
-        # Without prices, messages settle first.
+        # Without prices, messages converge first.
         for _ in range(_FALL_AFTER):
             self.bound = max(self.bound, self._bound_at(prices, choice))
         direction, step, rose_at, progress = np.zeros_like(prices), 1.0, 0, -math.inf
@@ -268,7 +252,9 @@ class _Search:
                 if self.bound - progress <= 1e-4 * abs(self.bound):
                     break
                 progress = self.bound
-            over = self._usage(choice) - memory.room
+            usage = np.zeros(len(memory.free_bytes) + 1)
+            add_usage(memory, choice, usage)
+            over = usage[:-1] - memory.free_bytes
             direction = _MOMENTUM * direction + (1 - _MOMENTUM) * np.where((prices > 0) | (over > 0), over, 0.0)
             direction = np.where((prices > 0) | (direction > 0), direction, 0.0)
             # The step of Polyak, towards the best cost known or, while that is far, twice the bound.
@@ -277,7 +263,7 @@ class _Search:
             prices = np.maximum(prices + step * gap / max(float(direction @ direction), 1e-300) * direction, 0.0)
         self._prices = best_prices
         # If nothing fits yet, the same dear price at all points makes memory scarce everywhere.
-        dear = (abs(self.bound) + 1) / max(float(np.abs(memory.room).sum()), 1.0)
+        dear = (abs(self.bound) + 1) / max(float(np.abs(memory.free_bytes).sum()), 1.0)
         for power in range(0, _MAX_PRICE_POWER, 2):
             if self.best_cost < math.inf:
                 break
@@ -293,23 +279,18 @@ class _Search:
         add_prices(graph, memory, np.concatenate([[0.0], prices.cumsum()]), guide.costs)
         bound = -math.inf
         for is_forward in (True, False):
-            bound = pass_messages(graph, guide.costs, guide.messages, guide.marginals, choice, is_forward)
-        return bound - float(prices @ memory.room)
-
-    def _usage(self, choice: Integers) -> Floats:
-        usage = np.zeros(len(self._memory.room) + 1)
-        add_usage(self._memory, choice, usage)
-        return usage[:-1]
+            bound = pass_messages(graph, guide, choice, is_forward)
+        return bound - float(prices @ memory.free_bytes)
 
     def _repair(self, choice: Integers) -> None:
-        walk = self._walks[0]
-        walk.choice[:] = choice
-        cost = start_walk(self._graph, self._memory, walk)
-        cost += settle(self._graph, self._memory, walk, self._guide)
+        state = self._states[0]
+        state.choice[:] = choice
+        cost = start_state(self._graph, self._memory, state)
+        cost += repair(self._graph, self._memory, state, self._guide)
         # An assignment with a forbidden entry costs at least `large`.
         if cost < min(self.best_cost, self._graph.large / 2):
             self.best_cost = cost
-            self.best[:] = walk.choice
+            self.best[:] = state.choice
 
     def anneal(self, clock: _Clock, share: float) -> None:
         """Improve the best assignment by two chains at a time, until this share of time is over or all cycles are."""
@@ -320,7 +301,8 @@ class _Search:
                 begin, trials = clock.share(), _TRIALS_PER_VALUE * values << cycle
                 end = begin + (share - begin) / (2 ** (_CYCLES - cycle) - 1)
                 chains = [
-                    pool.submit(self._cool, walk, hot, trials, clock, end) for walk, hot in zip(self._walks, _HOTTEST)
+                    pool.submit(self._cool, state, hottest, trials, clock, end)
+                    for state, hottest in zip(self._states, _HOTTEST)
                 ]
                 for chain in chains:
                     cost, best = chain.result()
@@ -329,16 +311,16 @@ class _Search:
                 if clock.share() >= share:
                     break
 
-    def _cool(self, walk: _Walk, hottest: float, trials: int, clock: _Clock, end: float) -> tuple[float, Integers]:
+    def _cool(self, state: _State, hottest: float, trials: int, clock: _Clock, end: float) -> tuple[float, Integers]:
         """Anneal one chain from the best assignment, and return the best one with its cost."""
         best, best_cost, begin, done = self.best.copy(), self.best_cost, clock.share(), 0
-        walk.choice[:] = best
-        cost = start_walk(self._graph, self._memory, walk)
+        state.choice[:] = best
+        cost = start_state(self._graph, self._memory, state)
         while done < trials and (now := clock.share()) < end:
             progress = max(done / trials, (now - begin) / (end - begin))
             temperature = abs(best_cost) / len(self._free) * hottest * _COOLING**progress
-            cost, best_cost = wander(
-                self._graph, self._memory, walk, self._guide, self._free, _TRIALS, temperature, cost, best_cost, best
+            cost, best_cost = anneal(
+                self._graph, self._memory, state, self._guide, self._free, _TRIALS, temperature, cost, best_cost, best
             )
             done += _TRIALS
         return best_cost, best

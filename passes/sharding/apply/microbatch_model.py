@@ -1,6 +1,6 @@
 """Write a model whose batch is computed in parts: nodes that split samples once per part, all others once.
 
-With replicas, groups of devices compute parts of their own. Each parameter is owned by one replica, which adds up the
+With replicas, each group of devices computes its parts. Each parameter is owned by one replica, which adds up the
 gradients of all, and computes its new value and moments; the other replicas get a copy of the value at the start of
 each step. So a step sends each gradient and each parameter once per other replica, as an all-reduce does, but in whole
 tensors: nothing is cut or joined (optimiser states without redundancy: ZeRO, SC 2020).
@@ -19,15 +19,14 @@ from onnx import NodeProto, StringStringEntryProto, helper
 from onnxplace.facts import Profile
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import Model, has_subgraphs, iterate_reads, rename_reads
-from onnxplace.passes.sharding.exchanges import NodeOrigin
-from onnxplace.passes.sharding.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.layouts import REPLICATED, Layout
-from onnxplace.passes.sharding.microbatches.batch_layouts import find_dependent_values
-from onnxplace.passes.sharding.node_strategies import NodeStrategy
-from onnxplace.passes.sharding.sharded_model import ShardedModel, ShardedModelWriter
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace, is_unrepeatable
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.apply.exchanges import NodeOrigin
+from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, ShardedModelWriter
+from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.rules.layouts import REPLICATED, Layout
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace, is_unrepeatable
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.training_step import PHASE_KEY
 from onnxplace.utils import claim_name
 
@@ -117,6 +116,15 @@ class _PartsWriter(ShardedModelWriter):
         return self.exchange_node("Add", [total, piece], result, part, 3 * self.facts.bytes(name))
 
 
+def find_dependent_values(model: Model, roots: frozenset[str]) -> frozenset[str]:
+    """Return the values that depend on some roots, with these."""
+    names = set(roots)
+    for node, reads in zip(model.nodes, model.reads):
+        if not names.isdisjoint(reads):
+            names.update(filter(None, node.output))
+    return frozenset(names)
+
+
 @dataclass(frozen=True)
 class ReplicatedModel:
     """A model in parts, with the replica of each node."""
@@ -167,14 +175,17 @@ def assign_replicas(
     units = _find_units(sharded, states, profile)
     replica = _choose_owners(sharded, units, seconds, of_part, speeds)
     repeated = _repeat_kept(ReplicatedModel(sharded, replica), units, samples)
-    return _tell_apart(_copy_states(repeated.sharded, states, repeated.replica, facts))
+    return _distinguish_replicas(_copy_states(repeated.sharded, states, repeated.replica, facts))
 
 
 def _find_units(sharded: ShardedModel, states: Mapping[str, str], profile: Profile) -> list[int]:
     """Return, per node that is computed once, the parameter or other state that it works for; `NO_UNIT` for others."""
     model, origins = sharded.model, sharded.origins
     training = profile.training
-    units = [NO_UNIT] * len(origins) if training is None else _find_parameters(origins, training.parameter)
+    units = [NO_UNIT] * len(origins)
+    if training is not None:
+        shared = [origin.source if origin.device == SHARED else -1 for origin in origins]
+        units = [int(training.parameter[source]) if source >= 0 else NO_UNIT for source in shared]
     following = len(training.step.parameters) if training is not None else 0
     producer = {name: index for index, node in enumerate(model.nodes) for name in node.output}
     for output in states.values():
@@ -184,12 +195,6 @@ def _find_units(sharded: ShardedModel, states: Mapping[str, str], profile: Profi
             following += 1
     _add_gradient_sums(sharded, units)
     return units
-
-
-def _find_parameters(origins: Sequence[NodeOrigin], parameter: Ints) -> list[int]:
-    """Return, per node of the model before that is computed once, its parameter; `NO_UNIT` for others."""
-    shared = [origin.source if origin.device == SHARED else -1 for origin in origins]
-    return [int(parameter[source]) if source >= 0 else NO_UNIT for source in shared]
 
 
 def _add_gradient_sums(sharded: ShardedModel, units: list[int]) -> None:
@@ -230,7 +235,14 @@ def _repeat_kept(before: ReplicatedModel, units: Sequence[int], samples: Collect
     """Let each replica compute for itself what does not depend on samples, and works for no parameter."""
     model, origins = before.sharded.model, before.sharded.origins
     varying = find_dependent_values(model, frozenset(samples))
-    is_kept = [_is_kept(*item, varying) for item in zip(model.nodes, origins, units)]
+    is_kept = [
+        origin.device == SHARED
+        and unit == NO_UNIT
+        and varying.isdisjoint(node.output)
+        and not is_unrepeatable(node)
+        and not has_subgraphs(node)
+        for node, origin, unit in zip(model.nodes, origins, units)
+    ]
     homes_of_nodes = _find_homes(model, before.replica, is_kept)
     taken = {name for node in model.nodes for name in (node.name, *node.output)} | model.input_names
     versions: dict[tuple[str, int], str] = {}
@@ -248,14 +260,8 @@ def _repeat_kept(before: ReplicatedModel, units: Sequence[int], samples: Collect
     return ReplicatedModel(sharded, np.array(replica, dtype=np.int32))
 
 
-def _is_kept(node: NodeProto, origin: NodeOrigin, unit: int, varying: frozenset[str]) -> bool:
-    """Return whether each replica can compute a node: it works for no unit, and gives the same results everywhere."""
-    is_free = origin.device == SHARED and unit == NO_UNIT and varying.isdisjoint(node.output)
-    return is_free and not is_unrepeatable(node) and not has_subgraphs(node)
-
-
 def _rename_results(node: NodeProto, home: int, taken: set[str]) -> dict[tuple[str, int], str]:
-    """Give a copy of a node and its results names of their own, in place; return these by old name and replica."""
+    """Give a copy of a node and its results new names, in place; return these by old name and replica."""
     node.name = claim_name(f"{node.name}/replica{home}", taken)
     names = {name: claim_name(f"{name}/replica{home}", taken) for name in node.output if name}
     node.output[:] = [names.get(name, "") for name in node.output]
@@ -302,7 +308,9 @@ def _copy_states(
                 renamed[name] = copies[name, own]
         if renamed:
             rename_reads(node, renamed)
-    nodes = [_copy_node(name, copy) for (name, _), copy in copies.items()]
+    nodes = [helper.make_node("Identity", [name], [copy], name=copy) for (name, _), copy in copies.items()]
+    for node in nodes:
+        node.metadata_props.append(StringStringEntryProto(key=PHASE_KEY, value="forward"))
     origins = [NodeOrigin(SHARED, -1, 2 * facts.bytes(name)) for name, _ in copies]
     owners = np.array([home[name] for name, _ in copies], dtype=np.int32)
     return ReplicatedModel(
@@ -315,16 +323,10 @@ def _copy_states(
     )
 
 
-def _tell_apart(after: ReplicatedModel) -> ReplicatedModel:
+def _distinguish_replicas(after: ReplicatedModel) -> ReplicatedModel:
     """Return the model with another negative part for the whole nodes of each replica: they share no kernel."""
     origins = tuple(
         replace(origin, device=SHARED - home) if origin.device == SHARED else origin
         for origin, home in zip(after.sharded.origins, after.replica.tolist())
     )
     return replace(after, sharded=replace(after.sharded, origins=origins))
-
-
-def _copy_node(name: str, copy: str) -> NodeProto:
-    node = helper.make_node("Identity", [name], [copy], name=copy)
-    node.metadata_props.append(StringStringEntryProto(key=PHASE_KEY, value="forward"))
-    return node

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from onnxplace.model import Model, has_subgraphs, iterate_reads, iterate_subgraphs, rename_reads
-from onnxplace.passes.sharding.exchanges import ExchangeWriter, NodeOrigin, shard_weight
-from onnxplace.passes.sharding.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.node_strategies import BodySplit, NodeStrategy, local_shapes
-from onnxplace.passes.sharding.node_views import LocalNode, NodeView
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.apply.exchanges import ExchangeWriter, NodeOrigin, shard_weight
+from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.rules.node_views import LocalNode, NodeView
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy, SubgraphSplit, local_shapes
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,15 @@ class ShardedModelWriter(ExchangeWriter):
     def rename_captured(self, copy: NodeProto, index: int, strategy: NodeStrategy, device: int) -> None:
         own = len(copy.input)
         captured = zip(self.model.operands[index][own:], strategy.inputs[own:])
-        names = {name: self.get(name, layout or REPLICATED, device) for name, layout in captured if self.is_known(name)}
+        names = {
+            name: self.get(name, layout or REPLICATED, device)
+            for name, layout in captured
+            if name in self.layouts or name in self.facts.is_weight or name in self.model.input_names
+        }
         if names:
-            _rename_in_subgraphs(copy, names)
-
-    def is_known(self, name: str) -> bool:
-        return name in self.layouts or name in self.facts.is_weight or name in self.model.input_names
+            inputs = list(copy.input)
+            rename_reads(copy, names)
+            copy.input[:] = inputs  # they have their names already
 
     def add_copy(self, index: int, strategy: NodeStrategy, device: int) -> None:
         """Add a device's copy of a node."""
@@ -160,8 +163,8 @@ class ShardedModelWriter(ExchangeWriter):
         copy = deepcopy(node)
         copy.name = self.name(f"{node.name}/{self.part_suffix}{device}")
         copy.input[:] = [self.input(node, strategy, position, device) for position in range(len(node.input))]
-        for graph, split in zip(iterate_subgraphs(copy), strategy.bodies):
-            graph.CopyFrom(_BodyWriter(split, self.costs, copy.name, device).write_graph())
+        for graph, split in zip(iterate_subgraphs(copy), strategy.subgraphs):
+            graph.CopyFrom(_SubgraphWriter(split, self.costs, copy.name, device).write_graph())
         self.rename_captured(copy, index, strategy, device)
         copy.output[:] = [
             self.name(self.part_name(name, layout, device)) if name and layout is not None else ""
@@ -409,17 +412,10 @@ class ShardedModelWriter(ExchangeWriter):
         return result
 
 
-def _rename_in_subgraphs(node: NodeProto, names: Mapping[str, str]) -> None:
-    """Rename what the subgraphs of a node capture; its own inputs keep their names."""
-    own = list(node.input)
-    rename_reads(node, names)
-    node.input[:] = own
-
-
-class _BodyWriter(ShardedModelWriter):
+class _SubgraphWriter(ShardedModelWriter):
     """Writes a device's part of a subgraph; its names begin with that of the node, so that they hide no others."""
 
-    def __init__(self, split: BodySplit, costs: ExchangeCosts, prefix: str, device: int) -> None:
+    def __init__(self, split: SubgraphSplit, costs: ExchangeCosts, prefix: str, device: int) -> None:
         choice = LayoutChoice(split.strategies, {}, seconds=0.0, lower_bound_seconds=0.0, weight_bytes=0)
         super().__init__(split.space, choice, costs)
         self.split, self.prefix, self.device = split, prefix, device
@@ -447,7 +443,7 @@ class _BodyWriter(ShardedModelWriter):
         graph, results = self.split.graph, list[str]()
         for value, layout in zip(graph.output, self.split.outputs):
             result = self.get(value.name, layout, self.device)
-            # A subgraph returns values of its own, each once.
+            # A subgraph returns values that it computes, each once.
             if result in results or result in self.weights or result in self.split.inputs:
                 result = self.exchange_node("Identity", [result], f"{value.name}/result", self.device, 0)
             results.append(result)

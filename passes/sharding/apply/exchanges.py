@@ -1,6 +1,6 @@
 """Parts of values in a sharded model: names, constants, parts of weights, and the nodes that change layouts.
 
-Exchanges need no operators of their own: a device that reads another device's value receives it, as any other value
+Exchanges need no special operators: a device that reads another device's value receives it, as any other value
 that crosses. So each is written as Slice, Concat and Add on the device that needs the result:
 
 - all-gather: Concat of the parts of all devices;
@@ -33,9 +33,9 @@ from onnxplace.model import (
     read_external_range,
     read_tensor_bytes,
 )
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.sharding_costs import ExchangeCosts
-from onnxplace.passes.sharding.strategy_space import StrategySpace
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 _SUMMED_TYPES = frozenset(("FLOAT", "FLOAT16", "DOUBLE"))
 _PACKED_TYPES = frozenset(("INT4", "UINT4", "FLOAT4E2M1", "INT2", "UINT2"))

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from onnx import NodeProto
 
 from onnxplace.errors import UsageError, format_value, suggest_nearest
-from onnxplace.model import RANDOM_OPERATORS, Model, has_subgraphs, iterate_subgraphs, match_nodes, suggest_nodes
-from onnxplace.passes.sharding.bodies import list_body_strategies
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.node_strategies import (
+from onnxplace.model import RANDOM_OPERATORS, has_subgraphs, iterate_subgraphs, match_nodes, suggest_nodes
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.rules.node_views import NodeView
+from onnxplace.passes.sharding.space.node_strategies import (
     Cuts,
     NodeStrategy,
     StrategySpace as StrategySpace,
     StrategyTable,
     describe_copies,
 )
-from onnxplace.passes.sharding.node_views import NodeView
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.space.subgraph_strategies import list_subgraph_strategies
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.utils import parse_json, read_json
 
 # More cuts of one axis would only slow the choice down.
@@ -45,17 +45,6 @@ the last one. `columns`: the last axis, or the channels of a convolution. `sum`:
 _AXIS = re.compile(r"axis [0-9]{1,9}")
 
 
-def find_single_nodes(model: Model) -> frozenset[int]:
-    """Return the nodes that run once: unrepeatable ones, and those that return an initializer.
-
-    Weights that the model returns must stay whole.
-    """
-    returned = set(model.sources.values())
-    return frozenset(
-        index for index, node in enumerate(model.nodes) if is_unrepeatable(node) or not returned.isdisjoint(node.output)
-    )
-
-
 def is_unrepeatable(node: NodeProto) -> bool:
     """Return whether a node has to run once: its operator is not a standard one, or its result is random.
 
@@ -66,6 +55,18 @@ def is_unrepeatable(node: NodeProto) -> bool:
     if node.op_type in RANDOM_OPERATORS or (node.op_type == "Dropout" and len(node.input) > 2):
         return True
     return any(is_unrepeatable(inner) for graph in iterate_subgraphs(node) for inner in graph.node)
+
+
+def visit_until_stable(count: int, visit: Callable[[int], Iterable[int]]) -> None:
+    """Visit all nodes in order, and again those that a visit returns, until none returns any."""
+    queue, queued = deque(range(count)), [True] * count
+    while queue:
+        index = queue.popleft()
+        queued[index] = False
+        for other in visit(index):
+            if not queued[other]:
+                queued[other] = True
+                queue.append(other)
 
 
 def build_space(facts: TensorFacts, division: Division) -> StrategySpace:
@@ -82,7 +83,11 @@ class _Spreader:
         self._facts, self._division = facts, division
         self._table = StrategyTable(division)
         nodes = facts.model.nodes
-        self._single = find_single_nodes(facts.model)
+        # Weights that the model returns must stay whole, so the nodes that return them run once, too.
+        returned = set(facts.model.sources.values())
+        self._single = frozenset(
+            index for index, node in enumerate(nodes) if is_unrepeatable(node) or not returned.isdisjoint(node.output)
+        )
         self._views = [None if index in self._single else facts.view(index) for index in range(len(nodes))]
         self._other_shapes = [
             [] if view is None else facts.list_other_shapes((*node.input, *node.output))
@@ -138,19 +143,14 @@ class _Spreader:
         return fixed is not None and fixed[axis] and self._facts.can_split(name)
 
     def run(self) -> StrategySpace:
-        nodes = self._facts.model.nodes
-        strategies: list[Sequence[NodeStrategy]] = [()] * len(nodes)
-        queue = deque(range(len(nodes)))
-        queued = [True] * len(nodes)
+        strategies: list[Sequence[NodeStrategy]] = [()] * len(self._kinds)
+
         # A node is listed again when one of its values may get a new layout; cuts only ever grow, so this ends.
-        while queue:
-            index = queue.popleft()
-            queued[index] = False
+        def list_and_spread(index: int) -> list[int]:
             strategies[index] = self._strategies(index)
-            for user in self._spread(index, strategies[index]):
-                if not queued[user]:
-                    queued[user] = True
-                    queue.append(user)
+            return self._spread(index, strategies[index])
+
+        visit_until_stable(len(strategies), list_and_spread)
         return StrategySpace(
             facts=self._facts,
             division=self._division,
@@ -169,7 +169,7 @@ class _Spreader:
             )
             if index in self._single or not has_subgraphs(node):
                 return (whole,)
-            return (whole, *list_body_strategies(self._facts, index, self._division, build_space))
+            return (whole, *list_subgraph_strategies(self._facts, index, self._division, build_space))
         cuts = tuple(self._cuts.get(name, ()) if name else () for name in (*node.input, *node.output))
         key = self._kinds[index], cuts, self._given[index]
         if key not in self._cache:

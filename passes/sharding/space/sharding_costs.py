@@ -11,11 +11,11 @@ import numpy as np
 from onnxplace.graph import Floats
 from onnxplace.model import packed_size
 from onnxplace.passes.profiling import PeakRates, count_moved_bytes, count_operations, device_peaks
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.node_strategies import NodeStrategy, local_shapes
-from onnxplace.passes.sharding.node_views import NodeView, Shape
-from onnxplace.passes.sharding.strategy_space import StrategySpace
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.rules.node_views import NodeView, Shape
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy, local_shapes
+from onnxplace.passes.sharding.space.strategy_space import StrategySpace
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.target import Device, Target
 
 # At this rate a core reads weights while others read too: larger models do not stay in caches between inferences. Rows
@@ -69,7 +69,7 @@ class ExchangeCosts:
     near_seconds_per_byte: float = 0.0
     reorder_seconds_per_byte: float = 0.0
     """Time per byte of a value that leaves a session and comes back, or is cut within it, where sessions keep it in a
-    layout of their own."""
+    layout that only they know."""
 
     @staticmethod
     def of(
@@ -332,8 +332,8 @@ class WorkCosts:
     def _work(self, index: int, strategy: NodeStrategy, device: int) -> _PartWork | None:
         """Return the work of a device's part of a node; None if it is that of the whole."""
         view = self.space.views[index]
-        if strategy.bodies:
-            return self._body_work(strategy, device)
+        if strategy.subgraphs:
+            return self._subgraph_work(strategy, device)
         if view is None or not strategy.is_split or strategy.overrides_shape:
             return None
         inputs, outputs = local_shapes(self.space.division, view, strategy, device)
@@ -346,12 +346,12 @@ class WorkCosts:
             roofline_ratio=seconds[0] / seconds[1],
         )
 
-    def _body_work(self, strategy: NodeStrategy, device: int) -> _PartWork:
+    def _subgraph_work(self, strategy: NodeStrategy, device: int) -> _PartWork:
         """Return the work of a device's part of all subgraphs of a node."""
         whole_seconds = part_seconds = 0.0
-        for body in strategy.bodies:
-            inner = WorkCosts(body.space, self.peaks)
-            for index, part in enumerate(body.strategies):
+        for subgraph in strategy.subgraphs:
+            inner = WorkCosts(subgraph.space, self.peaks)
+            for index, part in enumerate(subgraph.strategies):
                 seconds = inner.whole_seconds(index)
                 whole_seconds += seconds
                 part_seconds += inner.part_seconds(index, part, device, seconds)

@@ -1,26 +1,29 @@
-"""Strategies: the ways to compute a node on the devices of a group, from the rule of its operator.
-
-Reshapes, and splits and concatenations along the cut axis, are here: where a cut is behind them depends on all shapes.
-"""
+"""Strategies: the ways to compute a node on the devices of a group, from the rules of its operator."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 from onnx import GraphProto, TensorProto
 
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout, Rows
-from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape, split_words
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule
-from onnxplace.passes.sharding.rules.rule_table import RULES
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from onnxplace.passes.sharding.windows import FLOAT_TYPES, ROW_AXIS, WINDOWED, list_windows
-
-RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
+from onnxplace.passes.sharding.rules.convolution_rules import FLOAT_TYPES, ROW_AXIS, WINDOWED, list_windows
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout, Rows
+from onnxplace.passes.sharding.rules.node_views import Edit, LocalNode, NodeView, Shape, split_words
+from onnxplace.passes.sharding.rules.reshape_rules import (
+    RESHAPES,
+    can_reshape_parts,
+    equal_parts,
+    reshape_layout,
+    set_reshape_target,
+    set_split_sizes,
+)
+from onnxplace.passes.sharding.rules.rule_table import list_axis_rules
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 
 Layouts = tuple[Layout | None, ...]
 Cut = tuple[int, int, tuple[Rows, ...], tuple[Rows, ...]]
@@ -48,133 +51,6 @@ _EXACT_TYPES = FLOAT_TYPES | {TensorProto.INT32, TensorProto.INT64}
 _MIN_SUM_OPSET = 9
 
 
-def reshape_layout(source: Shape, result: Shape, layout: Layout, division: Division) -> Layout | None:
-    """Return the layout of the reshaped tensor, None if its parts are not cut along one axis.
-
-    >>> division = Division((1.0, 1.0))
-    >>> reshape_layout((8, 12), (8, 3, 4), Layout(1, 3, 2), division)
-    Layout(axis=2, outer=1, blocks=2, rows=(), valid=())
-    >>> reshape_layout((8, 3, 4), (8, 12), Layout(2, 1, 2), division)
-    Layout(axis=1, outer=3, blocks=2, rows=(), valid=())
-    """
-    group = _find_group(source, result, layout.axis)
-    if group is None:
-        return None
-    first_source, first_result, end_result = group
-    # In row-major order, the tensor has this many rows that are cut alike.
-    outer = source[layout.axis] // -layout.outer if layout.is_in_runs else layout.outer
-    rows = math.prod(source[first_source : layout.axis]) * outer
-    before = 1
-    for axis in range(first_result, end_result):
-        if result[axis] > 1 and before <= rows < before * result[axis] and rows % before == 0:
-            outer = rows // before
-            if result[axis] % outer or (result[axis] // outer) % layout.blocks:
-                return None
-            return division.split(axis, result[axis], outer, layout.blocks)
-        before *= result[axis]
-    return None
-
-
-def _find_group(source: Shape, result: Shape, axis: int) -> tuple[int, int, int] | None:
-    """Return the smallest group of axes with equal products that holds an axis.
-
-    As (first source axis, first result axis, result axis after the last).
-    """
-    i = j = 0
-    while i < len(source) or j < len(result):
-        first_source, first_result = i, j
-        left = source[i] if i < len(source) else 1
-        right = result[j] if j < len(result) else 1
-        i, j = i + (i < len(source)), j + (j < len(result))
-        while left != right:
-            if left < right:
-                if i >= len(source):
-                    return None
-                left *= source[i]
-                i += 1
-            else:
-                if j >= len(result):
-                    return None
-                right *= result[j]
-                j += 1
-        if first_source <= axis < i:
-            return first_source, first_result, j
-    return None
-
-
-def set_reshape_target(source: Layout) -> Edit:
-    """Return the edit of a Reshape whose input has this layout."""
-
-    def edit(local: LocalNode) -> None:
-        layout = local.layouts[0]
-        assert layout is not None
-        view = local.view
-        if 1 not in view.constants:
-            if not layout.is_in_runs:
-                local.override_entry(1, 0, layout.axis, local.out_shape()[layout.axis])
-            return
-        target = view.constants[1].reshape(-1).tolist()
-        if not layout.is_in_runs:
-            target[layout.axis] = local.out_shape()[layout.axis]
-        copied = source.axis
-        # A zero copies the size of the input, which is now that of the part.
-        if copied != layout.axis and copied < len(target) and target[copied] == 0:
-            target[copied] = view.result()[copied]
-        local.set_input(1, local.make_ints(target))
-
-    return edit
-
-
-def can_reshape_parts(
-    view: NodeView, source: Layout, result: Layout, division: Division, fixed: Sequence[bool] = ()
-) -> bool:
-    """Return whether the node itself reshapes parts correctly; `fixed`: which axes of its result have a fixed size.
-
-    A Squeeze without axes would also remove a part's axis of size 1. A computed target may have a zero, which copies
-    the size of the part instead of the whole. An axis in runs has no size that could be written: the node computes it.
-    """
-    if view.op == "Squeeze":
-        named = view.attribute("axes") is not None or view.has(1)
-        size = view.shape(0)[source.axis]
-        return named or (
-            not source.is_in_runs
-            and all(division.local_size(source, size, device) > 1 for device in range(division.count))
-        )
-    if view.op != "Reshape":
-        return True
-    if view.attribute("allowzero", 0) and 0 in view.shape(0):
-        return False
-    if result.is_in_runs and view.target_entry(result.axis) not in (-1, 0 if source.axis == result.axis else -1):
-        return False
-    copied, shape = source.axis, view.result()
-    is_computed = view.has(1) and 1 not in view.constants
-    may_copy = is_computed and copied != result.axis and copied < len(shape)
-    if may_copy and fixed and not source.is_in_runs:
-        may_copy = fixed[copied]  # a copy of a fixed size is fixed
-    return not (may_copy and shape[copied] == view.shape(0)[copied])
-
-
-def equal_parts(view: NodeView) -> tuple[int, int] | None:
-    """Return (axis, parts) of a Split or Concat into or of equal parts, None for others."""
-    one = view.shape(0) if view.op == "Split" else view.result()
-    many: Sequence[Shape | None] = view.outputs if view.op == "Split" else view.inputs
-    axis = view.axis(0, len(one))
-    if any(shape is None for shape in many) or len(many) < 2:
-        return None
-    sizes = {shape[axis] for shape in many if shape is not None}
-    return (axis, len(many)) if len(sizes) == 1 else None
-
-
-def set_split_sizes(local: LocalNode) -> None:
-    """Set the sizes that a Split cuts its part into."""
-    axis = local.view.axis(0)
-    sizes = [shape[axis] for shape in local.outputs if shape is not None]
-    local.set_attribute("num_outputs", None)
-    local.set_attribute("split", sizes if local.view.opset < 13 else None)
-    if local.view.opset >= 13:
-        local.set_input(1, local.make_ints(sizes))
-
-
 @dataclass(frozen=True)
 class NodeStrategy:
     """One way to compute a node on the devices of a group."""
@@ -191,7 +67,7 @@ class NodeStrategy:
     """A Shape of a part, whose split axis is replaced by the size of the whole."""
     shares_range: bool = False
     """Parts of the first input are quantised by the range of the whole."""
-    bodies: tuple[BodySplit, ...] = field(default=(), compare=False)
+    subgraphs: tuple[SubgraphSplit, ...] = field(default=(), compare=False)
     """How the subgraphs of a node are split; its inputs are then also what these capture."""
 
     @property
@@ -221,8 +97,8 @@ class StrategySpace:
 
 
 @dataclass(frozen=True)
-class BodySplit:
-    """A subgraph as a model of its own, with a strategy for each of its nodes."""
+class SubgraphSplit:
+    """A subgraph as a model, with a strategy for each of its nodes."""
 
     graph: GraphProto
     space: StrategySpace
@@ -273,17 +149,6 @@ def describe_copies(view: NodeView, strategy: NodeStrategy, division: Division) 
     return replace(strategy, edit=None), *copies
 
 
-def list_axis_rules(view: NodeView) -> list[AxisRule]:
-    """Return the axis rules of a node; none for an operator without rules, or with omitted inputs."""
-    rule = RULES.get((view.node.domain if view.node.domain != "ai.onnx" else "", view.op))
-    if rule is None:
-        return []
-    try:
-        return list(rule(view))
-    except (LookupError, TypeError, ValueError):
-        return []
-
-
 def _is_scale(view: NodeView, position: int) -> bool:
     """Return whether an input is a known number that keeps summands finite, and infinite ones infinite."""
     factor = view.constants.get(position)
@@ -298,10 +163,7 @@ class StrategyTable:
 
     def whole(self, view: NodeView) -> NodeStrategy:
         """Return the strategy that computes a node on every device."""
-        return NodeStrategy(
-            tuple(None if shape is None else REPLICATED for shape in view.inputs),
-            tuple(None if shape is None else REPLICATED for shape in view.outputs),
-        )
+        return NodeStrategy(_lay_out(view.inputs), _lay_out(view.outputs))
 
     def list(
         self,
@@ -342,7 +204,9 @@ class StrategyTable:
         free: Mapping[tuple[str, int], tuple[bool, ...]],
     ) -> Iterator[NodeStrategy]:
         if view.node.op_type == "Shape" and view.node.domain == "":
-            yield from self._shapes(view, cuts)
+            for layout in self._layouts("in", view.shape(0), cuts):
+                if not layout.is_in_runs:
+                    yield NodeStrategy((layout,), (REPLICATED,), overrides_shape=True)
             return
         for item in list_axis_rules(view):
             yield from self._by_rule(view, item, cuts)
@@ -353,7 +217,9 @@ class StrategyTable:
         if view.op in ("Split", "Concat"):
             yield from self._own_axis(view, cuts)
         if view.op in WINDOWED and view.rank() > ROW_AXIS:
-            yield from self._windows(view)
+            # By rows: each device has the rows of the input under the windows of its rows.
+            for source, result, edit in list_windows(view, self.division):
+                yield NodeStrategy((source, *_lay_out(view.inputs[1:])), (result,), edit=edit)
         yield from self._partials(view)
 
     def _by_rule(
@@ -361,7 +227,9 @@ class StrategyTable:
     ) -> Iterator[NodeStrategy]:
         """Yield the strategies of an axis rule, one per cut that some of its axes may have."""
         sizes = self._list_sizes(view, rule)
-        if sizes is None or not self._can_follow(view, rule):
+        # A rule that asks for sums of parts needs a type that they can be added up in.
+        summed = _EXACT_TYPES if view.op in _EXACT_SUMS else FLOAT_TYPES
+        if sizes is None or (rule.effect != "map" and not self._can_sum(view, summed)):
             return
         for outer, blocks, *overlap in _list_cuts(view, rule, sizes, cuts):
             layouts = {
@@ -383,7 +251,7 @@ class StrategyTable:
                 for position, layout in enumerate(outputs)
             ):
                 continue
-            inputs = _lay_out(view.inputs, layouts, "in", REPLICATED)
+            inputs = _lay_out(view.inputs, layouts, "in")
             weighs_means, shares_range = rule.effect == "mean", rule.shares_range
             yield NodeStrategy(inputs, outputs, rule.edit, weighs_means=weighs_means, shares_range=shares_range)
 
@@ -394,11 +262,6 @@ class StrategyTable:
         if shape is None or units == 1:
             return REPLICATED
         return self.division.split(axis, shape[axis], 1, units) if units < self.division.count else None
-
-    def _can_follow(self, view: NodeView, rule: AxisRule) -> bool:
-        """Return whether devices may compute the parts of a rule: also sums of them, where it asks for sums."""
-        summed = _EXACT_TYPES if view.op in _EXACT_SUMS else FLOAT_TYPES
-        return rule.effect == "map" or self._can_sum(view, summed)
 
     @staticmethod
     def _list_sizes(view: NodeView, rule: AxisRule) -> _AxisSizes | None:
@@ -415,11 +278,6 @@ class StrategyTable:
     def _can_sum(self, view: NodeView, types: frozenset[int]) -> bool:
         return view.opset >= _MIN_SUM_OPSET and all(kind in types for kind in view.element_types)
 
-    def _with_first(self, view: NodeView, source: Layout, result: Layout, edit: Edit | None) -> NodeStrategy:
-        """Return a strategy of a node with one output, whose other inputs are replicated."""
-        others = (None if shape is None else REPLICATED for shape in view.inputs[1:])
-        return NodeStrategy((source, *others), (result,), edit=edit)
-
     def _reshapes(
         self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts], fixed: Sequence[bool]
     ) -> Iterator[NodeStrategy]:
@@ -434,7 +292,7 @@ class StrategyTable:
         for before, after in sorted(pairs):
             if can_reshape_parts(view, before, after, self.division, fixed):
                 edit = set_reshape_target(before) if view.op == "Reshape" else None
-                yield self._with_first(view, before, after, edit)
+                yield NodeStrategy((before, *_lay_out(view.inputs[1:])), (after,), edit=edit)
 
     def _layouts(
         self, side: str, shape: tuple[int, ...], cuts: Mapping[tuple[str, int, int], Cuts]
@@ -467,28 +325,16 @@ class StrategyTable:
             if part is None or whole is None:
                 continue
             if is_split:
-                rest = (None if shape is None else REPLICATED for shape in view.inputs[1:])
-                yield NodeStrategy((whole, *rest), (part,) * parts, edit=set_split_sizes)
+                yield NodeStrategy((whole, *_lay_out(view.inputs[1:])), (part,) * parts, edit=set_split_sizes)
             else:
                 yield NodeStrategy((part,) * parts, (whole,))
-
-    def _shapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
-        for layout in self._layouts("in", view.shape(0), cuts):
-            if not layout.is_in_runs:
-                yield NodeStrategy((layout,), (REPLICATED,), overrides_shape=True)
-
-    def _windows(self, view: NodeView) -> Iterator[NodeStrategy]:
-        """Yield strategies by rows: each device has the rows of the input under the windows of its rows."""
-        rest = tuple(None if shape is None else REPLICATED for shape in view.inputs[1:])
-        for source, result, edit in list_windows(view, self.division):
-            yield NodeStrategy((source, *rest), (result,), edit=edit)
 
     def _partials(self, view: NodeView) -> Iterator[NodeStrategy]:
         """Yield strategies that pass summands on, for linear operators."""
         if not self._can_sum(view, FLOAT_TYPES) or not view.outputs:
             return
         outputs = tuple(None if shape is None else PARTIAL for shape in view.outputs)
-        whole = tuple(None if shape is None else REPLICATED for shape in view.inputs)
+        whole = _lay_out(view.inputs)
         count = len(view.inputs)
         if view.op in _LINEAR_IN_FIRST:
             yield NodeStrategy((PARTIAL, *whole[1:]), outputs)
@@ -525,8 +371,11 @@ def _list_cuts(
 
 
 def _lay_out(
-    shapes: Sequence[Shape | None], layouts: Mapping[tuple[str, int], Layout | None], side: str, rest: Layout
-) -> tuple[Layout | None, ...]:
+    shapes: Sequence[Shape | None],
+    layouts: Mapping[tuple[str, int], Layout | None] = MappingProxyType({}),
+    side: str = "",
+    rest: Layout = REPLICATED,
+) -> Layouts:
     """Return the layout of each tensor of a side: `rest` if it is not cut, None if it is not there."""
     return tuple(
         None if shape is None else layouts.get((side, position), rest) for position, shape in enumerate(shapes)

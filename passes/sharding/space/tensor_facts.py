@@ -15,8 +15,8 @@ from onnx import TensorProto, numpy_helper
 from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import complete_dimensions, symbols_of_dimension
 from onnxplace.model import Model, find_misjudged_values, has_subgraphs, packed_size, read_shape_entries
-from onnxplace.passes.sharding.known_shapes import infer_all_shapes, infer_with_runtime
-from onnxplace.passes.sharding.node_views import NodeView, Shape
+from onnxplace.passes.sharding.rules.node_views import NodeView, Shape
+from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes, infer_with_runtime
 
 # Larger constants hold no shapes, axes or paddings.
 _MAX_CONSTANT_ELEMENTS = 64

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
-from onnxplace.passes.sharding.layouts import Division, Layout
+from onnxplace.passes.sharding.rules.layouts import Division, Layout
 
 Shape = tuple[int, ...]
 

@@ -1,0 +1,1 @@
+"""The model that computes the choice, and what passes take of it."""

@@ -1,0 +1,1 @@
+"""One way per node, so that the step is short and memory suffices."""
