@@ -22,7 +22,7 @@ from onnxplace.model import (
     iterate_subgraphs,
     tensor_size,
 )
-from onnxplace.passes.sharding import infer_shapes_and_values
+from onnxplace.passes.sharding import infer_shapes_and_values, require_constant_states
 from onnxplace.state import Pass, State
 
 # Folding these would undo a quantisation that ONNX Runtime can still fuse.
@@ -79,6 +79,7 @@ def _fix_sizes(model: Model) -> Model:
     Some providers take a Reshape or Expand only if its target is a constant.
     """
     shapes, values = infer_shapes_and_values(model)
+    require_constant_states(model, model.input_shapes())
     returned = {model.sources.get(output.name, output.name) for output in model.outputs}
     computed = {name for node in model.nodes for name in node.output if name in values} - returned
     nodes = [node for node in model.nodes if not all(name in computed for name in node.output if name)]

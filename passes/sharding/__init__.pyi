@@ -19,6 +19,7 @@ from onnxplace.passes.sharding.rules.rule_table import list_axis_rules as list_a
 from onnxplace.passes.sharding.space.known_shapes import (
     infer_shapes_and_values as infer_shapes_and_values,
     infer_with_runtime as infer_with_runtime,
+    require_constant_states as require_constant_states,
 )
 from onnxplace.passes.sharding.space.strategy_space import is_unrepeatable as is_unrepeatable
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts as TensorFacts, read_constants as read_constants

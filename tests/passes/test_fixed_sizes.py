@@ -65,3 +65,20 @@ def test_the_bundle_computes_the_same_and_refuses_other_sizes(model_path, tmp_pa
     assert run_cli("verify", bundle, "--against", model_path).code == 0
     plan = run_cli("plan", model_path, *options[:-1], "--fixed-sizes", "--estimate", "--json")
     assert plan.code == 0, plan.err
+
+
+GROWING = """<ir_version: 8, opset_import: ["": 18]> cache
+    (float[1, p, 4] past, float[1, 1, 4] token) => (float[1, q, 4] present) {
+   present = Concat<axis: int = 1>(past, token)
+}"""
+
+
+def test_a_cache_that_grows_from_call_to_call_has_no_fixed_size(run_cli, tmp_path):
+    onnx.save(parser.parse_model(GROWING), tmp_path / "cache.onnx")
+    options = ("--devices", "cpu:0", "--shape", "p=8", "--state", "present=past", "-o", tmp_path / "b")
+    refused = run_cli("compile", tmp_path / "cache.onnx", *options, "--fixed-sizes")
+    assert refused.code == 3
+    assert "error[L060]" in refused.err
+    assert "a call changes state 'past' from [1, 8, 4] to [1, 9, 4], but sizes are to be fixed" in refused.err
+    assert "--fixed-sizes" in refused.err
+    assert run_cli("compile", tmp_path / "cache.onnx", *options).code == 0

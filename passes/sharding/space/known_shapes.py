@@ -348,7 +348,7 @@ def fix_sizes(model: Model) -> Model:
     Raises InfeasibleError for a carried state of other sizes after the first call, such as a cache that grows.
     """
     shapes = model.input_shapes()
-    _require_constant_states(model, shapes)
+    require_constant_states(model, shapes)
     inputs = [_declare(value, shapes[value.name]) if value.name in shapes else value for value in model.inputs]
     known = {key: size for key, size in model.dimensions.items() if size is not None}
     outputs = [_fill(value, known) for value in model.outputs]
@@ -366,16 +366,15 @@ def report_fixed_sizes(model: Model, fixed: Model, reason: str) -> list[Diagnost
     return [Diagnostic("L065", message, hint="--shape gives the sizes, as in --shape batch=8")]
 
 
-def _require_constant_states(model: Model, shapes: Mapping[str, Sequence[int]]) -> None:
+def require_constant_states(model: Model, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise InfeasibleError if a call changes the shape of a state."""
     after = infer_all_shapes(model) if model.states else {}
     for name, output in model.states.items():
         before, new = list(shapes.get(name, ())), after.get(model.sources.get(output, output))
         if name in shapes and new is not None and list(new) != before:
             message = f"a call changes state {name!r} from {before} to {list(new)}, but sizes are to be fixed"
-            hint = (
-                "leave out what fixes sizes, `fixed` or `microbatch`, or the state's --state, to feed it with each call"
-            )
+            causes = "--fixed-sizes, `fixed` or `microbatch`"
+            hint = f"leave out what fixes sizes ({causes}), or the state's --state, to feed it with each call"
             raise InfeasibleError("L060", message, where=f"{model.name}, state {output}={name}", hint=hint)
 
 
