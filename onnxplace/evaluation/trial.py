@@ -44,6 +44,7 @@ from onnxplace.feeds import Array
 from onnxplace.machine import (
     DOUBTFUL_WAITING_SHARE,
     MAX_CREDIBLE_WAITING_SHARE,
+    MAX_SLOWDOWN,
     MIN_RUNS,
     RUNTIME_BYTES,
     RepeatPolicy,
@@ -52,6 +53,7 @@ from onnxplace.machine import (
     available_cores,
     available_memory_bytes,
     find_device_problem,
+    find_least_reference_seconds,
     longest_wait,
     read_run_delays,
 )
@@ -231,9 +233,11 @@ def _list_reference_cores(bundles: Sequence[Bundle]) -> tuple[tuple[int, ...], .
 
 
 def _compare_plain(bundle: _TrialSession, one_device: _TrialSession, all_cores: _TrialSession) -> PlainTimes:
-    """Return the times of plain sessions; the speed-up is that of their turns with the bundle."""
-    turns = np.array(one_device.burst_seconds) / np.maximum(bundle.burst_seconds, 1e-9)
-    low, high = np.quantile(turns, (0.1, 0.9)).tolist()
+    """Return the times of plain sessions; the speed-up is that of their undisturbed turns with the bundle."""
+    turns = np.array([one_device.bursts, bundle.bursts])
+    calm = turns[:, :, 1].max(axis=0) <= DOUBTFUL_WAITING_SHARE
+    seconds = turns[:, calm if calm.sum() >= MIN_RUNS else slice(None), 0]
+    low, high = np.quantile(seconds[0] / np.maximum(seconds[1], 1e-9), (0.1, 0.9)).tolist()
     return PlainTimes(one_device.step_seconds, all_cores.step_seconds, low, high)
 
 
@@ -377,8 +381,8 @@ class _TrialSession:
         """Share of the burst of each step in which a thread waited for a core."""
         self._reference_seconds: list[float] = []
         """Of the reference loop after the burst of each step."""
-        self.burst_seconds: list[float] = []
-        """Mean step of each burst, without the waits."""
+        self.bursts: list[tuple[float, float]] = []
+        """Mean step of each burst without the waits, and the share of its time that other programs took."""
         self._began, self._remote_delays = 0.0, dict[str, int]()
         """When the warm-up ended, and how long threads of other processes had waited until then."""
         self._remote_waiting_share = 0.0
@@ -407,7 +411,9 @@ class _TrialSession:
         share, count = stopwatch.waiting_share, len(self._steps) - first
         self._waiting_shares += [share] * count
         self._reference_seconds += [stopwatch.reference_seconds] * count
-        self.burst_seconds.append(sum(seconds for _, seconds in self._steps[first:]) / count * (1 - share))
+        slowdown = max(stopwatch.reference_seconds / find_least_reference_seconds() - MAX_SLOWDOWN, 0.0)
+        seconds = sum(seconds for _, seconds in self._steps[first:]) / count * (1 - share)
+        self.bursts.append((seconds, share + slowdown))
 
     @property
     def has_enough(self) -> bool:
