@@ -65,7 +65,13 @@ def compile_once(name: str, folder: Path, cache: Path) -> Manifest:
     command = ["compile", str(model), "-o", str(target), "--devices", "cpu:0,cpu:1", "--force"]
     command += ["--shape", ",".join(f"{key}={size}" for key, size in SHAPES[name].items())] if name in SHAPES else []
     environment = {**os.environ, "ONNXPLACE_CACHE_DIR": str(cache)}
-    subprocess.run([sys.executable, "-m", "onnxplace", *command], env=environment, check=True, stderr=subprocess.PIPE)
+    subprocess.run(
+        [sys.executable, "-m", "onnxplace", *command],
+        env=environment,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     return Bundle.open(target).manifest
 
 

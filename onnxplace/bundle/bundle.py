@@ -95,8 +95,10 @@ def describe_step(manifest: Manifest) -> str:
         planned = f"planned as {format_milliseconds(trial.planned_seconds)}, " if trial else ""
         parts.append(f"{planned}{describe_gap(manifest.gap)}")
     if manifest.is_unsure:
-        share = trial.waiting if trial else 0.0
-        reason = f"other programs used the cores for {share:.0%} of the time" if share >= 0.01 else "see note C004"
+        waiting, drift = (trial.waiting, trial.uncertainty) if trial else (0.0, 0.0)
+        causes = (waiting, "other programs used the cores for"), (drift, "the speed of the machine drifted by")
+        share, cause = max(causes)
+        reason = f"{cause} {share:.0%}{' of the time' * (cause == causes[0][1])}" if share > 0.01 else "see note C004"
         parts.append(f"unsure: {reason}, repeat when the machine is idle")
     return ", ".join(parts)
 

@@ -7,6 +7,7 @@ longer depends on model and machine, so it is measured.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ from onnxplace.bundle import (
 )
 from onnxplace.errors import Diagnostic
 from onnxplace.evaluation.cached_trials import RequestCount, Seconds, Share, measure_once
-from onnxplace.evaluation.compare import find_bundle_lineages, open_reference
+from onnxplace.evaluation.compare import SETTLING_SECONDS, find_bundle_lineages, open_reference
 from onnxplace.evaluation.size_comparison import compare_at_another_size
 from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.feeds import Array
@@ -70,6 +71,8 @@ REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.
 # Bundles take turns of this time. Reading how long threads waited takes longer than a small step, so it is done once
 # per turn.
 BURST_SECONDS = 0.01
+# The session with all cores runs in one of so many rounds, since its threads need time to settle.
+ALL_CORES_ROUNDS = 4
 # How the note begins that a trial of the bundle was disturbed.
 DOUBT = "the trial is less sure than usual: steps"
 # Codes of notes that there was no trial, or that it failed: they are wrong once a later one is recorded.
@@ -198,13 +201,19 @@ def run_trials(
                 cores: _TrialSession(_PlainSession(bundles[0], cores), whole_step, policy)
                 for cores in dict.fromkeys(references)
             }
+            all_cores = plain_sessions[references[1]] if len(plain_sessions) > 1 else None
             sessions = [*tried, *plain_sessions.values()]
             for session in sessions:
                 session.warm_up()
             # In turns, so that changes of the machine's speed affect all. The last bundle to settle ends the loop.
-            while not all(session.has_enough for session in tried):
+            for number in itertools.count():
+                if all(session.has_enough for session in tried):
+                    break
                 for session in sessions:
-                    session.run_burst()
+                    is_threaded = session is all_cores
+                    if not is_threaded or number % ALL_CORES_ROUNDS == 0:
+                        session.run_burst()
+                        time.sleep(SETTLING_SECONDS if is_threaded else 0)
                 report_progress(min(session.share for session in tried))
             for session in sessions:
                 session.end()
