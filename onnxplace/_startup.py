@@ -1,4 +1,4 @@
-"""Signals that come while the command line is still being imported: until it has handlers of its own.
+"""Signals that come while the command line is still being imported: until it has its own handlers.
 
 This is imported before anything that takes time. In a process that runs something else, it does nothing.
 """

@@ -92,7 +92,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Openings:
-    """What opening takes, each in a process of its own."""
+    """What opening takes, each in its own process."""
 
     bundle: Opening
     model: Opening

@@ -161,7 +161,7 @@ class RuntimeSession(ABC):
         return SessionStates(type(self).__name__)
 
     def open_conversation(self) -> RuntimeSession:
-        """Return a session with states of its own, over the same weights.
+        """Return a session with its own states, over the same weights.
 
         Closing it waits for its own requests, frees its states, and leaves this session open. Closing this session
         closes it too. Raises UsageError if the runtime has one set of states only.

@@ -87,7 +87,7 @@ class InferenceSession(SessionMethods):
         batching: Joins requests of several callers into one, `Batching(max_batch=8)`; see docs/serving.md.
         fallback: A device of this machine, "cpu:0", that takes over the segments of a device that is lost while the
             session is open; a FallbackWarning says so. See docs/faults.md.
-        isolate: Whether each device has a process of its own. If a run ends that, the request fails, and all others go
+        isolate: Whether each device has its own process. If a run ends that, the request fails, and all others go
             on when it is open again; `list_copies` counts the deaths. See docs/faults.md.
         further: Options of the runtime, such as `hosts`, `timeout` and `replicas` of `mpi` (`onnxplace runtimes mpi`,
             docs/hosts.md); and other keywords of ONNX Runtime, such as `enable_fallback`.
@@ -306,7 +306,7 @@ class InferenceSession(SessionMethods):
         )
 
     def conversation(self) -> Conversation:
-        """Return a conversation: the same model and weights, with states of its own.
+        """Return a conversation: the same model and weights, with its own states.
 
         Runs of one conversation follow one another; runs of different conversations overlap across devices. All share
         the slots of this session for runs in flight. The session's own runs are a conversation, too.

@@ -1,6 +1,6 @@
 """A training step as its model's metadata describes it: loss, parameters, moments of the optimiser, buffers.
 
-The model's metadata holds the record as JSON under `onnxplace.training`. Nodes have metadata of their own: their phase,
+The model's metadata holds the record as JSON under `onnxplace.training`. Nodes have their own metadata: their phase,
 the module that they come from, and the parameter that they work for.
 """
 

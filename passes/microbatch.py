@@ -41,7 +41,7 @@ class Microbatch(Pass):
     count: Annotated[int, Ge(2)] = 4
     """Number of parts of the batch."""
     replicas: Annotated[int, Ge(1)] = 1
-    """Number of groups of devices that compute parts of their own."""
+    """Number of groups of devices that compute their own parts."""
 
     def run(self, state: State) -> State:
         return microbatch_state(state, self.count, self.replicas)

@@ -22,7 +22,7 @@ class Shard(Pass):
     is plain ONNX: a copy of each node per device, pinned to it, with slices, concatenations and sums where layouts
     change. Operators without a rule are computed on every device. If nothing gains, the model stays as it is.
 
-    With several stages, the model is also cut into consecutive parts of about equal time, each on a group of its own:
+    With several stages, the model is also cut into consecutive parts of about equal time, each on its own group:
     the inter-operator part of Alpa, for many requests in flight.
 
     The choice is exact where the tables of variable elimination stay small. The time of a part is that of the whole

@@ -27,7 +27,7 @@ class OnnxRuntime(Runtime):
     Args:
         fallback: The device that takes over the segments of a device that is lost while a session is open, such as
             `cpu:0`; empty for none, so that requests fail then.
-        isolate: Whether each device has a process of its own, which is opened again after its death.
+        isolate: Whether each device has its own process, which is opened again after its death.
     """
 
     name: ClassVar[str] = "onnxruntime"

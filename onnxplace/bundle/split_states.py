@@ -43,7 +43,7 @@ class SplitStates:
         for name, state in self._by_input.items():
             if all(part in feeds for part in state.inputs):
                 parts = [result.pop(part) for part in state.inputs]
-                # A whole state is fed anew, parts may be left from the call before.
+                # A whole state is fed again, parts may be left from the call before.
                 result.setdefault(name, _join(state, parts))
         return result
 

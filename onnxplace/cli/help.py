@@ -32,7 +32,7 @@ GROUPS = {
 DESCRIBES_RUNTIMES = "run"
 # Under this name, the context of a command has these options, if its line may name one.
 _META_KEY = "onnxplace.runtime_options"
-# Longer flags have a line of their own.
+# Longer flags have their own line.
 COLUMN = 30
 Row = tuple[str, str]
 

@@ -341,7 +341,7 @@ def show_session_notes() -> Iterator[None]:
 
 
 def print_hint(text: str) -> None:
-    """Print a line for people on stderr, unless they want errors only."""
+    """Print a human-readable line on stderr, unless they want errors only."""
     if not is_quiet():
         print_aside(text)
 

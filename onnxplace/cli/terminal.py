@@ -33,7 +33,7 @@ _DOUBT = re.compile(r"\bunsure\b[^;]*")
 
 
 def print_text(text: str, err: bool = False) -> None:
-    """Print lines for people, doubts in grey; names in them can neither control a terminal nor fill it."""
+    """Print human-readable lines, doubts in grey; names in them can neither control a terminal nor fill it."""
     lines = [
         _DOUBT.sub(lambda doubt: click.style(doubt[0], fg="bright_black"), shorten(item)) for item in text.split("\n")
     ]
@@ -41,7 +41,7 @@ def print_text(text: str, err: bool = False) -> None:
 
 
 def print_aside(text: str) -> None:
-    """Print lines for people on stderr; that they cannot be printed is no reason to stop."""
+    """Print human-readable lines on stderr; that they cannot be printed is no reason to stop."""
     with suppress(OSError):
         print_text(text, err=True)
 

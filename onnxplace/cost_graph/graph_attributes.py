@@ -43,7 +43,7 @@ class GraphDescription:
     class_seconds: Mapping[str, Floats]
     """Cost class -> seconds per node, where nodes give them."""
     weights: Sequence[Mapping[str, int] | None]
-    """Per node, bytes by name; None if it has only weights of its own."""
+    """Per node, bytes by name; None if it has only its own weights."""
     latency_seconds: float
     bytes_per_second: float
     notes: tuple[Diagnostic, ...]

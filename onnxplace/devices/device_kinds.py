@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from onnxplace.devices.provider_lock import ProviderLock
 from onnxplace.ort import import_onnxruntime
 
-# The option of all devices that puts their sessions in a process of their own.
+# The option of all devices that puts their sessions in their own process.
 ISOLATE = "isolate"
 
 
@@ -27,7 +27,7 @@ class DeviceAddress:
     memory_bytes: int = 0
     """The limit of its memory; 0 for none."""
     owner: str = ""
-    """The session that has a process of its own for it, which is opened again after its death; empty for none."""
+    """The session that has its own process for it, which is opened again after its death; empty for none."""
 
     @staticmethod
     def of(device_id: str) -> DeviceAddress:
@@ -83,7 +83,7 @@ class DeviceKind(ABC):
     is_divisible: ClassVar[bool] = False
     """Whether one may stand for several logical devices, `cuda:0/0` and `cuda:0/1`."""
     isolates: ClassVar[bool] = False
-    """Whether sessions are in a process of their own by default: the provider is known to crash."""
+    """Whether sessions are in their own process by default: the provider is known to crash."""
     value_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Further options of a device, with their values; the first one is the default."""
     lock: ClassVar[ProviderLock | None] = None
@@ -167,7 +167,7 @@ class DeviceKind(ABC):
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """Return the paths of libraries of its own, on which measurements depend."""
+        """Return the paths of its own libraries, on which measurements depend."""
         return ()
 
     def find_link(self, first: int, second: int) -> str:

@@ -38,7 +38,7 @@ def list_kind_names(*, plugins: bool = True) -> tuple[str, ...]:
     """Return the names of all kinds, built-in ones first; imports none of them.
 
     Args:
-        plugins: Whether to list those of plugins, and of providers of ONNX Runtime that are packages of their own.
+        plugins: Whether to list those of plugins, and of providers of ONNX Runtime that are their own packages.
     """
     if not plugins:
         return tuple(BUILTIN_KINDS)
@@ -51,7 +51,7 @@ def list_kind_names(*, plugins: bool = True) -> tuple[str, ...]:
 def resolve_short_name(kind: str, index: int) -> tuple[str, int] | None:
     """Return kind and index of the machine's usable device that people mean by `npu:0`, `igpu:0` or `gpu:0`.
 
-    GPUs are those of `cuda` first, then of providers that are packages of their own, then of `webgpu`.
+    GPUs are those of `cuda` first, then of providers that are their own packages, then of `webgpu`.
     """
     names = [name for name in list_kind_names() if name.rpartition("/")[2] == kind]
     if kind == "gpu":
@@ -100,7 +100,7 @@ def find_kind(name: str) -> DeviceKind:
 
 
 def is_isolated(address: DeviceAddress) -> bool:
-    """Return whether the sessions of a device are in a process of their own."""
+    """Return whether the sessions of a device are in their own process."""
     is_option = address.options.get(ISOLATE, find_kind(address.kind).options[ISOLATE][0]) == "true"
     return is_option or bool(address.owner)
 

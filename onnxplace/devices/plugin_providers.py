@@ -1,4 +1,4 @@
-"""Devices of execution providers that come as packages of their own, beside one plain onnxruntime, or built into it.
+"""Devices of execution providers that come as their own packages, beside one plain onnxruntime, or built into it.
 
 A kind of such devices is called after the package and the hardware: `qnn/npu`, `openvino/gpu`. Packages are found, not
 listed: any that is called `onnxruntime_ep_NAME` and has `get_library_path`, and any library that the environment
@@ -56,7 +56,7 @@ class ProviderRecord:
     lock: ProviderLock | None = None
     """Of a provider that is not safe for threads."""
     is_tried_in_child: bool = False
-    """Whether its library is loaded in a process of its own first, in case that ends the process."""
+    """Whether its library is loaded in its own process first, in case that ends the process."""
 
 
 _ON_FLOAT16 = {"npu": "float16", "gpu": "float16", "igpu": "float16"}
@@ -402,7 +402,7 @@ class ProviderKind(DeviceKind):
 
 
 def has_library(family: str) -> bool:
-    """Return whether a provider comes as a library of its own."""
+    """Return whether a provider comes as its own library."""
     return bool(family in _list_named() or _find_module(family))
 
 

@@ -96,7 +96,7 @@ _NUMPY_TYPES = {"float": "float32", "double": "float64", "string": "object"}
 
 
 def check_operators(context: CheckContext) -> Finding:
-    """Run each operator on the device, in a bundle of its own, and compare it with ONNX's reference in numpy."""
+    """Run each operator on the device, in its own bundle, and compare it with ONNX's reference in numpy."""
     from onnxplace.devices import find_kind
 
     is_host = find_kind(context.ids[0].partition(":")[0]).is_host
@@ -270,7 +270,7 @@ MAX_VALUE = 1000
 
 
 def check_order(context: CheckContext) -> Finding:
-    """Run chains of permutations that alternate between the devices; each request has inputs and answers of its own.
+    """Run chains of permutations that alternate between the devices; each request has its own inputs and answers.
 
     A value that is read before it is complete, or after its memory is used again, has elements of another request or of
     another step, since no two steps and no two requests have equal values.

@@ -1,4 +1,4 @@
-"""Run all checks, each group of them in a process of its own, and collect the results.
+"""Run all checks, each group of them in its own process, and collect the results.
 
 The child notes each beginning and end of a check in a journal, which survives a crash.
 """

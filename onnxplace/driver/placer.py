@@ -255,7 +255,7 @@ def apply_target(graph: CostGraph, target: Target) -> CostGraph:
     first = graph.target.devices[0].cost_class
     rates = [device.operations_per_second for device in target.devices]
     slowdowns = [max(rates) / rate if rate > 0 else 1.0 for rate in rates]
-    # Costs are equal within a class, so each speed has a class of its own.
+    # Costs are equal within a class, so each speed has its own class.
     devices = tuple(
         replace(graph.target.devices[0], id=f"cuda:{index}", memory_bytes=device.memory_bytes, model=f"{slowdown:.6g}")
         for index, (device, slowdown) in enumerate(zip(target.devices, slowdowns))

@@ -1,6 +1,6 @@
 """Find out where a bundle's difference from the unsplit model comes from: a device, a segment, or the model itself.
 
-The segments run one after the other, each in a session of its own, some of them on the CPU instead of their devices.
+The segments run one after the other, each in its own session, some of them on the CPU instead of their devices.
 Bisection finds how many have to for the outputs to be right. Only outputs are compared, so that this needs no tolerance
 of inner values. ONNX Runtime's optimisations are off: then segments of CPUs do not round otherwise than the model.
 """

@@ -122,7 +122,7 @@ class StoredFeeds(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class MemoryJob:
-    """A bundle to open and run in a process of its own."""
+    """A bundle to open and run in its own process."""
 
     bundle: Path
     feeds: StoredFeeds
@@ -135,7 +135,7 @@ class MemoryJob:
 
 @dataclass(frozen=True)
 class ModelJob:
-    """An unsplit model to open in a process of its own: the arguments of `open_reference`."""
+    """An unsplit model to open in its own process: the arguments of `open_reference`."""
 
     bundle: Path
     against: str | Path | None

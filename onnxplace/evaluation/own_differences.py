@@ -23,7 +23,7 @@ Run = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 # How the unsplit model runs once more: with other fusions and memory layouts, it rounds otherwise.
 _OTHER_LEVELS: tuple[Level, ...] = ("none", "basic", "extended", "all")
-# A bundle has fusions of its own, so that it may be further off than the unsplit model is from itself.
+# A bundle has its own fusions, so that it may be further off than the unsplit model is from itself.
 MAX_OWN_ERRORS = 2.0
 UNREPEATABLE = "two equal runs of the unsplit model differ in it, so that only type and shape are compared"
 # The option of glibc's mallopt.

@@ -26,7 +26,7 @@ SEGMENT_KEY = "onnxplace.segment"
 
 
 def write_annotated_model(models: BundleModels, folder: Path, _: ExportOptions) -> tuple[Diagnostic, ...]:
-    """Write the whole model with its devices; large weights go into a file of their own.
+    """Write the whole model with its devices; large weights go into their own file.
 
     A model whose operators were split with `compile --shard-metadata` has whole operators with their layouts.
     """

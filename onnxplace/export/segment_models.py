@@ -1,4 +1,4 @@
-"""The ONNX models of a bundle, in an order in which they can run; and segments as models of their own."""
+"""The ONNX models of a bundle, in an order in which they can run; and segments as their own models."""
 
 from __future__ import annotations
 

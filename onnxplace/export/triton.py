@@ -30,7 +30,7 @@ MAX_NAME = 200
 # The field of Triton's configuration has 32 bits.
 MAX_BATCH = 2**31 - 1
 LAYOUTS = ("auto", "ensemble", "python")
-# Sequences, each with states of its own, that a model keeps at a time; the one without requests for longest goes first.
+# Sequences, each with its own states, that a model keeps at a time; the one without requests for longest goes first.
 MAX_SEQUENCES = 64
 # Triton ends a sequence without requests for this long.
 MAX_IDLE_MICROSECONDS = 60_000_000

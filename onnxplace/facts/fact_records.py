@@ -414,7 +414,7 @@ class Routes:
     """What takes all of the interval: `Python`, or what the busiest device does: `computes`, `sends`, `receives`."""
 
     def check(self, state: State) -> None:
-        """Raise ValueError unless each route gives each program to a device of its own."""
+        """Raise ValueError unless each route gives each program to its own device."""
         segments, used = state[Segments], np.array([bool(program) for program in state[Segments].programs])
         for route in self.routes:
             is_valid = bool((route.device[~used] == -1).all()) and route.device.max(initial=-1) < len(used)
@@ -569,7 +569,7 @@ class MicroBatches:
     source: Ints
     """Per node, its node in the model before; -1 for nodes that cut, join, add up or copy."""
     replica: Ints
-    """Per node, the replica that computes it, which has devices of its own."""
+    """Per node, the replica that computes it, which has its own devices."""
     replicas: int = 1
     """Number of replicas."""
 

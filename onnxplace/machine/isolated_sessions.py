@@ -1,4 +1,4 @@
-"""Sessions in a process of their own, which an execution provider that crashes takes with it.
+"""Sessions in their own process, which an execution provider that crashes takes with it.
 
 All sessions of an isolated device live in one child process. It starts with the first of them, and ends with the last
 one, or with this process, however that ends. Requests go to it one at a time, as pickles by pipes. The bytes of arrays

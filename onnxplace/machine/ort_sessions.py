@@ -326,7 +326,7 @@ _loads: ContextVar[_Loads | None] = ContextVar("sessions that are opened togethe
 
 
 def open_in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """Run jobs that open sessions at the same time, each in a thread of its own; return their results.
+    """Run jobs that open sessions at the same time, each in its own thread; return their results.
 
     Raises the OnnxplaceError of the first job in order that has one. After other errors and Ctrl-C, the other jobs give
     up their sessions.

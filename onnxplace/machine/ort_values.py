@@ -114,7 +114,7 @@ def is_copyable_tensor(value: Any) -> bool:
 
 def count_bytes(value: Any) -> int | None:
     """Return the bytes of a tensor; None for other values, and strings."""
-    if hasattr(value, "count_bytes"):  # a value of a device that has a class of its own
+    if hasattr(value, "count_bytes"):  # a value of a device that has its own class
         size: int | None = value.count_bytes()
         return size
     if isinstance(value, np.ndarray):

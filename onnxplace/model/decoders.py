@@ -33,7 +33,7 @@ _PAST_NAME = re.compile(r"past|cache")
 # this input on as the outputs after the first.
 _CACHE_UPDATES = frozenset({"Concat", "ScatterND", "TensorScatter"})
 _FIRST_PAST = {"Attention": 4, "GroupQueryAttention": 3, "MultiHeadAttention": 6}
-# What comes from an encoder has a length of its own.
+# What comes from an encoder has its own length.
 _CONTEXT_NAME = re.compile(r"encoder|cross")
 _TOKEN_NAME = re.compile(r"input_ids|inputs_embeds|tokens|ids$")
 # Keys and values have a batch, heads or tokens, and a width.

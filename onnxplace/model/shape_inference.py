@@ -51,7 +51,7 @@ def infer_shapes(model: ModelProto, *, data_prop: bool = False) -> ModelProto:
 
 
 def _guard(graph: GraphProto | FunctionProto, sure: Set[str], prefix: str) -> None:
-    """Put guards before the fragile inputs of a graph and its subgraphs, as nodes of a domain of their own."""
+    """Put guards before the fragile inputs of a graph and its subgraphs, as nodes of a separate domain."""
     for index in reversed(range(len(graph.node))):
         node, place = graph.node[index], f"{prefix}/{index}"
         for inner in iterate_subgraphs(node):

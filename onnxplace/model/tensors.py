@@ -429,7 +429,7 @@ def says_unknown(symbol: str) -> bool:
 def clear_unknown_sizes(value: ValueInfoProto) -> ValueInfoProto:
     """Return an input or output without negative sizes, and without names that only say that a size is unknown.
 
-    Each of these axes then has a size of its own.
+    Each of these axes then has its own size.
     """
     result = deepcopy(value)
     for dim in result.type.tensor_type.shape.dim:

@@ -1,6 +1,6 @@
 """Compiled loops that book transfers on the channels of devices (docs/architecture.md, "Model of time").
 
-A device sends one value after the other. Where it has a channel of its own to receive, a transfer takes the first time
+A device sends one value after the other. Where it has its own channel to receive, a transfer takes the first time
 that is free there for its whole length. It may fill a gap between transfers that were booked before, and so delays none
 of them. The free times of each channel are a chain of gaps, the last of which has no end.
 """
@@ -66,7 +66,7 @@ def _book_arrival(gaps, destination, now, earliest, seconds):
     is_at_end = end >= gaps[gap].end - tolerance
     if begin > gaps[gap].begin + tolerance:
         if not is_at_end:
-            # What is left behind the transfer is a gap of its own.
+            # What is left behind the transfer is its own gap.
             rest = gaps[len(gaps) - 1].next
             gaps[len(gaps) - 1].next = rest + 1
             gaps[rest].begin, gaps[rest].end, gaps[rest].next = end, gaps[gap].end, gaps[gap].next

@@ -91,7 +91,7 @@ def _lost_seconds(simulation: Simulation, device: Ints, members: Ints, factor: F
     """Return, per node, the seconds that it loses while other members compute."""
     start, finish = simulation.start_seconds, simulation.finish_seconds
     is_member = np.isin(device, members)
-    if not is_member.any():  # all nodes are on devices with memory of their own
+    if not is_member.any():  # all nodes are on devices with their own memory
         return np.zeros(len(device))
     times = np.unique(np.concatenate([start[is_member], finish[is_member]]))
     busy = np.zeros((len(members), max(len(times) - 1, 0)), dtype=np.int64)

@@ -159,7 +159,7 @@ class Link:
     """A directed connection: a transfer takes `latency_seconds + bytes / bytes_per_second`."""
 
     source: str
-    """A device; or a host, for all its devices that have no link of their own to the destination.
+    """A device; or a host, for all its devices without their own link to the destination.
 
     `per-host` stands for every two devices of one host, `all-to-all` for every two devices; both without other links.
     """

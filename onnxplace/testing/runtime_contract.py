@@ -67,7 +67,7 @@ def check_runtime(
     Requests return the right outputs, also when many are in flight. A request that fails or is cancelled does not
     affect the next. Closing waits for requests in flight, may be repeated, and ends all threads; later requests raise
     ExecutionError. Nothing hangs. A runtime that `keeps_state` carries states in the order of submission, until they
-    are reset or a request fails. If it has conversations, each has states of its own, and ends alone or with the
+    are reset or a request fails. If it has conversations, each has its own states, and ends alone or with the
     session.
 
     Args:

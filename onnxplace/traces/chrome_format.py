@@ -101,7 +101,7 @@ def chrome_trace(
     """Return timelines in Chrome's trace format, in microseconds since the first submission.
 
     There are two processes, "measured" and "predicted". Each has a row for the segments that a device runs, for values
-    that it waits for and receives, for values that it sends where that takes time of its own, for weights that stream
+    that it waits for and receives, for values that it sends where that takes time itself, for weights that stream
     to it, and rows for requests in flight. Arrows lead from the segment that computes a value over its transfer to the
     segment that reads it first.
 
@@ -290,7 +290,7 @@ class _ProcessWriter:
 
 
 def _name_row(device: str, kind: str, copy: int) -> str:
-    """Return the name of a row; copies of the bundle after the first have rows of their own."""
+    """Return the name of a row; copies of the bundle after the first have their own rows."""
     return f"copy {copy} {device} {kind}" if copy else f"{device} {kind}"
 
 

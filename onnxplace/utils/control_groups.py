@@ -1,7 +1,7 @@
 """What the control groups of this process allow, such as those of its container: cores and memory.
 
 Linux has two versions of them, which may be in use side by side. Each group is a folder, within those of the groups
-around it, and each of these may have a limit of its own: the least counts.
+around it, and each of these may have its own limit: the least counts.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError, format_name, format_names
 from onnxplace.utils.leases import hold_lease, sweep_leftovers
 
-# About the size of a cost file with a million nodes. Models, weights and arrays have readers of their own.
+# About the size of a cost file with a million nodes. Models, weights and arrays have their own readers.
 MAX_TEXT_BYTES = 256 << 20
 # How long to wait for a program to open the other end of a pipe. Once it is open, the program may take any time.
 PIPE_SECONDS = 2.0

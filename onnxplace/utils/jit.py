@@ -155,7 +155,7 @@ def _copy_with_plain_callees(function: FunctionType) -> FunctionType:
 
 
 class _Cache(FunctionCache):
-    """numba's cache, which also sees changes to called loops in other files, and starts anew if it is damaged."""
+    """numba's cache, which also sees changes to called loops in other files, and starts again if it is damaged."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]

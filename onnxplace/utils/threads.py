@@ -37,7 +37,7 @@ def run_in_threads(jobs: Sequence[Callable[[], Result]], stop: Callable[[], obje
     takes seconds, Ctrl-C has to find the main thread waiting.
 
     Args:
-        jobs: What to run, each in a thread of its own.
+        jobs: What to run, each in its own thread.
         stop: Makes the jobs end soon; called on Ctrl-C, and as soon as a job fails.
 
     >>> run_in_threads([lambda: 1, lambda: 2], stop=lambda: None)
@@ -120,7 +120,7 @@ class Callbacks:
 
     def call(self, function: Callable[[], object]) -> None:
         """Let the thread call a function; returns at once."""
-        if self._closed:  # each late call gets a thread of its own
+        if self._closed:  # each late call gets its own thread
             calls: Calls = queue.SimpleQueue()
             _start_worker(calls)
             calls.put(function)

@@ -70,7 +70,7 @@ def read_costs(path: str | Path, model: Model, target: Target) -> tuple[Profile,
         sources[cost_class] = np.array([node.source(cost_class) for node in nodes], dtype=np.uint8)
         if any(node.has_spread(cost_class) for node in nodes):
             spreads[cost_class] = np.array([node.spread_seconds(cost_class) for node in nodes])
-    # A node without a unit is a unit of its own; negative numbers keep it apart from those in the file.
+    # A node without a unit is its own unit; negative numbers keep it apart from those in the file.
     unit = np.unique([node.unit(-1 - index) for index, node in enumerate(nodes)], return_inverse=True)[1]
     sizes = value_bytes(model, {**shapes, **model.input_shapes()}) | _read_bytes(data, "value_bytes", path)
     whole_hint = f"write a number of seconds, from 0 to {MAX_WHOLE_SECONDS:g}"

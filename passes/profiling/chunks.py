@@ -27,7 +27,7 @@ _OutputSlot = tuple[int, int]
 
 # Layers are measured together until they hold this much: a chunk that stays in a cache from run to run is too fast.
 BEYOND_CACHES_BYTES = 256 << 20
-# A model that fits is cut where chunks that differ hold at most this share of it: each needs sessions of its own.
+# A model that fits is cut where chunks that differ hold at most this share of it: each needs its own sessions.
 MAX_DISTINCT_SHARE = 0.5
 
 
@@ -44,7 +44,7 @@ def cut_into_chunks(graph: OpGraph, repeats: Iterable[Repeat], limit_bytes: int)
     """Return consecutive ranges of nodes that fit within the limit.
 
     All weights and values of a range count together. Repeated layers, as many as hold enough to be measured fairly, are
-    chunks of their own. So is a node that does not fit alone.
+    their own chunks. So is a node that does not fit alone.
     """
     borders = {0, len(graph)}
     for repeat in repeats:

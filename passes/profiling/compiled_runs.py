@@ -1,7 +1,7 @@
 """Measure a model on a device whose provider compiles: in the runs of nodes that it takes.
 
 Such a provider refuses some nodes, and makes one kernel of neighbours that it takes. So a session of the whole model
-says which nodes it takes, and each run of them is measured in a session of its own, as a segment would be. Inputs come
+says which nodes it takes, and each run of them is measured in its own session, as a segment would be. Inputs come
 from a run on the CPU, equal runs are measured once, and the nodes of a run share its time as estimates say. The trial
 of a bundle corrects that.
 """
@@ -135,7 +135,7 @@ class RunMeasurer:
     def _open(self, part: Model, device: DeviceAddress, level: Any) -> Iterator[Any]:
         """Open a session while inside, which records which nodes its provider takes.
 
-        Those of the device are in a process of their own, since compilers may crash on nodes that they claim.
+        Those of the device are in their own process, since compilers may crash on nodes that they claim.
         """
         if not find_kind(device.kind).is_host:
             device = replace(device, options={**device.options, ISOLATE: "true"})
@@ -224,7 +224,7 @@ def list_runs(graph: OpGraph, taken: Bools) -> list[Ints]:
 
 
 def _build(seconds: Floats) -> Measurement:
-    """Return a measurement of all nodes, each a kernel of its own as long as runs may be cut."""
+    """Return a measurement of all nodes, each its own kernel as long as runs may be cut."""
     count = len(seconds)
     return Measurement(
         seconds=seconds,

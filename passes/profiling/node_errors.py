@@ -104,7 +104,7 @@ def _list_leaving(graph: OpGraph, group: Sequence[int]) -> list[str]:
 def run_nodes(
     model: Model, nodes: Sequence[int], names: Sequence[str], values: Values, device: DeviceAddress, level: Any
 ) -> dict[str, Any]:
-    """Run nodes in a session of their own, and return some of what they compute."""
+    """Run nodes in their own session, and return some of what they compute."""
     part, feeds = extract_nodes(model, nodes, names, values, is_static=True)
     with temporary_folder() as folder:
         source, entries = store_for_session(part, folder)

@@ -158,7 +158,7 @@ class _Search:
     def improve(self) -> bool:
         """Take steps until no candidate helps; return whether some did."""
         begin = self.excess
-        # Steps are rated anew when they come first: ratings mostly fall as more is cloned (lazy evaluation).
+        # Steps are rated again when they come first: ratings mostly fall as more is cloned (lazy evaluation).
         heap = [(-np.inf, node) for node in self._candidates()]
         heapq.heapify(heap)
         while heap and self.excess > 0:

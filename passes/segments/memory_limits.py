@@ -195,7 +195,7 @@ def segment_seconds(state: State, segment_of: Ints, coarse: OpGraph) -> Floats:
 def cut_within_limits(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
     """Cut segments as needed until no device exceeds its limit.
 
-    A segment that runs while its device holds too much is filled anew, node after node, as far as the memory allows;
+    A segment that runs while its device holds too much is filled again, node after node, as far as the memory allows;
     segments that still hold too much by the simulation are cut further. About O((N + E) log N).
 
     Raises:

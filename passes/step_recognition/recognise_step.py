@@ -28,7 +28,7 @@ def find_labels(model: Model) -> tuple[Labels, ...]:
     """Return the inputs whose elements choose a class, with the classes and the values that the loss ignores.
 
     ONNX counts indices below 0 from the end, and torch refuses them in a loss, `gather` and `scatter`. Labels that the
-    model replaces by a condition of its own, other than that for an ignored value, are left to the model.
+    model replaces by its own condition, other than that for an ignored value, are left to the model.
     """
     producers = {name: node for node in model.nodes for name in node.output}
     labels: dict[Labels, None] = {}

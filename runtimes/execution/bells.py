@@ -88,7 +88,7 @@ class Bell:
 def make_bells(devices: Mapping[str, PlacedDevice], manifest: Manifest) -> dict[str, Bell]:
     """Return a bell for each device, and one for the callers of `run` under CALLERS.
 
-    There are none unless the devices exchange values often and each has cores of its own, nor for more than 62 devices.
+    There are none unless the devices exchange values often and each has its own cores, nor for more than 62 devices.
     """
     if not exchanges_often(manifest):
         return {}

@@ -1,6 +1,6 @@
 """A pool for weights that stream in the memory of a device with streams, such as a GPU.
 
-Copies have a queue of their own, so that they run while earlier segments compute. Nothing waits for them here: a run
+Copies have their own queue, so that they run while earlier segments compute. Nothing waits for them here: a run
 waits on the device for the copies of its weights, and a copy for the run that read what lay in its place.
 """
 

@@ -375,7 +375,7 @@ class Download:
         """Buffers with the bytes used and the end of their copies."""
 
     def fetch(self) -> Any:
-        """Wait for the copy; return an array, or an OrtValue of a type that numpy lacks, with memory of its own."""
+        """Wait for the copy; return an array, or an OrtValue of a type that numpy lacks, with its own memory."""
         result: Any
         if is_native_type(self._data_type):
             result = np.empty(self._shape, helper.tensor_dtype_to_np_dtype(self._element_type))

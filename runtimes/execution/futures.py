@@ -14,7 +14,7 @@ from onnxplace.utils import call_guarded
 # A condition variable that Ctrl-C cannot break.
 #
 # `threading.Condition` reacquires its lock after a wait in Python code. An interrupt of the main thread at that moment
-# leaves the lock free where it should be held. Here a waiting thread holds only a lock of its own, and waits for it
+# leaves the lock free where it should be held. Here a waiting thread holds only its own lock, and waits for it
 # in C.
 
 

@@ -120,7 +120,7 @@ def detach_value(value: Any) -> Any:
 class HostMemory(DeviceMemory):
     """Memory of the host.
 
-    A received value is copied, as if devices had memories of their own: links cost what they would cost, and a device
+    A received value is copied, as if devices had their own memories: links cost what they would cost, and a device
     reads from memory near its cores.
     """
 
@@ -166,7 +166,7 @@ class HostMemory(DeviceMemory):
 
 
 class IsolatedMemory(HostMemory):
-    """Memory of the host for a device whose sessions are in a process of their own, which copies their inputs."""
+    """Memory of the host for a device whose sessions are in their own process, which copies their inputs."""
 
     _sessions: tuple[Any, ...] = ()
 

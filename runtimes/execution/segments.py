@@ -52,7 +52,7 @@ class PlacedDevice:
         memory = IsolatedMemory if is_isolated(address) else import_memory(self.kind)
         self.memory: DeviceMemory = memory(address, cores)
         self.slow_openings: list[tuple[str, float]] = []
-        """Why a segment was compiled anew although it has a compiled model, and the seconds to open it."""
+        """Why a segment was compiled again although it has a compiled model, and the seconds to open it."""
         self._has_warned = False
 
     def report_host(self, message: str) -> None:
@@ -372,7 +372,7 @@ class OpenRoute:
 def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[OpenRoute]:
     """Open the segments of all routes that run on some devices, each once on each of these, or on several at once.
 
-    CPU devices, of which each has cores of its own, do so at the same time.
+    CPU devices, of which each has its own cores, do so at the same time.
 
     Raises the errors of `open_segment`.
     """
@@ -415,7 +415,7 @@ def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[Ope
 def _find_sharing_group(device: PlacedDevice) -> str:
     """Return the name of the devices that can run one session, with one copy of its weights; otherwise the device's.
 
-    A session on one core has no threads of its own: those of its callers compute. Weights are shared in one node of
+    A session on one core has no threads: those of its callers compute. Weights are shared in one node of
     memory only, since others are slower to reach.
     """
     if type(device.memory) is not HostMemory or len(device.cores) != 1:

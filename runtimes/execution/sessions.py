@@ -109,7 +109,7 @@ class EngineSession(EngineConversation):
         return self.engine.list_copies()
 
     def open_conversation(self) -> RuntimeSession:
-        """Return a session with states of its own over the same segments and workers."""
+        """Return a session with its own states over the same segments and workers."""
         return EngineConversation(self.engine, self.engine.open_conversation(), self)
 
     def close(self, timeout: float | None = None) -> None:

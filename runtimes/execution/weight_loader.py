@@ -248,7 +248,7 @@ class WeightLoader:
         """By block, the checkpoint of the last run that has released it."""
         self._last_freed: Any = None
         self._generation = 0
-        """How often the thread had to begin anew; what it read before does not count."""
+        """How often the thread had to begin again; what it read before does not count."""
         self._waiting: Request | None = None
         self._failure: ExecutionError | None = None
         """Why the next block cannot be read."""
@@ -295,7 +295,7 @@ class WeightLoader:
             yield self._loads.popleft()
 
     def _begin_at(self, index: int) -> None:
-        """Let the thread begin anew at a block."""
+        """Let the thread begin again at a block."""
         self._generation += 1
         self._arrived = self._taken = self._released = index
         self._freed = [self._last_freed] * len(self._blocks)

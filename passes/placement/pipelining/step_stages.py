@@ -104,7 +104,7 @@ def _join(group: Ints, source: Ints) -> Ints:
 def _join_owned(graph: OpGraph, unit: Ints, is_backward: Bools) -> Ints:
     """Return units that also hold the backward nodes that only they use: gradients, moments and updates.
 
-    A node that several units use, such as a bias correction or the norm of all gradients, keeps a unit of its own.
+    A node that several units use, such as a bias correction or the norm of all gradients, keeps its own unit.
     """
     count = int(unit.max(initial=-1)) + 1
     has_forward = np.zeros(count, dtype=bool)

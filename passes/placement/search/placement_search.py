@@ -316,7 +316,7 @@ def explore(
     coarser = [(level, candidate) for level, candidate in enumerate(constructed) if level and candidate]
 
     def descend_from(level: int, candidate: Candidate) -> Callable[[], tuple[Candidate, int]]:
-        # Every search has a seed of its own, so that results do not depend on the thread that ends first.
+        # Every search has its own seed, so that results do not depend on the thread that ends first.
         return lambda: _search_levels(ladder, spaces, level, candidate, first, seed + 100 * level, goal)
 
     # The finest of the coarser levels keeps most of the choice, the coarsest most of the overview.

@@ -1,7 +1,7 @@
 """Decompose a graph into blocks in series: sections of its longest path with the nodes parallel to them.
 
 Deep networks are chains of layers. Any step runs the longest path from its first node to its last, so what lies between
-two nodes of the path is a small problem of its own. The least times of such blocks add up to a lower bound, and good
+two nodes of the path is a small problem in itself. The least times of such blocks add up to a lower bound, and good
 plans for them compose to a good plan. Layers that repeat give equal problems, each of which is solved once.
 """
 
@@ -94,7 +94,7 @@ def _find_blocks(problem: PlacementProblem, max_nodes: int) -> list[Block]:
     joined = np.array([n for n in parallel.tolist() if sections.join(int(first[n]) + 1, int(last[n]))], dtype=np.int32)
     section_starts = np.array([find_root(sections.parent, position) for position in range(len(path))])
     forks = np.isin(section_starts, section_starts[first[joined] + 1])
-    # Sections with parallel nodes stay apart, since each is a problem of its own.
+    # Sections with parallel nodes stay apart, since each is its own problem.
     # Neighbouring sections without parallel nodes become one block.
     starts = [k for k in range(len(path)) if section_starts[k] == k and (k == 0 or forks[k] or forks[k - 1])]
     section = np.searchsorted(starts, np.arange(len(path)), side="right") - 1

@@ -87,7 +87,7 @@ def _units(unit: Ints, source: Longs, sharded: ShardedModel) -> Ints:
 
     So do the steps of an exchange with the nodes next to them: the slice that a device keeps with the sum or
     concatenation it goes into, and the slice that it sends with the node that makes the value. Apart, they would be
-    segments of their own around a wait.
+    their own segments around a wait.
     """
     numbers: dict[tuple[int, int], int] = {}
     result = np.empty(len(source), dtype=np.int32)
