@@ -1,9 +1,9 @@
+from onnxplace.driver.bundle_trials import Compiled as Compiled
 from onnxplace.driver.compile_options import (
     CompileSettings as CompileSettings,
     require_one_target as require_one_target,
 )
 from onnxplace.driver.compiler import (
-    Compiled as Compiled,
     compile_model as compile_model,
     compile_with as compile_with,
 )

@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Staging
 from onnxplace.driver.compile_options import CompileSettings
-from onnxplace.driver.decision import BuiltStrategy, Comparison, Strategy, create_pass, predict
+from onnxplace.driver.decision import Candidate, Comparison, Strategy, create_pass, predict
 from onnxplace.driver.throughput import format_rate, report_plain_session
 from onnxplace.errors import Diagnostic, Figure, OnnxplaceError
 from onnxplace.evaluation import (
@@ -60,20 +60,19 @@ MIN_SCALE, MAX_SCALE = 0.1, 10.0
 
 
 @dataclass(frozen=True)
-class FinishedBundle:
-    """A bundle that is ready to be moved into place."""
+class Compiled:
+    """A bundle with the pipeline that built it, the times of passes and trial, and notes."""
 
     bundle: Bundle
-    candidate: BuiltStrategy
-    """The strategy that it was written for, with all notes."""
+    pipeline: str
     timings: tuple[Timing, ...]
-    """Time of the trial, if there was one."""
+    diagnostics: tuple[Diagnostic, ...]
 
 
 def finish_bundle(
-    candidates: Sequence[BuiltStrategy], comparison: Comparison, staging: Staging, settings: CompileSettings
-) -> FinishedBundle:
-    """Run a trial if the costs were measured here, and record the results.
+    candidates: Sequence[Candidate], comparison: Comparison, staging: Staging, settings: CompileSettings
+) -> Compiled:
+    """Run a trial if the costs were measured here, and record the results; the bundle is not yet in its place.
 
     Args:
         candidates: The best by prediction, which is written, and others that may turn out to be faster.
@@ -81,7 +80,8 @@ def finish_bundle(
         staging: Where bundles are written.
         settings: Whether bundles may run, and whether earlier trials may be used.
     """
-    kept, step, rate, timings, has_compared = candidates[0], None, None, tuple[Timing, ...](), False
+    kept, step, rate, has_compared = candidates[0], None, None, False
+    timings = (*kept.profiled.timings, *kept.timings)
     obstacles = _find_unmeasured_costs(kept.state) if settings.trial else []
     if obstacles is None:
         passes, start = kept.pipeline.passes, time.perf_counter()
@@ -91,7 +91,7 @@ def finish_bundle(
         trials = _Trials(kept, staging, cache, thorough=settings.effort == "high")
         kept, step, rate = trials.run(candidates, comparison)
         has_compared = trials.has_compared_one_device
-        timings = (Timing("trial", time.perf_counter() - start),)
+        timings += (Timing("trial", time.perf_counter() - start),)
     # From here on, predictions are those of measured segments, and the measured rate.
     bundle = kept.bundle
     manifest = bundle.manifest if step is None else apply_trial(bundle.manifest, step)
@@ -106,13 +106,13 @@ def finish_bundle(
     kept = replace(kept, state=replace(kept.state, diagnostics=notes))
     records = tuple(DiagnosticRecord(**asdict(note)) for note in notes)
     bundle = replace_manifest(bundle, manifest.model_copy(update={"diagnostics": records}))
-    return FinishedBundle(bundle, kept, timings)
+    return Compiled(bundle, str(kept.pipeline), timings, notes)
 
 
 class _Trials:
     """Runs bundles of one model with the same inputs."""
 
-    def __init__(self, first: BuiltStrategy, staging: Staging, cache: bool, *, thorough: bool) -> None:
+    def __init__(self, first: Candidate, staging: Staging, cache: bool, *, thorough: bool) -> None:
         # The seed of the inputs that costs were measured with.
         profile = next((step for step in first.profiled.front if Profile in step.provides), None)
         self._feeds: Mapping[str, Array] = first.unsharded[Model].feeds(getattr(profile, "seed", 0))
@@ -121,8 +121,8 @@ class _Trials:
         """Whether the faster one of several devices and one was kept, as their turns had it."""
 
     def run(
-        self, candidates: Sequence[BuiltStrategy], comparison: Comparison
-    ) -> tuple[BuiltStrategy, Trial | None, RateTrial | None]:
+        self, candidates: Sequence[Candidate], comparison: Comparison
+    ) -> tuple[Candidate, Trial | None, RateTrial | None]:
         """Return the fastest candidate with the trial of its steps, and that with requests in flight."""
         # Requests that pass states on follow one another: there is nothing to gain with several in flight.
         kept, rate = candidates[0], None
@@ -139,7 +139,7 @@ class _Trials:
                 kept, step = self._compare_with_one_device(kept, step)
         return kept, step, rate
 
-    def _try_steps(self, candidate: BuiltStrategy) -> tuple[BuiltStrategy, Trial | None]:
+    def _try_steps(self, candidate: Candidate) -> tuple[Candidate, Trial | None]:
         """Run a bundle and return its trial.
 
         If that fails, there is a note instead of a trial. Raises ExecutionError if the bundle computes something else
@@ -171,8 +171,8 @@ class _Trials:
         return trial
 
     def _keep_fastest(
-        self, candidates: Sequence[BuiltStrategy], comparison: Comparison
-    ) -> tuple[BuiltStrategy, RateTrial | None]:
+        self, candidates: Sequence[Candidate], comparison: Comparison
+    ) -> tuple[Candidate, RateTrial | None]:
         """Return the fastest candidate with notes; the first one if none can run, or a bundle fails.
 
         A strategy for which this machine has no memory is left out where another fits: its devices share the memory,
@@ -196,11 +196,11 @@ class _Trials:
             return first, None
         return kept if kept.strategy is first.strategy else kept.with_notes(*report_idle_devices(kept.state)), rate
 
-    def _write(self, candidate: BuiltStrategy, ending: str) -> BuiltStrategy:
+    def _write(self, candidate: Candidate, ending: str) -> Candidate:
         """Write a bundle next to the first one."""
         return candidate.write(self._staging.sibling_path(ending))
 
-    def _compare_steps(self, candidates: Sequence[BuiltStrategy]) -> BuiltStrategy:
+    def _compare_steps(self, candidates: Sequence[Candidate]) -> Candidate:
         """Return the candidate with the shortest step."""
         first = candidates[0]
         if len(candidates) == 1:
@@ -214,7 +214,7 @@ class _Trials:
         message = f"a training step, measured: {_list_times(seconds, format_milliseconds)}; kept {best.name}"
         return best.with_notes(Diagnostic("P044", message, where="step"))
 
-    def _compare_rates(self, candidates: Sequence[BuiltStrategy]) -> tuple[BuiltStrategy, RateTrial]:
+    def _compare_rates(self, candidates: Sequence[Candidate]) -> tuple[Candidate, RateTrial]:
         """Return the candidate with the most results per second, with requests in flight.
 
         Stages are placed once more, with the costs of nodes scaled by what their segments took under load, and kept if
@@ -241,10 +241,10 @@ class _Trials:
         message = f"requests per second, measured with {in_flight} in flight: {texts}; kept {best.name}"
         return best.with_notes(Diagnostic("P044", message, where="throughput")), trial
 
-    def _run_rates(self, candidates: Sequence[BuiltStrategy], in_flight: int) -> tuple[RateTrial, ...]:
+    def _run_rates(self, candidates: Sequence[Candidate], in_flight: int) -> tuple[RateTrial, ...]:
         return run_rate_trials([item.bundle for item in candidates], self._feeds, in_flight, cached=self._cache)
 
-    def _balance_stages(self, candidates: Sequence[BuiltStrategy], trials: Sequence[RateTrial]) -> BuiltStrategy | None:
+    def _balance_stages(self, candidates: Sequence[Candidate], trials: Sequence[RateTrial]) -> Candidate | None:
         """Return the fastest stages in balance, written; None if there are none, or they are too slow or unchanged."""
         pairs = [
             (trial, item)
@@ -261,7 +261,7 @@ class _Trials:
         is_changed = balanced.state[Placement].device.tolist() != stages.state[Placement].device.tolist()
         return self._write(balanced, "balanced") if is_changed else None
 
-    def _compare_with_one_device(self, several: BuiltStrategy, step: Trial) -> tuple[BuiltStrategy, Trial]:
+    def _compare_with_one_device(self, several: Candidate, step: Trial) -> tuple[Candidate, Trial]:
         """Return the bundle on one device if faster, else the given one."""
         try:
             alone = self._write(_place_on_one_device(several), "alone")
@@ -293,7 +293,7 @@ def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], 
     return "; ".join(f"{name}: {format_seconds(value)}" for name, value in ranked)
 
 
-def _place_on_one_device(several: BuiltStrategy) -> BuiltStrategy:
+def _place_on_one_device(several: Candidate) -> Candidate:
     """Return the strategy with whole operators on the best single device, and the notes about several ones."""
     single = create_pass("single")
     passes = [
@@ -306,7 +306,7 @@ def _place_on_one_device(several: BuiltStrategy) -> BuiltStrategy:
     return replace(alone, state=replace(alone.state, diagnostics=tuple(dict.fromkeys(notes))))
 
 
-def _balance(stages: BuiltStrategy, trial: RateTrial) -> BuiltStrategy:
+def _balance(stages: Candidate, trial: RateTrial) -> Candidate:
     """Return the stages placed by costs that are scaled to what each segment took with requests in flight."""
     base = stages.profiled.state
     profile, scale = base[Profile], _measure_ratios(stages, trial)
@@ -325,7 +325,7 @@ def _balance(stages: BuiltStrategy, trial: RateTrial) -> BuiltStrategy:
     return replace(stages, strategy=strategy, state=state)
 
 
-def _measure_ratios(candidate: BuiltStrategy, trial: RateTrial) -> Floats:
+def _measure_ratios(candidate: Candidate, trial: RateTrial) -> Floats:
     """Return, per node, the ratio of what its segment took under load to the costs of its nodes."""
     state, bundle = candidate.state, candidate.bundle
     ratios = np.ones(len(state[Profile].graph))
@@ -358,7 +358,7 @@ def _find_unmeasured_costs(state: State) -> list[Diagnostic] | None:
     return [Diagnostic("C020", message, where=state[Model].name)]
 
 
-def _find_faster_device(candidate: BuiltStrategy, step_seconds: float, trial: Trial | None) -> tuple[int, float] | None:
+def _find_faster_device(candidate: Candidate, step_seconds: float, trial: Trial | None) -> tuple[int, float] | None:
     """Return the fastest single device that the model fits on and its step, if below `step_seconds`.
 
     A trial that ran the model on one device knows better than the costs of nodes.
@@ -373,7 +373,7 @@ def _find_faster_device(candidate: BuiltStrategy, step_seconds: float, trial: Tr
     return (best, shortest) if shortest < step_seconds else None
 
 
-def _find_contradiction(candidate: BuiltStrategy, trial: Trial) -> Diagnostic | None:
+def _find_contradiction(candidate: Candidate, trial: Trial) -> Diagnostic | None:
     """Return a note if a trial is faster than its devices can be by the costs of nodes, which are wrong then."""
     if trial.step_seconds < MIN_JUDGED_SECONDS:
         return None
@@ -396,7 +396,7 @@ def _find_contradiction(candidate: BuiltStrategy, trial: Trial) -> Diagnostic | 
     return Diagnostic("C004", message, where=candidate.state[Model].name, hint=hint)
 
 
-def _report_faster_device(candidate: BuiltStrategy, step_seconds: float, trial: Trial | None) -> list[Diagnostic]:
+def _report_faster_device(candidate: Candidate, step_seconds: float, trial: Trial | None) -> list[Diagnostic]:
     """Return a note if one device is faster than the bundle, which the user asked for, or which could not be tried."""
     aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # which do not aim at the time of one step
     faster = _find_faster_device(candidate, CLEAR_ONE_DEVICE_RATIO * step_seconds, trial)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
-from onnxplace.driver.bundle_trials import FinishedBundle, finish_bundle
+from onnxplace.driver.bundle_trials import Compiled, finish_bundle
 from onnxplace.driver.compile_options import (
     CompileSettings,
     choose_output,
@@ -16,7 +16,7 @@ from onnxplace.driver.compile_options import (
     choose_streaming,
     choose_target,
 )
-from onnxplace.driver.decision import BuiltStrategy, Comparison, Objective, Profiled, create_pass
+from onnxplace.driver.decision import Candidate, Comparison, Objective, Profiled, create_pass
 from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.driver.latency import decide_or_recompute, make_latency_objective, suggest_fixed_sizes
 from onnxplace.driver.sources import ModelSource, bind_source, open_source
@@ -35,7 +35,7 @@ from onnxplace.model import (
     tensor_size,
 )
 from onnxplace.passes.profiling import MIN_STREAMED_BYTES
-from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices, require_all_devices_used
+from onnxplace.pipeline import OBJECTIVES, Pipeline, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
 from onnxplace.target import Target
 from onnxplace.utils import require_different_files, require_writable
@@ -45,16 +45,6 @@ if TYPE_CHECKING:
 
 # Placements that are tried until one is within `--max-error`, and the least part of its share that the next one gets.
 MAX_ERROR_ROUNDS, MIN_SHARE_RATIO = 5, 1e-3
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A bundle with its pipeline, timings and notes."""
-
-    bundle: Bundle
-    pipeline: str
-    timings: tuple[Timing, ...]
-    diagnostics: tuple[Diagnostic, ...]
 
 
 @takes_fields_of(CompileSettings)
@@ -96,15 +86,13 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
         require_linkable(loaded, path)
     with stage_output(path, settings.force) as staging, use_custom_operators(settings.custom_op_libraries):
         try:
-            finished, timings = _run_pipeline(steps, state, staging, settings)
+            compiled = _run_pipeline(steps, state, staging, settings)
         except ModelError:
             require_unchanged(loaded)  # ONNX Runtime may have read weights while another program wrote them
             raise
-        staging.place(finished.bundle.path)
-    kept = finished.candidate
-    return Compiled(
-        Bundle(path, finished.bundle.manifest), str(kept.pipeline), timings, (*swept, *kept.state.diagnostics)
-    )
+        staging.place(compiled.bundle.path)
+    bundle = Bundle(path, compiled.bundle.manifest)
+    return replace(compiled, bundle=bundle, diagnostics=(*swept, *compiled.diagnostics))
 
 
 def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) -> list[Diagnostic]:
@@ -119,10 +107,8 @@ def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) ->
     return prepare_output(output, force, *(file.parent for file in saved), measurement_cache.folder())
 
 
-def _run_pipeline(
-    steps: Pipeline, state: State, staging: Staging, settings: CompileSettings
-) -> tuple[FinishedBundle, tuple[Timing, ...]]:
-    """Write the bundle that the user wants; also return the times of passes and trial.
+def _run_pipeline(steps: Pipeline, state: State, staging: Staging, settings: CompileSettings) -> Compiled:
+    """Write the bundle that the user wants.
 
     What can be checked before measuring is checked first, and the memory before placing.
     """
@@ -135,10 +121,8 @@ def _run_pipeline(
     return _build_within(settings.max_error, profiled, staging, settings)
 
 
-def _build_within(
-    maximum: float, profiled: Profiled, staging: Staging, settings: CompileSettings
-) -> tuple[FinishedBundle, tuple[Timing, ...]]:
-    """Write a bundle whose outputs are off by at most `maximum`; also return the times of passes and trial.
+def _build_within(maximum: float, profiled: Profiled, staging: Staging, settings: CompileSettings) -> Compiled:
+    """Write a bundle whose outputs are off by at most `maximum`.
 
     The bundle as it would be without a maximum comes first. Where it exceeds the maximum, the errors of nodes say which
     ones may be on which device, though not how the model amplifies them. So they get less of the maximum from round to
@@ -150,10 +134,10 @@ def _build_within(
         if share <= maximum:
             limit = create_pass("limit-errors", maximum=share, seed=settings.seed)
             limited = profiled.insert(limit, settings.observer)
-        finished, timings = _build(limited, staging, settings)
-        reached.append(measure_error(finished.bundle, feeds))
+        compiled = _build(limited, staging, settings)
+        reached.append(measure_error(compiled.bundle, feeds))
         if reached[-1] <= maximum:
-            return finished, timings
+            return compiled
         share = min(share * min(max(maximum / reached[-1], MIN_SHARE_RATIO), 0.5), maximum)
         errors = limited.state[Profile].errors  # they are not measured again
         profiled = replace(profiled, state=profiled.state.with_facts(replace(profiled.state[Profile], errors=errors)))
@@ -163,17 +147,14 @@ def _build_within(
     raise InfeasibleError("P065", message, where=profiled.state[Model].name, hint=hint)
 
 
-def _build(
-    profiled: Profiled, staging: Staging, settings: CompileSettings
-) -> tuple[FinishedBundle, tuple[Timing, ...]]:
-    """Write the best bundle of a profiled model, and try it; also return the times of passes and trial."""
+def _build(profiled: Profiled, staging: Staging, settings: CompileSettings) -> Compiled:
+    """Write the best bundle of a profiled model, and try it."""
     (first, *others), comparison = _choose_candidates(profiled, settings)
     first = first.write(staging.folder, settings.observer)
-    finished = finish_bundle((first, *others), comparison, staging, settings)
-    return finished, (*first.profiled.timings, *first.timings, *finished.timings)
+    return finish_bundle((first, *others), comparison, staging, settings)
 
 
-def _choose_candidates(profiled: Profiled, settings: CompileSettings) -> tuple[list[BuiltStrategy], Comparison]:
+def _choose_candidates(profiled: Profiled, settings: CompileSettings) -> tuple[list[Candidate], Comparison]:
     """Return what may be written, the best by prediction first, and how a trial compares it.
 
     Idle devices are checked before emitting.
@@ -219,7 +200,7 @@ def _choose_objective(settings: CompileSettings, profiled: Profiled) -> Objectiv
     )
 
 
-def _choose_comparison(settings: CompileSettings, objective: Objective, kept: BuiltStrategy) -> Comparison:
+def _choose_comparison(settings: CompileSettings, objective: Objective, kept: Candidate) -> Comparison:
     """Return what a trial compares with the bundle.
 
     That is one device only where the default placer for latency was used, and sharding was not asked for. Copies or

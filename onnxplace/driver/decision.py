@@ -105,7 +105,7 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class BuiltStrategy:
+class Candidate:
     """A strategy that fits: the model placed and split, with predictions."""
 
     strategy: Strategy
@@ -168,11 +168,11 @@ class BuiltStrategy:
         """Return the bundle that it was written to."""
         return Bundle.open(self.state[Emitted].path)
 
-    def with_notes(self, *notes: Diagnostic) -> BuiltStrategy:
+    def with_notes(self, *notes: Diagnostic) -> Candidate:
         """Return it with notes for the user."""
         return replace(self, state=self.state.with_notes(*notes))
 
-    def write(self, path: Path, observer: Observer | None = None) -> BuiltStrategy:
+    def write(self, path: Path, observer: Observer | None = None) -> Candidate:
         """Write its bundle to a path."""
         emit: Any = self.profiled.emit
         options = {"link_weights": True} if self.profiled.links_weights else {}
@@ -203,7 +203,7 @@ class InfeasibleStrategy:
     problem: InfeasibleError
 
 
-Result = BuiltStrategy | InfeasibleStrategy
+Result = Candidate | InfeasibleStrategy
 ProposeStrategies = Callable[[Profiled, Sequence[Result]], Iterator[Sequence[Strategy]]]
 """Yields strategies in rounds, and gets the results of all rounds before: some strategies are only worth a prediction
 if others do not fit."""
@@ -214,9 +214,9 @@ class Objective:
     """What is compared, and which strategies are kept."""
 
     propose: ProposeStrategies
-    choose: Callable[[Sequence[BuiltStrategy]], list[BuiltStrategy]]
+    choose: Callable[[Sequence[Candidate]], list[Candidate]]
     """Returns those that are worth a trial, the best by prediction first, of those that fit, in their order."""
-    describe: Callable[[Sequence[BuiltStrategy], Sequence[InfeasibleStrategy], BuiltStrategy], Sequence[Diagnostic]]
+    describe: Callable[[Sequence[Candidate], Sequence[InfeasibleStrategy], Candidate], Sequence[Diagnostic]]
     """Returns the notes about a choice: what fits, what does not, and the best one."""
     comparison: Comparison = "none"
     """Trial that compares the candidates."""
@@ -226,7 +226,7 @@ class Objective:
     """Whether users see one step for each strategy rather than the passes of one strategy after the other."""
 
 
-def decide(objective: Objective, profiled: Profiled, observer: Observer | None = None) -> list[BuiltStrategy]:
+def decide(objective: Objective, profiled: Profiled, observer: Observer | None = None) -> list[Candidate]:
     """Return the candidates that are worth a trial, the best by prediction first, with notes.
 
     Raises:
@@ -235,7 +235,7 @@ def decide(objective: Objective, profiled: Profiled, observer: Observer | None =
     began = budget_clock()
     # List and predict. Some strategies are only proposed where earlier ones do not fit, so that is one loop.
     results = predict_all(objective.propose, profiled, observer, is_exploring=objective.is_exploring)
-    fitting = [item for item in results if isinstance(item, BuiltStrategy)]
+    fitting = [item for item in results if isinstance(item, Candidate)]
     infeasible = [item for item in results if isinstance(item, InfeasibleStrategy)]
     if not fitting:
         usual = (item for item in infeasible if item.strategy.kind == objective.usual_kind)
@@ -267,7 +267,7 @@ def predict_all(
     return results
 
 
-def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = None) -> BuiltStrategy:
+def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = None) -> Candidate:
     """Run the passes of a strategy on a profiled model.
 
     Raises InfeasibleError if it does not fit, or if there is nothing to split or to copy.
@@ -284,7 +284,7 @@ def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = 
         state = replace(state, diagnostics=notes)
     if strategy.everywhere or strategy.groups:
         strategy, state = _add_routes(strategy, state)
-    return BuiltStrategy(strategy, profiled, state, placed.timings)
+    return Candidate(strategy, profiled, state, placed.timings)
 
 
 def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.driver.decision import BuiltStrategy, Result
+from onnxplace.driver.decision import Candidate, Result
 from onnxplace.errors import UsageError
 from onnxplace.facts import Groups, LayoutAlternative, Placement, Profile, Schedule, is_refused
 from onnxplace.graph import Ints
@@ -99,7 +99,7 @@ def explain_subjects(state: State, subjects: Sequence[Subject], results: Sequenc
         subjects: Nodes and values of that model.
         results: All strategies.
     """
-    built = [item for item in results if isinstance(item, BuiltStrategy)]
+    built = [item for item in results if isinstance(item, Candidate)]
     placed = next((item for item in built if item.strategy.kind == "placed"), None)
     sharded = min((item for item in built if item.layouts), key=lambda item: item.step_seconds, default=None)
     layouts = LayoutExplainer(sharded.layouts) if sharded and subjects else None

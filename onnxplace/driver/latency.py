@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.driver.decision import (
-    BuiltStrategy,
+    Candidate,
     InfeasibleStrategy,
     Objective,
     Profiled,
@@ -109,8 +109,8 @@ def _name_passes(passes: tuple[Pass, ...]) -> Strategy:
 
 
 def _split_by_kind(
-    fitting: Sequence[BuiltStrategy],
-) -> tuple[BuiltStrategy | None, BuiltStrategy | None, list[BuiltStrategy]]:
+    fitting: Sequence[Candidate],
+) -> tuple[Candidate | None, Candidate | None, list[Candidate]]:
     """Return the best of whole operators, the sharded candidate, and all groupings."""
     placed = [item for item in fitting if item.strategy.kind not in ("one device", "sharded", "streamed")]
     alone = next((item for item in fitting if item.strategy.kind == "one device"), None)
@@ -119,7 +119,7 @@ def _split_by_kind(
     return alone or several, sharded, placed
 
 
-def _choose(fitting: Sequence[BuiltStrategy]) -> BuiltStrategy:
+def _choose(fitting: Sequence[Candidate]) -> Candidate:
     """Return the shortest step, where each strategy has at least the gain that it needs."""
     whole, sharded, _ = _split_by_kind(fitting)
     streamed = [item for item in fitting if item.strategy.kind == "streamed"]
@@ -128,7 +128,7 @@ def _choose(fitting: Sequence[BuiltStrategy]) -> BuiltStrategy:
 
 
 def _describe(
-    fitting: Sequence[BuiltStrategy], infeasible: Sequence[InfeasibleStrategy], kept: BuiltStrategy
+    fitting: Sequence[Candidate], infeasible: Sequence[InfeasibleStrategy], kept: Candidate
 ) -> list[Diagnostic]:
     """Return the notes about groupings, unless operators are split, and about splitting, where that was possible."""
     if kept.strategy.kind == "streamed":
@@ -162,7 +162,7 @@ class StepPart:
     """Number of nodes, copies, waits or segments."""
 
 
-def list_step_parts(built: BuiltStrategy) -> tuple[StepPart, ...]:
+def list_step_parts(built: Candidate) -> tuple[StepPart, ...]:
     """Return the parts of the predicted step, the longest first; together they are the step.
 
     They are those of the chain of nodes and copies that determines its length. By a roofline, a node waits for memory
@@ -189,7 +189,7 @@ def list_step_parts(built: BuiltStrategy) -> tuple[StepPart, ...]:
     return tuple(sorted((item for item in items if item.seconds > 0), key=lambda item: -item.seconds))
 
 
-def suggest_fixed_sizes(kept: BuiltStrategy) -> list[Diagnostic]:
+def suggest_fixed_sizes(kept: Candidate) -> list[Diagnostic]:
     """Return a note if the step would be clearly shorter were the sizes of inputs fixed, so that they can be split.
 
     The layouts are only chosen where that is possible: nodes are launched and segments called as often as before.
@@ -214,7 +214,7 @@ def suggest_fixed_sizes(kept: BuiltStrategy) -> list[Diagnostic]:
 
 def decide_or_recompute(
     objective: Objective, profiled: Profiled, mode: str, observer: Observer | None
-) -> list[BuiltStrategy]:
+) -> list[Candidate]:
     """Return what `decide` does; where nothing fits, after computing more and more values again.
 
     `mode` is `auto`, `off`, `always`, or the limit of the pass `recompute`.

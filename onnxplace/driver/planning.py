@@ -16,7 +16,7 @@ from onnxplace.driver.compile_options import (
     make_effort,
     require_effort,
 )
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, Strategy, create_pass, predict_all, rank_texts
+from onnxplace.driver.decision import Candidate, Profiled, Result, Strategy, create_pass, predict_all, rank_texts
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
 from onnxplace.driver.latency import StepPart, list_step_parts, suggest_fixed_sizes
 from onnxplace.driver.sources import bind_source, open_source
@@ -185,7 +185,7 @@ def plan_model(
     rest = (create_pass("coplace", join="never"), create_pass("fuse"), stages, create_pass("split"))
     profiled = Profiled((optimize, profile), start, rest, make_pass("emit"))
     results = _predict_strategies(profiled, choose_streaming(settings, target), stream, effort, observer)
-    built = [item for item in results if isinstance(item, BuiltStrategy)]
+    built = [item for item in results if isinstance(item, Candidate)]
     fastest = min(built, key=lambda item: item.step_seconds, default=None)
     streamed = next((item for item in built if stream and item.strategy.kind == "streamed"), None)
     sources = [start[Profile].sources[device.cost_class] for device in target.devices]
@@ -235,20 +235,20 @@ def _list_strategies(profiled: Profiled, results: Sequence[Result], effort: Effo
 def _omit_copied_stages(results: Sequence[Result]) -> list[Result]:
     """Return the results with the best of copied stages only, or the first if none fits."""
     copied = [item for item in results if item.strategy.kind == "copied stages"]
-    fitting = [item for item in copied if isinstance(item, BuiltStrategy)]
+    fitting = [item for item in copied if isinstance(item, Candidate)]
     shown: Result | None = min(fitting, key=lambda item: item.interval_seconds) if fitting else next(iter(copied), None)
     return [item for item in results if item.strategy.kind != "copied stages" or item is shown]
 
 
-def _is_worse(result: BuiltStrategy, other: BuiltStrategy) -> bool:
+def _is_worse(result: Candidate, other: Candidate) -> bool:
     return result.step_seconds >= other.step_seconds and result.interval_seconds > other.interval_seconds
 
 
 def _describe(result: Result, alone: Result) -> PlannedStrategy:
     """Return the figures of a strategy, or why it is impossible, or why it is no use next to one device."""
-    if not isinstance(result, BuiltStrategy):
+    if not isinstance(result, Candidate):
         return PlannedStrategy(result.strategy.name, problem=result.problem.message)
-    if result.routes.limit == "Python" and isinstance(alone, BuiltStrategy) and _is_worse(result, alone):
+    if result.routes.limit == "Python" and isinstance(alone, Candidate) and _is_worse(result, alone):
         return PlannedStrategy(result.name, problem="Python hands on requests more slowly than one device answers them")
     state = result.state
     return PlannedStrategy(

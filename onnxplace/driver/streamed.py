@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Result, predict
+from onnxplace.driver.decision import Candidate, Profiled, Result, predict
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Placement, Profile, Streaming
 from onnxplace.passes.profiling import MIN_STREAMED_BYTES
@@ -42,11 +42,11 @@ def needs_streaming(profiled: Profiled, results: Sequence[Result]) -> bool:
     if state[Profile].training is not None or state[Profile].graph.weight_bytes.max(initial=0) < MIN_STREAMED_BYTES:
         return False
     if profiled.placer.name == OBJECTIVES["fit"]:
-        return not any(isinstance(item, BuiltStrategy) for item in results)
+        return not any(isinstance(item, Candidate) for item in results)
     return not fits_single_device(state).any()
 
 
-def stream_curve(built: BuiltStrategy, limits: Iterable[int] = ()) -> list[StreamPoint]:
+def stream_curve(built: Candidate, limits: Iterable[int] = ()) -> list[StreamPoint]:
     """Predict the step of a strategy with weights that stream, for several limits of the device they stream to most.
 
     By default, limits are parts of the memory that the whole model needs there. Those that are too small are left out.
@@ -69,12 +69,12 @@ def stream_curve(built: BuiltStrategy, limits: Iterable[int] = ()) -> list[Strea
     return points
 
 
-def whole_bytes(built: BuiltStrategy) -> int:
+def whole_bytes(built: Candidate) -> int:
     """Return the memory that the whole model needs on the device to which most weights stream."""
     return int(placement_problem(built.profiled.state).alone_bytes()[find_streaming_device(built)])
 
 
-def find_streaming_device(built: BuiltStrategy) -> int:
+def find_streaming_device(built: Candidate) -> int:
     """Return the index of the device to which most bytes stream in a step, or of that with most nodes."""
     state = built.state
     graph, device, sizes = state[Profile].graph, state[Placement].device, state[Streaming].weight_bytes
@@ -84,7 +84,7 @@ def find_streaming_device(built: BuiltStrategy) -> int:
     return int(streamed.argmax()) if streamed.any() else int(np.bincount(device, minlength=count).argmax())
 
 
-def describe_streaming(kept: BuiltStrategy, others: Sequence[BuiltStrategy]) -> Diagnostic:
+def describe_streaming(kept: Candidate, others: Sequence[Candidate]) -> Diagnostic:
     """Return the note about the step of weights that stream, its waits, and what more memory would give."""
     step, waiting, device = kept.step_seconds, predict_waiting_seconds(kept.state), find_streaming_device(kept)
     texts = [f"planned step {format_time(step)}, of which {format_time(waiting)} waits for weights"]

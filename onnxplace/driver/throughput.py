@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from onnxplace.driver.decision import (
-    BuiltStrategy,
+    Candidate,
     InfeasibleStrategy,
     Kind,
     Objective,
@@ -60,7 +60,7 @@ def make_throughput_objective(*, may_shard: bool) -> Objective:
 
 def _covers_all_devices(result: Result) -> bool:
     """Return whether a result is a copy of the whole model on every device."""
-    if not isinstance(result, BuiltStrategy) or not result.strategy.everywhere:
+    if not isinstance(result, Candidate) or not result.strategy.everywhere:
         return False
     return result.devices == len(result.state.target.devices)
 
@@ -93,7 +93,7 @@ def list_copied_stages(profiled: Profiled, results: Sequence[Result] = ()) -> It
     if profiled.state[Model].states:
         return
     for count, partitions in groupby(_list_partitions(len(profiled.state.target.devices)), key=len):
-        fitting = [item.strategy for item in results if isinstance(item, BuiltStrategy)]
+        fitting = [item.strategy for item in results if isinstance(item, Candidate)]
         if any(item.kind == "copied stages" and len(item.groups) < count - 1 for item in fitting):
             return
         yield [_copy_stages(profiled, parts) for parts in partitions]
@@ -165,11 +165,11 @@ def _iterate_partitions(count: int, least: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others)
 
 
-def _rank(fitting: Sequence[BuiltStrategy]) -> list[BuiltStrategy]:
+def _rank(fitting: Sequence[Candidate]) -> list[Candidate]:
     return sorted(fitting, key=lambda item: item.interval_seconds)
 
 
-def _choose_tried(fitting: Sequence[BuiltStrategy]) -> list[BuiltStrategy]:
+def _choose_tried(fitting: Sequence[Candidate]) -> list[Candidate]:
     """Return the best by prediction, the best of some kinds, and close ones."""
     ranked = _rank(fitting)
     best_of_kinds = [next((item for item in ranked if item.strategy.kind == kind), None) for kind in TRIED_KINDS]
@@ -179,7 +179,7 @@ def _choose_tried(fitting: Sequence[BuiltStrategy]) -> list[BuiltStrategy]:
 
 
 def _describe(
-    fitting: Sequence[BuiltStrategy], infeasible: Sequence[InfeasibleStrategy], kept: BuiltStrategy
+    fitting: Sequence[Candidate], infeasible: Sequence[InfeasibleStrategy], kept: Candidate
 ) -> list[Diagnostic]:
     """Return the notes about what was considered, and about carried states."""
     ranked = _rank(fitting)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnxplace.driver.decision import (
-    BuiltStrategy,
+    Candidate,
     InfeasibleStrategy,
     Objective,
     Profiled,
@@ -67,10 +67,10 @@ def list_groupings(profiled: Profiled, results: Sequence[Result]) -> Iterator[li
     is_compared = placer in (*BAECHI, *SEARCHING)
     groupings = [*(FOR_BAECHI if placer in BAECHI else FOR_SEARCH).items()][: None if is_compared else 2]
     for number, (name, options) in enumerate(groupings):
-        if is_compared or not any(isinstance(item, BuiltStrategy) for item in results):
+        if is_compared or not any(isinstance(item, Candidate) for item in results):
             passes = [_set_options(step, options, is_alternative=number > 0) for step in profiled.rest]
             yield [Strategy(name, "placed", tuple(passes))]
-    fitting = [item for item in results if isinstance(item, BuiltStrategy)]
+    fitting = [item for item in results if isinstance(item, Candidate)]
     if placer == OBJECTIVES["latency"] and fitting:
         one_device = predict_one_device(profiled.state)
         if choose_grouping(fitting).step_seconds > one_device:
@@ -91,7 +91,7 @@ def predict_one_device(state: State) -> float:
     return float(predict_single_device_seconds(state, must_fit=True).min())
 
 
-def choose_grouping(placed: Sequence[BuiltStrategy]) -> BuiltStrategy:
+def choose_grouping(placed: Sequence[Candidate]) -> Candidate:
     """Return the best of several groupings, which are in the order in which they were listed.
 
     That is the shortest step, or one that is hardly longer and sends less. For Baechi's placers, it is the shortest one
@@ -103,14 +103,14 @@ def choose_grouping(placed: Sequence[BuiltStrategy]) -> BuiltStrategy:
     return choose(placed, one_device)
 
 
-def choose_shortest(placed: Sequence[BuiltStrategy], one_device: float) -> BuiltStrategy:
+def choose_shortest(placed: Sequence[Candidate], one_device: float) -> Candidate:
     """Return the shortest step, or one that is hardly longer and sends less, if one device is not faster than that."""
     shortest = min(item.step_seconds for item in placed)
     limit = max(shortest, min(MAX_STEP_RATIO * shortest, one_device))
     return min((item for item in placed if item.step_seconds <= limit), key=lambda item: item.sent_bytes)
 
 
-def choose_cutting(placed: Sequence[BuiltStrategy], one_device: float) -> BuiltStrategy:
+def choose_cutting(placed: Sequence[Candidate], one_device: float) -> Candidate:
     """Return the shortest of the steps that cut the traffic of the first one, else as `choose_shortest`."""
     shortest = min(item.step_seconds for item in placed)
     limit_bytes = MAX_TRAFFIC_SHARE * placed[0].sent_bytes
@@ -119,7 +119,7 @@ def choose_cutting(placed: Sequence[BuiltStrategy], one_device: float) -> BuiltS
     return min(cutting, key=lambda item: item.step_seconds) if cutting else choose_shortest(placed, one_device)
 
 
-def describe_groupings(placed: Sequence[BuiltStrategy], kept: BuiltStrategy) -> Diagnostic:
+def describe_groupings(placed: Sequence[Candidate], kept: Candidate) -> Diagnostic:
     """Return the note that lists which groupings were compared."""
     one_device = predict_one_device(kept.profiled.state)
     alone = "one device does not fit" if one_device == np.inf else f"one device {format_milliseconds(one_device)}"
@@ -188,7 +188,7 @@ def list_step_strategies(profiled: Profiled, results: Sequence[Result]) -> Itera
     ]
     replicas = [_replicas(profiled, number, count // number) for number in range(2, count + 1) if not count % number]
     yield [alone, placed, *sharded, *replicas, *(_micro_batches(profiled, parts, count, "1f1b") for parts in COUNTS)]
-    fitting = [item for item in results if isinstance(item, BuiltStrategy) and item.strategy.kind == "micro-batches"]
+    fitting = [item for item in results if isinstance(item, Candidate) and item.strategy.kind == "micro-batches"]
     if fitting:
         microbatch: Any = min(fitting, key=lambda item: item.step_seconds).strategy.passes[0]
         interleaved = (
@@ -221,11 +221,11 @@ def _pipeline_parts(profiled: Profiled, stages: int, schedule: str, **grouping: 
     return tuple(_set_options(step, grouping) for step in passes if step.name != "fuse")
 
 
-def _rank(fitting: Sequence[BuiltStrategy]) -> list[BuiltStrategy]:
+def _rank(fitting: Sequence[Candidate]) -> list[Candidate]:
     return sorted(fitting, key=lambda item: item.step_seconds)
 
 
-def _choose_tried(fitting: Sequence[BuiltStrategy]) -> list[BuiltStrategy]:
+def _choose_tried(fitting: Sequence[Candidate]) -> list[Candidate]:
     """Return the best by prediction, close ones of other kinds, and one device."""
     best, *others = _rank(fitting)
     chosen = {best.strategy.kind: best}
@@ -238,7 +238,7 @@ def _choose_tried(fitting: Sequence[BuiltStrategy]) -> list[BuiltStrategy]:
 
 
 def _describe(
-    fitting: Sequence[BuiltStrategy], infeasible: Sequence[InfeasibleStrategy], kept: BuiltStrategy
+    fitting: Sequence[Candidate], infeasible: Sequence[InfeasibleStrategy], kept: Candidate
 ) -> list[Diagnostic]:
     """Return the note that lists what was considered."""
     texts = rank_texts(

@@ -10,7 +10,7 @@ import pytest
 
 import onnxplace
 from onnxplace.driver import compile_model, decision
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Strategy, decide
+from onnxplace.driver.decision import Candidate, Profiled, Strategy, decide
 from onnxplace.driver.latency import make_latency_objective
 from onnxplace.driver.training_steps import choose_cutting, choose_shortest
 from onnxplace.errors import InfeasibleError
@@ -34,15 +34,15 @@ def make_state(proto: onnx.ModelProto, *, bytes_per_second: float = 1e9, memory_
     return Pipeline.parse("optimize,profile{estimate=true}").run(state)[0]
 
 
-def place(state: State, placer: str, join: str = "worth") -> BuiltStrategy:
+def place(state: State, placer: str, join: str = "worth") -> Candidate:
     rest = Pipeline.parse(f"coplace{{join={join}}},fuse,{placer},split").passes
     objective = make_latency_objective(may_shard=False, shard_metadata=False, may_group=True)
     (kept,) = decide(objective, Profiled((), state, rest, Pipeline.parse("emit").passes[0]))
     return kept
 
 
-def grouped(name: str, milliseconds: float, sent: int) -> BuiltStrategy:
-    class Fixed(BuiltStrategy):
+def grouped(name: str, milliseconds: float, sent: int) -> Candidate:
+    class Fixed(Candidate):
         step_seconds = milliseconds / 1e3  # type: ignore[assignment]
         sent_bytes = sent  # type: ignore[assignment]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from onnx import ModelProto, parser
 
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Strategy, predict
+from onnxplace.driver.decision import Candidate, Profiled, Strategy, predict
 from onnxplace.driver.explaining import explain_subjects, find_subjects
 from onnxplace.errors import UsageError
 from onnxplace.facts import Placement, Profile, Schedule
@@ -31,7 +31,7 @@ g (float[64, 64] x, float[64, 64] z) => (y) <float[64, 64] w = {WEIGHT}>
 """.replace("WEIGHT", ", ".join("0.5" for _ in range(64 * 64)))
 
 
-def build(proto: ModelProto, memory_bytes: int = 1 << 30, options: str = "join=never") -> tuple[State, BuiltStrategy]:
+def build(proto: ModelProto, memory_bytes: int = 1 << 30, options: str = "join=never") -> tuple[State, Candidate]:
     """Return a profiled model, and the placement of whole operators on two devices."""
     target = Target((Device("cpu:0", memory_bytes), Device("cpu:1", memory_bytes)))
     front = Pipeline.parse("optimize,profile{estimate=true}").passes
@@ -40,7 +40,7 @@ def build(proto: ModelProto, memory_bytes: int = 1 << 30, options: str = "join=n
     return state, predict(Strategy("placed", "placed", passes), Profiled(front, state, passes, make_pass("emit")))
 
 
-def simulate_moved(placed: BuiltStrategy, names: list[str]):
+def simulate_moved(placed: Candidate, names: list[str]):
     """Return the step with nodes on the other one of two devices."""
     state = placed.state
     device = state[Placement].device.copy()

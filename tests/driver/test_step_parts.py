@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings, strategies as st
 from onnx import TensorProto, helper, parser
 
 from onnxplace.driver import latency
-from onnxplace.driver.decision import BuiltStrategy, Profiled, Strategy, predict, predict_all
+from onnxplace.driver.decision import Candidate, Profiled, Strategy, predict, predict_all
 from onnxplace.driver.latency import list_step_parts, suggest_fixed_sizes
 from onnxplace.driver.throughput import list_copied_stages, list_sharded, list_simple
 from onnxplace.errors import InfeasibleError
@@ -60,7 +60,7 @@ def test_the_parts_of_every_strategy_are_its_latency_and_the_longest_comes_first
     built = [
         r
         for r in predict_all(propose, build_profiled(model.proto, target, model.dimensions))
-        if isinstance(r, BuiltStrategy)
+        if isinstance(r, Candidate)
     ]
     assume(built)
     for item in built:

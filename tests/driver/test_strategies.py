@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.driver.decision import (
-    BuiltStrategy,
+    Candidate,
     InfeasibleStrategy,
     Profiled,
     list_ways_through,
@@ -43,7 +43,7 @@ def profiled(target: Target, layers: int = 3) -> Profiled:
     return Profiled(front, Pipeline(front).run(state)[0], Pipeline.parse(REST).passes, Pipeline.parse("emit").passes[0])
 
 
-def predict_strategies(target: Target, layers: int = 3) -> dict[str, BuiltStrategy | InfeasibleStrategy]:
+def predict_strategies(target: Target, layers: int = 3) -> dict[str, Candidate | InfeasibleStrategy]:
     def propose(model, results):
         yield list_simple(model)
         yield from list_copied_stages(model, results)
@@ -114,7 +114,7 @@ def test_a_model_that_fits_on_no_device_is_put_on_copied_stages():
     results = predict_strategies(make_target(4, memory=7 << 20), layers=2)
     assert isinstance(results["4 copies of the model"], InfeasibleStrategy)
     pairs = results["2 copies of 2 stages"]
-    assert isinstance(pairs, BuiltStrategy)
+    assert isinstance(pairs, Candidate)
     assert pairs.devices == 4
     assert len(pairs.state[Routes].routes) == 1
     assert pairs.interval_seconds <= results["stages"].interval_seconds * (1 + 1e-6)
@@ -144,7 +144,7 @@ def test_copies_leave_out_devices_without_room():
 @given(st.integers(2, 4), st.integers(1, 4), st.sampled_from([1 << 30, 7 << 20, 5 << 20]))
 def test_predictions_use_devices_of_the_target_and_keep_limits(count, layers, memory):
     for item in predict_strategies(make_target(count, memory), layers).values():
-        if isinstance(item, BuiltStrategy):
+        if isinstance(item, Candidate):
             assert 1 <= item.devices <= count
             assert item.interval_seconds > 0
             assert set(item.state[Placement].device.tolist()) <= set(range(count))
