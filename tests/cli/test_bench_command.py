@@ -373,7 +373,7 @@ def test_recorded_times_become_the_prediction_and_the_planned_ones_stay(run_cli,
         assert manifest.trial.planned_seconds == planned.predicted.step_seconds
         assert [item.planned_seconds for item in manifest.segments] == [item.seconds for item in planned.segments]
         assert all(item.seconds != item.planned_seconds for item in manifest.segments)
-        assert data["predicted_seconds"] == manifest.predicted.step_seconds != planned.predicted.step_seconds
+        assert data["predicted_seconds"] == manifest.step_seconds != planned.step_seconds
     assert run_cli("verify", path).code == 0
 
 
@@ -390,7 +390,8 @@ def test_a_recorded_trial_replaces_notes_about_earlier_ones_and_reports_its_own_
         monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", share)
         result = run_cli("bench", path, *QUICK, "--update")
         assert (f"note[C004] {bundle.manifest.model}: {doubt}" in result.err) is (share < 1)
-        notes = [note.message for note in onnxplace.load(path).manifest.diagnostics]
+        # Such short steps may drift, too.
+        notes = [note.message.partition(" and have a median")[0] for note in onnxplace.load(path).manifest.diagnostics]
         assert notes == (["P040", doubt] if share < 1 else ["P040"])
 
 

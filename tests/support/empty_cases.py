@@ -18,8 +18,9 @@ from tests.support.conformance import Case, PlainSession, case, compile_on_two_d
 
 Axes = Sequence[tuple[str, int]]
 
-# Its initial state contradicts the subgraph if an axis is empty: ONNX Runtime returns the memory behind it.
-UNDEFINED_CASES = {"test_scan_sum"}
+# With an empty axis, the first one's initial state contradicts the subgraph, and ONNX Runtime returns the memory behind
+# it. The second one stacks a sequence: ONNX Runtime leaves the part of an empty element as the memory was.
+UNDEFINED_CASES = {"test_scan_sum", "test_sequence_model5"}
 
 
 @dataclass(frozen=True)

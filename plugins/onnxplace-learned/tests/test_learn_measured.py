@@ -38,7 +38,7 @@ DEVICES = "cpu:0,cpu:1"
 
 class FakeTrial:
     def __init__(self, seconds):
-        self.step_seconds, self.waiting = seconds, 0.0
+        self.step_seconds, self.waiting, self.uncertainty = seconds, 0.0, 0.0
 
 
 @pytest.fixture
