@@ -99,7 +99,8 @@ def check(space: StrategySpace, choice: LayoutChoice, feeds: dict[str, Any], exp
     check_structure(space.facts.model, sharded)
     (actual,) = run_plain(sharded.model.whole_proto().SerializeToString(), [feeds])
     for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * max(1.0, float(np.abs(other).max())))
+        # Roots, as of LpPool, make more of the rounding of small sums.
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4 * max(1.0, float(np.abs(other).max(initial=0.0))))
 
 
 def choose(space: StrategySpace, costs: ExchangeCosts) -> LayoutChoice:
