@@ -323,6 +323,13 @@ def compute_speedup(slow: Timings, fast: Timings) -> Speedup:
     return Speedup(ratio, min(low, ratio), max(high, ratio))
 
 
+def settle() -> None:
+    """Keep a core busy until the threads of the last session have ended; after a pause, cores are slow for as long."""
+    end = time.perf_counter() + SETTLING_SECONDS
+    while time.perf_counter() < end:
+        pass
+
+
 def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_ups: int = 2) -> dict[str, Timings]:
     """Time several calls `repeat` times each, in turn, so that changes of the machine's speed affect all.
 
@@ -338,7 +345,7 @@ def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_u
     def take_turn(count: int) -> None:
         for name, call in calls.items():
             if len(calls) > 1:
-                time.sleep(SETTLING_SECONDS)
+                settle()
             for _ in range(count):
                 began = time.perf_counter()
                 call()

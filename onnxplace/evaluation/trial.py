@@ -38,7 +38,7 @@ from onnxplace.bundle import (
 )
 from onnxplace.errors import Diagnostic
 from onnxplace.evaluation.cached_trials import RequestCount, Seconds, Share, measure_once
-from onnxplace.evaluation.compare import SETTLING_SECONDS, find_bundle_lineages, open_reference
+from onnxplace.evaluation.compare import find_bundle_lineages, open_reference, settle
 from onnxplace.evaluation.size_comparison import compare_at_another_size
 from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.feeds import Array
@@ -210,10 +210,11 @@ def run_trials(
                 if all(session.has_enough for session in tried):
                     break
                 for session in sessions:
-                    is_threaded = session is all_cores
-                    if not is_threaded or number % ALL_CORES_ROUNDS == 0:
+                    if session is not all_cores:
                         session.run_burst()
-                        time.sleep(SETTLING_SECONDS if is_threaded else 0)
+                if all_cores and number % ALL_CORES_ROUNDS == 0:
+                    all_cores.run_burst()
+                    settle()
                 report_progress(min(session.share for session in tried))
             for session in sessions:
                 session.end()
