@@ -1,26 +1,10 @@
-"""What the tests of the core share, and programs that stand for ssh: they run commands here, or fail as ssh does."""
+"""Programs that stand for ssh: they run commands here, or fail as ssh does."""
 
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from tests.conftest import (  # noqa: F401 - fixtures
-    branches_bytes,
-    bundle_copy,
-    compiled,
-    fast_pipeline,
-    good_enough,
-    local_comparisons,
-    model_file,
-    no_gpus,
-    no_progress_lines,
-    own_cost_cache,
-    own_temporary_folder,
-    pytest_configure,
-    run_cli,
-)
 
 # Skips options and takes the host's name, as ssh does.
 HEADER = '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nhost=$1\nshift\n'

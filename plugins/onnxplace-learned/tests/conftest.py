@@ -1,20 +1,9 @@
-"""What tests of the core share; without the plugin, none of its tests is collected."""
+"""Without the plugin, none of its tests is collected; with it, each has the same seed."""
 
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 
 import pytest
-
-from tests.conftest import (  # noqa: F401 - fixtures
-    branches_bytes,
-    good_enough,
-    model_file,
-    no_progress_lines,
-    own_cost_cache,
-    own_temporary_folder,
-    pytest_configure,
-    run_cli,
-)
 
 try:
     distribution("onnxplace-learned")

@@ -1,4 +1,4 @@
-"""What tests of the core share."""
+"""Fixtures of the core's tests, which those of plugins share."""
 
 from tests.conftest import (  # noqa: F401 - fixtures
     branches_bytes,
