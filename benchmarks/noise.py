@@ -75,11 +75,6 @@ def compile_once(name: str, folder: Path, cache: Path) -> Manifest:
     return Bundle.open(target).manifest
 
 
-def is_unsure(manifest: Manifest) -> bool:
-    """Return whether a note says that the figures are less sure than usual."""
-    return any(note.code == "C004" for note in manifest.diagnostics)
-
-
 def main() -> None:
     """Print a row for each model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -101,7 +96,7 @@ def main() -> None:
                 kept.step_seconds / calm.step_seconds,
                 (kept.predicted.single_device_seconds / calm.predicted.single_device_seconds),
             )
-            unsure = f"{sum(map(is_unsure, busy))}+{is_unsure(kept)}+{is_unsure(calm)}"
+            unsure = f"{sum(item.is_unsure for item in busy)}+{kept.is_unsure}+{calm.is_unsure}"
             print(
                 f"{name:<10} {f'{min(speedups):.2f}-{max(speedups):.2f}':>12} {below:>8} {unsure:>6} "
                 f"{ratios[0]:>10.2f} {ratios[1]:>10.2f}",

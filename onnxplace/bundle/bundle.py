@@ -96,9 +96,11 @@ def describe_step(manifest: Manifest) -> str:
         parts.append(f"{planned}{describe_gap(manifest.gap)}")
     if manifest.is_unsure:
         waiting, drift = (trial.waiting, trial.uncertainty) if trial else (0.0, 0.0)
-        causes = (waiting, "other programs used the cores for"), (drift, "the speed of the machine drifted by")
-        share, cause = max(causes)
-        reason = f"{cause} {share:.0%}{' of the time' * (cause == causes[0][1])}" if share > 0.01 else "see note C004"
+        share, cause = max(
+            (waiting, f"other programs used the cores for {waiting:.0%} of the time"),
+            (drift, f"the speed of the machine drifted by {drift:.0%}"),
+        )
+        reason = cause if share > 0.01 else "see note C004"
         parts.append(f"unsure: {reason}, repeat when the machine is idle")
     return ", ".join(parts)
 

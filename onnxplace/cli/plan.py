@@ -173,8 +173,6 @@ def _explain_limits(strategies: Iterable[tuple[str, PlannedStrategy]]) -> list[s
     return [f"requests/s limited by {cause}: {'; '.join(names)}" for cause, names in limited.items()]
 
 
-ONE_DEVICE = "one device"
-"""The name of the strategy that others are compared with."""
 # What figures of machines that are not there are worth.
 _ESTIMATES = "estimates: by published peak rates, not measured; docs/machines.md says how far off they are"
 
@@ -190,8 +188,8 @@ def _explain_missing(name: str, plan: Plan) -> str:
 def _format_plan(plan: Plan, machine: str) -> str:
     """Return the strategies as a table; the best latency and the best throughput are marked."""
     fastest, most = plan.find_best()
-    alone = next((item.step_seconds for item in plan.strategies if item.name == ONE_DEVICE), None)
-    rows = [_format_row(item, alone, item is fastest, item is most) for item in plan.strategies]
+    one_device = plan.strategies[0]
+    rows = [_format_row(item, one_device.step_seconds, item is fastest, item is most) for item in plan.strategies]
     header = ("strategy", "devices", "latency", "speed-up", "requests/s", "memory", "weights", "limited by")
     problems = [f"{item.name}: {item.problem}" for item in plan.strategies if item.problem]
     doubt = ", unsure: other programs used the cores" if any(note.code == "C004" for note in plan.diagnostics) else ""
@@ -203,22 +201,11 @@ def _format_plan(plan: Plan, machine: str) -> str:
     title = f"{format_name(plan.model)}{' on ' * bool(machine)}{machine}: {basis}\na request is {plan.request}"
     legend = "* least latency, ** most requests; memory: of the fullest device; limited by: most of the latency"
     limits = [*_explain_limits((item.name, item) for item in plan.strategies), *plan.advice]
-    best = [_format_best(fastest, alone)] if fastest and fastest.step_seconds and alone else []
+    best = [_format_best(fastest, one_device)] if fastest and one_device.step_seconds else []
     estimates = [_ESTIMATES] if machine and not plan.is_measured else []
     curve = [_format_curve(plan)] if plan.stream_curve else []
-    return "\n".join(
-        [
-            title,
-            format_table(header, rows),
-            legend,
-            *best,
-            *limits,
-            *estimates,
-            *problems,
-            *curve,
-            *_format_explanations(plan),
-        ]
-    )
+    parts = [*best, *limits, *estimates, *problems, *curve, *_format_explanations(plan)]
+    return "\n".join([title, format_table(header, rows), legend, *parts])
 
 
 def _format_explanations(plan: Plan, where: str = "") -> Iterator[str]:
@@ -266,10 +253,10 @@ def _format_curve(plan: Plan) -> str:
     return format_table(("memory, with weights that stream", "step", "waits for weights"), rows)
 
 
-def _format_best(fastest: PlannedStrategy, alone: float) -> str:
+def _format_best(fastest: PlannedStrategy, one_device: PlannedStrategy) -> str:
     """Return the strategy of least latency with its speed-up, as `compile` reports it after a trial."""
-    speedup = alone / (fastest.step_seconds or 1.0)
-    ratio = "" if fastest.name == ONE_DEVICE else f", {speedup:.2f} times as fast as one device by prediction"
+    speedup = (one_device.step_seconds or 0.0) / (fastest.step_seconds or 1.0)
+    ratio = "" if fastest is one_device else f", {speedup:.2f} times as fast as one device by prediction"
     return f"least latency: {fastest.name}{ratio}"
 
 
