@@ -64,6 +64,9 @@ WEIGHTS_FILE = "weights.bin"
 # Files up to this size are hashed whenever a bundle is opened; larger ones only with check="all".
 MAX_SMALL_FILE_BYTES = 16 << 20
 
+# A trial is unsure beyond this share of waiting or drift; otherwise the doubt is one of costs.
+DOUBTFUL_SHARE = 0.05
+
 Check = Literal["small", "all"]
 UNTRUSTED_HINT = "do not trust this bundle; compile the model again"
 # A manifest of 100 000 segments takes about 100 MiB.
@@ -100,7 +103,7 @@ def describe_step(manifest: Manifest) -> str:
             (waiting, f"other programs used the cores for {waiting:.0%} of the time"),
             (drift, f"the speed of the machine drifted by {drift:.0%}"),
         )
-        reason = cause if share > 0.01 else "see note C004"
+        reason = cause if share > DOUBTFUL_SHARE else "see note C004"
         parts.append(f"unsure: {reason}, repeat when the machine is idle")
     return ", ".join(parts)
 

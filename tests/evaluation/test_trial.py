@@ -12,7 +12,14 @@ from hypothesis import given, strategies as st
 from onnx import numpy_helper
 
 import onnxplace
-from onnxplace.bundle import Manifest, describe_step, list_routes, predict_serial_seconds, simulate_manifest
+from onnxplace.bundle import (
+    DiagnosticRecord,
+    Manifest,
+    describe_step,
+    list_routes,
+    predict_serial_seconds,
+    simulate_manifest,
+)
 from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError
 from onnxplace.evaluation import trial
@@ -538,3 +545,19 @@ def test_a_speedup_has_the_same_figures_in_the_summary_as_in_reports(model_file,
     single = 123.4 * manifest.predicted.step_seconds
     predicted = manifest.predicted.model_copy(update={"single_device_seconds": single})
     assert "123.40 times as fast as one device" in describe_step(manifest.model_copy(update={"predicted": predicted}))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "uncertainty", "reason"),
+    [
+        (0.3, 0.1, "other programs used the cores for 30% of the time"),
+        (0.02, 0.17, "the speed of the machine drifted by 17%"),
+        (0.01, 0.02, "see note C004"),  # the costs are unsure, and the trial is not
+    ],
+)
+def test_the_summary_names_what_made_the_figures_unsure(model_file, tmp_path, waiting, uncertainty, reason):
+    manifest = compile_bundle(model_file, tmp_path / "b").manifest
+    record = manifest.trial.model_copy(update={"waiting": waiting, "uncertainty": uncertainty})
+    note = DiagnosticRecord(code="C004", message="costs are less sure than usual")
+    unsure = manifest.model_copy(update={"trial": record, "diagnostics": (note,)})
+    assert describe_step(unsure).endswith(f", unsure: {reason}, repeat when the machine is idle")
