@@ -91,7 +91,7 @@ def main() -> None:
             kept = compile_once(name, Path(folder), cache)
             calm = compile_once(name, Path(folder), Path(folder, "empty"))
             speedups = [item.speedup or 0.0 for item in busy]
-            below = sum(item.gap is not None and item.gap < 0 for item in busy)
+            below = sum(item.step_seconds <= item.predicted.lower_bound_seconds for item in busy)
             ratios = (
                 kept.step_seconds / calm.step_seconds,
                 (kept.predicted.single_device_seconds / calm.predicted.single_device_seconds),

@@ -142,8 +142,8 @@ class _Trials:
     def _try_steps(self, candidate: Candidate) -> tuple[Candidate, Trial | None]:
         """Run a bundle and return its trial.
 
-        If that fails, there is a note instead of a trial. Raises ExecutionError if the bundle computes something else
-        than the unsplit model.
+        If that fails, there is a note instead of a trial; so there is if other programs disturbed a trial that
+        contradicts the costs. Raises ExecutionError if the bundle computes something else than the unsplit model.
         """
         bundle = candidate.bundle
         try:
@@ -163,8 +163,11 @@ class _Trials:
             return candidate.with_notes(Diagnostic("C021", message, where=problem.where, hint=hint)), None
         name = candidate.state[Model].name
         notes = [Diagnostic("C023", text, where=name) for text in trial.size_notes]
-        doubt = find_trial_doubt(trial, name) or contradiction
-        return candidate.with_notes(*notes, *([doubt] if doubt else [])), trial
+        doubt = find_trial_doubt(trial, name)
+        if doubt and contradiction:  # what they took is subtracted, and that may be too much
+            message = f"{doubt.message}; it contradicts the costs of nodes, so all figures are predictions"
+            return candidate.with_notes(*notes, replace(doubt, message=message)), None
+        return candidate.with_notes(*notes, *filter(None, [doubt or contradiction])), trial
 
     def _run_trial(self, bundle: Bundle, cached: bool) -> Trial:
         (trial,) = run_trials([bundle], self._feeds, cached=cached, thorough=self._thorough, plain=True)
@@ -383,9 +386,10 @@ def _find_contradiction(candidate: Candidate, trial: Trial) -> Diagnostic | None
     if trial.plain:
         single = trial.plain.one_device_seconds
         ratio = single / trial.step_seconds
-    if trial.step_seconds * CREDIBLE_EXCESS < bound:
+    excess = 1.0 if trial.is_doubtful else CREDIBLE_EXCESS
+    if trial.step_seconds * excess < bound:
         problem = f"the step of {step} is below the lower bound of {format_milliseconds(bound)}"
-    elif ratio > CREDIBLE_EXCESS * most:
+    elif ratio > excess * most:
         problem = f"the step of {step} is {ratio:.2f} times as fast as one device, and {most:.2f} is the most"
     elif whole > CREDIBLE_SUM * single:
         problem = f"one device takes {format_milliseconds(single)}, and {format_milliseconds(whole)}"

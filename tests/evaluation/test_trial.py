@@ -561,3 +561,27 @@ def test_the_summary_names_what_made_the_figures_unsure(model_file, tmp_path, wa
     note = DiagnosticRecord(code="C004", message="costs are less sure than usual")
     unsure = manifest.model_copy(update={"trial": record, "diagnostics": (note,)})
     assert describe_step(unsure).endswith(f", unsure: {reason}, repeat when the machine is idle")
+
+
+@pytest.mark.parametrize(("step_seconds", "is_used"), [(2e-3, False), (1.0, True)])
+def test_a_disturbed_trial_that_contradicts_the_costs_is_not_used(
+    make_model_for_two, monkeypatch, step_seconds, is_used
+):
+    calls = []
+
+    def result(bundles, feeds, **options):
+        calls.append(options["cached"])
+        times = {segment.id: 1e-3 for segment in bundles[0].manifest.segments}
+        return tuple(trial.Trial(step_seconds, 1e-5, times, 5, 0.9) for _ in bundles)  # by the costs, 20 ms and more
+
+    monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", result)
+    monkeypatch.setattr("onnxplace.driver.bundle_trials._find_unmeasured_costs", lambda state: None)
+    monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", 0.05)
+    compiled = make_model_for_two()
+    manifest = compiled.bundle.manifest
+    assert (manifest.trial is not None) is is_used
+    assert manifest.step_seconds >= manifest.predicted.lower_bound_seconds
+    messages = [note.message for note in compiled.diagnostics if note.code == "C004"]
+    assert any("waited 90% of their time for a core" in text for text in messages)
+    assert any("so all figures are predictions" in text for text in messages) is not is_used
+    assert manifest.is_unsure
