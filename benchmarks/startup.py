@@ -84,7 +84,7 @@ def measure_cpu_seconds(command: list[str]) -> float:
 
 def first_commands(folder: Path) -> dict[str, list[str]]:
     """Return commands by name, with what they read, made in `folder`."""
-    from onnxplace.cost_graph import tf_like
+    from onnxplace_formats.generators import tf_like
 
     graph, model = folder / "graph.json", folder / "two-tower.onnx"
     drawn = tf_like(300, 1)

@@ -26,7 +26,7 @@ from onnxplace.drop_in import (
 )
 from onnxplace.errors import FeedError, InputError, OnnxplaceError, UsageError
 from onnxplace.machine import use_custom_operators
-from onnxplace.pipeline import create_runtime, is_runtime_option, list_runtime_options
+from onnxplace.pipeline import create_runtime, is_runtime_option, list_options
 from onnxplace.runtime import (
     DEFAULT_MAX_IN_FLIGHT,
     Result,
@@ -113,7 +113,7 @@ class InferenceSession(SessionMethods):
         opened = open_bundle(path_or_bytes)
         others = [name for name in further if name not in FURTHER]
         options = {name: further.pop(name) for name in others if is_runtime_option(runtime, name)}
-        known = [name for options in list_runtime_options().values() for name in options] if others else []
+        known = [name for options in list_options("runtime_options").values() for name in options] if others else []
         self._arguments = accept_arguments(
             opened, sess_options, providers, provider_options, further, type(self), known
         )

@@ -1,4 +1,4 @@
-"""An example plugin: a round-robin placer, a runtime without threads, a kind of devices, and a command."""
+"""An example plugin: a round-robin placer, a runtime without threads, a kind of devices, two formats, and a command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import numpy as np
 
 from onnxplace import Bundle, ExecutionError, Pass, Runtime, RuntimeSession, State
 from onnxplace.cli import as_json, print_json, print_text
+from onnxplace.cost_graph import CostGraph, GraphFormat, TimedPlacement, parse_cost_graph
 from onnxplace.devices import DeviceAddress, DeviceKind, Hardware
+from onnxplace.errors import Diagnostic
+from onnxplace.export import BundleModels
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.runtime import Event, Result
@@ -125,6 +128,36 @@ class Emulated(DeviceKind):
     def list_providers(self, address: DeviceAddress) -> list[tuple[str, dict[str, str]]]:
         """Return nothing: each session has the CPU's provider."""
         return []
+
+
+def write_table(models: BundleModels, folder: Path, *, separator: str = ",") -> tuple[Diagnostic, ...]:
+    """Write a table of the segments: `onnxplace export --to table`, with the option `--separator`."""
+    rows = [(item.record.id, item.record.device, str(len(item.proto.graph.node))) for item in models.segments]
+    (folder / "segments.csv").write_text("".join(f"{separator.join(row)}\n" for row in rows))
+    return ()
+
+
+TABLE_OPTIONS = {"separator": click.Option(["--separator"], default=",", help="table: between columns.")}
+
+
+class Edges(GraphFormat):
+    """Cost graphs in files `*.edges`: in each line the ids of two nodes and the microseconds of the first."""
+
+    def read(self, data: bytes, name: str, where: str, device_count: int | None) -> CostGraph:
+        """Return the cost graph of a file."""
+        rows = [line.split() for line in data.decode().splitlines()]
+        seconds = {node: 0.0 for row in rows for node in row[:2]} | {row[0]: float(row[2]) for row in rows}
+        graph = {
+            "nodes": [{"id": node, "compute_time_us": cost} for node, cost in seconds.items()],
+            "edges": [{"src": source, "dst": destination} for source, destination, _ in rows],
+            "devices": [{} for _ in range(device_count or 1)],
+        }
+        return parse_cost_graph(graph, name)
+
+    def write(self, graph: CostGraph | State, placement: TimedPlacement | None, where: str) -> bytes:
+        """Return a line for each placed node, with its device."""
+        devices = placement.placement if placement else {}
+        return "".join(f"{node} {device}\n" for node, device in devices.items()).encode()
 
 
 @click.command(short_help="Show how many nodes each device of a bundle has.")

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.shell_completion import (
@@ -24,6 +24,9 @@ from click.shell_completion import (
 
 from onnxplace.cli.terminal import as_json, print_json, print_text
 from onnxplace.errors import UsageError
+
+if TYPE_CHECKING:
+    from onnxplace.pipeline import Kind
 
 # -------------------------------------------------------------------------------------- values of options and arguments
 
@@ -52,6 +55,25 @@ def _list_folders(prefix: str) -> list[str]:
     first = sorted(first)[:MAX_ENTRIES]
     below = [path.rstrip(os.sep) for folder in first for path in glob.iglob(f"{glob.escape(folder)}{os.sep}*{os.sep}")]
     return [*first, *sorted(below)[:MAX_ENTRIES]]
+
+
+class EntryChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
+    """Names that are built in or entry points of a group, which are looked for only when they are needed."""
+
+    def __init__(self, kind: Kind, *names: str) -> None:
+        super().__init__(names)
+        self._kind = kind
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Return all names."""
+        from onnxplace.pipeline import list_entries
+
+        return tuple(dict.fromkeys((*self._names, *list_entries(self._kind))))
+
+    @choices.setter
+    def choices(self, names: tuple[str, ...]) -> None:
+        self._names = names
 
 
 BUNDLE_PATH, PATH = BundlePath(), click.Path(path_type=Path)

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from onnxplace.cli.completion import BUNDLE_PATH, PATH
+from onnxplace.cli.completion import BUNDLE_PATH, PATH, EntryChoice
+from onnxplace.cli.help import list_added_options
 from onnxplace.cli.shared_options import as_json, describe_note, print_json, print_notes, print_text, show_progress
 
 
@@ -36,27 +37,26 @@ def merge(bundle: Path, output: Path, *, external_data: bool, force: bool, json_
     print_notes(merged.diagnostics)
 
 
-# Listed here too, so that `--help` imports nothing.
-FORMAT_NAMES = ("stages", "triton", "ort-genai", "onnx-metadata")
+class ExportCommand(click.Command):
+    """A command whose options include those of all formats, which are looked for only when it is used."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters, with the options of formats before `--json`."""
+        own = super().get_params(ctx)
+        end = next(index for index, item in enumerate(own) if item.name == "json_")
+        return [*own[:end], *self.list_format_options().values(), *own[end:]]
+
+    def list_format_options(self) -> dict[str, click.Option]:
+        """Return the options of all formats, by the argument of the format."""
+        groups = list_added_options(self, "export_options").values()
+        return {name: option for group in groups for name, option in group.items()}
 
 
-@click.command(short_help="Write a bundle in the format of another program.")
+@click.command(cls=ExportCommand, short_help="Write a bundle in the format of another program.")
 @click.argument("bundle", type=BUNDLE_PATH)
-@click.option("--to", type=click.Choice(FORMAT_NAMES), required=True, help="The format (docs/export.md).")
+@click.option("--to", type=EntryChoice("export_formats"), required=True, help="The format (docs/export.md).")
 @click.option("-o", "--output", type=PATH, metavar="DIR", required=True, help="A new folder.")
 @click.option("--force", is_flag=True, help="Replace an earlier export in this folder.")
-@click.option(
-    "--name", default="", metavar="NAME", help="triton: the model that clients call; by default that of the bundle."
-)
-@click.option(
-    "--layout",
-    default="auto",
-    metavar="auto|ensemble|python",
-    show_default=True,
-    help="triton: one model for each segment, or one that runs the bundle.",
-)
-@click.option("--max-batch", type=int, default=0, metavar="N", help="triton: join requests, up to N rows.")
-@click.option("--config", type=PATH, metavar="F", help="ort-genai: genai_config.json of the whole model.")
 @as_json
 def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **options: Any) -> None:
     """Write BUNDLE to a folder in the format of another program.
@@ -67,10 +67,13 @@ def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **o
     ort-genai      stages of a decoder for ONNX Runtime GenAI
     onnx-metadata  one model whose nodes name their devices, as ONNX describes them
     """  # noqa: D301 - \b tells click to keep the line breaks
-    from onnxplace.export import ExportOptions, export_bundle
+    from onnxplace.export import export_bundle
 
+    known = export.list_format_options()
+    given = {name: options[str(option.name)] for name, option in known.items()}
+    changed = {name: value for name, value in given.items() if value not in (None, known[name].default)}
     with show_progress(json_, "writing the files"):
-        exported = export_bundle(bundle, to, output, force=force, options=ExportOptions(**options))
+        exported = export_bundle(bundle, to, output, force=force, options=changed)
     if json_:
         print_json({**vars(exported), "diagnostics": [describe_note(note) for note in exported.diagnostics]})
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
@@ -57,16 +57,8 @@ class GroupedCommand(click.Command):
 
     def add_runtime_options(self, ctx: click.Context) -> None:
         """Add the options of plugins to the parameters in this context."""
-        from onnxplace.pipeline import list_runtime_options
-
-        taken = {word for item in self.params for word in (item.name, *item.opts)}
-        added: dict[str, dict[str, click.Option]] = {}
-        for runtime, options in list_runtime_options().items() if "--runtime" in taken else ():
-            added[runtime] = {
-                key: option for key, option in options.items() if taken.isdisjoint((option.name, *option.opts))
-            }
-            taken |= {word for option in options.values() for word in (option.name, *option.opts)}
-        ctx.meta[_META_KEY] = added
+        has_runtime = any("--runtime" in item.opts for item in self.params)
+        ctx.meta[_META_KEY] = list_added_options(self, "runtime_options") if has_runtime else {}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options."""
@@ -83,6 +75,20 @@ class GroupedCommand(click.Command):
                 own = [(flags, f"`onnxplace {DESCRIBES_RUNTIMES} --help` describes them.")]
             _write_group(formatter, f"With --runtime {runtime}", own, width)
         _write_group(formatter, "Other options", list(rows.values()), width)
+
+
+def list_added_options(
+    command: click.Command, kind: Literal["runtime_options", "export_options"]
+) -> dict[str, dict[str, click.Option]]:
+    """Return the options of plugins that a command does not have itself, by runtime or format and its argument."""
+    from onnxplace.pipeline import list_options
+
+    taken = {word for item in command.params for word in (item.name, *item.opts)}
+    added: dict[str, dict[str, click.Option]] = {}
+    for owner, options in list_options(kind).items():
+        added[owner] = {key: option for key, option in options.items() if taken.isdisjoint((option.name, *option.opts))}
+        taken |= {word for option in options.values() for word in (option.name, *option.opts)}
+    return added
 
 
 def _pop_rows(rows: dict[str, Row], names: Sequence[str]) -> list[Row]:

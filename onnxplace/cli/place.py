@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from onnxplace.cli.completion import PATH
+from onnxplace.cli.completion import PATH, EntryChoice
 from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.report import report_option
 from onnxplace.cli.shared_options import (
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     help="Write the placed graph as GraphML, with the device, start and finish of each node.",
 )  # fmt: skip
 @click.option(
-    "--graph-format", type=click.Choice(["json", "graphml"]), help="Of GRAPH  [default: what its name ends in; json]"
+    "--graph-format",
+    type=EntryChoice("graph_formats", "json"),
+    help="Of GRAPH  [default: what its name ends in; json]",
 )
 @placer_option
 @objective_option

@@ -13,31 +13,26 @@ ids and the ends of edges are required: a missing number is zero (docs/cost-grap
 
 from __future__ import annotations
 
+import difflib
+import gzip
 import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
-from onnxplace.cost_graph.data import CostGraph
-from onnxplace.cost_graph.graph_attributes import describe, exact_profile, is_real, note_missing_costs, read_attributes
-from onnxplace.cost_graph.networkx_graphs import GraphFormat, format_of, read_graph, to_networkx, write_graph
-from onnxplace.errors import InputError, format_value
+from onnxplace.cost_graph.data import CostGraph, TimedPlacement
+from onnxplace.errors import Diagnostic, InputError, UsageError, format_value
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.pipeline import blame_plugin, list_entries, load_plugin
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Target, require_device_limit
-from onnxplace.utils import parse_json, read_bytes
-
-if TYPE_CHECKING:
-    import networkx
-
-    from onnxplace.cost_graph.graphml import AttributedGraph
-    from onnxplace.cost_graph.networkx_graphs import TimedPlacement
+from onnxplace.utils import format_path, parse_json, read_bytes, write_file
 
 DEVICE_MODEL = "cost-graph"
 GZIP = b"\x1f\x8b"
@@ -47,14 +42,12 @@ MAX_FILE_BYTES = 1 << 28
 MAX_COST = 10**18
 
 
-def read_cost_graph(
-    path: str | Path, graph_format: GraphFormat | None = None, device_count: int | None = None
-) -> CostGraph:
+def read_cost_graph(path: str | Path, graph_format: str | None = None, device_count: int | None = None) -> CostGraph:
     """Read a cost graph from a file of JSON or GraphML, gzipped or not.
 
     Args:
         path: The file.
-        graph_format: Of the file; by default from its ending, else JSON.
+        graph_format: "json", "graphml" or that of a plugin; by default from its ending, else JSON.
         device_count: Devices without memory, for a file of GraphML that names none.
 
     Raises:
@@ -63,14 +56,17 @@ def read_cost_graph(
     >>> graph = read_cost_graph("graph.json")  # doctest: +SKIP
     """
     path = Path(path)
-    kind, where = graph_format or format_of(path), str(path)
+    kind, where = graph_format or find_graph_format(path), str(path)
     data = read_bytes(path, "D001")
     data = _decompress(data, where) if data.startswith(GZIP) else data
     if len(data) > MAX_FILE_BYTES:
         raise InputError("D001", f"it holds more than {MAX_FILE_BYTES} bytes", where=where, hint="make it smaller")
     name = path.name.partition(".")[0]
     if kind != "json":
-        return _convert_attributed_graph(read_graph(data, where), name, where, device_count=device_count)
+        reader, entry = load_plugin("graph_formats", kind)
+        with blame_plugin("graph_formats", entry):
+            graph: CostGraph = reader().read(data, name, where, device_count)
+            return graph
     if data.lstrip().startswith(b"<"):
         hint = "say what it is with --graph-format graphml, or let its name end so"
         raise InputError("D001", "not a cost graph: expected JSON, found XML", where=where, hint=hint)
@@ -83,10 +79,38 @@ def read_cost_graph(
 def write_cost_graph(path: str | Path, graph: CostGraph | State, placement: TimedPlacement | None = None) -> None:
     """Write a cost graph, or a state with a Profile, as GraphML; `.gz` after `.graphml` compresses it.
 
+    Plugins may add other formats, which names end in.
+
     `placement` is what `onnxplace.driver.place_cost_graph` returned: nodes get device, colour, start and finish.
     Raises InputError for names that XML cannot hold, UsageError for another ending or place.
     """
-    write_graph(Path(path), to_networkx(graph, placement))
+    path = Path(path)
+    require_graph_format(path)
+    writer, entry = load_plugin("graph_formats", find_graph_format(path))
+    with blame_plugin("graph_formats", entry):
+        data = writer().write(graph, placement, format_path(path))
+    is_gzipped = path.name.lower().endswith(".gz")
+    write_file(path, lambda file: file.write(gzip.compress(data, mtime=0) if is_gzipped else data))
+
+
+def find_graph_format(path: Path) -> str:
+    """Return the format for the ending of a name, by default JSON.
+
+    >>> find_graph_format(Path("placed.GraphML.gz")), find_graph_format(Path("graph.json"))
+    ('graphml', 'json')
+    """
+    ending = Path(path.name.lower().removesuffix(".gz")).suffix.removeprefix(".")
+    return ending if ending not in ("", "json") and ending in list_entries("graph_formats") else "json"
+
+
+def require_graph_format(path: Path) -> None:
+    """Raise UsageError unless a name ends in .graphml or a format of a plugin, perhaps with .gz."""
+    if find_graph_format(path) == "json":
+        others = [name for name in list_entries("graph_formats") if name != "graphml"]
+        further = f" or .{', .'.join(others)}" if others else ""
+        hint = f"end it in .graphml (networkx, yEd, Gephi){further}; .gz after it compresses"
+        message = f"expected a file of GraphML, got {format_value(path.name)}"
+        raise UsageError("U032", message, where=format_path(path), hint=hint)
 
 
 def _decompress(data: bytes, where: str) -> bytes:
@@ -298,46 +322,6 @@ def _build_target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Ha
     return Target(devices, links), ids, link
 
 
-def from_networkx(graph: networkx.DiGraph[Any], target: Target | None = None) -> CostGraph:
-    """Return the cost graph of a networkx digraph: on `target`, or on the devices that its attributes name.
-
-    Nodes have `seconds`, and optionally `weights_bytes`, `workspace_bytes`, `output_bytes`, `group`, `backward`; edges
-    have `bytes`, and optionally `tensor` (edges from one node with one tensor carry the same value). The order of nodes
-    breaks ties. A digraph from `to_networkx` becomes the same cost graph again.
-
-    Raises:
-        InputError: The graph is undirected, has a cycle or no devices, or an attribute is invalid.
-
-    >>> import networkx
-    >>> digraph = networkx.DiGraph(devices=[{"id": "a", "memory_bytes": 100}, {"id": "b", "memory_bytes": 100}])
-    >>> digraph.add_node("x", seconds=0.5, weights_bytes=8)
-    >>> graph = from_networkx(digraph)
-    >>> graph.ids, graph.device_ids
-    (('x',), ('a', 'b'))
-    """
-    return _convert_attributed_graph(read_attributes(graph), "networkx graph", "networkx graph", target)
-
-
-def _convert_attributed_graph(
-    graph: AttributedGraph, name: str, where: str, target: Target | None = None, device_count: int | None = None
-) -> CostGraph:
-    """Convert a graph with attributes to a cost graph; times and links stay exact to the last bit."""
-    description = describe(graph, where, len(target.devices) if target else device_count)
-    cost_graph = parse_cost_graph(description.document, name)
-    link, device_ids = cost_graph.link, cost_graph.device_ids
-    if target is None:
-        link = replace(link, latency_seconds=description.latency_seconds, bytes_per_second=description.bytes_per_second)
-        target = cost_graph.target
-        links = tuple(replace(link, source=pair.source, destination=pair.destination) for pair in target.links)
-        target = replace(target, links=links)
-    else:
-        device_ids = tuple(device.id for device in target.devices)
-    profile = exact_profile(cost_graph.profile, description, target)
-    return replace(
-        cost_graph, profile=profile, target=target, device_ids=device_ids, link=link, notes=description.notes
-    )
-
-
 # Read and check entries of a JSON cost graph: lists, ids and costs.
 
 
@@ -382,3 +366,28 @@ def read_cost(entry: Mapping[str, Any], key: str, where: str, missing: float = 0
         message = f"{key} of {format_value(name)} is {format_value(value)}, expected a number from 0 to {MAX_COST:.0e}"
         raise InputError("D002", message, where=where, hint=hint)
     return value
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number of Python or numpy, and no truth value."""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def note_missing_costs(items: Sequence[tuple[Any, ...]], key: str, where: str) -> tuple[Diagnostic, ...]:
+    """Return a note if nodes or edges lack a cost, which counts as zero."""
+    incomplete = [item for item in items if key not in item[-1]]
+    if not incomplete:
+        return ()
+    kind = "node" if len(incomplete[0]) == 2 else "edge"
+    similar = difflib.get_close_matches(key, [str(name) for name in incomplete[0][-1]], n=1, cutoff=0.5)
+    hint = f"it has {similar[0]!r}; call it {key}" if similar else f"give every {kind} {key}, 0 where there are none"
+    label = describe_item(*incomplete[0][:-1])
+    message = f"{len(incomplete)} of {len(items)} {kind}s have no {key}, such as {label}: that counts as zero"
+    return (Diagnostic("C002", message, where=where, hint=hint),)
+
+
+def describe_item(*item: Hashable) -> str:
+    """Return the name of a node (by its id), an edge (by its ends) or the graph (neither) for messages."""
+    if not item:
+        return "the graph"
+    return f"{'node' if len(item) == 1 else 'edge'} {' -> '.join(map(format_value, item))}"

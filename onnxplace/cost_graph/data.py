@@ -1,13 +1,15 @@
-"""A cost graph in memory: the graph, its costs, its devices, and the ids of its file."""
+"""A cost graph in memory, its placement, and formats of files with it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Profile
-from onnxplace.graph import Ints
+from onnxplace.graph import Floats, Ints
 from onnxplace.state import State
 from onnxplace.target import Link, Target
 from onnxplace.utils import format_object
@@ -40,3 +42,44 @@ class CostGraph:
     def device_of(self, device: Ints) -> dict[str, Hashable]:
         """Return a placement as device ids by node id."""
         return {str(node): self.device_ids[index] for node, index in zip(self.ids, device.tolist())}
+
+
+class TimedPlacement(Protocol):
+    """A placement of a cost graph with its times, as `onnxplace.driver.place_cost_graph` returns it."""
+
+    @property
+    def placer(self) -> str: ...
+    @property
+    def makespan_seconds(self) -> float: ...
+    @property
+    def lower_bound_seconds(self) -> float: ...
+    @property
+    def placement(self) -> Mapping[str, Hashable]:
+        """Return the device id of each node id."""
+        ...
+
+    @property
+    def start_seconds(self) -> Floats:
+        """Return when each node starts, in the order of the cost graph."""
+        ...
+
+    @property
+    def finish_seconds(self) -> Floats: ...
+
+
+class GraphFormat(ABC):
+    """A format of files with cost graphs; its name, an entry point, is what their names end in."""
+
+    @abstractmethod
+    def read(self, data: bytes, name: str, where: str, device_count: int | None) -> CostGraph:
+        """Return the cost graph in the bytes of a file; raises InputError if there is none.
+
+        `device_count` is the number of devices without memory, for a file that names none.
+        """
+
+    @abstractmethod
+    def write(self, graph: CostGraph | State, placement: TimedPlacement | None, where: str) -> bytes:
+        """Return the bytes of a file with a cost graph, or a state with a Profile, and with its placement.
+
+        Raises InputError for what the format cannot hold.
+        """

@@ -10,9 +10,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxplace.errors import Diagnostic, ModelError, OnnxplaceError, PluginError, UsageError, format_names
+from onnxplace.errors import Diagnostic, ModelError, UsageError, format_names
 from onnxplace.model import Model, StateRequest, bind, bind_states, recognise_decoder, try_states
-from onnxplace.pipeline import list_entries, load_plugin
+from onnxplace.pipeline import blame_plugin, list_entries, load_plugin
 from onnxplace.utils import temporary_folder
 
 if TYPE_CHECKING:
@@ -78,13 +78,8 @@ def _convert(model: Any, path: Path, example_inputs: ExampleInputs | None) -> Mo
     """Convert a model to an ONNX file by the first plugin that takes it; None if no plugin does."""
     for name in list_entries("sources"):
         convert, entry = load_plugin("sources", name)
-        try:
+        with blame_plugin("sources", entry):
             sizes = convert(model, path, example_inputs)
-        except Exception as problem:
-            if not entry.distribution or isinstance(problem, OnnxplaceError):
-                raise
-            where = f"source {name!r} from {entry.distribution}"
-            raise PluginError("G001", f"{type(problem).__name__}: {problem}", where=where) from problem
         if sizes is not None:
             return ModelSource(path, model, sizes)
     return None

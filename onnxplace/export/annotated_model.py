@@ -14,7 +14,7 @@ from onnx import DeviceConfigurationProto, ModelProto, TensorProto
 
 from onnxplace.bundle import Manifest, order_segments
 from onnxplace.errors import Diagnostic
-from onnxplace.export.exporting import ExportOptions, note_routes
+from onnxplace.export.exporting import note_routes
 from onnxplace.export.merging import build_whole_model, collect_initializers
 from onnxplace.export.segment_models import BundleModels, list_producers
 from onnxplace.model import DEVICE_KEY, MAX_INLINE_BYTES, WeightFile, tensor_size
@@ -25,7 +25,7 @@ MODEL_FILE = "model.onnx"
 SEGMENT_KEY = "onnxplace.segment"
 
 
-def write_annotated_model(models: BundleModels, folder: Path, _: ExportOptions) -> tuple[Diagnostic, ...]:
+def write_annotated_model(models: BundleModels, folder: Path) -> tuple[Diagnostic, ...]:
     """Write the whole model with its devices; large weights go into their own file.
 
     A model whose operators were split with `compile --shard-metadata` has whole operators with their layouts.

@@ -4,46 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from importlib import import_module
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from onnxplace._version import __version__
 from onnxplace.bundle import EXPORT_FILE, EXPORT_FORMAT, Bundle, Manifest, prepare_output, stage_output
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_count, format_names, suggest_nearest
 from onnxplace.export.segment_models import BundleModels
+from onnxplace.pipeline import blame_plugin, list_entries, list_options, load_plugin
 from onnxplace.utils import cannot_write_error, disk_error, format_path
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """Options that only some formats have."""
+class ExportOptions(dict[str, Any]):
+    """Options that only some formats have, by name.
 
-    layout: str = "auto"
-    """triton: `ensemble` (a model for each segment), `python` (one model that runs the bundle), or `auto`."""
-    name: str = ""
-    """triton: name of the model that clients call; by default that of the ONNX graph."""
-    max_batch: int = 0
-    """triton: the most rows of requests that one model joins; 0 joins none."""
-    config: Path | None = None
-    """ort-genai: the genai_config.json of the whole model, whose other fields are kept."""
-
-    def list_given(self) -> list[str]:
-        """Return the names of the options that differ from their defaults."""
-        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-
-
-Writer = Callable[[BundleModels, Path, ExportOptions], tuple[Diagnostic, ...]]
-"""Fills an empty folder with the files of a format, and returns notes."""
-
-# Format -> `module:function` of its writer, and the options that belong to it.
-FORMATS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "stages": ("onnxplace.export.plain_stages:write_stages", ()),
-    "triton": ("onnxplace.export.triton:write_triton", ("layout", "name", "max_batch")),
-    "ort-genai": ("onnxplace.export.ort_genai:write_genai_model", ("config",)),
-    "onnx-metadata": ("onnxplace.export.annotated_model:write_annotated_model", ()),
-}
+    >>> ExportOptions(layout="python", max_batch=8)
+    {'layout': 'python', 'max_batch': 8}
+    """
 
 
 @dataclass(frozen=True)
@@ -63,28 +43,28 @@ def export_bundle(
     output: str | Path,
     *,
     force: bool = False,
-    options: ExportOptions | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Export a bundle to a folder, in the format of another program.
 
     Args:
         bundle: A bundle, or its path.
-        to: The format: "stages", "triton", "ort-genai" or "onnx-metadata".
+        to: The format: "stages", "triton", "ort-genai" or "onnx-metadata", or one of a plugin.
         output: The folder, which must not exist.
         force: Whether an earlier export there is replaced.
-        options: Options of single formats.
+        options: Options of the format, such as `{"layout": "python"}` for Triton (docs/export.md).
 
     Raises:
         BundleError: The bundle is damaged.
         UsageError: There is no such format, an option belongs to another one, or the folder exists.
         InputError: The format cannot express this bundle; the message says why.
         ExecutionError: The disk is full.
+        PluginError: The format is of a plugin that has failed.
 
     >>> export_bundle("model.bundle", "stages", "stages").files  # doctest: +SKIP
     ('cpu0-000.onnx', 'cpu1-000.onnx', 'run.py', 'stages.json', 'weights.bin')
     """
-    options = options or ExportOptions()
-    write = _find_writer(to, options)
+    write = _find_writer(to, options or {})
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, "all")
     path = Path(output)
     if path.resolve().is_relative_to(opened.path.resolve()):
@@ -93,7 +73,7 @@ def export_bundle(
     with stage_output(path, force, "export") as staging:
         try:
             staging.folder.mkdir()
-            notes += write(BundleModels(opened), staging.folder, options)
+            notes += write(BundleModels(opened), staging.folder)
             entries = sorted(item.relative_to(staging.folder).as_posix() for item in staging.folder.rglob("*"))
             record = {
                 "format": EXPORT_FORMAT,
@@ -111,20 +91,21 @@ def export_bundle(
     return Exported(path, to, files, tuple(notes))
 
 
-def _find_writer(to: str, options: ExportOptions) -> Writer:
+def _find_writer(to: str, options: Mapping[str, Any]) -> Callable[[BundleModels, Path], tuple[Diagnostic, ...]]:
     """Return the writer of a format; raises UsageError for unknown formats and for options of other formats."""
-    if to not in FORMATS:
-        hint = f"{suggest_nearest(to, FORMATS)}; formats are {format_names(FORMATS, quoted=False)}"
+    if to not in (known := list_entries("export_formats")):
+        hint = f"{suggest_nearest(to, known)}; formats are {format_names(known, quoted=False)}"
         raise UsageError("U001", f"there is no format {to!r}", where="--to", hint=hint)
-    name, accepted = FORMATS[to]
-    for option in options.list_given():
+    write, entry = load_plugin("export_formats", to)
+    with blame_plugin("export_formats", entry):
+        accepted = signature(write).parameters
+    for option in options:
         if option not in accepted:
-            owners = [other for other, (_, names) in FORMATS.items() if option in names]
+            owners = [name for name, others in list_options("export_options").items() if option in others]
             hint = f"omit it, or export --to {' or '.join(owners)}" if owners else "omit it"
             flag = f"--{option.replace('_', '-')}"
             raise UsageError("U004", f"the format {to} has no option {flag}", where=flag, hint=hint)
-    module, _, function = name.partition(":")
-    return cast(Writer, getattr(import_module(module), function))
+    return partial(blame_plugin("export_formats", entry)(write), **options)
 
 
 def note_routes(manifest: Manifest, to: str) -> tuple[Diagnostic, ...]:

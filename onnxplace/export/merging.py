@@ -155,8 +155,8 @@ def build_whole_model(
 ) -> ModelProto:
     """Return the model that the segments of a bundle are parts of.
 
-    Names are those of the segments, which share one set of names. Nodes follow each other by segments. What the file
-    said of the model, such as its description, is there again; the producer is onnxplace.
+    Names are those of the segments, which share one set of names. Nodes follow each other by segments. The model
+    has the metadata of the file that was compiled, such as its description; its producer is onnxplace.
 
     Args:
         models: The bundle.
@@ -174,18 +174,18 @@ def build_whole_model(
         output=describe_values(manifest.outputs),
     )
     header = models.header
-    said = manifest.metadata
-    graph.doc_string = said.graph_description
-    entries = dict(said.custom_metadata_map)
+    metadata = manifest.metadata
+    graph.doc_string = metadata.graph_description
+    entries = dict(metadata.custom_metadata_map)
     if manifest.training is not None and any(segment.record.keeps_order for segment in models.segments):
         entries[TRAINING_KEY] = manifest.training.model_dump_json(exclude={"nodes"})
     return ModelProto(
         ir_version=header.ir_version,
         opset_import=header.opset_import,
         producer_name="onnxplace",
-        domain=said.domain,
-        model_version=said.version,
-        doc_string=said.description,
+        domain=metadata.domain,
+        model_version=metadata.version,
+        doc_string=metadata.description,
         graph=graph,
         metadata_props=[StringStringEntryProto(key=key, value=value) for key, value in entries.items()],
     )

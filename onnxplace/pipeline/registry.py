@@ -1,4 +1,4 @@
-"""Find passes, runtimes, commands and sources of models by name: a built-in table, and entry points.
+"""Find passes, runtimes, commands, formats and sources of models by name: a built-in table, and entry points.
 
 Listing imports nothing. A broken plugin fails only on use; the error names its distribution. A plugin cannot take the
 name of a built-in one. Parts of this distribution, in `plugins/`, are found by entry points too, and count as built in.
@@ -7,23 +7,27 @@ name of a built-in one. Parts of this distribution, in `plugins/`, are found by 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module, metadata
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from onnxplace.errors import PluginError, UsageError, suggest_nearest
+from onnxplace.errors import OnnxplaceError, PluginError, UsageError, suggest_nearest
 
 if TYPE_CHECKING:
     from onnxplace.runtime import Runtime
 
-Kind = Literal["passes", "runtimes", "runtime_options", "commands", "sources"]
+Kind = Literal[
+    "passes", "runtimes", "runtime_options", "commands", "sources",
+    "export_formats", "export_options", "graph_formats", "graph_functions",
+]  # fmt: skip
 OWN_DISTRIBUTION = "onnxplace"
 NOUNS: Mapping[Kind, str] = {
     "passes": "pass", "runtimes": "runtime", "runtime_options": "option", "commands": "command", "sources": "source",
+    "export_formats": "format", "export_options": "option", "graph_formats": "format", "graph_functions": "function",
 }  # fmt: skip
 
 # Class and summary of each built-in pass. The module in `passes/` has the name of the pass.
@@ -84,7 +88,6 @@ OFFERED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             ("--hosts", "--replicas", "--start-timeout", "--remote-shell", "--interface"), "onnxplace-hosts"
         ),
         "commands": {**dict.fromkeys(("learn", "study"), "onnxplace-learned"), "hosts": "onnxplace-hosts"},
-        "sources": {},
     }
 )
 _INSTALL_HINTS = {
@@ -99,7 +102,7 @@ _SUMMARIES = {
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """A pass, runtime, command or source of models that has a name."""
+    """A pass, runtime, command, format or source of models that has a name."""
 
     name: str
     path: str
@@ -148,7 +151,7 @@ def find_plugin(kind: Literal["passes", "runtimes"], name: str) -> type:
 
 def describe_missing(kind: Kind, name: str) -> UsageError | None:
     """Return the error for what a plugin of this repository would add if it were installed."""
-    if (plugin := OFFERED[kind].get(name)) is None or name in list_entries(kind):
+    if (plugin := OFFERED.get(kind, {}).get(name)) is None or name in list_entries(kind):
         return None
     # All passes that these plugins add are placers, the word of the option that names them.
     noun = "placer" if kind == "passes" else NOUNS[kind]
@@ -166,7 +169,9 @@ def create_runtime(name: str, **options: Any) -> Runtime:
     for key in chosen:
         if key not in inspect.signature(runtime_class).parameters:
             owners = dict.fromkeys(("fallback", "isolate"), "onnxruntime")
-            owners |= {option: owner for owner, options in list_runtime_options().items() for option in options}
+            owners |= {
+                option: owner for owner, options in list_options("runtime_options").items() for option in options
+            }
             hint = (
                 f"leave it out, or use the runtime {owners[key]}, which has {key}" if key in owners else "leave it out"
             )
@@ -178,19 +183,20 @@ def create_runtime(name: str, **options: Any) -> Runtime:
 def is_runtime_option(name: str, option: str) -> bool:
     """Return whether a runtime, or any other one whose plugin adds its options to commands, has an option."""
     parameters = inspect.signature(find_plugin("runtimes", name)).parameters
-    return option in parameters or any(option in found for found in list_runtime_options().values())
+    return option in parameters or any(option in found for found in list_options("runtime_options").values())
 
 
 @cache
-def list_runtime_options() -> Mapping[str, Mapping[str, Any]]:
-    """Import and return the options, each a `click.Option`, that plugins add to commands, by runtime and its argument.
+def list_options(kind: Literal["runtime_options", "export_options"]) -> Mapping[str, Mapping[str, Any]]:
+    """Import and return the options, each a `click.Option`, that plugins add to commands.
 
-    Those of a broken plugin are left out: its runtime fails on use.
+    They are by the name of the runtime or format, and by its argument. Those of a broken plugin are left out: what has
+    these options fails on use.
     """
     found = {}
-    for name in list_entries("runtime_options"):
+    for name in list_entries(kind):
         with suppress(PluginError):
-            found[name], _ = load_plugin("runtime_options", name)
+            found[name], _ = load_plugin(kind, name)
     return MappingProxyType({name: options for name, options in found.items() if isinstance(options, Mapping)})
 
 
@@ -219,3 +225,15 @@ def load_plugin(kind: Kind, name: str) -> tuple[Any, RegistryEntry]:
             where=f"{noun} {name!r} from {entry.distribution}",
             hint=f"update or uninstall {entry.distribution}; its author sees where with --verbose",
         ) from problem
+
+
+@contextmanager
+def blame_plugin(kind: Kind, entry: RegistryEntry) -> Iterator[None]:
+    """Raise PluginError for a defect of a plugin from elsewhere: for any exception that is no error of onnxplace."""
+    try:
+        yield
+    except Exception as problem:
+        if not entry.distribution or isinstance(problem, OnnxplaceError):
+            raise
+        where = f"{NOUNS[kind]} {entry.name!r} from {entry.distribution}"
+        raise PluginError("G001", f"{type(problem).__name__}: {problem}", where=where) from problem

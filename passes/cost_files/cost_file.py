@@ -10,6 +10,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -99,11 +100,13 @@ def _match_entries(
     entries: Mapping[str, Any], prints: Sequence[str], path: str | Path, model: Model
 ) -> tuple[list[CostEntry], list[Diagnostic]]:
     """Return the entry of each node; raises ModelError without one."""
-    by_print = {
-        e["fingerprint"]: e for e in entries.values() if isinstance(e, dict) and _is_print(e.get("fingerprint"))
+    by_fingerprint = {
+        e["fingerprint"]: e for e in entries.values() if isinstance(e, dict) and _is_fingerprint(e.get("fingerprint"))
     }
     names = [node.name for node in model.nodes]
-    unknown = [name for name, own_print in zip(names, prints) if name not in entries and own_print not in by_print]
+    unknown = [
+        name for name, fingerprint in zip(names, prints) if name not in entries and fingerprint not in by_fingerprint
+    ]
     if unknown:
         raise ModelError(
             "C010",
@@ -112,13 +115,13 @@ def _match_entries(
             hint="it was made for another model; profile this one",
         )
     matches, changed = list[CostEntry](), list[str]()
-    for name, own_print in zip(names, prints):
+    for name, fingerprint in zip(names, prints):
         if name in entries:
             entry = _require_entry(entries[name], path, name)
-            if _is_print(entry.get("fingerprint")) and entry["fingerprint"] != own_print:
+            if _is_fingerprint(entry.get("fingerprint")) and entry["fingerprint"] != fingerprint:
                 changed.append(name)
         else:  # its unit is one of another model, where it may have had other members
-            known = _require_entry(by_print[own_print], path, name)
+            known = _require_entry(by_fingerprint[fingerprint], path, name)
             entry = {key: value for key, value in known.items() if key != "unit"}
         matches.append(entry)
     if not changed:
@@ -130,7 +133,7 @@ def _match_entries(
     return matches, [Diagnostic("C005", message, where=str(path), hint="profile again for these shapes")]
 
 
-def _is_print(value: Any) -> bool:
+def _is_fingerprint(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
@@ -218,15 +221,14 @@ def _read_workspace(nodes: Sequence[_NodeCosts], path: str | Path) -> NDArray[np
 
 def _read_quality(data: Mapping[str, Any], path: str | Path) -> dict[str, Quality]:
     """Return the quality of measurements by class, if given."""
-    names = {field.name for field in fields(Quality)}
+    names, qualities = {field.name for field in fields(Quality)}, dict[str, Quality]()
     try:
         for cost_class, figures in data.get("measured", {}).items():
             if missing := sorted(names - set(figures)):
                 raise TypeError(f"{', '.join(missing)} of {format_value(cost_class)} are missing")
-        qualities = {cost_class: Quality(**figures) for cost_class, figures in data.get("measured", {}).items()}
-        figures = [figure for quality in qualities.values() for figure in vars(quality).values()]
-        if not all(_is_number(figure, MAX_FIGURE) for figure in figures):
-            raise TypeError(f"expected numbers from 0 to {MAX_FIGURE:g}")
+            qualities[cost_class] = Quality(**figures)
+            if not all(_is_number(figure, MAX_FIGURE) for figure in figures.values()):
+                raise TypeError(f"expected numbers from 0 to {MAX_FIGURE:g}")
     except (AttributeError, TypeError) as error:
         raise _entry_error(
             f"'measured' is invalid: {error}", path, "leave out all figures of this class, or see docs/costs.md"
@@ -331,7 +333,14 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
     outputs = {node.name: node.output for node in model.nodes}
     nodes: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
-    for row in _read_rows([line for line in lines if not line.startswith("#")], path):
+    table = csv.DictReader(line for line in lines if not line.startswith("#"))
+    try:
+        rows = list(table)
+    except csv.Error as error:
+        raise InputError("C011", f"not a cost file: {error}", where=str(path)) from None
+    if "node" not in (table.fieldnames or ()):
+        raise _entry_error("not a cost file: it has no column 'node'", path, "see docs/costs.md")
+    for row in rows:
         # Spreadsheets write empty rows below the last one.
         if not any(isinstance(cell, str) and cell.strip() for cell in row.values()):
             continue
@@ -358,17 +367,6 @@ def _read_figures(comments: Sequence[Sequence[str]]) -> dict[str, Any]:
     return {"whole_seconds": whole_seconds, "measured": measured}
 
 
-def _read_rows(lines: list[str], path: str | Path) -> list[dict[str, Any]]:
-    """Return rows by column name; raises InputError without 'node'."""
-    table = csv.DictReader(lines)
-    try:
-        if "node" in (table.fieldnames or ()):
-            return list(table)
-    except csv.Error as error:
-        raise InputError("C011", f"not a cost file: {error}", where=str(path)) from None
-    raise _entry_error("not a cost file: it has no column 'node'", path, "see docs/costs.md")
-
-
 def _parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row in the form of JSON, without empty cells."""
     cells = {name: cell for name, cell in row.items() if name and isinstance(cell, str) and cell.strip()}
@@ -385,8 +383,6 @@ def _parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
 def _parse_number(text: str) -> Any:
     """Return the number in a text, or the text itself."""
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text

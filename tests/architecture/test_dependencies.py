@@ -28,6 +28,8 @@ FOLDERS = {
     "onnxplace": ("cpu", "gpu", "report"),
     "passes": ("cpu", "gpu"),
     "runtimes": ("cpu", "gpu"),
+    "plugins/formats/onnxplace_formats": ("cpu",),
+    "plugins/formats/tests": ("cpu", "dev", "genai"),
     "plugins/hosts/onnxplace_hosts": ("mpi",),
     "plugins/hosts/tests": ("cpu", "dev"),
     "plugins/serving/onnxplace_serving": ("serve",),
@@ -36,7 +38,7 @@ FOLDERS = {
     "plugins/training/tests": ("cpu", "dev", "torch", "zoo"),
     "examples": ("cpu", "gpu", "dev", "generate", "torch", "train", "zoo"),
     "benchmarks": ("cpu", "gpu", "dev", "optimum", "zoo"),
-    "tests": ("cpu", "gpu", "dev", "genai", "generate", "torch", "zoo"),
+    "tests": ("cpu", "gpu", "dev", "generate", "torch", "zoo"),
     ".ci": ("cpu", "dev"),
     "docs": ("docs",),
 }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from onnxplace.cost_graph import read_cost_graph
-from onnxplace.cost_graph.graph_attributes import KNOWN
+from onnxplace_formats.graph_attributes import KNOWN
 
 ROOT = Path(__file__).parents[2]
 build_manifest_schema = run_path(str(ROOT / "docs/site/generated.py"))["build_manifest_schema"]

@@ -111,8 +111,11 @@ def test_the_wheel_holds_every_module_and_imports_it(source):
         *((part.parent, f"{part.name}/py.typed") for part in PARTS),
     ):
         assert (folder / data).read_bytes() == (top / data).read_bytes()
-    data = "onnxplace_serving/inference.textproto"
-    assert (folder / data).read_bytes() == (ROOT / "plugins" / "serving" / data).read_bytes()
+    for part, data in (
+        ("formats", "onnxplace_formats/triton_model.txt"),
+        ("serving", "onnxplace_serving/inference.textproto"),
+    ):
+        assert (folder / data).read_bytes() == (ROOT / "plugins" / part / data).read_bytes()
     assert (folder / "onnxplace" / "docs" / "errors.md").read_bytes() == (ROOT / "docs" / "errors.md").read_bytes()
     assert [path.name for path in (folder / "onnxplace" / "docs").iterdir()] == ["errors.md"]
     import_all(folder, folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.cost_graph.generators import MACHINE
+from onnxplace_formats.generators import MACHINE
 
 pytestmark = pytest.mark.slow
 

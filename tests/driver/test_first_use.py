@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxplace.cost_graph.generators import layered
+from onnxplace.cost_graph import GENERATORS
 from onnxplace.driver import place_cost_graph
 from onnxplace.simulation.step_kernels import device_peaks
 from onnxplace.utils import jit
@@ -43,14 +43,14 @@ import sys
 from numba.core.registry import CPUDispatcher
 from onnx import parser
 from onnxplace import compile
-from onnxplace.cost_graph.generators import layered
+from onnxplace.cost_graph import GENERATORS
 from onnxplace.driver import place_cost_graph
 from onnxplace.utils import jit
 
 jit.MAX_INTERPRETED_ELEMENTS = int(sys.argv[3])
 jit.MAX_ELEMENTS_BEFORE_READING = jit.MAX_INTERPRETED_ELEMENTS
-place_cost_graph(layered(80, 1), budget_seconds=0.1)
-place_cost_graph(layered(80, 1), "m-sct")
+place_cost_graph(GENERATORS["layered"](80, 1), budget_seconds=0.1)
+place_cost_graph(GENERATORS["layered"](80, 1), "m-sct")
 compile(parser.parse_model(sys.argv[1]), sys.argv[2], devices="cpu:0,cpu:1", cache=False, trial=False)
 values = [value for name, module in list(sys.modules.items()) if name.startswith("onnxplace.")
           for value in vars(module).values()]
@@ -105,7 +105,7 @@ def test_loops_give_equal_results_in_plain_python_and_compiled(placer, links, mo
     for max_elements in (1 << 40, 0):
         monkeypatch.setattr(jit, "MAX_INTERPRETED_ELEMENTS", max_elements)
         monkeypatch.setattr(jit, "MAX_ELEMENTS_BEFORE_READING", max_elements)
-        results.append(place_cost_graph(layered(60, 3), placer, links=links))
+        results.append(place_cost_graph(GENERATORS["layered"](60, 3), placer, links=links))
     plain, compiled = results
     assert plain.device.tolist() == compiled.device.tolist()
     assert plain.start_seconds.tobytes() == compiled.start_seconds.tobytes()

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from onnxplace.cli import app
-from onnxplace.cost_graph import GENERATORS, write_cost_graph
 from onnxplace.pipeline import find_plugin, list_entries
 from onnxplace.testing import check_pass, check_runtime
 from tests.conftest import FAST_PIPELINE, Ran
@@ -188,6 +187,82 @@ def test_a_command_of_a_plugin_is_listed_without_its_module_and_runs_like_built_
     assert "error[" in wrong.err
 
 
+def test_a_format_of_exports_from_a_plugin_is_listed_and_written_with_its_option(site, commands, compiled):
+    to_table = ["export", str(compiled), "--to", "table"]
+    listed, written, plain, foreign, unknown = commands(
+        site,
+        ["export", "--help"],
+        [*to_table, "--separator", ";", "-o", "table", "--json"],
+        [*to_table, "-o", "plain"],
+        ["export", str(compiled), "--to", "stages", "--separator", ";", "-o", "stages"],
+        [*to_table, "--layout", "python", "-o", "other"],
+    ).results
+    assert [result.code for result in (listed, written, plain, foreign, unknown)] == [0, 0, 0, 2, 2]
+    assert re.search(r"--to \[.*\|table\]", listed.out)
+    assert "--separator TEXT" in listed.out
+    assert json.loads(written.out)["files"] == ["segments.csv"]
+    folder = site.parent
+    rows = [line.split(";") for line in (folder / "table" / "segments.csv").read_text().splitlines()]
+    assert {device for _, device, _ in rows} == {"cpu:0", "cpu:1"}
+    assert [line.split(",") for line in (folder / "plain" / "segments.csv").read_text().splitlines()] == rows
+    assert "the format stages has no option --separator" in foreign.err
+    assert "export --to table" in foreign.err
+    assert "the format table has no option --layout" in unknown.err
+
+
+def test_a_format_of_cost_graphs_from_a_plugin_is_read_and_written(site, commands, tmp_path):
+    for name in ("g.edges", "g.txt"):
+        (tmp_path / name).write_text("a b 5\na c 5\n")
+    placed, forced, listed, unknown = commands(
+        site,
+        ["place", "g.edges", "--devices", "2", "--placer", "single", "-o", "placed.edges", "--json"],
+        ["place", "g.txt", "--graph-format", "edges", "--placer", "single"],
+        ["place", "--help"],
+        ["place", "g.edges", "-o", "placed.txt"],
+    ).results
+    assert [result.code for result in (placed, forced, listed, unknown)] == [0, 0, 0, 2], placed.err
+    assert set(json.loads(placed.out)["placement"]) == {"a", "b", "c"}
+    assert sorted(line[0] for line in (tmp_path / "placed.edges").read_text().splitlines()) == ["a", "b", "c"]
+    assert "--graph-format [json|graphml|edges]" in listed.out
+    assert "end it in .graphml (networkx, yEd, Gephi) or .edges; .gz after it compresses" in unknown.err
+
+
+FORMATS = """
+def write_ashes(models, folder):
+    raise ValueError("the paper burns")
+
+
+class Ashes:
+    pass
+"""
+
+
+def test_a_defect_of_a_format_names_its_distribution_and_leaves_others_alone(tmp_path, commands, compiled):
+    entries = {
+        "onnxplace.export_formats": {
+            "ashes": "formats:write_ashes",
+            "gone": "failing:Anything",
+            "triton": "failing:Evil",
+        },
+        "onnxplace.export_options": {"gone": "failing:Anything"},
+        "onnxplace.graph_formats": {"ashes": "formats:Ashes", "graphml": "failing:Evil"},
+    }
+    install(tmp_path / "site", "acme-paper", entries, {"formats": FORMATS, **MODULES})
+    (tmp_path / "g.ashes").write_text("")
+    ashes, gone, graph, stages = commands(
+        tmp_path / "site",
+        ["export", str(compiled), "--to", "ashes", "-o", "ashes"],
+        ["export", str(compiled), "--to", "gone", "-o", "gone"],
+        ["place", "g.ashes"],
+        ["export", str(compiled), "--to", "stages", "-o", "stages"],
+    ).results
+    assert [result.code for result in (ashes, gone, graph, stages)] == [4, 4, 4, 0]
+    assert "error[G001] format 'ashes' from acme-paper: ValueError: the paper burns" in ashes.err
+    assert "error[G001] format 'gone' from acme-paper: cannot be loaded" in gone.err
+    assert "error[G001] format 'ashes' from acme-paper: AttributeError" in graph.err
+    assert not (tmp_path / "ashes").exists()
+
+
 def test_built_in_runtimes_are_found_without_a_look_at_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("onnxplace.pipeline.registry.metadata.entry_points")
     assert find_plugin("runtimes", "onnxruntime").__name__ == "OnnxRuntime"
@@ -209,14 +284,14 @@ def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         (["learn", "placeto"], "command 'learn'"),
         (["study"], "command 'study'"),
-        (["place", "g.graphml", "--placer", "guided"], "placer 'guided'"),
+        (["place", "g.json", "--placer", "guided"], "placer 'guided'"),
     ],
 )
 def test_a_plugin_of_this_repository_that_is_not_installed_is_named_with_how_to_install_it(
     run_cli, tmp_path, monkeypatch, arguments, name
 ):
     monkeypatch.chdir(tmp_path)
-    write_cost_graph(Path("g.graphml"), GENERATORS["layered"](8, 0))
+    Path("g.json").write_text('{"devices": [{}, {}], "nodes": [{"id": 0}]}')
     result = run_cli(*arguments)
     assert result.code == 2
     assert result.out == ""

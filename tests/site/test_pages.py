@@ -23,7 +23,7 @@ PAGES += sorted([*(ROOT / "examples").rglob("*.md"), *(ROOT / "plugins").rglob("
 PLACEHOLDER = re.compile(r"[A-Z]+(?:\.[a-z]+)?")
 MISSING = {kind: set(names) - set(list_entries(kind)) for kind, names in OFFERED.items()}
 MISSING["commands"].add("shares")
-PLUGINS = re.compile("|".join(["round-robin", "one-thread", "emulated", "by-name", *MISSING["passes"]]))
+PLUGINS = re.compile("|".join(["round-robin", "one-thread", "emulated", "by-name", "^table$", *MISSING["passes"]]))
 
 
 @cache

@@ -4,7 +4,7 @@ import pytest
 
 import onnxplace
 from onnxplace.cli.app import load_plugin_command
-from onnxplace.pipeline import create_runtime, list_entries, list_runtime_options
+from onnxplace.pipeline import create_runtime, list_entries, list_options
 from onnxplace_hosts.commands import RUN_OPTIONS
 
 
@@ -22,7 +22,7 @@ def test_the_command_is_listed_by_what_it_does_and_has_its_own_help(run_cli):
 
 
 def test_options_of_the_command_line_are_arguments_of_the_runtime(run_cli, bundle_copy):
-    assert list_runtime_options()["mpi"] is RUN_OPTIONS
+    assert list_options("runtime_options")["mpi"] is RUN_OPTIONS
     create_runtime("mpi", **dict.fromkeys(RUN_OPTIONS))
     for line in (("--hosts", "localhost:2"), ("--replicas=2",), ("--start-timeout", 5), ("--interface", "lo")):
         result = run_cli("run", bundle_copy, *line)
@@ -38,7 +38,7 @@ def test_a_misspelt_argument_is_offered_those_of_the_runtime(bundle_copy):
 @pytest.fixture
 def without_plugin(monkeypatch):
     """No entry points, as where the packages of the plugin are missing."""
-    caches = list_entries, list_runtime_options
+    caches = list_entries, list_options
     monkeypatch.setattr("onnxplace.cli.app.load_plugin_command", load_plugin_command.__wrapped__)
     monkeypatch.setattr("onnxplace.pipeline.registry.metadata.entry_points", lambda group: ())
     for item in caches:

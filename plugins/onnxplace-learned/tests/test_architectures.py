@@ -11,7 +11,7 @@ from onnxplace.errors import UsageError
 from onnxplace.graph import Csr, OpGraph
 from onnxplace_learned.graphs.architectures import ARCHITECTURES, LayerGraph
 from onnxplace_learned.graphs.graph_sets import FAMILIES, GraphSet, choose_side, draw_graphs, graph_fingerprint
-from tests.cost_graph.test_generators import described, seconds
+from plugins.formats.tests.test_generators import described, seconds
 from tests.support.reference_simulator import connect_nodes
 
 NAMES = sorted(ARCHITECTURES)

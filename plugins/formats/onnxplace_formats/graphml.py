@@ -6,13 +6,14 @@ names no line (docs/decisions/0007-graph-files.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 from xml.parsers import expat
 
 from onnxplace.errors import InputError, format_value
+from onnxplace_formats.graph_attributes import AttributedGraph
 
 # A node has about eight elements. This bounds the time to about a minute.
 MAX_ELEMENTS = 1 << 24
@@ -24,16 +25,6 @@ MAX_DEPTH = 64
 _WHOLE = frozenset({"int", "integer", "long", "short", "byte", "biginteger"})
 _REAL = frozenset({"float", "double", "bigdecimal"})
 _TRUTH = MappingProxyType({"true": True, "1": True, "false": False, "0": False})
-
-
-@dataclass(frozen=True)
-class AttributedGraph:
-    """A directed graph with attributes, as networkx or a file has it."""
-
-    nodes: Sequence[tuple[Hashable, Mapping[str, Any]]]
-    edges: Sequence[tuple[Hashable, Hashable, Mapping[str, Any]]]
-    attributes: Mapping[str, Any]
-    """The attributes of the graph as a whole."""
 
 
 @dataclass(frozen=True)

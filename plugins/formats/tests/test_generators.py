@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.cost_graph import GENERATORS
-from onnxplace.cost_graph.generators import MACHINE, MAX_TOTAL_BYTES, chains, layered, recurrent, wide
 from onnxplace.driver import place_cost_graph
 from onnxplace.facts import Source
 from onnxplace.graph import Csr, OpGraph
+from onnxplace_formats.generators import MACHINE, MAX_TOTAL_BYTES, chains, layered, recurrent, wide
 from tests.support.reference_simulator import connect_nodes
 
 FAMILIES = sorted(GENERATORS)

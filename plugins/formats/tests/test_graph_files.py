@@ -10,11 +10,12 @@ import tracemalloc
 import networkx
 import pytest
 
-from onnxplace.cost_graph import from_networkx, graphml, parse_cost_graph, read_cost_graph, write_cost_graph
+from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph, write_cost_graph
 from onnxplace.driver import place_cost_graph
 from onnxplace.errors import InputError, UsageError
+from onnxplace_formats import graphml
+from plugins.formats.tests.test_networkx import everything, two_nodes
 from tests.cost_graph.test_cost_graph import fork
-from tests.cost_graph.test_networkx import everything, two_nodes
 
 DEVICES = '[{"id": "a", "memory_bytes": 1000}, {"id": "b", "memory_bytes": 1000}]'
 GRAPHML = f"""<?xml version="1.0" encoding="UTF-8"?>

@@ -15,8 +15,8 @@ from hypothesis import given, strategies as st
 
 from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph, to_networkx, write_cost_graph
 from onnxplace.driver import place_cost_graph, placer
+from plugins.formats.tests.test_graph_files import BOMB, GRAPHML, OUTSIDE
 from tests.cost_graph.test_cost_graph import fork
-from tests.cost_graph.test_graph_files import BOMB, GRAPHML, OUTSIDE
 from tests.support.fuzzing import JUNK, ODD, fuzzed, read_or_refused, spliced
 
 GIVEN = {"graphml": GRAPHML.encode()}

@@ -1,26 +1,22 @@
-"""A graph with attributes, of networkx or of a file, in the form of a JSON cost graph; checked."""
+"""Graphs with attributes, of networkx or of a file, checked and converted to cost graphs."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
-from onnxplace.cost_graph.graphml import AttributedGraph
+from onnxplace.cost_graph import CostGraph, describe_item, is_real, note_missing_costs, parse_cost_graph
 from onnxplace.errors import Diagnostic, InputError, format_value
 from onnxplace.facts import REFUSED_SECONDS, Profile, Source
 from onnxplace.graph import Csr, Floats, OpGraph
 from onnxplace.target import Target
 from onnxplace.utils import parse_json
-
-if TYPE_CHECKING:
-    import networkx
 
 NODE_NUMBERS = ("weights_bytes", "workspace_bytes", "output_bytes", "topo_order")
 KNOWN = frozenset({
@@ -31,6 +27,16 @@ KNOWN = frozenset({
 # As in JSON, where times are in microseconds.
 MAX_SECONDS, MAX_NUMBER = 1e12, 10**18
 MIN_BYTES_PER_SECOND = 1e-12
+
+
+@dataclass(frozen=True)
+class AttributedGraph:
+    """A directed graph with attributes, as networkx or a file has it."""
+
+    nodes: Sequence[tuple[Hashable, Mapping[str, Any]]]
+    edges: Sequence[tuple[Hashable, Hashable, Mapping[str, Any]]]
+    attributes: Mapping[str, Any]
+    """The attributes of the graph as a whole."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +55,27 @@ class GraphDescription:
     notes: tuple[Diagnostic, ...]
 
 
-def read_attributes(graph: networkx.DiGraph[Any]) -> AttributedGraph:
-    """Return the nodes, edges and attributes of a networkx digraph; raise InputError for any other object."""
-    if not hasattr(graph, "is_directed"):
-        message = f"expected a networkx.DiGraph or MultiDiGraph, got {type(graph).__name__}"
-        raise InputError("D002", message, where="from_networkx")
-    if not graph.is_directed():
-        hint = "make a DiGraph whose edges lead from the node that makes a value to the one that reads it"
-        raise InputError("D002", "expected directed edges, found an undirected graph", where="from_networkx", hint=hint)
-    return AttributedGraph(list(graph.nodes(data=True)), list(graph.edges(data=True)), graph.graph)
+def convert_attributed_graph(
+    graph: AttributedGraph, name: str, where: str, target: Target | None = None, device_count: int | None = None
+) -> CostGraph:
+    """Convert a graph with attributes to a cost graph; times and links stay exact to the last bit."""
+    description = describe_graph(graph, where, len(target.devices) if target else device_count)
+    cost_graph = parse_cost_graph(description.document, name)
+    link, device_ids = cost_graph.link, cost_graph.device_ids
+    if target is None:
+        link = replace(link, latency_seconds=description.latency_seconds, bytes_per_second=description.bytes_per_second)
+        target = cost_graph.target
+        links = tuple(replace(link, source=pair.source, destination=pair.destination) for pair in target.links)
+        target = replace(target, links=links)
+    else:
+        device_ids = tuple(device.id for device in target.devices)
+    profile = restore_exact_costs(cost_graph.profile, description, target)
+    return replace(
+        cost_graph, profile=profile, target=target, device_ids=device_ids, link=link, notes=description.notes
+    )
 
 
-def describe(graph: AttributedGraph, where: str, device_count: int | None = None) -> GraphDescription:
+def describe_graph(graph: AttributedGraph, where: str, device_count: int | None = None) -> GraphDescription:
     """Describe the cost graph that a graph with attributes stands for.
 
     `device_count` is the number of devices without memory, for a graph that names none.
@@ -68,32 +83,32 @@ def describe(graph: AttributedGraph, where: str, device_count: int | None = None
     Raises:
         InputError: An attribute is invalid, or there are no devices.
     """
-    nodes = sorted(graph.nodes, key=lambda node: _number(node[1], "topo_order", where, node[0]))
-    edges = sorted(graph.edges, key=lambda edge: _number(edge[2], "order", where, *edge[:2]))
-    seconds = np.array([_number(data, "seconds", where, node) for node, data in nodes], dtype=float)
+    nodes = sorted(graph.nodes, key=lambda node: _read_number(node[1], "topo_order", where, node[0]))
+    edges = sorted(graph.edges, key=lambda edge: _read_number(edge[2], "order", where, *edge[:2]))
+    seconds = np.array([_read_number(data, "seconds", where, node) for node, data in nodes], dtype=float)
     if float(seconds.sum()) > MAX_SECONDS:
         message = f"seconds add up to {seconds.sum():.3g}, expected at most {MAX_SECONDS:.0e}"
         raise InputError("D002", message, where=where)
-    weights = [_weight_table(data, where, node) for node, data in nodes]
+    weights = [_read_weights(data, where, node) for node, data in nodes]
     _require_same_sizes(weights, where)
     document = {
         "name": str(graph.attributes.get("name") or ""),
-        "nodes": [_json_node(node, data, table, where) for (node, data), table in zip(nodes, weights)],
-        "edges": [_json_edge(*edge, where=where) for edge in edges],
-        "devices": _devices(graph.attributes, where, device_count),
+        "nodes": [_convert_node(node, data, table, where) for (node, data), table in zip(nodes, weights)],
+        "edges": [_convert_edge(*edge, where=where) for edge in edges],
+        "devices": _read_devices(graph.attributes, where, device_count),
     }
     return GraphDescription(
         document=document,
         seconds=seconds,
-        latency_seconds=float(_number(graph.attributes, "latency_seconds", where)),
-        class_seconds=_class_seconds(nodes, seconds, where),
+        latency_seconds=float(_read_number(graph.attributes, "latency_seconds", where)),
+        class_seconds=_read_class_seconds(nodes, seconds, where),
         weights=weights,
-        bytes_per_second=_bandwidth(graph.attributes, where),
+        bytes_per_second=_read_bandwidth(graph.attributes, where),
         notes=(*note_missing_costs(nodes, "seconds", where), *note_missing_costs(edges, "bytes", where)),
     )
 
 
-def exact_profile(profile: Profile, description: GraphDescription, target: Target) -> Profile:
+def restore_exact_costs(profile: Profile, description: GraphDescription, target: Target) -> Profile:
     """Return the profile of a description's document with the times, and the shared weights, that it left out."""
     classes = dict.fromkeys(device.cost_class for device in target.devices)
     seconds = {kind: description.class_seconds.get(kind, description.seconds) for kind in classes}
@@ -128,21 +143,21 @@ def _share_weights(graph: OpGraph, tables: Sequence[Mapping[str, int] | None]) -
     )
 
 
-def _json_node(
+def _convert_node(
     node: Hashable, data: Mapping[str, Any], weights: Mapping[str, int] | None, where: str
 ) -> dict[str, Any]:
     """Return a node as in a JSON cost graph; raise InputError for invalid attributes."""
-    persistent, temporary, output = (_number(data, key, where, node) for key in NODE_NUMBERS[:3])
+    persistent, temporary, output = (_read_number(data, key, where, node) for key in NODE_NUMBERS[:3])
     if weights is not None:
         total = sum(weights.values())
         if persistent != total and "weights_bytes" in data:
-            found = f"weights_bytes of {_label(node)} is {format_value(persistent)}"
+            found = f"weights_bytes of {describe_item(node)} is {format_value(persistent)}"
             message = f"{found}, expected {total}, as its weights add up to"
             raise InputError("D002", message, where=where, hint="correct one of them, or leave weights_bytes out")
         persistent = total
     backward = data.get("backward", False)
     if not isinstance(backward, (bool, np.bool_)) and (isinstance(backward, str) or backward not in (0, 1)):
-        message = f"backward of {_label(node)} is {format_value(backward)}, expected true or false"
+        message = f"backward of {describe_item(node)} is {format_value(backward)}, expected true or false"
         raise InputError("D002", message, where=where)
     name = next((data[key] for key in ("name", "label") if data.get(key) is not None), node)
     return {
@@ -159,9 +174,9 @@ def _json_node(
     }
 
 
-def _json_edge(source: Hashable, destination: Hashable, data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_edge(source: Hashable, destination: Hashable, data: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return an edge as in a JSON cost graph."""
-    size = _number(data, "bytes", where, source, destination)
+    size = _read_number(data, "bytes", where, source, destination)
     tensor = None if _is_empty(data.get("tensor")) else data["tensor"]
     return {"src": source, "dst": destination, "bytes": size, "tensor": tensor}
 
@@ -170,30 +185,20 @@ def _is_empty(value: object) -> bool:
     return value is None or (isinstance(value, str) and not value)
 
 
-def _label(*item: Hashable) -> str:
-    """Return the name of a node (by its id), an edge (by its ends) or the graph (neither) for messages."""
-    if not item:
-        return "the graph"
-    return f"{'node' if len(item) == 1 else 'edge'} {' -> '.join(map(format_value, item))}"
-
-
-def _number(data: Mapping[str, Any], key: str, where: str, *item: Hashable) -> float:
+def _read_number(data: Mapping[str, Any], key: str, where: str, *item: Hashable) -> float:
     """Return a number of a node, an edge or the graph, 0 if it is missing; raise InputError naming it."""
     value = data.get(key, 0)
     max_value = MAX_SECONDS if key.partition(":")[0].endswith("seconds") else MAX_NUMBER
     if not is_real(value) or not 0 <= value <= max_value:
-        message = f"{key} of {_label(*item)} is {format_value(value)}, expected a number from 0 to {max_value:.0e}"
+        message = (
+            f"{key} of {describe_item(*item)} is {format_value(value)}, expected a number from 0 to {max_value:.0e}"
+        )
         hint = f"declare {key} as a number (double or long), not as a text" if isinstance(value, str) else ""
         raise InputError("D002", message, where=where, hint=hint)
     return value
 
 
-def is_real(value: object) -> TypeGuard[float]:
-    """Return whether a value is a number of Python or numpy, and no truth value."""
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
-def _bandwidth(attributes: Mapping[str, Any], where: str) -> float:
+def _read_bandwidth(attributes: Mapping[str, Any], where: str) -> float:
     """Return the bandwidth of a link in bytes per second, by default infinity."""
     value = attributes.get("bytes_per_second", math.inf)
     if not is_real(value) or not (value == math.inf or MIN_BYTES_PER_SECOND <= value <= sys.float_info.max):
@@ -202,7 +207,7 @@ def _bandwidth(attributes: Mapping[str, Any], where: str) -> float:
     return float(value)
 
 
-def _devices(attributes: Mapping[str, Any], where: str, device_count: int | None) -> list[dict[str, Any]]:
+def _read_devices(attributes: Mapping[str, Any], where: str, device_count: int | None) -> list[dict[str, Any]]:
     """Return the devices as in a JSON cost graph; raise InputError if there are none."""
     example = '[{"id": 0, "memory_bytes": 8000000000}]'
     devices = attributes.get("devices")
@@ -219,15 +224,15 @@ def _devices(attributes: Mapping[str, Any], where: str, device_count: int | None
     return [{key: device[key] for key in ("id", "memory_bytes") if key in device} for device in devices]
 
 
-def _weight_table(data: Mapping[str, Any], where: str, node: Hashable) -> dict[str, int] | None:
+def _read_weights(data: Mapping[str, Any], where: str, node: Hashable) -> dict[str, int] | None:
     """Return the weights of a node by name, None if they have no names; raise InputError for others."""
     table = data.get("weights")
     if _is_empty(table):
         return None
     if isinstance(table, str):
-        table = parse_json(table, "D002", f"the weights of {_label(node)}, by name", where)
+        table = parse_json(table, "D002", f"the weights of {describe_item(node)}, by name", where)
     if not isinstance(table, Mapping) or not all(_is_valid_size(key, size) for key, size in table.items()):
-        message = f"weights of {_label(node)} are {format_value(table)}, expected bytes by name"
+        message = f"weights of {describe_item(node)} are {format_value(table)}, expected bytes by name"
         raise InputError("D002", message, where=where, hint='write them like {"kernel": 4096}')
     return {name: int(size) for name, size in table.items()}
 
@@ -247,7 +252,7 @@ def _require_same_sizes(tables: Sequence[Mapping[str, int] | None], where: str) 
                 raise InputError("D002", message, where=where, hint="give it one size, or two names")
 
 
-def _class_seconds(
+def _read_class_seconds(
     nodes: Sequence[tuple[Hashable, Mapping[str, Any]]], seconds: Floats, where: str
 ) -> dict[str, Floats]:
     """Return the times that nodes give for classes of devices, `seconds:cpu/1`; others take `seconds` there.
@@ -259,22 +264,9 @@ def _class_seconds(
     for key in keys:
         refused = np.array([data.get(key) == math.inf for _, data in nodes])
         column = [
-            math.nan if key not in data else _number({} if is_refused else data, key, where, node)
+            math.nan if key not in data else _read_number({} if is_refused else data, key, where, node)
             for is_refused, (node, data) in zip(refused, nodes)
         ]
         times = np.where(np.isnan(column), seconds, np.array(column, dtype=float))
         classes[key.partition(":")[2]] = np.where(refused, REFUSED_SECONDS, times)
     return classes
-
-
-def note_missing_costs(items: Sequence[tuple[Any, ...]], key: str, where: str) -> tuple[Diagnostic, ...]:
-    """Return a note if nodes or edges lack a cost, which counts as zero."""
-    incomplete = [item for item in items if key not in item[-1]]
-    if not incomplete:
-        return ()
-    kind = "node" if len(incomplete[0]) == 2 else "edge"
-    similar = difflib.get_close_matches(key, [str(name) for name in incomplete[0][-1]], n=1, cutoff=0.5)
-    hint = f"it has {similar[0]!r}; call it {key}" if similar else f"give every {kind} {key}, 0 where there are none"
-    label = _label(*incomplete[0][:-1])
-    message = f"{len(incomplete)} of {len(items)} {kind}s have no {key}, such as {label}: that counts as zero"
-    return (Diagnostic("C002", message, where=where, hint=hint),)

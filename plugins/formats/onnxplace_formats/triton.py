@@ -16,11 +16,10 @@ from typing import Any
 
 from onnxplace.bundle import MANIFEST_FILE, InputRecord, Manifest, OutputRecord, SegmentRecord, list_routes
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_names, suggest_nearest
-from onnxplace.export.exporting import ExportOptions, require_one_host
-from onnxplace.export.plain_stages import is_numpy_type
-from onnxplace.export.segment_models import BundleModels, list_producers, write_segment_files
+from onnxplace.export import BundleModels, list_producers, require_one_host, write_segment_files
 from onnxplace.target import Device
 from onnxplace.utils import claim_name, progress_part, report_progress
+from onnxplace_formats.plain_stages import is_numpy_type
 
 CONFIG_FILE, MODEL_FILE, SCRIPT_FILE = "config.pbtxt", "model.onnx", "model.py"
 BUNDLE_FOLDER = "model.bundle"
@@ -36,8 +35,17 @@ MAX_SEQUENCES = 64
 MAX_IDLE_MICROSECONDS = 60_000_000
 
 
-def write_triton(models: BundleModels, folder: Path, options: ExportOptions) -> tuple[Diagnostic, ...]:
+def write_triton(
+    models: BundleModels, folder: Path, *, layout: str = "auto", name: str = "", max_batch: int = 0
+) -> tuple[Diagnostic, ...]:
     """Write a model repository: the folder that `tritonserver --model-repository` takes.
+
+    Args:
+        models: The bundle.
+        folder: Where the repository goes.
+        layout: `ensemble` (a model for each segment), `python` (one model that runs the bundle), or `auto`.
+        name: The model that clients call; by default it has the name of the bundle.
+        max_batch: The most rows of requests that one model joins; 0 joins none.
 
     Raises:
         UsageError: The name or the layout is wrong.
@@ -45,11 +53,11 @@ def write_triton(models: BundleModels, folder: Path, options: ExportOptions) -> 
     """
     manifest = models.manifest
     require_one_host(manifest, "triton")
-    name = choose_name(options.name or models.bundle.path.resolve().name.removesuffix(".bundle"))
-    layout = choose_layout(manifest, options)
+    name = choose_name(name or models.bundle.path.resolve().name.removesuffix(".bundle"))
+    layout = choose_layout(manifest, layout, max_batch)
     require_tensors(manifest, needs_numpy=layout == "python")
     if layout == "python":
-        write_python_model(models, folder / name, options.max_batch)
+        write_python_model(models, folder / name, max_batch)
         return note_custom_operators(manifest)
     write_ensemble(models, folder, name)
     return (*note_custom_operators(manifest), *note_defaults(manifest))
@@ -71,30 +79,30 @@ def choose_name(text: str) -> str:
     return name
 
 
-def choose_layout(manifest: Manifest, options: ExportOptions) -> str:
+def choose_layout(manifest: Manifest, layout: str, max_batch: int) -> str:
     """Return "ensemble" or "python"; raises UsageError or InputError where the wish cannot be met."""
-    if options.layout not in LAYOUTS:
-        hint = suggest_nearest(options.layout, LAYOUTS)
-        raise UsageError("U005", f"there is no layout {options.layout!r}", where="--layout", hint=hint)
-    if options.max_batch:
-        require_batches(manifest, options)
+    if layout not in LAYOUTS:
+        hint = suggest_nearest(layout, LAYOUTS)
+        raise UsageError("U005", f"there is no layout {layout!r}", where="--layout", hint=hint)
+    if max_batch:
+        require_batches(manifest, layout, max_batch)
         return "python"
     obstacle = find_obstacle(manifest)
-    if options.layout == "ensemble" and obstacle:
+    if layout == "ensemble" and obstacle:
         hint = "use --layout python"
         raise InputError("I015", f"an ensemble cannot express this bundle: {obstacle}", where="--layout", hint=hint)
-    if options.layout != "auto":
-        return options.layout
+    if layout != "auto":
+        return layout
     has_defaults = any(item.optional for item in manifest.inputs)
     return "python" if obstacle or has_defaults or returns_to_device(manifest) else "ensemble"
 
 
-def require_batches(manifest: Manifest, options: ExportOptions) -> None:
+def require_batches(manifest: Manifest, layout: str, max_batch: int) -> None:
     """Raise an error unless Triton can join requests along the first axis of all inputs and outputs."""
-    if not 2 <= options.max_batch <= MAX_BATCH:
-        message = f"expected at least 2 rows, and at most {MAX_BATCH}, got {options.max_batch}"
+    if not 2 <= max_batch <= MAX_BATCH:
+        message = f"expected at least 2 rows, and at most {MAX_BATCH}, got {max_batch}"
         raise UsageError("U005", message, where="--max-batch", hint="omit it: each request runs by itself")
-    if options.layout == "ensemble":
+    if layout == "ensemble":
         hint = "omit --layout, or use --layout python"
         raise UsageError("U005", "only the layout python joins requests", where="--max-batch", hint=hint)
     record = manifest.batching

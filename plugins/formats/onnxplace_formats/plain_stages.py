@@ -10,8 +10,7 @@ from typing import Any
 
 from onnxplace.devices import find_kind
 from onnxplace.errors import Diagnostic
-from onnxplace.export.exporting import ExportOptions, note_routes, require_one_host
-from onnxplace.export.segment_models import BundleModels, write_segment_files
+from onnxplace.export import BundleModels, note_routes, require_one_host, write_segment_files
 from onnxplace.model import parse_type
 from onnxplace.target import Device
 
@@ -20,7 +19,7 @@ PLAN_FILE, SCRIPT_FILE = "stages.json", "run.py"
 FOREIGN_ELEMENTS = ("bfloat16", "float8", "float6", "float4", "int4", "int2")
 
 
-def write_stages(models: BundleModels, folder: Path, _: ExportOptions) -> tuple[Diagnostic, ...]:
+def write_stages(models: BundleModels, folder: Path) -> tuple[Diagnostic, ...]:
     """Write a file for each segment, their weights, the plan that connects them, and the script."""
     require_one_host(models.manifest, "stages")
     names = [f"{segment.record.id}.onnx" for segment in models.segments]

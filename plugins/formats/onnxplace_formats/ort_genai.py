@@ -10,8 +10,7 @@ from typing import Any
 
 from onnxplace.bundle import Manifest
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_names, format_value
-from onnxplace.export.exporting import ExportOptions, note_routes, require_one_host
-from onnxplace.export.segment_models import BundleModels, SegmentModel, write_segment_files
+from onnxplace.export import BundleModels, SegmentModel, note_routes, require_one_host, write_segment_files
 from onnxplace.target import Device
 from onnxplace.utils import format_path, read_json
 
@@ -34,20 +33,24 @@ OUTPUT_NAMES = {
 }
 
 
-def write_genai_model(models: BundleModels, folder: Path, options: ExportOptions) -> tuple[Diagnostic, ...]:
+def write_genai_model(models: BundleModels, folder: Path, *, config: Path | None = None) -> tuple[Diagnostic, ...]:
     """Write a file for each stage, and the configuration of the whole model with their pipeline.
+
+    Args:
+        models: The bundle.
+        folder: Where the files go.
+        config: The genai_config.json of the whole model, whose other fields are kept.
 
     Raises:
         UsageError: The configuration is missing.
         InputError: It is not one, or GenAI cannot run this bundle; the message says why.
     """
     require_one_host(models.manifest, "ort-genai")
-    if options.config is None:
+    if config is None:
         hint = "--config genai_config.json, which onnxruntime-genai's model builder writes next to the whole model"
         raise UsageError("I018", "expected the configuration of the whole model", where="--config", hint=hint)
-    config = read_config(options.config)
-    decoder = config["model"]["decoder"]
-    require_decoder(models.manifest, decoder, format_path(options.config))
+    whole = read_config(config)
+    require_decoder(models.manifest, whole["model"]["decoder"], format_path(config))
     require_one_cache(models)
     names = [f"{segment.record.id}.onnx" for segment in models.segments]
     write_segment_files(models, folder, zip(names, models.segments))
@@ -55,7 +58,7 @@ def write_genai_model(models: BundleModels, folder: Path, options: ExportOptions
         segment.record.id: describe_stage(segment, name, models.devices[segment.record.device])
         for name, segment in zip(names, models.segments)
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(replace_decoder(config, stages), indent=4) + "\n", encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(json.dumps(replace_decoder(whole, stages), indent=4) + "\n", encoding="utf-8")
     return note_routes(models.manifest, "ort-genai")
 
 

@@ -84,7 +84,7 @@ def fit_input(array: Any, kind: str, number: int) -> Any:
 
 
 def list_arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of an output: an element of a sequence is one of its own, an empty optional none."""
+    """Yield the arrays of an output: each element of a sequence is one, an empty optional is none."""
     if isinstance(value, ort.OrtValue):
         value = read_value(value) if value.has_value() else None
     if isinstance(value, list):

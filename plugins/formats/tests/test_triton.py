@@ -15,8 +15,8 @@ from onnxplace.bundle import Bundle
 from onnxplace.driver import compile_model
 from onnxplace.export import ExportOptions, export_bundle
 from onnxplace.target import Device, Target
+from plugins.formats.tests.fake_triton import FLAG_END, FLAG_START, Ensemble, PythonModel, load_protobufs, read_config
 from tests.bundle.test_routes import copied
-from tests.export.fake_triton import FLAG_END, FLAG_START, Ensemble, PythonModel, load_protobufs, read_config
 from tests.export.samples import draw_feeds, run_file
 from tests.support.commands import only_json
 from tests.support.random_models import RandomModel, random_models, reference

@@ -17,10 +17,11 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.driver import compile_model
-from onnxplace.export import export_bundle, plain_stages
+from onnxplace.export import export_bundle
 from onnxplace.feeds import numpy_type, write_npz
 from onnxplace.target import Device
 from onnxplace.utils import observe_progress
+from onnxplace_formats import plain_stages
 from tests.end_to_end.split_checks import ALTERNATING
 from tests.export.samples import draw_feeds, run_file
 from tests.support.commands import only_json

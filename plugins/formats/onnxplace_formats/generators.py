@@ -17,8 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from onnxplace.cost_graph.cost_graphs import assemble_cost_graph
-from onnxplace.cost_graph.data import CostGraph
+from onnxplace.cost_graph import CostGraph, assemble_cost_graph
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 
 MACHINE = MappingProxyType(
@@ -90,7 +89,7 @@ def wide(nodes: int, seed: int, levels: int = 4) -> CostGraph:
 
 
 def _draw_layers(family: str, nodes: int, seed: int, levels: int) -> CostGraph:
-    """Return at most so many layers of equal operators."""
+    """Return at most `levels` layers of equal operators."""
     rng = np.random.default_rng(seed)
     edges = _draw_layer_edges(rng, _draw_levels(rng, nodes, levels))
     return _draw_costs(family, seed, rng, _Draft((_KERNEL,), np.zeros(nodes, dtype=np.int32), *edges))
