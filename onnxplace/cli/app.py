@@ -183,7 +183,7 @@ def runtimes(name: str | None, json_: bool) -> None:
 
 
 def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
-    from onnxplace.cli.pass_help import format_pass_help
+    from onnxplace.cli.help import format_pass_help
     from onnxplace.pipeline import find_plugin, list_entries
     from onnxplace.reports import format_table
 

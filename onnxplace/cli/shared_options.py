@@ -147,7 +147,7 @@ def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any, **options: Any) -> None:
         session_options = {name: options.pop(name) for name in ("runtime", "fallback")} | take_runtime_options(options)
         with warnings.catch_warnings():
-            # `note_left_out_copies` says so at the end.
+            # `note_left_out_copies` reports them at the end.
             warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)
             command(*arguments, session_options=session_options, **options)
 

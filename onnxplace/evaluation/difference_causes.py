@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SegmentRecord, order_segments
+from onnxplace.devices import DeviceAddress
 from onnxplace.errors import NoteWarning, OnnxplaceError
-from onnxplace.evaluation.compare import TOLERANCE
-from onnxplace.evaluation.comparison_process import CPU
-from onnxplace.evaluation.own_differences import Differences, ModelComparison
+from onnxplace.evaluation.compare import TOLERANCE, Differences, ModelComparison
 from onnxplace.evaluation.step_inputs import StateCarrier, StepInputs
 from onnxplace.machine import available_cores, make_runner, make_session_options, open_session, without_optimisations
 from onnxplace.model import load
 from onnxplace.passes.profiling import run_nodes
 from onnxplace.utils import relative_error
 
+CPU = DeviceAddress("cpu", 0)
 _REPORT = "this looks like a defect of onnxplace: please report it, with this command and `onnxplace doctor`'s report"
 _PLACE = "place nodes elsewhere with --device-map, or bound errors with --max-error; `onnxplace doctor` checks devices"
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import cast
 
 import numpy as np
 
@@ -58,7 +57,7 @@ from onnxplace.machine import (
     longest_wait,
     read_run_delays,
 )
-from onnxplace.pipeline import find_plugin
+from onnxplace.pipeline import create_runtime
 from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
 from onnxplace.target import Target, split_host
 from onnxplace.utils import find_core_limit, relative_error, report_progress, write_file
@@ -66,12 +65,12 @@ from onnxplace.utils import find_core_limit, relative_error, report_progress, wr
 # Clocks and caches settle within this time, and sessions within these steps.
 WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
 # Repeat until the standard error of the median is below the tolerance; stop after `max_runs` steps, or these seconds.
-# Where bundles are compared, or the user wants to be sure, so many steps are made at least.
+# Where bundles are compared, or the user wants to be sure, there are at least `SURE_RUNS` steps.
 REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.02, min_runs=5), 9
 # Bundles take turns of this time. Reading how long threads waited takes longer than a small step, so it is done once
 # per turn.
 BURST_SECONDS = 0.01
-# The session with all cores runs in one of so many rounds, since its threads need time to settle.
+# The session with all cores runs in one of this many rounds, since its threads need time to settle.
 ALL_CORES_ROUNDS = 4
 # How the note begins that a trial of the bundle was disturbed.
 DOUBT = "the trial is less sure than usual: steps"
@@ -190,7 +189,7 @@ def run_trials(
     references = _list_reference_cores(bundles) if plain and is_local else ()
 
     def measure() -> tuple[Trial, ...]:
-        opener = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+        opener = runtime or create_runtime("onnxruntime")
         with ExitStack() as stack:
             opened = [stack.enter_context(opener.open(bundle, trace=True)) for bundle in bundles]
             # One bundle may hold a state whole that another one holds in parts.
@@ -245,8 +244,8 @@ def _list_reference_cores(bundles: Sequence[Bundle]) -> tuple[tuple[int, ...], .
 def _compare_plain(bundle: _TrialSession, one_device: _TrialSession, all_cores: _TrialSession) -> PlainTimes:
     """Return the times of plain sessions; the speed-up is that of their undisturbed turns with the bundle."""
     turns = np.array([one_device.bursts, bundle.bursts])
-    calm = turns[:, :, 1].max(axis=0) <= DOUBTFUL_WAITING_SHARE
-    seconds = turns[:, calm if calm.sum() >= MIN_RUNS else slice(None), 0]
+    is_undisturbed = turns[:, :, 1].max(axis=0) <= DOUBTFUL_WAITING_SHARE
+    seconds = turns[:, is_undisturbed if is_undisturbed.sum() >= MIN_RUNS else slice(None), 0]
     low, high = np.quantile(seconds[0] / np.maximum(seconds[1], 1e-9), (0.1, 0.9)).tolist()
     return PlainTimes(one_device.step_seconds, all_cores.step_seconds, low, high)
 
@@ -263,7 +262,7 @@ def measure_error(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
     lineages, feeds = find_bundle_lineages(bundle), SplitStates(bundle.manifest).align_copies(feeds)
     names = [item.name for item in bundle.returned_outputs if not lineages[item.name].random_nodes]
     expected = open_reference(bundle, None, available_cores())(feeds)
-    runtime, errors = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))(), [0.0]
+    runtime, errors = create_runtime("onnxruntime"), [0.0]
     for route in list_routes(bundle.manifest):
         with runtime.open(Bundle(bundle.path, move_to_route(bundle.manifest, route))) as session:
             outputs = session.run(feeds).outputs
@@ -532,11 +531,9 @@ def record_trial(bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime) -
     """
     (trial,) = run_trials([bundle], feeds, runtime=runtime)
     manifest = apply_trial(bundle.manifest, trial)
-    notes = [item for item in manifest.diagnostics if not _is_about_trial(item)]
+    notes = [
+        item for item in manifest.diagnostics if item.code not in NO_TRIAL_CODES and not item.message.startswith(DOUBT)
+    ]
     if doubt := find_trial_doubt(trial, manifest.model):
         notes.append(DiagnosticRecord(**asdict(doubt)))
     return replace_manifest(bundle, manifest.model_copy(update={"diagnostics": tuple(notes)}))
-
-
-def _is_about_trial(note: DiagnosticRecord) -> bool:
-    return note.code in NO_TRIAL_CODES or note.message.startswith(DOUBT)

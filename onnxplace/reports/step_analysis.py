@@ -131,7 +131,9 @@ def _describe_crossing(
     readers = graph.readers[value]
     remote = readers[step.device[readers] != source]
     waits, slacks = zip(*(_measure_wait(step, value, int(node), arrivals, before) for node in remote), strict=True)
-    gain = _measure_gain(step, remote, source) if is_simulated else None
+    kept, gain = step.simulation.makespan_seconds, None
+    if is_simulated and (moved := step.simulate_moved(remote, source)) is not None:
+        gain = moved - kept if abs(moved - kept) > MIN_SHARE * kept else 0.0
     return Crossing(
         value=graph.value_names[value],
         bytes=int(graph.value_bytes[value]),
@@ -158,14 +160,6 @@ def _measure_wait(
             others.append(local if int(step.device[producer]) == device else arrivals.get((item, device), local))
     arrival = arrivals.get((value, device), 0.0)
     return max(arrival - max(others), 0.0), max(float(simulation.start_seconds[node]) - arrival, 0.0)
-
-
-def _measure_gain(step: PlacedStep, readers: Ints, source: int) -> float | None:
-    seconds = step.simulate_moved(readers, source)
-    if seconds is None:
-        return None
-    difference = seconds - step.simulation.makespan_seconds
-    return difference if abs(difference) > MIN_SHARE * step.simulation.makespan_seconds else 0.0
 
 
 def _explain(source: str, wait: float, slack: float, gain: float | None) -> str:
