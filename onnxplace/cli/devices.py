@@ -18,6 +18,7 @@ from onnxplace.cli.shared_options import (
     devices_option,
     print_hint,
     print_json,
+    print_result,
     print_text,
     show_progress,
     target_output_option,
@@ -264,7 +265,7 @@ def machines(json_: bool) -> None:
     from onnxplace.target import read_catalogue
 
     catalogue = read_catalogue()
-    print_json(asdict(catalogue)) if json_ else print_text(format_catalogue(catalogue))
+    print_result(json_, asdict(catalogue), format_catalogue(catalogue))
 
 
 def format_catalogue(catalogue: Catalogue) -> str:

@@ -53,6 +53,11 @@ def print_json(data: Mapping[str, Any]) -> None:
     click.echo(format_json(data))
 
 
+def print_result(json_: bool, data: Mapping[str, Any], text: str) -> None:
+    """Print a result as JSON, or as text."""
+    print_json(data) if json_ else print_text(text)
+
+
 def format_json(data: Mapping[str, Any]) -> str:
     """Return a result as JSON, which has no numbers that are not finite: null is in their place."""
     finite = json.loads(json.dumps(data, default=str), parse_constant=lambda _: None)

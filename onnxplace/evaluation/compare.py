@@ -153,12 +153,9 @@ def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:
         return type(actual) is type(reference)
     actual, reference = np.asarray(actual), np.asarray(reference)
     has_same_shape = any_shape or actual.shape == reference.shape
-    return actual.dtype == reference.dtype and has_same_shape and _is_as_finite(actual, reference)
-
-
-def _is_as_finite(actual: Array, reference: Array) -> bool:
-    """Return whether `actual` is finite if `reference` is; types of which none is infinite are."""
-    is_exact = str(reference.real.dtype) not in TOLERANCE
+    if actual.dtype != reference.dtype or not has_same_shape:
+        return False
+    is_exact = str(reference.real.dtype) not in TOLERANCE  # it has no infinite values
     return is_exact or bool(np.isfinite(actual).all() or not np.isfinite(reference).all())
 
 

@@ -25,11 +25,11 @@ from onnxplace.bundle import (
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation.memory_use import BundleMemory, Opening, measure_memory
 from onnxplace.evaluation.step_inputs import RepeatedStep
-from onnxplace.evaluation.trial import count_process_bytes, find_median_seconds
+from onnxplace.evaluation.trial import count_process_bytes, measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer, create_runtime
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Event, EventKind, Runtime, RuntimeSession, open_session
-from onnxplace.traces import RequestTimeline, TraceRecorder
+from onnxplace.traces import RequestTimeline, TraceRecorder, find_medians
 
 WARM_UP_RUNS = 2
 # Traced requests for each one in flight: the first and the last ones, with fewer in flight, matter less then.
@@ -123,7 +123,7 @@ class TracedRequests:
 
         It is the sum of the segments' medians: most segments are short, and seldom wait for a core.
         """
-        seconds = find_median_seconds((events, 1.0) for events in self._requests)
+        seconds = find_medians(map(measure_segment_seconds, self._requests))
         return sum((seconds[segment.id] for segment in segments), 0.0)
 
     def copying(self, device: str) -> float:

@@ -1,4 +1,4 @@
-"""Which nodes of a bundle's segments its devices leave to the host."""
+"""Nodes of a bundle's segments that its devices leave to the host."""
 
 from __future__ import annotations
 

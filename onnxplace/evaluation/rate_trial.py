@@ -18,11 +18,12 @@ from pydantic import Field
 from onnxplace.bundle import Bundle, Manifest, SplitStates, list_route_devices
 from onnxplace.evaluation.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.evaluation.compare import open_reference
-from onnxplace.evaluation.trial import find_median_seconds
+from onnxplace.evaluation.trial import measure_segment_seconds
 from onnxplace.feeds import Array
 from onnxplace.machine import Stopwatch, available_cores, find_typical_seconds, read_run_delays
 from onnxplace.pipeline import create_runtime
 from onnxplace.runtime import Event, Result
+from onnxplace.traces import find_medians
 from onnxplace.utils import report_progress
 
 MAX_REQUESTS_IN_FLIGHT = 8
@@ -155,7 +156,7 @@ def _summarise(turns: Sequence[Turn], in_flight: int, plain_seconds: float) -> R
     turns = sorted(turns, key=lambda turn: turn.waiting)[: (len(turns) + 1) // 2]
     return RateTrial(
         interval_seconds=float(np.median([turn.interval_seconds for turn in turns])),
-        segment_seconds=find_median_seconds((events, 1.0) for turn in turns for events in turn.events),
+        segment_seconds=find_medians(measure_segment_seconds(events) for turn in turns for events in turn.events),
         in_flight=in_flight,
         requests=sum(turn.results for turn in turns),
         waiting=float(np.median([turn.waiting for turn in turns])),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -60,6 +60,7 @@ from onnxplace.machine import (
 from onnxplace.pipeline import create_runtime
 from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
 from onnxplace.target import Target, split_host
+from onnxplace.traces import find_medians
 from onnxplace.utils import find_core_limit, relative_error, report_progress, write_file
 
 # Clocks and caches settle within this time, and sessions within these steps.
@@ -195,9 +196,9 @@ def run_trials(
             # One bundle may hold a state whole that another one holds in parts.
             steps = [RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)) for bundle in bundles]
             whole_step = RepeatedStep(bundles[0], SplitStates(bundles[0].manifest).align_copies(feeds), carries=False)
-            tried = [_TrialSession(*pair, policy) for pair in zip(opened, steps)]
+            tried = [_TrialSession(*pair) for pair in zip(opened, steps)]
             plain_sessions = {
-                cores: _TrialSession(_PlainSession(bundles[0], cores), whole_step, policy)
+                cores: _TrialSession(_PlainSession(bundles[0], cores), whole_step)
                 for cores in dict.fromkeys(references)
             }
             all_cores = plain_sessions[references[1]] if len(plain_sessions) > 1 else None
@@ -206,7 +207,7 @@ def run_trials(
                 session.warm_up()
             # In turns, so that changes of the machine's speed affect all. The last bundle to settle ends the loop.
             for number in itertools.count():
-                if all(session.has_enough for session in tried):
+                if all(policy.has_enough(session.runs) for session in tried):
                     break
                 for session in sessions:
                     if session is not all_cores:
@@ -214,7 +215,7 @@ def run_trials(
                 if all_cores and number % ALL_CORES_ROUNDS == 0:
                     all_cores.run_burst()
                     settle()
-                report_progress(min(session.share for session in tried))
+                report_progress(min(policy.estimate_share(session.runs) for session in tried))
             for session in sessions:
                 session.end()
         plain_ones = [plain_sessions[cores] for cores in references]
@@ -247,7 +248,7 @@ def _compare_plain(bundle: _TrialSession, one_device: _TrialSession, all_cores: 
     is_undisturbed = turns[:, :, 1].max(axis=0) <= DOUBTFUL_WAITING_SHARE
     seconds = turns[:, is_undisturbed if is_undisturbed.sum() >= MIN_RUNS else slice(None), 0]
     low, high = np.quantile(seconds[0] / np.maximum(seconds[1], 1e-9), (0.1, 0.9)).tolist()
-    return PlainTimes(one_device.step_seconds, all_cores.step_seconds, low, high)
+    return PlainTimes(one_device.runs.seconds, all_cores.runs.seconds, low, high)
 
 
 def measure_error(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
@@ -382,8 +383,8 @@ class _PlainSession(RuntimeSession):
 class _TrialSession:
     """An open bundle and the times of its steps."""
 
-    def __init__(self, session: RuntimeSession, step: RepeatedStep, policy: RepeatPolicy = REPEAT_POLICY) -> None:
-        self._session, self._step, self._policy = session, step, policy
+    def __init__(self, session: RuntimeSession, step: RepeatedStep) -> None:
+        self._session, self._step = session, step
         self._steps: list[tuple[tuple[Event, ...], float]] = []
         """Events and seconds of each step."""
         self._waiting_shares: list[float] = []
@@ -399,7 +400,7 @@ class _TrialSession:
     def warm_up(self) -> None:
         """Run uncounted steps until clocks, caches and sessions have settled."""
         began, elapsed = time.perf_counter(), 0.0
-        while (len(self._steps) < WARM_UP_STEPS or elapsed < WARM_UP_SECONDS) and elapsed < self._policy.seconds:
+        while (len(self._steps) < WARM_UP_STEPS or elapsed < WARM_UP_SECONDS) and elapsed < REPEAT_POLICY.seconds:
             self._run_step()
             elapsed = time.perf_counter() - began
         self._steps.clear()
@@ -425,22 +426,8 @@ class _TrialSession:
         self.bursts.append((seconds, share + slowdown))
 
     @property
-    def has_enough(self) -> bool:
-        """Return whether the steps so far satisfy the policy."""
-        return self._policy.has_enough(self._runs) if self._steps else False
-
-    @property
-    def share(self) -> float:
-        """Return the share of the most steps, or of the most time, that is over."""
-        return self._policy.estimate_share(self._runs)
-
-    @property
-    def step_seconds(self) -> float:
-        """Return the median of the undisturbed steps, without the waits."""
-        return self._runs.seconds
-
-    @property
-    def _runs(self) -> Runs:
+    def runs(self) -> Runs:
+        """Return the times of the steps so far."""
         seconds = np.array([seconds for _, seconds in self._steps])
         return Runs(seconds, seconds * np.array(self._waiting_shares), np.array(self._reference_seconds))
 
@@ -450,7 +437,7 @@ class _TrialSession:
 
     def summarise(self) -> Trial:
         """Return medians over the steps that waited least for a core."""
-        runs = self._runs
+        runs = self.runs
         # It is unknown which event a wait fell into, so it is subtracted from all in proportion.
         steps = [(*self._steps[index], 1 - self._waiting_shares[index]) for index in runs.undisturbed]
         request_times = []
@@ -461,9 +448,12 @@ class _TrialSession:
         return Trial(
             step_seconds=runs.seconds,
             request_seconds=max(float(np.median(request_times)), 0.0),
-            segment_seconds=find_median_seconds((events, working_share) for events, _, working_share in steps),
+            segment_seconds=find_medians(
+                {name: seconds * working_share for name, seconds in measure_segment_seconds(events).items()}
+                for events, _, working_share in steps
+            ),
             # The thread that reads waits for the disk, and seldom for a core.
-            load_seconds=find_median_seconds(((events, 1.0) for events, _, _ in steps), measure_load_seconds),
+            load_seconds=find_medians(measure_load_seconds(events) for events, _, _ in steps),
             requests=len(runs.undisturbed),
             # Not subtracted from times: other processes may have looked for messages only.
             waiting=max(runs.waiting, self._remote_waiting_share),
@@ -495,18 +485,6 @@ def measure_load_seconds(events: Sequence[Event]) -> dict[str, float]:
         for event in events
         if event.kind == "load" and event.start_seconds > 0  # others began before the request
     }
-
-
-def find_median_seconds(
-    requests: Iterable[tuple[Sequence[Event], float]],
-    measure: Callable[[Sequence[Event]], Mapping[str, float]] = measure_segment_seconds,
-) -> dict[str, float]:
-    """Return the median seconds of each segment over requests, whose times are multiplied by a factor each."""
-    times: dict[str, list[float]] = {}
-    for events, factor in requests:
-        for segment, seconds in measure(events).items():
-            times.setdefault(segment, []).append(seconds * factor)
-    return {name: float(np.median(values)) for name, values in times.items()}
 
 
 def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:

@@ -211,9 +211,22 @@ class _ProcessWriter:
         return {**entry, "tid": row}
 
     def _describe_event(self, span: _Span, timeline: RequestTimeline) -> dict[str, Any]:
+        """Return the entry of an event: a segment with its nodes, or a value with its producer and its size."""
         event = span.event
         entry = self._make_entry(event.kind, event.name, span.start, span.finish, timeline)
-        details = self._describe_segment(event) if event.kind == "run" else self._describe_value(event)
+        details: dict[str, Any] = {}
+        if event.kind == "run":
+            if segment := self._segments.get(event.name):
+                details["nodes"] = segment.nodes
+            if names := self._nodes.get(event.name):
+                details |= {"first node": names[0], "last node": names[-1]}
+        else:
+            if source := self._find_source(event):
+                details["from"] = source
+            if event.bytes is not None:
+                details["bytes"] = event.bytes
+            elif event.name in self._manifest.values:
+                details["compiled bytes"] = self._manifest.values[event.name].bytes
         return {**entry, "tid": span.thread, "args": {**entry["args"], **details}}
 
     def _make_entry(
@@ -238,24 +251,6 @@ class _ProcessWriter:
             "dur": (finish - start) / _TICKS_PER_MICROSECOND,
             "args": arguments,
         }
-
-    def _describe_segment(self, event: Event) -> dict[str, Any]:
-        """Return the number of nodes of a segment, and the first and the last one."""
-        segment = self._segments.get(event.name)
-        details: dict[str, Any] = {} if segment is None else {"nodes": segment.nodes}
-        if names := self._nodes.get(event.name):
-            details |= {"first node": names[0], "last node": names[-1]}
-        return details
-
-    def _describe_value(self, event: Event) -> dict[str, Any]:
-        """Return the ends of a transfer, and its size: the measured one, or that of the compiled shapes."""
-        source = self._find_source(event)
-        details: dict[str, Any] = {} if source is None else {"from": source}
-        if event.bytes is not None:
-            details["bytes"] = event.bytes
-        elif event.name in self._manifest.values:
-            details["compiled bytes"] = self._manifest.values[event.name].bytes
-        return details
 
     def _draw_arrows(self, spans: Sequence[_Span], arrows: Iterator[int]) -> Iterator[dict[str, Any]]:
         """Yield arrows of a request, each as its start, a step at the transfer, and its end."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from onnxplace.bundle import Manifest, list_route_devices, list_routes
 from onnxplace.runtime import Event, EventKind, Result
 
 if TYPE_CHECKING:
     from onnxplace.bundle import SimulatedRequest
+
+Key = TypeVar("Key", bound=Hashable)
 
 # Requests that a session keeps for its trace: the last ones.
 MAX_TRACED_REQUESTS = 1000
@@ -134,7 +136,7 @@ def predict_timelines(manifest: Manifest, requests: Sequence[RequestTimeline]) -
 def predict_stream(
     manifest: Manifest, requests: Sequence[RequestTimeline], in_flight: int
 ) -> tuple[RequestTimeline, ...]:
-    """Return the predicted timelines of requests of which so many are in flight: one that ends starts the next one.
+    """Return the predicted timelines of requests of which `in_flight` run at once: one that ends starts the next one.
 
     So a prediction does not wait for submissions that came late because the measured requests took long. The first
     requests are submitted when the first of `requests` was.
@@ -306,7 +308,9 @@ def _find_largest_difference(
     time_events: Callable[[Iterable[Event]], Mapping[tuple[str, str], float]],
 ) -> Difference | None:
     """Return the entry whose medians differ most, the first of several."""
-    medians, predicted_medians = (_find_medians(timelines, time_events) for timelines in (measured, predicted))
+    medians, predicted_medians = (
+        find_medians(time_events(timeline.events) for timeline in timelines) for timelines in (measured, predicted)
+    )
     differences = [
         Difference(*key, seconds=seconds, predicted_seconds=predicted_medians[key])
         for key, seconds in medians.items()
@@ -315,11 +319,14 @@ def _find_largest_difference(
     return max(differences, key=lambda item: abs(item.seconds - item.predicted_seconds), default=None)
 
 
-def _find_medians(
-    timelines: Sequence[RequestTimeline], time_events: Callable[[Iterable[Event]], Mapping[tuple[str, str], float]]
-) -> dict[tuple[str, str], float]:
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for timeline in timelines:
-        for key, value in time_events(timeline.events).items():
-            seconds.setdefault(key, []).append(value)
-    return {key: median(values) for key, values in seconds.items()}
+def find_medians(measurements: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
+    """Return the median of each key over the measurements that have it.
+
+    >>> find_medians([{"a": 1.0, "b": 4.0}, {"a": 2.0}])
+    {'a': 1.5, 'b': 4.0}
+    """
+    values = defaultdict[Key, list[float]](list)
+    for measurement in measurements:
+        for key, value in measurement.items():
+            values[key].append(value)
+    return {key: median(own) for key, own in values.items()}
