@@ -32,7 +32,14 @@ from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
-from onnxplace.cli.shared_options import as_json, print_json, print_result, show_session_notes, suggest_command
+from onnxplace.cli.shared_options import (
+    as_json,
+    describe_note,
+    print_json,
+    print_result,
+    show_session_notes,
+    suggest_command,
+)
 from onnxplace.cli.terminal import add_verbosity_options, is_terminal, print_aside, report_total_time
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, name_options, suggest_nearest
@@ -286,9 +293,8 @@ def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> i
         if is_terminal() and problem.code != "U000":
             print_aside(f"  more: onnxplace explain {problem.code}")
     if json_:
-        keys = ("code", "message", "where", "hint")
         try:
-            print_json({"error": {key: getattr(problem, key) for key in keys}})
+            print_json({"error": describe_note(problem)})
         except BrokenPipeError:
             _redirect_to_null(sys.stdout)
         except OSError as cause:

@@ -40,7 +40,7 @@ from onnxplace.utils import require_writable, write_file
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
-    from onnxplace.errors import Diagnostic
+    from onnxplace.errors import Diagnostic, OnnxplaceError
     from onnxplace.runtime import CopyStatus
 
 
@@ -293,8 +293,8 @@ def announce_loop_compilation(quiet: bool) -> None:
     )
 
 
-def describe_note(note: Diagnostic) -> dict[str, str]:
-    """Return a note as JSON has it."""
+def describe_note(note: Diagnostic | OnnxplaceError) -> dict[str, str]:
+    """Return a note or an error as JSON has it."""
     return {"code": note.code, "message": note.message, "where": note.where, "hint": note.hint}
 
 

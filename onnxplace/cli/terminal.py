@@ -1,4 +1,4 @@
-"""What commands print on a terminal: results, notes and progress, as loud as `--quiet` and `--verbose` say.
+"""Output of commands on a terminal: results, notes and progress, as much as `--quiet` and `--verbose` ask for.
 
 A command begins steps, by the observer that it passes on. What computes reports the share of a step that is done
 (`onnxplace.utils.report_progress`), and the display estimates the remaining time from that.

@@ -331,7 +331,10 @@ class ModelComparison:
             with _fill_allocations():  # memory that no kernel writes may hold the same twice
                 run_model = open_reference(self._bundle, self._against, self._cores)
                 again = self.compare_steps(StateCarrier(run_model, self._bundle), steps, count)
-        others = [self.compare_steps(run_model, steps, count) for run_model in self._open_others()]
+        others = []
+        for level in _OTHER_LEVELS:
+            run_model = open_reference(self._bundle, self._against, available_cores()[:1], level)
+            others.append(self.compare_steps(StateCarrier(run_model, self._bundle), steps, count))
         return [[self._add_own_error(*items) for items in zip(*step)] for step in zip(differences, again, *others)]
 
     def compare_steps(self, run: Run, steps: StepInputs, count: int) -> Differences:
@@ -345,10 +348,6 @@ class ModelComparison:
             if number == 0:
                 steps.learn(reference.states)
         return differences
-
-    def _open_others(self) -> Iterator[Run]:
-        for level in _OTHER_LEVELS:
-            yield StateCarrier(open_reference(self._bundle, self._against, available_cores()[:1], level), self._bundle)
 
     def _add_own_error(
         self, item: OutputDifference, again: OutputDifference, *others: OutputDifference

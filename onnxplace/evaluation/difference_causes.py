@@ -2,7 +2,7 @@
 
 The segments run one after the other, each in its own session, some of them on the CPU instead of their devices.
 Bisection finds how many have to for the outputs to be right. Only outputs are compared, so that this needs no tolerance
-of inner values. ONNX Runtime's optimisations are off: then segments of CPUs do not round otherwise than the model.
+of inner values. ONNX Runtime's optimisations are off: then segments of CPUs round as the model does.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Chain:
         return dict(zip([item.name for item in session.get_outputs()], make_runner(session, segment.id)(feeds)))
 
     def _find_wrong(self, on_cpu: Mapping[str, Any]) -> SegmentRecord | None:
-        """Return the first segment with a value that is not the unsplit model's, as far as that has it."""
+        """Return the first segment with a value that differs from the unsplit model's, among those that both have."""
         model = load(self._bundle.file(WHOLE_MODEL_FILE))
         names = sorted({name for node in model.nodes for name in node.output} & on_cpu.keys())
         values = run_nodes(model, range(len(model.nodes)), names, on_cpu, CPU, "none")

@@ -74,7 +74,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class BundleMemory:
-    """Memory of a bundle, as far as it could be measured."""
+    """Memory of a bundle; absent values could not be measured."""
 
     process: ProcessMemory | None = None
     device_bytes: Mapping[str, int] = field(default_factory=dict)

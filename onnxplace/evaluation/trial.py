@@ -112,7 +112,7 @@ class Trial:
     plain: PlainTimes | None = None
     """Of plain sessions in the same turns, if they took part."""
     size_notes: tuple[str, ...] = ()
-    """What is to be said of the comparison with the unsplit model at other sizes."""
+    """Remarks on the comparison with the unsplit model at other sizes."""
 
     @property
     def is_doubtful(self) -> bool:
@@ -310,7 +310,7 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     )
     measured = manifest.predicted.model_copy(update={"request_seconds": trial.request_seconds})
     routes = _scale_routes(manifest, trial)
-    # Simulate the bundle again, with what was measured in the place of what was planned.
+    # Simulate the bundle again, with measured times in place of planned ones.
     streams = _scale_streams(manifest, trial)
     updates = {"segments": segments, "routes": routes, "predicted": measured, "streams": streams}
     changed = manifest.model_copy(update=updates)

@@ -120,7 +120,7 @@ class _NodeCosts(BaseModel):
 
 
 class _Costs(BaseModel):
-    """A cost file, as far as a report looks at it."""
+    """The parts of a cost file that a report shows."""
 
     nodes: dict[str, _NodeCosts] = {}
     value_bytes: dict[str, int] = {}

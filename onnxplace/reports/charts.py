@@ -122,7 +122,7 @@ class _Arguments(BaseModel):
 
 
 class _TraceEvent(BaseModel):
-    """An event of a trace, as far as a report looks at it."""
+    """An event of a trace, with the fields that a report shows."""
 
     phase: str = Field(default="", alias="ph")
     """`X` for a span, `M` for the name of a process or a thread."""

@@ -113,7 +113,7 @@ def _find_ends(name: str) -> list[int]:
 
 
 def name_layer(name: str) -> str:
-    """Return the layer that people would say a node is in: the parts of its name up to the first with a number.
+    """Return the layer of a node as a reader would name it: the parts of its name up to the first with a number.
 
     Empty where the name has no parts.
 
