@@ -159,22 +159,11 @@ def format_calibration(measured: Calibration) -> str:
     blocks = [
         _format_link(link) for link in measured.links if not (link.symmetric and _is_return_direction(link, measured))
     ]
-    calls = [
-        (
-            device.id,
-            *(
-                f"{seconds * 1e6:.1f} us"
-                for seconds in (
-                    device.segment_seconds,
-                    measured.call_costs[device.id].segment_seconds,
-                    SEGMENT_OVERHEAD_SECONDS,
-                    device.input_seconds,
-                    device.output_seconds,
-                )
-            ),
-        )
-        for device in measured.target.devices
-    ]
+    calls = []
+    for device in measured.target.devices:
+        call_seconds = device.segment_seconds, measured.call_costs[device.id].segment_seconds, SEGMENT_OVERHEAD_SECONDS
+        figures = (*call_seconds, device.input_seconds, device.output_seconds)
+        calls.append((device.id, *(f"{seconds * 1e6:.1f} us" for seconds in figures)))
     header = ("each segment", "costs", "its call, measured", "caches and copies, assumed", "each input", "each output")
     blocks.append(format_table(header, calls))
     if measured.contention:

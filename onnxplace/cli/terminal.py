@@ -90,24 +90,25 @@ def add_verbosity_options(command: click.Command) -> None:
     """Add `--quiet` and `--verbose` to a command, and to the commands of a group."""
     for subcommand in command.commands.values() if isinstance(command, click.Group) else ():
         add_verbosity_options(subcommand)
+    texts = {
+        "quiet": "No progress and no notes on stderr: errors only.",
+        "verbose": "Print each step and its time on stderr, all of the notes, and where a plugin failed.",
+    }
     command.params += [
-        _make_option("-q", "--quiet", "No progress and no notes on stderr: errors only."),
-        _make_option(
-            "-v", "--verbose", "Print each step and its time on stderr, all of the notes, and where a plugin failed."
-        ),
+        click.Option(
+            [f"-{name[0]}", f"--{name}"], is_flag=True, expose_value=False, callback=_keep_verbosity, help=text
+        )
+        for name, text in texts.items()
     ]
 
 
-def _make_option(short: str, name: str, text: str) -> click.Option:
-    def keep(context: click.Context, _: click.Parameter, given: bool) -> None:
-        if not given or context.resilient_parsing:
-            return
-        word, earlier = name.lstrip("-"), context.meta.get(_META_KEY)
-        if earlier not in (None, word):
-            raise click.UsageError(f"--{earlier} and --{word} exclude each other", context)
-        context.meta[_META_KEY] = word
-
-    return click.Option([short, name], is_flag=True, expose_value=False, callback=keep, help=text)
+def _keep_verbosity(context: click.Context, option: click.Parameter, given: bool) -> None:
+    if not given or context.resilient_parsing:
+        return
+    earlier = context.meta.get(_META_KEY)
+    if earlier not in (None, option.name):
+        raise click.UsageError(f"--{earlier} and --{option.name} exclude each other", context)
+    context.meta[_META_KEY] = option.name
 
 
 @contextmanager

@@ -107,8 +107,6 @@ def _make_timeline(entries: list[_RecordedResult]) -> RequestTimeline:
 
 # Predict the timelines of requests, as they were submitted.
 
-_Span = tuple[str, EventKind, str, float, float, int | None]
-
 
 def predict_timelines(manifest: Manifest, requests: Sequence[RequestTimeline]) -> tuple[RequestTimeline, ...]:
     """Return the predicted timelines of requests that are submitted at the same times, with the same routes.
@@ -156,23 +154,11 @@ def predict_stream(
 
 def _list_events(manifest: Manifest, request: RequestTimeline, simulated: SimulatedRequest) -> tuple[Event, ...]:
     """Return runs, copies and loads of a request, ordered by start."""
-    devices, origin, values = list_routes(manifest)[request.route].devices, request.submitted_seconds, manifest.values
-    runs: list[_Span] = [
-        (devices[segment.device], "run", segment.id, float(start), float(finish), None)
-        for segment, start, finish in zip(manifest.segments, simulated.start_seconds, simulated.finish_seconds)
-    ]
-    copies: list[_Span] = [
-        (item.destination, "copy", item.value, item.start_seconds, item.finish_seconds, values[item.value].bytes)
-        for item in simulated.transfers
-    ]
+    devices, origin = list_routes(manifest)[request.route].devices, request.submitted_seconds
     segments = {segment.id: segment for segment in manifest.segments}
-    loads: list[_Span] = []
-    for item in simulated.loads:
-        segment = segments[item.segment]
-        size = sum(manifest.streamed[name].bytes for name in segment.streamed)
-        loads.append((devices[segment.device], "load", item.segment, item.start_seconds, item.finish_seconds, size))
-    events = [
-        Event(
+
+    def make_event(device: str, kind: EventKind, name: str, start: float, finish: float, size: int | None) -> Event:
+        return Event(
             device=device,
             kind=kind,
             name=name,
@@ -185,8 +171,18 @@ def _list_events(manifest: Manifest, request: RequestTimeline, simulated: Simula
             bytes=size,
             copy=request.copy,
         )
-        for device, kind, name, start, finish, size in runs + copies + loads
+
+    events = [
+        make_event(devices[segment.device], "run", segment.id, float(start), float(finish), None)
+        for segment, start, finish in zip(manifest.segments, simulated.start_seconds, simulated.finish_seconds)
     ]
+    for sent in simulated.transfers:
+        size = manifest.values[sent.value].bytes
+        events.append(make_event(sent.destination, "copy", sent.value, sent.start_seconds, sent.finish_seconds, size))
+    for load in simulated.loads:
+        device, names = devices[segments[load.segment].device], segments[load.segment].streamed
+        size = sum(manifest.streamed[name].bytes for name in names)
+        events.append(make_event(device, "load", load.segment, load.start_seconds, load.finish_seconds, size))
     return tuple(sorted(events, key=lambda event: (event.start_seconds, event.device)))
 
 
