@@ -260,6 +260,7 @@ def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float, int]]:
         if kind == "node":
             device, begin = int(step.device[index]), start[index]
             yield "compute", step.device_names[device], finish[index] - begin, index
+            # It may have started only after the node before it on its device, and after each value that it reads.
             candidates = [(finish[node], "node", node) for node in (before_node[index],) if node >= 0]
             for value in step.graph.inputs[index].tolist():
                 producer = int(step.graph.producer[value])
@@ -272,9 +273,11 @@ def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float, int]]:
             begin = sent_start[index]
             name = step.name_link(int(sent.source[index]), int(sent.destination[index]))
             yield "transfer", name, sent_finish[index] - begin, index
+            # It may have started only after its value was computed, and after the transfers before it on its channels.
             producer = int(step.graph.producer[int(sent.value[index])])
             candidates = [(finish[producer], "node", producer)]
             candidates += [(sent_finish[item], "transfer", item) for item in before_transfer[index]]
+        # What ended last was waited for; what is left before the start is a pause.
         last = max(candidates, default=None)
         pause = begin - (last[0] if last is not None else 0.0)
         if pause > 1e-12 and kind == "node" and begin == simulation.arrival_seconds[index]:
