@@ -105,12 +105,9 @@ def bench(
 
 def _build_json(result: Benchmark) -> dict[str, Any]:
     """Return the figures without those that were not asked for; notes are on stderr."""
-    unmeasured = [
-        name
-        for name in ("in_flight", "requests_per_second", "streams", "copies", "opening")
-        if not getattr(result, name)
-    ]
-    return {key: value for key, value in asdict(result).items() if key not in ("diagnostics", *unmeasured)}
+    optional = ("in_flight", "requests_per_second", "streams", "copies", "opening", "diagnostics")
+    figures = {**asdict(result), "diagnostics": None}
+    return {key: value for key, value in figures.items() if value or key not in optional}
 
 
 def _format_summary(bundle: Bundle, result: Benchmark, in_flight: int) -> str:
