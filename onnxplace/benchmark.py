@@ -49,7 +49,6 @@ from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, CopyStatus, Runtime, make_n
 from onnxplace.serving import check_in_flight
 from onnxplace.session import InferenceSession, load
 from onnxplace.traces import (
-    RequestTimeline,
     TimelineComparison,
     chrome_trace,
     compare_timelines,
@@ -177,7 +176,7 @@ def bench(
         inputs: Arrays by input name, or their file from numpy.savez; by default random ones.
         shape: Sizes of symbolic dimensions, {"batch": 8}.
         repeat: Rounds, after two for warming up.
-        in_flight: If more than 1, a result with so many requests in flight is timed, too.
+        in_flight: If more than 1, a result with N requests in flight is timed, too.
         trace: File for a timeline of requests and the predicted one, for Perfetto.
         memory: Whether memory and opening are measured, which needs a process for each device.
         update: Whether the times of segments are written into the bundle, so that predictions follow them.
@@ -208,8 +207,13 @@ def bench(
         steps = choose_step_inputs(opened, inputs, shape or {}, seed)
         notes = other_sizes = _report_other_sizes(opened, steps.first)
         if update:
-            _require_recordable(opened.path, notes)
-            opened, notes = _record_trial(opened, steps.first, runtime)
+            for note in other_sizes:  # the predictions are for the compiled ones
+                raise UsageError("U042", note.message, where="--update", hint=note.hint)
+            require_writable(opened.path / MANIFEST_FILE)
+            opened = record_trial(opened, steps.first, runtime)
+            trial = opened.manifest.trial
+            doubt = find_trial_doubt(trial, opened.manifest.model) if trial else None
+            notes = [doubt] if doubt else []
         times, waiting, copies = _time_steps(opened, against, steps, repeat, in_flight, options)
         with_memory = memory and options["runtime"] == "onnxruntime"
         rounds = min(repeat, MAX_TRACED)
@@ -217,11 +221,19 @@ def bench(
         opening, failures = _compare_openings(opened, against, usage.opening)
     predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
     if trace:
-        _write_trace(Path(trace), opened, usage.timelines, predict_timelines(opened.manifest, usage.timelines))
+        planned = predict_timelines(opened.manifest, usage.timelines)
+        content = json.dumps(chrome_trace(usage.timelines, planned, opened.manifest, read_segment_nodes(opened)))
+        write_file(Path(trace), lambda stream: stream.write(content.encode()))
     expected = opened.manifest.predicted
     # Copies do not delay each other.
     interval = expected.interval_seconds / max(len(copies), 1)
     shortage = find_core_shortage(opened.manifest)
+    notes = [*([shortage] if shortage else []), *notes]
+    is_comparable = not (update or notes)
+    if waiting is not None and waiting > DOUBTFUL_WAITING_SHARE:
+        notes.append(report_doubt("the machine was busy: steps", waiting, opened.manifest.model))
+    if is_comparable:
+        notes += _report_wrong_prediction(times["bundle"], waiting, opened.manifest)
     speedup, speedup_one_device = (compute_speedup(times[name], times["bundle"]) for name in ("model", "one_device"))
     result = Benchmark(
         bundle=times["bundle"],
@@ -243,18 +255,7 @@ def bench(
         waiting=waiting,
         copies=copies,
         opening=opening,
-        diagnostics=(
-            *([shortage] if shortage else []),
-            *notes,
-            *_report_load(waiting, opened.manifest.model),
-            *(
-                []
-                if update or notes or shortage
-                else _report_wrong_prediction(times["bundle"], waiting, opened.manifest)
-            ),
-            *usage.notes,
-            *failures,
-        ),
+        diagnostics=(*notes, *usage.notes, *failures),
     )
     return _without_predictions(result) if other_sizes else result
 
@@ -317,28 +318,6 @@ def _compare_openings(
         return None, [Diagnostic(problem.code, message, where=problem.where, hint=problem.hint)]
 
 
-def _require_recordable(path: Path, other_sizes: Sequence[Diagnostic]) -> None:
-    """Raise UsageError before any work if times are of other sizes than the predictions, or cannot be written."""
-    for note in other_sizes:
-        raise UsageError("U042", note.message, where="--update", hint=note.hint)
-    require_writable(path / MANIFEST_FILE)
-
-
-def _record_trial(bundle: Bundle, feeds: Mapping[str, Any], runtime: Runtime) -> tuple[Bundle, list[Diagnostic]]:
-    """Record a trial; return the bundle with its times, and a note if other work disturbed it."""
-    recorded = record_trial(bundle, feeds, runtime)
-    trial = recorded.manifest.trial
-    doubt = find_trial_doubt(trial, recorded.manifest.model) if trial else None
-    return recorded, [doubt] if doubt else []
-
-
-def _report_load(waiting: float | None, where: str) -> list[Diagnostic]:
-    """Return a note if steps waited for cores, which other programs used."""
-    if waiting is None or waiting <= DOUBTFUL_WAITING_SHARE:
-        return []
-    return [report_doubt("the machine was busy: steps", waiting, where)]
-
-
 def _report_wrong_prediction(times: Timings, waiting: float | None, manifest: Manifest) -> list[Diagnostic]:
     """Return a note if steps differ from the prediction by more than a tenth, and by more than from one another."""
     predicted, low = manifest.step_seconds, sorted(times.samples)[times.runs // 10]
@@ -356,13 +335,6 @@ def _create_runtime(runtime: str, **options: Any) -> Runtime:
     if runtime == "simulated":
         raise make_no_outputs_error(runtime, "bench")
     return create_runtime(runtime, **options)
-
-
-def _write_trace(
-    path: Path, bundle: Bundle, measured: Sequence[RequestTimeline], predicted: Sequence[RequestTimeline]
-) -> None:
-    content = json.dumps(chrome_trace(measured, predicted, bundle.manifest, read_segment_nodes(bundle)))
-    write_file(path, lambda stream: stream.write(content.encode()))
 
 
 def _time_steps(

@@ -174,7 +174,7 @@ class LocalProcess:
 def local_comparisons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare other sizes in this process, unless a test has the mark `child_comparisons`."""
     if not request.node.get_closest_marker("child_comparisons"):
-        monkeypatch.setattr("onnxplace.evaluation.comparison_process.DeviceProcess", LocalProcess)
+        monkeypatch.setattr("onnxplace.evaluation.size_comparison.DeviceProcess", LocalProcess)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import click
 
 from onnxplace.bundle.manifest import Manifest, Record, TrainingRecord
 from onnxplace.cli.app import cli
-from onnxplace.cli.pass_help import format_pass_help
+from onnxplace.cli.help import format_pass_help
 from onnxplace.pipeline import find_plugin
 from onnxplace.target import Device, Link, Shared
 from onnxplace.training_step import CarriedTensor, InferencePart, Labels, Parameter

@@ -35,7 +35,7 @@ Observer = Callable[[str, int, int], None]
 
 # Samples of each kind, even if the time is over.
 MIN_SAMPLES = 3
-# At most so many copies of a value are in memory while it crosses.
+# At most this many copies of a value are in memory while it crosses.
 COPIES_PER_VALUE = 8
 # Directions whose latency and bandwidth differ by at most these shares are fitted as one link.
 MAX_LATENCY_DIFFERENCE, MAX_BANDWIDTH_DIFFERENCE = 0.3, 0.3

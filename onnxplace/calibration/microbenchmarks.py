@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -27,8 +27,8 @@ from onnxplace.calibration.probe_runs import (
 )
 from onnxplace.devices import find_kind
 from onnxplace.feeds import Array
-from onnxplace.pipeline import find_plugin
-from onnxplace.runtime import Event, EventKind, Runtime, RuntimeSession
+from onnxplace.pipeline import create_runtime
+from onnxplace.runtime import Event, EventKind, RuntimeSession
 from onnxplace.target import Target
 
 # Values up to SMALL_BYTES make many hops in one request; computing with values up to TINY_BYTES takes no time.
@@ -56,9 +56,9 @@ class Benchmark(Generic[T]):
 
 def open_probes(stack: ExitStack, folder: Path, target: Target, probes: Sequence[Probe]) -> RuntimeSession:
     """Open probes with the default runtime, traced, until the stack is closed."""
-    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     folder.mkdir(parents=True)
-    return stack.enter_context(runtime.open(write_probe_bundle(folder, target, probes), trace=True))
+    bundle = write_probe_bundle(folder, target, probes)
+    return stack.enter_context(create_runtime("onnxruntime").open(bundle, trace=True))
 
 
 def _run_warm(session: RuntimeSession, feeds: Mapping[str, Array]) -> RequestTimes:

@@ -32,7 +32,14 @@ from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.report import report
 from onnxplace.cli.run import run
-from onnxplace.cli.shared_options import as_json, print_json, print_text, show_session_notes, suggest_command
+from onnxplace.cli.shared_options import (
+    as_json,
+    describe_note,
+    print_json,
+    print_result,
+    show_session_notes,
+    suggest_command,
+)
 from onnxplace.cli.terminal import add_verbosity_options, is_terminal, print_aside, report_total_time
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, name_options, suggest_nearest
@@ -183,19 +190,17 @@ def runtimes(name: str | None, json_: bool) -> None:
 
 
 def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
-    from onnxplace.cli.pass_help import format_pass_help
+    from onnxplace.cli.help import format_pass_help
     from onnxplace.pipeline import find_plugin, list_entries
     from onnxplace.reports import format_table
 
     if name:
         text, fields = format_pass_help(find_plugin(kind, name))
-        print_json({"name": name, **fields}) if json_ else print_text(text)
+        print_result(json_, {"name": name, **fields}, text)
         return
-    known = list_entries(kind)
-    if json_:
-        print_json({kind: [asdict(entry) for entry in known.values()]})
-    else:
-        print_text(format_table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
+    known = list_entries(kind).values()
+    text = format_table(("name", ""), [(entry.name, entry.summary) for entry in known], left=2)
+    print_result(json_, {kind: [asdict(entry) for entry in known]}, text)
 
 
 for command in cli.commands.values():
@@ -288,9 +293,8 @@ def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> i
         if is_terminal() and problem.code != "U000":
             print_aside(f"  more: onnxplace explain {problem.code}")
     if json_:
-        keys = ("code", "message", "where", "hint")
         try:
-            print_json({"error": {key: getattr(problem, key) for key in keys}})
+            print_json({"error": describe_note(problem)})
         except BrokenPipeError:
             _redirect_to_null(sys.stdout)
         except OSError as cause:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +29,7 @@ from onnxplace.reports import format_table
 from onnxplace.utils import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
-    from onnxplace.benchmark import Benchmark, Openings, Rates
+    from onnxplace.benchmark import Benchmark, Openings
     from onnxplace.bundle import Bundle
     from onnxplace.evaluation import LinkUse, StreamUse
     from onnxplace.traces import TimelineComparison
@@ -105,17 +105,18 @@ def bench(
 
 def _build_json(result: Benchmark) -> dict[str, Any]:
     """Return the figures without those that were not asked for; notes are on stderr."""
-    unmeasured = [
-        name
-        for name in ("in_flight", "requests_per_second", "streams", "copies", "opening")
-        if not getattr(result, name)
-    ]
-    return {key: value for key, value in asdict(result).items() if key not in ("diagnostics", *unmeasured)}
+    optional = ("in_flight", "requests_per_second", "streams", "copies", "opening", "diagnostics")
+    figures = {**asdict(result), "diagnostics": None}
+    return {key: value for key, value in figures.items() if value or key not in optional}
 
 
 def _format_summary(bundle: Bundle, result: Benchmark, in_flight: int) -> str:
     """Compare measured with predicted figures, on one screen."""
-    steps = "\n".join([_format_steps(bundle, result), *_format_rates(result.requests_per_second)])
+    steps = _format_steps(bundle, result)
+    if (rates := result.requests_per_second) is not None:
+        predicted = "" if rates.predicted is None else f", predicted {rates.predicted:.4g}"
+        steps += f"\nrequests/s with several in flight: {rates.measured:.4g}{predicted}; one session with all cores: "
+        steps += f"{rates.all_cores:.4g}"
     tables = [_format_links(result.links)] if result.links else []
     tables += [_format_streams(result.streams)] if result.streams else []
     tables += [_format_openings(result.opening)] if result.opening else []
@@ -137,23 +138,13 @@ def _format_steps(bundle: Bundle, result: Benchmark) -> str:
             label,
             format_milliseconds(times.median_seconds),
             format_milliseconds(times.p90_seconds),
-            _format_time(predicted),
+            _format(format_milliseconds, predicted),
             *(f"{base.median_seconds / times.median_seconds:.2f}x" for base in (result.one_device, result.model)),
         )
         for label, times, predicted in rows
         if times is not None
     ]
     return format_table(("", "median", "p90", "predicted", "vs one device", "vs all cores"), cells)
-
-
-def _format_rates(rates: Rates | None) -> list[str]:
-    """Return a line with requests per second, if they were measured."""
-    if rates is None:
-        return []
-    texts = (
-        f"{rates.measured:.4g}" if rates.predicted is None else f"{rates.measured:.4g}, predicted {rates.predicted:.4g}"
-    )
-    return [f"requests/s with several in flight: {texts}; one session with all cores: {rates.all_cores:.4g}"]
 
 
 def _format_devices(result: Benchmark) -> str:
@@ -163,14 +154,14 @@ def _format_devices(result: Benchmark) -> str:
         (
             device.id,
             format_milliseconds(device.busy_seconds),
-            _format_time(device.predicted_busy_seconds),
-            _format_size(device.peak_bytes),
-            _format_size(device.predicted_peak_bytes),
+            _format(format_milliseconds, device.predicted_busy_seconds),
+            _format(format_bytes, device.peak_bytes),
+            _format(format_bytes, device.predicted_peak_bytes),
         )
         for device in result.devices
     ]
     for phase, measured in (("opening", process.opening_bytes), ("running", process.running_bytes)):
-        rows.append((f"process, {phase}", "-", "-", _format_size(measured), "-"))
+        rows.append((f"process, {phase}", "-", "-", _format(format_bytes, measured), "-"))
     return format_table(("", "busy", "predicted", "process peak", "predicted"), rows)
 
 
@@ -189,10 +180,10 @@ def _format_links(links: Sequence[LinkUse]) -> str:
         (
             f"{link.source} -> {link.destination}",
             str(link.values),
-            _format_size(link.bytes),
-            _format_size(link.predicted_bytes),
+            _format(format_bytes, link.bytes),
+            _format(format_bytes, link.predicted_bytes),
             format_milliseconds(link.seconds),
-            _format_time(link.predicted_seconds),
+            _format(format_milliseconds, link.predicted_seconds),
         )
         for link in links
     ]
@@ -204,11 +195,11 @@ def _format_streams(streams: Sequence[StreamUse]) -> str:
     rows = [
         (
             f"weights -> {stream.device}",
-            _format_size(stream.bytes),
-            _format_rate(stream.bytes_per_second),
-            _format_rate(stream.predicted_bytes_per_second),
+            format_bytes(stream.bytes),
+            _format(_format_rate, stream.bytes_per_second),
+            _format(_format_rate, stream.predicted_bytes_per_second),
             format_milliseconds(stream.wait_seconds),
-            _format_time(stream.predicted_wait_seconds),
+            _format(format_milliseconds, stream.predicted_wait_seconds),
         )
         for stream in streams
     ]
@@ -229,14 +220,10 @@ def _format_comparison(comparison: TimelineComparison, in_flight: int) -> str:
     return "\n".join(lines)
 
 
-def _format_time(seconds: float | None) -> str:
-    return "-" if seconds is None else format_milliseconds(seconds)
+def _format_rate(bytes_per_second: float) -> str:
+    return f"{format_bytes(int(bytes_per_second))}/s"
 
 
-def _format_rate(bytes_per_second: float | None) -> str:
-    return "-" if bytes_per_second is None else f"{format_bytes(int(bytes_per_second))}/s"
-
-
-def _format_size(size: int | None) -> str:
-    """Format an amount of memory; a dash if it is unknown."""
-    return "-" if size is None else format_bytes(size)
+def _format(format_figure: Callable[[Any], str], figure: float | None) -> str:
+    """Return a figure as text; a dash if it is unknown."""
+    return "-" if figure is None else format_figure(figure)

@@ -175,18 +175,12 @@ def _require_report(report: Path, model: Path, *inputs: Path | None, **options: 
 
 def _build_json(compiled: Compiled) -> dict[str, Any]:
     manifest = compiled.bundle.manifest
+    parts = {"model", "placer", "predicted", "trial", "repeats", "sharding", "training", "devices"}
     return {
         "bundle": str(compiled.bundle.path),
-        "model": manifest.model,
-        "placer": manifest.placer,
+        **manifest.model_dump(include=parts),
         "pipeline": compiled.pipeline,
-        "predicted": manifest.predicted.model_dump(),
-        "trial": manifest.trial.model_dump() if manifest.trial else None,
         "unsure": manifest.is_unsure,
-        "repeats": [repeat.model_dump() for repeat in manifest.repeats],
-        "sharding": manifest.sharding.model_dump() if manifest.sharding else None,
-        "training": manifest.training.model_dump() if manifest.training else None,
-        "devices": [device.model_dump() for device in manifest.devices],
         "segments": len(manifest.segments),
         "transfers": manifest.transfers,
         "transfer_bytes": manifest.transfer_bytes,

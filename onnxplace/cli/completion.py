@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,7 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from onnxplace.cli.terminal import as_json, print_json, print_text
+from onnxplace.cli.terminal import as_json, print_result
 from onnxplace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -79,19 +79,24 @@ class EntryChoice(click.Choice):  # type: ignore[type-arg]  # generic since clic
 BUNDLE_PATH, PATH = BundlePath(), click.Path(path_type=Path)
 
 
-def complete_passes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the passes whose names begin so."""
-    return _complete_entries("passes", incomplete)
+def _make_name_completer(kind: Any, summaries: tuple[str, ...] = ("",)) -> Callable[..., list[CompletionItem]]:
+    """Return a function that completes the names of a kind of plugins whose summaries begin in one of these ways."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from onnxplace.pipeline import list_entries
+
+        return [
+            CompletionItem(entry.name, help=entry.summary.removeprefix("placer: "))
+            for entry in list_entries(kind).values()
+            if entry.name.startswith(incomplete) and entry.summary.startswith(summaries)
+        ]
+
+    return complete
 
 
-def complete_runtimes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the runtimes whose names begin so."""
-    return _complete_entries("runtimes", incomplete)
-
-
-def complete_placers(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the placers whose names begin so, with passes of plugins, which may be placers."""
-    return _complete_entries("passes", incomplete, ("placer: ", "plugin "))
+complete_passes, complete_runtimes = _make_name_completer("passes"), _make_name_completer("runtimes")
+# Passes of plugins may be placers, too.
+complete_placers = _make_name_completer("passes", ("placer: ", "plugin "))
 
 
 def complete_pipeline(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -99,19 +104,8 @@ def complete_pipeline(ctx: click.Context, param: click.Parameter, incomplete: st
     begin = re.fullmatch(r"((?:[^,{}]*(?:\{[^}]*\})?,)*)([^,{}]*)", incomplete)
     if begin is None:  # in the options of a pass
         return []
-    return [
-        CompletionItem(begin[1] + item.value, help=item.help) for item in _complete_entries("passes", begin[2].strip())
-    ]
-
-
-def _complete_entries(kind: Any, incomplete: str, beginnings: tuple[str, ...] = ("",)) -> list[CompletionItem]:
-    from onnxplace.pipeline import list_entries
-
-    return [
-        CompletionItem(entry.name, help=entry.summary.removeprefix("placer: "))
-        for entry in list_entries(kind).values()
-        if entry.name.startswith(incomplete) and entry.summary.startswith(beginnings)
-    ]
+    names = complete_passes(ctx, param, begin[2].strip())
+    return [CompletionItem(begin[1] + item.value, help=item.help) for item in names]
 
 
 def complete_devices(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -216,7 +210,4 @@ def completion(shell: Literal["bash", "zsh", "fish"] | None, json_: bool) -> Non
         message = f"expected a shell, one of {', '.join(SHELLS)}, got {name or 'none'}"
         raise UsageError("U005", message, where="SHELL", hint="onnxplace completion bash")
     script = script_class(click.Command(PROGRAM), {}, PROGRAM, COMPLETE_VARIABLE).source()
-    if json_:
-        print_json({"shell": name, "script": script})
-    else:
-        print_text(script)
+    print_result(json_, {"shell": name, "script": script}, script)

@@ -18,6 +18,7 @@ from onnxplace.cli.shared_options import (
     devices_option,
     print_hint,
     print_json,
+    print_result,
     print_text,
     show_progress,
     target_output_option,
@@ -158,22 +159,11 @@ def format_calibration(measured: Calibration) -> str:
     blocks = [
         _format_link(link) for link in measured.links if not (link.symmetric and _is_return_direction(link, measured))
     ]
-    calls = [
-        (
-            device.id,
-            *(
-                f"{seconds * 1e6:.1f} us"
-                for seconds in (
-                    device.segment_seconds,
-                    measured.call_costs[device.id].segment_seconds,
-                    SEGMENT_OVERHEAD_SECONDS,
-                    device.input_seconds,
-                    device.output_seconds,
-                )
-            ),
-        )
-        for device in measured.target.devices
-    ]
+    calls = []
+    for device in measured.target.devices:
+        call_seconds = device.segment_seconds, measured.call_costs[device.id].segment_seconds, SEGMENT_OVERHEAD_SECONDS
+        figures = (*call_seconds, device.input_seconds, device.output_seconds)
+        calls.append((device.id, *(f"{seconds * 1e6:.1f} us" for seconds in figures)))
     header = ("each segment", "costs", "its call, measured", "caches and copies, assumed", "each input", "each output")
     blocks.append(format_table(header, calls))
     if measured.contention:
@@ -264,7 +254,7 @@ def machines(json_: bool) -> None:
     from onnxplace.target import read_catalogue
 
     catalogue = read_catalogue()
-    print_json(asdict(catalogue)) if json_ else print_text(format_catalogue(catalogue))
+    print_result(json_, asdict(catalogue), format_catalogue(catalogue))
 
 
 def format_catalogue(catalogue: Catalogue) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from onnxplace.cli.shared_options import as_json, print_json, print_text
+from onnxplace.cli.shared_options import as_json, print_result
 from onnxplace.errors import UsageError, suggest_nearest
 
 # ---------------------------------------------------------------------------------------------------- the documentation
@@ -79,21 +79,15 @@ def explain(code: str | None, json_: bool) -> None:
 
     pages = read_error_pages()
     if code is None:
-        if json_:
-            print_json({"errors": [asdict(page) for page in pages.values()]})
-        else:
-            print_text(
-                format_table(("code", "exit", "meaning"), [(p.code, p.exit, p.meaning) for p in pages.values()], left=3)
-            )
+        rows = [(page.code, page.exit, page.meaning) for page in pages.values()]
+        text = format_table(("code", "exit", "meaning"), rows, left=3)
+        print_result(json_, {"errors": [asdict(page) for page in pages.values()]}, text)
         return
     named = re.search(r"\b[A-Za-z][0-9]{3}\b", code)  # a line of a terminal, such as "error[P010] auto: ...", has one
     page = pages.get(named[0].upper()) if named else None
     if page is None:
         raise UsageError("U005", f"there is no error code {code!r}", where="CODE", hint=suggest_code(code, pages))
-    if json_:
-        print_json(asdict(page))
-    else:
-        print_text(format_page(page))
+    print_result(json_, asdict(page), format_page(page))
 
 
 def suggest_code(code: str, pages: dict[str, ErrorPage]) -> str:

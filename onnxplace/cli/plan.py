@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @with_machine(multiple=True)
 @click.option("--price", type=PATH, metavar="F.toml", help="Your prices per hour, of machines.")
 @click.option("--latency", metavar="20ms", help="Of machines, keep what answers in this time.")
-@click.option("--rate", metavar="500/s", help="Of machines, keep what answers so many requests.")
+@click.option("--rate", metavar="500/s", help="Of machines, keep what answers this many requests.")
 @click.option("--fit", is_flag=True, help="Of machines, keep what fits into memory.")
 @click.option("--stream", is_flag=True, help="The step for several limits, where weights stream to the device.")
 @click.option(
@@ -95,7 +95,14 @@ def plan(
             )
     rows = list_machine_rows(plans, goals, prices)
     is_comparison = len(machines) > 1 or price or latency or rate or fit
-    listed = [_build_json(name, item) for name, item in plans.items()]
+    listed = [
+        {
+            **({"machine": name} if name else {}),
+            **asdict(item),
+            "diagnostics": [describe_note(note) for note in item.diagnostics],
+        }
+        for name, item in plans.items()
+    ]
     if json_ and is_comparison:
         print_json({"goals": asdict(goals), "rows": [asdict(row) for row in rows], "machines": listed})
     elif json_:
@@ -125,11 +132,6 @@ def _print_difference(first: Path, second: Path, *, json_: bool) -> None:
     parts = [result.sentence, *([format_table(("", "A", "B", "difference"), rows)] if rows else [])]
     parts += [f"{table.caption}:\n{format_table(table.header, table.rows, left=9)}" for table in result.tables]
     print_text("\n\n".join(parts))
-
-
-def _build_json(machine: str, plan: Plan) -> dict[str, Any]:
-    notes = [describe_note(note) for note in plan.diagnostics]
-    return {**({"machine": machine} if machine else {}), **asdict(plan), "diagnostics": notes}
 
 
 def _format_machines(
@@ -201,10 +203,18 @@ def _format_plan(plan: Plan, machine: str) -> str:
     title = f"{format_name(plan.model)}{' on ' * bool(machine)}{machine}: {basis}\na request is {plan.request}"
     legend = "* least latency, ** most requests; memory: of the fullest device; limited by: most of the latency"
     limits = [*_explain_limits((item.name, item) for item in plan.strategies), *plan.advice]
-    best = [_format_best(fastest, one_device)] if fastest and one_device.step_seconds else []
+    best = []
+    if fastest and fastest.step_seconds and one_device.step_seconds:  # as `compile` reports it after a trial
+        speedup = f", {one_device.step_seconds / fastest.step_seconds:.2f} times as fast as one device by prediction"
+        best.append(f"least latency: {fastest.name}{'' if fastest is one_device else speedup}")
     estimates = [_ESTIMATES] if machine and not plan.is_measured else []
-    curve = [_format_curve(plan)] if plan.stream_curve else []
-    parts = [*best, *limits, *estimates, *problems, *curve, *_format_explanations(plan)]
+    curve = [
+        (format_bytes(point.memory_bytes), *map(format_milliseconds, (point.step_seconds, point.waiting_seconds)))
+        for point in plan.stream_curve
+    ]
+    curve_header = ("memory, with weights that stream", "step", "waits for weights")
+    curves = [format_table(curve_header, curve)] if curve else []
+    parts = [*best, *limits, *estimates, *problems, *curves, *_format_explanations(plan)]
     return "\n".join([title, format_table(header, rows), legend, *parts])
 
 
@@ -242,22 +252,6 @@ def _compare_layouts(item: Explanation) -> str:
 
     title = f"{item.sharded}: the step with another layout, and all others chosen again, as the choice counts it"
     return f"{title}\n{format_table(LAYOUT_COLUMNS, describe_layouts(item.layouts), left=4)}"
-
-
-def _format_curve(plan: Plan) -> str:
-    """Return the steps for several memory limits as a table."""
-    rows = [
-        (format_bytes(point.memory_bytes), *map(format_milliseconds, (point.step_seconds, point.waiting_seconds)))
-        for point in plan.stream_curve
-    ]
-    return format_table(("memory, with weights that stream", "step", "waits for weights"), rows)
-
-
-def _format_best(fastest: PlannedStrategy, one_device: PlannedStrategy) -> str:
-    """Return the strategy of least latency with its speed-up, as `compile` reports it after a trial."""
-    speedup = (one_device.step_seconds or 0.0) / (fastest.step_seconds or 1.0)
-    ratio = "" if fastest is one_device else f", {speedup:.2f} times as fast as one device by prediction"
-    return f"least latency: {fastest.name}{ratio}"
 
 
 def _format_row(item: PlannedStrategy, alone: float | None, is_fastest: bool, is_most: bool) -> tuple[str, ...]:

@@ -31,14 +31,16 @@ from onnxplace.cli.terminal import (
     is_verbose,
     print_aside,
     print_json as print_json,
+    print_result as print_result,
     print_text as print_text,
     show_progress as show_progress,
 )
 from onnxplace.errors import NoteWarning, UsageError, format_name, format_value
+from onnxplace.utils import require_writable, write_file
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
-    from onnxplace.errors import Diagnostic
+    from onnxplace.errors import Diagnostic, OnnxplaceError
     from onnxplace.runtime import CopyStatus
 
 
@@ -147,7 +149,7 @@ def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any, **options: Any) -> None:
         session_options = {name: options.pop(name) for name in ("runtime", "fallback")} | take_runtime_options(options)
         with warnings.catch_warnings():
-            # `note_left_out_copies` says so at the end.
+            # `note_left_out_copies` reports them at the end.
             warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)
             command(*arguments, session_options=session_options, **options)
 
@@ -173,7 +175,7 @@ def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]
     option = click.option(
         "--custom-op-library",
         multiple=True,
-        type=click.Path(path_type=Path),
+        type=PATH,
         metavar="FILE",
         help="A shared library with operators that ONNX Runtime lacks; may be repeated.",
     )
@@ -195,39 +197,31 @@ bundle_options = stack(
 def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds `--machine`, which the command gets, and `--save-target`, written after it."""
     help_text = "Devices and links by name, as `onnxplace machines` lists them"
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def run(*arguments: Any, save_target: Path | None, **options: Any) -> None:
-            names = options["machine"]
-            if not multiple:
-                if len(names) > 1:
-                    hint = "`onnxplace plan` compares several"
-                    raise UsageError("U042", "expected one --machine", where=" ".join(names), hint=hint)
-                options["machine"] = next(iter(names), None)
-            if save_target is None:
-                command(*arguments, **options)
-                return
-            from onnxplace.utils import require_writable, write_file
-
-            text = _describe_machine(names)
-            require_writable(save_target)
-            command(*arguments, **options)
-            write_file(save_target, lambda stream: stream.write(text.encode()))
-
-        decorated = click.option(
-            "--save-target",
-            type=click.Path(path_type=Path),
-            metavar="F.toml",
-            help="Write the machine to a target file.",
-        )(run)
-        return click.option(
+    machine_options = stack(
+        click.option(
             "--machine",
             multiple=True,
             metavar="8xH100-NVLink",
             shell_complete=complete_machines,
             help=f"{help_text}{'; may be repeated' if multiple else ''}.",
-        )(decorated)
+        ),
+        click.option("--save-target", type=PATH, metavar="F.toml", help="Write the machine to a target file."),
+    )
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(*arguments: Any, machine: tuple[str, ...], save_target: Path | None, **options: Any) -> None:
+            if len(machine) > 1 and not multiple:
+                hint = "`onnxplace plan` compares several"
+                raise UsageError("U042", "expected one --machine", where=" ".join(machine), hint=hint)
+            content = _describe_machine(machine).encode() if save_target else b""
+            if save_target:
+                require_writable(save_target)
+            command(*arguments, machine=machine if multiple else next(iter(machine), None), **options)
+            if save_target:
+                write_file(save_target, lambda stream: stream.write(content))
+
+        return machine_options(run)  # type: ignore[no-any-return]
 
     return decorate
 
@@ -299,8 +293,8 @@ def announce_loop_compilation(quiet: bool) -> None:
     )
 
 
-def describe_note(note: Diagnostic) -> dict[str, str]:
-    """Return a note as JSON has it."""
+def describe_note(note: Diagnostic | OnnxplaceError) -> dict[str, str]:
+    """Return a note or an error as JSON has it."""
     return {"code": note.code, "message": note.message, "where": note.where, "hint": note.hint}
 
 

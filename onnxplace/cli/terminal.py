@@ -1,4 +1,4 @@
-"""What commands print on a terminal: results, notes and progress, as loud as `--quiet` and `--verbose` say.
+"""Output of commands on a terminal: results, notes and progress, as much as `--quiet` and `--verbose` ask for.
 
 A command begins steps, by the observer that it passes on. What computes reports the share of a step that is done
 (`onnxplace.utils.report_progress`), and the display estimates the remaining time from that.
@@ -7,6 +7,7 @@ A command begins steps, by the observer that it passes on. What computes reports
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ from onnxplace.errors import OnnxplaceError, format_name, shorten
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 # -------------------------------------------------------------------------------------------------------------- results
@@ -49,6 +51,11 @@ def print_aside(text: str) -> None:
 def print_json(data: Mapping[str, Any]) -> None:
     """Print a result as JSON on stdout; names in it are whole, in ASCII."""
     click.echo(format_json(data))
+
+
+def print_result(json_: bool, data: Mapping[str, Any], text: str) -> None:
+    """Print a result as JSON, or as text."""
+    print_json(data) if json_ else print_text(text)
 
 
 def format_json(data: Mapping[str, Any]) -> str:
@@ -83,24 +90,25 @@ def add_verbosity_options(command: click.Command) -> None:
     """Add `--quiet` and `--verbose` to a command, and to the commands of a group."""
     for subcommand in command.commands.values() if isinstance(command, click.Group) else ():
         add_verbosity_options(subcommand)
+    texts = {
+        "quiet": "No progress and no notes on stderr: errors only.",
+        "verbose": "Print each step and its time on stderr, all of the notes, and where a plugin failed.",
+    }
     command.params += [
-        _make_option("-q", "--quiet", "No progress and no notes on stderr: errors only."),
-        _make_option(
-            "-v", "--verbose", "Print each step and its time on stderr, all of the notes, and where a plugin failed."
-        ),
+        click.Option(
+            [f"-{name[0]}", f"--{name}"], is_flag=True, expose_value=False, callback=_keep_verbosity, help=text
+        )
+        for name, text in texts.items()
     ]
 
 
-def _make_option(short: str, name: str, text: str) -> click.Option:
-    def keep(context: click.Context, _: click.Parameter, given: bool) -> None:
-        if not given or context.resilient_parsing:
-            return
-        word, earlier = name.lstrip("-"), context.meta.get(_META_KEY)
-        if earlier not in (None, word):
-            raise click.UsageError(f"--{earlier} and --{word} exclude each other", context)
-        context.meta[_META_KEY] = word
-
-    return click.Option([short, name], is_flag=True, expose_value=False, callback=keep, help=text)
+def _keep_verbosity(context: click.Context, option: click.Parameter, given: bool) -> None:
+    if not given or context.resilient_parsing:
+        return
+    earlier = context.meta.get(_META_KEY)
+    if earlier not in (None, option.name):
+        raise click.UsageError(f"--{earlier} and --{option.name} exclude each other", context)
+    context.meta[_META_KEY] = option.name
 
 
 @contextmanager
@@ -148,7 +156,7 @@ class Display:
     def _set_step(self, name: str, index: int, count: int) -> None:
         self.name, self.index, self.count = name, index, count
         self.detail, self.share, self._first_share = "", 0.0, 0.0
-        self._step_began, self._end = time.monotonic(), None  # type: float, float | None
+        self._step_began, self._latest_end = time.monotonic(), math.inf
         self._work_began: float | None = None
         if index == 0:  # for example of the strategies that follow after profiling
             self._began = self._step_began
@@ -180,29 +188,30 @@ class Display:
 
     def limit(self, seconds: float) -> None:
         """Take the time after which the current step ends at the latest."""
-        self._end = time.monotonic() + seconds
+        self._latest_end = time.monotonic() + seconds
 
     @property
     def total_share(self) -> float | None:
         """Return the finished share of what the remaining time is for; None if it is unknown."""
         if self.similar and self.count:
             return (self.index + self.share) / self.count
-        if self._end is not None and not self.share:
-            elapsed = time.monotonic() - self._step_began
-            return min(elapsed / max(self._end - self._step_began, 1e-9), 1.0)
-        return self.share or None
+        if self.share or self._latest_end == math.inf:
+            return self.share or None
+        elapsed = time.monotonic() - self._step_began
+        return min(elapsed / max(self._latest_end - self._step_began, 1e-9), 1.0)
 
     def estimate_remaining(self) -> float | None:
         """Return the seconds that the step, or all similar steps, may still take; None if it is unknown."""
-        now, share = time.monotonic(), self.total_share
-        limit = None if self._end is None or self.similar else max(self._end - now, 0.0)
-        began, first = self._work_began or self._step_began, self._first_share
+        now, share = time.monotonic(), self.total_share or 0.0
         if self.similar:
-            began, first = self._began, 0.0
-        if share is None or share - first < MIN_SHARE or (limit is not None and not self.share):
-            return limit
-        estimate = (now - began) * (1 - share) / (share - first)
-        return estimate if limit is None else min(estimate, limit)
+            began, first, limit = self._began, 0.0, math.inf
+        else:
+            began, first = self._work_began or self._step_began, self._first_share
+            limit = max(self._latest_end - now, 0.0)
+        # Without a reported share, the limit is all that is known.
+        if share - first >= MIN_SHARE and (self.share or limit == math.inf):
+            limit = min(limit, (now - began) * (1 - share) / (share - first))
+        return None if limit == math.inf else limit
 
     def describe(self) -> str:
         """Return the position and name of the step, with details."""
@@ -257,43 +266,33 @@ class LiveDisplay(Display):
     """A line on a terminal that is redrawn, and cleared at the end."""
 
     def __init__(self, console: Console, first: str, similar: bool = False) -> None:
-        from rich.progress import Progress, ProgressColumn
-        from rich.progress_bar import ProgressBar
-        from rich.table import Column
-        from rich.text import Text
+        from rich.live import Live
 
         super().__init__(first, similar)
-        display = self
-
-        class Description(ProgressColumn):
-            """What is done now; names are no markup."""
-
-            def render(self, task: object) -> Text:
-                return Text(display.describe(), no_wrap=True, overflow="ellipsis")
-
-        class Bar(ProgressColumn):
-            """The finished share, as of the time of drawing; nothing if it is unknown."""
-
-            def render(self, task: object) -> ProgressBar | Text:
-                share = display.total_share
-                return Text() if share is None else ProgressBar(1.0, share, BAR_COLUMNS)
-
-        class Remaining(ProgressColumn):
-            """The remaining time, as of the time of drawing."""
-
-            def render(self, task: object) -> Text:
-                return Text(display.describe_remaining(), no_wrap=True)
-
-        self._live = Progress(
-            Description(Column(no_wrap=True, overflow="ellipsis")),
-            Bar(),
-            Remaining(Column(no_wrap=True, min_width=9)),
+        self._live = Live(
             console=console,
             transient=True,
             refresh_per_second=REFRESHES_PER_SECOND,
             redirect_stdout=False,
+            get_renderable=self._draw,
         )
-        self._live.add_task("", total=None)
+
+    def _draw(self) -> Table:
+        """Return the step, a bar if its share is known, and the remaining time, all as of now."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        share = self.total_share
+        line = Table.grid(
+            Column(no_wrap=True, overflow="ellipsis"), Column(), Column(no_wrap=True, min_width=9), padding=(0, 1)
+        )
+        line.add_row(
+            Text(self.describe()),  # names are no markup
+            "" if share is None else ProgressBar(1.0, share, BAR_COLUMNS),
+            Text(self.describe_remaining()),
+        )
+        return line
 
     def __call__(self, name: str, index: int, count: int) -> None:
         super().__call__(name, index, count)

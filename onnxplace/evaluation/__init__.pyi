@@ -1,4 +1,6 @@
 from onnxplace.evaluation.compare import (
+    UNREPEATABLE as UNREPEATABLE,
+    ModelComparison as ModelComparison,
     OutputDifference as OutputDifference,
     Speedup as Speedup,
     Timings as Timings,
@@ -10,10 +12,6 @@ from onnxplace.evaluation.compare import (
     open_reference as open_reference,
     rounds_to_few_values as rounds_to_few_values,
     time_in_turns as time_in_turns,
-)
-from onnxplace.evaluation.comparison_process import (
-    Compare as Compare,
-    compare_in_child as compare_in_child,
 )
 from onnxplace.evaluation.device_usage import (
     DeviceUsage as DeviceUsage,
@@ -36,10 +34,6 @@ from onnxplace.evaluation.memory_use import (
     measure_model_opening as measure_model_opening,
     measure_process_memory as measure_process_memory,
 )
-from onnxplace.evaluation.own_differences import (
-    UNREPEATABLE as UNREPEATABLE,
-    ModelComparison as ModelComparison,
-)
 from onnxplace.evaluation.rate_trial import (
     RateTrial as RateTrial,
     RequestStream as RequestStream,
@@ -48,7 +42,9 @@ from onnxplace.evaluation.rate_trial import (
     run_rate_trials as run_rate_trials,
 )
 from onnxplace.evaluation.size_comparison import (
+    Compare as Compare,
     SizeComparison as SizeComparison,
+    compare_in_child as compare_in_child,
     compare_other_sizes as compare_other_sizes,
     may_be_rounding as may_be_rounding,
 )

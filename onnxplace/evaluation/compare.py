@@ -1,12 +1,18 @@
-"""Compare a bundle with the unsplit model: outputs (`verify`) and times (`bench`)."""
+"""Compare a bundle with the unsplit model: outputs (`verify`), and times (`bench`).
+
+Where outputs differ, the unsplit model is compared with itself, too: it may be as far from itself.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +20,13 @@ import numpy as np
 
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates, list_route_devices
 from onnxplace.errors import ModelError
+from onnxplace.evaluation.step_inputs import StateCarrier, StepInputs
 from onnxplace.feeds import Array, Declared, describe_input
 from onnxplace.machine import (
     MAX_SLOWDOWN,
     MIN_RUNS,
     Level,
+    available_cores,
     find_least_reference_seconds,
     find_typical_seconds,
     make_runner,
@@ -26,6 +34,7 @@ from onnxplace.machine import (
     open_session,
     pin_thread,
     time_reference,
+    uses_optimisations,
 )
 from onnxplace.model import Lineage, is_quantising, output_lineages
 from onnxplace.target import PRECISIONS
@@ -144,12 +153,9 @@ def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:
         return type(actual) is type(reference)
     actual, reference = np.asarray(actual), np.asarray(reference)
     has_same_shape = any_shape or actual.shape == reference.shape
-    return actual.dtype == reference.dtype and has_same_shape and _is_as_finite(actual, reference)
-
-
-def _is_as_finite(actual: Array, reference: Array) -> bool:
-    """Return whether `actual` is finite if `reference` is; types of which none is infinite are."""
-    is_exact = str(reference.real.dtype) not in TOLERANCE
+    if actual.dtype != reference.dtype or not has_same_shape:
+        return False
+    is_exact = str(reference.real.dtype) not in TOLERANCE  # it has no infinite values
     return is_exact or bool(np.isfinite(actual).all() or not np.isfinite(reference).all())
 
 
@@ -271,6 +277,95 @@ def compare_outputs(
     expected = want(feeds)
     got = run(feeds)
     return [compare_output(name, got[name], expected[name], (origins or {}).get(name)) for name in names]
+
+
+# ------------------------------------------------------------------------- steps, and the unsplit model against itself
+
+
+Differences = Sequence[Sequence[OutputDifference]]
+"""By step, of each output."""
+Run = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+# How the unsplit model runs once more: with other fusions and memory layouts, it rounds otherwise.
+_OTHER_LEVELS: tuple[Level, ...] = ("none", "basic", "extended", "all")
+# A bundle has its own fusions, so that it may be further off than the unsplit model is from itself.
+MAX_OWN_ERRORS = 2.0
+UNREPEATABLE = "two equal runs of the unsplit model differ in it, so that only type and shape are compared"
+# The option of glibc's mallopt.
+_M_PERTURB = -6
+_FLOATS = ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")
+
+
+@contextmanager
+def _fill_allocations() -> Iterator[None]:
+    """Fill memory that is allocated inside with bytes other than zeros, where the C library can."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_option:
+        set_option(_M_PERTURB, 0xA5)
+    try:
+        yield
+    finally:
+        if set_option:
+            set_option(_M_PERTURB, 0)
+
+
+class ModelComparison:
+    """Compares with the unsplit model, which is the file `against`, or else the bundle's copy."""
+
+    def __init__(self, bundle: Bundle, against: str | Path | None, cores: Sequence[int], names: Sequence[str]) -> None:
+        """Open the model on such cores, to compare these outputs."""
+        self._bundle, self._against, self._cores, self.names = bundle, against, cores, names
+        self._run_model, self._lineages = open_reference(bundle, against, cores), find_bundle_lineages(bundle)
+        self._floats = {item.name for item in bundle.outputs if item.dtype in _FLOATS}
+
+    def compare(self, run: Run, steps: StepInputs, count: int) -> Differences:
+        """Return how far `run` is from the model in each step; where it differs, also how far the model is from itself.
+
+        An output that the model computes otherwise in two equal runs counts as equal if its type and shape agree.
+        """
+        differences = self.compare_steps(run, steps, count)
+        if all(item.equal for step in differences for item in step):
+            return differences
+        again = self.compare_steps(StateCarrier(self._run_model, self._bundle), steps, count)
+        if all(item.equal for step in again for item in step):
+            with _fill_allocations():  # memory that no kernel writes may hold the same twice
+                run_model = open_reference(self._bundle, self._against, self._cores)
+                again = self.compare_steps(StateCarrier(run_model, self._bundle), steps, count)
+        others = []
+        for level in _OTHER_LEVELS:
+            run_model = open_reference(self._bundle, self._against, available_cores()[:1], level)
+            others.append(self.compare_steps(StateCarrier(run_model, self._bundle), steps, count))
+        return [[self._add_own_error(*items) for items in zip(*step)] for step in zip(differences, again, *others)]
+
+    def compare_steps(self, run: Run, steps: StepInputs, count: int) -> Differences:
+        """Return how far `run` is from the model in each step."""
+        reference, differences = StateCarrier(self._run_model, self._bundle), []
+        for number in range(count):
+            with steps.explained(number):
+                feeds = steps.feeds(number)
+                differences.append(compare_outputs(run, reference, feeds, self.names, self._lineages))
+            report_progress(number + 1, count)
+            if number == 0:
+                steps.learn(reference.states)
+        return differences
+
+    def _add_own_error(
+        self, item: OutputDifference, again: OutputDifference, *others: OutputDifference
+    ) -> OutputDifference:
+        if item.equal or not again.equal:
+            return replace(
+                item, equal=item.equal or isfinite(item.max_abs_error), own_error=0.0 if again.equal else inf
+            )
+        errors = [other.max_abs_error for other in others if item.name in self._floats]
+        own_error = max(filter(isfinite, errors), default=0.0)
+        # Without optimisations, only sums that are split over devices have another order.
+        has_split_sums = self._bundle.manifest.sharding is not None and not uses_optimisations()
+        return replace(
+            item, own_error=own_error, equal=has_split_sums and item.max_abs_error <= MAX_OWN_ERRORS * own_error
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- times
 
 
 # Short calls are repeated within a turn up to this time; all of them take at least this many turns.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +27,9 @@ from onnxplace.evaluation.memory_use import BundleMemory, Opening, measure_memor
 from onnxplace.evaluation.step_inputs import RepeatedStep
 from onnxplace.evaluation.trial import count_process_bytes, measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
-from onnxplace.pipeline import Observer, find_plugin
+from onnxplace.pipeline import Observer, create_runtime
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Event, EventKind, Runtime, RuntimeSession, open_session
-from onnxplace.traces import RequestTimeline, TraceRecorder
+from onnxplace.traces import RequestTimeline, TraceRecorder, find_medians
 
 WARM_UP_RUNS = 2
 # Traced requests for each one in flight: the first and the last ones, with fewer in flight, matter less then.
@@ -106,25 +106,25 @@ class TracedRequests:
     """Events of requests that were traced one after the other."""
 
     def __init__(self) -> None:
+        self._requests: list[Sequence[Event]] = []
         self._spans: dict[tuple[str, EventKind, str], list[tuple[float, float]]] = {}
-        self._segments: dict[str, list[float]] = {}
         self.timelines: tuple[RequestTimeline, ...] = ()
         """Timelines of these requests, or of those that were in flight together afterwards."""
 
     def add(self, events: Sequence[Event]) -> None:
         """Add the events of one request."""
+        self._requests.append(events)
         for event in events:
             span = (event.start_seconds, event.finish_seconds)
             self._spans.setdefault((event.device, event.kind, event.name), []).append(span)
-        for segment, seconds in measure_segment_seconds(events).items():
-            self._segments.setdefault(segment, []).append(seconds)
 
     def busy(self, segments: Iterable[SegmentRecord]) -> float:
         """Return the seconds in which the segments' device neither waited nor copied.
 
         It is the sum of the segments' medians: most segments are short, and seldom wait for a core.
         """
-        return sum((float(np.median(self._segments[segment.id])) for segment in segments), 0.0)
+        seconds = find_medians(map(measure_segment_seconds, self._requests))
+        return sum((seconds[segment.id] for segment in segments), 0.0)
 
     def copying(self, device: str) -> float:
         """Return the seconds that a device copied received values: the sum of the copies' medians."""
@@ -161,19 +161,29 @@ def measure_usage(
     Then run some more requests, `in_flight` of them at the same time, for their timelines. The feeds include initial
     values of states. Values that cannot be measured are noted. The runtime is `onnxruntime` by default.
     """
-    runtime = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+    runtime = runtime or create_runtime("onnxruntime")
     if observer:
         observer("tracing", 0, 1 + with_memory)
     traced = _trace_requests(runtime, bundle, feeds, rounds, in_flight)
     busy = _measure_busy_seconds(runtime, bundle, feeds, rounds, traced)
     crossed, notes = _record_crossing(runtime, bundle, feeds)
     memory = measure_memory(bundle, {**feeds, **(crossed or {})}, observer) if with_memory else BundleMemory()
+    process = memory.process
     return DeviceUsage(
-        devices=_compare_devices(bundle, busy, memory),
+        devices=tuple(
+            DeviceUse(
+                id=device.id,
+                predicted_busy_seconds=device.compute_seconds,
+                busy_seconds=busy.get(device.id, 0.0),
+                predicted_peak_bytes=device.peak_bytes,
+                peak_bytes=memory.device_bytes.get(device.id),
+            )
+            for device in bundle.manifest.devices
+        ),
         links=_compare_links(bundle, traced, crossed),
         streams=tuple(_compare_streams(bundle.manifest, traced)),
-        process=_describe_process(memory),
-        opening=memory.process.opening if memory.process else None,
+        process=ProcessUse(process.opening_bytes, process.running_bytes) if process else ProcessUse(None, None),
+        opening=process.opening if process else None,
         timelines=traced.timelines,
         notes=(*notes, *memory.notes),
     )
@@ -251,19 +261,6 @@ def _measure_busy_seconds(
     return busy
 
 
-def _compare_devices(bundle: Bundle, busy: Mapping[str, float], memory: BundleMemory) -> tuple[DeviceUse, ...]:
-    return tuple(
-        DeviceUse(
-            id=device.id,
-            predicted_busy_seconds=device.compute_seconds,
-            busy_seconds=busy.get(device.id, 0.0),
-            predicted_peak_bytes=device.peak_bytes,
-            peak_bytes=memory.device_bytes.get(device.id),
-        )
-        for device in bundle.manifest.devices
-    )
-
-
 def _compare_links(bundle: Bundle, traced: TracedRequests, crossed: Mapping[str, Any] | None) -> tuple[LinkUse, ...]:
     manifest, target = bundle.manifest, bundle.target
     latency, per_byte = target.link_arrays()
@@ -303,14 +300,6 @@ def _compare_streams(manifest: Manifest, traced: TracedRequests) -> Iterator[Str
             predicted_wait_seconds=waits.get(stream.device, 0.0),
             wait_seconds=sum(traced.median_seconds(stream.device, "wait", item.id) for item in own),
         )
-
-
-def _describe_process(memory: BundleMemory) -> ProcessUse:
-    process = memory.process
-    return ProcessUse(
-        opening_bytes=process.opening_bytes if process else None,
-        running_bytes=process.running_bytes if process else None,
-    )
 
 
 def count_value_bytes(value: Any) -> int:

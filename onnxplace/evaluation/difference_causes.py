@@ -2,7 +2,7 @@
 
 The segments run one after the other, each in its own session, some of them on the CPU instead of their devices.
 Bisection finds how many have to for the outputs to be right. Only outputs are compared, so that this needs no tolerance
-of inner values. ONNX Runtime's optimisations are off: then segments of CPUs do not round otherwise than the model.
+of inner values. ONNX Runtime's optimisations are off: then segments of CPUs round as the model does.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SegmentRecord, order_segments
+from onnxplace.devices import DeviceAddress
 from onnxplace.errors import NoteWarning, OnnxplaceError
-from onnxplace.evaluation.compare import TOLERANCE
-from onnxplace.evaluation.comparison_process import CPU
-from onnxplace.evaluation.own_differences import Differences, ModelComparison
+from onnxplace.evaluation.compare import TOLERANCE, Differences, ModelComparison
 from onnxplace.evaluation.step_inputs import StateCarrier, StepInputs
 from onnxplace.machine import available_cores, make_runner, make_session_options, open_session, without_optimisations
 from onnxplace.model import load
 from onnxplace.passes.profiling import run_nodes
 from onnxplace.utils import relative_error
 
+CPU = DeviceAddress("cpu", 0)
 _REPORT = "this looks like a defect of onnxplace: please report it, with this command and `onnxplace doctor`'s report"
 _PLACE = "place nodes elsewhere with --device-map, or bound errors with --max-error; `onnxplace doctor` checks devices"
 
@@ -125,7 +125,7 @@ class _Chain:
         return dict(zip([item.name for item in session.get_outputs()], make_runner(session, segment.id)(feeds)))
 
     def _find_wrong(self, on_cpu: Mapping[str, Any]) -> SegmentRecord | None:
-        """Return the first segment with a value that is not the unsplit model's, as far as that has it."""
+        """Return the first segment with a value that differs from the unsplit model's, among those that both have."""
         model = load(self._bundle.file(WHOLE_MODEL_FILE))
         names = sorted({name for node in model.nodes for name in node.output} & on_cpu.keys())
         values = run_nodes(model, range(len(model.nodes)), names, on_cpu, CPU, "none")

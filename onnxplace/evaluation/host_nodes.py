@@ -1,4 +1,4 @@
-"""Which nodes of a bundle's segments its devices leave to the host."""
+"""Nodes of a bundle's segments that its devices leave to the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def report_host_nodes(bundle: Bundle) -> list[Diagnostic]:
     """Return a note for each device of this machine that leaves nodes of its segments to the host.
 
     Their results are right, but their time is not what was planned. Only providers that compile are asked, and not
-    those that may leave nodes to the host (`fallback=true`). The compiled model of a segment tells; without one, a
+    those that may leave nodes to the host (`fallback=true`). The compiled model of a segment lists them; without one, a
     session does.
     """
     notes = []
@@ -32,7 +32,7 @@ def report_host_nodes(bundle: Bundle) -> list[Diagnostic]:
 
 def _list_host_nodes(bundle: Bundle, record: SegmentRecord, device: Device) -> list[str]:
     """Return the nodes of a segment, as operator and name, that its provider does not take."""
-    # With static shapes, one size stands for all: for none of them, the host computes the segment, which says so.
+    # With static shapes, one size stands for all. The host computes sizes that a segment does not have, and notes that.
     file = (record.sized or (record,))[0].file
     made_for = find_kind(device.kind).describe_compiler(device.address)
     for item in record.compiled:
@@ -41,7 +41,7 @@ def _list_host_nodes(bundle: Bundle, record: SegmentRecord, device: Device) -> l
     entries = {**bundle.session_entries, "session.record_ep_graph_assignment_info": "1"}
     try:
         session = open_session(bundle.file(file), make_session_options([0], "none", entries), device.address, file)
-    except OnnxplaceError:  # the trial, or whoever opens the bundle, reports it
+    except OnnxplaceError:  # reported by the trial, or when the bundle is opened
         return []
     taken = list_taken_nodes(session, device.address)
     return [text for name, text in _list_nodes(bundle, file).items() if name not in taken]

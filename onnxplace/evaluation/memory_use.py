@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,8 +32,7 @@ from onnxplace.machine import (
     use_custom_operators,
 )
 from onnxplace.ort import build_one_node_model
-from onnxplace.pipeline import Observer, find_plugin
-from onnxplace.runtime import Runtime
+from onnxplace.pipeline import Observer, create_runtime
 from onnxplace.utils import disk_error, run_in_child, temporary_folder
 
 T = TypeVar("T")
@@ -75,7 +74,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class BundleMemory:
-    """Memory of a bundle, as far as it could be measured."""
+    """Memory of a bundle; absent values could not be measured."""
 
     process: ProcessMemory | None = None
     device_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -131,15 +130,6 @@ class MemoryJob:
     runs: int = MEMORY_RUNS
     libraries: tuple[str, ...] = field(default_factory=list_operator_libraries)
     """Libraries of custom operators."""
-
-
-@dataclass(frozen=True)
-class ModelJob:
-    """An unsplit model to open in its own process: the arguments of `open_reference`."""
-
-    bundle: Path
-    against: str | Path | None
-    libraries: tuple[str, ...] = field(default_factory=list_operator_libraries)
 
 
 def can_measure_memory() -> bool:
@@ -221,7 +211,7 @@ def run_memory_job(job: MemoryJob) -> ProcessMemory:
         bundle = extract_device_part(bundle, job.device)
     # A caller keeps the feeds of the whole bundle; the values sent to a part are freed by its program.
     step = RepeatedStep(bundle, job.feeds if job.device else dict(job.feeds))
-    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+    runtime = create_runtime("onnxruntime")
     gpu_ids = [device.id for device in bundle.target.devices if not device.is_host]
     with use_custom_operators(job.libraries), _watch_gpus(gpu_ids) as gpu_bytes:
         _open_first_session()
@@ -242,16 +232,17 @@ def measure_model_opening(bundle: Bundle, against: str | Path | None) -> Opening
 
     Raises OnnxplaceError if that fails.
     """
-    job = ModelJob(bundle.path, against)
-    return run_in_child(run_model_job, job, "measuring memory", str(against or bundle.path))
+    job = (bundle.path, against, list_operator_libraries())
+    return run_in_child(_open_model, job, "measuring memory", str(against or bundle.path))
 
 
-def run_model_job(job: ModelJob) -> Opening:
+def _open_model(job: tuple[Path, str | Path | None, Sequence[str]]) -> Opening:
     """Open an unsplit model in this process, which should be fresh."""
-    bundle = Bundle.open(job.bundle)
-    with use_custom_operators(job.libraries):
+    path, against, libraries = job
+    bundle = Bundle.open(path)
+    with use_custom_operators(libraries):
         _open_first_session()
-        return _measure_opening(lambda: open_reference(bundle, job.against, available_cores()))[1]
+        return _measure_opening(lambda: open_reference(bundle, against, available_cores()))[1]
 
 
 def _open_first_session() -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Annotated, cast
+from functools import partial
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -17,16 +18,12 @@ from pydantic import Field
 from onnxplace.bundle import Bundle, Manifest, SplitStates, list_route_devices
 from onnxplace.evaluation.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.evaluation.compare import open_reference
-from onnxplace.evaluation.trial import find_median_seconds
+from onnxplace.evaluation.trial import measure_segment_seconds
 from onnxplace.feeds import Array
-from onnxplace.machine import (
-    Stopwatch,
-    available_cores,
-    find_typical_seconds,
-    read_run_delays,
-)
-from onnxplace.pipeline import find_plugin
-from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
+from onnxplace.machine import Stopwatch, available_cores, find_typical_seconds, read_run_delays
+from onnxplace.pipeline import create_runtime
+from onnxplace.runtime import Event, Result
+from onnxplace.traces import find_medians
 from onnxplace.utils import report_progress
 
 MAX_REQUESTS_IN_FLIGHT = 8
@@ -78,22 +75,20 @@ def run_rate_trials(
     """
 
     def measure() -> tuple[RateTrial, ...]:
-        runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+        runtime = create_runtime("onnxruntime")
         with ExitStack() as stack:
-            sessions = [
-                _RateSession(
-                    stack.enter_context(runtime.open(bundle, trace=True)),
-                    SplitStates(bundle.manifest).cut_feeds(feeds),
-                    in_flight,
-                )
-                for bundle in bundles
-            ]
-            for turn in range(TURNS):
-                for session in sessions:
-                    session.take_turn()
-                report_progress(turn + 1, TURNS)
+            streams = []
+            for bundle in bundles:
+                session = stack.enter_context(runtime.open(bundle, trace=True))
+                start = partial(session.submit, SplitStates(bundle.manifest).cut_feeds(feeds))
+                streams.append(RequestStream(start, in_flight))
+            turns: list[list[Turn]] = [[] for _ in bundles]
+            for number in range(1, TURNS + 1):
+                for own, stream in zip(turns, streams):
+                    own.append(stream.take_turn())
+                report_progress(number, TURNS)
         plain_seconds = _time_plain_session(bundles[0], feeds)
-        return tuple(session.summarise(plain_seconds) for session in sessions)
+        return tuple(_summarise(own, in_flight, plain_seconds) for own in turns)
 
     return measure_once(RateTrial, ["rates", str(in_flight)], bundles, feeds, cached, True, measure)
 
@@ -156,29 +151,17 @@ class RequestStream:
         return finished, future.result()
 
 
-class _RateSession:
-    """An open bundle with requests in flight, and its turns."""
-
-    def __init__(self, session: RuntimeSession, feeds: Mapping[str, Array], in_flight: int) -> None:
-        self._stream = RequestStream(lambda: session.submit(feeds), in_flight)
-        self._in_flight = in_flight
-        self._turns: list[Turn] = []
-
-    def take_turn(self) -> None:
-        """Run requests for a turn."""
-        self._turns.append(self._stream.take_turn())
-
-    def summarise(self, plain_seconds: float) -> RateTrial:
-        """Return medians over the turns in which workers waited least for a core."""
-        turns = sorted(self._turns, key=lambda turn: turn.waiting)[: (len(self._turns) + 1) // 2]
-        return RateTrial(
-            interval_seconds=float(np.median([turn.interval_seconds for turn in turns])),
-            segment_seconds=find_median_seconds((events, 1.0) for turn in turns for events in turn.events),
-            in_flight=self._in_flight,
-            requests=sum(turn.results for turn in turns),
-            waiting=float(np.median([turn.waiting for turn in turns])),
-            plain_seconds=plain_seconds,
-        )
+def _summarise(turns: Sequence[Turn], in_flight: int, plain_seconds: float) -> RateTrial:
+    """Return medians over the turns in which workers waited least for a core."""
+    turns = sorted(turns, key=lambda turn: turn.waiting)[: (len(turns) + 1) // 2]
+    return RateTrial(
+        interval_seconds=float(np.median([turn.interval_seconds for turn in turns])),
+        segment_seconds=find_medians(measure_segment_seconds(events) for turn in turns for events in turn.events),
+        in_flight=in_flight,
+        requests=sum(turn.results for turn in turns),
+        waiting=float(np.median([turn.waiting for turn in turns])),
+        plain_seconds=plain_seconds,
+    )
 
 
 def _time_plain_session(bundle: Bundle, feeds: Mapping[str, Array]) -> float:

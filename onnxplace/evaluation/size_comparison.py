@@ -1,29 +1,49 @@
-"""Compare a bundle with the unsplit model at other sizes of symbolic dimensions than the compiled ones."""
+"""Compare a bundle with the unsplit model at other sizes of symbolic dimensions than the compiled ones.
+
+Sizes that the user did not give are compared in a child process: some kernels of ONNX Runtime end the process for an
+empty axis, which may arise inside the model.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import isinf
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal
 
-from onnxplace.bundle import Bundle
-from onnxplace.errors import ExecutionError, FeedError, ModelError, NoteWarning, format_names
-from onnxplace.evaluation.compare import list_precisions, rounds_to_few_values
-from onnxplace.evaluation.comparison_process import Compare, compare_in_child
-from onnxplace.evaluation.difference_causes import find_cause
-from onnxplace.evaluation.own_differences import MAX_OWN_ERRORS, UNREPEATABLE, Differences, ModelComparison
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
+from onnxplace.errors import ExecutionError, FeedError, ModelError, NoteWarning, OnnxplaceError, format_names
+from onnxplace.evaluation.compare import (
+    MAX_OWN_ERRORS,
+    UNREPEATABLE,
+    Differences,
+    ModelComparison,
+    list_precisions,
+    open_reference,
+    rounds_to_few_values,
+)
+from onnxplace.evaluation.difference_causes import CPU, find_cause
 from onnxplace.evaluation.step_inputs import StepInputs, choose_step_inputs
 from onnxplace.feeds import symbols_of_dimension
-from onnxplace.machine import available_cores, without_optimisations
-from onnxplace.model import ENDS_PROCESS
-from onnxplace.pipeline import find_plugin
-from onnxplace.runtime import Runtime, RuntimeSession
+from onnxplace.machine import (
+    DeviceProcess,
+    available_cores,
+    list_operator_libraries,
+    use_custom_operators,
+    without_optimisations,
+)
+from onnxplace.model import ENDS_PROCESS, load
+from onnxplace.passes.profiling import run_nodes
+from onnxplace.pipeline import create_runtime
+from onnxplace.runtime import RuntimeSession
+from onnxplace.utils import start_child, temporary_folder
+
+Compare = Callable[[StepInputs], Differences]
 
 # A trial compares only models that are opened, and run on the host, within a moment.
 MAX_COMPARED_BYTES, MAX_COMPARED_SECONDS = 128 << 20, 0.1
@@ -127,7 +147,7 @@ def _compare(compare: Compare, steps: StepInputs, sizes: Mapping[str, int]) -> S
 def _open_trial(path: Path, optimised: bool) -> Iterator[tuple[Compare, RuntimeSession]]:
     """Open a bundle and the unsplit model; yield what compares them, without their states."""
     bundle = Bundle.open(path)
-    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+    runtime = create_runtime("onnxruntime")
     with nullcontext() if optimised else without_optimisations(), runtime.open(bundle) as session:
         comparison = ModelComparison(bundle, None, available_cores(), [item.name for item in bundle.returned_outputs])
         yield lambda steps: comparison.compare(lambda feeds: session.run(feeds).outputs, steps, 1), session
@@ -183,3 +203,99 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
     fatal = [f"with {item.text}, {item.message}" for item in tried if item.is_fatal]
     unsure = {output.name for item in tried for step in item.steps for output in step if isinf(output.own_error)}
     return (*fatal, *(f"output {name!r}: {UNREPEATABLE}" for name in sorted(unsure)))
+
+
+# ------------------------------------------------------------------------------------------------ in a child process
+
+
+@contextmanager
+def compare_in_child(
+    open_comparison: Callable[[], AbstractContextManager[tuple[Compare, Any]]],
+    bundle: Path,
+    against: str | Path | None,
+) -> Iterator[Compare]:
+    """Yield a function that compares in a child process, which starts with the first call, and again after its end.
+
+    Where the process ends, the function raises ModelError if the unsplit model ends it, and names the node, or else
+    ExecutionError.
+
+    Args:
+        open_comparison: A picklable function, whose context yields the function to call there, and a session.
+        bundle: The path of the bundle that is compared.
+        against: The unsplit model's file; None for the bundle's copy.
+    """
+    process: DeviceProcess | None = None
+
+    def compare(steps: StepInputs) -> Differences:
+        nonlocal process
+        differences: Differences
+        try:
+            if process is None or process.ended.is_set():
+                process = DeviceProcess(CPU)
+                process.sessions[0] = ()  # it ends with its last one
+            differences, notes = process.call("", _compare_here, 0, open_comparison, list_operator_libraries(), steps)
+        except ExecutionError:
+            if process is None or not process.ended.is_set():
+                raise
+            end = process.describe_end()
+            process.drop(0)
+            raise _explain_end(end, bundle, against, steps.first) from None
+        for note in notes:
+            warnings.warn(NoteWarning(note), stacklevel=2)
+        return differences
+
+    try:
+        yield compare
+    finally:
+        if process and not process.ended.is_set():
+            process.call("", _close, 0)
+        if process:
+            process.drop(0)
+
+
+def _compare_here(
+    opened: dict[int, Any], _: int, __: Any, open_comparison: Any, libraries: Sequence[str], steps: StepInputs
+) -> Any:
+    """Compare in the child, and return the notes of sessions, too."""
+    if not opened:
+        stack = ExitStack()
+        stack.enter_context(use_custom_operators(libraries))
+        opened |= {1: stack.enter_context(open_comparison()), 0: stack}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NoteWarning)
+        differences = opened[1][0](steps)
+    return differences, [item.message.note for item in caught if isinstance(item.message, NoteWarning)]
+
+
+def _close(opened: dict[int, Any], *_: Any) -> None:
+    if opened:
+        opened[0].close()
+
+
+def _explain_end(end: str, bundle: Path, against: str | Path | None, feeds: Mapping[str, Any]) -> OnnxplaceError:
+    """Return the error for a process that ended, by whether the unsplit model alone ends one, and with which node."""
+    with temporary_folder() as folder:
+        job = (bundle, against, feeds, list_operator_libraries(), folder / "running")
+        with start_child(_run_model, job) as child:
+            child.describe_end()
+            place = job[-1].read_text(encoding="utf-8") if job[-1].exists() else ""
+            if not child.answer.exists() and place:
+                return ModelError("M017", f"{ENDS_PROCESS} in {place}: {end}", where=str(against or bundle))
+    return ExecutionError("X004", f"the comparison failed in a process of its own: {end}", where=str(bundle))
+
+
+def _run_model(job: tuple[Path, str | Path | None, Mapping[str, Any], Sequence[str], Path]) -> None:
+    """Run the unsplit model node by node and then as a whole, and write to a file which one runs."""
+    path, against, feeds, libraries, running = job
+    with use_custom_operators(libraries):
+        bundle, values = Bundle.open(path), dict(feeds)
+        try:
+            model = load(against or bundle.file(WHOLE_MODEL_FILE))
+            for index, node in enumerate(model.nodes):
+                running.write_text(f"node {node.name!r} ({node.op_type})", encoding="utf-8")
+                values |= run_nodes(model, [index], [name for name in node.output if name], values, CPU, "none")
+            running.write_text("the unsplit model", encoding="utf-8")
+        except Exception as problem:  # noqa: BLE001 - a node that cannot run alone
+            if ENDS_PROCESS not in str(problem):  # a guard, which the file `against` does not have
+                running.write_text("the unsplit model", encoding="utf-8")
+        open_reference(bundle, against, available_cores())(feeds)

@@ -38,26 +38,27 @@ class StepInputs:
 
     def __init__(self, bundle: Bundle, given: Feeds | None, sizes: Mapping[str, int], seed: int) -> None:
         """Take the user's inputs, or draw them with these sizes of symbolic dimensions."""
-        self._inputs = (
-            bundle.inputs if given is not None else [_with_sample_rank(item, sizes) for item in bundle.inputs]
-        )
         self._states = {item.name: item.shape or () for item in bundle.state_inputs}
         output_shapes = {item.name: item.shape or () for item in bundle.outputs}
         self._outputs = {item.input: output_shapes[item.output] for item in bundle.manifest.states}
         self._drawn = given is None
         self._growth: dict[str, int] = {}
         self._output_growth: dict[str, int] = {}
-        states = SplitStates(bundle.manifest)
-        if given is None:
-            fed = states.align_copies(random_feeds(self._inputs, sizes, seed))
-        else:
-            fed = check_feeds(states.cut_feeds(given), self._inputs, strict=bundle.manifest.has_equal_sizes)
-        initial = bundle.initial_states()
-        # Random parameters would not be those of a training step.
-        self.first: Feeds = {**fed, **initial} if given is None else {**initial, **fed}
-        fed_sizes = dimensions_of_feeds(self.first, self._inputs)
-        self._bundle, self._seed, self.sizes = bundle, seed, sizes if given is None else fed_sizes
+        self._bundle, self._seed = bundle, seed
+        states, initial = SplitStates(bundle.manifest), bundle.initial_states()
+        self.first: Feeds
+        self.sizes: Mapping[str, int]
         """Sizes of symbolic dimensions; of drawn inputs without those that follow from others."""
+        if given is None:
+            self._inputs = [_with_sample_rank(item, sizes) for item in bundle.inputs]
+            # Random parameters would not be those of a training step.
+            self.first = {**states.align_copies(random_feeds(self._inputs, sizes, seed)), **initial}
+            self.sizes = sizes
+        else:
+            self._inputs = bundle.inputs
+            fed = check_feeds(states.cut_feeds(given), self._inputs, strict=bundle.manifest.has_equal_sizes)
+            self.first = {**initial, **fed}
+            self.sizes = dimensions_of_feeds(self.first, self._inputs)
 
     def resize(self, sizes: Mapping[str, int]) -> StepInputs:
         """Return drawn inputs of other sizes; raises FeedError if there are none."""

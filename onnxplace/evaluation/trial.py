@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import cast
 
 import numpy as np
 
@@ -58,20 +57,21 @@ from onnxplace.machine import (
     longest_wait,
     read_run_delays,
 )
-from onnxplace.pipeline import find_plugin
+from onnxplace.pipeline import create_runtime
 from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
 from onnxplace.target import Target, split_host
+from onnxplace.traces import find_medians
 from onnxplace.utils import find_core_limit, relative_error, report_progress, write_file
 
 # Clocks and caches settle within this time, and sessions within these steps.
 WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
 # Repeat until the standard error of the median is below the tolerance; stop after `max_runs` steps, or these seconds.
-# Where bundles are compared, or the user wants to be sure, so many steps are made at least.
+# Where bundles are compared, or the user wants to be sure, there are at least `SURE_RUNS` steps.
 REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.02, min_runs=5), 9
 # Bundles take turns of this time. Reading how long threads waited takes longer than a small step, so it is done once
 # per turn.
 BURST_SECONDS = 0.01
-# The session with all cores runs in one of so many rounds, since its threads need time to settle.
+# The session with all cores runs in one of this many rounds, since its threads need time to settle.
 ALL_CORES_ROUNDS = 4
 # How the note begins that a trial of the bundle was disturbed.
 DOUBT = "the trial is less sure than usual: steps"
@@ -112,7 +112,7 @@ class Trial:
     plain: PlainTimes | None = None
     """Of plain sessions in the same turns, if they took part."""
     size_notes: tuple[str, ...] = ()
-    """What is to be said of the comparison with the unsplit model at other sizes."""
+    """Remarks on the comparison with the unsplit model at other sizes."""
 
     @property
     def is_doubtful(self) -> bool:
@@ -190,15 +190,15 @@ def run_trials(
     references = _list_reference_cores(bundles) if plain and is_local else ()
 
     def measure() -> tuple[Trial, ...]:
-        opener = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+        opener = runtime or create_runtime("onnxruntime")
         with ExitStack() as stack:
             opened = [stack.enter_context(opener.open(bundle, trace=True)) for bundle in bundles]
             # One bundle may hold a state whole that another one holds in parts.
             steps = [RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)) for bundle in bundles]
             whole_step = RepeatedStep(bundles[0], SplitStates(bundles[0].manifest).align_copies(feeds), carries=False)
-            tried = [_TrialSession(*pair, policy) for pair in zip(opened, steps)]
+            tried = [_TrialSession(*pair) for pair in zip(opened, steps)]
             plain_sessions = {
-                cores: _TrialSession(_PlainSession(bundles[0], cores), whole_step, policy)
+                cores: _TrialSession(_PlainSession(bundles[0], cores), whole_step)
                 for cores in dict.fromkeys(references)
             }
             all_cores = plain_sessions[references[1]] if len(plain_sessions) > 1 else None
@@ -207,7 +207,7 @@ def run_trials(
                 session.warm_up()
             # In turns, so that changes of the machine's speed affect all. The last bundle to settle ends the loop.
             for number in itertools.count():
-                if all(session.has_enough for session in tried):
+                if all(policy.has_enough(session.runs) for session in tried):
                     break
                 for session in sessions:
                     if session is not all_cores:
@@ -215,7 +215,7 @@ def run_trials(
                 if all_cores and number % ALL_CORES_ROUNDS == 0:
                     all_cores.run_burst()
                     settle()
-                report_progress(min(session.share for session in tried))
+                report_progress(min(policy.estimate_share(session.runs) for session in tried))
             for session in sessions:
                 session.end()
         plain_ones = [plain_sessions[cores] for cores in references]
@@ -245,10 +245,10 @@ def _list_reference_cores(bundles: Sequence[Bundle]) -> tuple[tuple[int, ...], .
 def _compare_plain(bundle: _TrialSession, one_device: _TrialSession, all_cores: _TrialSession) -> PlainTimes:
     """Return the times of plain sessions; the speed-up is that of their undisturbed turns with the bundle."""
     turns = np.array([one_device.bursts, bundle.bursts])
-    calm = turns[:, :, 1].max(axis=0) <= DOUBTFUL_WAITING_SHARE
-    seconds = turns[:, calm if calm.sum() >= MIN_RUNS else slice(None), 0]
+    is_undisturbed = turns[:, :, 1].max(axis=0) <= DOUBTFUL_WAITING_SHARE
+    seconds = turns[:, is_undisturbed if is_undisturbed.sum() >= MIN_RUNS else slice(None), 0]
     low, high = np.quantile(seconds[0] / np.maximum(seconds[1], 1e-9), (0.1, 0.9)).tolist()
-    return PlainTimes(one_device.step_seconds, all_cores.step_seconds, low, high)
+    return PlainTimes(one_device.runs.seconds, all_cores.runs.seconds, low, high)
 
 
 def measure_error(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
@@ -263,7 +263,7 @@ def measure_error(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
     lineages, feeds = find_bundle_lineages(bundle), SplitStates(bundle.manifest).align_copies(feeds)
     names = [item.name for item in bundle.returned_outputs if not lineages[item.name].random_nodes]
     expected = open_reference(bundle, None, available_cores())(feeds)
-    runtime, errors = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))(), [0.0]
+    runtime, errors = create_runtime("onnxruntime"), [0.0]
     for route in list_routes(bundle.manifest):
         with runtime.open(Bundle(bundle.path, move_to_route(bundle.manifest, route))) as session:
             outputs = session.run(feeds).outputs
@@ -310,7 +310,7 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     )
     measured = manifest.predicted.model_copy(update={"request_seconds": trial.request_seconds})
     routes = _scale_routes(manifest, trial)
-    # Simulate the bundle again, with what was measured in the place of what was planned.
+    # Simulate the bundle again, with measured times in place of planned ones.
     streams = _scale_streams(manifest, trial)
     updates = {"segments": segments, "routes": routes, "predicted": measured, "streams": streams}
     changed = manifest.model_copy(update=updates)
@@ -383,8 +383,8 @@ class _PlainSession(RuntimeSession):
 class _TrialSession:
     """An open bundle and the times of its steps."""
 
-    def __init__(self, session: RuntimeSession, step: RepeatedStep, policy: RepeatPolicy = REPEAT_POLICY) -> None:
-        self._session, self._step, self._policy = session, step, policy
+    def __init__(self, session: RuntimeSession, step: RepeatedStep) -> None:
+        self._session, self._step = session, step
         self._steps: list[tuple[tuple[Event, ...], float]] = []
         """Events and seconds of each step."""
         self._waiting_shares: list[float] = []
@@ -400,7 +400,7 @@ class _TrialSession:
     def warm_up(self) -> None:
         """Run uncounted steps until clocks, caches and sessions have settled."""
         began, elapsed = time.perf_counter(), 0.0
-        while (len(self._steps) < WARM_UP_STEPS or elapsed < WARM_UP_SECONDS) and elapsed < self._policy.seconds:
+        while (len(self._steps) < WARM_UP_STEPS or elapsed < WARM_UP_SECONDS) and elapsed < REPEAT_POLICY.seconds:
             self._run_step()
             elapsed = time.perf_counter() - began
         self._steps.clear()
@@ -426,22 +426,8 @@ class _TrialSession:
         self.bursts.append((seconds, share + slowdown))
 
     @property
-    def has_enough(self) -> bool:
-        """Return whether the steps so far satisfy the policy."""
-        return self._policy.has_enough(self._runs) if self._steps else False
-
-    @property
-    def share(self) -> float:
-        """Return the share of the most steps, or of the most time, that is over."""
-        return self._policy.estimate_share(self._runs)
-
-    @property
-    def step_seconds(self) -> float:
-        """Return the median of the undisturbed steps, without the waits."""
-        return self._runs.seconds
-
-    @property
-    def _runs(self) -> Runs:
+    def runs(self) -> Runs:
+        """Return the times of the steps so far."""
         seconds = np.array([seconds for _, seconds in self._steps])
         return Runs(seconds, seconds * np.array(self._waiting_shares), np.array(self._reference_seconds))
 
@@ -451,7 +437,7 @@ class _TrialSession:
 
     def summarise(self) -> Trial:
         """Return medians over the steps that waited least for a core."""
-        runs = self._runs
+        runs = self.runs
         # It is unknown which event a wait fell into, so it is subtracted from all in proportion.
         steps = [(*self._steps[index], 1 - self._waiting_shares[index]) for index in runs.undisturbed]
         request_times = []
@@ -462,9 +448,12 @@ class _TrialSession:
         return Trial(
             step_seconds=runs.seconds,
             request_seconds=max(float(np.median(request_times)), 0.0),
-            segment_seconds=find_median_seconds((events, working_share) for events, _, working_share in steps),
+            segment_seconds=find_medians(
+                {name: seconds * working_share for name, seconds in measure_segment_seconds(events).items()}
+                for events, _, working_share in steps
+            ),
             # The thread that reads waits for the disk, and seldom for a core.
-            load_seconds=find_median_seconds(((events, 1.0) for events, _, _ in steps), measure_load_seconds),
+            load_seconds=find_medians(measure_load_seconds(events) for events, _, _ in steps),
             requests=len(runs.undisturbed),
             # Not subtracted from times: other processes may have looked for messages only.
             waiting=max(runs.waiting, self._remote_waiting_share),
@@ -498,18 +487,6 @@ def measure_load_seconds(events: Sequence[Event]) -> dict[str, float]:
     }
 
 
-def find_median_seconds(
-    requests: Iterable[tuple[Sequence[Event], float]],
-    measure: Callable[[Sequence[Event]], Mapping[str, float]] = measure_segment_seconds,
-) -> dict[str, float]:
-    """Return the median seconds of each segment over requests, whose times are multiplied by a factor each."""
-    times: dict[str, list[float]] = {}
-    for events, factor in requests:
-        for segment, seconds in measure(events).items():
-            times.setdefault(segment, []).append(seconds * factor)
-    return {name: float(np.median(values)) for name, values in times.items()}
-
-
 def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
     """Replace the manifest of a bundle atomically."""
     text = manifest.model_dump_json(indent=1)
@@ -532,11 +509,9 @@ def record_trial(bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime) -
     """
     (trial,) = run_trials([bundle], feeds, runtime=runtime)
     manifest = apply_trial(bundle.manifest, trial)
-    notes = [item for item in manifest.diagnostics if not _is_about_trial(item)]
+    notes = [
+        item for item in manifest.diagnostics if item.code not in NO_TRIAL_CODES and not item.message.startswith(DOUBT)
+    ]
     if doubt := find_trial_doubt(trial, manifest.model):
         notes.append(DiagnosticRecord(**asdict(doubt)))
     return replace_manifest(bundle, manifest.model_copy(update={"diagnostics": tuple(notes)}))
-
-
-def _is_about_trial(note: DiagnosticRecord) -> bool:
-    return note.code in NO_TRIAL_CODES or note.message.startswith(DOUBT)

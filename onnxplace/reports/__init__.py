@@ -1,4 +1,4 @@
-"""Results for people: tables and summaries as text, and reports as HTML pages."""
+"""Human-readable results: tables and summaries as text, and reports as HTML pages."""
 
 from onnxplace._lazy import attach
 

@@ -11,13 +11,10 @@ from onnxplace.reports.page_data import (
 )
 from onnxplace.reports.page_records import Comparison as Comparison, PageData as PageData, Quantity as Quantity
 from onnxplace.reports.page_rendering import (
+    Report as Report,
     build_page_json as build_page_json,
     embed_page as embed_page,
     render_page as render_page,
-    require_report_packages as require_report_packages,
-)
-from onnxplace.reports.page_writing import (
-    Report as Report,
     require_report as require_report,
     show_bundle as show_bundle,
     write_page as write_page,

@@ -11,8 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from onnxplace.bundle import COSTS_FILE, WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import OnnxplaceError
 from onnxplace.model import find_module_path, infer_shapes, iterate_reads, list_own_nodes, normalize_module
-from onnxplace.reports.forward_order import sort_forward
-from onnxplace.reports.layer_tree import NODE_PART, LayerNode, name_layer, name_segment
+from onnxplace.reports.layer_tree import NODE_PART, LayerNode, name_layer, name_segment, sort_forward
 from onnxplace.reports.page_records import NodeEdges, SegmentSummary
 from onnxplace.utils import read_json
 
@@ -121,7 +120,7 @@ class _NodeCosts(BaseModel):
 
 
 class _Costs(BaseModel):
-    """A cost file, as far as a report looks at it."""
+    """The parts of a cost file that a report shows."""
 
     nodes: dict[str, _NodeCosts] = {}
     value_bytes: dict[str, int] = {}

@@ -122,7 +122,7 @@ class _Arguments(BaseModel):
 
 
 class _TraceEvent(BaseModel):
-    """An event of a trace, as far as a report looks at it."""
+    """An event of a trace, with the fields that a report shows."""
 
     phase: str = Field(default="", alias="ph")
     """`X` for a span, `M` for the name of a process or a thread."""
@@ -146,6 +146,10 @@ class _TraceEvent(BaseModel):
         """Return whether it is a segment that ran, a value that was copied, or weights that were loaded."""
         return self.phase == "X" and self.category in ("run", "copy", "load")
 
+    def names(self, kind: str) -> bool:
+        """Return whether it names a process or a thread, as `kind` says."""
+        return self.phase == "M" and self.name == kind
+
 
 def read_trace(path: Path, device_names: Sequence[str], segments: Iterable[str]) -> tuple[Timeline, ...]:
     """Return the timelines of a file that `run --trace` or `bench --trace` wrote: measured, then predicted.
@@ -154,13 +158,17 @@ def read_trace(path: Path, device_names: Sequence[str], segments: Iterable[str])
         InputError: It is not such a file, or a trace of another bundle.
     """
     events = _read_events(path)
-    names = {item.process: item.arguments.name for item in events if _is_name(item, "process_name")}
+    names = {item.process: item.arguments.name for item in events if item.names("process_name")}
     timelines, known = [], frozenset(segments)
     for name in ("measured", "predicted"):
         own = [item for item in events if names.get(item.process) == name]
-        rows = {item.thread: item.arguments.name for item in own if _is_name(item, "thread_name")}
+        rows = {item.thread: item.arguments.name for item in own if item.names("thread_name")}
         spans = [item for item in own if item.is_span]
-        _require_segments(spans, known, path)
+        for span in spans:
+            if span.category == "run" and span.name not in known:
+                message = f"expected a trace of this bundle, found the segment {span.name!r} in it"
+                hint = "trace the bundle again: `onnxplace run BUNDLE --trace F.json`"
+                raise InputError("D020", message, where=format_path(path), hint=hint)
         if spans:
             timelines.append(_draw_events(spans, rows, name, device_names))
     if not timelines:
@@ -173,7 +181,12 @@ def _read_events(path: Path) -> list[_TraceEvent]:
     data = read_json(path, "D020", "a trace")
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         raise InputError("D020", "expected a JSON object with traceEvents", where=format_path(path), hint=_HINT)
-    entries = {index: entry for index, entry in enumerate(data["traceEvents"]) if _is_relevant(entry)}
+    # Spans, names and what is malformed; other programs add further kinds of entries.
+    entries = {
+        index: entry
+        for index, entry in enumerate(data["traceEvents"])
+        if not isinstance(entry, dict) or entry.get("ph") in ("X", "M")
+    }
     try:
         return [*TypeAdapter(dict[int, _TraceEvent]).validate_python(entries).values()]
     except ValidationError as problem:
@@ -181,24 +194,6 @@ def _read_events(path: Path) -> list[_TraceEvent]:
         field = ".".join(str(part) for part in first["loc"])
         message = f"traceEvents is malformed at {field!r}: {first['msg']}"
         raise InputError("D020", message, where=format_path(path), hint=_HINT) from None
-
-
-def _is_relevant(entry: object) -> bool:
-    """Return whether an entry of a trace may be a span or a name, or is malformed; other programs add further kinds."""
-    return not isinstance(entry, dict) or entry.get("ph") in ("X", "M")
-
-
-def _is_name(event: _TraceEvent, kind: str) -> bool:
-    return event.phase == "M" and event.name == kind
-
-
-def _require_segments(spans: Sequence[_TraceEvent], known: frozenset[str], path: Path) -> None:
-    """Raise InputError if a trace runs segments that the bundle does not have."""
-    for span in spans:
-        if span.category == "run" and span.name not in known:
-            message = f"expected a trace of this bundle, found the segment {span.name!r} in it"
-            hint = "trace the bundle again: `onnxplace run BUNDLE --trace F.json`"
-            raise InputError("D020", message, where=format_path(path), hint=hint)
 
 
 def _draw_events(

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
-from onnxplace.reports.forward_order import Edges, divide_forward, sort_forward
+from onnxplace.graph import order_items
 from onnxplace.reports.page_records import LayerTree
+
+Edges = Collection[tuple[int, int]]
+"""Each from an item to one that reads it; none twice."""
 
 # More children than this without a common name are shown in parts.
 MAX_CHILDREN = 100
@@ -110,7 +113,7 @@ def _find_ends(name: str) -> list[int]:
 
 
 def name_layer(name: str) -> str:
-    """Return the layer that people would say a node is in: the parts of its name up to the first with a number.
+    """Return the layer of a node as a reader would name it: the parts of its name up to the first with a number.
 
     Empty where the name has no parts.
 
@@ -163,8 +166,11 @@ def _divide(layers: list[_Layer]) -> list[_Layer]:
 
 def _flatten(roots: Sequence[_Layer]) -> LayerTree:
     """Return a tree as columns, parents before children."""
-    rows = []
-    for layer, parent in _iterate_rows(roots):
+    rows: list[tuple[Any, ...]] = []
+    pending = [(layer, -1) for layer in reversed(roots)]
+    while pending:
+        layer, parent = pending.pop()
+        pending += [(child, len(rows)) for child in reversed(layer.children)]
         node = layer.node or LayerNode("", "", -1, 0.0)
         place = node.index, node.segment
         rows.append((layer.label, parent, node.op, node.device, node.seconds, *place, node.shape, node.source))
@@ -172,11 +178,46 @@ def _flatten(roots: Sequence[_Layer]) -> LayerTree:
     return LayerTree(*columns)
 
 
-def _iterate_rows(roots: Sequence[_Layer]) -> Iterator[tuple[_Layer, int]]:
-    """Yield each layer with the position of its parent."""
-    position, pending = -1, [(layer, -1) for layer in reversed(roots)]
-    while pending:
-        layer, parent = pending.pop()
-        position += 1
-        yield layer, parent
-        pending += [(child, position) for child in reversed(layer.children)]
+# ------------------------------------------------------------------------------ orders in which no edge runs backwards
+
+
+def sort_forward(count: int, edges: Edges) -> list[int]:
+    """Return items 0 to `count` - 1, each after all that it reads, without those on a circle or after one.
+
+    >>> sort_forward(4, [(3, 1), (1, 2)]), sort_forward(4, [(0, 1), (1, 2), (2, 1), (2, 3)])
+    ([0, 3, 1, 2], [0])
+    """
+    readers: list[list[int]] = [[] for _ in range(count)]
+    missing = [0] * count
+    for source, reader in edges:
+        readers[source].append(reader)
+        missing[reader] += 1
+    return order_items(readers, missing)
+
+
+def divide_forward(items: Sequence[int], keys: Sequence[Hashable], edges: Edges) -> list[list[int]]:
+    """Return runs of items with one key, in an order in which no edge runs backwards.
+
+    A key has one run, or several where values leave it and come back.
+
+    Args:
+        items: Each after all that it reads.
+        keys: Of each item.
+        edges: Between these items.
+
+    >>> divide_forward([0, 1, 2, 3], "abab", [(0, 2)]), divide_forward([0, 1, 2, 3], "abab", [(0, 1), (1, 2)])
+    ([[0, 2], [1, 3]], [[0], [1], [2], [3]])
+    """
+    number = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    home = {item: number[key] for item, key in zip(items, keys)}
+    between = {(home[source], home[reader]) for source, reader in edges if home[source] != home[reader]}
+    # Before all circles of keys, and after all of them, each key is whole; in between, the order of the items stands.
+    before = dict.fromkeys(sort_forward(len(number), between))
+    back = sort_forward(len(number), {(reader, source) for source, reader in between})
+    after = [key for key in reversed(back) if key not in before]
+    members = defaultdict[int, list[int]](list)
+    for item in items:
+        members[home[item]].append(item)
+    whole = {*before, *after}
+    divided = groupby((item for item in items if home[item] not in whole), lambda item: home[item])
+    return [*(members[key] for key in before), *([*run] for _, run in divided), *(members[key] for key in after)]

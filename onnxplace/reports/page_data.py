@@ -41,7 +41,7 @@ from onnxplace.reports.page_records import (
 )
 from onnxplace.reports.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
 from onnxplace.reports.text import count_streamed_bytes
-from onnxplace.reports.verdict import RATE_LABEL, Circumstances, judge_step
+from onnxplace.reports.verdict import RATE_LABEL, ReportContext, judge_step
 from onnxplace.simulation import WeightStream
 from onnxplace.utils import format_bytes, format_time
 
@@ -106,7 +106,7 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         predicted.request_seconds,
         manifest.trial.planned_seconds if manifest.trial else None,
     )
-    known = Circumstances(
+    known = ReportContext(
         basis=FROM_COSTS if manifest.trial is None else FROM_TRIAL,
         step_seconds=manifest.trial.step_seconds if manifest.trial else None,
         times_as_fast=manifest.speedup,
@@ -419,7 +419,7 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         title=placed.graph.name,
         source=placed.graph.name,
         kind="placement",
-        verdict=judge_step(step, bound, Circumstances(FROM_COSTS, attempts=attempts)),
+        verdict=judge_step(step, bound, ReportContext(FROM_COSTS, attempts=attempts)),
         summary=tuple(_summarise_placement(placed, alone, crossings)),
         devices=_list_placement_devices(step),
         timelines=(draw_step(step, FROM_COSTS, "one step, node by node"),),

@@ -1,4 +1,4 @@
-"""Render reports: one HTML file that loads nothing from elsewhere.
+"""Write reports: one HTML file that loads nothing from elsewhere, or an element for notebooks.
 
 The page allows only the scripts whose hashes it names, so that no text from a model can become one. The plotting
 library is BokehJS, whose code is taken from the installed Python package `bokeh`. dagre lays out the picture of the
@@ -14,16 +14,19 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from onnxplace._version import __version__
+from onnxplace.bundle import Bundle
 from onnxplace.errors import UsageError
+from onnxplace.pipeline import Observer
 from onnxplace.reports.differences import compare_pages
-from onnxplace.reports.page_records import MemoryCurve, PageData
-from onnxplace.utils import format_bytes, format_time
+from onnxplace.reports.page_data import describe_bundle
+from onnxplace.reports.page_records import Comparison, MemoryCurve, PageData
+from onnxplace.utils import format_bytes, format_time, require_different_files, require_writable, write_file
 
 # Template, style and scripts of the page.
 PAGE_FOLDER = Path(__file__).parent / "page"
@@ -42,6 +45,92 @@ SHOWN_CURVES = 4
 PLOT_STEPS = 100
 # Significant digits of times in the page.
 DIGITS = 7
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """A report about a bundle, or about two side by side, which a notebook shows.
+
+    The fields are those of `onnxplace report --json`.
+    """
+
+    output: Path | None
+    """The file of the page, if one was written."""
+    pages: tuple[PageData, ...]
+    """The data of the page, for each bundle."""
+    comparison: Comparison | None = None
+    """Of two bundles, which one to take, and what differs."""
+
+    def __repr__(self) -> str:
+        return f"Report: {(self.comparison or self.pages[0].verdict).sentence}"
+
+    def _repr_html_(self) -> str | None:
+        return embed_page(self.pages)
+
+
+def write_report(
+    bundle: Bundle | str | Path,
+    other: Bundle | str | Path | None = None,
+    *,
+    output: str | Path | None = None,
+    trace: str | Path | None = None,
+    observer: Observer | None = None,
+) -> Report:
+    """Describe a bundle as `onnxplace report` does, and write the page to a file if one is named.
+
+    Args:
+        bundle: A bundle, or its path.
+        other: Another one, to show both side by side.
+        output: The file of the page; needs the extra `[report]`.
+        trace: The file of `onnxplace run --trace`, whose times are shown next to the predicted ones of `bundle`.
+        observer: Called before each bundle with its name, its position from 0 and their number.
+
+    Raises:
+        OnnxplaceError: one of the files cannot be used, or packages of the extra `[report]` are missing.
+
+    >>> onnxplace.report("model.bundle", output="report.html").pages[0].bound.step_seconds  # doctest: +SKIP
+    0.0718
+    """
+    given = [item for item in (bundle, other) if item is not None]
+    paths = [item.path if isinstance(item, Bundle) else Path(item) for item in given]
+    source, path = Path(trace) if trace else None, Path(output) if output else None
+    if path:
+        require_report(path, *paths, source)
+    pages = []
+    for index, item in enumerate(given):
+        if observer:
+            observer(paths[index].name, index, len(given))
+        pages.append(describe_bundle(item if isinstance(item, Bundle) else Bundle.open(item), source))
+    if path:
+        write_page(path, pages)
+    return Report(path, tuple(pages), compare_pages(*pages) if len(pages) > 1 else None)
+
+
+def show_bundle(bundle: Bundle) -> str | None:
+    """Return the report about a bundle as an element for notebooks; None without the extra `[report]`."""
+    return embed_page([describe_bundle(bundle)])
+
+
+def require_report(path: Path, *inputs: Path | None, **outputs: Path | None) -> None:
+    """Raise UsageError before any work if a report cannot be written to `path`, or its packages are missing.
+
+    Args:
+        path: The file of the report.
+        inputs: Files and bundles that the command reads, or None.
+        outputs: By option, other files and folders that it writes, or None.
+    """
+    require_report_packages()
+    require_different_files(**outputs, report=path)
+    require_writable(path, *(item for item in (*inputs, *outputs.values()) if item))
+
+
+def write_page(path: Path, pages: Sequence[PageData]) -> None:
+    """Write the report about one bundle or placement, or about two next to each other."""
+    content = render_page(pages).encode()
+    write_file(path, lambda stream: stream.write(content))
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
 
 
 def list_missing_packages() -> list[str]:
@@ -105,7 +194,7 @@ def embed_page(pages: Sequence[PageData]) -> str | None:
 
 
 def group_memory(page: PageData) -> list[list[MemoryCurve]]:
-    """Return the curves of memory by their plots: equal devices share one, if nobody would see a difference."""
+    """Return the curves of memory by their plots: equal devices share one, if no difference would be visible."""
     groups = defaultdict[tuple[object, ...], list[MemoryCurve]](list)
     for curve in page.memory:
         axes = (curve.seconds, curve.seconds[-1] or 1.0), (curve.bytes, curve.peak_bytes or 1)

@@ -131,7 +131,9 @@ def _describe_crossing(
     readers = graph.readers[value]
     remote = readers[step.device[readers] != source]
     waits, slacks = zip(*(_measure_wait(step, value, int(node), arrivals, before) for node in remote), strict=True)
-    gain = _measure_gain(step, remote, source) if is_simulated else None
+    kept, gain = step.simulation.makespan_seconds, None
+    if is_simulated and (moved := step.simulate_moved(remote, source)) is not None:
+        gain = moved - kept if abs(moved - kept) > MIN_SHARE * kept else 0.0
     return Crossing(
         value=graph.value_names[value],
         bytes=int(graph.value_bytes[value]),
@@ -158,14 +160,6 @@ def _measure_wait(
             others.append(local if int(step.device[producer]) == device else arrivals.get((item, device), local))
     arrival = arrivals.get((value, device), 0.0)
     return max(arrival - max(others), 0.0), max(float(simulation.start_seconds[node]) - arrival, 0.0)
-
-
-def _measure_gain(step: PlacedStep, readers: Ints, source: int) -> float | None:
-    seconds = step.simulate_moved(readers, source)
-    if seconds is None:
-        return None
-    difference = seconds - step.simulation.makespan_seconds
-    return difference if abs(difference) > MIN_SHARE * step.simulation.makespan_seconds else 0.0
 
 
 def _explain(source: str, wait: float, slack: float, gain: float | None) -> str:
@@ -266,6 +260,7 @@ def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float, int]]:
         if kind == "node":
             device, begin = int(step.device[index]), start[index]
             yield "compute", step.device_names[device], finish[index] - begin, index
+            # It may have started only after the node before it on its device, and after each value that it reads.
             candidates = [(finish[node], "node", node) for node in (before_node[index],) if node >= 0]
             for value in step.graph.inputs[index].tolist():
                 producer = int(step.graph.producer[value])
@@ -278,9 +273,11 @@ def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float, int]]:
             begin = sent_start[index]
             name = step.name_link(int(sent.source[index]), int(sent.destination[index]))
             yield "transfer", name, sent_finish[index] - begin, index
+            # It may have started only after its value was computed, and after the transfers before it on its channels.
             producer = int(step.graph.producer[int(sent.value[index])])
             candidates = [(finish[producer], "node", producer)]
             candidates += [(sent_finish[item], "transfer", item) for item in before_transfer[index]]
+        # What ended last was waited for; what is left before the start is a pause.
         last = max(candidates, default=None)
         pause = begin - (last[0] if last is not None else 0.0)
         if pause > 1e-12 and kind == "node" and begin == simulation.arrival_seconds[index]:

@@ -27,8 +27,8 @@ RATE_LABEL = "A result every, with requests in flight"
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What is known about a plan besides its step and its bound."""
+class ReportContext:
+    """A plan besides its step and its bound."""
 
     basis: str
     """`from trial` or `from node costs`."""
@@ -46,21 +46,21 @@ class Circumstances:
     """Changes of how weights stream, in words, with what the step would wait for then."""
 
 
-def judge_step(step: PlacedStep, bound: Bound, known: Circumstances) -> Verdict:
+def judge_step(step: PlacedStep, bound: Bound, context: ReportContext) -> Verdict:
     """Return the verdict about a simulated step."""
     limit, seconds = _find_limit(bound)
     verdict = Verdict(
         sentence="",
-        basis=known.basis,
-        step_seconds=bound.step_seconds if known.step_seconds is None else known.step_seconds,
-        times_as_fast=bound.times_as_fast if known.step_seconds is None else known.times_as_fast,
+        basis=context.basis,
+        step_seconds=bound.step_seconds if context.step_seconds is None else context.step_seconds,
+        times_as_fast=bound.times_as_fast if context.step_seconds is None else context.times_as_fast,
         above_bound=bound.above_bound,
         limit=limit,
-        advice=tuple(_list_advice(step, bound, known))[:MAX_ADVICE],
+        advice=tuple(_list_advice(step, bound, context))[:MAX_ADVICE],
     )
     share = seconds / bound.step_seconds if bound.step_seconds > 0 else 0.0
     used = {step.device_names[device] for device in step.device.tolist()}
-    return replace(verdict, sentence=_phrase(verdict, used, share, known))
+    return replace(verdict, sentence=_phrase(verdict, used, share, context))
 
 
 def _find_limit(bound: Bound) -> tuple[str, float]:
@@ -77,26 +77,21 @@ def _find_limit(bound: Bound) -> tuple[str, float]:
     return max(seconds.items(), key=lambda item: item[1], default=("", 0.0))
 
 
-def _phrase(verdict: Verdict, used: set[str], share: float, known: Circumstances) -> str:
+def _phrase(verdict: Verdict, used: set[str], share: float, context: ReportContext) -> str:
     """Return the sentence of a verdict."""
     parts = []
     if len(used) == 1:
         parts.append(f"All of it runs on one device, {next(iter(used))}")
     elif verdict.times_as_fast is not None:
-        single = "one device" if known.single_device_fits else "one device would be, which it does not fit on"
+        single = "one device" if context.single_device_fits else "one device would be, which it does not fit on"
         parts.append(f"{verdict.times_as_fast:.2f} times as fast as {single}")
-    if verdict.above_bound is not None:
-        parts.append(_phrase_bound(verdict.above_bound))
+    if (above := verdict.above_bound) is not None:
+        distance = f"{_percent(above)} above the lower bound" if above < 1 else f"{above + 1:.1f} times the lower bound"
+        parts.append("at the lower bound" if above < MIN_SHARE / 4 else distance)
     if verdict.limit:
         limit = f"what {verdict.limit} computes" if verdict.limit in used else verdict.limit
         parts.append(f"limited by {limit} ({_percent(share)} of the step)")
     return f"{'; '.join(parts) or 'There is nothing to compute'}."
-
-
-def _phrase_bound(above: float) -> str:
-    if above < MIN_SHARE / 4:
-        return "at the lower bound"
-    return f"{_percent(above)} above the lower bound" if above < 1 else f"{above + 1:.1f} times the lower bound"
 
 
 def _percent(share: float) -> str:
@@ -106,24 +101,24 @@ def _percent(share: float) -> str:
 # ------------------------------------------------------------------------------------------------------ what would help
 
 
-def _list_advice(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterator[Advice]:
+def _list_advice(step: PlacedStep, bound: Bound, context: ReportContext) -> Iterator[Advice]:
     """Yield what would make a step shorter, what gains most first."""
     now, lowest, single = bound.step_seconds, bound.lower_bound_seconds, bound.single_device_seconds
-    if 0 < single <= now * (1 + MIN_SHARE) and len(set(step.device.tolist())) > 1 and known.single_device_fits:
+    if 0 < single <= now * (1 + MIN_SHARE) and len(set(step.device.tolist())) > 1 and context.single_device_fits:
         is_faster = single < now * (1 - MIN_SHARE)
         yield Advice(f"One device is {'faster' if is_faster else 'as fast'}: it takes {format_time(single)}.", single)
-    changes = sorted(_try_changes(step, bound, known), key=lambda item: item.step_seconds or 0.0)
+    changes = sorted(_try_changes(step, bound, context), key=lambda item: item.step_seconds or 0.0)
     yield from (item for item in changes if (item.step_seconds or 0.0) < now * (1 - MIN_SHARE))
-    if (advice := _advise_batch(step, bound, known)) is not None:
+    if (advice := _advise_batch(step, bound, context)) is not None:
         yield advice
-    if 0 < known.interval_seconds < now * (1 - MIN_SHARE):
-        every = format_time(known.interval_seconds)
+    if 0 < context.interval_seconds < now * (1 - MIN_SHARE):
+        every = format_time(context.interval_seconds)
         yield Advice(f"Several requests in flight: a result every {every}; each one takes as long as before.", None)
     if 0 < lowest < now <= lowest * (1 + MIN_SHARE):
         yield Advice(f"Another placement of the same operators gains at most {format_time(now - lowest)}.", None)
 
 
-def _try_changes(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterator[Advice]:
+def _try_changes(step: PlacedStep, bound: Bound, context: ReportContext) -> Iterator[Advice]:
     """Yield changes of devices, links and operators with the step that each leads to."""
     base, seconds = step.simulation.makespan_seconds, np.nan_to_num(step.seconds)
 
@@ -133,7 +128,7 @@ def _try_changes(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterat
         saved = 1 - now / bound.step_seconds if bound.step_seconds > 0 else 0.0
         return Advice(f"{what}: the step would take {format_time(now)}, {_percent(saved)} less.", now)
 
-    for what, stream in known.streams:
+    for what, stream in context.streams:
         yield try_step(what, step.target, seconds, stream)
     if len(step.simulation.transfers):
         links = step.target.with_all_links()
@@ -147,7 +142,7 @@ def _try_changes(step: PlacedStep, bound: Bound, known: Circumstances) -> Iterat
         times = seconds.copy()
         times[busiest] /= 2
         yield try_step(f"A device twice as fast in place of {bound.busiest_device}", step.target, times)
-    yield from _advise_splitting(known.attempts, bound.step_seconds)
+    yield from _advise_splitting(context.attempts, bound.step_seconds)
 
 
 def _advise_splitting(attempts: Sequence[AttemptGroup], now: float) -> Iterator[Advice]:
@@ -160,7 +155,7 @@ def _advise_splitting(attempts: Sequence[AttemptGroup], now: float) -> Iterator[
             yield Advice(text, now * best.seconds / kept.seconds)
 
 
-def _advise_batch(step: PlacedStep, bound: Bound, known: Circumstances) -> Advice | None:
+def _advise_batch(step: PlacedStep, bound: Bound, context: ReportContext) -> Advice | None:
     """Return that a larger batch would help, if much of the step does not grow with it."""
     devices = dict(zip(step.device_names, step.target.devices))
     fixed = sum(
@@ -168,8 +163,8 @@ def _advise_batch(step: PlacedStep, bound: Bound, known: Circumstances) -> Advic
         for part in bound.chain
         if part.kind in ("request", "compute")
     )
-    if not known.sizes or fixed < MIN_SHARE * bound.step_seconds:
+    if not context.sizes or fixed < MIN_SHARE * bound.step_seconds:
         return None
     share = _percent(min(fixed / bound.step_seconds, 1.0))
-    text = f"A larger batch (now {known.sizes}): calls of segments and the request take {format_time(fixed)}"
+    text = f"A larger batch (now {context.sizes}): calls of segments and the request take {format_time(fixed)}"
     return Advice(f"{text} of the step ({share}) whatever its size.", None)

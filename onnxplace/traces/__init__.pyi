@@ -7,6 +7,7 @@ from onnxplace.traces.timelines import (
     TimelineComparison as TimelineComparison,
     TraceRecorder as TraceRecorder,
     compare_timelines as compare_timelines,
+    find_medians as find_medians,
     predict_stream as predict_stream,
     predict_timelines as predict_timelines,
 )

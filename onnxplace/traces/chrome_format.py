@@ -123,21 +123,21 @@ def chrome_trace(
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": other}
 
 
+@dataclass
 class _ProcessWriter:
     """Writes the timelines of one process of the trace."""
 
-    def __init__(
-        self,
-        process: int,
-        name: str,
-        origin_seconds: float,
-        manifest: Manifest,
-        segment_nodes: Mapping[str, Sequence[str]],
-    ) -> None:
-        self._process, self._name, self._origin = process, name, origin_seconds
-        self._manifest, self._routes = manifest, list_routes(manifest)
-        self._segments = {segment.id: segment for segment in manifest.segments}
-        self._nodes = segment_nodes
+    process: int
+    name: str
+    origin_seconds: float
+    """Where the trace begins, on the common clock."""
+    manifest: Manifest
+    nodes: Mapping[str, Sequence[str]]
+    """Names of the nodes of each segment."""
+
+    def __post_init__(self) -> None:
+        self.routes = list_routes(self.manifest)
+        self.segments = {segment.id: segment for segment in self.manifest.segments}
 
     def write(
         self, timelines: Sequence[RequestTimeline], first_thread: int, arrows: Iterator[int]
@@ -146,7 +146,7 @@ class _ProcessWriter:
         rows = {
             (device, kind, copy): _Rows(_name_row(device, kind, copy))
             for copy in sorted({0, *(timeline.copy for timeline in timelines)})
-            for device in list_route_devices(self._manifest)
+            for device in list_route_devices(self.manifest)
             for kind in _ROWS
         }
         items = sorted(
@@ -174,7 +174,7 @@ class _ProcessWriter:
         return [*self._name_rows([*rows.values(), in_flight]), *events, *requests, *flows]
 
     def _tick(self, timeline: RequestTimeline, seconds: float) -> int:
-        return _count_ticks(timeline.submitted_seconds - self._origin + seconds)
+        return _count_ticks(timeline.submitted_seconds - self.origin_seconds + seconds)
 
     def _choose_row(self, event: Event) -> str:
         """Return the row of an event: a copy that the producer of a value does is outgoing."""
@@ -184,36 +184,49 @@ class _ProcessWriter:
 
     def _find_source(self, event: Event) -> str | None:
         """Return the device that computes a value on the route of its request; None for inputs of the model."""
-        value = self._manifest.values.get(event.name)
-        segment = self._segments.get(value.producer or "") if value is not None else None
-        route = self._routes[event.route if event.route < len(self._routes) else 0]
+        value = self.manifest.values.get(event.name)
+        segment = self.segments.get(value.producer or "") if value is not None else None
+        route = self.routes[event.route if event.route < len(self.routes) else 0]
         return None if segment is None else route.devices.get(segment.device, segment.device)
 
     def _name_rows(self, rows: Iterable[_Rows]) -> list[dict[str, Any]]:
         """Return the names of the process and its rows, in their order."""
         named = [thread for item in rows for thread in item.list_threads()]
-        process: dict[str, Any] = {"ph": "M", "pid": self._process, "tid": 0}
+        process: dict[str, Any] = {"ph": "M", "pid": self.process, "tid": 0}
         entries = [
-            {**process, "name": "process_name", "args": {"name": self._name}},
-            {**process, "name": "process_sort_index", "args": {"sort_index": self._process}},
+            {**process, "name": "process_name", "args": {"name": self.name}},
+            {**process, "name": "process_sort_index", "args": {"sort_index": self.process}},
         ]
         for position, (number, text) in enumerate(named):
-            row = {"ph": "M", "pid": self._process, "tid": number}
+            row = {"ph": "M", "pid": self.process, "tid": number}
             entries.append({**row, "name": "thread_name", "args": {"name": text}})
             entries.append({**row, "name": "thread_sort_index", "args": {"sort_index": position}})
         return entries
 
     def _describe_request(self, timeline: RequestTimeline, rows: _Rows) -> dict[str, Any]:
         """Return the entry of a request, with its row in place of a thread."""
-        start, finish = self._tick(timeline, 0.0), _count_ticks(timeline.finish_seconds - self._origin)
+        start, finish = self._tick(timeline, 0.0), _count_ticks(timeline.finish_seconds - self.origin_seconds)
         row, start = rows.choose(start, max(start, finish))
         entry = self._make_entry("request", f"request {timeline.number}", start, max(start, finish), timeline)
         return {**entry, "tid": row}
 
     def _describe_event(self, span: _Span, timeline: RequestTimeline) -> dict[str, Any]:
+        """Return the entry of an event: a segment with its nodes, or a value with its producer and its size."""
         event = span.event
         entry = self._make_entry(event.kind, event.name, span.start, span.finish, timeline)
-        details = self._describe_segment(event) if event.kind == "run" else self._describe_value(event)
+        details: dict[str, Any] = {}
+        if event.kind == "run":
+            if segment := self.segments.get(event.name):
+                details["nodes"] = segment.nodes
+            if names := self.nodes.get(event.name):
+                details |= {"first node": names[0], "last node": names[-1]}
+        else:
+            if source := self._find_source(event):
+                details["from"] = source
+            if event.bytes is not None:
+                details["bytes"] = event.bytes
+            elif event.name in self.manifest.values:
+                details["compiled bytes"] = self.manifest.values[event.name].bytes
         return {**entry, "tid": span.thread, "args": {**entry["args"], **details}}
 
     def _make_entry(
@@ -222,15 +235,12 @@ class _ProcessWriter:
         arguments: dict[str, Any] = {
             "request": timeline.number, "route": timeline.route, "conversation": timeline.conversation,
         }  # fmt: skip
-        if timeline.copy:
-            arguments["copy"] = timeline.copy
-        if timeline.joined > 1:
-            arguments["joined requests"] = timeline.joined
-        if timeline.tag:
-            arguments["tag"] = timeline.tag
+        joined = timeline.joined if timeline.joined > 1 else 0
+        further = {"copy": timeline.copy, "joined requests": joined, "tag": timeline.tag}
+        arguments |= {key: value for key, value in further.items() if value}
         return {
             "ph": "X",
-            "pid": self._process,
+            "pid": self.process,
             "cat": category,
             "name": name,
             "cname": _COLORS[timeline.number % len(_COLORS)],
@@ -239,31 +249,13 @@ class _ProcessWriter:
             "args": arguments,
         }
 
-    def _describe_segment(self, event: Event) -> dict[str, Any]:
-        """Return the number of nodes of a segment, and the first and the last one."""
-        segment = self._segments.get(event.name)
-        details: dict[str, Any] = {} if segment is None else {"nodes": segment.nodes}
-        if names := self._nodes.get(event.name):
-            details |= {"first node": names[0], "last node": names[-1]}
-        return details
-
-    def _describe_value(self, event: Event) -> dict[str, Any]:
-        """Return the ends of a transfer, and its size: the measured one, or that of the compiled shapes."""
-        source = self._find_source(event)
-        details: dict[str, Any] = {} if source is None else {"from": source}
-        if event.bytes is not None:
-            details["bytes"] = event.bytes
-        elif event.name in self._manifest.values:
-            details["compiled bytes"] = self._manifest.values[event.name].bytes
-        return details
-
     def _draw_arrows(self, spans: Sequence[_Span], arrows: Iterator[int]) -> Iterator[dict[str, Any]]:
         """Yield arrows of a request, each as its start, a step at the transfer, and its end."""
         runs = {span.event.name: span for span in spans if span.event.kind == "run"}
         for copy in spans:
             if copy.event.kind != "copy" or self._choose_row(copy.event) != "incoming":
                 continue
-            value = self._manifest.values.get(copy.event.name)
+            value = self.manifest.values.get(copy.event.name)
             producer = runs.get(value.producer or "") if value is not None else None
             if value is None or producer is None or producer.event.finish_seconds > copy.event.start_seconds:
                 continue
@@ -279,7 +271,7 @@ class _ProcessWriter:
     def _draw_arrow(
         self, producer: _Span, copy: _Span, reader: _Span | None, arrows: Iterator[int]
     ) -> Iterator[dict[str, Any]]:
-        base = {"pid": self._process, "cat": "transfer", "name": copy.event.name, "id": next(arrows)}
+        base = {"pid": self.process, "cat": "transfer", "name": copy.event.name, "id": next(arrows)}
         # One tick before its end, the producer is still open for readers of the file.
         leaves = max(producer.start, min(producer.finish - 1, copy.start))
         ends = [("s", leaves, producer.thread), ("t", copy.start, copy.thread)]

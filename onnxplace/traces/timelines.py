@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from onnxplace.bundle import Manifest, list_route_devices, list_routes
 from onnxplace.runtime import Event, EventKind, Result
 
 if TYPE_CHECKING:
     from onnxplace.bundle import SimulatedRequest
+
+Key = TypeVar("Key", bound=Hashable)
 
 # Requests that a session keeps for its trace: the last ones.
 MAX_TRACED_REQUESTS = 1000
@@ -105,8 +107,6 @@ def _make_timeline(entries: list[_RecordedResult]) -> RequestTimeline:
 
 # Predict the timelines of requests, as they were submitted.
 
-_Span = tuple[str, EventKind, str, float, float, int | None]
-
 
 def predict_timelines(manifest: Manifest, requests: Sequence[RequestTimeline]) -> tuple[RequestTimeline, ...]:
     """Return the predicted timelines of requests that are submitted at the same times, with the same routes.
@@ -134,7 +134,7 @@ def predict_timelines(manifest: Manifest, requests: Sequence[RequestTimeline]) -
 def predict_stream(
     manifest: Manifest, requests: Sequence[RequestTimeline], in_flight: int
 ) -> tuple[RequestTimeline, ...]:
-    """Return the predicted timelines of requests of which so many are in flight: one that ends starts the next one.
+    """Return the predicted timelines of requests of which `in_flight` run at once: one that ends starts the next one.
 
     So a prediction does not wait for submissions that came late because the measured requests took long. The first
     requests are submitted when the first of `requests` was.
@@ -154,23 +154,11 @@ def predict_stream(
 
 def _list_events(manifest: Manifest, request: RequestTimeline, simulated: SimulatedRequest) -> tuple[Event, ...]:
     """Return runs, copies and loads of a request, ordered by start."""
-    devices, origin, values = list_routes(manifest)[request.route].devices, request.submitted_seconds, manifest.values
-    runs: list[_Span] = [
-        (devices[segment.device], "run", segment.id, float(start), float(finish), None)
-        for segment, start, finish in zip(manifest.segments, simulated.start_seconds, simulated.finish_seconds)
-    ]
-    copies: list[_Span] = [
-        (item.destination, "copy", item.value, item.start_seconds, item.finish_seconds, values[item.value].bytes)
-        for item in simulated.transfers
-    ]
+    devices, origin = list_routes(manifest)[request.route].devices, request.submitted_seconds
     segments = {segment.id: segment for segment in manifest.segments}
-    loads: list[_Span] = []
-    for item in simulated.loads:
-        segment = segments[item.segment]
-        size = sum(manifest.streamed[name].bytes for name in segment.streamed)
-        loads.append((devices[segment.device], "load", item.segment, item.start_seconds, item.finish_seconds, size))
-    events = [
-        Event(
+
+    def make_event(device: str, kind: EventKind, name: str, start: float, finish: float, size: int | None) -> Event:
+        return Event(
             device=device,
             kind=kind,
             name=name,
@@ -183,8 +171,18 @@ def _list_events(manifest: Manifest, request: RequestTimeline, simulated: Simula
             bytes=size,
             copy=request.copy,
         )
-        for device, kind, name, start, finish, size in runs + copies + loads
+
+    events = [
+        make_event(devices[segment.device], "run", segment.id, float(start), float(finish), None)
+        for segment, start, finish in zip(manifest.segments, simulated.start_seconds, simulated.finish_seconds)
     ]
+    for sent in simulated.transfers:
+        size = manifest.values[sent.value].bytes
+        events.append(make_event(sent.destination, "copy", sent.value, sent.start_seconds, sent.finish_seconds, size))
+    for load in simulated.loads:
+        device, names = devices[segments[load.segment].device], segments[load.segment].streamed
+        size = sum(manifest.streamed[name].bytes for name in names)
+        events.append(make_event(device, "load", load.segment, load.start_seconds, load.finish_seconds, size))
     return tuple(sorted(events, key=lambda event: (event.start_seconds, event.device)))
 
 
@@ -306,7 +304,9 @@ def _find_largest_difference(
     time_events: Callable[[Iterable[Event]], Mapping[tuple[str, str], float]],
 ) -> Difference | None:
     """Return the entry whose medians differ most, the first of several."""
-    medians, predicted_medians = (_find_medians(timelines, time_events) for timelines in (measured, predicted))
+    medians, predicted_medians = (
+        find_medians(time_events(timeline.events) for timeline in timelines) for timelines in (measured, predicted)
+    )
     differences = [
         Difference(*key, seconds=seconds, predicted_seconds=predicted_medians[key])
         for key, seconds in medians.items()
@@ -315,11 +315,14 @@ def _find_largest_difference(
     return max(differences, key=lambda item: abs(item.seconds - item.predicted_seconds), default=None)
 
 
-def _find_medians(
-    timelines: Sequence[RequestTimeline], time_events: Callable[[Iterable[Event]], Mapping[tuple[str, str], float]]
-) -> dict[tuple[str, str], float]:
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for timeline in timelines:
-        for key, value in time_events(timeline.events).items():
-            seconds.setdefault(key, []).append(value)
-    return {key: median(values) for key, values in seconds.items()}
+def find_medians(measurements: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
+    """Return the median of each key over the measurements that have it.
+
+    >>> find_medians([{"a": 1.0, "b": 4.0}, {"a": 2.0}])
+    {'a': 1.5, 'b': 4.0}
+    """
+    values = defaultdict[Key, list[float]](list)
+    for measurement in measurements:
+        for key, value in measurement.items():
+            values[key].append(value)
+    return {key: median(own) for key, own in values.items()}

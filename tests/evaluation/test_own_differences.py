@@ -12,7 +12,7 @@ from onnx import ModelProto, numpy_helper, parser
 
 import onnxplace
 from onnxplace.driver import compile_model
-from onnxplace.evaluation import choose_step_inputs, own_differences
+from onnxplace.evaluation import choose_step_inputs, compare
 from onnxplace.passes.emit import Emit
 from onnxplace.passes.optimize import Optimize
 from onnxplace.passes.profile import ProfileCosts
@@ -120,13 +120,13 @@ def test_damaged_weights_differ_also_near_zero(tmp_path, run_cli, damage: Callab
 
 def test_an_output_that_two_runs_compute_otherwise_is_named(tmp_path, run_cli, monkeypatch):
     bundle = cut_at_every_node(make_model(), tmp_path)
-    runs, open_reference = count(), own_differences.open_reference
+    runs, open_reference = count(), compare.open_reference
 
     def open_unrepeatable(*arguments):
         run = open_reference(*arguments)
         return lambda feeds: {name: value + next(runs) for name, value in run(feeds).items()}
 
-    monkeypatch.setattr(own_differences, "open_reference", open_unrepeatable)
+    monkeypatch.setattr(compare, "open_reference", open_unrepeatable)
     result = run_cli("verify", bundle.path)
     assert result.code == 0
     assert "random y  two equal runs of the unsplit model differ in it" in result.out
@@ -148,6 +148,6 @@ def test_memory_that_the_model_leaves_unwritten_is_not_compared(tmp_path):
     }
     bundle = onnxplace.compile(model, tmp_path / "out", devices="cpu:0", inputs=feeds, pipeline=FAST_PIPELINE)
     other = np.full((1, 40), 9, np.int32)
-    comparison = own_differences.ModelComparison(bundle, None, [0], ["sequences"])
+    comparison = compare.ModelComparison(bundle, None, [0], ["sequences"])
     ((item,),) = comparison.compare(lambda _: {"sequences": other}, choose_step_inputs(bundle, feeds, {}, 0), 1)
     assert (item.equal, item.own_error) == (True, np.inf)

@@ -6,8 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from onnxplace.reports.forward_order import divide_forward, sort_forward
-from onnxplace.reports.layer_tree import LayerNode, build_layer_tree
+from onnxplace.reports.layer_tree import LayerNode, build_layer_tree, divide_forward, sort_forward
 from onnxplace.reports.page_records import LayerTree
 
 Edges = set[tuple[int, int]]

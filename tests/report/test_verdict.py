@@ -10,11 +10,11 @@ from onnxplace.bundle import Bundle
 from onnxplace.reports import compare_pages, describe_bundle
 from onnxplace.reports.page_records import Attempt, AttemptGroup, Bound, Entry, Quantity
 from onnxplace.reports.step_analysis import PlacedStep, explain_step
-from onnxplace.reports.verdict import MIN_SHARE, RATE_LABEL, Circumstances, judge_step
+from onnxplace.reports.verdict import MIN_SHARE, RATE_LABEL, ReportContext, judge_step
 from onnxplace.simulation import simulate
 from tests.report.placed_graphs import draw_graph, place_at_random
 
-COSTS = Circumstances("from node costs")
+COSTS = ReportContext("from node costs")
 
 
 def bound_of(step: PlacedStep, single: float = 0.0, lowest: float = 0.0, request: float = 0.0) -> Bound:
@@ -90,7 +90,7 @@ def test_splitting_requests_in_flight_and_one_device_are_advised_where_they_are_
     step = place_at_random(draw_graph(40, 3), 3)
     seconds = step.simulation.makespan_seconds
     attempts = (Attempt("sharded 2 ways", 0.5, False), Attempt("whole operators", 1.0, True))
-    known = Circumstances(
+    known = ReportContext(
         "from trial", interval_seconds=seconds / 3, attempts=(AttemptGroup("Whole or split", "P062", attempts),)
     )
     texts = [item.text for item in judge_step(step, bound_of(step, seconds), known).advice]
