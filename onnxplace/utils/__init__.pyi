@@ -1,9 +1,4 @@
 from onnxplace._lazy import attach as attach
-from onnxplace.utils.array_files import (
-    ArrayFile as ArrayFile,
-    map_arrays as map_arrays,
-    write_arrays as write_arrays,
-)
 from onnxplace.utils.control_groups import (
     count_free_bytes as count_free_bytes,
     find_core_limit as find_core_limit,

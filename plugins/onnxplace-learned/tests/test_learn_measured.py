@@ -14,7 +14,7 @@ from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, ExecutionError, InfeasibleError, InputError, UsageError
 from onnxplace.facts import Placement, Profile
 from onnxplace.pipeline import make_pass, run_pass
-from onnxplace.utils import map_arrays, write_arrays
+from onnxplace_training import map_arrays, write_arrays
 from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.placeto_learning import Learner, Settings, read_policy, update_from_ends, write_policy

@@ -15,7 +15,7 @@ from onnxplace.facts import Profile
 from onnxplace.problem import placement_problem
 from onnxplace.target import Target
 from onnxplace.testing import random_state
-from onnxplace.utils import map_arrays, write_arrays
+from onnxplace_training import map_arrays, write_arrays
 from onnxplace_learned.policies.placeto_learning import (
     Learner,
     read_learner,
