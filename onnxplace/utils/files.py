@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError, format_name, format_names
-from onnxplace.utils.leases import hold_lease, sweep_leftovers
+from onnxplace.utils.file_locks import hold_file_lock, sweep_leftovers
 
 # About the size of a cost file with a million nodes. Models, weights and arrays have their own readers.
 MAX_TEXT_BYTES = 256 << 20
@@ -159,10 +159,10 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
         raise cannot_write_error(problem, path) from None
     try:
         sweep_leftovers(path.parent)  # such as those of a program that was killed while it wrote this file
-        with hold_lease(path.parent) as lease:
-            with lease.path.open("wb") as stream:
+        with hold_file_lock(path.parent) as lock:
+            with lock.path.open("wb") as stream:
                 fill(stream)
-            lease.path.replace(path)
+            lock.path.replace(path)
     except OSError as problem:
         raise write_refused_error(problem, path) from None
 

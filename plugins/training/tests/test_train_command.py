@@ -13,8 +13,7 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace_training import map_arrays
-from onnxplace_training import BatchSampler, Trainer
+from onnxplace_training import BatchSampler, Trainer, map_arrays
 from plugins.training.tests.test_trainer import compile_model
 from tests.support.fault_checks import HUNG_SECONDS, wait_until
 from tests.support.training_models import make_mlp, make_two_tower
