@@ -150,7 +150,6 @@ def measure_chunks(
         unit=unit,
         ran=ran,
         measured=measured,
-        whole_seconds=None,
         value_bytes=sizes,
         spread=spread,
         quality=_join_quality(parts),
@@ -204,16 +203,9 @@ def _last_readers(graph: OpGraph) -> dict[str, int]:
 
 def _leaving_values(model: Model, graph: OpGraph, chunk: range) -> dict[str, _OutputSlot]:
     """Return the slots of values that are needed outside of a chunk."""
-    leaving = {}
-    for node in chunk:
-        slots = {name: (node - chunk.start, slot) for slot, name in enumerate(model.nodes[node].output) if name}
-        for value in graph.outputs[node].tolist():
-            if graph.is_output[value] or graph.readers[value].max(initial=-1) >= chunk.stop:
-                leaving[graph.value_names[value]] = slots[graph.value_names[value]]
-    if not leaving:  # a session without outputs cannot be run
-        node = chunk[-1]
-        leaving = {name: (node - chunk.start, slot) for slot, name in enumerate(model.nodes[node].output) if name}
-    return leaving
+    outputs = ((node - chunk.start, list(model.nodes[node].output)) for node in chunk)
+    slots = {name: (node, slot) for node, names in outputs for slot, name in enumerate(names)}
+    return {name: slots[name] for name in name_outputs(graph, chunk)}
 
 
 def _run_chunk(
@@ -231,6 +223,19 @@ def _run_chunk(
         return None
     outputs = {slot: value for slot, value in zip(slots.values(), results) if value is not None}
     return _ChunkRun(chunk, measurement, outputs)
+
+
+def list_outputs(graph: OpGraph, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the values that some nodes make, and those of them that others read, or that are outputs."""
+    inside = set(nodes)
+    made = [value for node in nodes for value in graph.outputs[node].tolist()]
+    return made, [value for value in made if graph.is_output[value] or set(graph.readers[value].tolist()) - inside]
+
+
+def name_outputs(graph: OpGraph, nodes: Sequence[int]) -> list[str]:
+    """Return the names of the values that leave some nodes; of what the last one makes if there are none."""
+    # A session without outputs cannot be run.
+    return [graph.value_names[value] for value in list_outputs(graph, nodes)[1] or graph.outputs[nodes[-1]].tolist()]
 
 
 def extract_nodes(
