@@ -15,6 +15,7 @@ from onnxplace.machine import local_target
 from onnxplace.session import InferenceSession
 from onnxplace.target import Target, parse_devices
 from onnxplace.testing import compile_placed
+from onnxplace.utils import relative_error
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -98,7 +99,7 @@ def require_same(actual: Array, expected: Array, what: str) -> None:
 
 def find_error(actual: Array, expected: Array, limit: float, what: str) -> float:
     """Return the largest error relative to the largest value; raises CheckFailedError if it exceeds a limit."""
-    error = float(np.abs(actual.astype(np.float64) - expected).max() / np.abs(expected).max())
+    error = relative_error(actual, expected)
     require(error <= limit, f"{what} is {error:.2g} of the largest value, allowed {limit}")
     return error
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ from onnxplace.doctor.check_context import (
 )
 from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.feeds import Array
+from onnxplace.machine import RepeatPolicy, available_cores, make_session_options, open_session
 from onnxplace.session import InferenceSession
 from onnxplace.testing import check_runtime, parse_model
 
@@ -135,7 +136,8 @@ def _check_timeout(context: CheckContext, device: str, other: str) -> float:
 # Sizes of values that `link` sends, and its least duration.
 LINK_SIZES = (1, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20)
 MIN_LINK_SECONDS = 1.0
-MIN_CALLS = 50
+# Of `call`, with a bundle and again with a plain session.
+MAX_CALLS, MAX_CALL_SECONDS = 5000, 0.5
 # Of the model of `prediction`: two branches of some products.
 WIDTH, DEPTH, ROWS = 512, 4, 64
 SIDES = ("left", "right")
@@ -145,28 +147,16 @@ TOLERANCE = 2e-2
 
 def check_call(context: CheckContext) -> Finding:
     """Time a call of a model of one node, through onnxplace and in a plain session of ONNX Runtime on the host."""
-    from onnxplace.machine import available_cores, make_session_options, open_session
-
-    device, x = context.ids[0], np.ones(16, np.float32)
+    feeds = {"x": np.ones(16, np.float32)}
     model = parse_model("call (float[16] x) => (float[16] y) { y = Neg(x) }")
     plain = open_session(model.SerializeToString(), make_session_options(available_cores()[:1]))
-    with context.open_session(model, {".*": device}) as session:
-        calls = {"bundle": lambda: session.run(None, {"x": x}), "plain": lambda: plain.run(None, {"x": x})}
-        seconds = _time_in_turns(calls, context.seconds / 2)
-    detail = f"{seconds['bundle'] * 1e6:.0f} us; plain session on the host {seconds['plain'] * 1e6:.0f} us"
-    return Finding(detail, {"call_seconds": seconds["bundle"], "plain_host_session_seconds": seconds["plain"]})
-
-
-def _time_in_turns(calls: dict[str, Callable[[], object]], limit_seconds: float) -> dict[str, float]:
-    """Return the median time of each call; they take turns."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    began = time.perf_counter()
-    while len(samples[next(iter(calls))]) < MIN_CALLS or time.perf_counter() - began < min(limit_seconds, 1.0):
-        for name, call in calls.items():
-            before = time.perf_counter()
-            call()
-            samples[name].append(time.perf_counter() - before)
-    return {name: float(np.median(times)) for name, times in samples.items()}
+    policy = RepeatPolicy(MAX_CALLS, min(context.seconds / 4, MAX_CALL_SECONDS), 0.0)
+    with context.open_session(model, {".*": context.ids[0]}) as session:
+        seconds, plain_seconds = (
+            policy.run(partial(run, None, feeds), pool=False)[0].seconds for run in (session.run, plain.run)
+        )
+    detail = f"{seconds * 1e6:.0f} us; plain session on the host {plain_seconds * 1e6:.0f} us"
+    return Finding(detail, {"call_seconds": seconds, "plain_host_session_seconds": plain_seconds})
 
 
 def check_link(context: CheckContext) -> Finding:
@@ -185,13 +175,8 @@ def check_link(context: CheckContext) -> Finding:
     figures = {
         "links": {
             name: {
-                "latency_seconds": item.link.latency_seconds,
-                "bytes_per_second": item.link.bytes_per_second,
-                "via": item.link.via,
-                "points": [
-                    {"bytes": point.bytes, "seconds": point.seconds, "outlier": point.outlier}
-                    for point in item.fit.points
-                ],
+                **{key: getattr(item.link, key) for key in ("latency_seconds", "bytes_per_second", "via")},
+                "points": [{key: getattr(p, key) for key in ("bytes", "seconds", "outlier")} for p in item.fit.points],
             }
             for name, item in links.items()
         },

@@ -153,7 +153,9 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
         path = path.resolve() if path.is_symlink() else path
         if path.exists() and not path.is_file():
             with _open_existing(path) as stream:
-                _fill_buffered(stream, fill)
+                buffer = io.BytesIO()  # a pipe cannot seek
+                fill(buffer)
+                stream.write(buffer.getvalue())
             return
     except OSError as problem:
         raise cannot_write_error(problem, path) from None
@@ -304,13 +306,6 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = (f" in the object whose {key} is {entries[key]!r}" for key in ("id", "name") if key in entries)
         raise ValueError(f"{repeated!r} is given twice{next(names, '')}")
     return entries
-
-
-def _fill_buffered(stream: BinaryIO, fill: Callable[[BinaryIO], object]) -> None:
-    """Fill a stream that cannot seek, such as a pipe."""
-    buffer = io.BytesIO()
-    fill(buffer)
-    stream.write(buffer.getvalue())
 
 
 def _open_existing(path: Path) -> BinaryIO:

@@ -123,7 +123,7 @@ def measure_chunks(
     Of equal chunks the first is run; its outputs stand in for those of the others. A chunk that cannot be run alone,
     and the nodes that depend on it, are not measured.
     """
-    values, last_readers = dict(feeds), _last_readers(graph)
+    values, last_readers = dict(feeds), list_last_readers(graph)
     seconds, spread, ran = np.zeros(len(graph)), np.zeros(len(graph)), np.zeros(len(graph), dtype=bool)
     unit, measured = np.zeros(len(graph), dtype=np.int32), np.zeros(len(graph), dtype=bool)
     sizes: dict[str, int] = {}
@@ -131,7 +131,8 @@ def measure_chunks(
     first_unit, parts = 0, list[Measurement]()
     for number, chunk in enumerate(chunks):
         nodes, slots = slice(chunk.start, chunk.stop), _leaving_values(model, graph, chunk)
-        key = _chunk_key(graph, kinds, chunk, slots.values())
+        # What equal chunks share: kinds, wiring, and leaving outputs.
+        key = kinds[nodes].tobytes(), wiring(graph, chunk.start, len(chunk)), *slots.values()
         if key not in runs:
             with progress_part(number, len(chunks)):
                 runs[key] = _run_chunk(model, chunk, slots, values, options)
@@ -189,12 +190,7 @@ def _translate_sizes(model: Model, chunk: range, run: _ChunkRun) -> dict[str, in
     }
 
 
-def _chunk_key(graph: OpGraph, kinds: Ints, chunk: range, slots: Iterable[_OutputSlot]) -> tuple[Any, ...]:
-    """Return what equal chunks share: kinds, wiring, and leaving outputs."""
-    return kinds[chunk.start : chunk.stop].tobytes(), wiring(graph, chunk.start, len(chunk)), *slots
-
-
-def _last_readers(graph: OpGraph) -> dict[str, int]:
+def list_last_readers(graph: OpGraph) -> dict[str, int]:
     """Return the last reader of each value, -1 if unread."""
     last = np.full(len(graph.value_names), -1, dtype=np.int64)
     np.maximum.at(last, graph.inputs.items, graph.inputs.rows)

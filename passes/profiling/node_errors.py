@@ -20,7 +20,7 @@ from onnxplace.errors import OnnxplaceError
 from onnxplace.graph import Bools, Floats, Ints, OpGraph, sum_by
 from onnxplace.machine import available_cores, make_runner, make_session_options, open_session
 from onnxplace.model import Model, rename_reads, store_for_session
-from onnxplace.passes.profiling.chunks import cut_into_chunks, extract_nodes, list_outputs
+from onnxplace.passes.profiling.chunks import cut_into_chunks, extract_nodes, list_last_readers, list_outputs
 from onnxplace.utils import progress_part, relative_error, temporary_folder
 
 Values = Mapping[str, Any]
@@ -46,7 +46,7 @@ def measure_errors(model: Model, graph: OpGraph, feeds: Values, device: DeviceAd
         ModelError: the CPU cannot run the model with these inputs.
     """
     errors, values, separate = np.zeros(len(graph)), dict(feeds), _separate_groups(model, group)
-    last = {name: int(graph.readers[value].max(initial=-1)) for value, name in enumerate(graph.value_names)}
+    last = list_last_readers(graph)
     parts = cut_into_chunks(graph, (), MAX_PART_BYTES)
     for number, part in enumerate(parts):
         members = defaultdict[int, list[int]](list)
