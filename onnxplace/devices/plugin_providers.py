@@ -41,7 +41,7 @@ class ProviderRecord:
 
     vendor: str = ""
     package: str = ""
-    """What pip installs, by default `onnxruntime-ep-NAME`; the build of ONNX Runtime that contains it, for people."""
+    """What pip installs, by default `onnxruntime-ep-NAME`; the build of ONNX Runtime that contains it, as text."""
     built_in: str = ""
     """The name of the provider in builds of ONNX Runtime that contain it."""
     types: Sequence[str] = ()
@@ -307,7 +307,7 @@ class ProviderKind(DeviceKind):
         return not has_library(self.family) and _is_built_in(self.family)
 
     def describe(self, index: int) -> str:
-        """Return vendor, type and version of a device, for people."""
+        """Return a human-readable text: vendor, type and version of a device."""
         if index >= len(self._devices):
             return self.title
         device = self._devices[index]

@@ -38,16 +38,14 @@ if TYPE_CHECKING:
 
 
 # Relative to the largest element. GPUs may multiply float32 with 10 bits of mantissa (TF32).
-TOLERANCES = {"float": 2e-3, "double": 1e-6, "float16": 1e-2}
-_VECTOR = {"a": (6, 40)}
-_PAIR = {"a": (6, 40), "b": (6, 40)}
+TOLERANCES = {"float": 2e-3, "float16": 1e-2, "double": 1e-6}
 
 
 class Operator(NamedTuple):
     """One node with its inputs."""
 
     text: str
-    """In ONNX's text form; its output is `y`."""
+    """In ONNX's text form, without its output."""
     source: str
     """The type of the inputs."""
     result: str
@@ -55,55 +53,46 @@ class Operator(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
     """The shapes of the inputs, in order."""
 
+    @property
+    def name(self) -> str:
+        """Return operator and type, as in `Softmax of float`."""
+        return f"{re.split('[<(]', self.text)[0]} of {self.source}"
+
     def build_model(self, source: str, result: str) -> ModelProto:
         """Return the node as a model, with these types of the inputs and of the output."""
         inputs = ", ".join(f"{source}[{', '.join(map(str, shape))}] {name}" for name, shape in self.shapes.items())
-        return parse_model(f"operator ({inputs}) => ({result} y) {{ {self.text} }}")
+        return parse_model(f"operator ({inputs}) => ({result} y) {{ y = {self.text} }}")
 
 
-def _make_operators(kind: str) -> list[Operator]:
-    """Return operators over one type."""
-    texts = {
-        "Add(a, b)": _PAIR,
-        "Mul(a, b)": _PAIR,
-        "Transpose<perm=[1, 0]>(a)": _VECTOR,
-        "Concat<axis=1>(a, b)": _PAIR,
-    }
-    if kind not in TOLERANCES:
-        texts["Equal(a, b)"] = _PAIR
-    else:
-        texts |= dict.fromkeys(("Relu(a)", "Sigmoid(a)", "Tanh(a)", "Softmax<axis=-1>(a)"), _VECTOR)
-        texts["ReduceMean<axes=[1], keepdims=1>(a)"] = _VECTOR
-        texts["MatMul(a, b)"] = {"a": (3, 6, 40), "b": (40, 17)}
-        texts["Gemm<transB=1>(a, b, c)"] = {"a": (6, 40), "b": (9, 40), "c": (9,)}
-    return [
-        Operator(f"y = {text}", kind, "bool" if text.startswith("Equal") else kind, shapes)
-        for text, shapes in texts.items()
-    ]
-
-
-OPERATORS = (
-    *_make_operators("float"),
-    Operator("y = Conv(a, b)", "float", "float", {"a": (2, 3, 12, 12), "b": (5, 3, 3, 3)}),
-    Operator("y = LayerNormalization<axis=-1>(a, b, c)", "float", "float", {"a": (6, 40), "b": (40,), "c": (40,)}),
-    Operator("y = Cast<to=7>(a)", "float", "int64", _VECTOR),
-    Operator("y = Greater(a, b)", "float", "bool", _PAIR),
-    *_make_operators("int64"),
-    *_make_operators("int32"),
-    Operator("y = Not(a)", "bool", "bool", _VECTOR),
-    Operator("y = And(a, b)", "bool", "bool", _PAIR),
-    *_make_operators("float16"),
-    *_make_operators("double"),
+_FLOATS, _ONE, _TWO = tuple(TOLERANCES), {"a": (6, 40)}, {"a": (6, 40), "b": (6, 40)}
+# Nodes, the types of their inputs, the type of the output if it is another one, and the shapes of the inputs.
+_TABLE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, dict[str, tuple[int, ...]]], ...] = (
+    (("Add(a, b)", "Mul(a, b)", "Concat<axis=1>(a, b)"), (*_FLOATS, "int64", "int32"), "", _TWO),
+    (("Transpose<perm=[1, 0]>(a)",), (*_FLOATS, "int64", "int32"), "", _ONE),
+    (("Relu(a)", "Sigmoid(a)", "Tanh(a)", "Softmax<axis=-1>(a)"), _FLOATS, "", _ONE),
+    (("ReduceMean<axes=[1], keepdims=1>(a)",), _FLOATS, "", _ONE),
+    (("MatMul(a, b)",), _FLOATS, "", {"a": (3, 6, 40), "b": (40, 17)}),
+    (("Gemm<transB=1>(a, b, c)",), _FLOATS, "", {"a": (6, 40), "b": (9, 40), "c": (9,)}),
+    (("Conv(a, b)",), ("float",), "", {"a": (2, 3, 12, 12), "b": (5, 3, 3, 3)}),
+    (("LayerNormalization<axis=-1>(a, b, c)",), ("float",), "", {"a": (6, 40), "b": (40,), "c": (40,)}),
+    (("Cast<to=7>(a)",), ("float",), "int64", _ONE),
+    (("Greater(a, b)",), ("float",), "bool", _TWO),
+    (("Equal(a, b)",), ("int64", "int32"), "bool", _TWO),
+    (("Not(a)",), ("bool",), "", _ONE),
+    (("And(a, b)",), ("bool",), "", _TWO),
 )
+OPERATORS = [
+    Operator(text, source, result or source, shapes)
+    for texts, sources, result, shapes in _TABLE
+    for source in sources
+    for text in texts
+]
 
 
 def check_operators(context: CheckContext) -> Finding:
     """Run each operator on the device, in its own bundle, and compare it with ONNX's reference in numpy."""
     cases = {
-        f"{re.split(r'[<(]', operator.text[4:])[0]} of {operator.source}": (
-            operator.source,
-            partial(_check_operator, context, operator, number),
-        )
+        operator.name: (operator.source, partial(_check_operator, context, operator, number))
         for number, operator in enumerate(OPERATORS)
     }
     errors, refused = run_cases(cases, _are_all_hosts(context))

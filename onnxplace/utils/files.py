@@ -29,7 +29,7 @@ PIPE_SECONDS = 2.0
 _READ_BYTES = 1 << 20
 # Errors for a full disk, a quota, and a limit on the size of files.
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# At most so many names of a folder are read for the suggestion of another file.
+# At most this many names of a folder are read for the suggestion of another file.
 _MAX_NAMES = 1000
 # The escape of half of a character outside the first 65536, which is a character only together with its other half.
 # Of the messages of loaders of Linux, macOS and Windows.

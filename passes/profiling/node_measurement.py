@@ -41,7 +41,7 @@ from onnxplace.passes.profiling.kernel_attribution import PROFILER_SECONDS, attr
 from onnxplace.utils import progress_part, run_in_child, temporary_folder
 
 Feeds = Mapping[str, NDArray[Any]]
-# Unmeasured runs of each series: so many, or fewer once they have taken this time.
+# Unmeasured runs of each series: this many, or fewer once they have taken this time.
 WARM_UP_RUNS, WARM_UP_SECONDS = 2, 0.05
 # Most events that a profile may hold (640 bytes each on disk), though not fewer than those of three runs.
 MAX_EVENTS = 60_000
