@@ -65,7 +65,7 @@ class CheckContext:
             return target
         return replace(target, devices=tuple(replace(item, memory_bytes=memory_bytes) for item in target.devices))
 
-    def open_session(self, model: ModelProto, places: Mapping[str, str], **sizes: int) -> InferenceSession:
+    def open_session(self, model: ModelProto, places: Mapping[str, str], **sizes: Any) -> InferenceSession:
         """Compile a model with its nodes on these devices (`compile_placed`), and open the bundle."""
         folder = self.folder / f"model-{len(list(self.folder.iterdir()))}"
         return InferenceSession(compile_placed(model, folder, self.make_target(), places, **sizes))

@@ -64,9 +64,11 @@ class Operator(NamedTuple):
         return parse_model(f"operator ({inputs}) => ({result} y) {{ y = {self.text} }}")
 
 
-_FLOATS, _ONE, _TWO = tuple(TOLERANCES), {"a": (6, 40)}, {"a": (6, 40), "b": (6, 40)}
+_FLOATS = tuple(TOLERANCES)
+_ONE: Mapping[str, tuple[int, ...]] = {"a": (6, 40)}
+_TWO: Mapping[str, tuple[int, ...]] = {"a": (6, 40), "b": (6, 40)}
 # Nodes, the types of their inputs, the type of the output if it is another one, and the shapes of the inputs.
-_TABLE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, dict[str, tuple[int, ...]]], ...] = (
+_TABLE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, Mapping[str, tuple[int, ...]]], ...] = (
     (("Add(a, b)", "Mul(a, b)", "Concat<axis=1>(a, b)"), (*_FLOATS, "int64", "int32"), "", _TWO),
     (("Transpose<perm=[1, 0]>(a)",), (*_FLOATS, "int64", "int32"), "", _ONE),
     (("Relu(a)", "Sigmoid(a)", "Tanh(a)", "Softmax<axis=-1>(a)"), _FLOATS, "", _ONE),

@@ -245,7 +245,7 @@ class _Examination:
         journal.touch()
         # What an ended process leaves among temporary files is removed with the folder.
         temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(context.folder))
-        with start_child(run_checks, (tuple(remaining), context, deadline), **temporary) as child:
+        with start_child(run_checks, (tuple(remaining), context, deadline), None, **temporary) as child:
             has_exited = False
             while not has_exited:
                 has_exited = child.exit_code is not None
