@@ -89,7 +89,10 @@ MAY_IMPORT = {
     "verification": "bundle driver errors evaluation feeds machine pipeline runtime session utils",
     "benchmark": "bundle driver errors evaluation feeds machine pipeline runtime serving session traces utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
-    "doctor": "calibration devices driver errors evaluation feeds machine ort pipeline reports runtime session target testing utils",
+    "doctor": (
+        "calibration devices driver errors evaluation feeds machine ort pipeline reports runtime session target testing "
+        "utils"
+    ),
     "cli": (
         "benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds machine "
         "pipeline reports runtime session target traces utils verification"
