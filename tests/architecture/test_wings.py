@@ -90,8 +90,8 @@ MAY_IMPORT = {
     "benchmark": "bundle driver errors evaluation feeds machine pipeline runtime serving session traces utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
     "doctor": (
-        "calibration devices driver errors evaluation feeds machine ort pipeline reports runtime session target testing "
-        "utils"
+        "calibration devices driver errors evaluation feeds machine ort pipeline reports runtime session target "
+        "testing utils"
     ),
     "cli": (
         "benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds machine "
