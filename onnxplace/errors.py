@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 # Names in one list; longer lists are too long to read.
@@ -114,11 +115,7 @@ class OnnxplaceError(Exception):
         return text if _in_command else name_arguments(text)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.code, self.message, self.where, self.hint)
-
-
-def _rebuild(kind: type[OnnxplaceError], code: str, message: str, where: str, hint: str) -> OnnxplaceError:
-    return kind(code, message, where=where, hint=hint)
+        return partial(type(self), where=self.where, hint=self.hint), (self.code, self.message)
 
 
 class InputError(OnnxplaceError):

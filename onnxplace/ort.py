@@ -54,15 +54,7 @@ def import_onnxruntime() -> Any:
 
 def list_installed_wheels() -> list[str]:
     """Return the installed distributions that bring the package `onnxruntime`; more than one is an error."""
-    return [name for name in WHEELS if _is_installed(name)]
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return [name for name in WHEELS if any(metadata.distributions(name=name))]
 
 
 def build_one_node_model() -> bytes:

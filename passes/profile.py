@@ -77,7 +77,10 @@ class ProfileCosts(Pass):
             profile, notes = read_costs(self.costs, model, state.target)
             return self._finish(state, _join_units(profile, model), notes)
         shapes = infer_static_shapes(model)
-        obstacles = {device.cost_class: self._find_obstacle(device) for device in state.target.devices}
+        obstacles = {
+            device.cost_class: "estimates were requested" if self.estimate else find_measurement_obstacle(device)
+            for device in state.target.devices
+        }
         if all(obstacles.values()):  # a measurement would tell what ONNX cannot infer
             known_shapes, types = infer_shapes_and_values(model)[0], infer_with_runtime(model, inputs).types
         else:
@@ -95,17 +98,15 @@ class ProfileCosts(Pass):
         return self._finish(state, profile, [*notes, *report_unknown_sizes(model, sizes, profile.unit)])
 
     def _finish(self, state: State, profile: Profile, notes: Sequence[Diagnostic]) -> State:
-        """Return the state with profile and notes; save the profile if `save` is set."""
-        recognised = _recognise_roles(profile, state[Model])
+        """Return the state with profile, roles of nodes and notes; save the profile if `save` is set."""
+        recognised, roles = profile, recognise_training_step(state[Model], profile.graph)
+        if roles is not None:
+            recognised = replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)
         after = state.with_facts(recognised).with_notes(*notes, *report_unusable_loss(state[Model]))
         if self.save:
             text = format_costs_csv(profile, state[Model]) if self.save.endswith(".csv") else format_costs(profile)
             write_file(Path(self.save), lambda stream: stream.write(text.encode()))
         return after
-
-    def _find_obstacle(self, device: Device) -> str | None:
-        """Return why the costs of a device are not measured, if so."""
-        return "estimates were requested" if self.estimate else find_measurement_obstacle(device)
 
     def _measure_classes(
         self, state: State, structure: ModelStructure, obstacles: Mapping[str, str | None]
@@ -185,11 +186,3 @@ def _report_hosts(target: Target, cost_class: str) -> list[Diagnostic]:
 def _join_units(profile: Profile, model: Model) -> Profile:
     """Return the profile with operators and their quantisers as one unit."""
     return replace(profile, unit=join_quantised_units(model, profile.unit))
-
-
-def _recognise_roles(profile: Profile, model: Model) -> Profile:
-    """Return the profile with the roles of nodes, if the model is a training step."""
-    roles = recognise_training_step(model, profile.graph)
-    if roles is None:
-        return profile
-    return replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)

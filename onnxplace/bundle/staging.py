@@ -21,12 +21,12 @@ from onnxplace.bundle.bundle import BUNDLE_FORMAT, MANIFEST_FILE
 from onnxplace.errors import MAX_LISTED, Diagnostic, InputError, OnnxplaceError, UsageError
 from onnxplace.utils import (
     OCCUPIED_ERRORS,
-    Lease,
+    FileLock,
     cannot_write_error,
     disk_error,
     exchange_names,
     format_path,
-    hold_lease,
+    hold_file_lock,
     read_json,
     rename_new,
     require_valid_path,
@@ -53,12 +53,12 @@ class Staging:
     """Path of the finished bundle."""
     force: bool
     """Whether a bundle at `path` is replaced."""
-    lease: Lease
+    lock: FileLock
     kind: OutputKind = "bundle"
 
     def with_final_name(self, text: str) -> str:
         """Return a text with the unfinished bundle's name replaced by the finished one's."""
-        return re.sub(rf"{re.escape(self.lease.path.name)}\.\w+", lambda _: self.path.name, text)
+        return re.sub(rf"{re.escape(self.lock.path.name)}\.\w+", lambda _: self.path.name, text)
 
     def rename_in_error(self, problem: OnnxplaceError) -> OnnxplaceError:
         """Return an error whose texts name the finished bundle."""
@@ -67,11 +67,11 @@ class Staging:
 
     def sibling_path(self, ending: str) -> Path:
         """Return another temporary path like `folder`, removed at the end unless it is placed."""
-        return self.lease.path_with_ending(ending)
+        return self.lock.path_with_ending(ending)
 
     def clear(self) -> None:
         """Remove what was built so far, which is not good enough."""
-        for path in self.folder.parent.glob(f"{self.lease.path.name}.*"):
+        for path in self.folder.parent.glob(f"{self.lock.path.name}.*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def place(self, folder: Path) -> None:
@@ -144,8 +144,8 @@ def stage_output(path: Path, force: bool, kind: OutputKind = "bundle") -> Iterat
     """
     missing = [parent for parent in path.parents if not parent.exists()]
     try:
-        with _hold_lease_next_to(path) as lease:
-            staging = Staging(lease.path_with_ending("new"), path, force, lease, kind)
+        with _hold_lock_next_to(path) as lock:
+            staging = Staging(lock.path_with_ending("new"), path, force, lock, kind)
             try:
                 yield staging
             except OnnxplaceError as problem:
@@ -178,19 +178,19 @@ def sweep_output(path: Path, *more: Path) -> list[Diagnostic]:
 
 
 @contextmanager
-def _hold_lease_next_to(path: Path) -> Iterator[Lease]:
-    """Hold a lease in the folder of `path`, creating that folder if needed; raises UsageError if it fails."""
+def _hold_lock_next_to(path: Path) -> Iterator[FileLock]:
+    """Hold a lock in the folder of `path`, creating that folder if needed; raises UsageError if it fails."""
     with ExitStack() as stack:
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                lease = stack.enter_context(hold_lease(path.parent))
+                lock = stack.enter_context(hold_file_lock(path.parent))
                 break
             except OSError as problem:
                 # Another compile may have failed, and removed the folder that both had to create.
                 if not isinstance(problem, FileNotFoundError) or attempt == _MAX_ATTEMPTS - 1:
                     raise write_refused_error(problem, path) from None
-        yield lease
+        yield lock
 
 
 def _try_place(staging: Staging, folder: Path) -> bool:
@@ -231,8 +231,8 @@ def _rename_if_free(folder: Path, path: Path) -> bool:
 
 
 def _replace_in_two_steps(staging: Staging, folder: Path) -> bool:
-    """Move the old bundle aside, then rename a folder to `path`; the end of the lease restores a missing one."""
-    path, old = staging.path, staging.lease.path_aside(staging.path)
+    """Move the old bundle aside, then rename a folder to `path`; the end of the lock restores a missing one."""
+    path, old = staging.path, staging.lock.path_aside(staging.path)
     shutil.rmtree(old, ignore_errors=True)  # left by a previous attempt
     path.rename(old)
     try:

@@ -73,7 +73,7 @@ class DeviceKind(ABC):
     name: ClassVar[str]
     """The first part of device ids."""
     title: ClassVar[str]
-    """Name for people, such as `NVIDIA GPU`."""
+    """Human-readable name, such as `NVIDIA GPU`."""
     providers: ClassVar[Mapping[str, str]]
     """Value of the device option `provider` -> ONNX Runtime's execution provider; the first one is the default."""
     memory: ClassVar[str]

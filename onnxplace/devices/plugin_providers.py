@@ -41,7 +41,7 @@ class ProviderRecord:
 
     vendor: str = ""
     package: str = ""
-    """What pip installs, by default `onnxruntime-ep-NAME`; the build of ONNX Runtime that contains it, for people."""
+    """What pip installs, by default `onnxruntime-ep-NAME`; the build of ONNX Runtime that contains it, as text."""
     built_in: str = ""
     """The name of the provider in builds of ONNX Runtime that contain it."""
     types: Sequence[str] = ()
@@ -105,10 +105,15 @@ def list_families() -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(names) if has_family(name))
 
 
+def has_library(family: str) -> bool:
+    """Return whether a provider comes as its own library."""
+    return bool(family in _list_named() or _find_module(family))
+
+
 @cache
 def has_family(family: str) -> bool:
     """Return whether a provider is installed, without loading it."""
-    return bool(family in _list_named() or _find_module(family) or _is_built_in(family))
+    return has_library(family) or _is_built_in(family)
 
 
 def _list_named() -> dict[str, str]:
@@ -277,9 +282,7 @@ class ProviderKind(DeviceKind):
         """Return the provider's devices of this type; one that cannot be used where the provider has a problem."""
         import psutil
 
-        memory = psutil.virtual_memory()
-        loaded = load_provider(self.family)
-        devices = loaded.devices.get(self.type, ())
+        memory, loaded, devices = psutil.virtual_memory(), load_provider(self.family), self._devices
         count = 1 if self._is_built_in or not loaded.devices else len(devices)
         return tuple(
             Hardware(
@@ -296,18 +299,20 @@ class ProviderKind(DeviceKind):
         )
 
     @property
+    def _devices(self) -> Sequence[Any]:
+        return load_provider(self.family).devices.get(self.type, ())
+
+    @property
     def _is_built_in(self) -> bool:
         return not has_library(self.family) and _is_built_in(self.family)
 
     def describe(self, index: int) -> str:
-        """Return vendor, type and version of a device, for people."""
-        loaded = load_provider(self.family)
-        devices = loaded.devices.get(self.type, ())
-        if index >= len(devices):
+        """Return a human-readable text: vendor, type and version of a device."""
+        if index >= len(self._devices):
             return self.title
-        device = devices[index]
+        device = self._devices[index]
         name = dict(device.device.metadata).get("Description") or f"{device.ep_vendor} {_TITLES[self.type]}"
-        return name + (", simulated on the processor" if loaded.is_simulator else "")
+        return name + (", simulated on the processor" if load_provider(self.family).is_simulator else "")
 
     def find_problem(self, address: DeviceAddress) -> str | None:
         """Return why ONNX Runtime cannot use a device: no library, no such device, or it takes no node."""
@@ -315,10 +320,9 @@ class ProviderKind(DeviceKind):
             return f"ONNX Runtime has no {_TITLES[self.type]} here that it can use"
         if not self._is_built_in:
             loaded = load_provider(self.family)
-            devices = loaded.devices.get(self.type, ())
             if loaded.problem:
                 return loaded.problem
-            if address.index >= len(devices):
+            if address.index >= len(self._devices):
                 offered = [
                     f"{self.family}/{name}:{i}" for name, items in loaded.devices.items() for i in range(len(items))
                 ]
@@ -346,8 +350,8 @@ class ProviderKind(DeviceKind):
         """Return ONNX Runtime's session on the device that its provider listed."""
         if self._is_built_in:
             return super().create_session(model, options, address, provider_options)
-        device = load_provider(self.family).devices[self.type][address.index]
-        options.add_provider_for_devices([device], {**self._provider_options(address), **provider_options})
+        more = {**self._provider_options(address), **provider_options}
+        options.add_provider_for_devices([self._devices[address.index]], more)
         with _hold_greeting(self.family):
             return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
 
@@ -355,8 +359,7 @@ class ProviderKind(DeviceKind):
         """Return the name that ONNX Runtime has for the provider."""
         if self._is_built_in:
             return find_record(self.family).built_in
-        devices = load_provider(self.family).devices.get(self.type, ())
-        return str(devices[0].ep_name) if devices else self.family
+        return str(self._devices[0].ep_name) if self._devices else self.family
 
     @property
     def libraries(self) -> tuple[str, ...]:
@@ -373,10 +376,9 @@ class ProviderKind(DeviceKind):
         """Return provider, hardware, ONNX Runtime, precision and options, if the provider writes compiled models."""
         if self._is_built_in or not find_record(self.family).caches_contexts:
             return ""
-        loaded = load_provider(self.family)
-        hardware = loaded.devices[self.type][address.index].device
+        version, hardware = load_provider(self.family).version, self._devices[address.index].device
         options = {"precision": self.precision(address), **self._provider_options(address)}
-        software = f"{self.family} {loaded.version}, onnxruntime {import_onnxruntime().__version__}"
+        software = f"{self.family} {version}, onnxruntime {import_onnxruntime().__version__}"
         device = f"{self.describe(address.index)} ({hardware.vendor_id:x}:{hardware.device_id:x})"
         return ", ".join([software, device, *(f"{key}={value}" for key, value in options.items())])
 
@@ -392,18 +394,12 @@ class ProviderKind(DeviceKind):
 
     def shares_memory(self, index: int) -> bool:
         """Return whether the provider names no memory of a device, or the device is part of the processor."""
-        devices = load_provider(self.family).devices.get(self.type, ())[index : index + 1]
         own = import_onnxruntime().OrtDeviceMemoryType.DEFAULT
-        return self.type == "igpu" or any(device.memory_info(own) is None for device in devices)
+        return self.type == "igpu" or any(item.memory_info(own) is None for item in self._devices[index : index + 1])
 
     def find_link(self, first: int, second: int) -> str:
         """Return `memory`: values of two devices of one provider lie in the host's memory."""
         return "memory"
-
-
-def has_library(family: str) -> bool:
-    """Return whether a provider comes as its own library."""
-    return bool(family in _list_named() or _find_module(family))
 
 
 def parse_kind_name(name: str) -> tuple[str, str] | None:

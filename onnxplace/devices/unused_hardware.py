@@ -32,7 +32,7 @@ class UnusedHardware:
     type: str
     """`npu` or `gpu`."""
     name: str
-    """Vendor and type, for people."""
+    """Vendor and type, human-readable."""
     install_hint: str
     """How to get a provider for it."""
 

@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onnxplace.errors import ExecutionError, ModelError
 from onnxplace.feeds import Array
+from onnxplace.machine import local_target
+from onnxplace.session import InferenceSession
 from onnxplace.target import Target, parse_devices
+from onnxplace.testing import compile_placed
+from onnxplace.utils import relative_error
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 # Nothing that a check waits for takes so long; if it does, the process is ended and the check reported as hanging.
 WAIT_SECONDS = 600.0
+# Types that a GPU need not have.
+OPTIONAL_TYPES = ("float16", "bfloat16", "double")
 
 
 class CheckFailedError(Exception):
@@ -48,31 +58,17 @@ class CheckContext:
         """Return the ids of the devices."""
         return tuple(spec.id for spec in parse_devices(self.devices))
 
-    @property
-    def directions(self) -> tuple[tuple[str, str], ...]:
-        """Return first and last device in both orders; once for a single device."""
-        first, last = self.ids[0], self.ids[-1]
-        return ((first, last), (last, first)) if first != last else ((first, first),)
-
     def make_target(self, memory_bytes: int | None = None) -> Target:
         """Return the devices, with a limit of memory instead of what is free."""
-        from onnxplace.machine import local_target
-
         target = local_target(self.devices)
         if memory_bytes is None:
             return target
         return replace(target, devices=tuple(replace(item, memory_bytes=memory_bytes) for item in target.devices))
 
-
-@dataclass(frozen=True)
-class Check:
-    """A check by name, with the function that does it."""
-
-    name: str
-    run: Callable[[CheckContext], Finding]
-    """Raises CheckFailedError if something is wrong; any other error is a failure too."""
-    limit_seconds: float | None = None
-    """After which it hangs; None for the limit that most have."""
+    def open_session(self, model: ModelProto, places: Mapping[str, str], **sizes: Any) -> InferenceSession:
+        """Compile a model with its nodes on these devices (`compile_placed`), and open the bundle."""
+        folder = self.folder / f"model-{len(list(self.folder.iterdir()))}"
+        return InferenceSession(compile_placed(model, folder, self.make_target(), places, **sizes))
 
 
 def require(condition: bool, message: str) -> None:
@@ -99,3 +95,29 @@ def require_same(actual: Array, expected: Array, what: str) -> None:
             f"{what}: {int(different.sum())} of {expected.size} elements differ, the first at {index}: "
             f"expected {expected.ravel()[index]}, got {actual.ravel()[index]}"
         )
+
+
+def find_error(actual: Array, expected: Array, limit: float, what: str) -> float:
+    """Return the largest error relative to the largest value; raises CheckFailedError if it exceeds a limit."""
+    error = relative_error(actual, expected)
+    require(error <= limit, f"{what} is {error:.2g} of the largest value, allowed {limit}")
+    return error
+
+
+def run_cases(cases: Mapping[str, tuple[str, Callable[[], float]]], all_hosts: bool) -> tuple[list[float], list[str]]:
+    """Run cases by name, each with its type; return the results, and the names of those whose type a GPU refuses.
+
+    Raises CheckFailedError with all that is wrong.
+    """
+    results, refused, wrong = [], [], []
+    for name, (kind, run) in cases.items():
+        try:
+            results.append(run())
+        except CheckFailedError as problem:
+            wrong.append(f"{name}: {problem}")
+        except (ExecutionError, ModelError) as problem:
+            if all_hosts or kind not in OPTIONAL_TYPES:
+                wrong.append(f"{name}: {problem.message}")
+            refused.append(name)
+    require(not wrong, "; ".join(wrong))
+    return results, refused

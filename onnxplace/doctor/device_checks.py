@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from onnxplace.devices import find_kind
 from onnxplace.doctor.check_context import (
     WAIT_SECONDS,
     CheckContext,
     CheckFailedError,
     Finding,
+    find_error,
     require,
     require_same,
+    run_cases,
 )
-from onnxplace.errors import ExecutionError, InfeasibleError, ModelError, format_names
-from onnxplace.feeds import Array
+from onnxplace.errors import InfeasibleError, format_names
+from onnxplace.feeds import Array, numpy_type
 from onnxplace.runtime import Result
+from onnxplace.session import InferenceSession
 from onnxplace.target import Target
 from onnxplace.testing import compile_placed, parse_model
 from onnxplace.utils import format_bytes
@@ -33,125 +38,107 @@ if TYPE_CHECKING:
 
 
 # Relative to the largest element. GPUs may multiply float32 with 10 bits of mantissa (TF32).
-TOLERANCES = {"float": 2e-3, "double": 1e-6, "float16": 1e-2}
-# Types that a GPU need not have.
-OPTIONAL_TYPES = ("float16", "bfloat16", "double")
+TOLERANCES = {"float": 2e-3, "float16": 1e-2, "double": 1e-6}
 
 
-@dataclass(frozen=True)
-class Operator:
+class Operator(NamedTuple):
     """One node with its inputs."""
 
     text: str
-    """In ONNX's text form; its output is `y`."""
-    types: tuple[str, str]
-    """The types of the inputs, and of the output."""
+    """In ONNX's text form, without its output."""
+    source: str
+    """The type of the inputs."""
+    result: str
+    """The type of the output."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shapes of the inputs, in order."""
-    rank: int
-    """The rank of the output."""
+
+    @property
+    def name(self) -> str:
+        """Return operator and type, as in `Softmax of float`."""
+        return f"{re.split('[<(]', self.text)[0]} of {self.source}"
 
     def build_model(self, source: str, result: str) -> ModelProto:
         """Return the node as a model, with these types of the inputs and of the output."""
         inputs = ", ".join(f"{source}[{', '.join(map(str, shape))}] {name}" for name, shape in self.shapes.items())
-        dimensions = ", ".join(f"d{axis}" for axis in range(self.rank))
-        return parse_model(f"operator ({inputs}) => ({result}[{dimensions}] y) {{ {self.text} }}")
+        return parse_model(f"operator ({inputs}) => ({result} y) {{ y = {self.text} }}")
 
 
-def _make_operators(kind: str) -> list[Operator]:
-    """Return operators over one type."""
-    same, vector = (kind, kind), {"a": (6, 40)}
-    pair, floating = {"a": (6, 40), "b": (6, 40)}, kind in ("float", "double", "float16")
-    operators = [
-        Operator("y = Add(a, b)", same, pair, 2),
-        Operator("y = Mul(a, b)", same, pair, 2),
-        Operator("y = Transpose<perm=[1, 0]>(a)", same, vector, 2),
-        Operator("y = Concat<axis=1>(a, b)", same, pair, 2),
-    ]
-    if not floating:
-        return [*operators, Operator("y = Equal(a, b)", (kind, "bool"), pair, 2)]
-    return [
-        *operators,
-        *(Operator(f"y = {op}(a)", same, vector, 2) for op in ("Relu", "Sigmoid", "Tanh", "Softmax<axis=-1>")),
-        Operator("y = ReduceMean<axes=[1], keepdims=1>(a)", same, vector, 2),
-        Operator("y = MatMul(a, b)", same, {"a": (3, 6, 40), "b": (40, 17)}, 3),
-        Operator("y = Gemm<transB=1>(a, b, c)", same, {"a": (6, 40), "b": (9, 40), "c": (9,)}, 2),
-    ]
-
-
-OPERATORS = (
-    *_make_operators("float"),
-    Operator("y = Conv(a, b)", ("float", "float"), {"a": (2, 3, 12, 12), "b": (5, 3, 3, 3)}, 4),
-    Operator("y = LayerNormalization<axis=-1>(a, b, c)", ("float", "float"), {"a": (6, 40), "b": (40,), "c": (40,)}, 2),
-    Operator("y = Cast<to=7>(a)", ("float", "int64"), {"a": (6, 40)}, 2),
-    Operator("y = Greater(a, b)", ("float", "bool"), {"a": (6, 40), "b": (6, 40)}, 2),
-    *_make_operators("int64"),
-    *_make_operators("int32"),
-    Operator("y = Not(a)", ("bool", "bool"), {"a": (6, 40)}, 2),
-    Operator("y = And(a, b)", ("bool", "bool"), {"a": (6, 40), "b": (6, 40)}, 2),
-    *_make_operators("float16"),
-    *_make_operators("double"),
+_FLOATS = tuple(TOLERANCES)
+_ONE: Mapping[str, tuple[int, ...]] = {"a": (6, 40)}
+_TWO: Mapping[str, tuple[int, ...]] = {"a": (6, 40), "b": (6, 40)}
+# Nodes, the types of their inputs, the type of the output if it is another one, and the shapes of the inputs.
+_TABLE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, Mapping[str, tuple[int, ...]]], ...] = (
+    (("Add(a, b)", "Mul(a, b)", "Concat<axis=1>(a, b)"), (*_FLOATS, "int64", "int32"), "", _TWO),
+    (("Transpose<perm=[1, 0]>(a)",), (*_FLOATS, "int64", "int32"), "", _ONE),
+    (("Relu(a)", "Sigmoid(a)", "Tanh(a)", "Softmax<axis=-1>(a)"), _FLOATS, "", _ONE),
+    (("ReduceMean<axes=[1], keepdims=1>(a)",), _FLOATS, "", _ONE),
+    (("MatMul(a, b)",), _FLOATS, "", {"a": (3, 6, 40), "b": (40, 17)}),
+    (("Gemm<transB=1>(a, b, c)",), _FLOATS, "", {"a": (6, 40), "b": (9, 40), "c": (9,)}),
+    (("Conv(a, b)",), ("float",), "", {"a": (2, 3, 12, 12), "b": (5, 3, 3, 3)}),
+    (("LayerNormalization<axis=-1>(a, b, c)",), ("float",), "", {"a": (6, 40), "b": (40,), "c": (40,)}),
+    (("Cast<to=7>(a)",), ("float",), "int64", _ONE),
+    (("Greater(a, b)",), ("float",), "bool", _TWO),
+    (("Equal(a, b)",), ("int64", "int32"), "bool", _TWO),
+    (("Not(a)",), ("bool",), "", _ONE),
+    (("And(a, b)",), ("bool",), "", _TWO),
 )
-_NUMPY_TYPES = {"float": "float32", "double": "float64", "string": "object"}
+OPERATORS = [
+    Operator(text, source, result or source, shapes)
+    for texts, sources, result, shapes in _TABLE
+    for source in sources
+    for text in texts
+]
 
 
 def check_operators(context: CheckContext) -> Finding:
     """Run each operator on the device, in its own bundle, and compare it with ONNX's reference in numpy."""
-    from onnxplace.devices import find_kind
+    cases = {
+        operator.name: (operator.source, partial(_check_operator, context, operator, number))
+        for number, operator in enumerate(OPERATORS)
+    }
+    errors, refused = run_cases(cases, _are_all_hosts(context))
+    largest = max(errors, default=0.0)
+    detail = f"{len(OPERATORS) - len(refused)} operators, largest error {largest:.1e} of the largest value"
+    return _report_refused(detail, refused, largest_relative_error=largest)
 
-    is_host = find_kind(context.ids[0].partition(":")[0]).is_host
-    refused, wrong, largest_error = [], [], 0.0
-    for number, operator in enumerate(OPERATORS):
-        name = f"{operator.text.partition(' = ')[2].partition('(')[0].partition('<')[0]} of {operator.types[0]}"
-        try:
-            largest_error = max(largest_error, _check_operator(context, operator, number))
-        except CheckFailedError as problem:
-            wrong.append(f"{name}: {problem}")
-        except (ExecutionError, ModelError) as problem:
-            if is_host or operator.types[0] not in OPTIONAL_TYPES:
-                wrong.append(f"{name}: {problem.message}")
-            refused.append(name)
-    require(not wrong, "; ".join(wrong))
-    detail = f"{len(OPERATORS) - len(refused)} operators, largest error {largest_error:.1e} of the largest value"
+
+def _are_all_hosts(context: CheckContext) -> bool:
+    return all(find_kind(device.partition(":")[0]).is_host for device in context.ids)
+
+
+def _report_refused(detail: str, refused: list[str], **figures: float) -> Finding:
     if refused:
         detail += f"; refused: {format_names(refused, quoted=False)}"
-    return Finding(detail, {"largest_relative_error": largest_error, "refused": refused})
+    return Finding(detail, {**figures, "refused": refused})
 
 
-def _check_operator(context: CheckContext, operator: Operator, number: int) -> float:
+def _check_operator(context: CheckContext, operator: Operator, seed: int) -> float:
     """Return the largest error of an operator, relative to the largest value."""
     from onnx.reference import ReferenceEvaluator
 
-    from onnxplace.session import InferenceSession
-
-    model, result = operator.build_model(*operator.types), operator.types[1]
-    bundle = compile_placed(model, context.folder / f"operator-{number}", context.make_target(), {".*": context.ids[0]})
-    feeds = _make_feeds(operator, number)
+    feeds, kind = _make_feeds(operator, seed), _find_type(operator.result)
     # The reference computes floats in double precision.
-    wide = operator.build_model(*("double" if kind in TOLERANCES else kind for kind in operator.types))
+    wide = operator.build_model(*("double" if name in TOLERANCES else name for name in operator[1:3]))
     wide_feeds = {name: array.astype(np.float64) if array.dtype.kind == "f" else array for name, array in feeds.items()}
     (expected,) = cast("list[Array]", ReferenceEvaluator(wide).run(None, wide_feeds))
-    with InferenceSession(bundle) as session:
+    model = operator.build_model(operator.source, f"{operator.result}[{', '.join(map(str, expected.shape))}]")
+    with context.open_session(model, {".*": context.ids[0]}) as session:
         (actual,) = session.run(None, feeds)
-    kind = _find_type(result)
     require(
         actual.dtype == kind and actual.shape == expected.shape,
         f"expected {kind}{list(expected.shape)}, got {actual.dtype}{list(actual.shape)}",
     )
-    if kind.kind != "f":
-        require(
-            bool((actual == expected).all()), f"{int((actual != expected).sum())} of {expected.size} elements differ"
-        )
-        return 0.0
-    error = float(np.abs(actual.astype(np.float64) - expected).max() / np.abs(expected).max())
-    require(error <= TOLERANCES[result], f"its error is {error:.2g} of the largest value, allowed {TOLERANCES[result]}")
-    return error
+    if kind.kind == "f":
+        return find_error(actual, expected, TOLERANCES[operator.result], "its error")
+    different = int((actual != expected).sum())
+    require(not different, f"{different} of {expected.size} elements differ")
+    return 0.0
 
 
 def _make_feeds(operator: Operator, seed: int) -> dict[str, Array]:
     """Return random inputs: normal floats, small whole numbers, and truth values."""
-    random, source = np.random.default_rng(seed), operator.types[0]
-    kind = _find_type(source)
+    random, kind = np.random.default_rng(seed), _find_type(operator.source)
     if kind.kind == "f":
         return {name: random.standard_normal(shape).astype(kind) for name, shape in operator.shapes.items()}
     low, high = (0, 2) if kind.kind == "b" else (-50, 50)
@@ -175,30 +162,15 @@ OUTPUTS = ("arrived", "returned", "resent")
 
 def check_copies(context: CheckContext) -> Finding:
     """Send values of each type to and fro between the devices, and compare what arrives at each with what was sent."""
-    from onnxplace.devices import find_kind
-
-    all_hosts = all(find_kind(device.partition(":")[0]).is_host for device in context.ids)
-    refused, wrong, values = [], [], 0
-    for kind in TYPES if all_hosts else [kind for kind in TYPES if kind != "string"]:
-        try:
-            values += _check_type(context, kind)
-        except CheckFailedError as problem:
-            wrong.append(f"{kind}: {problem}")
-        except (ExecutionError, ModelError) as problem:
-            if all_hosts or kind not in OPTIONAL_TYPES:
-                wrong.append(f"{kind}: {problem.message}")
-            refused.append(kind)
-    require(not wrong, "; ".join(wrong))
-    detail = f"{values} values of {len(TYPES) - len(refused) - (not all_hosts)} types, all exact"
-    if refused:
-        detail += f"; refused: {format_names(refused, quoted=False)}"
-    return Finding(detail, {"values": values, "refused": refused})
+    all_hosts = _are_all_hosts(context)
+    types = [kind for kind in TYPES if all_hosts or kind != "string"]
+    counts, refused = run_cases({kind: (kind, partial(_check_type, context, kind)) for kind in types}, all_hosts)
+    detail = f"{sum(counts)} values of {len(types) - len(refused)} types, all exact"
+    return _report_refused(detail, refused, values=sum(counts))
 
 
 def _check_type(context: CheckContext, kind: str) -> int:
     """Return how many values of a type were compared."""
-    from onnxplace.session import InferenceSession
-
     first, last = context.ids[0], context.ids[-1]
     count = 0
     for shape in ("", "[n]", "[n, 2]"):  # scalars, vectors and matrices
@@ -206,11 +178,8 @@ def _check_type(context: CheckContext, kind: str) -> int:
         nodes = "sent = Identity(x) arrived = Identity(sent) returned = Identity(arrived) resent = Identity(returned)"
         outputs = ", ".join(f"{kind}{shape} {name}" for name in OUTPUTS)
         model = parse_model(f"copies ({kind}{shape} x) => ({outputs}) {{ {nodes} }}")
-        folder = context.folder / f"copies-{kind}-{len(shape)}"
-        sizes: dict[str, Any] = {"n": 4} if shape else {}
-        places = {"sent|returned": first, "arrived|resent": last}
-        bundle = compile_placed(model, folder, context.make_target(), places, **sizes)
-        with InferenceSession(bundle) as session:
+        sizes = {"n": 4} if shape else {}
+        with context.open_session(model, {"sent|returned": first, "arrived|resent": last}, **sizes) as session:
             for value in _list_values(kind, shape):
                 for name, result in zip(OUTPUTS, session.run(None, {"x": value})):
                     require_same(result, value, f"{value.size} elements, {name} ({first}, {last})")
@@ -222,13 +191,13 @@ def _list_values(kind: str, shape: str) -> list[Array]:
     """Return random values of a type: every bit pattern may occur, except in truth values."""
     if not shape:
         return [_make_value(kind, 1, seed).reshape(()) for seed in range(3)]
-    width = 1 if kind == "string" else _find_type(kind).itemsize
+    if shape == "[n, 2]":
+        return [_make_value(kind, 2 * size, size).reshape(size, 2) for size in ELEMENTS]
     sizes = list(ELEMENTS)
-    if kind != "string" and shape == "[n]":
-        sizes += [size // width for size in (MEDIUM_BYTES, *(LARGE_BYTES if kind == "float" else ()))]
-    if shape == "[n]":
-        return [_make_value(kind, size, size) for size in sizes]
-    return [_make_value(kind, 2 * size, size).reshape(size, 2) for size in sizes]
+    if kind != "string":
+        large = (MEDIUM_BYTES, *(LARGE_BYTES if kind == "float" else ()))
+        sizes += [size // _find_type(kind).itemsize for size in large]
+    return [_make_value(kind, size, size) for size in sizes]
 
 
 def _make_value(kind: str, size: int, seed: int) -> Array:
@@ -246,13 +215,9 @@ def _make_value(kind: str, size: int, seed: int) -> Array:
     return value
 
 
-def _find_type(kind: str) -> Any:
+def _find_type(kind: str) -> np.dtype[Any]:
     """Return numpy's type of an ONNX type."""
-    if kind == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(_NUMPY_TYPES.get(kind, kind))
+    return np.dtype(numpy_type(f"tensor({kind})") or object)
 
 
 # ----------------------------------------------------------------------------------------------- order of enqueued work
@@ -275,8 +240,6 @@ def check_order(context: CheckContext) -> Finding:
     A value that is read before it is complete, or after its memory is used again, has elements of another request or of
     another step, since no two steps and no two requests have equal values.
     """
-    from onnxplace.session import InferenceSession
-
     random = np.random.default_rng(1)
     permutations = [random.permutation(COLUMNS) for _ in range(CHAIN_NODES)]
     weights = {f"p{step}": np.eye(COLUMNS, dtype=np.float32)[:, order] for step, order in enumerate(permutations)}
@@ -286,20 +249,18 @@ def check_order(context: CheckContext) -> Finding:
     model = parse_model(f"order ({shape} v0) => ({shape} v{middle}, {shape} v{last}) {{ {nodes} }}", **weights)
     places = {f"v{step + 1}": context.ids[0] if step % 2 == 0 else context.ids[-1] for step in range(CHAIN_NODES)}
     bundle = compile_placed(model, context.folder / "order", context.make_target(), places)
-
-    def compute(value: Array, steps: int) -> Array:
-        for order in permutations[:steps]:
-            value = value[:, order]
-        return value
+    number, in_flight = 0, 1
 
     def compare(number: int, value: Array, future: Future[Result]) -> None:
         outputs = future.result(WAIT_SECONDS).outputs
-        for steps in (middle, last):
-            what = f"request {number} of {in_flight} in flight, after {steps} steps"
-            require_same(outputs[f"v{steps}"], np.ascontiguousarray(compute(value, steps)), what)
+        for step, order in enumerate(permutations, 1):
+            value = value[:, order]
+            if step in (middle, last):
+                what = f"request {number} of {in_flight} in flight, after {step} steps"
+                require_same(outputs[f"v{step}"], np.ascontiguousarray(value), what)
 
     pending: deque[tuple[int, Array, Future[Result]]] = deque()
-    number, in_flight, began = 0, 1, time.perf_counter()
+    began = time.perf_counter()
     with InferenceSession(bundle, max_in_flight=MAX_IN_FLIGHT) as session:
         while number < in_flight or time.perf_counter() - began < (
             SLOW_SECONDS if number < MIN_REQUESTS else min(context.seconds, MAX_SECONDS)
@@ -331,8 +292,6 @@ LIMIT_BYTES = WEIGHT_BYTES * 3 // 2
 
 def check_memory(context: CheckContext) -> Finding:
     """Compile a model whose two weights exceed the limit of each device alone, and run it on both."""
-    from onnxplace.session import InferenceSession
-
     first, last = context.ids[0], context.ids[-1]
     target = context.make_target(LIMIT_BYTES)
     orders = [np.random.default_rng(seed).permutation(SIZE) for seed in range(2)]

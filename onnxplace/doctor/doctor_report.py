@@ -13,7 +13,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,9 @@ def hide_private(value: Any) -> Any:
     {'detail': 'cannot open <path>'}
     """
     if isinstance(value, str):
-        return _hide_in_text(value)
+        for pattern, replacement in _list_private():
+            value = pattern.sub(replacement, value)
+        return value
     if isinstance(value, Mapping):
         return {key: hide_private(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -45,36 +47,30 @@ def hide_private(value: Any) -> Any:
     return value
 
 
-def _hide_in_text(text: str) -> str:
-    for folder in _list_folders():
-        text = re.sub(re.escape(folder) + r"[^\s:'\",;()\[\]]*", "<path>", text)
-    text = _PATH.sub("<path>", text)
-    for name, replacement in _list_names():
-        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", replacement, text, flags=re.IGNORECASE)
-    return text
-
-
 @cache
-def _list_folders() -> tuple[str, ...]:
-    """Return folders whose names may have spaces, the longest first."""
+def _list_private() -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Return what to replace, and by what: folders whose names may have spaces, other paths, names of host and user."""
     folders = {tempfile.gettempdir(), sys.prefix, sys.base_prefix, str(Path(__file__).parents[2])}
     with suppress(OSError, RuntimeError):
         folders |= {str(Path.home()), os.getcwd()}
-    return tuple(sorted((folder for folder in folders if len(Path(folder).parts) > 1), key=len, reverse=True))
-
-
-@cache
-def _list_names() -> tuple[tuple[str, str], ...]:
-    """Return the names of this machine and its user, each with what replaces it."""
     hosts = {platform.node(), socket.gethostname()}
-    hosts |= {host.partition(".")[0] for host in hosts}
-    users = set()
+    names = dict.fromkeys([*hosts, *(host.partition(".")[0] for host in hosts)], "<host>")
     with suppress(OSError, KeyError, ImportError, RuntimeError):
-        users = {getpass.getuser(), Path.home().name}
-    named = [*((host, "<host>") for host in sorted(hosts)), *((user, "<user>") for user in sorted(users))]
+        names = dict.fromkeys((getpass.getuser(), Path.home().name), "<user>") | names
     # The longest first, so that nothing is left of a name that another one begins.
-    named.sort(key=lambda pair: (-len(pair[0]), pair))
-    return tuple((name, replacement) for name, replacement in named if len(name) >= MIN_NAME_CHARACTERS)
+    return (
+        *(
+            (re.compile(re.escape(folder) + r"[^\s:'\",;()\[\]]*"), "<path>")
+            for folder in sorted(folders, key=len, reverse=True)
+            if len(Path(folder).parts) > 1
+        ),
+        (_PATH, "<path>"),
+        *(
+            (re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE), names[name])
+            for name in sorted(names, key=len, reverse=True)
+            if len(name) >= MIN_NAME_CHARACTERS
+        ),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- records
@@ -131,14 +127,9 @@ class DoctorReport:
             "environment": hide_private(self.environment),
             "devices": list(self.devices),
             "checks": [
-                {
-                    "check": result.check,
-                    "devices": list(result.devices),
-                    "status": result.status,
-                    "detail": hide_private(result.detail),
-                    "seconds": round(result.seconds, 3),
-                    "figures": hide_private(result.figures),
-                }
+                asdict(result)
+                | {"devices": list(result.devices), "seconds": round(result.seconds, 3)}
+                | {"detail": hide_private(result.detail), "figures": hide_private(result.figures)}
                 for result in self.checks
             ],
         }

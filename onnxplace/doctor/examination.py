@@ -7,30 +7,38 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from onnxplace.devices import find_kind, list_kind_names
-from onnxplace.doctor.check_context import Check, CheckContext, CheckFailedError, CheckSkippedError, Finding
+from onnxplace.doctor.check_context import CheckContext, CheckFailedError, CheckSkippedError, Finding
 from onnxplace.doctor.device_checks import check_copies, check_memory, check_operators, check_order
 from onnxplace.doctor.doctor_report import EXIT_CHECK, CheckResult, DoctorReport, Status
 from onnxplace.doctor.machine_checks import check_compiler, check_environment, check_find, check_open
-from onnxplace.doctor.session_checks import (
-    check_call,
-    check_contract,
-    check_faults,
-    check_link,
-    check_prediction,
-)
+from onnxplace.doctor.session_checks import check_call, check_contract, check_faults, check_link, check_prediction
 from onnxplace.errors import OnnxplaceError, UsageError, format_one_line
 from onnxplace.machine import resolve_device
 from onnxplace.target import parse_devices
-from onnxplace.utils import ChildProcess, start_child, temporary_folder
+from onnxplace.utils import start_child, temporary_folder
 
 # --------------------------------------------------------------------------------------------------------------- checks
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check by name, with the function that does it."""
+
+    name: str
+    run: Callable[[CheckContext], Finding]
+    """Raises CheckFailedError if something is wrong; any other error is a failure too."""
+    limit_seconds: float | None = None
+    """After which it hangs; None for the limit that most have."""
+    is_timed: bool = False
+    """Whether it measures for the seconds of its context."""
+    needs_pair: bool = False
+    """Of the checks of pairs: whether a device that has no other goes without it."""
 
 
 # The first use on a machine compiles loops, on slow machines for minutes.
@@ -44,60 +52,43 @@ OPEN_CHECKS = (Check("open", check_open),)
 DEVICE_CHECKS = (
     Check("operators", check_operators),
     Check("contract", check_contract),
-    Check("call", check_call),
+    Check("call", check_call, is_timed=True),
 )
 PAIR_CHECKS = (
     Check("copies", check_copies),
-    Check("contract", check_contract),
-    Check("order", check_order),
+    Check("contract", check_contract, needs_pair=True),
+    Check("order", check_order, is_timed=True),
     Check("faults", check_faults),
-    Check("memory", check_memory),
-    Check("link", check_link, SLOW_SECONDS),
+    Check("memory", check_memory, needs_pair=True),
+    Check("link", check_link, SLOW_SECONDS, is_timed=True, needs_pair=True),
     Check("prediction", check_prediction, SLOW_SECONDS),
 )
-# Also on a single device if there is no other one.
-LONE_CHECKS = tuple(check for check in PAIR_CHECKS if check.name not in ("contract", "memory", "link"))
 CHECKS = {check.name: check for check in (*MACHINE_CHECKS, *KIND_CHECKS, *OPEN_CHECKS, *DEVICE_CHECKS, *PAIR_CHECKS)}
-# Those that use the seconds of their context.
-TIMED_CHECKS = ("call", "order", "link")
 
 
 # ---------------------------------------------------------------------------------------------------- the child process
 
 
 NO_TIME_LEFT = "no time was left: give more --seconds, or fewer --devices"
+JOURNAL = "journal"
 
 
-@dataclass(frozen=True)
-class CheckJob:
-    """Checks to run in one process."""
+def run_checks(job: tuple[Sequence[str], CheckContext, float]) -> None:
+    """Run checks by name one after the other, until no time is left; the last item is the end, of `time.time`.
 
-    checks: tuple[str, ...]
-    devices: tuple[str, ...]
-    seconds: float
-    """About how long each check that measures may take."""
-    deadline: float
-    """When no further check begins, in seconds of `time.time`."""
-    journal: Path
-
-
-def run_checks(job: CheckJob) -> None:
-    """Run the checks of a job, one after the other."""
-    with job.journal.open("a", encoding="utf-8") as journal, temporary_folder() as folder:
-
-        def note(**entry: Any) -> None:
-            journal.write(json.dumps(entry) + "\n")
-            journal.flush()
-
-        for number, name in enumerate(job.checks):
-            if time.time() > job.deadline:
-                note(result=asdict(CheckResult(name, job.devices, "skipped", NO_TIME_LEFT)))
-                continue
-            note(begins=name)
-            own_folder = folder / str(number)
-            own_folder.mkdir()
-            note(result=asdict(_run_check(CHECKS[name], CheckContext(job.devices, job.seconds, own_folder))))
-        note(ended=True)
+    A line of the journal is the name of a check that begins, or a result.
+    """
+    names, context, deadline = job
+    with (context.folder / JOURNAL).open("a", encoding="utf-8") as journal:
+        for name in names:
+            if time.time() > deadline:
+                result = CheckResult(name, context.devices, "skipped", NO_TIME_LEFT)
+            else:
+                print(json.dumps(name), file=journal, flush=True)
+                folder = context.folder / name
+                folder.mkdir()
+                result = _run_check(CHECKS[name], replace(context, folder=folder))
+            print(json.dumps(asdict(result)), file=journal, flush=True)
 
 
 def _run_check(check: Check, context: CheckContext) -> CheckResult:
@@ -110,10 +101,9 @@ def _run_check(check: Check, context: CheckContext) -> CheckResult:
         status, finding = "skipped", Finding(str(reason))
     except CheckFailedError as problem:
         status, finding = "failed", Finding(str(problem))
-    except OnnxplaceError as problem:
-        status, finding = "failed", Finding(format_one_line(problem))
     except Exception as problem:  # noqa: BLE001 - also of plugins and drivers
-        status, finding = "failed", Finding(f"{type(problem).__name__}: {format_one_line(problem)}")
+        name = "" if isinstance(problem, OnnxplaceError) else f"{type(problem).__name__}: "
+        status, finding = "failed", Finding(name + format_one_line(problem))
     seconds = time.perf_counter() - began
     return CheckResult(check.name, context.devices, status, finding.detail, seconds, finding.figures)
 
@@ -135,14 +125,6 @@ POLL_SECONDS = 0.02
 MEASURING_SHARE, MIN_MEASURING_SECONDS = 0.6, 0.2
 # At most this share of the limit after which a check hangs.
 MAX_MEASURING_SHARE = 0.3
-
-
-@dataclass(frozen=True)
-class Group:
-    """Checks that run one after the other in one process, on the same devices."""
-
-    checks: tuple[Check, ...]
-    devices: tuple[str, ...] = ()
 
 
 def examine(
@@ -175,11 +157,10 @@ def examine(
     names = _name_devices(devices) if devices is not None else None
     examination = _Examination(seconds, limit_seconds, observer or (lambda *_: None))
     try:
-        checked = examination.run(names)
+        examination.run(names)
     except KeyboardInterrupt:
-        examination.note_interrupt()
-        checked = examination.devices
-    return examination.summarise(checked)
+        return examination.summarise(interrupted=True)
+    return examination.summarise()
 
 
 def _name_devices(devices: str | Sequence[str]) -> tuple[str, ...]:
@@ -191,42 +172,33 @@ def _name_devices(devices: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-@dataclass
-class _Running:
-    """A check that has begun in a child process."""
-
-    name: str
-    began: float = field(default_factory=time.perf_counter)
-
-
 class _Examination:
     """The state of one examination."""
 
     def __init__(self, seconds: float, limit_seconds: float | None, observer: Observer) -> None:
-        self.devices: tuple[str, ...] = ()
-        self._began, self._seconds, self._limit_seconds = time.perf_counter(), seconds, limit_seconds
-        self._budget_began = self._began
+        self._seconds, self._limit_seconds, self._observer = seconds, limit_seconds, observer
         self._usual_limit = min(max(LIMIT_SHARE * seconds, MIN_LIMIT_SECONDS), MAX_LIMIT_SECONDS)
+        self._devices: tuple[str, ...] = ()
         self._results: list[CheckResult] = []
-        self._observer, self._planned = observer, 0
-        self._group, self._running = Group(()), _Running("")
-        self._is_complete, self._interrupted = False, False
+        self._planned = 0
+        self._began = self._budget_began = self._check_began = time.perf_counter()
+        # The check that runs, on what; no name while a process begins or ends.
+        self._running: tuple[str, tuple[str, ...]] = ("", ())
 
-    def run(self, devices: tuple[str, ...] | None) -> tuple[str, ...]:
-        """Run all checks; return the devices that were checked."""
-        self._run_groups([Group(MACHINE_CHECKS)])
+    def run(self, devices: tuple[str, ...] | None) -> None:
+        """Run all checks."""
+        self._run_groups([(MACHINE_CHECKS, ())])
         # The first use on a machine compiles loops, which is not part of the user's seconds.
         self._budget_began = time.perf_counter()
         if devices is None:
-            self._run_groups([Group(KIND_CHECKS, (name,)) for name in list_kind_names()])
-            self.devices, pairs = self._list_usable()
+            self._run_groups([(KIND_CHECKS, (name,)) for name in list_kind_names()])
+            self._devices, pairs = self._list_usable()
         else:
-            self.devices, pairs = devices, list(combinations(devices, 2))
-        self._run_groups([Group(OPEN_CHECKS, (device,)) for device in self.devices])
-        lone = LONE_CHECKS if not pairs else ()
-        groups = [Group((*DEVICE_CHECKS, *lone), (device,)) for device in self.devices]
-        self._run_groups([*groups, *(Group(PAIR_CHECKS, pair) for pair in pairs)])
-        return self.devices
+            self._devices, pairs = devices, list(combinations(devices, 2))
+        self._run_groups([(OPEN_CHECKS, (device,)) for device in self._devices])
+        lone = [check for check in PAIR_CHECKS if not check.needs_pair] if not pairs else []
+        groups = [((*DEVICE_CHECKS, *lone), (device,)) for device in self._devices]
+        self._run_groups([*groups, *((PAIR_CHECKS, pair) for pair in pairs)])
 
     def _list_usable(self) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
         """Return the devices that `find` found, and the pairs to check."""
@@ -237,116 +209,88 @@ class _Examination:
         pairs = [*combinations(hosts, 2), *((hosts[0], device) for device in others), *combinations(others, 2)]
         return usable, [*pairs, *(tuple(item["parts"]) for item in figures if item["parts"])]
 
-    def _run_groups(self, groups: Sequence[Group]) -> None:
-        self._planned += sum(len(group.checks) for group in groups)
-        for number, group in enumerate(groups):
-            self._group = group
+    def _run_groups(self, groups: Sequence[tuple[Sequence[Check], tuple[str, ...]]]) -> None:
+        """Run checks on what belongs to them; skip those of a device that cannot be opened."""
+        self._planned += sum(len(checks) for checks, _ in groups)
+        for number, (checks, devices) in enumerate(groups):
             failed = {item.devices for item in self._results if (item.check, item.status) == ("open", "failed")}
-            if unusable := [device for device in group.devices if (device,) in failed]:
+            if unusable := [device for device in devices if (device,) in failed]:
                 reason = f"{' and '.join(unusable)} cannot be opened"
-                self._results += [CheckResult(item.name, group.devices, "skipped", reason) for item in group.checks]
-            else:
-                self._run_group(group, len(groups) - number)
+                self._results += [CheckResult(check.name, devices, "skipped", reason) for check in checks]
+                continue
+            left = self._seconds - (time.perf_counter() - self._budget_began)
+            measuring = sum(check.is_timed for check in checks)
+            share = MEASURING_SHARE * left / (len(groups) - number) / max(measuring, 1)
+            most = (self._limit_seconds or self._usual_limit) * MAX_MEASURING_SHARE
+            self._run_group(checks, devices, min(max(share, MIN_MEASURING_SECONDS), most), time.time() + left)
 
-    def _run_group(self, group: Group, groups_left: int) -> None:
-        """Run the checks of a group in a process; after a crash or hang, the checks after it in a new one."""
-        left = self._seconds - (time.perf_counter() - self._budget_began)
-        measuring = sum(check.name in TIMED_CHECKS for check in group.checks)
-        share = MEASURING_SHARE * left / groups_left / max(measuring, 1)
-        checks, deadline = list(group.checks), time.time() + left
-        while checks:
+    def _run_group(self, checks: Sequence[Check], devices: tuple[str, ...], seconds: float, deadline: float) -> None:
+        """Run checks in a process; after a crash or hang, the checks after it in a new one."""
+        remaining = {check.name: check for check in checks}
+        while remaining:
             with temporary_folder() as folder:
-                job = CheckJob(
-                    checks=tuple(check.name for check in checks),
-                    devices=group.devices,
-                    seconds=min(
-                        max(share, MIN_MEASURING_SECONDS),
-                        (self._limit_seconds or self._usual_limit) * MAX_MEASURING_SHARE,
-                    ),
-                    deadline=deadline,
-                    journal=folder / "journal",
-                )
-                count = len(self._results)
-                problem = self._run_job(job, {check.name: check for check in checks})
-            done = {result.check for result in self._results[count:]}
-            checks = [check for check in checks if check.name not in done]
-            if not checks:
-                status = "failed" if problem else "ok"
-                self._results.append(CheckResult(EXIT_CHECK, group.devices, status, problem))  # type: ignore[arg-type]
-            elif problem:
-                name = self._running.name or checks[0].name
+                problem = self._run_process(remaining, CheckContext(devices, seconds, folder), deadline)
+            if remaining:
+                name = self._running[0] or next(iter(remaining))
                 self._end_check(name, "failed", problem)
-                checks = [check for check in checks if check.name != name]
+                del remaining[name]
+            else:
+                status: Status = "failed" if problem else "ok"
+                self._results.append(CheckResult(EXIT_CHECK, devices, status, problem))
 
-    def _end_check(self, name: str, status: Status, detail: str) -> None:
-        """Add the result of a check that did not end by itself."""
-        seconds = time.perf_counter() - self._running.began
-        self._results.append(CheckResult(name, self._group.devices, status, detail, seconds))
-        self._running = _Running("")
-
-    def _run_job(self, job: CheckJob, checks: Mapping[str, Check]) -> str:
-        """Run a job, and add its results; return how its process crashed or hung, or an empty text."""
-        self._running, self._is_complete = _Running(""), False
-        job.journal.touch()
+    def _run_process(self, remaining: dict[str, Check], context: CheckContext, deadline: float) -> str:
+        """Run checks in a child, and drop those that it ends; return how it crashed or hung, or an empty text."""
+        self._begin_check("", context.devices)
+        journal, line_count = context.folder / JOURNAL, 0
+        journal.touch()
         # What an ended process leaves among temporary files is removed with the folder.
-        temporary = str(job.journal.parent)
-        with start_child(run_checks, job, TMPDIR=temporary, TEMP=temporary, TMP=temporary) as child:
-            for entries, exited in _follow(child, job.journal):
-                for entry in entries:
-                    self._note(entry)
-                limit = self._choose_limit(checks)
-                if not exited and time.perf_counter() - self._running.began > limit:
+        temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(context.folder))
+        with start_child(run_checks, (tuple(remaining), context, deadline), None, **temporary) as child:
+            has_exited = False
+            while not has_exited:
+                has_exited = child.exit_code is not None
+                for line in journal.read_text(encoding="utf-8").split("\n")[line_count:-1]:  # the last one may grow
+                    line_count += 1
+                    self._read_entry(json.loads(line), remaining)
+                limit = MAX_START_SECONDS
+                if name := self._running[0]:
+                    limit = self._limit_seconds or remaining[name].limit_seconds or self._usual_limit
+                if not has_exited and time.perf_counter() - self._check_began > limit:
                     return f"hangs: not finished after {limit:.0f} s"
-            if child.exit_code == 0 and self._is_complete:
+                time.sleep(POLL_SECONDS)
+            if child.exit_code == 0 and not remaining:
                 return ""
             end = child.describe_end()
             if (child.exit_code or 0) >= 0:
                 return f"ended the process: {end}"
-            line = child.read_last_line()
-            return f"crashed with {end}{f'; its last output: {line}' if line else ''}"
+            output = child.read_last_line()
+            return f"crashed with {end}{f'; its last output: {output}' if output else ''}"
 
-    def _choose_limit(self, checks: Mapping[str, Check]) -> float:
-        """Return after how many seconds the running check hangs, or the beginning or end of its process."""
-        if not self._running.name:
-            return MAX_START_SECONDS
-        return self._limit_seconds or checks[self._running.name].limit_seconds or self._usual_limit
-
-    def _note(self, entry: Mapping[str, Any]) -> None:
-        """Take note of an entry of the journal."""
-        if "begins" in entry:
-            self._running = _Running(entry["begins"])
-            title = " ".join((*self._group.devices, entry["begins"]))
+    def _read_entry(self, entry: str | Mapping[str, Any], remaining: dict[str, Check]) -> None:
+        """Take the beginning or the result of a check from the journal."""
+        devices = self._running[1]
+        if isinstance(entry, str):
+            self._begin_check(entry, devices)
             done = sum(result.check != EXIT_CHECK for result in self._results)
-            self._observer(title, done, self._planned)
-        elif "result" in entry:
-            result = entry["result"]
-            self._results.append(CheckResult(**{**result, "devices": tuple(result["devices"])}))
-            self._running = _Running("")
+            self._observer(" ".join((*devices, entry)), done, self._planned)
         else:
-            self._is_complete = True
+            self._results.append(CheckResult(**{**entry, "devices": devices}))
+            self._begin_check("", devices)
+            del remaining[entry["check"]]
 
-    def note_interrupt(self) -> None:
-        """Add the check that was interrupted."""
-        self._interrupted = True
-        if self._running.name:
-            self._end_check(self._running.name, "skipped", "interrupted")
+    def _begin_check(self, name: str, devices: tuple[str, ...]) -> None:
+        self._running, self._check_began = (name, devices), time.perf_counter()
 
-    def summarise(self, devices: tuple[str, ...]) -> DoctorReport:
-        """Return the report."""
+    def _end_check(self, name: str, status: Status, detail: str) -> None:
+        """Add the result of a check that did not end by itself."""
+        devices, seconds = self._running[1], time.perf_counter() - self._check_began
+        self._results.append(CheckResult(name, devices, status, detail, seconds))
+        self._begin_check("", devices)
+
+    def summarise(self, *, interrupted: bool = False) -> DoctorReport:
+        """Return the report; a check that runs was interrupted."""
+        if interrupted and (name := self._running[0]):
+            self._end_check(name, "skipped", "interrupted")
         environment = next((item.figures for item in self._results if item.check == "environment"), {})
         checks = tuple(replace(item, figures={}) if item.check == "environment" else item for item in self._results)
-        seconds = time.perf_counter() - self._began
-        return DoctorReport(environment, devices, checks, seconds, self._interrupted)
-
-
-def _follow(child: ChildProcess, journal: Path) -> Iterator[tuple[list[dict[str, Any]], bool]]:
-    """Yield new entries of a journal, and whether the child has exited, until it has."""
-    with journal.open("rb") as stream:
-        begun = b""
-        while True:
-            exited = child.exit_code is not None
-            *lines, begun = (begun + stream.read()).split(b"\n")
-            yield [json.loads(line) for line in lines], exited
-            if exited:
-                return
-            time.sleep(POLL_SECONDS)
+        return DoctorReport(environment, self._devices, checks, time.perf_counter() - self._began, interrupted)

@@ -6,14 +6,19 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 
 from onnxplace._version import __version__
+from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.doctor.check_context import CheckContext, CheckFailedError, CheckSkippedError, Finding, require_same
-from onnxplace.testing import compile_placed, parse_model
+from onnxplace.machine import available_cores, available_memory_bytes, measurement_cache, require_device
+from onnxplace.ort import import_onnxruntime
+from onnxplace.testing import parse_model
+from onnxplace.utils import format_bytes
 
 # Distributions by name, or by the beginning of their names.
 PACKAGES = ("onnx", "numpy", "numba", "ml-dtypes", "pydantic", "protobuf", "highspy", "psutil", "torch")
@@ -26,11 +31,10 @@ def check_environment(context: CheckContext) -> Finding:
     """Describe versions, wheels, cores, memory and drivers."""
     import psutil
 
-    from onnxplace.machine import available_cores, available_memory_bytes, measurement_cache
-    from onnxplace.ort import import_onnxruntime
-
     runtime, cores, memory = import_onnxruntime(), available_cores(), psutil.virtual_memory()
-    processor = _name_processor(measurement_cache.processor())
+    processor = measurement_cache.processor()
+    if processor.startswith("{"):
+        processor = json.loads(processor).get("model name", "unknown processor")
     facts = {
         "onnxplace": __version__,
         "python": platform.python_version(),
@@ -67,42 +71,28 @@ def describe_nvidia_driver() -> Mapping[str, Any]:
         import pynvml
 
         pynvml.nvmlInit()
-        gpus = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory, name = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetName(handle)
-            gpus.append(
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return {
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "cuda": pynvml.nvmlSystemGetCudaDriverVersion_v2(),
+            "gpus": [
                 {
-                    "name": name if isinstance(name, str) else name.decode(),
-                    "memory_bytes": int(memory.total),
-                    "free_bytes": int(memory.free),
+                    "name": gpu.name,
+                    "memory_bytes": gpu.memory_bytes,
+                    "free_bytes": gpu.free_bytes,
                     "compute_capability": list(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
                 }
-            )
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        return {
-            "driver": driver if isinstance(driver, str) else driver.decode(),
-            "cuda": pynvml.nvmlSystemGetCudaDriverVersion_v2(),
-            "gpus": gpus,
+                for gpu, handle in zip(find_kind("cuda").list_hardware(), handles)
+            ],
         }
     except Exception:  # noqa: BLE001 - no driver, no package, or a driver that does not answer
         return {}
 
 
-def _name_processor(description: str) -> str:
-    if not description.startswith("{"):
-        return description
-    return str(json.loads(description).get("model name", "unknown processor"))
-
-
 def check_compiler(context: CheckContext) -> Finding:
     """Compile a small model for one CPU device and run it; the first time on a machine compiles loops."""
-    from onnxplace.session import InferenceSession
-
     model = parse_model("compiler (float[4] x) => (float[4] y) { h = Neg(x) y = Add(h, x) }")
-    cpu = CheckContext(("cpu:0",), context.seconds, context.folder)
-    bundle = compile_placed(model, context.folder / "compiler", cpu.make_target(), {".*": "cpu:0"})
-    with InferenceSession(bundle) as session:
+    with replace(context, devices=("cpu:0",)).open_session(model, {".*": "cpu:0"}) as session:
         (y,) = session.run(None, {"x": np.ones(4, np.float32)})
     require_same(y, np.zeros(4, np.float32), "x - x")
     return Finding("a model of two nodes compiles and runs")
@@ -110,10 +100,6 @@ def check_compiler(context: CheckContext) -> Finding:
 
 def check_find(context: CheckContext) -> Finding:
     """Find the devices of a kind that work; its figures hold their ids as `usable`."""
-    from onnxplace.devices import DeviceAddress, find_kind
-    from onnxplace.machine import available_cores
-    from onnxplace.ort import import_onnxruntime
-
     (name,) = context.devices
     kind = find_kind(name)
     if kind.is_host:
@@ -149,16 +135,10 @@ def check_find(context: CheckContext) -> Finding:
 
 def check_open(context: CheckContext) -> Finding:
     """Open a session on a device and run it."""
-    from onnxplace.machine import require_device
-    from onnxplace.session import InferenceSession
-    from onnxplace.utils import format_bytes
-
-    target = context.make_target()
-    (device,) = target.devices
+    (device,) = context.make_target().devices
     require_device(device)
     model = parse_model("opening (float[4] x) => (float[4] y) { y = Neg(x) }")
-    bundle = compile_placed(model, context.folder / "open", target, {".*": device.id})
-    with InferenceSession(bundle) as session:
+    with context.open_session(model, {".*": device.id}) as session:
         (y,) = session.run(None, {"x": np.ones(4, np.float32)})
     require_same(y, np.full(4, -1, np.float32), "-x")
     detail = " ".join(filter(None, (device.model, f"{format_bytes(device.memory_bytes)} for models")))

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from onnxplace.bundle import Bundle
 from onnxplace.doctor.check_context import (
     WAIT_SECONDS,
     CheckContext,
     CheckFailedError,
     CheckSkippedError,
     Finding,
+    find_error,
     require,
     require_same,
 )
 from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.feeds import Array
-from onnxplace.testing import check_runtime, compile_placed, parse_model
+from onnxplace.machine import RepeatPolicy, available_cores, make_session_options, open_session
+from onnxplace.session import InferenceSession
+from onnxplace.testing import check_runtime, parse_model
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -36,9 +38,8 @@ def check_contract(context: CheckContext) -> Finding:
 
     if any("{" in device for device in context.devices):
         raise CheckSkippedError("the contract tests take no options of devices")
-    runtime = find_plugin("runtimes", "onnxruntime")
     try:
-        check_runtime(runtime, devices=context.ids)
+        check_runtime(find_plugin("runtimes", "onnxruntime"), devices=context.ids)
     except AssertionError as problem:
         raise CheckFailedError(str(problem)) from None
     return Finding("requests, failures, cancellation, closing, states and conversations")
@@ -56,7 +57,6 @@ faults (float[m] p, float[n] q) => (float[m] t, float[n] w) {
     w = Add(u, pair)
 }
 """
-_ON_FIRST = "s|u"
 _PAIR: Array = np.array([1, 2], np.float32)
 _LOOP = """
 loop (int64 limit, float[4] x) => (float[4] y) {
@@ -75,11 +75,9 @@ TIMEOUT_SECONDS = 0.3
 def check_faults(context: CheckContext) -> Finding:
     """Let nodes fail on each device, and let a run exceed its time."""
     _check_failing_nodes(context)
-    recovery_seconds = 0.0
-    for number, (device, other) in enumerate(context.directions):
-        folder = context.folder / f"loop-{number}"
-        bundle = compile_placed(parse_model(_LOOP), folder, context.make_target(), {"spin": device, "last": other})
-        recovery_seconds = max(recovery_seconds, _check_timeout(bundle, device))
+    first, last = context.ids[0], context.ids[-1]
+    directions = dict.fromkeys([(first, last), (last, first)])  # one for a single device
+    recovery_seconds = max(_check_timeout(context, device, other) for device, other in directions)
     detail = (
         f"errors name {' and '.join(dict.fromkeys(context.ids))}; runs after errors and timeouts are right "
         f"(after at most {recovery_seconds:.2g} s)"
@@ -88,13 +86,9 @@ def check_faults(context: CheckContext) -> Finding:
 
 
 def _check_failing_nodes(context: CheckContext) -> None:
-    from onnxplace.session import InferenceSession
-
     first, last = context.ids[0], context.ids[-1]
-    places = {_ON_FIRST: first, ".*": last}
     model = parse_model(_FAILING, pair=_PAIR)
-    bundle = compile_placed(model, context.folder / "faults", context.make_target(), places, m=2, n=2)
-    with InferenceSession(bundle) as session:
+    with context.open_session(model, {"s|u": first, ".*": last}, m=2, n=2) as session:
         for device, bad_input in ((first, "p"), (last, "q")):
             good = {"p": np.array([3, 4], np.float32), "q": np.array([5, 6], np.float32)}
             bad = {**good, bad_input: np.zeros(3, np.float32)}
@@ -122,23 +116,18 @@ def _compare(t: Array, w: Array, feeds: dict[str, Array], what: str) -> None:
     require_same(w, _PAIR - feeds["q"], what)
 
 
-def _check_timeout(bundle: Bundle, device: str) -> float:
+def _check_timeout(context: CheckContext, device: str, other: str) -> float:
     """Return how long the next run took after a run that had exceeded its time."""
-    from onnxplace.session import InferenceSession
-
-    with InferenceSession(bundle) as session:
+    endless, short = ({"limit": np.array(rounds), "x": _X} for rounds in (_ENDLESS_ROUNDS, _SHORT_ROUNDS))
+    with context.open_session(parse_model(_LOOP), {"spin": device, "last": other}) as session:
         try:
-            session.run(None, _make_loop_feeds(_ENDLESS_ROUNDS), timeout=TIMEOUT_SECONDS)
+            session.run(None, endless, timeout=TIMEOUT_SECONDS)
         except RunTimeoutError:
             began = time.perf_counter()
-            (y,) = session.run(None, _make_loop_feeds(_SHORT_ROUNDS))
+            (y,) = session.run(None, short)
             require_same(y, _X, f"the request after a timeout on {device}")
             return time.perf_counter() - began
     raise CheckFailedError(f"an endless run on {device} returned")
-
-
-def _make_loop_feeds(rounds: int) -> dict[str, Array]:
-    return {"limit": np.array(rounds, np.int64), "x": _X}
 
 
 # ---------------------------------------------------------------------------------------------------------------- times
@@ -147,7 +136,8 @@ def _make_loop_feeds(rounds: int) -> dict[str, Array]:
 # Sizes of values that `link` sends, and its least duration.
 LINK_SIZES = (1, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20)
 MIN_LINK_SECONDS = 1.0
-MIN_CALLS = 50
+# Of `call`, with a bundle and again with a plain session.
+MAX_CALLS, MAX_CALL_SECONDS = 500, 0.5
 # Of the model of `prediction`: two branches of some products.
 WIDTH, DEPTH, ROWS = 512, 4, 64
 SIDES = ("left", "right")
@@ -157,30 +147,16 @@ TOLERANCE = 2e-2
 
 def check_call(context: CheckContext) -> Finding:
     """Time a call of a model of one node, through onnxplace and in a plain session of ONNX Runtime on the host."""
-    from onnxplace.machine import available_cores, make_session_options, open_session
-    from onnxplace.session import InferenceSession
-
-    device, x = context.ids[0], np.ones(16, np.float32)
+    feeds = {"x": np.ones(16, np.float32)}
     model = parse_model("call (float[16] x) => (float[16] y) { y = Neg(x) }")
-    bundle = compile_placed(model, context.folder / "call", context.make_target(), {".*": device})
     plain = open_session(model.SerializeToString(), make_session_options(available_cores()[:1]))
-    with InferenceSession(bundle) as session:
-        calls = {"bundle": lambda: session.run(None, {"x": x}), "plain": lambda: plain.run(None, {"x": x})}
-        seconds = _time_in_turns(calls, context.seconds / 2)
-    detail = f"{seconds['bundle'] * 1e6:.0f} us; plain session on the host {seconds['plain'] * 1e6:.0f} us"
-    return Finding(detail, {"call_seconds": seconds["bundle"], "plain_host_session_seconds": seconds["plain"]})
-
-
-def _time_in_turns(calls: dict[str, Callable[[], object]], limit_seconds: float) -> dict[str, float]:
-    """Return the median time of each call; they take turns."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    began = time.perf_counter()
-    while len(samples[next(iter(calls))]) < MIN_CALLS or time.perf_counter() - began < min(limit_seconds, 1.0):
-        for name, call in calls.items():
-            before = time.perf_counter()
-            call()
-            samples[name].append(time.perf_counter() - before)
-    return {name: float(np.median(times)) for name, times in samples.items()}
+    policy = RepeatPolicy(MAX_CALLS, min(context.seconds / 4, MAX_CALL_SECONDS), 0.0)
+    with context.open_session(model, {".*": context.ids[0]}) as session:
+        seconds, plain_seconds = (
+            policy.run(partial(run, None, feeds), pool=False)[0].seconds for run in (session.run, plain.run)
+        )
+    detail = f"{seconds * 1e6:.0f} us; plain session on the host {plain_seconds * 1e6:.0f} us"
+    return Finding(detail, {"call_seconds": seconds, "plain_host_session_seconds": plain_seconds})
 
 
 def check_link(context: CheckContext) -> Finding:
@@ -199,13 +175,8 @@ def check_link(context: CheckContext) -> Finding:
     figures = {
         "links": {
             name: {
-                "latency_seconds": item.link.latency_seconds,
-                "bytes_per_second": item.link.bytes_per_second,
-                "via": item.link.via,
-                "points": [
-                    {"bytes": point.bytes, "seconds": point.seconds, "outlier": point.outlier}
-                    for point in item.fit.points
-                ],
+                **{key: getattr(item.link, key) for key in ("latency_seconds", "bytes_per_second", "via")},
+                "points": [{key: getattr(p, key) for key in ("bytes", "seconds", "outlier")} for p in item.fit.points],
             }
             for name, item in links.items()
         },
@@ -221,7 +192,6 @@ def check_prediction(context: CheckContext) -> Finding:
 
     from onnxplace.driver import compile_model
     from onnxplace.evaluation import run_trials
-    from onnxplace.session import InferenceSession
 
     first, last = context.ids[0], context.ids[-1]
     model = _make_branches()
@@ -239,8 +209,7 @@ def check_prediction(context: CheckContext) -> Finding:
     with InferenceSession(compiled.bundle) as session:
         (y,) = session.run(None, {"x": x})
     (expected,) = cast("list[Array]", ReferenceEvaluator(model).run(None, {"x": x}))
-    error = float(np.abs(y - expected).max() / np.abs(expected).max())
-    require(error <= TOLERANCE, f"the error of its output is {error:.2g} of the largest value, allowed {TOLERANCE}")
+    error = find_error(y, expected, TOLERANCE, "the error of its output")
     (trial,) = run_trials([compiled.bundle], {"x": x}, cached=False)
     predicted = compiled.bundle.manifest.predicted.step_seconds
     ratio = predicted / trial.step_seconds
@@ -256,20 +225,14 @@ def check_prediction(context: CheckContext) -> Finding:
 
 def _make_branches() -> ModelProto:
     """Return a model of two branches whose sum is its output."""
-    random = np.random.default_rng(2)
-    weights: dict[str, Array] = {
-        f"{side}_weight{step}": (random.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
-        for side in SIDES
-        for step in range(DEPTH)
-    }
-    nodes = []
+    random, weights, nodes = np.random.default_rng(2), dict[str, Array](), []
     for side in SIDES:
         value = "x"
         for step in range(DEPTH):
-            nodes.append(f"{side}_product{step} = MatMul({value}, {side}_weight{step})")
-            nodes.append(f"{side}_value{step} = Tanh({side}_product{step})")
+            weight, product = f"{side}_weight{step}", f"{side}_product{step}"
+            weights[weight] = (random.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
+            nodes.append(f"{product} = MatMul({value}, {weight})")
             value = f"{side}_value{step}"
-    shape = f"float[{ROWS}, {WIDTH}]"
-    last = ", ".join(f"{side}_value{DEPTH - 1}" for side in SIDES)
-    text = f"prediction ({shape} x) => ({shape} y) {{ {' '.join(nodes)} y = Add({last}) }}"
-    return parse_model(text, **weights)
+            nodes.append(f"{value} = Tanh({product})")
+    shape, last = f"float[{ROWS}, {WIDTH}]", ", ".join(f"{side}_value{DEPTH - 1}" for side in SIDES)
+    return parse_model(f"prediction ({shape} x) => ({shape} y) {{ {' '.join(nodes)} y = Add({last}) }}", **weights)

@@ -19,7 +19,7 @@ from onnxplace.utils import (
     cannot_write_error,
     claim_name,
     format_path,
-    hold_lease,
+    hold_file_lock,
     require_writable,
     sweep_leftovers,
     write_refused_error,
@@ -115,24 +115,24 @@ def _write_files(
     sweep_leftovers(path.absolute().parent)
     has_data = False
     try:
-        with hold_lease(path.absolute().parent) as lease:
-            unfinished = lease.path_with_ending("data")
+        with hold_file_lock(path.absolute().parent) as lock:
+            unfinished = lock.path_with_ending("data")
             if data is None:
                 proto = build_whole_model(models, initializers.values(), None)
             else:
                 with WeightFile(unfinished, data.name) as weights:
                     proto = build_whole_model(models, initializers.values(), weights)
-            lease.path.write_bytes(proto.SerializeToString())
+            lock.path.write_bytes(proto.SerializeToString())
             has_data = data is not None and weights.bytes_written > 0
             try:
                 if data is not None and has_data:
                     with suppress(FileNotFoundError):
                         path.unlink()
                     unfinished.replace(data)
-                lease.path.replace(path)
+                lock.path.replace(path)
             except BaseException:
                 # An interrupt may come after each rename: weights without their model go, a complete pair stays.
-                if data is not None and has_data and not unfinished.exists() and lease.path.exists():
+                if data is not None and has_data and not unfinished.exists() and lock.path.exists():
                     data.unlink(missing_ok=True)
                 raise
     except OSError as problem:

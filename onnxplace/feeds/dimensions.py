@@ -42,28 +42,15 @@ class NoSizeError(ValueError):
 
 
 @dataclass(frozen=True)
-class Number:
-    """A whole number."""
-
-    value: int
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """A name whose size the user gives."""
-
-    name: str
-
-
-@dataclass(frozen=True)
 class Operation:
     """An operator or function and its operands."""
 
     name: str
-    operands: tuple[Number | Symbol | Operation, ...]
+    operands: tuple[int | str | Operation, ...]
 
 
-Term = Number | Symbol | Operation
+# A whole number, a name whose size the user gives, or what is computed from others.
+Term = int | str | Operation
 
 
 def _raise_to_power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -126,8 +113,8 @@ def parse_size(text: str) -> Operation | None:
 
 def symbols_of(term: Term) -> Iterator[str]:
     """Yield the symbols of an expression from left to right, with repetitions."""
-    if isinstance(term, Symbol):
-        yield term.name
+    if isinstance(term, str):
+        yield term
     elif isinstance(term, Operation):
         for operand in term.operands:
             yield from symbols_of(operand)
@@ -147,10 +134,8 @@ def evaluate(term: Term, sizes: Mapping[str, int]) -> int:
 
 def _evaluate_exactly(term: Term, sizes: Mapping[str, int]) -> Fraction:
     """Return the value of an expression; raises NoSizeError for a division by zero and a value that is too large."""
-    if isinstance(term, Number):
-        return Fraction(term.value)
-    if isinstance(term, Symbol):
-        return Fraction(int(sizes[term.name]))
+    if not isinstance(term, Operation):
+        return Fraction(int(sizes[term]) if isinstance(term, str) else term)
     operands = [_evaluate_exactly(operand, sizes) for operand in term.operands]
     try:
         function = _OPERATORS[term.name] if term.name in _OPERATORS else _FUNCTIONS[term.name][0]
@@ -165,12 +150,12 @@ def _evaluate_exactly(term: Term, sizes: Mapping[str, int]) -> Fraction:
 def _convert(node: ast.AST, names: Mapping[str, str]) -> Term | None:
     """Return the term of a node of Python's grammar; None if expressions of sizes do not have it."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return Number(node.value)
+        return node.value
     if isinstance(node, ast.Name):
-        return Symbol(names[node.id])
+        return names[node.id]
     if isinstance(node, ast.UnaryOp):
         operand = _convert(node.operand, names)
-        return operand if operand is None or isinstance(node.op, ast.UAdd) else Operation("-", (Number(0), operand))
+        return operand if operand is None or isinstance(node.op, ast.UAdd) else Operation("-", (0, operand))
     if isinstance(node, ast.BinOp) and not (isinstance(node.op, ast.Pow) and isinstance(node.right, ast.UnaryOp)):
         name, parts = _SIGNS[type(node.op)], [node.left, node.right]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
@@ -238,7 +223,7 @@ def _evaluate_named(name: str, term: Term, sizes: Mapping[str, int]) -> int:
 def _store_size(name: str, size: int, sizes: dict[str, int]) -> None:
     """Store a computed size; raises NoSizeError if the dimension has another one."""
     if sizes.setdefault(name, size) != size:
-        symbols = _format_sizes(parse_size(name) or Symbol(name), sizes)
+        symbols = _format_sizes(parse_size(name) or name, sizes)
         raise NoSizeError(f"dimension {name!r} is {sizes[name]}, and {size} by {symbols}")
 
 

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,20 +40,14 @@ def require_storable(outputs: Sequence[Declared]) -> None:
         if (size := len(item.name.encode())) > max_bytes:
             message = f"expected a name of at most {max_bytes} bytes, got {size} bytes"
             raise FeedError("U032", message, where=where, hint=_HINT)
-        for name in _archive_names(item):
+        plain = item.name.replace("\\", "/")  # as zip files have it
+        for name in (plain, f"{plain}{SUFFIX}"):  # `numpy.load` finds it by both
             if (first := owner.setdefault(name, item.name)) != item.name:
                 raise _name_conflict_error(item.name, first)
     for sequence in filter(_is_list, outputs):
         for item in outputs:
             if _is_element_name(item.name, sequence.name):
                 raise _name_conflict_error(item.name, sequence.name)
-
-
-def _archive_names(item: Declared) -> Iterator[str]:
-    """Yield the names by which `numpy.load` finds an output, with the separators of zip files."""
-    name = item.name.replace("\\", "/")
-    yield name
-    yield f"{name}{SUFFIX}"
 
 
 def _is_list(item: Declared) -> bool:

@@ -42,7 +42,13 @@ def zero_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dic
     """
     shapes = resolve_shapes(inputs, dimensions)
     _require_room(shapes)
-    return {item.name: _zero_array(item, shapes[item.name]) for item in inputs if item.name in shapes}
+    return {
+        item.name: np.full(shapes[item.name], "", dtype=object)
+        if item.dtype == "tensor(string)"
+        else np.zeros(shapes[item.name], _generated_type(item))
+        for item in inputs
+        if item.name in shapes
+    }
 
 
 def _require_room(shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -73,13 +79,6 @@ def _random_array(random: np.random.Generator, item: Declared, shape: tuple[int,
     if dtype.kind == "c":
         return (random.standard_normal(shape) + 1j * random.standard_normal(shape)).astype(dtype)
     return random.standard_normal(shape).astype(dtype)
-
-
-def _zero_array(item: Declared, shape: tuple[int, ...]) -> Array:
-    """Return an array of zeros, false or empty strings for an input."""
-    if item.dtype == "tensor(string)":
-        return np.full(shape, "", dtype=object)
-    return np.zeros(shape, _generated_type(item))
 
 
 def _generated_type(item: Declared) -> np.dtype[Any]:

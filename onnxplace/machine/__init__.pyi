@@ -52,7 +52,6 @@ from onnxplace.machine.ort_values import (
     to_ort_value_if_possible as to_ort_value_if_possible,
     to_python as to_python,
 )
-from onnxplace.machine.refusals import LIBRARY_HINT as LIBRARY_HINT, find_disk_full as find_disk_full
 from onnxplace.machine.repeated_runs import (
     BUSY_WAITING_SHARE as BUSY_WAITING_SHARE,
     DOUBTFUL_WAITING_SHARE as DOUBTFUL_WAITING_SHARE,
@@ -68,6 +67,7 @@ from onnxplace.machine.repeated_runs import (
     read_run_delays as read_run_delays,
     time_reference as time_reference,
 )
+from onnxplace.machine.session_errors import LIBRARY_HINT as LIBRARY_HINT, find_disk_full as find_disk_full
 from onnxplace.machine.transfer_rates import (
     READ_PIECE_BYTES as READ_PIECE_BYTES,
     drop_pages as drop_pages,

@@ -60,7 +60,7 @@ class _SharedBlock:
         self._descriptor, self._memory = descriptor, memoryview(b"")
 
     def map(self, size: int) -> memoryview:
-        """Return the memory, at least so many bytes."""
+        """Return the memory, at least this many bytes."""
         if size > len(self._memory):
             size = max(1 << (size - 1).bit_length(), _LEAST_BYTES)
             os.ftruncate(self._descriptor, max(size, os.fstat(self._descriptor).st_size))

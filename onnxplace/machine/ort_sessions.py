@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 from onnxplace.devices import DeviceAddress, ProviderLock, find_kind
 from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line, format_value
 from onnxplace.machine.interrupts import interruptible
-from onnxplace.machine.refusals import explain_refusal, find_written_folder
+from onnxplace.machine.session_errors import explain_session_error, find_written_folder
 from onnxplace.ort import import_onnxruntime
 from onnxplace.utils import find_core_limit, run_in_threads
 
@@ -366,17 +366,19 @@ def open_session(
     provider_options: Mapping[str, str] | None = None,
 ) -> Any:
     """Open a session in this process; arguments and errors are those of `open_session` in isolated_sessions.py."""
-    kind = find_kind(device.kind)
+    kind, lock = find_kind(device.kind), find_kind(device.kind).lock
     for key, value in kind.session_entries(device).items():
         options.add_session_config_entry(key, value)
-    source = model if isinstance(model, bytes) else str(model)
+
+    def create() -> Any:
+        source = model if isinstance(model, bytes) else str(model)
+        return kind.create_session(source, options, device, provider_options or {})
+
     if (loads := _loads.get()) is not None:
         loads.add(options)
     try:
         with _count_opening(), interruptible(lambda: _cancel_loading(options)):
-            session = _create_session(
-                lambda: kind.create_session(source, options, device, provider_options or {}), kind.lock
-            )
+            session = create() if lock is None else lock.call(lambda: GuardedSession(create(), lock))
     except OnnxplaceError:
         raise
     except Exception as problem:
@@ -384,16 +386,11 @@ def open_session(
             raise
         place = where or ("model" if isinstance(model, bytes) else str(model))
         path_or_bytes = model if isinstance(model, bytes) else Path(model)
-        raise explain_refusal(problem, path_or_bytes, find_written_folder(options), device.id, place) from None
+        raise explain_session_error(problem, path_or_bytes, find_written_folder(options), device.id, place) from None
     if session.get_providers()[0] != kind.provider(device.options):
         hint = "`onnxplace devices` says why a GPU cannot be used"
         raise ExecutionError("R001", f"ONNX Runtime fell back to the CPU, expected {device.id}", where=where, hint=hint)
     return session
-
-
-def _create_session(create: Callable[[], Any], lock: ProviderLock | None) -> Any:
-    """Return ONNX Runtime's session, or one that holds the lock of its provider."""
-    return create() if lock is None else lock.call(lambda: GuardedSession(create(), lock))
 
 
 def list_taken_nodes(session: Any, device: DeviceAddress) -> frozenset[str]:

@@ -39,7 +39,7 @@ DOUBTFUL_WAITING_SHARE = 0.05
 MAX_CREDIBLE_WAITING_SHARE = 0.9
 # The machine is busy if even the undisturbed runs waited for a larger share of their time than this.
 BUSY_WAITING_SHARE = 0.02
-# On a busy machine, parts of a run can be told apart only from so many runs.
+# On a busy machine, parts of a run can be told apart only from this many runs.
 BUSY_RUNS = 15
 # Clocks and caches settle in this time; runs that look stable earlier need not be.
 MIN_SECONDS = 0.25

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence, Set
+from itertools import permutations
 
 from onnxplace.devices import is_known_kind
 from onnxplace.errors import TargetError, format_names, format_value, suggest_nearest
@@ -116,14 +117,12 @@ def require_links(device_ids: Sequence[str], links: Collection[tuple[str, str]],
 def _require_links_between(device_ids: Sequence[str], links: Set[tuple[str, str]], where: str) -> None:
     """Raise TargetError unless there are links from every device to every device of another host."""
     ends = [(split_host(item)[0], item) for item in device_ids]
-    for source_host, source in ends:
-        for destination_host, destination in ends:
-            if source_host == destination_host or (source_host, destination_host) in links:
-                continue
-            if (source, destination) not in links:
-                message = f"there is no link from host {source_host} to host {destination_host}"
-                hint = (
-                    f'add [[links]] with source = "{source_host}", destination = "{destination_host}", '
-                    "latency_seconds and bytes_per_second: networks differ too much for a default"
-                )
-                raise TargetError("T007", message, where=where, hint=hint)
+    for (source_host, source), (destination_host, destination) in permutations(ends, 2):
+        is_given = (source_host, destination_host) in links or (source, destination) in links
+        if source_host != destination_host and not is_given:
+            message = f"there is no link from host {source_host} to host {destination_host}"
+            hint = (
+                f'add [[links]] with source = "{source_host}", destination = "{destination_host}", '
+                "latency_seconds and bytes_per_second: networks differ too much for a default"
+            )
+            raise TargetError("T007", message, where=where, hint=hint)

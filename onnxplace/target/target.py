@@ -300,7 +300,7 @@ class Target:
 
 
 def request_overhead_seconds(devices: int) -> float:
-    """Return the overhead of a request that so many devices work on.
+    """Return the overhead of a request that this many devices work on.
 
     >>> request_overhead_seconds(1)
     1e-05

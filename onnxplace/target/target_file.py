@@ -89,16 +89,17 @@ def _expand_links(entries: object) -> object:
     """Return the tables of links, with `between` as their two ends."""
     if not isinstance(entries, list):
         return entries
-    return [_expand_link(entry) if isinstance(entry, dict) and "between" in entry else entry for entry in entries]
-
-
-def _expand_link(entry: dict[str, object]) -> dict[str, object]:
-    between = entry["between"]
-    if between not in (ALL_TO_ALL, PER_HOST) or "source" in entry or "destination" in entry:
-        expected = f"{ALL_TO_ALL} or {PER_HOST}, without source and destination,"
-        raise ValueError(f"expected {expected} for between in links, got {format_value(between)}")
-    rest = {name: value for name, value in entry.items() if name != "between"}
-    return {"source": between, "destination": between, **rest}
+    links = []
+    for entry in entries:
+        if isinstance(entry, dict) and "between" in entry:
+            between = entry["between"]
+            if between not in (ALL_TO_ALL, PER_HOST) or "source" in entry or "destination" in entry:
+                expected = f"{ALL_TO_ALL} or {PER_HOST}, without source and destination,"
+                raise ValueError(f"expected {expected} for between in links, got {format_value(between)}")
+            rest = {name: value for name, value in entry.items() if name != "between"}
+            entry = {"source": between, "destination": between, **rest}
+        links.append(entry)
+    return links
 
 
 def _parse_records(data: Mapping[str, object], key: str, kind: type[Record]) -> tuple[Record, ...]:

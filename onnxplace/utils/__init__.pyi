@@ -1,9 +1,4 @@
 from onnxplace._lazy import attach as attach
-from onnxplace.utils.array_files import (
-    ArrayFile as ArrayFile,
-    map_arrays as map_arrays,
-    write_arrays as write_arrays,
-)
 from onnxplace.utils.control_groups import (
     count_free_bytes as count_free_bytes,
     find_core_limit as find_core_limit,
@@ -11,6 +6,14 @@ from onnxplace.utils.control_groups import (
 )
 from onnxplace.utils.differences import find_largest_error as find_largest_error, relative_error as relative_error
 from onnxplace.utils.docstrings import read_field_docs as read_field_docs
+from onnxplace.utils.file_locks import (
+    OCCUPIED_ERRORS as OCCUPIED_ERRORS,
+    FileLock as FileLock,
+    find_moved_aside as find_moved_aside,
+    hold_file_lock as hold_file_lock,
+    sweep_leftovers as sweep_leftovers,
+    temporary_folder as temporary_folder,
+)
 from onnxplace.utils.files import (
     cannot_write_error as cannot_write_error,
     disk_error as disk_error,
@@ -37,14 +40,6 @@ from onnxplace.utils.jit import (
     linear_in_place as linear_in_place,
     linear_loop as linear_loop,
     on_compiling as on_compiling,
-)
-from onnxplace.utils.leases import (
-    OCCUPIED_ERRORS as OCCUPIED_ERRORS,
-    Lease as Lease,
-    find_moved_aside as find_moved_aside,
-    hold_lease as hold_lease,
-    sweep_leftovers as sweep_leftovers,
-    temporary_folder as temporary_folder,
 )
 from onnxplace.utils.linear_programs import make_program as make_program, run_highs as run_highs
 from onnxplace.utils.names import claim_name as claim_name, match_names as match_names, match_stars as match_stars

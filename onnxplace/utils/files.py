@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError, format_name, format_names
-from onnxplace.utils.leases import hold_lease, sweep_leftovers
+from onnxplace.utils.file_locks import hold_file_lock, sweep_leftovers
 
 # About the size of a cost file with a million nodes. Models, weights and arrays have their own readers.
 MAX_TEXT_BYTES = 256 << 20
@@ -29,7 +29,7 @@ PIPE_SECONDS = 2.0
 _READ_BYTES = 1 << 20
 # Errors for a full disk, a quota, and a limit on the size of files.
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# At most so many names of a folder are read for the suggestion of another file.
+# At most this many names of a folder are read for the suggestion of another file.
 _MAX_NAMES = 1000
 # The escape of half of a character outside the first 65536, which is a character only together with its other half.
 # Of the messages of loaders of Linux, macOS and Windows.
@@ -153,16 +153,18 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
         path = path.resolve() if path.is_symlink() else path
         if path.exists() and not path.is_file():
             with _open_existing(path) as stream:
-                _fill_buffered(stream, fill)
+                buffer = io.BytesIO()  # a pipe cannot seek
+                fill(buffer)
+                stream.write(buffer.getvalue())
             return
     except OSError as problem:
         raise cannot_write_error(problem, path) from None
     try:
         sweep_leftovers(path.parent)  # such as those of a program that was killed while it wrote this file
-        with hold_lease(path.parent) as lease:
-            with lease.path.open("wb") as stream:
+        with hold_file_lock(path.parent) as lock:
+            with lock.path.open("wb") as stream:
                 fill(stream)
-            lease.path.replace(path)
+            lock.path.replace(path)
     except OSError as problem:
         raise write_refused_error(problem, path) from None
 
@@ -304,13 +306,6 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = (f" in the object whose {key} is {entries[key]!r}" for key in ("id", "name") if key in entries)
         raise ValueError(f"{repeated!r} is given twice{next(names, '')}")
     return entries
-
-
-def _fill_buffered(stream: BinaryIO, fill: Callable[[BinaryIO], object]) -> None:
-    """Fill a stream that cannot seek, such as a pipe."""
-    buffer = io.BytesIO()
-    fill(buffer)
-    stream.write(buffer.getvalue())
 
 
 def _open_existing(path: Path) -> BinaryIO:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-# A thread of its own imports numba, so that numba starts on an empty stack. Python keeps frames in chunks of 16 KiB.
+# A separate thread imports numba, so that numba starts on an empty stack. Python keeps frames in chunks of 16 KiB.
 # Where the end of a chunk falls into a loop of `numba.core.typeconv.rules`, each call maps and unmaps a chunk. That
 # happens by chance, below deep imports such as those of commands, and takes up to 0.2 s. An error recurs below.
 with ThreadPoolExecutor(max_workers=1) as _executor:

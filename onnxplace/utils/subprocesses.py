@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from onnxplace.utils.leases import hold_lease
+from onnxplace.utils.file_locks import hold_file_lock
 
 # How often a child looks whether its parent is still there.
 PARENT_CHECK_SECONDS = 1.0
@@ -107,7 +107,7 @@ def start_child(
             then, which the caller closes.
         environment: additional environment variables of the process.
     """
-    with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as name:
+    with hold_file_lock(Path(tempfile.gettempdir())) as lock, lock.temporary_folder() as name:
         folder = Path(name)
         (folder / "job").write_bytes(pickle.dumps((work, job)))
         with (folder / "output").open("wb") as stream:
@@ -121,7 +121,7 @@ def start_child(
                 stderr=stream,
                 start_new_session=True,
                 # The folder stays while the child works, even if this process is killed.
-                pass_fds=(*lease.descriptors, *(connects or ())),
+                pass_fds=(*lock.descriptors, *(connects or ())),
             )
         child = ChildProcess(process, folder)
         try:

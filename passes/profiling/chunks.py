@@ -123,7 +123,7 @@ def measure_chunks(
     Of equal chunks the first is run; its outputs stand in for those of the others. A chunk that cannot be run alone,
     and the nodes that depend on it, are not measured.
     """
-    values, last_readers = dict(feeds), _last_readers(graph)
+    values, last_readers = dict(feeds), list_last_readers(graph)
     seconds, spread, ran = np.zeros(len(graph)), np.zeros(len(graph)), np.zeros(len(graph), dtype=bool)
     unit, measured = np.zeros(len(graph), dtype=np.int32), np.zeros(len(graph), dtype=bool)
     sizes: dict[str, int] = {}
@@ -131,7 +131,8 @@ def measure_chunks(
     first_unit, parts = 0, list[Measurement]()
     for number, chunk in enumerate(chunks):
         nodes, slots = slice(chunk.start, chunk.stop), _leaving_values(model, graph, chunk)
-        key = _chunk_key(graph, kinds, chunk, slots.values())
+        # What equal chunks share: kinds, wiring, and leaving outputs.
+        key = kinds[nodes].tobytes(), wiring(graph, chunk.start, len(chunk)), *slots.values()
         if key not in runs:
             with progress_part(number, len(chunks)):
                 runs[key] = _run_chunk(model, chunk, slots, values, options)
@@ -150,7 +151,6 @@ def measure_chunks(
         unit=unit,
         ran=ran,
         measured=measured,
-        whole_seconds=None,
         value_bytes=sizes,
         spread=spread,
         quality=_join_quality(parts),
@@ -190,12 +190,7 @@ def _translate_sizes(model: Model, chunk: range, run: _ChunkRun) -> dict[str, in
     }
 
 
-def _chunk_key(graph: OpGraph, kinds: Ints, chunk: range, slots: Iterable[_OutputSlot]) -> tuple[Any, ...]:
-    """Return what equal chunks share: kinds, wiring, and leaving outputs."""
-    return kinds[chunk.start : chunk.stop].tobytes(), wiring(graph, chunk.start, len(chunk)), *slots
-
-
-def _last_readers(graph: OpGraph) -> dict[str, int]:
+def list_last_readers(graph: OpGraph) -> dict[str, int]:
     """Return the last reader of each value, -1 if unread."""
     last = np.full(len(graph.value_names), -1, dtype=np.int64)
     np.maximum.at(last, graph.inputs.items, graph.inputs.rows)
@@ -204,16 +199,9 @@ def _last_readers(graph: OpGraph) -> dict[str, int]:
 
 def _leaving_values(model: Model, graph: OpGraph, chunk: range) -> dict[str, _OutputSlot]:
     """Return the slots of values that are needed outside of a chunk."""
-    leaving = {}
-    for node in chunk:
-        slots = {name: (node - chunk.start, slot) for slot, name in enumerate(model.nodes[node].output) if name}
-        for value in graph.outputs[node].tolist():
-            if graph.is_output[value] or graph.readers[value].max(initial=-1) >= chunk.stop:
-                leaving[graph.value_names[value]] = slots[graph.value_names[value]]
-    if not leaving:  # a session without outputs cannot be run
-        node = chunk[-1]
-        leaving = {name: (node - chunk.start, slot) for slot, name in enumerate(model.nodes[node].output) if name}
-    return leaving
+    outputs = ((node - chunk.start, list(model.nodes[node].output)) for node in chunk)
+    slots = {name: (node, slot) for node, names in outputs for slot, name in enumerate(names)}
+    return {name: slots[name] for name in name_outputs(graph, chunk)}
 
 
 def _run_chunk(
@@ -231,6 +219,19 @@ def _run_chunk(
         return None
     outputs = {slot: value for slot, value in zip(slots.values(), results) if value is not None}
     return _ChunkRun(chunk, measurement, outputs)
+
+
+def list_outputs(graph: OpGraph, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the values that some nodes make, and those of them that others read, or that are outputs."""
+    inside = set(nodes)
+    made = [value for node in nodes for value in graph.outputs[node].tolist()]
+    return made, [value for value in made if graph.is_output[value] or set(graph.readers[value].tolist()) - inside]
+
+
+def name_outputs(graph: OpGraph, nodes: Sequence[int]) -> list[str]:
+    """Return the names of the values that leave some nodes; of what the last one makes if there are none."""
+    # A session without outputs cannot be run.
+    return [graph.value_names[value] for value in list_outputs(graph, nodes)[1] or graph.outputs[nodes[-1]].tolist()]
 
 
 def extract_nodes(

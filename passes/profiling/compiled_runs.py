@@ -30,7 +30,7 @@ from onnxplace.machine import (
     pin_thread,
 )
 from onnxplace.model import Model, join_quantised_units, store_for_session
-from onnxplace.passes.profiling.chunks import extract_nodes
+from onnxplace.passes.profiling.chunks import extract_nodes, list_outputs, name_outputs
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions, run_repeatedly
 from onnxplace.target import Device
 from onnxplace.utils import progress_part, temporary_folder
@@ -126,7 +126,7 @@ class RunMeasurer:
         return ~refused[unit], problems
 
     def _list_taken(self, nodes: Ints, values: Mapping[str, Any]) -> frozenset[str]:
-        outputs = [self.graph.value_names[value] for value in list_outputs(self.graph, nodes)[1]]
+        outputs = name_outputs(self.graph, nodes.tolist())
         part, _ = extract_nodes(self.model, nodes.tolist(), outputs, values, is_static=True)
         with self._open(part, self.options.device, "none") as session:
             return list_taken_nodes(session, self.options.device)
@@ -167,7 +167,7 @@ class RunMeasurer:
         self, nodes: Ints, device: DeviceAddress, values: Mapping[str, Any], seconds: float
     ) -> tuple[float, float]:
         """Return the seconds of a run, and of opening its session."""
-        outputs = [self.graph.value_names[value] for value in list_outputs(self.graph, nodes)[1]]
+        outputs = name_outputs(self.graph, nodes.tolist())
         part, inputs = extract_nodes(self.model, nodes.tolist(), outputs, values, is_static=True)
         began = time.perf_counter()
         with self._open(part, device, "all") as session:
@@ -188,17 +188,9 @@ class RunMeasurer:
         return Diagnostic("C003", message, where=self.device.id)
 
 
-def list_outputs(graph: OpGraph, nodes: Ints) -> tuple[list[int], list[int]]:
-    """Return the values that some nodes make, and those of them that others read, or that are outputs."""
-    inside = set(nodes.tolist())
-    made = [value for node in nodes.tolist() for value in graph.outputs[node].tolist()]
-    leaving = [value for value in made if graph.is_output[value] or set(graph.readers[value].tolist()) - inside]
-    return made, leaving or made  # a session without outputs cannot be run
-
-
 def describe_run(graph: OpGraph, kinds: Sequence[Hashable], nodes: Ints) -> tuple[Hashable, ...]:
     """Return what equal runs share: kinds of nodes, who reads what, and what leaves."""
-    made, leaving = list_outputs(graph, nodes)
+    made, leaving = list_outputs(graph, nodes.tolist())
     number = {value: index for index, value in enumerate(made)}
     reads = tuple(number.get(value, -1) for node in nodes for value in graph.inputs[node].tolist())
     return tuple(kinds[node] for node in nodes.tolist()), reads, tuple(number[value] for value in leaving)
@@ -231,8 +223,5 @@ def _build(seconds: Floats) -> Measurement:
         unit=np.arange(count, dtype=np.int32),
         ran=np.ones(count, dtype=bool),
         measured=np.ones(count, dtype=bool),
-        whole_seconds=None,
-        value_bytes={},
         spread=np.zeros(count),
-        quality=None,
     )

@@ -20,7 +20,7 @@ from onnxplace.errors import OnnxplaceError
 from onnxplace.graph import Bools, Floats, Ints, OpGraph, sum_by
 from onnxplace.machine import available_cores, make_runner, make_session_options, open_session
 from onnxplace.model import Model, rename_reads, store_for_session
-from onnxplace.passes.profiling.chunks import cut_into_chunks, extract_nodes
+from onnxplace.passes.profiling.chunks import cut_into_chunks, extract_nodes, list_last_readers, list_outputs
 from onnxplace.utils import progress_part, relative_error, temporary_folder
 
 Values = Mapping[str, Any]
@@ -46,7 +46,7 @@ def measure_errors(model: Model, graph: OpGraph, feeds: Values, device: DeviceAd
         ModelError: the CPU cannot run the model with these inputs.
     """
     errors, values, separate = np.zeros(len(graph)), dict(feeds), _separate_groups(model, group)
-    last = {name: int(graph.readers[value].max(initial=-1)) for value, name in enumerate(graph.value_names)}
+    last = list_last_readers(graph)
     parts = cut_into_chunks(graph, (), MAX_PART_BYTES)
     for number, part in enumerate(parts):
         members = defaultdict[int, list[int]](list)
@@ -80,7 +80,7 @@ def _compare_groups(
     model: Model, graph: OpGraph, groups: Sequence[list[int]], values: Values, device: DeviceAddress
 ) -> list[tuple[list[int], float]]:
     """Return each group of nodes with its error; infinite for one that cannot be run alone."""
-    leaving = [_list_leaving(graph, group) for group in groups]
+    leaving = [[graph.value_names[value] for value in list_outputs(graph, group)[1]] for group in groups]
     names = [f"{name}{_ENDING}" for of_group in leaving for name in of_group]
     try:
         nodes = [node for group in groups for node in group]
@@ -92,13 +92,6 @@ def _compare_groups(
         return [pair for half in halves for pair in _compare_groups(model, graph, half, values, device)]
     errors = {name: relative_error(results[f"{name}{_ENDING}"], values[name]) for names in leaving for name in names}
     return [(group, max((errors[name] for name in of_group), default=0.0)) for group, of_group in zip(groups, leaving)]
-
-
-def _list_leaving(graph: OpGraph, group: Sequence[int]) -> list[str]:
-    """Return the values of a group that are outputs, or that nodes outside of it read."""
-    made, inside = (value for node in group for value in graph.outputs[node].tolist()), set(group)
-    leaving = (value for value in made if graph.is_output[value] or set(graph.readers[value].tolist()) - inside)
-    return [graph.value_names[value] for value in leaving]
 
 
 def run_nodes(

@@ -41,7 +41,7 @@ from onnxplace.passes.profiling.kernel_attribution import PROFILER_SECONDS, attr
 from onnxplace.utils import progress_part, run_in_child, temporary_folder
 
 Feeds = Mapping[str, NDArray[Any]]
-# Unmeasured runs of each series: so many, or fewer once they have taken this time.
+# Unmeasured runs of each series: this many, or fewer once they have taken this time.
 WARM_UP_RUNS, WARM_UP_SECONDS = 2, 0.05
 # Most events that a profile may hold (640 bytes each on disk), though not fewer than those of three runs.
 MAX_EVENTS = 60_000
@@ -59,21 +59,14 @@ class Measurement:
     """Per node: False if ONNX Runtime folded it away."""
     measured: NDArray[np.bool_]
     """Per node: False if it could not be run, so that its time is unknown."""
-    whole_seconds: float | None
-    """The time of one unprofiled run; None if the model never ran as a whole."""
-    value_bytes: Mapping[str, int]
-    """Bytes of the values that survived fusion, by name."""
     spread: Floats
     """Per node, half the distance between the quartiles of its times, in seconds."""
-    quality: Quality | None
+    whole_seconds: float | None = None
+    """The time of one unprofiled run; None if the model never ran as a whole."""
+    value_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the values that survived fusion, by name."""
+    quality: Quality | None = None
     """None if the model never ran as a whole."""
-
-
-def measure(
-    model: Model, feeds: Feeds, device: DeviceAddress, cores: Sequence[int], repeat: int, seconds: float
-) -> Measurement:
-    """Measure a model as a `MeasurementOptions` does."""
-    return MeasurementOptions(device, tuple(cores), repeat, seconds).measure(model, feeds)[0]
 
 
 @dataclass(frozen=True)

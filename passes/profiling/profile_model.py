@@ -60,7 +60,7 @@ class ModelStructure:
     graph: OpGraph
     kinds: Ints
     """Per node (`node_kinds`)."""
-    prints: tuple[str, ...]
+    fingerprints: tuple[str, ...]
     """Per node (`fingerprints`)."""
     repeats: tuple[Repeat, ...]
 
@@ -68,14 +68,7 @@ class ModelStructure:
     def of(model: Model, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> ModelStructure:
         """Find the structure of a model with these shapes and sizes."""
         graph, kinds = build_op_graph(model, sizes), node_kinds(model, shapes)
-        return ModelStructure(
-            model=model,
-            shapes=shapes,
-            graph=graph,
-            kinds=kinds,
-            prints=fingerprints(model, shapes),
-            repeats=find_repeats(kinds, graph),
-        )
+        return ModelStructure(model, shapes, graph, kinds, fingerprints(model, shapes), find_repeats(kinds, graph))
 
 
 @dataclass(frozen=True)
@@ -92,16 +85,14 @@ class ModelProfiler:
 
     def measure(self, feeds: Mapping[str, Any]) -> tuple[Measurement, list[Diagnostic]]:
         """Recall a stored measurement if `use_cache`, else measure and store; with notes."""
-        structure, cost_class = self.structure, self.device.cost_class
+        options, cost_class, problems = self.options, self.device.cost_class, []
         limit: float | None = None if self._fits_whole() else self.limit_bytes
         if self.device.compiles:
             limit = self.device.segment_seconds
-        options = self.options
         settings = (options.repeat, options.seconds, options.tolerance, options.thorough, limit)
-        key = measurement_key(structure.model, structure.graph, structure.prints, self.device, feeds, settings)
-        problems = []
+        key = measurement_key(self.structure, self.device, feeds, settings)
         try:
-            stored = recall_measurement(key, len(structure.graph)) if self.use_cache else None
+            stored = recall_measurement(key, len(self.structure.graph)) if self.use_cache else None
             if stored is not None:
                 return stored
         except ValueError as error:
@@ -128,7 +119,7 @@ class ModelProfiler:
         if fits and (self.options.thorough or not has_repeated_chunks(graph, kinds, chunks)):
             measurement = self.options.measure(model, feeds)[0]
             pooled = pool_by_kind(measurement.seconds, measurement.unit, measurement.ran, kinds)
-            return replace(measurement, seconds=pooled), self._report_doubts(measurement)
+            return replace(measurement, seconds=pooled), report_doubts(measurement, self.device, self.options.tolerance)
         measurement = measure_chunks(model, graph, kinds, chunks, feeds, self.options)
         reason = "it repeats layers" if fits else f"it needs more than the {self.limit_bytes} bytes of a device"
         message = f"the model is measured in {len(chunks)} pieces, equal ones once: {reason}"
@@ -137,10 +128,7 @@ class ModelProfiler:
         if unmeasured := int((~measurement.measured).sum()):
             message += f"; {unmeasured} of {len(graph)} nodes could not be run alone, and are estimated"
         note = Diagnostic("C001", message, where=self.device.cost_class)
-        return measurement, [note, *self._report_doubts(measurement)]
-
-    def _report_doubts(self, measurement: Measurement) -> list[Diagnostic]:
-        return report_doubts(measurement, self.device, self.options.tolerance)
+        return measurement, [note, *report_doubts(measurement, self.device, self.options.tolerance)]
 
 
 def report_doubts(measurement: Measurement, device: Device, tolerance: float) -> list[Diagnostic]:
@@ -225,7 +213,7 @@ def assemble_profile(
         repeats=structure.repeats,
         spread=MappingProxyType({name: m.spread for name, m in measurements.items()}),
         quality=MappingProxyType({name: m.quality for name, m in measurements.items() if m.quality is not None}),
-        prints=structure.prints,
+        prints=structure.fingerprints,
     )
 
 
@@ -236,9 +224,6 @@ def assemble_profile(
 _NODE_LISTS = ("seconds", "spread", "unit", "ran")
 _Seconds = Annotated[float, Field(ge=0, le=REFUSED_SECONDS, allow_inf_nan=False)]
 _Figure = Annotated[int, Field(ge=0, le=MAX_FIGURE)] | Annotated[float, Field(ge=0, le=MAX_FIGURE)]
-
-
-_NOTE_KEYS = ("code", "message", "where", "hint")
 
 
 class _StoredMeasurement(BaseModel):
@@ -265,25 +250,20 @@ def describe_class(device: Device) -> tuple[str, ...]:
 
 
 def measurement_key(
-    model: Model,
-    graph: OpGraph,
-    prints: Sequence[str],
-    device: Device,
-    feeds: Mapping[str, Any],
-    settings: Sequence[object],
+    structure: ModelStructure, device: Device, feeds: Mapping[str, Any], settings: Sequence[object]
 ) -> str:
     """Return the key of a measurement.
 
     It covers nodes, wiring, inputs, device, versions and settings. Inputs and small integers count with their bytes,
     since the work of some models depends on them.
     """
-    small_integers = (small_integer_bytes(tensor) for tensor in model.initializers.values())
+    model, graph = structure.model, structure.graph
     return measurement_cache.key(
         [
             *describe_class(device),
             *map(repr, settings),
-            *prints,
-            *small_integers,
+            *structure.fingerprints,
+            *map(small_integer_bytes, model.initializers.values()),
             graph.inputs.starts.tobytes(),
             graph.inputs.items.tobytes(),
             *graph.names,
@@ -349,6 +329,6 @@ def store_measurement(key: str, measurement: Measurement, notes: Sequence[Diagno
             "whole_seconds": measurement.whole_seconds,
             "value_bytes": dict(measurement.value_bytes),
             "quality": None if measurement.quality is None else asdict(measurement.quality),
-            "notes": [{key: getattr(note, key) for key in _NOTE_KEYS} for note in notes],
+            "notes": [{key: getattr(note, key) for key in ("code", "message", "where", "hint")} for note in notes],
         },
     )

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
+from onnx import NodeProto, TensorProto, numpy_helper, parser
 
 from onnxplace.devices import find_kind
 from onnxplace.graph import Floats
@@ -146,15 +146,15 @@ class _Roofline:
 
     def seconds(self, node: NodeProto, reads: Sequence[str]) -> float:
         """Return the seconds of a node that reads these names."""
-        subgraph_seconds = [self._subgraph_seconds(graph) for graph in iterate_subgraphs(node)]
+        subgraph_seconds = [
+            sum(self.seconds(inner, inner.input) for inner in graph.node if inner.op_type != "Constant")
+            for graph in iterate_subgraphs(node)
+        ]
         if subgraph_seconds:
             return max(subgraph_seconds) * self._count_iterations(node) + self.peaks.kernel_seconds
         moved_bytes = count_moved_bytes(node, reads, self.sizes)
         computing = count_operations(node, self.shapes) / (self.peaks.operations_of(node, self.types) * self.cores)
         return max(computing, moved_bytes / self.peaks.bytes_per_second) + self.peaks.kernel_seconds
-
-    def _subgraph_seconds(self, graph: GraphProto) -> float:
-        return sum(self.seconds(node, node.input) for node in graph.node if node.op_type != "Constant")
 
     def _count_iterations(self, node: NodeProto) -> int:
         """Return how often a node's subgraph runs, if known.
@@ -236,7 +236,7 @@ def count_operations(node: NodeProto, shapes: Shapes) -> float:
     if multiplications is not None:
         return multiplications
     if kind in _POOLS:
-        return outputs * math.prod(_ints_attribute(node, "kernel_shape"))
+        return outputs * math.prod(next((a.ints for a in node.attribute if a.name == "kernel_shape"), ()))
     inputs = float(math.prod(shapes.get(node.input[0], ()))) if node.input else 0.0
     if kind.startswith(_REDUCTION_PREFIXES):
         return inputs
@@ -250,18 +250,13 @@ def _count_dense(node: NodeProto, shapes: Shapes, outputs: float) -> float | Non
     kind, input_shapes = node.op_type, [shapes.get(name) for name in node.input]
     first, second = (*input_shapes[:2], None, None)[:2]
     if first is not None and (kind in _PRODUCTS or (kind in ("Gemm", "QGemm") and len(first) == 2)):
-        return 2.0 * outputs * _find_summed_size(node, first)
+        is_transposed = len(first) > 1 and any(a.name == "transA" and a.i for a in node.attribute)
+        return 2.0 * outputs * (first or (1,))[-2 if is_transposed else -1]  # times the axis that is summed over
     if kind in _ATTENTIONS and first is not None:
         return _count_attention(node, first, second, outputs)
     if kind == "Einsum":
         return _count_einsum(node, input_shapes)
     return _count_layer(kind, input_shapes, outputs)
-
-
-def _find_summed_size(node: NodeProto, first: Sequence[int]) -> int:
-    """Return the size of the axis of the first factor over which a product sums."""
-    transposed = bool(_int_attribute(node, "transA", 0)) and len(first) > 1
-    return (first or (1,))[-2 if transposed else -1]
 
 
 def _count_layer(kind: str, shapes: Sequence[Sequence[int] | None], outputs: float) -> float | None:
@@ -309,12 +304,3 @@ def _count_einsum(node: NodeProto, input_shapes: Sequence[Sequence[int] | None])
             return None
         sizes.update(zip(term, shape))
     return 2.0 * math.prod(sizes.values())
-
-
-def _int_attribute(node: NodeProto, name: str, default: int) -> int:
-    return next((a.i for a in node.attribute if a.name == name), default)
-
-
-def _ints_attribute(node: NodeProto, name: str) -> list[int]:
-    attribute = next((a for a in node.attribute if a.name == name), None)
-    return [] if attribute is None else list(attribute.ints)

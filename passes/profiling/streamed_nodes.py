@@ -42,8 +42,8 @@ from onnxplace.machine import (
     pin_thread,
 )
 from onnxplace.model import Model, WeightFile, format_type, store_for_session
-from onnxplace.passes.profiling.chunks import extract_nodes
-from onnxplace.passes.profiling.compiled_runs import describe_run, list_outputs
+from onnxplace.passes.profiling.chunks import extract_nodes, name_outputs
+from onnxplace.passes.profiling.compiled_runs import describe_run
 from onnxplace.passes.profiling.profile_model import describe_class
 from onnxplace.passes.profiling.repeated_layers import fingerprints
 from onnxplace.target import Device
@@ -109,7 +109,7 @@ class _StreamedUnits:
     profile: Profile
     shapes: Mapping[str, Sequence[int]]
     types: Mapping[str, int]
-    prints: Sequence[str]
+    fingerprints: Sequence[str]
 
     def list_weights(self, unit: Ints) -> list[str]:
         """Return the names of the large weights that a unit reads."""
@@ -150,7 +150,7 @@ class _StreamedUnits:
     def _describe(self, unit: Ints) -> str:
         """Return the key of all equal units, also of other models."""
         entering = [(self._format_type(name), self.shapes.get(name)) for name in self._list_entering(unit)]
-        return measurement_cache.key([repr((describe_run(self.profile.graph, self.prints, unit), entering))])
+        return measurement_cache.key([repr((describe_run(self.profile.graph, self.fingerprints, unit), entering))])
 
     def _format_type(self, name: str) -> str:
         kind = self.model.types.get(name)
@@ -171,7 +171,7 @@ class _StreamedUnits:
 
     def _measure(self, unit: Ints, device: Device) -> float | None:
         graph, entering = self.profile.graph, self._list_entering(unit)
-        outputs = [graph.value_names[value] for value in list_outputs(graph, unit)[1]]
+        outputs = name_outputs(graph, unit.tolist())
         try:
             declared = [Declared(name, self._format_type(name), tuple(self.shapes[name])) for name in entering]
             values = random_feeds(declared, {})

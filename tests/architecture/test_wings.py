@@ -90,7 +90,7 @@ MAY_IMPORT = {
     "benchmark": "bundle driver errors evaluation feeds machine pipeline runtime serving session traces utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
     "doctor": (
-        "bundle calibration devices driver errors evaluation feeds machine ort pipeline reports runtime session target "
+        "calibration devices driver errors evaluation feeds machine ort pipeline reports runtime session target "
         "testing utils"
     ),
     "cli": (

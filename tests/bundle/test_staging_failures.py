@@ -1,4 +1,4 @@
-"""Full disks, interrupts and foreign leases leave a complete bundle or none."""
+"""Full disks, interrupts and foreign locks leave a complete bundle or none."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ import pytest
 import onnxplace
 from onnxplace.bundle import staging
 from onnxplace.errors import ExecutionError, UsageError
-from onnxplace.utils import leases
+from onnxplace.utils import file_locks
 from tests.bundle.staging_checks import LINUX, names
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -153,18 +153,18 @@ def test_several_compiles_that_replace_one_bundle_all_succeed(place, compiled, r
 
 
 def abandoned(folder, digits="0"):
-    """Leave a lease like a process that was killed."""
-    lease = folder / f".onnxplace-{digits * 16}"
-    lease.touch()
-    return lease
+    """Leave a lock like a process that was killed."""
+    lock = folder / f".onnxplace-{digits * 16}"
+    lock.touch()
+    return lock
 
 
 @pytest.mark.skipif(not LINUX, reason="locks")
 def test_leftovers_of_killed_processes_are_removed_with_a_note(run_cli, model_file, place, scratch, fast_pipeline):
     for folder in (place, scratch):
-        lease = abandoned(folder)
-        lease.with_name(f"{lease.name}.new").mkdir()
-        (lease.with_name(f"{lease.name}.new") / "weights.bin").write_bytes(b"half")
+        lock = abandoned(folder)
+        lock.with_name(f"{lock.name}.new").mkdir()
+        (lock.with_name(f"{lock.name}.new") / "weights.bin").write_bytes(b"half")
     foreign_files = {".onnxplace-notes", ".onnxplace-0123456789abcdef.new", ".onnxplace-0123456789ABCDEF", ".b.tmp"}
     for name in foreign_files:
         (place / name).write_text("mine")
@@ -181,10 +181,10 @@ def test_leftovers_of_killed_processes_are_removed_with_a_note(run_cli, model_fi
 
 @pytest.mark.skipif(not LINUX, reason="locks")
 def test_files_of_a_living_process_are_not_swept(place):
-    with leases.hold_lease(place) as lease:
-        lease.path_with_ending("new").mkdir()
+    with file_locks.hold_file_lock(place) as lock:
+        lock.path_with_ending("new").mkdir()
         assert staging.sweep_output(place / "b") == []
-        assert lease.path_with_ending("new").is_dir()
+        assert lock.path_with_ending("new").is_dir()
     assert names(place) == {"model.onnx"}
 
 
@@ -194,10 +194,10 @@ def test_nothing_is_swept_where_files_cannot_be_locked(place, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     abandoned(place)
-    monkeypatch.setattr(leases, "_lock", refuse)
+    monkeypatch.setattr(file_locks, "_lock", refuse)
     assert staging.sweep_output(place / "b") == []
-    with leases.hold_lease(place) as lease:
-        assert lease.path.exists()
+    with file_locks.hold_file_lock(place) as lock:
+        assert lock.path.exists()
     assert len(names(place)) == 2
 
 
@@ -219,12 +219,12 @@ def test_a_bundle_that_was_moved_aside_is_restored_with_a_note(run_cli, place, b
 
 @pytest.mark.skipif(not LINUX, reason="locks")
 @pytest.mark.parametrize("ending", [".old.", ".old..", ".old...", ".old", ".new"])
-def test_a_lease_cannot_make_the_sweep_touch_other_folders(place, ending):
+def test_a_lock_cannot_make_the_sweep_touch_other_folders(place, ending):
     (place / "inner").mkdir()
     (place / "precious").mkdir()
-    lease = abandoned(place / "inner")
-    lease.with_name(f"{lease.name}{ending}").mkdir()
-    leases.sweep_leftovers(place / "inner")
+    lock = abandoned(place / "inner")
+    lock.with_name(f"{lock.name}{ending}").mkdir()
+    file_locks.sweep_leftovers(place / "inner")
     assert names(place) == {"model.onnx", "inner", "precious"}
     assert names(place / "inner") == set()
 
@@ -234,24 +234,24 @@ def test_a_link_is_never_swept(place):
     (place / f".onnxplace-{'1' * 16}").symlink_to("precious")
     assert staging.sweep_output(place / "b") == []
     if LINUX:
-        lease = abandoned(place)
-        lease.with_name(f"{lease.name}.new").symlink_to("precious")
+        lock = abandoned(place)
+        lock.with_name(f"{lock.name}.new").symlink_to("precious")
         staging.sweep_output(place / "b")
     assert (place / "precious").is_dir()
 
 
-# --------------------------------------------------------------------------------- leases that came from somewhere else
+# --------------------------------------------------------------------------------- locks that came from somewhere else
 
 
 def planted(place, name):
-    """Create a lease without a process, as from an untrusted archive; returns the folder it moved aside."""
-    lease = place / f".onnxplace-{'1' * 16}"
-    lease.touch()
-    return lease.with_name(f"{lease.name}.old.{name}")
+    """Create a lock without a process, as from an untrusted archive; returns the folder it moved aside."""
+    lock = place / f".onnxplace-{'1' * 16}"
+    lock.touch()
+    return lock.with_name(f"{lock.name}.old.{name}")
 
 
 @pytest.mark.skipif(not LINUX, reason="locks")
-def test_a_planted_lease_replaces_no_file(run_cli, place, model_file):
+def test_a_planted_lock_replaces_no_file(run_cli, place, model_file):
     (place / "thesis.txt").write_text("precious")
     planted(place, "thesis.txt").write_text("evil")
     assert run_cli("compile", model_file, "--shape", "batch=4", "-o", place / "b", "--no-trial").code == 0
@@ -260,22 +260,22 @@ def test_a_planted_lease_replaces_no_file(run_cli, place, model_file):
 
 @pytest.mark.skipif(not LINUX, reason="locks")
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_planted_lease_moves_a_folder_only_to_a_free_path(place, kind):
+def test_a_planted_lock_moves_a_folder_only_to_a_free_path(place, kind):
     (place / "elsewhere").mkdir()
     if kind == "file":
         (place / "mine").write_text("precious")
     else:
         (place / "mine").symlink_to("elsewhere")
     planted(place, "mine").mkdir()
-    leases.sweep_leftovers(place)
+    file_locks.sweep_leftovers(place)
     assert names(place) == {"model.onnx", "elsewhere", "mine"}
     assert (place / "mine").is_symlink() == (kind == "link")
 
 
 @pytest.mark.skipif(not LINUX, reason="pipes")
-def test_a_pipe_in_place_of_a_lease_is_not_waited_for(place):
+def test_a_pipe_in_place_of_a_lock_is_not_waited_for(place):
     os.mkfifo(place / f".onnxplace-{'1' * 16}")
     (place / f".onnxplace-{'1' * 16}.old.nothing").mkdir()
     with pytest.raises(onnxplace.BundleError, match="N001"):
         onnxplace.load(place / "nothing")
-    leases.sweep_leftovers(place)
+    file_locks.sweep_leftovers(place)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onnxplace.doctor import CheckResult, DoctorReport
-from onnxplace.doctor.doctor_report import _list_names, hide_private
+from onnxplace.doctor.doctor_report import _list_private, hide_private
 
 
 @pytest.fixture
@@ -18,9 +18,9 @@ def named_machine(monkeypatch):
     monkeypatch.setattr(getpass, "getuser", lambda: "ada")
     monkeypatch.setattr(platform, "node", lambda: "engine7.example.org")
     monkeypatch.setattr(Path, "home", lambda: Path("/home/ada"))
-    _list_names.cache_clear()
+    _list_private.cache_clear()
     yield
-    _list_names.cache_clear()
+    _list_private.cache_clear()
 
 
 @pytest.mark.parametrize(

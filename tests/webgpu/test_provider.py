@@ -16,7 +16,7 @@ from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.errors import TargetError
 from onnxplace.machine import local_target
 from onnxplace.model import load
-from onnxplace.passes.profiling.node_measurement import measure
+from onnxplace.passes.profiling.node_measurement import MeasurementOptions
 from onnxplace.runtimes.execution.bound_memory import BoundValue
 from tests.conftest import Ran
 from tests.support.commands import only_json
@@ -162,7 +162,8 @@ def test_costs_are_times_on_the_gpu_and_not_those_of_launches():
     text = """<ir_version: 8, opset_import: ["": 17]>
     g (float[192, 192] x) => (float[192, 192] y) { [small] a = Neg(x) [large] y = MatMul(a, x) }"""
     x = np.ones((192, 192), dtype=np.float32)
-    measurement = measure(load(parser.parse_model(text)), {"x": x}, DeviceAddress.of("webgpu:0"), (0,), 5, 1.0)
+    options = MeasurementOptions(DeviceAddress.of("webgpu:0"), (0,), 5, 1.0)
+    measurement = options.measure(load(parser.parse_model(text)), {"x": x})[0]
     small, large = measurement.seconds
     assert large > 5 * small > 0, "the product takes about 50 times as long; both launches take about 10 us"
 

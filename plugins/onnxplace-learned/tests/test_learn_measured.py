@@ -14,7 +14,6 @@ from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, ExecutionError, InfeasibleError, InputError, UsageError
 from onnxplace.facts import Placement, Profile
 from onnxplace.pipeline import make_pass, run_pass
-from onnxplace.utils import map_arrays, write_arrays
 from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.placeto_learning import Learner, Settings, read_policy, update_from_ends, write_policy
@@ -31,6 +30,7 @@ from onnxplace_learned.policy_training.measured_training import (
 )
 from onnxplace_learned.policy_training.placeto_training import PlacetoOptions
 from onnxplace_learned.policy_training.training_loop import checkpoint_path, learn_policy
+from onnxplace_training import map_arrays, write_arrays
 from tests.conftest import branches
 
 DEVICES = "cpu:0,cpu:1"

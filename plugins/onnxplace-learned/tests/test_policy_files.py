@@ -15,7 +15,6 @@ from onnxplace.facts import Profile
 from onnxplace.problem import placement_problem
 from onnxplace.target import Target
 from onnxplace.testing import random_state
-from onnxplace.utils import map_arrays, write_arrays
 from onnxplace_learned.policies.placeto_learning import (
     Learner,
     read_learner,
@@ -25,6 +24,7 @@ from onnxplace_learned.policies.placeto_learning import (
 )
 from onnxplace_learned.policies.placeto_network import Policy, Shape, hash_names, split_parameters
 from onnxplace_learned.policies.placing import recall_placement
+from onnxplace_training import map_arrays, write_arrays
 
 SHAPE = Shape(devices=3, width=4, rounds=2)
 

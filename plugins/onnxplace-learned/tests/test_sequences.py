@@ -247,7 +247,7 @@ def test_a_policy_is_read_as_it_was_written(shape, tmp_path):
 
 
 def test_files_of_another_kind_or_version_and_damaged_ones_are_refused(files, tmp_path):
-    from onnxplace.utils import map_arrays, write_arrays
+    from onnxplace_training import map_arrays, write_arrays
 
     path = files[SHAPES[0]]
     with pytest.raises(InputError, match=r"H003.*'go' of version 1 or earlier, found 'hierarchical' of version '1'"):

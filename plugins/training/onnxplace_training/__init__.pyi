@@ -1,3 +1,8 @@
+from onnxplace_training.array_files import (
+    ArrayFile as ArrayFile,
+    map_arrays as map_arrays,
+    write_arrays as write_arrays,
+)
 from onnxplace_training.batches import BatchSampler as BatchSampler
 from onnxplace_training.loss_curve import LossCurve as LossCurve, require_plot_format as require_plot_format
 from onnxplace_training.torch.conversion import convert_to_onnx as convert_to_onnx

@@ -10,7 +10,8 @@ from pathlib import Path
 from onnxplace.bundle import Manifest, TrainingRecord
 from onnxplace.errors import InputError, format_names
 from onnxplace.feeds import Array, numpy_type
-from onnxplace.utils import format_path, map_arrays, write_arrays
+from onnxplace.utils import format_path
+from onnxplace_training.array_files import map_arrays, write_arrays
 
 FORMAT = "onnxplace checkpoint"
 VERSION = 1

@@ -13,8 +13,7 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.utils import map_arrays
-from onnxplace_training import BatchSampler, Trainer
+from onnxplace_training import BatchSampler, Trainer, map_arrays
 from plugins.training.tests.test_trainer import compile_model
 from tests.support.fault_checks import HUNG_SECONDS, wait_until
 from tests.support.training_models import make_mlp, make_two_tower
@@ -313,7 +312,7 @@ KILLED_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
 from onnxplace.cli.app import main
-from onnxplace.utils import array_files
+from onnxplace_training import array_files
 array_files.os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
 main(sys.argv[1:])
 """

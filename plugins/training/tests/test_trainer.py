@@ -13,8 +13,7 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.errors import ExecutionError, FeedError, InputError, OnnxplaceError, UsageError
-from onnxplace.utils import map_arrays, write_arrays
-from onnxplace_training import Trainer, make_schedule
+from onnxplace_training import Trainer, make_schedule, map_arrays, write_arrays
 from onnxplace_training.checkpoints import Checkpoint, StateSpec, read_checkpoint, write_checkpoint
 from onnxplace_training.trainer import has_room_for_copies
 from tests.support.training_models import (

@@ -31,7 +31,6 @@ from onnxplace.passes.profiling.node_measurement import (
     MeasurementOptions,
     ProfilingJob,
     collect_kernels,
-    measure,
     profile,
     profile_blocking,
 )
@@ -45,7 +44,7 @@ def model():
 
 
 def test_node_times_add_up_to_a_run_of_the_whole_model(model):
-    measurement = measure(model, model.feeds(), DeviceAddress("cpu", 0), (0,), 3, 0.5)
+    measurement = MeasurementOptions(DeviceAddress("cpu", 0), (0,), 3, 0.5).measure(model, model.feeds())[0]
     assert measurement.seconds.sum() == pytest.approx(measurement.whole_seconds)
     assert (measurement.seconds >= 0).all()
 
@@ -107,7 +106,7 @@ def test_no_weights_are_written_while_a_model_is_measured(tmp_path, monkeypatch)
         return session
 
     monkeypatch.setattr(node_measurement, "open_session", open_and_list)
-    measurement = measure(model, model.feeds(), DeviceAddress("cpu", 0), (0,), 3, 0.1)
+    measurement = MeasurementOptions(DeviceAddress("cpu", 0), (0,), 3, 0.1).measure(model, model.feeds())[0]
     assert measurement.ran.any()
     assert len(written) == 2
     assert 0 < max(written) < weight.nbytes / 2
@@ -401,7 +400,7 @@ def test_nodes_of_a_unit_share_its_time():
 @pytest.mark.parametrize("name", ["squeezenet", "shufflenet"])
 def test_nodes_of_convolutional_networks_get_all_kernel_time(name):
     model = load(models.build(name))
-    measurement = measure(model, model.feeds(), DeviceAddress("cpu", 0), (0,), 3, 0.1)
+    measurement = MeasurementOptions(DeviceAddress("cpu", 0), (0,), 3, 0.1).measure(model, model.feeds())[0]
     assert measurement.seconds.sum() == pytest.approx(measurement.whole_seconds)
     ops = [node.op_type for node in model.nodes]
     convolution_units = np.unique([measurement.unit[index] for index, op in enumerate(ops) if op == "Conv"])

@@ -4,7 +4,7 @@ from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.state import Pass, State
-from onnxplace.utils.array_files import HASH_KEY
+from onnxplace_training.array_files import HASH_KEY
 
 PUBLISHED = ("m-topo", "m-etf", "single")
 

@@ -1,7 +1,4 @@
-"""Explain why ONNX Runtime refuses a model.
-
-Reasons are an unknown operator, a missing kernel, or a full disk.
-"""
+"""Explain why ONNX Runtime cannot open a session: an unknown operator, a missing kernel, or a full disk."""
 
 from __future__ import annotations
 
@@ -39,7 +36,9 @@ MIN_FREE_BYTES = 1 << 20
 MAX_SEARCHED_BYTES = 1 << 28
 
 
-def explain_refusal(problem: Exception, model: Path | bytes, folder: str, device_id: str, where: str) -> OnnxplaceError:
+def explain_session_error(
+    problem: Exception, model: Path | bytes, folder: str, device_id: str, where: str
+) -> OnnxplaceError:
     """Return the error that explains ONNX Runtime's exception.
 
     Args:

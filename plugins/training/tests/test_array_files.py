@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from onnxplace.errors import InputError, OnnxplaceError, UsageError
-from onnxplace.utils import array_files, write_arrays
-from onnxplace.utils.array_files import DTYPES
+from onnxplace_training import array_files, write_arrays
+from onnxplace_training.array_files import DTYPES
 
 PLAIN = [name for name in DTYPES.values() if name != "bfloat16"]
 HINT = "use another one"

@@ -1,7 +1,7 @@
-"""Leases: locked names for unfinished work, so that leftovers of dead processes are recognized and removed.
+"""File locks: locked names for unfinished work, so that leftovers of dead processes are recognized and removed.
 
-A lease is a locked file `.onnxplace-<16 random hexadecimal digits>`. The unfinished work is the lease itself (a file
-that is renamed once it is complete), or has its name and an ending, in the same folder. The system releases the lock
+A file lock is a locked file `.onnxplace-<16 random hexadecimal digits>`. The unfinished work is that file itself (it is
+renamed once it is complete), or has its name and an ending, in the same folder. The system releases the lock
 when the process ends, for whatever reason. On file systems without locks, nothing is ever removed.
 """
 
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NAME = re.compile(r"\.onnxplace-[0-9a-f]{16}")
-# Between the lease and the former name of a folder that was moved aside.
+# Between the lock and the former name of a folder that was moved aside.
 _ASIDE = ".old."
 # Errors of a rename onto an existing file or folder; only an empty folder is replaced.
 OCCUPIED_ERRORS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 @dataclass(frozen=True)
-class Lease:
+class FileLock:
     """A name in a folder, which no other process takes, for work in progress."""
 
     path: Path
@@ -36,20 +36,20 @@ class Lease:
     """The lock's file descriptor, which child processes may inherit; -1 on systems without locks."""
 
     def path_with_ending(self, ending: str) -> Path:
-        """Return the path with this ending, which belongs to the lease."""
+        """Return the path with this ending, which belongs to the lock."""
         return self.path.with_name(f"{self.path.name}.{ending}")
 
     def path_aside(self, path: Path) -> Path:
-        """Return where a folder is moved aside, from where the end of the lease or a later sweep puts it back."""
+        """Return where a folder is moved aside, from where the end of the lock or a later sweep puts it back."""
         return self.path.with_name(f"{self.path.name}{_ASIDE}{path.name}")
 
     def temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
-        """Return a new folder of the lease, which only this user may read. Raises OSError."""
+        """Return a new folder of the lock, which only this user may read. Raises OSError."""
         return tempfile.TemporaryDirectory(prefix=f"{self.path.name}.", dir=self.path.parent)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Return the file descriptors with which a child process holds the lease, too."""
+        """Return the file descriptors with which a child process holds the lock, too."""
         return () if self.descriptor < 0 else (self.descriptor,)
 
 
@@ -63,20 +63,20 @@ class Leftover:
 
 
 @contextmanager
-def hold_lease(folder: Path) -> Iterator[Lease]:
-    """Hold a lease in a folder; at the end, all that belongs to it is removed. Raises OSError."""
-    lease = _create_lease(folder)
+def hold_file_lock(folder: Path) -> Iterator[FileLock]:
+    """Hold a lock in a folder; at the end, all that belongs to it is removed. Raises OSError."""
+    lock = _create_lock(folder)
     try:
-        yield lease
+        yield lock
     finally:
         try:
-            _end_lease(lease)
+            _end_lock(lock)
         except BaseException:  # Ctrl-C may interrupt even this
-            _end_lease(lease)
+            _end_lock(lock)
             raise
         finally:
-            if lease.descriptor >= 0:
-                os.close(lease.descriptor)
+            if lock.descriptor >= 0:
+                os.close(lock.descriptor)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def temporary_folder() -> Iterator[Path]:
     ...     folder.is_dir()
     True
     """
-    with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as name:
+    with hold_file_lock(Path(tempfile.gettempdir())) as lock, lock.temporary_folder() as name:
         yield Path(name)
 
 
@@ -95,11 +95,9 @@ def sweep_leftovers(folder: Path) -> list[Leftover]:
     """Remove the leftovers of dead processes in a folder, and put back folders that they moved aside."""
     swept: list[Leftover] = []
     with suppress(OSError):
-        names = sorted(name for name in os.listdir(folder) if NAME.match(name))
-        for name in filter(NAME.fullmatch, names):
+        for name in sorted(filter(NAME.fullmatch, os.listdir(folder))):
             with suppress(OSError):
-                belongings = [folder / other for other in names if other.startswith(f"{name}.")]
-                swept += _sweep_lease(folder / name, belongings)
+                swept += _sweep_lock(folder / name)
     return swept
 
 
@@ -111,18 +109,18 @@ def find_moved_aside(path: Path) -> Path | None:
     return None
 
 
-def _create_lease(folder: Path) -> Lease:
-    """Create a lease, and lock it before another process takes it for a leftover."""
+def _create_lock(folder: Path) -> FileLock:
+    """Create a lock, and lock it before another process takes it for a leftover."""
     while True:
         path = folder / f".onnxplace-{os.urandom(8).hex()}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # the system applies the umask
         if sys.platform == "win32":  # where an open file cannot be renamed, and the standard library has no such lock
             os.close(descriptor)
-            return Lease(path, -1)
+            return FileLock(path, -1)
         with suppress(OSError):  # a file system without locks
             _lock(descriptor, wait=True)
         if _is_at(descriptor, path):
-            return Lease(path, descriptor)
+            return FileLock(path, descriptor)
         os.close(descriptor)  # another process swept it before it was locked
 
 
@@ -140,37 +138,28 @@ def _is_at(descriptor: int, path: Path) -> bool:
     return False
 
 
-def _end_lease(lease: Lease) -> None:
-    """Remove this process's lease and all that belongs to it; a later sweep removes what resists."""
+def _end_lock(lock: FileLock) -> None:
+    """Remove this process's lock and all that belongs to it; a later sweep removes what resists."""
     with suppress(OSError):
-        _clean_up(lease.path, _list_belongings(lease.path.parent, lease.path.name))
+        _clean_up(lock.path)
 
 
-def _list_belongings(folder: Path, name: str) -> list[Path]:
-    """Return the files and folders that belong to a lease."""
-    with suppress(OSError):
-        return [folder / other for other in os.listdir(folder) if other.startswith(f"{name}.")]
-    return []
-
-
-def _sweep_lease(path: Path, belongings: Sequence[Path]) -> list[Leftover]:
-    """Clean up after a lease unless its process lives. Raises OSError."""
+def _sweep_lock(path: Path) -> list[Leftover]:
+    """Clean up after a lock unless its process lives. Raises OSError."""
     status = path.lstat()
     if sys.platform == "win32" or not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         return []
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         _lock(descriptor, wait=False)
-        if not _is_at(descriptor, path):
-            return []
-        return _clean_up(path, belongings)
+        return _clean_up(path) if _is_at(descriptor, path) else []
     finally:
         os.close(descriptor)
 
 
-def _clean_up(path: Path, belongings: Sequence[Path]) -> list[Leftover]:
+def _clean_up(path: Path) -> list[Leftover]:
     """Put back folders that were moved aside, if they are missing, and remove the rest. Raises OSError."""
-    aside = f"{path.name}{_ASIDE}"
+    belongings, aside = sorted(path.parent.glob(f"{path.name}.*")), f"{path.name}{_ASIDE}"
     restored = [_put_back(item, aside) for item in belongings if item.name.startswith(aside)]
     return [*filter(None, restored), *_remove(path, belongings)]
 
@@ -203,7 +192,7 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _remove(path: Path, belongings: Sequence[Path]) -> list[Leftover]:
-    """Remove all that belongs to a lease, and the lease last; returns what was removed."""
+    """Remove all that belongs to a lock, and the lock last; returns what was removed."""
     swept: list[Leftover] = []
     for item in belongings:
         if not os.path.lexists(item):
@@ -213,7 +202,7 @@ def _remove(path: Path, belongings: Sequence[Path]) -> list[Leftover]:
         else:
             with suppress(OSError):
                 item.unlink()
-        if os.path.lexists(item):  # keep the lease, so that the next sweep tries again
+        if os.path.lexists(item):  # keep the lock, so that the next sweep tries again
             return swept
         swept.append(Leftover(item, restored=False))
     with suppress(FileNotFoundError):

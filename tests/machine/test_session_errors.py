@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 from onnxplace.errors import ExecutionError, ModelError
-from onnxplace.machine import find_disk_full, make_runner, make_session_options, open_session, refusals
-from onnxplace.machine.refusals import explain_refusal
+from onnxplace.machine import find_disk_full, make_runner, make_session_options, open_session, session_errors
+from onnxplace.machine.session_errors import explain_session_error
 
 ROOT = Path(__file__).parents[2]
 HEADER = '<ir_version: 8, opset_import: ["": 17]>'
@@ -53,12 +53,12 @@ def test_a_missing_kernel_is_reported_for_models_in_files(tmp_path):
 @pytest.mark.parametrize("model", [b"junk", b"", Path("nowhere.onnx")], ids=["junk", "empty", "no file"])
 def test_a_missing_kernel_is_reported_even_if_the_model_cannot_be_read(model):
     problem = RuntimeError("[ONNXRuntimeError] : 9 : Could not find an implementation for Add(14) node with name 'x'")
-    error = explain_refusal(problem, model, "", "cuda:0", "here")
+    error = explain_session_error(problem, model, "", "cuda:0", "here")
     assert error.message == "ONNX Runtime has no kernel of Add (opset 14) for its input types on a GPU"
 
 
 def test_large_models_are_not_searched_for_types(monkeypatch):
-    monkeypatch.setattr(refusals, "MAX_SEARCHED_BYTES", 10)
+    monkeypatch.setattr(session_errors, "MAX_SEARCHED_BYTES", 10)
     with pytest.raises(ModelError, match="its input types"):
         open_session(parser.parse_model(PLAIN).SerializeToString(), make_session_options([0]))
 
@@ -122,9 +122,9 @@ def test_a_full_disk_is_recognised(tmp_path):
 
 def test_without_a_written_folder_a_refusal_is_not_for_lack_of_space(tmp_path):
     problem = RuntimeError("[ONNXRuntimeError] : 1 : FAIL : odd")
-    assert explain_refusal(problem, b"", "", "cpu:0", "here").code == "M012"
-    assert explain_refusal(problem, b"", str(tmp_path), "cpu:0", "here").code == "M012"
-    assert explain_refusal(problem, b"", str(tmp_path / "nowhere"), "cpu:0", "here").code == "U032"
+    assert explain_session_error(problem, b"", "", "cpu:0", "here").code == "M012"
+    assert explain_session_error(problem, b"", str(tmp_path), "cpu:0", "here").code == "M012"
+    assert explain_session_error(problem, b"", str(tmp_path / "nowhere"), "cpu:0", "here").code == "U032"
 
 
 def test_inputs_that_a_model_cannot_take_are_named_also_next_to_sequences():
