@@ -1,9 +1,7 @@
-from onnxplace.runtimes.execution.bells import count_pauses as count_pauses, exchanges_often as exchanges_often
 from onnxplace.runtimes.execution.bound_memory import BoundMemory as BoundMemory
 from onnxplace.runtimes.execution.compiled_wait import (
-    AddAndRing as AddAndRing,
-    RingAndWait as RingAndWait,
-    bind_load as bind_load,
+    NotifyAndWait as NotifyAndWait,
+    compile_function as compile_function,
 )
 from onnxplace.runtimes.execution.device_streams import DeviceTensor as DeviceTensor, StreamValue as StreamValue
 from onnxplace.runtimes.execution.engine import (
@@ -33,4 +31,5 @@ from onnxplace.runtimes.execution.segments import (
     open_routes as open_routes,
 )
 from onnxplace.runtimes.execution.sessions import EngineSession as EngineSession
+from onnxplace.runtimes.execution.wakeups import count_pauses as count_pauses, exchanges_often as exchanges_often
 from onnxplace.runtimes.execution.workers import Worker as Worker, WorkerThread as WorkerThread
