@@ -7,7 +7,11 @@ from onnxplace.model.cut_constraints import (
     join_quantised_units as join_quantised_units,
     list_quantised_kernels as list_quantised_kernels,
 )
-from onnxplace.model.decoders import Decoder as Decoder, recognise_decoder as recognise_decoder
+from onnxplace.model.decoders import (
+    Decoder as Decoder,
+    recognise_decoder as recognise_decoder,
+    try_states as try_states,
+)
 from onnxplace.model.device_metadata import (
     DEVICE_KEY as DEVICE_KEY,
     SPLITS_KEY as SPLITS_KEY,
@@ -67,7 +71,6 @@ from onnxplace.model.state_binding import (
     bind_states as bind_states,
     is_scalar as is_scalar,
 )
-from onnxplace.model.state_trials import try_states as try_states
 from onnxplace.model.tensors import (
     embed_tensor as embed_tensor,
     find_external_range as find_external_range,

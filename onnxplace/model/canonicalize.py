@@ -563,16 +563,12 @@ def _sort_topologically(
 
 def _describe_cycle(nodes: Sequence[NodeProto], producers: Mapping[str, int], missing_counts: Sequence[int]) -> str:
     """Describe one cycle among the nodes that never became ready."""
-
-    def find_blocking_producer(index: int) -> int:
-        indices = (producers[name] for name in iterate_reads(nodes[index]) if name in producers)
-        return next(producer for producer in indices if missing_counts[producer] > 0)
-
     index = next(i for i, count in enumerate(missing_counts) if count > 0)
     positions: dict[int, int] = {}
     while index not in positions:
         positions[index] = len(positions)
-        index = find_blocking_producer(index)
+        sources = (producers[name] for name in iterate_reads(nodes[index]) if name in producers)
+        index = next(producer for producer in sources if missing_counts[producer] > 0)
     visited = list(positions)
     names = [nodes[i].name for i in (*reversed(visited[positions[index] :]), visited[-1])]
     if len(names) > MAX_LISTED + 1:

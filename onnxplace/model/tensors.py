@@ -19,6 +19,8 @@ from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 
 # Bytes of files are read in pieces of this size, so that a large weight never has to fit into memory.
 READ_BYTES = 16 << 20
+# Larger initializers hold no shapes or axes.
+MAX_SHAPE_BYTES = 1024
 # onnx, numpy and ONNX Runtime count elements in 64 bits.
 _MAX_ELEMENTS = (1 << 63) - 1
 # Longer paths are cut in messages.
@@ -221,9 +223,11 @@ def read_external_range(tensor: TensorProto) -> tuple[int, int]:
 def read_tensor_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
     """Yield the bytes of a tensor, little-endian.
 
-    External data comes in pieces of `READ_BYTES`.
+    External data, and parts of it, come in pieces of `READ_BYTES`.
     """
-    if tensor.data_location == TensorProto.EXTERNAL:
+    if is_tensor_part(tensor):
+        yield from _read_part_bytes(tensor, folder)
+    elif tensor.data_location == TensorProto.EXTERNAL:
         file, offset, length = find_external_range(tensor, folder)
         with file.open("rb") as stream:
             stream.seek(offset)
@@ -242,12 +246,8 @@ def embed_tensor(tensor: TensorProto, folder: Path | None) -> TensorProto:
     """
     if tensor.data_location != TensorProto.EXTERNAL:
         return tensor
-    return make_raw_tensor(tensor, read_tensor_bytes(tensor, folder))
-
-
-def make_raw_tensor(tensor: TensorProto, pieces: Iterable[bytes]) -> TensorProto:
-    """Return a tensor of the same name, type and shape that holds these bytes."""
-    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=b"".join(pieces))
+    data = b"".join(read_tensor_bytes(tensor, folder))
+    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=data)
 
 
 def make_reference(
@@ -274,10 +274,12 @@ def take_fingerprint(file: Path) -> Fingerprint:
 
 
 def strip_data(tensor: TensorProto) -> TensorProto:
-    """Return a tensor of the same name, type and shape without data.
+    """Return a tensor without its data, unless it may hold shapes or axes, which shape inference has to see.
 
     The data is declared external, in a file that does not exist.
     """
+    if tensor_size(tensor) <= MAX_SHAPE_BYTES:
+        return tensor
     result = TensorProto(
         name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=TensorProto.EXTERNAL
     )
@@ -330,7 +332,7 @@ def describe_part(tensor: TensorProto, folder: Path | None) -> tuple[object, ...
     return (*find_external_range(whole, folder), axis, tuple(ranges))
 
 
-def read_part_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
+def _read_part_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
     """Yield the bytes of a part; at most some `READ_BYTES` are in memory at a time."""
     whole, axis, ranges = _read_entries(tensor)
     file, offset, _ = find_external_range(whole, folder)
@@ -353,9 +355,7 @@ def read_part_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]
 
 def embed_part(tensor: TensorProto, folder: Path | None) -> TensorProto:
     """Return a part with its bytes in memory, and any other tensor as it is."""
-    if not is_tensor_part(tensor):
-        return tensor
-    return make_raw_tensor(tensor, read_part_bytes(tensor, folder))
+    return embed_tensor(tensor, folder) if is_tensor_part(tensor) else tensor
 
 
 # ------------------------------------------------------------------------------------------------------ types of values

@@ -26,7 +26,6 @@ from onnxplace.model.tensors import (
     find_external_range,
     is_tensor_part,
     make_reference,
-    read_part_bytes,
     read_tensor_bytes,
     tensor_size,
 )
@@ -150,8 +149,7 @@ class WeightFile:
         elif self._linked_below is not None:
             return tensor
         if source not in self._offsets or source is None:
-            read = read_part_bytes if is_tensor_part(tensor) else read_tensor_bytes
-            offset = self._append(read(tensor, folder), size)
+            offset = self._append(read_tensor_bytes(tensor, folder), size)
             if source is not None:
                 self._offsets[source] = offset
         else:
