@@ -163,9 +163,6 @@ class InferenceSession(SessionMethods):
         """
         try:
             names = self._checks.resolve_names(output_names)
-            if not self._split_states:
-                result = self._run(names, input_feed, timeout, run_options)
-                return [result.outputs.get(name) for name in names]
             result = self._run(self._split_states.expand_names(names), input_feed, timeout, run_options)
             return [self._split_states.find_output(result.outputs, name) for name in names]
         except OnnxplaceError as error:
@@ -189,13 +186,11 @@ class InferenceSession(SessionMethods):
         self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None, run_options: Any = None
     ) -> Result:
         feeds, states = self._check_feeds(input_feed, names)
-        if self._recorder is None and run_options is None:
-            return self._session.run(feeds, states, check_timeout(timeout))
-        called = time.perf_counter()
+        timeout, called = check_timeout(timeout), time.perf_counter()
         if run_options is None:
-            result = self._session.run(feeds, states, check_timeout(timeout))
+            result = self._session.run(feeds, states, timeout)
         else:
-            result = run_with_options(self._session, feeds, states, check_timeout(timeout), run_options)
+            result = run_with_options(self._session, feeds, states, timeout, run_options)
         if self._recorder is not None:
             self._recorder.add(called, result, "" if run_options is None else run_options.logid)
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
@@ -57,20 +57,15 @@ class Optimize(Pass):
             raise UsageError("U042", message, where=before.name, hint=hint)
         model = _duplicate_dequantisers(_drop_unused(_fix_sizes(before) if self.fixed_sizes else before))
         foldable = _find_foldable(model, self.fold_up_to)
-        if not foldable:
-            return state.with_facts(_record_removed_nodes(model, before))
+        notes = ()
         try:
-            folded = _drop_unused(_fold(model, foldable, self.fold_up_to))
-            return state.with_facts(_record_removed_nodes(folded, before))
+            if foldable:
+                model = _drop_unused(_fold(model, foldable, self.fold_up_to))
         except OnnxplaceError as error:
-            note = Diagnostic("O001", f"constants were not folded: {error.message}", where=model.name)
-            return state.with_facts(_record_removed_nodes(model, before)).with_notes(note)
-
-
-def _record_removed_nodes(model: Model, before: Model) -> Model:
-    """Record in the model the nodes that were dropped since `before`."""
-    remaining_names = {node.name for node in model.nodes}
-    return replace(model, removed=(*before.removed, *(n.name for n in before.nodes if n.name not in remaining_names)))
+            notes = (Diagnostic("O001", f"constants were not folded: {error.message}", where=model.name),)
+        remaining = {node.name for node in model.nodes}
+        removed = (node.name for node in before.nodes if node.name not in remaining)
+        return state.with_facts(replace(model, removed=(*before.removed, *removed))).with_notes(*notes)
 
 
 def _fix_sizes(model: Model) -> Model:
@@ -131,7 +126,10 @@ def _duplicate_dequantisers(model: Model) -> Model:
                 continue
             nodes.append(_copy_with_new_names(maker[name], taken))
             own[name] = nodes[-1].output[0]
-        nodes.append(_replace_inputs(node, own) if own else node)
+        if own:  # its subgraphs stay as they are
+            node = deepcopy(node)
+            node.input[:] = [own.get(name, name) for name in node.input]
+        nodes.append(node)
     return model.replacing(nodes, model.initializers)
 
 
@@ -144,13 +142,6 @@ def _copy_with_new_names(node: NodeProto, taken: set[str]) -> NodeProto:
     copy.name, copy.output[0] = f"{node.name}/{number}", f"{node.output[0]}/{number}"
     taken.update((copy.name, copy.output[0]))
     return copy
-
-
-def _replace_inputs(node: NodeProto, own: Mapping[str, str]) -> NodeProto:
-    """Return a node with other inputs; its subgraphs stay as they are."""
-    result = deepcopy(node)
-    result.input[:] = [own.get(name, name) for name in node.input]
-    return result
 
 
 def _find_foldable(model: Model, limit_bytes: int) -> list[int]:

@@ -50,6 +50,7 @@ from onnxplace.model.nested_graphs import (
     is_tensor_constant as is_tensor_constant,
     iterate_reads as iterate_reads,
     iterate_subgraphs as iterate_subgraphs,
+    iterate_tensors as iterate_tensors,
     rename_reads as rename_reads,
     walk_nodes as walk_nodes,
 )
@@ -85,4 +86,4 @@ from onnxplace.model.tensors import (
     says_unknown as says_unknown,
     tensor_size as tensor_size,
 )
-from onnxplace.model.weights import WeightFile as WeightFile, list_external_ranges as list_external_ranges
+from onnxplace.model.weights import WeightFile as WeightFile

@@ -76,7 +76,7 @@ def test_a_request_that_is_admitted_while_a_worker_dies_is_failed(session):
     """The worker takes the list of requests only when no other thread is between its check and its entry."""
     engine = session._session.engine
     worker = next(worker for worker in engine._workers if worker.name == "onnxplace cpu:1")
-    request = Request(1 << 40, feeds(1), engine._routes[0], frozenset({"y"}), engine._states, ResultFuture())
+    request = Request(1 << 40, feeds(1), engine._routes[0], frozenset({"y"}), engine.own_states, ResultFuture())
     with engine.lock:  # as in `_try_admit`, after its check
         raise_in(worker.ident, SystemExit)
         engine._tokens["cpu:1"].put(None)

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, Step, list_routes, list_working_devices
+from onnxplace.bundle import Step, list_routes, list_working_devices
 from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
@@ -52,7 +52,8 @@ from onnxplace_hosts.ranks.data_planes import choose_plane
 from onnxplace_hosts.ranks.frames import Frame, decode_values, encode_values
 from onnxplace_hosts.ranks.links import Links
 from onnxplace_hosts.ranks.opening import Fetch, Opening, find_clock, obtain_bundle
-from onnxplace_hosts.ranks.shared_blocks import MIN_PLACED_BYTES, MappedBlocks
+from onnxplace_hosts.ranks.placed_outputs import place_outputs
+from onnxplace_hosts.ranks.shared_blocks import MappedBlocks
 
 # Segments that take longer have the helper move messages meanwhile; waking it takes some 10 us.
 LONG_SECONDS = 2e-3
@@ -315,16 +316,6 @@ def open_rank(opening: Opening, links: Links, fetch: Fetch) -> RankLoop:
     if placed.cores and exchanges_often(bundle.manifest):
         links.open_rings()
     return RankLoop(opening, placed, routes, links)
-
-
-def place_outputs(bundle: Bundle, routes: Sequence[OpenRoute], allocate: Callable[[Any, Any], Any]) -> None:
-    """Let large values that other processes read be computed in arrays in memory that these share."""
-    manifest, returned = bundle.manifest, {item.name for item in bundle.returned_outputs}
-    read = {step.value for program in manifest.programs.values() for step in program if step.op == "send"}
-    read |= {item.value for item in manifest.outputs if item.name in returned}
-    large = {name for name, item in manifest.values.items() if name in read and item.bytes >= MIN_PLACED_BYTES}
-    for segment in (item for route in routes for item in route.segments.values()):
-        segment.place_outputs(large, allocate)
 
 
 def _require_local(device: Device) -> None:
