@@ -10,7 +10,6 @@ from onnxplace.runtimes.execution.engine import (
     Engine as Engine,
 )
 from onnxplace.runtimes.execution.failures import describe_step_failure as describe_step_failure
-from onnxplace.runtimes.execution.fallback import Fallback as Fallback
 from onnxplace.runtimes.execution.futures import Outcome as Outcome, ResultFuture as ResultFuture, WaitList as WaitList
 from onnxplace.runtimes.execution.host_memory import HostMemory as HostMemory
 from onnxplace.runtimes.execution.programs import (
@@ -24,6 +23,7 @@ from onnxplace.runtimes.execution.requests import (
     Request as Request,
 )
 from onnxplace.runtimes.execution.segments import (
+    Fallback as Fallback,
     OpenRoute as OpenRoute,
     OpenSegment as OpenSegment,
     PlacedDevice as PlacedDevice,

@@ -37,11 +37,10 @@ from onnxplace.errors import ExecutionError
 from onnxplace.feeds import Array
 from onnxplace.machine import end_openings, find_processes, interruptible, prepare_interrupts, require_interpreter
 from onnxplace.runtime import CopyStatus, Result, forked_session_error, run_timeout_error
-from onnxplace.runtimes.execution.fallback import Fallback
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.host_memory import HostMemory, return_freed_memory
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
-from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice, choose_route
+from onnxplace.runtimes.execution.segments import Fallback, OpenRoute, OpenSegment, PlacedDevice, choose_route
 from onnxplace.runtimes.execution.wakeups import CALLERS
 from onnxplace.runtimes.execution.workers import Worker, WorkerThread, WorkLoop
 from onnxplace.utils import start_thread

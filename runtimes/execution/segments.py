@@ -1,4 +1,4 @@
-"""Devices, open segments and routes as workers use them: move values to a device, call a segment, choose a route."""
+"""Devices, open segments and routes as workers use them, and the device that takes over from others."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle import Bundle, SegmentRecord, SizedRecord, list_routes
-from onnxplace.devices import DeviceMemory, find_kind, import_memory, is_isolated
-from onnxplace.errors import BundleError, Diagnostic, ModelError, NoteWarning, OnnxplaceError
+from onnxplace.devices import DeviceAddress, DeviceMemory, find_kind, import_memory, is_isolated
+from onnxplace.errors import (
+    BundleError,
+    Diagnostic,
+    ExecutionError,
+    FallbackWarning,
+    ModelError,
+    NoteWarning,
+    OnnxplaceError,
+)
 from onnxplace.machine import (
     assign_cores,
     available_cores,
@@ -33,6 +41,7 @@ from onnxplace.machine import (
     uses_optimisations,
     without_optimisations,
 )
+from onnxplace.ort import build_one_node_model
 from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory
 from onnxplace.target import Device
 from onnxplace.utils import call_guarded, format_milliseconds
@@ -398,3 +407,50 @@ def choose_route(routes: Sequence[OpenRoute], taken: Iterable[int]) -> OpenRoute
     if not counts:
         return routes[0]
     return min(routes, key=lambda route: ((counts[route.index] + 1) / route.share, route.index))
+
+
+# The fallback of a session: the device that takes over the segments of devices that are lost while it runs.
+
+
+class Fallback:
+    """A device that stands in for others, under their names.
+
+    Args:
+        bundle: An open bundle.
+        device: The device, of this machine.
+        cores: Its cores.
+    """
+
+    def __init__(self, bundle: Bundle, device: Device, cores: Sequence[int]) -> None:
+        self._bundle, self._device, self._cores = bundle, device, cores
+
+    def is_needed(self, device: PlacedDevice, failure: ExecutionError) -> bool:
+        """Return whether a device that failed is lost: its process ended, or it does not run a single node any more."""
+        address = device.memory.address
+        return address != self._device.address and (failure.code == "X016" or not _is_usable(address))
+
+    def take_over(self, device: PlacedDevice, routes: Sequence[OpenRoute], failure: ExecutionError) -> None:
+        """Open the segments of a lost device on this one, and warn of it; for the thread that works for the device.
+
+        Raises ExecutionError if they cannot be opened.
+        """
+        stand_in = PlacedDevice(self._device, self._cores)
+        try:
+            opened = open_routes(self._bundle, {device.id: stand_in})
+        except OnnxplaceError as problem:
+            message = f"{failure.message}; {self._device.id} cannot take over: {problem.message}"
+            raise ExecutionError("X016", message, where=device.id, hint=problem.hint) from failure
+        for route, part in zip(routes, opened):
+            route.segments.update(part.segments)
+        device.cores, device.kind, device.memory = stand_in.cores, stand_in.kind, stand_in.memory
+        message = f"{failure.message}; {self._device.id} runs its segments from now on"
+        call_guarded(warnings.warn, FallbackWarning(Diagnostic("X016", message, where=device.id)))
+
+
+def _is_usable(device: DeviceAddress) -> bool:
+    """Return whether a device still runs a node."""
+    try:
+        open_session(build_one_node_model(), make_session_options(()), device).run(None, {"x": np.zeros(1, np.float32)})
+    except Exception:  # noqa: BLE001 - a device that is gone may fail in any way
+        return False
+    return True
