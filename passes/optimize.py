@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge
-from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
 from onnxplace.machine import make_session_options, open_session
@@ -21,6 +21,7 @@ from onnxplace.model import (
     is_quantization_node,
     iterate_subgraphs,
     tensor_size,
+    with_shape,
 )
 from onnxplace.passes.sharding import infer_shapes_and_values, require_constant_states
 from onnxplace.state import Pass, State
@@ -82,15 +83,9 @@ def _fix_sizes(model: Model) -> Model:
     constants = {name: values[name] for name in computed - kept}
     return replace(
         model.replacing(nodes, {**model.initializers, **constants}),
-        inputs=tuple(_with_sizes(value, model.input_shapes().get(value.name)) for value in model.inputs),
-        outputs=tuple(_with_sizes(value, shapes.get(value.name)) for value in model.outputs),
+        inputs=tuple(with_shape(value, model.input_shapes().get(value.name)) for value in model.inputs),
+        outputs=tuple(with_shape(value, shapes.get(value.name)) for value in model.outputs),
     )
-
-
-def _with_sizes(value: ValueInfoProto, shape: Sequence[int] | None) -> ValueInfoProto:
-    if shape is None or not value.type.HasField("tensor_type"):
-        return value
-    return helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, shape)
 
 
 def _drop_unused(model: Model) -> Model:

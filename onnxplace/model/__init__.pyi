@@ -36,6 +36,7 @@ from onnxplace.model.lowering import (
     build_op_graph as build_op_graph,
     infer_static_shapes as infer_static_shapes,
     value_bytes as value_bytes,
+    with_shape as with_shape,
 )
 from onnxplace.model.model import (
     MAX_INLINE_BYTES as MAX_INLINE_BYTES,

@@ -454,42 +454,17 @@ def parse_type(text: str, shape: Sequence[int | str | None] | None) -> TypeProto
     >>> parse_type("tensor(float)", ("batch", 4)).tensor_type.shape.dim[0].dim_param
     'batch'
     """
-    match = _TYPE.fullmatch(text)
-    if match is None:
+    if (match := _TYPE.fullmatch(text)) is None:
         return None
-    result = TypeProto()
+    numbers = dict(TensorProto.DataType.items())
     if match["key"]:
-        value = parse_type(match["value"], None)
-        if value is None or _element_number(match["key"]) is None:
-            return None
-        result.map_type.key_type = _element_number(match["key"]) or 0
-        result.map_type.value_type.CopyFrom(value)
-        return result
+        key, value = numbers.get(match["key"].upper()), parse_type(match["value"], None)
+        return None if key is None or value is None else helper.make_map_type_proto(key, value)
     if match["outer"].endswith("tensor"):
-        return _parse_tensor(match["inner"], match["outer"] == "sparse_tensor", shape)
-    element = parse_type(match["inner"], None)
-    if element is None:
+        number = numbers.get(match["inner"].upper())
+        make = helper.make_tensor_type_proto if match["outer"] == "tensor" else helper.make_sparse_tensor_type_proto
+        return None if number is None else make(number, shape)
+    if (element := parse_type(match["inner"], None)) is None:
         return None
-    holder = result.sequence_type if match["outer"] == "seq" else result.optional_type
-    holder.elem_type.CopyFrom(element)
-    return result
-
-
-def _parse_tensor(element: str, sparse: bool, shape: Sequence[int | str | None] | None) -> TypeProto | None:
-    if (number := _element_number(element)) is None:
-        return None
-    result = TypeProto()
-    tensor = result.sparse_tensor_type if sparse else result.tensor_type
-    tensor.elem_type = number
-    if shape is not None:
-        tensor.shape.SetInParent()  # a scalar has a shape without dimensions
-    for size in shape or ():
-        known = {"dim_value": size} if isinstance(size, int) else {"dim_param": size} if size else {}
-        tensor.shape.dim.add(**known)
-    return result
-
-
-def _element_number(name: str) -> int | None:
-    """Return the number of an element type, `float`, if ONNX has it."""
-    names = dict(TensorProto.DataType.items())
-    return names.get(name.upper())
+    make_holder = helper.make_sequence_type_proto if match["outer"] == "seq" else helper.make_optional_type_proto
+    return make_holder(element)

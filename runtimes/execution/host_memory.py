@@ -47,18 +47,14 @@ def register_shared_arena() -> None:
     Without a limit, a request for more doubles the size of the arena's next block until it would hold that request. The
     next small one then reserves as much as the system gives, with a table of 3 % of it that is really used.
     """
-    runtime = import_onnxruntime()
-    memory = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
-    runtime.create_and_register_allocator(memory, runtime.OrtArenaCfg({"max_mem": _total_memory_bytes()}))
-
-
-def _total_memory_bytes() -> int:
-    """Return the memory and swap space of this machine."""
     import psutil
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a container without statistics of its swap space
-        return int(psutil.virtual_memory().total + psutil.swap_memory().total)
+        limit = int(psutil.virtual_memory().total + psutil.swap_memory().total)
+    runtime = import_onnxruntime()
+    memory = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
+    runtime.create_and_register_allocator(memory, runtime.OrtArenaCfg({"max_mem": limit}))
 
 
 def return_freed_memory(weights_bytes: int) -> None:
