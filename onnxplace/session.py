@@ -125,7 +125,7 @@ class InferenceSession:
         max_in_flight: Number of requests in flight, 1 to 1024; further ones wait until one ends.
         batching: Joins requests of several callers into one, `Batching(max_batch=8)`; see docs/serving.md.
         fallback: A device of this machine, "cpu:0", that takes over the segments of a device that is lost while the
-            session is open; a FallbackWarning says so. See docs/faults.md.
+            session is open; a FallbackWarning reports it. See docs/faults.md.
         isolate: Whether each device has its own process. If a run ends that, the request fails, and all others go
             on when it is open again; `list_copies` counts the deaths. See docs/faults.md.
         further: Options of the runtime, such as `hosts`, `timeout` and `replicas` of `mpi` (`onnxplace runtimes mpi`,
@@ -235,7 +235,7 @@ class InferenceSession:
         return result
 
     def _check_feeds(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the feeds as arrays, and the states among the names; a closed session says so, whatever they are."""
+        """Return the feeds as arrays, and the states among the names; a closed session reports that first."""
         return ({}, []) if self._is_closed else self._checks.check_feeds(input_feed, names)
 
     def run_async(
@@ -648,7 +648,7 @@ class InferenceSession:
 
 
 class Conversation(InferenceSession):
-    """Carried states of their own, over the weights of an open session: see `InferenceSession.conversation`.
+    """Separate carried states, over the weights of an open session: see `InferenceSession.conversation`.
 
     It runs as a session does. The first run takes initial states as inputs, and a run that fails loses the states of
     this conversation only. `close` waits for its own runs, then frees its states; so does the end of a `with` block. A

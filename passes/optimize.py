@@ -101,7 +101,7 @@ def _drop_unused(model: Model) -> Model:
 
 
 def _duplicate_dequantisers(model: Model) -> Model:
-    """Give each node that reads a DequantizeLinear one of its own.
+    """Give each node that reads a DequantizeLinear its own copy of that.
 
     Subgraphs read the first one.
     """

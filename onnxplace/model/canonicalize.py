@@ -224,7 +224,7 @@ def _return_initializers(
 
 
 # Larger weights of a subgraph become initializers of the model: stored once, counted where they are read. Smaller ones
-# may be shapes and axes, which some kernels need as constants of their own graph.
+# may be shapes and axes, which some kernels need as constants in the same graph.
 MAX_INNER_WEIGHT_BYTES = 1024
 
 

@@ -51,7 +51,7 @@ _TOKENS_RANK = 2
 # What torch calls a size that has no name.
 _TORCH_SYMBOL = re.compile(r"[su][0-9]+")
 # Roles of axes, with the name that an axis without one gets, and the size of one step of one conversation. All decoders
-# have room for so many past tokens.
+# have room for this many past tokens.
 BATCH, NEW, PAST, TOTAL = "batch", "sequence", "past", "total"
 _STEP_SIZES = {BATCH: 1, NEW: 1, PAST: 128}
 
@@ -278,7 +278,7 @@ def _open(model: Model) -> Iterator[Callable[[Values], dict[str, Any]]]:
 
 
 def _compare_steps(decoder: Decoder, run: Callable[[Values], dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """Return the outputs that are not the next states, and what may be wrong with the runs that say so.
+    """Return the outputs that are not the next states, and what may be wrong with the runs that show it.
 
     Raises ModelError if the model does not run, or takes only as many tokens as in one step.
     """
@@ -324,7 +324,7 @@ def _are_close(one: Array, other: Array, limit: float) -> bool:
 
 
 def _draw_feeds(decoder: Decoder, count: int) -> tuple[dict[str, Any], list[str]]:
-    """Return inputs of so many tokens after random states, and the names of those whose meaning is a guess."""
+    """Return inputs of `count` tokens after random states, and the names of those whose meaning is a guess."""
     few = {decoder.symbols.get(role): size for role, size in ((BATCH, 1), (NEW, count), (PAST, _PAST_TOKENS))}
     sizes = {name: few.get(name, size) for name, size in decoder.sizes.items()}
     states, guesses = set(decoder.states.values()), list[str]()

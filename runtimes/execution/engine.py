@@ -9,7 +9,7 @@ A request passes through these steps:
 4. *Delivered*: the device that finishes last stores the states, frees the slot, and completes the future.
 
 A failure, a timeout or a cancellation ends it at every device: ONNX Runtime stops at the end of a node, and what waits
-for a value is woken. It still takes its turn at step 4, so that its devices are free again.
+for a value is woken. It still passes step 4, so that its devices are free again.
 
 A request is admitted, left and finished by single steps that an interrupt of the main thread cannot tear apart. All
 steps that end a request may be repeated.
@@ -140,7 +140,7 @@ class Engine(WorkLoop):
             raise
 
     def list_copies(self) -> tuple[CopyStatus, ...]:
-        """Return the bundle as its one copy, if processes of its own run it, which are opened again."""
+        """Return the bundle as its one copy, if its own processes run it, which are opened again."""
         owner = next((device.memory.address.owner for device in self._devices.values()), "")
         if not (processes := find_processes(owner)):
             return ()

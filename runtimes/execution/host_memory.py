@@ -129,18 +129,18 @@ class HostMemory(DeviceMemory):
         """Return the value itself: the destination copies it."""
         return value
 
-    def receive(self, parcel: Any, source: DeviceMemory) -> Any:
+    def receive(self, sent: Any, source: DeviceMemory) -> Any:
         """Return a copy; values other than plain tensors are shared, as they never change."""
         if source.runs_ahead:  # the copy was enqueued when the value was sent
-            return source.fetch(parcel)
-        if not (is_native_array(parcel) or is_copyable_tensor(parcel)):
-            return parcel
-        copied = np.array(to_python(parcel))
+            return source.fetch(sent)
+        if not (is_native_array(sent) or is_copyable_tensor(sent)):
+            return sent
+        copied = np.array(to_python(sent))
         return copied if is_native_array(copied) else to_ort_value(copied)
 
-    def read(self, parcel: Any) -> Any:
+    def read(self, sent: Any) -> Any:
         """Return a value as numpy."""
-        return to_python(parcel)
+        return to_python(sent)
 
     def keep(self, value: Any) -> Any:
         """Return a copy: sequences and optionals may refer to memory of feeds."""

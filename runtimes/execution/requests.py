@@ -52,7 +52,7 @@ class StateTable:
 class CarriedStates:
     """The states of one conversation, stored between its requests, by state input.
 
-    Its requests take and store them in turn, under the lock of the engine.
+    Its requests take and store them one after the other, under the lock of the engine.
     """
 
     def __init__(self, table: StateTable, number: int = 0) -> None:
@@ -169,7 +169,7 @@ class Request:
         self.future = future
         self.start_time = time.perf_counter()
         self.replacements = 0
-        """How many lost devices had been replaced when it began."""
+        """How many lost devices had been replaced when it started."""
         self._lock = threading.Lock()
         self.begin()
 
@@ -185,7 +185,7 @@ class Request:
         self.resets_states = False
         """Whether states were reset since the previous request."""
         self.states: dict[str, Any] | None = None
-        """States of the previous request, by state input; None until it is this request's turn."""
+        """States of the previous request, by state input; None until this request is ready."""
         self.next_states: dict[str, Any] = {}
         """States for the next request, by state input."""
         self.outputs: dict[str, Any] = {}

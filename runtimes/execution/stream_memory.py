@@ -170,31 +170,31 @@ class StreamMemory(DeviceMemory):
         with self._naming_failures():
             return self._download(value.tensor)
 
-    def receive(self, parcel: Any, source: DeviceMemory) -> Any:
-        """Return a parcel as a value; a tensor of the same device is shared, the copy of another's is enqueued."""
-        if not isinstance(parcel, StreamValue):
-            return StreamValue(to_ort_value_if_possible(source.fetch(parcel)))
-        tensor = parcel.tensor
+    def receive(self, sent: Any, source: DeviceMemory) -> Any:
+        """Return a sent value as a value; a tensor of the same device is shared, the copy of another's is enqueued."""
+        if not isinstance(sent, StreamValue):
+            return StreamValue(to_ort_value_if_possible(source.fetch(sent)))
+        tensor = sent.tensor
         if tensor is not None and tensor.device != self.device:
             assert isinstance(source, StreamMemory)
             with self._naming_failures():
                 tensor = self._copy_from(tensor, source)
-        return StreamValue(parcel.host, tensor)
+        return StreamValue(sent.host, tensor)
 
-    def fetch(self, parcel: Any) -> Any:
-        """Return a parcel in the host's memory; waits for its copy."""
-        if isinstance(parcel, StreamValue):
-            return parcel.host
-        if not isinstance(parcel, Download):
-            return parcel
-        array = parcel.fetch()
+    def fetch(self, sent: Any) -> Any:
+        """Return a sent value in the host's memory; waits for its copy."""
+        if isinstance(sent, StreamValue):
+            return sent.host
+        if not isinstance(sent, Download):
+            return sent
+        array = sent.fetch()
         with suppress(ExecutionError):  # of other work, whose own request gets it
             self.outgoing.release()
         return array
 
-    def read(self, parcel: Any) -> Any:
-        """Return a parcel as numpy; waits for its copy."""
-        return to_python(self.fetch(parcel))
+    def read(self, sent: Any) -> Any:
+        """Return a sent value as numpy; waits for its copy."""
+        return to_python(self.fetch(sent))
 
     def keep(self, value: Any) -> Any:
         """Return a value of the device itself, and a copy of others, which may refer to memory of feeds."""

@@ -126,7 +126,7 @@ class WorkLoop(ProgramLoop):
         self._replacement_count = 0
         """How many lost devices the fallback has replaced."""
         self._ready: list[Request] = []
-        """Requests with states whose turn it is, in the order in which they became ready."""
+        """Ready requests of bundles with states, in the order in which they became ready."""
 
     def work(self, device: PlacedDevice) -> None:
         """Follow the device's program, request after request, until the engine is closed."""
@@ -166,13 +166,13 @@ class WorkLoop(ProgramLoop):
         return None if request is None or request.callers_device == device else request
 
     def next_request(self, is_wanted: Callable[[Request], bool]) -> Request | None:
-        """Return the first request, of those whose turn it is, that is wanted; None if there is none."""
+        """Return the first ready request that is wanted; None if there is none."""
         with self.lock:
             ready = self._list_ready() if self._state_table.value_names else self._in_flight.values()
             return next(filter(is_wanted, ready), None)
 
     def _list_ready(self) -> list[Request]:
-        """Return the requests whose turn it is, in the order in which they became ready; only workers call it."""
+        """Return the ready requests, in the order in which they became ready; only workers call it."""
         # Of each conversation, only the oldest request in flight is ready: it takes the states that the one before has
         # stored. Ready requests stay in the list until they end, so that all workers see the same order.
         talking = {id(request.conversation) for request in self._ready}
@@ -238,7 +238,7 @@ class WorkLoop(ProgramLoop):
             checkpoints = request.checkpoints  # which its completion thread may empty at any moment
             is_enqueued = last and bool(checkpoints) and self.failure is None
             if is_enqueued:
-                self._enqueued[checkpoints[-1][1]].put(request)  # which then comes here again
+                self._enqueued[checkpoints[-1][1]].put(request)  # whose completion thread calls this again
             elif last and self._may_repeat(request):
                 last = False
                 request.begin()

@@ -106,7 +106,7 @@ def test_memory_that_runs_out_in_a_copy_is_reported_as_such(session, monkeypatch
 
 
 def test_memory_that_runs_out_for_an_output_is_reported_as_such(session, monkeypatch):
-    monkeypatch.setattr(HostMemory, "read", lambda memory, parcel: np.empty(1 << 62, np.uint8))
+    monkeypatch.setattr(HostMemory, "read", lambda memory, sent: np.empty(1 << 62, np.uint8))
     with pytest.raises(ExecutionError, match=r"X010.*outputs: out of memory for output '[yz]'.*EiB"):
         session.submit(feeds(1)).result(HUNG_SECONDS)
 

@@ -125,9 +125,9 @@ def test_memory_of_an_interrupted_upload_is_not_reused_during_its_copy(late_driv
 
 def test_memory_of_an_interrupted_copy_between_devices_is_not_reused_during_it(late_driver, monkeypatch):
     (first, add), (second, add_second) = open_memory("fake:0"), open_memory("fake:1")
-    parcel = first.send(add(feed(first, 1), feed(first, 2)), second)
-    interrupt_mark(monkeypatch, second.incoming, second.receive, parcel, first)
-    del parcel
+    sent = first.send(add(feed(first, 1), feed(first, 2)), second)
+    interrupt_mark(monkeypatch, second.incoming, second.receive, sent, first)
+    del sent
     result = add_second(feed(second, 10), feed(second, 20))
     second.computing.last_mark().synchronize()
     np.testing.assert_array_equal(second.read(second.send(result, None)), make_array(30))

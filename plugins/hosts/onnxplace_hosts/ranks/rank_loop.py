@@ -196,7 +196,7 @@ class RankLoop(ProgramLoop):
             yield from self.begin_program(device, program, request)
             for memory, _, checkpoint in request.checkpoints:
                 memory.settle(checkpoint)
-            return {name: device.memory.read(parcel) for name, parcel in request.outputs.items()}
+            return {name: device.memory.read(sent) for name, sent in request.outputs.items()}
         except (CancelledError, OnnxplaceError) as failure:
             request.fail(failure)
         except Exception as failure:  # noqa: BLE001 - the driver reports it
