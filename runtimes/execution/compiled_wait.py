@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 
-from onnxplace.runtimes.execution.wakeups import STRIDE
-
+# Flags are this many counters apart: a cache line each, so that notifying one does not slow the wait for another.
+STRIDE = 8
 _NUMBER = ir.IntType(64)
 # The instruction by which a thread tells its core that it only waits: names and arguments of LLVM's intrinsics.
 _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}

@@ -22,8 +22,6 @@ from onnxplace.runtimes.execution.segments import PlacedDevice
 
 CALLERS = "callers"
 
-# Flags are this many counters apart: a cache line each, so that notifying one does not slow the wait for another.
-STRIDE = 8
 # ONNX Runtime's own threads wait in the same way between nodes, and longer.
 WATCH_SECONDS = 100e-6
 # At most this many watches are left out after one that was in vain.
@@ -38,9 +36,10 @@ MAX_SECONDS_BETWEEN_TRANSFERS = 1e-3
 class WakeupFlag:
     """What wakes the thread of one device while it watches; only that thread calls these methods."""
 
-    def __init__(self, index: int, counters: np.ndarray, kernel: Callable[..., int], pauses: int) -> None:
+    def __init__(self, index: int, counters: np.ndarray, stride: int, kernel: Callable[..., int], pauses: int) -> None:
         self.index = index
         self._counters = counters.data  # whose items are read and written three times as fast as those of an array
+        self._stride = stride
         self._kernel = kernel
         self._pauses = pauses
         self._planned = 0
@@ -57,7 +56,7 @@ class WakeupFlag:
         planned, self._planned = self._planned, 0
         while planned:  # in Python, where the compiled function would release that lock and have to wait for it
             lowest = planned & -planned
-            self._counters[(lowest.bit_length() - 1) * STRIDE] += 1
+            self._counters[(lowest.bit_length() - 1) * self._stride] += 1
             planned ^= lowest
 
     def watch(self, is_ready: Callable[[], bool], flag: WakeupFlag | None = None) -> None:
@@ -69,7 +68,7 @@ class WakeupFlag:
         """
         index = (flag or self).index
         while True:
-            seen = self._counters[index * STRIDE]  # before the check, so that no notification is missed
+            seen = self._counters[index * self._stride]  # before the check, so that no notification is missed
             if is_ready():
                 return
             if self._skipped < self._failures:  # where watching is in vain, more and more often it is left out
@@ -107,13 +106,13 @@ def exchanges_often(manifest: Manifest) -> bool:
 
 def install_wakeups(devices: Iterable[str]) -> dict[str, WakeupFlag]:
     """Return flags for devices and callers."""
-    from onnxplace.runtimes.execution.compiled_wait import NotifyAndWait  # which imports llvmlite
+    from onnxplace.runtimes.execution.compiled_wait import STRIDE, NotifyAndWait  # which imports llvmlite
 
     names = [*devices, CALLERS]
     counters = np.zeros(STRIDE * len(names), np.int64)
     kernels = [NotifyAndWait(counters.ctypes.data) for _ in names]
     pauses = count_pauses(kernels[0])
-    return {name: WakeupFlag(i, counters, kernel, pauses) for i, (name, kernel) in enumerate(zip(names, kernels))}
+    return {name: WakeupFlag(i, counters, STRIDE, kernels[i], pauses) for i, name in enumerate(names)}
 
 
 def count_pauses(wait: Callable[[int, int, int, int], object]) -> int:

@@ -125,10 +125,10 @@ def compile_alternating(tmp_path: Path) -> onnxplace.Bundle:
 def test_the_last_of_the_most_flags_is_notified() -> None:
     flags = install_wakeups([str(number) for number in range(wakeups_module.MAX_FLAGS - 1)])
     first, callers = flags["0"], flags[CALLERS]
-    before = first._counters[callers.index * wakeups_module.STRIDE]
+    before = first._counters[callers.index * first._stride]
     first.plan_notification(callers)
     first.watch(lambda: False)
-    assert first._counters[callers.index * wakeups_module.STRIDE] == before + 1
+    assert first._counters[callers.index * first._stride] == before + 1
 
 
 class _LyingFlag(WakeupFlag):
@@ -136,7 +136,7 @@ class _LyingFlag(WakeupFlag):
 
     def notify(self) -> None:
         self._planned = 0
-        for index in range(0, len(self._counters), wakeups_module.STRIDE):
+        for index in range(0, len(self._counters), self._stride):
             self._counters[index] += 1
 
 
