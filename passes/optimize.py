@@ -58,7 +58,7 @@ class Optimize(Pass):
             raise UsageError("U042", message, where=before.name, hint=hint)
         model = _duplicate_dequantisers(_drop_unused(_fix_sizes(before) if self.fixed_sizes else before))
         foldable = _find_foldable(model, self.fold_up_to)
-        notes = ()
+        notes: tuple[Diagnostic, ...] = ()
         try:
             if foldable:
                 model = _drop_unused(_fold(model, foldable, self.fold_up_to))
