@@ -196,12 +196,13 @@ def _view_memory(element_type: Any, shape: Sequence[int], address: int, where: s
 
     Raises UsageError, also a RuntimeError as in ONNX Runtime, if no memory can be like that.
     """
-    from onnx import helper
-
+    kind = element_type
     try:
-        dtype: np.dtype[Any] = np.dtype(
-            helper.tensor_dtype_to_np_dtype(element_type) if isinstance(element_type, int) else element_type
-        )
+        if isinstance(element_type, int):  # ONNX's number
+            from onnx import helper
+
+            kind = helper.tensor_dtype_to_np_dtype(element_type)
+        dtype: np.dtype[Any] = np.dtype(kind)
         sizes = tuple(int(size) for size in shape)
         if dtype.hasobject or any(size < 0 for size in sizes):
             raise ValueError("elements are numbers, and sizes are at least 0")
