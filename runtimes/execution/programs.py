@@ -16,7 +16,7 @@ from onnxplace.machine import count_bytes, is_foreign_error
 from onnxplace.runtime import Event, EventKind
 from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
 from onnxplace.runtimes.execution.requests import CancelledError, Request, StateTable
-from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
+from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice
 from onnxplace.runtimes.execution.wakeups import WakeupFlag
 from onnxplace.runtimes.execution.weight_files import WeightFiles
 
@@ -33,8 +33,7 @@ class ProgramLoop(ABC):
     Args:
         bundle: An open bundle.
         devices: The devices whose programs are followed here, by id.
-        homes: The devices that have programs, of which others may follow those on further routes.
-        segments: Open segments, by id.
+        routes: All routes, the first of which has each program on its own device.
         trace: Whether activities are recorded.
     """
 
@@ -42,16 +41,15 @@ class ProgramLoop(ABC):
         self,
         bundle: Bundle,
         devices: Mapping[str, PlacedDevice],
-        homes: Sequence[str],
-        segments: Mapping[str, OpenSegment],
+        routes: Sequence[OpenRoute],
         trace: bool,
     ) -> None:
         self.bundle = bundle
         self._devices = devices
         self._trace = trace
         self._wakeup_flags: dict[str, WakeupFlag] = {}
-        self._segments = segments
-        self._index_values(bundle, homes)
+        self._routes = routes
+        self._index_values()
         self._state_table = StateTable(bundle)
         self._weight_files = WeightFiles(bundle, [item.memory.address for item in devices.values()])
         self._weight_loaders: dict[tuple[str, str], WeightLoader] = {}
@@ -61,9 +59,9 @@ class ProgramLoop(ABC):
 
             self._weight_loaders = open_weight_loaders(self._weight_files, devices, trace)
 
-    def _index_values(self, bundle: Bundle, homes: Sequence[str]) -> None:
+    def _index_values(self) -> None:
         """Build the tables of values that each request needs; those by device are by the home of its program."""
-        manifest = bundle.manifest
+        manifest, homes = self.bundle.manifest, self._routes[0].devices
         self._types = {item.name: item.dtype for item in manifest.inputs}
         self._inputs = set(self._types)
         self._read_inputs = {
@@ -71,11 +69,10 @@ class ProgramLoop(ABC):
             for device in homes
         }
         producers = {value: segment.device for segment in manifest.segments for value in segment.outputs}
-        self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
+        self._returned_names = frozenset(item.name for item in self.bundle.returned_outputs)
         returned = dict.fromkeys(item.value for item in manifest.outputs if item.name in self._returned_names)
-        self._owns_buffers = {
-            name: item.owns_buffers for item in self._segments.values() for name in item.record.outputs
-        }
+        segments = [item for route in self._routes for item in route.segments.values()]
+        self._owns_buffers = {name: item.owns_buffers for item in segments for name in item.record.outputs}
         self._producers = producers
         self._returned_values = {device: [v for v in returned if producers.get(v) == device] for device in homes}
         self._outputs = [(item.name, item.value) for item in manifest.outputs]

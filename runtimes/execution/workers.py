@@ -99,9 +99,8 @@ class WorkLoop(ProgramLoop):
         trace: bool,
         worker: Worker | None = None,
     ) -> None:
-        super().__init__(bundle, devices, tuple(routes[0].devices), routes[0].segments, trace)
+        super().__init__(bundle, devices, routes, trace)
         self.worker = worker
-        self._routes = routes
         self._process = os.getpid()
         self.lock = threading.Lock()
         """Held by whoever changes which requests are in flight, or what they wait for."""

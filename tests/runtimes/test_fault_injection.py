@@ -170,7 +170,7 @@ def test_without_a_size_in_the_message_the_prediction_of_the_bundle_is_reported(
         raise RuntimeError("std::bad_alloc")
 
     with onnxplace.InferenceSession(expanding) as session:
-        for segment in session._session.engine._segments.values():
+        for segment in session._session.engine._routes[0].segments.values():
             monkeypatch.setattr(segment, "run", run_out)
         predicted = r"the bundle predicts \d+ bytes of outputs and \d+ bytes of workspace"
         with pytest.raises(ExecutionError, match=f"X010.*segment cpu0-000 ran out of memory: {predicted}"):

@@ -43,7 +43,7 @@ def run_python(source, **environment):
 
 def test_segments_run_on_the_provider(tmp_path):
     with onnxplace.InferenceSession(compile_chain(tmp_path)) as session:
-        for segment in session._session.engine._segments.values():
+        for segment in session._session.engine._routes[0].segments.values():
             assert segment._session.get_providers()[0] == "WebGpuExecutionProvider"
 
 
@@ -105,7 +105,9 @@ def test_sessions_of_two_segments_pass_values_on_the_gpu(tmp_path):
     )
     kept = []
     with onnxplace.InferenceSession(bundle) as session:
-        first = next(item for item in session._session.engine._segments.values() if item.record.outputs == ("a",))
+        first = next(
+            item for item in session._session.engine._routes[0].segments.values() if item.record.outputs == ("a",)
+        )
         run = first.run
 
         def watch(values, *arguments):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Step, list_routes, list_working_devices
+from onnxplace.bundle import Step, list_routes
 from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
@@ -41,7 +41,6 @@ from onnxplace.runtimes.execution import (
     Request,
     WorkerThread,
     describe_step_failure,
-    drop_last_frees,
     exchanges_often,
     find_cores,
     open_routes,
@@ -88,11 +87,9 @@ class RankLoop(ProgramLoop):
         links: Links,
     ) -> None:
         bundle = opening.bundle
-        segments = {name: item for route in routes for name, item in route.segments.items()}
-        super().__init__(bundle, {device.id: device}, list_working_devices(bundle.manifest), segments, opening.trace)
-        self._device, self._routes, self._links = device, routes, links
+        super().__init__(bundle, {device.id: device}, routes, opening.trace)
+        self._device, self._links = device, links
         links.on_value = self.accept_value
-        self._followed = {home: drop_last_frees(program) for home, program in bundle.manifest.programs.items()}
         self._ranks = {name: rank for rank, name in enumerate(opening.devices)}
         self._plane = choose_plane(device)
         self._arrived: dict[int, dict[str, Any]] = {}
@@ -191,7 +188,7 @@ class RankLoop(ProgramLoop):
     def _run_part(self, request: RankRequest) -> Generator[Condition, None, dict[str, Any]]:
         """Follow the program; return the outputs, empty after a failure, which the request then has."""
         device = self._device
-        program = self._followed[request.route.programs[device.id]]
+        program = self._programs[request.route.programs[device.id]]
         try:
             yield from self.begin_program(device, program, request)
             for memory, _, checkpoint in request.checkpoints:
