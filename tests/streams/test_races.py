@@ -174,9 +174,7 @@ def test_idle_devices_hold_no_work_and_no_values(tmp_path, late_driver, names):
             np.testing.assert_array_equal(result, compute_chain(rows))
         reference = weakref.ref(rows)
         del rows, result
-        wait_until(
-            lambda: gc.collect() is not None and reference() is None
-        )  # after the next step of the completion thread
+        wait_until(lambda: gc.collect() is not None and reference() is None)  # after its thread's next step
         for device in session._session.engine._devices.values():
             assert [queue.last_mark() for queue in device.memory._queues] == [None] * 3
         assert not any(late_driver.used_bytes.values())
