@@ -44,7 +44,7 @@ def run_python(source, **environment):
 def test_segments_run_on_the_provider(tmp_path):
     with onnxplace.InferenceSession(compile_chain(tmp_path)) as session:
         for segment in session._session.engine._routes[0].segments.values():
-            assert segment._session.get_providers()[0] == "WebGpuExecutionProvider"
+            assert segment.session.get_providers()[0] == "WebGpuExecutionProvider"
 
 
 def test_the_target_has_memory_and_other_indices_are_refused():
