@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge
-from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
 from onnxplace.machine import make_session_options, open_session
@@ -21,6 +21,7 @@ from onnxplace.model import (
     is_quantization_node,
     iterate_subgraphs,
     tensor_size,
+    with_shape,
 )
 from onnxplace.passes.sharding import infer_shapes_and_values, require_constant_states
 from onnxplace.state import Pass, State
@@ -57,20 +58,15 @@ class Optimize(Pass):
             raise UsageError("U042", message, where=before.name, hint=hint)
         model = _duplicate_dequantisers(_drop_unused(_fix_sizes(before) if self.fixed_sizes else before))
         foldable = _find_foldable(model, self.fold_up_to)
-        if not foldable:
-            return state.with_facts(_record_removed_nodes(model, before))
+        notes: tuple[Diagnostic, ...] = ()
         try:
-            folded = _drop_unused(_fold(model, foldable, self.fold_up_to))
-            return state.with_facts(_record_removed_nodes(folded, before))
+            if foldable:
+                model = _drop_unused(_fold(model, foldable, self.fold_up_to))
         except OnnxplaceError as error:
-            note = Diagnostic("O001", f"constants were not folded: {error.message}", where=model.name)
-            return state.with_facts(_record_removed_nodes(model, before)).with_notes(note)
-
-
-def _record_removed_nodes(model: Model, before: Model) -> Model:
-    """Record in the model the nodes that were dropped since `before`."""
-    remaining_names = {node.name for node in model.nodes}
-    return replace(model, removed=(*before.removed, *(n.name for n in before.nodes if n.name not in remaining_names)))
+            notes = (Diagnostic("O001", f"constants were not folded: {error.message}", where=model.name),)
+        remaining = {node.name for node in model.nodes}
+        removed = (node.name for node in before.nodes if node.name not in remaining)
+        return state.with_facts(replace(model, removed=(*before.removed, *removed))).with_notes(*notes)
 
 
 def _fix_sizes(model: Model) -> Model:
@@ -87,15 +83,9 @@ def _fix_sizes(model: Model) -> Model:
     constants = {name: values[name] for name in computed - kept}
     return replace(
         model.replacing(nodes, {**model.initializers, **constants}),
-        inputs=tuple(_with_sizes(value, model.input_shapes().get(value.name)) for value in model.inputs),
-        outputs=tuple(_with_sizes(value, shapes.get(value.name)) for value in model.outputs),
+        inputs=tuple(with_shape(value, model.input_shapes().get(value.name)) for value in model.inputs),
+        outputs=tuple(with_shape(value, shapes.get(value.name)) for value in model.outputs),
     )
-
-
-def _with_sizes(value: ValueInfoProto, shape: Sequence[int] | None) -> ValueInfoProto:
-    if shape is None or not value.type.HasField("tensor_type"):
-        return value
-    return helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, shape)
 
 
 def _drop_unused(model: Model) -> Model:
@@ -111,7 +101,7 @@ def _drop_unused(model: Model) -> Model:
 
 
 def _duplicate_dequantisers(model: Model) -> Model:
-    """Give each node that reads a DequantizeLinear one of its own.
+    """Give each node that reads a DequantizeLinear its own copy of that.
 
     Subgraphs read the first one.
     """
@@ -131,7 +121,10 @@ def _duplicate_dequantisers(model: Model) -> Model:
                 continue
             nodes.append(_copy_with_new_names(maker[name], taken))
             own[name] = nodes[-1].output[0]
-        nodes.append(_replace_inputs(node, own) if own else node)
+        if own:  # its subgraphs stay as they are
+            node = deepcopy(node)
+            node.input[:] = [own.get(name, name) for name in node.input]
+        nodes.append(node)
     return model.replacing(nodes, model.initializers)
 
 
@@ -144,13 +137,6 @@ def _copy_with_new_names(node: NodeProto, taken: set[str]) -> NodeProto:
     copy.name, copy.output[0] = f"{node.name}/{number}", f"{node.output[0]}/{number}"
     taken.update((copy.name, copy.output[0]))
     return copy
-
-
-def _replace_inputs(node: NodeProto, own: Mapping[str, str]) -> NodeProto:
-    """Return a node with other inputs; its subgraphs stay as they are."""
-    result = deepcopy(node)
-    result.input[:] = [own.get(name, name) for name in node.input]
-    return result
 
 
 def _find_foldable(model: Model, limit_bytes: int) -> list[int]:

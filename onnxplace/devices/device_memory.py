@@ -16,7 +16,7 @@ class DeviceMemory(ABC):
     and `finish` after the last request.
 
     A value is whatever the class makes of it: a numpy array, an OrtValue, or one with the event after which it is
-    complete. Values are never altered after they are computed. A *parcel* is a value on its way: what `send` of one
+    complete. Values are never altered after they are computed. A *sent value* is one on its way: what `send` of one
     device returns and `receive` of another takes.
     """
 
@@ -77,22 +77,22 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def send(self, value: Any, destination: DeviceMemory | None) -> Any:
-        """Return a value of this device as a parcel for another device; None stands for the caller of the model."""
+        """Return a value of this device as it is sent to another device; None stands for the caller of the model."""
 
     @abstractmethod
-    def receive(self, parcel: Any, source: DeviceMemory) -> Any:
-        """Return a parcel of another device as a value on this device."""
+    def receive(self, sent: Any, source: DeviceMemory) -> Any:
+        """Return a sent value of another device as one on this device."""
 
-    def fetch(self, parcel: Any) -> Any:
-        """Return a parcel of this device, sent to another one, as it lies in the host's memory; for any thread.
+    def fetch(self, sent: Any) -> Any:
+        """Return a sent value of this device, sent to another one, as it lies in the host's memory; for any thread.
 
         It may wait. A memory that `runs_ahead` returns a value that shares no memory with others, where it is a tensor.
         """
-        return parcel
+        return sent
 
     @abstractmethod
-    def read(self, parcel: Any) -> Any:
-        """Return a parcel of this device, sent to the caller, as a numpy array; may wait; for any thread."""
+    def read(self, sent: Any) -> Any:
+        """Return a sent value of this device, sent to the caller, as a numpy array; may wait; for any thread."""
 
     def keep(self, value: Any) -> Any:
         """Return a value that outlives its request, as carried states do, also where it refers to memory of feeds."""

@@ -196,8 +196,13 @@ def _view_memory(element_type: Any, shape: Sequence[int], address: int, where: s
 
     Raises UsageError, also a RuntimeError as in ONNX Runtime, if no memory can be like that.
     """
+    kind = element_type
     try:
-        dtype = _find_dtype(element_type)
+        if isinstance(element_type, int):  # ONNX's number
+            from onnx import helper
+
+            kind = helper.tensor_dtype_to_np_dtype(element_type)
+        dtype: np.dtype[Any] = np.dtype(kind)
         sizes = tuple(int(size) for size in shape)
         if dtype.hasobject or any(size < 0 for size in sizes):
             raise ValueError("elements are numbers, and sizes are at least 0")
@@ -212,13 +217,3 @@ def _view_memory(element_type: Any, shape: Sequence[int], address: int, where: s
             RuntimeError, message, where=where, hint="array.dtype, array.shape, array.ctypes.data"
         ) from None
     return np.frombuffer(memoryview((ctypes.c_byte * count).from_address(address)), dtype).reshape(sizes)
-
-
-def _find_dtype(element_type: Any) -> np.dtype[Any]:
-    """Return numpy's type for one of numpy's, or ONNX's number; raises KeyError or TypeError."""
-    if isinstance(element_type, int):
-        from onnx import helper
-
-        element_type = helper.tensor_dtype_to_np_dtype(element_type)
-    dtype: np.dtype[Any] = np.dtype(element_type)
-    return dtype

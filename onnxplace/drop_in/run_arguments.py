@@ -16,7 +16,7 @@ import numpy as np
 from onnxplace.bundle import Bundle, SplitStates
 from onnxplace.drop_in.exceptions import also_raise_as, argument_error
 from onnxplace.errors import ExecutionError, FeedError, UsageError, format_names, format_value, suggest_nearest
-from onnxplace.feeds import Array, Declared, check_feeds
+from onnxplace.feeds import Array, check_feeds
 from onnxplace.machine import is_native_array, to_ort_value, to_python
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtime import Result, RuntimeSession, run_timeout_error
@@ -79,7 +79,8 @@ class RequestChecks:
 
     def __init__(self, bundle: Bundle, *, is_batched: bool = False) -> None:
         self.split_states = SplitStates(bundle.manifest)
-        self._run_inputs = _make_states_optional(bundle)
+        states = {item.name for item in bundle.state_inputs}
+        self._run_inputs = [replace(item, optional=True) if item.name in states else item for item in bundle.inputs]
         self._output_names = [item.name for item in bundle.outputs]
         self._returned_names = [item.name for item in bundle.returned_outputs]
         self._state_outputs = {item.output for item in bundle.manifest.states}
@@ -101,11 +102,8 @@ class RequestChecks:
         feeds = check_feeds(given, self._run_inputs, strict=self._is_strict)
         for labels in self._labels:
             labels.check(feeds)
-        if (
-            self._can_repeat
-            and signature is not None
-            and all(feeds[name] is value for name, value in input_feed.items())
-        ):
+        is_unchanged = signature is not None and all(feeds[name] is value for name, value in input_feed.items())
+        if self._can_repeat and is_unchanged:
             self._accepted_signature = signature
         return feeds, states
 
@@ -146,12 +144,6 @@ def _make_signature(feeds: Mapping[str, Any]) -> FeedSignature | None:
     if not isinstance(feeds, Mapping) or not _ARRAYS.issuperset(map(type, feeds.values())):
         return None
     return tuple([(name, value.dtype, value.shape) for name, value in feeds.items()])
-
-
-def _make_states_optional(bundle: Bundle) -> list[Declared]:
-    """Return the inputs of a run, in which states are optional."""
-    states = {item.name for item in bundle.state_inputs}
-    return [replace(item, optional=True) if item.name in states else item for item in bundle.inputs]
 
 
 # Runs with ONNX Runtime's RunOptions: `terminate`, set before or during a run, ends it.

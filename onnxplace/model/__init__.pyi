@@ -7,7 +7,11 @@ from onnxplace.model.cut_constraints import (
     join_quantised_units as join_quantised_units,
     list_quantised_kernels as list_quantised_kernels,
 )
-from onnxplace.model.decoders import Decoder as Decoder, recognise_decoder as recognise_decoder
+from onnxplace.model.decoders import (
+    Decoder as Decoder,
+    recognise_decoder as recognise_decoder,
+    try_states as try_states,
+)
 from onnxplace.model.device_metadata import (
     DEVICE_KEY as DEVICE_KEY,
     SPLITS_KEY as SPLITS_KEY,
@@ -32,6 +36,7 @@ from onnxplace.model.lowering import (
     build_op_graph as build_op_graph,
     infer_static_shapes as infer_static_shapes,
     value_bytes as value_bytes,
+    with_shape as with_shape,
 )
 from onnxplace.model.model import (
     MAX_INLINE_BYTES as MAX_INLINE_BYTES,
@@ -46,6 +51,7 @@ from onnxplace.model.nested_graphs import (
     is_tensor_constant as is_tensor_constant,
     iterate_reads as iterate_reads,
     iterate_subgraphs as iterate_subgraphs,
+    iterate_tensors as iterate_tensors,
     rename_reads as rename_reads,
     walk_nodes as walk_nodes,
 )
@@ -67,7 +73,6 @@ from onnxplace.model.state_binding import (
     bind_states as bind_states,
     is_scalar as is_scalar,
 )
-from onnxplace.model.state_trials import try_states as try_states
 from onnxplace.model.tensors import (
     embed_tensor as embed_tensor,
     find_external_range as find_external_range,
@@ -82,4 +87,4 @@ from onnxplace.model.tensors import (
     says_unknown as says_unknown,
     tensor_size as tensor_size,
 )
-from onnxplace.model.weights import WeightFile as WeightFile, list_external_ranges as list_external_ranges
+from onnxplace.model.weights import WeightFile as WeightFile

@@ -10,7 +10,7 @@ from pathlib import Path
 from onnx import NodeDeviceConfigurationProto, NodeProto
 
 from onnxplace.errors import InputError, format_value
-from onnxplace.model.canonicalize import take_apart
+from onnxplace.model.canonicalize import canonicalize
 from onnxplace.model.loading import parse_model, read_metadata, read_model_file
 from onnxplace.utils import format_path
 
@@ -50,7 +50,7 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
         InputError: The model names no devices.
     """
     proto = parse_model(read_model_file(path), path)
-    nodes = take_apart(proto, path.name, path.parent).nodes
+    nodes = canonicalize(proto, path.name, path.parent).nodes
     configuration = proto.configuration[0] if proto.configuration else None
     by_id: dict[str, str] = {}
     by_position: dict[str, int] = {}

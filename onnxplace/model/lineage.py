@@ -10,6 +10,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from onnxplace.model.nested_graphs import is_tensor_constant, iterate_reads, iterate_subgraphs, walk_nodes
 from onnxplace.model.shape_inference import infer_shapes
+from onnxplace.model.tensors import strip_data
 
 # Operators that draw random numbers; Dropout, which is not among them, does so in training mode only.
 RANDOM_OPERATORS = {
@@ -23,8 +24,6 @@ _SHAPED_BY_ANY = {"NonZero", "Unique", "Compress", "NonMaxSuppression", "Range",
 _SHAPED_BY_OTHERS = {"Reshape", "Expand", "Tile", "Slice", "Pad", "Resize", "TopK", "Split", "OneHot", "Squeeze"}
 # Names of operators that round to few values, such as QLinearConv, MatMulInteger, MatMulNBits.
 _QUANTISING_OPERATOR = re.compile(r"(?i:quantize)|Integer|NBits|Bnb4|FpQ4|^Q[A-Z]")
-# Larger initializers hold no shapes or axes that type inference has to see.
-MAX_SHAPE_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -166,21 +165,13 @@ def _iterate_constants(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
 
 
 def _infer_types(model: ModelProto) -> ModelProto:
-    """Return a copy of a model with inferred types.
-
-    Large weights are replaced by inputs of their type and shape.
-    """
+    """Return a copy of a model with inferred types, without the bytes of large weights."""
     graph = model.graph
-    small = [t for t in graph.initializer if t.ByteSize() <= MAX_SHAPE_BYTES and not t.external_data]
-    present = {tensor.name for tensor in small} | {value.name for value in graph.input}
-    weights = [
-        helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in graph.initializer if t.name not in present
-    ]
     copy = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     copy.graph.name = graph.name
     copy.graph.node.extend(graph.node)
-    copy.graph.initializer.extend(small)
-    copy.graph.input.extend([*graph.input, *weights])
+    copy.graph.initializer.extend(map(strip_data, graph.initializer))
+    copy.graph.input.extend(graph.input)
     copy.graph.output.extend(graph.output)
     copy.graph.value_info.extend(graph.value_info)
     try:

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, StringStringEntryProto, TensorProto
 
 from onnxplace.errors import InputError, ModelError
-from onnxplace.model.canonicalize import take_apart
+from onnxplace.model.canonicalize import canonicalize
 from onnxplace.model.model import Model
 from onnxplace.model.node_metadata import name_with_module
 from onnxplace.model.operator_checks import note_known_functions
@@ -46,7 +46,7 @@ def load(source: str | Path | ModelProto, *, may_lack_weights: bool = False) -> 
         path = Path(source)
         data = read_model_file(path)
         proto, folder, where = parse_model(data, path), path.parent, path.name
-    parts = take_apart(proto, where, folder)
+    parts = canonicalize(proto, where, folder)
     external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
     if may_lack_weights:
         external = [tensor for tensor in external if has_external_file(tensor, folder)]

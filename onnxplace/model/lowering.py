@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from numbers import Integral
 from types import MappingProxyType
 
 import numpy as np
-from onnx import TensorProto, TypeProto, ValueInfoProto
+from onnx import TensorProto, TypeProto, ValueInfoProto, helper
 
 from onnxplace.errors import ModelError, suggest_nearest
 from onnxplace.feeds import (
@@ -86,21 +85,18 @@ def _require_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> N
 def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Return the shapes that shape inference finds for bound dimensions."""
     sizes = model.input_shapes()
-    inputs = []
-    for value in model.inputs:
-        bound = deepcopy(value)
-        if value.name in sizes and value.type.HasField("tensor_type"):
-            bound.type.tensor_type.ClearField("shape")
-            bound.type.tensor_type.shape.SetInParent()
-            for size in sizes[value.name]:
-                bound.type.tensor_type.shape.dim.add(dim_value=size)
-        inputs.append(bound)
+    inputs = tuple(with_shape(value, sizes.get(value.name)) for value in model.inputs)
     outputs = tuple(ValueInfoProto(name=output.name) for output in model.outputs)
-    entries = {
-        name: read_shape_entries(kind)
-        for name, kind in replace(model, inputs=tuple(inputs), outputs=outputs).types.items()
-    }
+    types = replace(model, inputs=inputs, outputs=outputs).types
+    entries = {name: read_shape_entries(kind) for name, kind in types.items()}
     return {name: shape for name, shape in entries.items() if is_known_shape(shape)}
+
+
+def with_shape(value: ValueInfoProto, shape: Sequence[int] | None) -> ValueInfoProto:
+    """Return an input or output of these sizes; as it is without a shape, or if it is no tensor."""
+    if shape is None or not value.type.HasField("tensor_type"):
+        return value
+    return helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, shape)
 
 
 def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]], types: Mapping[str, int] = {}) -> dict[str, int]:

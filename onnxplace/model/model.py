@@ -18,7 +18,6 @@ import numpy as np
 import onnx
 from onnx import (
     DeviceConfigurationProto,
-    GraphProto,
     ModelProto,
     NodeProto,
     OperatorSetIdProto,
@@ -51,14 +50,6 @@ MAX_INLINE_BYTES = 1 << 30
 # Data propagation of onnx takes every vector for a shape and follows each of its elements. With some million elements,
 # memory runs out. No shape, and no vocabulary, has as many as this.
 MAX_FOLLOWED_ELEMENTS = 1 << 18
-# Larger initializers hold no shapes or axes that shape inference has to see.
-MAX_SHAPE_BYTES = 1024
-
-
-def _has_long_vectors(graph: GraphProto) -> bool:
-    """Return whether some value is a vector of more than `MAX_FOLLOWED_ELEMENTS`."""
-    shapes = (value.type.tensor_type.shape.dim for value in (*graph.value_info, *graph.input, *graph.output))
-    return any(len(shape) == 1 and shape[0].dim_value > MAX_FOLLOWED_ELEMENTS for shape in shapes)
 
 
 @dataclass(frozen=True)
@@ -151,9 +142,10 @@ class Model:
         skeleton = self._build_skeleton()
         try:
             inferred = infer_shapes(skeleton)
-            if not _has_long_vectors(inferred.graph):
-                inferred = infer_shapes(inferred, data_prop=True)
             graph = inferred.graph
+            dims = [item.type.tensor_type.shape.dim for item in (*graph.value_info, *graph.input, *graph.output)]
+            if max((dim[0].dim_value for dim in dims if len(dim) == 1), default=0) <= MAX_FOLLOWED_ELEMENTS:
+                graph = infer_shapes(inferred, data_prop=True).graph
         except Exception:  # noqa: BLE001 - inference may fail here: ONNX Runtime knows the missing types
             graph = skeleton.graph
         types = {v.name: v.type for v in (*graph.value_info, *graph.output, *graph.input)}
@@ -170,11 +162,7 @@ class Model:
 
         It is small enough for shape inference.
         """
-        weights = [
-            strip_data(tensor) if tensor_size(tensor) > MAX_SHAPE_BYTES else tensor
-            for tensor in self.initializers.values()
-            if tensor.name not in self.input_names
-        ]
+        weights = [strip_data(item) for item in self.initializers.values() if item.name not in self.input_names]
         return self.proto(self.nodes, weights, self.inputs, [self._describe_source(out) for out in self.outputs])
 
     def _describe_source(self, output: ValueInfoProto) -> ValueInfoProto:
@@ -363,19 +351,16 @@ def _is_misjudged(node: NodeProto, shapes: Mapping[str, Entries]) -> bool:
     inputs = [shapes.get(name) for name in node.input]
     attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
     if node.op_type == "Concat":
-        return _joins_empty_inputs(inputs, attributes.get("axis", 1))
+        # ONNX Runtime ignores the other sizes of inputs that are empty.
+        axis = attributes.get("axis", 1)
+        others = {None if shape is None else (*shape[:axis], *shape[axis:][1:]) for shape in inputs}
+        return len(others) > 1 and any(shape is not None and 0 in shape for shape in inputs)
     if node.op_type == "PRelu":
         return _is_broadcast_by_slope(inputs[0], inputs[1])
     is_padded = attributes.get("auto_pad", b"NOTSET").startswith(b"SAME")
     if node.op_type == "ConvTranspose":
         return is_padded and any(attributes.get("output_padding", ()))
     return _is_misjudged_pool(attributes, is_padded, inputs[0], shapes.get(node.output[0]))
-
-
-def _joins_empty_inputs(inputs: Sequence[Entries | None], axis: int) -> bool:
-    """Return whether some inputs of a Concat are empty: ONNX Runtime ignores their other sizes."""
-    others = {None if shape is None else _without(shape, axis) for shape in inputs}
-    return len(others) > 1 and any(shape is not None and 0 in shape for shape in inputs)
 
 
 def _is_broadcast_by_slope(source: Entries | None, slope: Entries | None) -> bool:
@@ -401,12 +386,6 @@ def _is_misjudged_pool(
             source[2:], result[2:], _per_axis(attributes, "strides", 1), _per_axis(attributes, "pads", 0)
         )
     )
-
-
-def _without(shape: Sequence[int | str | None], axis: int) -> tuple[int | str | None, ...]:
-    kept = list(shape)
-    del kept[axis : axis + 1 or None]
-    return tuple(kept)
 
 
 def _per_axis(attributes: Mapping[str, Sequence[int]], name: str, default: int) -> Sequence[int]:

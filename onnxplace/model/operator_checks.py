@@ -118,7 +118,9 @@ def _describe_problem(node: NodeProto, form: OperatorForm) -> str:
     """
     for kind, names, limits in (("inputs", node.input, form.inputs), ("outputs", node.output, form.outputs)):
         if len(names) < limits[0] or _count_given(names) > limits[1]:
-            return f"has {len(names)} {kind}, expected {_format_limits(*limits)}"
+            lowest, highest = limits
+            several = f"{lowest} or more" if highest > _MIN_UNLIMITED else f"{lowest} to {highest}"
+            return f"has {len(names)} {kind}, expected {lowest if lowest == highest else several}"
     types = {attribute.name: attribute.type for attribute in node.attribute}
     for name, number in types.items():
         expected = form.attributes.get(name, number)
@@ -126,12 +128,6 @@ def _describe_problem(node: NodeProto, form: OperatorForm) -> str:
             return f"has {name!r} of type {name_attribute_type(number)}, expected {name_attribute_type(expected)}"
     missing = [name for name in form.required if name not in types]
     return f"lacks the attribute {missing[0]!r}" if missing else ""
-
-
-def _format_limits(lowest: int, highest: int) -> str:
-    if lowest == highest:
-        return f"{lowest}"
-    return f"{lowest} or more" if highest > _MIN_UNLIMITED else f"{lowest} to {highest}"
 
 
 def _count_given(names: Sequence[str]) -> int:
@@ -168,7 +164,14 @@ def require_operators(model: Model) -> None:
         if since is None:
             if domain and list_operator_libraries():
                 continue  # ONNX Runtime does not list the operators of libraries; opening a session checks them
-            raise _build_unknown_operator_error(domain, node, known)
+            domains = ", ".join(repr(name or "ai.onnx") for name in known)
+            hint = suggest_nearest(node.op_type, known[domain]) if domain in known else f"known domains: {domains}"
+            raise ModelError(
+                "M010",
+                f"ONNX Runtime has no operator {_qualify(domain, node.op_type)}",
+                where=f"node {node.name!r}",
+                hint=f"{LIBRARY_HINT}; {hint}" if domain else hint,
+            )
         if since > versions.get(domain, since):
             raise ModelError(
                 "M010",
@@ -199,16 +202,6 @@ def list_custom_operators(model: Model) -> tuple[str, ...]:
         _qualify(domain, name)
         for domain, name in used
         if known and domain != "ai.onnx" and name not in known.get(domain, {})
-    )
-
-
-def _build_unknown_operator_error(domain: str, node: NodeProto, known: Mapping[str, Mapping[str, int]]) -> ModelError:
-    hint = suggest_nearest(node.op_type, known[domain]) if domain in known else f"known domains: {_list_domains(known)}"
-    return ModelError(
-        "M010",
-        f"ONNX Runtime has no operator {_qualify(domain, node.op_type)}",
-        where=f"node {node.name!r}",
-        hint=f"{LIBRARY_HINT}; {hint}" if domain else hint,
     )
 
 
@@ -251,7 +244,3 @@ def _require_opsets(model: Model) -> None:
 
 def _qualify(domain: str, operator: str) -> str:
     return f"{domain}.{operator}" if domain else operator
-
-
-def _list_domains(known: Mapping[str, object]) -> str:
-    return ", ".join(repr(domain or "ai.onnx") for domain in known)

@@ -59,18 +59,13 @@ def _guard(graph: GraphProto | FunctionProto, sure: Set[str], prefix: str) -> No
         position = FRAGILE_INPUTS.get(node.op_type, len(node.input))
         if position >= len(node.input):
             continue
-        if _is_damaged(node):
+        # With another number of parts than of outputs, or negative axes of its batch, it is damaged.
+        numbers = {attribute.name: attribute.i for attribute in node.attribute}
+        if numbers.get("batch_dims", 0) < 0 or numbers.get("num_outputs", len(node.output)) != len(node.output):
             node.domain = _DOMAIN
         elif (name := node.input[position]) not in sure:
             node.input[position] = place
             graph.node.insert(index, NodeProto(op_type=_GUARD, input=[name], output=[place], domain=_DOMAIN))
-
-
-def _is_damaged(node: NodeProto) -> bool:
-    """Return whether a node has another number of parts than of outputs, or negative axes of its batch."""
-    numbers = {attribute.name: attribute.i for attribute in node.attribute}
-    parts = numbers.get("num_outputs", len(node.output))
-    return numbers.get("batch_dims", 0) < 0 or parts != len(node.output)
 
 
 @cache

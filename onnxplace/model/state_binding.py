@@ -81,20 +81,16 @@ def _expand_pair(left: str, right: str, model: Model) -> Iterator[tuple[str, str
         # A pattern with several * may match in several ways: the inputs tell which one is meant.
         matching_inputs = [name for name in candidates if match_stars(left, right, output, name) is not None]
         if not matching_inputs:
-            name = _fill_stars(right, match_stars(left, left, output, output) or ())
+            fillings = match_stars(left, left, output, output) or ()
+            name = "".join(part + filling for part, filling in zip(right.split("*"), [*fillings, ""]))
             message = f"the model has no input {name!r} for output {output!r}"
             raise UsageError("S001", message, where=OPTION, hint=suggest_nearest(name, inputs))
         yield from ((output, name) for name in matching_inputs)
 
 
-def _fill_stars(text: str, fillings: Sequence[str]) -> str:
-    return "".join(part + filling for part, filling in zip(text.split("*"), [*fillings, ""]))
-
-
 def _require_fit(model: Model, output: str, name: str, where: str) -> None:
     """Raise ModelError unless an output can be fed to an input."""
-    source = model.sources.get(output, output)
-    if source in model.input_names:
+    if model.sources.get(output, output) in model.input_names:
         message = f"output {output!r} returns an input, expected a computed value"
         raise ModelError("S001", message, where=where, hint="feed it again with each call")
     expected = declaration_of(next(value for value in model.inputs if value.name == name), model)
@@ -102,15 +98,18 @@ def _require_fit(model: Model, output: str, name: str, where: str) -> None:
         message = f"input {name!r} has type {expected.dtype}, expected a tensor"
         hint = "only tensors can be states; feed it with each call"
         raise ModelError("S001", message, where=where, hint=hint)
-    kind = next(value.type for value in model.outputs if value.name == output)
-    if not kind.WhichOneof("value"):  # outputs need not declare a type
-        kind = model.types.get(source, kind)
-    if not kind.WhichOneof("value"):
+    if (kind := _find_output_type(model, output)) is None:
         return
     returned = Declared(output, format_type(kind), read_shape_entries(kind))
     if returned.dtype != expected.dtype or not _are_compatible(returned.shape, expected.shape):
         message = f"the output is {describe_input(returned)}, the input takes {describe_input(expected)}"
         raise ModelError("S001", message, where=where, hint="bind values of one type and shape")
+
+
+def _find_output_type(model: Model, name: str) -> TypeProto | None:
+    """Return the type of an output, as it is declared or inferred; None if neither says it."""
+    kind = next(value.type for value in model.outputs if value.name == name)
+    return kind if kind.WhichOneof("value") else model.types.get(model.sources.get(name, name))
 
 
 def _are_compatible(one: Shape, other: Shape) -> bool:
@@ -165,14 +164,8 @@ def is_scalar(kind: TypeProto | None) -> bool | None:
 
 def require_scalar_loss(model: Model, name: str) -> None:
     """Raise ModelError unless an output can be a loss: a number of a floating-point type, as far as that is known."""
-    kind = next(value.type for value in model.outputs if value.name == name)
-    if not kind.WhichOneof("value"):  # outputs need not declare a type
-        inferred = model.types.get(model.sources.get(name, name))
-        if inferred is None:
-            return
-        kind = inferred
-    is_float = kind.tensor_type.elem_type in FLOAT_TYPES
-    if is_float and is_scalar(kind) is not False:
+    kind = _find_output_type(model, name)
+    if kind is None or (kind.tensor_type.elem_type in FLOAT_TYPES and is_scalar(kind) is not False):
         return
     described = describe_input(Declared(name, format_type(kind), read_shape_entries(kind)))
     message = f"expected the loss to be a scalar of floating-point type, got {described}"

@@ -19,6 +19,8 @@ from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 
 # Bytes of files are read in pieces of this size, so that a large weight never has to fit into memory.
 READ_BYTES = 16 << 20
+# Larger initializers hold no shapes or axes.
+MAX_SHAPE_BYTES = 1024
 # onnx, numpy and ONNX Runtime count elements in 64 bits.
 _MAX_ELEMENTS = (1 << 63) - 1
 # Longer paths are cut in messages.
@@ -221,9 +223,11 @@ def read_external_range(tensor: TensorProto) -> tuple[int, int]:
 def read_tensor_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
     """Yield the bytes of a tensor, little-endian.
 
-    External data comes in pieces of `READ_BYTES`.
+    External data, and parts of it, come in pieces of `READ_BYTES`.
     """
-    if tensor.data_location == TensorProto.EXTERNAL:
+    if is_tensor_part(tensor):
+        yield from _read_part_bytes(tensor, folder)
+    elif tensor.data_location == TensorProto.EXTERNAL:
         file, offset, length = find_external_range(tensor, folder)
         with file.open("rb") as stream:
             stream.seek(offset)
@@ -242,12 +246,8 @@ def embed_tensor(tensor: TensorProto, folder: Path | None) -> TensorProto:
     """
     if tensor.data_location != TensorProto.EXTERNAL:
         return tensor
-    return make_raw_tensor(tensor, read_tensor_bytes(tensor, folder))
-
-
-def make_raw_tensor(tensor: TensorProto, pieces: Iterable[bytes]) -> TensorProto:
-    """Return a tensor of the same name, type and shape that holds these bytes."""
-    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=b"".join(pieces))
+    data = b"".join(read_tensor_bytes(tensor, folder))
+    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=data)
 
 
 def make_reference(
@@ -274,10 +274,12 @@ def take_fingerprint(file: Path) -> Fingerprint:
 
 
 def strip_data(tensor: TensorProto) -> TensorProto:
-    """Return a tensor of the same name, type and shape without data.
+    """Return a tensor without its data, unless it may hold shapes or axes, which shape inference has to see.
 
     The data is declared external, in a file that does not exist.
     """
+    if tensor_size(tensor) <= MAX_SHAPE_BYTES:
+        return tensor
     result = TensorProto(
         name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=TensorProto.EXTERNAL
     )
@@ -330,7 +332,7 @@ def describe_part(tensor: TensorProto, folder: Path | None) -> tuple[object, ...
     return (*find_external_range(whole, folder), axis, tuple(ranges))
 
 
-def read_part_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
+def _read_part_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
     """Yield the bytes of a part; at most some `READ_BYTES` are in memory at a time."""
     whole, axis, ranges = _read_entries(tensor)
     file, offset, _ = find_external_range(whole, folder)
@@ -353,9 +355,7 @@ def read_part_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]
 
 def embed_part(tensor: TensorProto, folder: Path | None) -> TensorProto:
     """Return a part with its bytes in memory, and any other tensor as it is."""
-    if not is_tensor_part(tensor):
-        return tensor
-    return make_raw_tensor(tensor, read_part_bytes(tensor, folder))
+    return embed_tensor(tensor, folder) if is_tensor_part(tensor) else tensor
 
 
 # ------------------------------------------------------------------------------------------------------ types of values
@@ -454,42 +454,17 @@ def parse_type(text: str, shape: Sequence[int | str | None] | None) -> TypeProto
     >>> parse_type("tensor(float)", ("batch", 4)).tensor_type.shape.dim[0].dim_param
     'batch'
     """
-    match = _TYPE.fullmatch(text)
-    if match is None:
+    if (match := _TYPE.fullmatch(text)) is None:
         return None
-    result = TypeProto()
+    numbers = dict(TensorProto.DataType.items())
     if match["key"]:
-        value = parse_type(match["value"], None)
-        if value is None or _element_number(match["key"]) is None:
-            return None
-        result.map_type.key_type = _element_number(match["key"]) or 0
-        result.map_type.value_type.CopyFrom(value)
-        return result
+        key, value = numbers.get(match["key"].upper()), parse_type(match["value"], None)
+        return None if key is None or value is None else helper.make_map_type_proto(key, value)
     if match["outer"].endswith("tensor"):
-        return _parse_tensor(match["inner"], match["outer"] == "sparse_tensor", shape)
-    element = parse_type(match["inner"], None)
-    if element is None:
+        number = numbers.get(match["inner"].upper())
+        make = helper.make_tensor_type_proto if match["outer"] == "tensor" else helper.make_sparse_tensor_type_proto
+        return None if number is None else make(number, shape)
+    if (element := parse_type(match["inner"], None)) is None:
         return None
-    holder = result.sequence_type if match["outer"] == "seq" else result.optional_type
-    holder.elem_type.CopyFrom(element)
-    return result
-
-
-def _parse_tensor(element: str, sparse: bool, shape: Sequence[int | str | None] | None) -> TypeProto | None:
-    if (number := _element_number(element)) is None:
-        return None
-    result = TypeProto()
-    tensor = result.sparse_tensor_type if sparse else result.tensor_type
-    tensor.elem_type = number
-    if shape is not None:
-        tensor.shape.SetInParent()  # a scalar has a shape without dimensions
-    for size in shape or ():
-        known = {"dim_value": size} if isinstance(size, int) else {"dim_param": size} if size else {}
-        tensor.shape.dim.add(**known)
-    return result
-
-
-def _element_number(name: str) -> int | None:
-    """Return the number of an element type, `float`, if ONNX has it."""
-    names = dict(TensorProto.DataType.items())
-    return names.get(name.upper())
+    make_holder = helper.make_sequence_type_proto if match["outer"] == "seq" else helper.make_optional_type_proto
+    return make_holder(element)

@@ -12,11 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-import onnx
 from onnx import TensorProto
 
 from onnxplace.errors import UsageError
-from onnxplace.model.nested_graphs import iterate_tensors
 from onnxplace.model.tensors import (
     FOUR_BIT_TYPES,
     READ_BYTES,
@@ -26,7 +24,6 @@ from onnxplace.model.tensors import (
     find_external_range,
     is_tensor_part,
     make_reference,
-    read_part_bytes,
     read_tensor_bytes,
     tensor_size,
 )
@@ -150,8 +147,7 @@ class WeightFile:
         elif self._linked_below is not None:
             return tensor
         if source not in self._offsets or source is None:
-            read = read_part_bytes if is_tensor_part(tensor) else read_tensor_bytes
-            offset = self._append(read(tensor, folder), size)
+            offset = self._append(read_tensor_bytes(tensor, folder), size)
             if source is not None:
                 self._offsets[source] = offset
         else:
@@ -239,18 +235,3 @@ def has_external_file(tensor: TensorProto, folder: Path | None) -> bool:
     """Return whether the file of a tensor's external data may be there; files that are not must not be read."""
     location = {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
     return folder is None or os.path.exists(folder / location)
-
-
-def list_external_ranges(path: Path) -> list[tuple[str, int, int]]:
-    """Return (location, offset, length) of all external data of a model file, in the order of the bytes.
-
-    Locations are relative to the folder of the file. Nothing is read but the model itself.
-    """
-    graph = onnx.load(path, load_external_data=False).graph
-    tensors = [*graph.initializer, *(tensor for node in graph.node for tensor in iterate_tensors(node))]
-    ranges = set()
-    for tensor in tensors:
-        if tensor.data_location == TensorProto.EXTERNAL:
-            entries = {entry.key: entry.value for entry in tensor.external_data}
-            ranges.add((entries["location"], int(entries.get("offset") or 0), int(entries["length"])))
-    return sorted(ranges)

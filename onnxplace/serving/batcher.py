@@ -33,7 +33,6 @@ from onnxplace.errors import ExecutionError
 from onnxplace.feeds import Array
 from onnxplace.runtime import Result, RuntimeSession
 from onnxplace.runtimes.execution import ResultFuture, WaitList
-from onnxplace.serving.batching_options import Batching
 from onnxplace.utils import start_thread
 
 # Join the feeds of requests along the axes of their batch, and cut the outputs.
@@ -127,7 +126,7 @@ class BatchQueue:
     """The waiting requests by group, each group in the order of arrival. It knows no threads and no clock."""
 
     def __init__(self, max_batch: int, max_delay_seconds: float) -> None:
-        self._max_batch = max_batch
+        self.max_batch = max_batch
         self._max_delay_seconds = max_delay_seconds
         self._groups: dict[Hashable, deque[WaitingRequest]] = {}
 
@@ -185,7 +184,7 @@ class BatchQueue:
         for count, request in enumerate(waiting):
             # Order of arrival: a small request does not overtake a large one, which could wait forever.
             total += request.size
-            if total > self._max_batch:
+            if total > self.max_batch:
                 return max(count, 1)
         return len(waiting)
 
@@ -193,7 +192,7 @@ class BatchQueue:
         """Return whether no later request can join the first batch of a group."""
         count = self._count_joined(waiting)
         size = sum(waiting[index].size for index in range(count))
-        return count < len(waiting) or size >= self._max_batch or waiting[0].group is None
+        return count < len(waiting) or size >= self.max_batch or waiting[0].group is None
 
 
 # The thread checks this often whether its session still exists.
@@ -209,7 +208,7 @@ class Batcher:
         self,
         session: RuntimeSession,
         joiner: Joiner,
-        batching: Batching,
+        waiting: BatchQueue,
         max_in_flight: int,
         where: str,
         clock: Callable[[], float] = time.monotonic,
@@ -217,8 +216,8 @@ class Batcher:
         self._session, self._joiner, self._where, self._clock = session, joiner, where, clock
         self._max_in_flight = max_in_flight
         # While as many batches run as may, the requests of one more can wait.
-        self._max_requests = (max_in_flight + 1) * batching.max_batch
-        self._queue = BatchQueue(batching.max_batch, batching.max_delay_ms / 1000)
+        self._max_requests = (max_in_flight + 1) * waiting.max_batch
+        self._queue = waiting
         self._alone: deque[WaitingRequest] = deque()
         """Requests of failed batches, which run one by one."""
         self._running: dict[Future[Result], list[WaitingRequest]] = {}

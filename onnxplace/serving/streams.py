@@ -37,7 +37,9 @@ def stream_results(
                 except StopIteration:
                     has_more = False
                 except Exception as problem:  # noqa: BLE001 - raised when its turn comes
-                    pending.append(_failed_future(problem))
+                    failed: Future[Result] = Future()
+                    failed.set_exception(problem)
+                    pending.append(failed)
                     has_more = False
             if not pending:
                 return
@@ -48,9 +50,3 @@ def stream_results(
     finally:
         for future in pending:
             cancel(future)
-
-
-def _failed_future(problem: Exception) -> Future[Result]:
-    future: Future[Result] = Future()
-    future.set_exception(problem)
-    return future

@@ -248,8 +248,7 @@ def _check_options(step: Pass) -> None:
 
 def _random_states(step: Pass) -> Iterator[State]:
     """Yield states of several sizes, groups, clusters, memory limits and pins."""
-    unknown = [kind.__name__ for kind in step.requires if kind not in _RANDOM_FACTS]
-    if unknown:
+    if unknown := [kind.__name__ for kind in step.requires if kind not in _RANDOM_FACTS]:
         raise ValueError(f"random states have no {', '.join(unknown)}: give `states` to check pass {step.name!r}")
     extra_facts: tuple[Collection[type], ...] = ((), (Groups,), (Groups, Clusters))
     for seed, (nodes, facts, tight) in enumerate(product((0, 1, 2, 9, 24, 60), extra_facts, (False, True))):
@@ -270,17 +269,13 @@ def _apply_pass(step: Pass, state: State, where: str) -> State | str:
         return run_pass(step, state)
     except InfeasibleError as error:
         require(Placement in step.provides, f"{where}: it raised {error}, and is not a placer")
-        require(not _fits_anywhere(state), f"{where}: it raised {error}, and every device has room for everything")
+        needed = _sum_bytes(state[Profile].graph) if Profile in state else AMPLE_BYTES
+        pinned = Groups in state and bool((state[Groups].pinned >= 0).any())
+        fits_anywhere = not pinned and all(device.memory_bytes >= needed for device in state.target.devices)
+        require(not fits_anywhere, f"{where}: it raised {error}, and every device has room for everything")
         return str(error)
     except Exception as problem:
         raise AssertionError(f"{where}: {type(problem).__name__}: {problem}") from problem
-
-
-def _fits_anywhere(state: State) -> bool:
-    """Return whether any placement is feasible."""
-    needed = _sum_bytes(state[Profile].graph) if Profile in state else AMPLE_BYTES
-    pinned = Groups in state and bool((state[Groups].pinned >= 0).any())
-    return not pinned and all(device.memory_bytes >= needed for device in state.target.devices)
 
 
 def _describe(value: Any, path: str = "") -> dict[str, object]:

@@ -52,6 +52,11 @@ _WEIGHT: Array = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
 # Added to two rows. A sum with three of them fails on every device, while GPUs check no index of a Gather.
 _PAIR: Array = np.array([[0.5], [-0.25]], dtype=np.float32)
 
+_STATE_FEEDS: dict[str, Array] = {"x": np.ones(4, dtype=np.float32), "rows": np.zeros(2, dtype=np.int64)}
+_INITIAL_FEEDS: dict[str, Array] = {**_STATE_FEEDS, "total": np.full(4, -100, dtype=np.float32)}
+# Three rows in place of two let a segment of either model fail.
+_FAILING: dict[str, Array] = {"rows": np.zeros(3, dtype=np.int64)}
+
 
 def require(condition: bool, message: str) -> None:
     """Assert, even under `python -O`."""
@@ -164,10 +169,6 @@ def _make_feeds(number: int) -> dict[str, Array]:
     return {"x": x, "rows": np.array([number % 4, 3 - number % 4], dtype=np.int64)}
 
 
-def _make_failing_feeds() -> dict[str, Array]:
-    return {**_make_feeds(0), "rows": np.zeros(3, dtype=np.int64)}
-
-
 def _check_result(result: Result, number: int, computes: bool) -> None:
     require(result.seconds >= 0, f"request {number}: it took {result.seconds} seconds")
     if not computes:
@@ -210,16 +211,13 @@ def _check_close(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
         session.close()
     threads = sorted(thread.name for thread in set(threading.enumerate()) - before)
     require(not threads, f"threads are alive after close: {', '.join(threads)}")
-    try:
-        session.submit(_make_feeds(0)).result(TIMEOUT_SECONDS)
-    except ExecutionError:
-        return
-    raise AssertionError("a closed session accepted a request")
+    _check_closed(session, _make_feeds(0), "a closed session accepted a request")
 
 
 def _check_failure_and_cancellation(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     with runtime.open(bundle) as session:
-        before, failing, after = (session.submit(f) for f in (_make_feeds(1), _make_failing_feeds(), _make_feeds(2)))
+        failing_feeds = {**_make_feeds(0), **_FAILING}
+        before, failing, after = (session.submit(f) for f in (_make_feeds(1), failing_feeds, _make_feeds(2)))
         _check_failed(failing)
         _check_result(before.result(TIMEOUT_SECONDS), 1, computes)
         _check_result(after.result(TIMEOUT_SECONDS), 2, computes)
@@ -239,8 +237,7 @@ def _check_states(runtime: Runtime, bundle: Bundle) -> None:
 
     A reset and a failure forget them.
     """
-    feeds: dict[str, Array] = {"x": np.ones(4, dtype=np.float32), "rows": np.zeros(2, dtype=np.int64)}
-    initial = {**feeds, "total": np.full(4, -100, dtype=np.float32)}
+    feeds, initial = _STATE_FEEDS, _INITIAL_FEEDS
     with runtime.open(bundle) as session:
         futures = [session.submit(initial if number == 0 else feeds) for number in range(20)]
         for number, future in enumerate(futures):
@@ -250,7 +247,7 @@ def _check_states(runtime: Runtime, bundle: Bundle) -> None:
         session.states.reset()
         _check_no_state(session.submit(feeds), "a reset")
         _check_total(session.submit(initial).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
-        failing, after = session.submit({**feeds, "rows": np.zeros(3, dtype=np.int64)}), session.submit(feeds)
+        failing, after = session.submit({**feeds, **_FAILING}), session.submit(feeds)
         _check_failed(failing)
         _check_no_state(after, "a failure")
         _check_total(session.submit(initial).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
@@ -258,8 +255,7 @@ def _check_states(runtime: Runtime, bundle: Bundle) -> None:
 
 def _check_conversations(runtime: Runtime, bundle: Bundle) -> None:
     """Check that conversations do not share states, and that a failure or the end of one leaves the others."""
-    feeds: dict[str, Array] = {"x": np.ones(4, dtype=np.float32), "rows": np.zeros(2, dtype=np.int64)}
-    initial = {**feeds, "total": np.full(4, -100, dtype=np.float32)}
+    feeds, initial = _STATE_FEEDS, _INITIAL_FEEDS
     session = runtime.open(bundle)
     try:
         conversations = [session.open_conversation() for _ in range(2)]
@@ -272,25 +268,24 @@ def _check_conversations(runtime: Runtime, bundle: Bundle) -> None:
         for index, (_, future) in enumerate(futures):
             _check_total(future.result(TIMEOUT_SECONDS), index // len(users) + 1, {"y", "picked"})
         first, second = conversations
-        failing = first.submit({**feeds, "rows": np.zeros(3, dtype=np.int64)})
-        _check_failed(failing)
+        _check_failed(first.submit({**feeds, **_FAILING}))
         _check_no_state(first.submit(feeds), "a failure")
         _check_total(second.submit(feeds).result(TIMEOUT_SECONDS), 10, {"y", "picked"})
         last = second.submit(feeds)
         second.close()
         _check_total(last.result(TIMEOUT_SECONDS), 11, {"y", "picked"})  # closing did not end it
-        _check_closed(second, initial, "conversation")
+        _check_closed(second, initial, "a conversation accepted a request after the end of its conversation")
         _check_total(session.submit(feeds).result(TIMEOUT_SECONDS), 10, {"y", "picked"})
         session.close()
-        _check_closed(first, initial, "session")
+        _check_closed(first, initial, "a conversation accepted a request after the end of its session")
 
 
-def _check_closed(session: RuntimeSession, feeds: Mapping[str, Array], what: str) -> None:
+def _check_closed(session: RuntimeSession, feeds: Mapping[str, Array], message: str) -> None:
     try:
         session.submit(feeds).result(TIMEOUT_SECONDS)
     except ExecutionError:
         return
-    raise AssertionError(f"a conversation accepted a request after the end of its {what}")
+    raise AssertionError(message)
 
 
 def _check_total(result: Result, requests: int, names: Collection[str]) -> None:

@@ -1,9 +1,7 @@
-from onnxplace.runtimes.execution.bells import count_pauses as count_pauses, exchanges_often as exchanges_often
 from onnxplace.runtimes.execution.bound_memory import BoundMemory as BoundMemory
 from onnxplace.runtimes.execution.compiled_wait import (
-    AddAndRing as AddAndRing,
-    RingAndWait as RingAndWait,
-    bind_load as bind_load,
+    NotifyAndWait as NotifyAndWait,
+    compile_function as compile_function,
 )
 from onnxplace.runtimes.execution.device_streams import DeviceTensor as DeviceTensor, StreamValue as StreamValue
 from onnxplace.runtimes.execution.engine import (
@@ -12,7 +10,6 @@ from onnxplace.runtimes.execution.engine import (
     Engine as Engine,
 )
 from onnxplace.runtimes.execution.failures import describe_step_failure as describe_step_failure
-from onnxplace.runtimes.execution.fallback import Fallback as Fallback
 from onnxplace.runtimes.execution.futures import Outcome as Outcome, ResultFuture as ResultFuture, WaitList as WaitList
 from onnxplace.runtimes.execution.host_memory import HostMemory as HostMemory
 from onnxplace.runtimes.execution.programs import (
@@ -26,6 +23,7 @@ from onnxplace.runtimes.execution.requests import (
     Request as Request,
 )
 from onnxplace.runtimes.execution.segments import (
+    Fallback as Fallback,
     OpenRoute as OpenRoute,
     OpenSegment as OpenSegment,
     PlacedDevice as PlacedDevice,
@@ -33,4 +31,5 @@ from onnxplace.runtimes.execution.segments import (
     open_routes as open_routes,
 )
 from onnxplace.runtimes.execution.sessions import EngineSession as EngineSession
+from onnxplace.runtimes.execution.wakeups import count_pauses as count_pauses, exchanges_often as exchanges_often
 from onnxplace.runtimes.execution.workers import Worker as Worker, WorkerThread as WorkerThread

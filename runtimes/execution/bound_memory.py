@@ -99,15 +99,15 @@ class BoundMemory(DeviceMemory):
             return value
         return self._lock.call(lambda: np.array(value.value.numpy()))
 
-    def receive(self, parcel: Any, source: DeviceMemory) -> Any:
-        """Return a parcel as an OrtValue in the host's memory, which runs upload."""
+    def receive(self, sent: Any, source: DeviceMemory) -> Any:
+        """Return a sent value as an OrtValue in the host's memory, which runs upload."""
         if source.runs_ahead:  # the copy was enqueued when the value was sent
-            return to_ort_value_if_possible(source.fetch(parcel))
-        return to_ort_value_if_possible(source.read(parcel) if is_copyable_tensor(parcel) else parcel)
+            return to_ort_value_if_possible(source.fetch(sent))
+        return to_ort_value_if_possible(source.read(sent) if is_copyable_tensor(sent) else sent)
 
-    def read(self, parcel: Any) -> Any:
-        """Return a parcel as numpy; `send` has brought it to the host."""
-        return to_python(parcel)
+    def read(self, sent: Any) -> Any:
+        """Return a sent value as numpy; `send` has brought it to the host."""
+        return to_python(sent)
 
     def to_host(self, value: Any) -> Any:
         """Return a value of any type in the host's memory."""

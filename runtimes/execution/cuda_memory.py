@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any
 
 from onnxplace.errors import ExecutionError
-from onnxplace.runtimes.execution.device_streams import DeviceTensor, Driver, DriverError
+from onnxplace.runtimes.execution.device_streams import DeviceTensor, Driver, DriverError, RunOutput
 from onnxplace.runtimes.execution.host_memory import detach_value
-from onnxplace.runtimes.execution.stream_memory import RunOutput, SessionPlaces, StreamMemory
+from onnxplace.runtimes.execution.stream_memory import SessionPlaces, StreamMemory
 
 # CUDA's streams, events and copies, by NVIDIA's Python package cuda-bindings. Not run on a GPU yet.
 

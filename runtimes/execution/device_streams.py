@@ -327,8 +327,8 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class DeviceTensor:
-    """A tensor in the memory of a device."""
+class RunOutput:
+    """An output of an enqueued run: a tensor that will be complete in its device's memory."""
 
     address: int
     size: int
@@ -338,10 +338,16 @@ class DeviceTensor:
     data_type: str
     """ONNX Runtime's name, such as `tensor(float)`."""
     shape: tuple[int, ...]
-    device: int
-    """The driver's number of the device that holds it."""
     owner: Any
     """Keeps the memory: an Allocation, or an OrtValue with its session."""
+
+
+@dataclass(frozen=True)
+class DeviceTensor(RunOutput):
+    """A tensor in the memory of a device."""
+
+    device: int
+    """The driver's number of the device that holds it."""
     home: WorkQueue
     """Its memory may be reused by work that is enqueued here after its last reference is dropped."""
     ready: Mark

@@ -9,7 +9,7 @@ A request passes through these steps:
 4. *Delivered*: the device that finishes last stores the states, frees the slot, and completes the future.
 
 A failure, a timeout or a cancellation ends it at every device: ONNX Runtime stops at the end of a node, and what waits
-for a value is woken. It still takes its turn at step 4, so that its devices are free again.
+for a value is woken. It still passes step 4, so that its devices are free again.
 
 A request is admitted, left and finished by single steps that an interrupt of the main thread cannot tear apart. All
 steps that end a request may be repeated.
@@ -33,16 +33,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from onnxplace.bundle import Bundle
-from onnxplace.errors import ExecutionError, RunTimeoutError
+from onnxplace.errors import ExecutionError
 from onnxplace.feeds import Array
 from onnxplace.machine import end_openings, find_processes, interruptible, prepare_interrupts, require_interpreter
 from onnxplace.runtime import CopyStatus, Result, forked_session_error, run_timeout_error
-from onnxplace.runtimes.execution.bells import CALLERS
-from onnxplace.runtimes.execution.fallback import Fallback
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.host_memory import HostMemory, return_freed_memory
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
-from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice, choose_route
+from onnxplace.runtimes.execution.segments import Fallback, OpenRoute, OpenSegment, PlacedDevice, choose_route
+from onnxplace.runtimes.execution.wakeups import CALLERS
 from onnxplace.runtimes.execution.workers import Worker, WorkerThread, WorkLoop
 from onnxplace.utils import start_thread
 
@@ -109,24 +108,24 @@ class Engine(WorkLoop):
         first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
         self._first_device = devices.get(first)
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
-        self._conversations = weakref.WeakSet((self._states,))
+        self._conversations = weakref.WeakSet((self.own_states,))
         """Sets of states that are freed with the session; an own set belongs to the handle of its conversation."""
         if worker is not None:
             worker.engine = self
-            self._use_one_device(*devices.values())
+            self._first_device = next(iter(devices.values()))
+            self._take_values_as_of(self._first_device)
         work = self.work if worker is None else worker.work
         # One thread per device follows programs; devices that run ahead have one more, which waits for their results.
         self._workers = [WorkerThread(device, work) for device in devices.values()]
-        self._workers += [WorkerThread(devices[device], self.deliver, " deliveries") for device in self._deliveries]
+        self._workers += [WorkerThread(devices[device], self.complete, " deliveries") for device in self._enqueued]
         self._workers += [WorkerThread(item.device, item.read, WEIGHTS_PART) for item in self._weight_loaders.values()]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
 
-    def _use_one_device(self, device: PlacedDevice) -> None:
+    def _take_values_as_of(self, device: PlacedDevice) -> None:
         """Take all values for those of one device."""
         merged = {name: value for names in self._state_table.value_names.values() for name, value in names.items()}
         self._state_table.value_names = {device.id: merged} if merged else {}
         self._producers = dict.fromkeys(self._producers, device.id)
-        self._first_device = device
 
     def start(self) -> None:
         """Start the workers; an interrupt meanwhile ends those that have started."""
@@ -141,7 +140,7 @@ class Engine(WorkLoop):
             raise
 
     def list_copies(self) -> tuple[CopyStatus, ...]:
-        """Return the bundle as its one copy, if processes of its own run it, which are opened again."""
+        """Return the bundle as its one copy, if its own processes run it, which are opened again."""
         owner = next((device.memory.address.owner for device in self._devices.values()), "")
         if not (processes := find_processes(owner)):
             return ()
@@ -201,10 +200,14 @@ class Engine(WorkLoop):
             self._admit(request, self._first_device if does_part else None, deadline)
             if request.callers_device:
                 device = self._devices[request.callers_device]
-                self._run_callers_part(device, request)
+                if self.worker is not None:
+                    self.worker.run_part(request)
+                else:
+                    with interruptible(request.stop):
+                        self._run_part(device, request)
                 self.finish_part(request, device.id)
-                if device.id in self._bells:
-                    self._bells[device.id].watch(lambda: request.future.is_finished, self._bells[CALLERS])
+                if device.id in self._wakeup_flags:
+                    self._wakeup_flags[device.id].watch(lambda: request.future.is_finished, self._wakeup_flags[CALLERS])
             return request.future.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except BaseException as failure:
             try:
@@ -215,14 +218,6 @@ class Engine(WorkLoop):
             if reason is failure:
                 raise
             raise reason from None
-
-    def _run_callers_part(self, device: PlacedDevice, request: Request) -> None:
-        """Do a device's part of a request in the thread of its caller."""
-        if self.worker is not None:
-            self.worker.run_part(request)
-            return
-        with interruptible(request.stop):
-            self._run_part(device, request)
 
     def _admit(self, request: Request, callers_device: PlacedDevice | None, deadline: float | None) -> None:
         """Put a request in flight; its caller does the part of `callers_device` if no other is in flight.
@@ -243,8 +238,8 @@ class Engine(WorkLoop):
     def _try_admit(self, request: Request, callers_device: PlacedDevice | None) -> threading.Lock | None:
         """Put a request in flight; returns a lock to wait for if no slot is free."""
         with self.lock:
-            if self._broken is not None:
-                raise self._broken
+            if self.failure is not None:
+                raise self.failure
             if self._closed:
                 raise ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
             if (conversation := request.conversation).closed:
@@ -296,15 +291,13 @@ class Engine(WorkLoop):
         if request.future.is_finished:
             self._wake()  # an interrupt may have kept `finish_part` from it
             return failure
-        reason = self._timeout_error(request, timeout) if isinstance(failure, TimeoutError) else failure
-        self._cancel(request, reason)
-        return reason
-
-    def _timeout_error(self, request: Request, timeout: float | None) -> RunTimeoutError:
-        admitted = request.number in self._in_flight
-        waiting = f"{len(self._in_flight)} requests before it are in flight"
-        progress = request.describe_progress() if admitted else waiting
-        return run_timeout_error(timeout, progress, str(self.bundle.path))
+        if isinstance(failure, TimeoutError):
+            admitted = request.number in self._in_flight
+            waiting = f"{len(self._in_flight)} requests before it are in flight"
+            progress = request.describe_progress() if admitted else waiting
+            failure = run_timeout_error(timeout, progress, str(self.bundle.path))
+        self._cancel(request, failure)
+        return failure
 
     # -- lost devices -------------------------------------------------------------------------------------
 
@@ -341,18 +334,13 @@ class Engine(WorkLoop):
 
     # -- conversations ------------------------------------------------------------------------------------
 
-    @property
-    def own_states(self) -> CarriedStates:
-        """Return the states of requests outside of conversations."""
-        return self._states
-
     def open_conversation(self) -> CarriedStates:
         """Return an own set of states; its requests do not wait for those of others."""
         self._require_own_process()
         conversation = CarriedStates(self._state_table, next(self._conversation_numbers))
         with self.lock:
             if self._closed:
-                raise self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
+                raise self.failure or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
             self._conversations.add(conversation)
         return conversation
 
@@ -383,7 +371,7 @@ class Engine(WorkLoop):
         while True:
             with self.lock:
                 if self._closed or conversation.closed:
-                    raise self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
+                    raise self.failure or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
                 if not self._is_busy(conversation):
                     return act()
                 wakeup = self._request_changes.enter()

@@ -45,14 +45,30 @@ class WaitList:
             self._locks.pop(wakeup, None)
 
 
-class Outcome:
-    """The result of a request whose caller waits for it: less than a future, and 5 us cheaper."""
+class _Awaited:
+    """The end of a request, for which threads wait."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.is_finished = False
         """Whether the result or the failure is set."""
-        self._value: tuple[Result | None, BaseException | None] = (None, None)
         self._wait_list = WaitList()
+
+    def _wait(self, timeout: float | None) -> None:
+        """Wait for the result or the failure; raises TimeoutError."""
+        if self.is_finished:
+            return
+        wakeup = self._wait_list.enter()
+        if not self.is_finished:  # it may have been set before this thread entered
+            wakeup.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+        if not self.is_finished:
+            raise TimeoutError
+
+
+class Outcome(_Awaited):
+    """The result of a request whose caller waits for it: less than a future, and 5 us cheaper."""
+
+    _value: tuple[Result | None, BaseException | None] = (None, None)
 
     def finish(self, result: Result | None, failure: BaseException | None) -> None:
         """Set the result or the failure, and wake the waiting thread; what was set first stays."""
@@ -63,12 +79,7 @@ class Outcome:
 
     def result(self, timeout: float | None = None) -> Result:
         """Return the result; raises the failure, or TimeoutError."""
-        if not self.is_finished:
-            wakeup = self._wait_list.enter()
-            if not self.is_finished:  # it may have been set before this thread entered
-                wakeup.acquire(timeout=-1 if timeout is None else max(timeout, 0))
-            if not self.is_finished:
-                raise TimeoutError
+        self._wait(timeout)
         result, failure = self._value
         if failure is not None:
             raise failure
@@ -76,7 +87,7 @@ class Outcome:
         return result
 
 
-class ResultFuture(Future[Result]):
+class ResultFuture(_Awaited, Future[Result]):
     """A running future, which cannot be cancelled.
 
     Python's own future keeps its lock locked if Ctrl-C interrupts `result()` at a bad moment, and the worker that
@@ -86,8 +97,6 @@ class ResultFuture(Future[Result]):
     def __init__(self) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
-        self._finished = False
-        self._wait_list = WaitList()
         self._callbacks: deque[Callable[[Future[Result]], object]] = deque()
 
     def finish(self, result: Result | None, failure: BaseException | None) -> None:
@@ -102,7 +111,7 @@ class ResultFuture(Future[Result]):
         else:
             assert result is not None
             self.set_result(result)
-        self._finished = True
+        self.is_finished = True
         self._wait_list.wake()
         self._run_callbacks()
 
@@ -119,13 +128,8 @@ class ResultFuture(Future[Result]):
     def add_done_callback(self, callback: Callable[[Future[Result]], object]) -> None:
         """Call `callback(future)` when it is done, or now if it is; see `call_guarded`."""
         self._callbacks.append(callback)
-        if self._finished:
+        if self.is_finished:
             self._run_callbacks()
-
-    @property
-    def is_finished(self) -> bool:
-        """Return whether the result or the failure is set."""
-        return self._finished
 
     def _run_callbacks(self) -> None:
         while self._callbacks:
@@ -134,12 +138,3 @@ class ResultFuture(Future[Result]):
             except IndexError:  # another thread was faster
                 return
             call_guarded(callback, self)
-
-    def _wait(self, timeout: float | None) -> None:
-        if self._finished:
-            return
-        wakeup = self._wait_list.enter()
-        if not self._finished:  # it may have been set before this thread entered
-            wakeup.acquire(timeout=-1 if timeout is None else max(timeout, 0))
-        if not self._finished:
-            raise TimeoutError

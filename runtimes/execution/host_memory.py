@@ -47,18 +47,14 @@ def register_shared_arena() -> None:
     Without a limit, a request for more doubles the size of the arena's next block until it would hold that request. The
     next small one then reserves as much as the system gives, with a table of 3 % of it that is really used.
     """
-    runtime = import_onnxruntime()
-    memory = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
-    runtime.create_and_register_allocator(memory, runtime.OrtArenaCfg({"max_mem": _total_memory_bytes()}))
-
-
-def _total_memory_bytes() -> int:
-    """Return the memory and swap space of this machine."""
     import psutil
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a container without statistics of its swap space
-        return int(psutil.virtual_memory().total + psutil.swap_memory().total)
+        limit = int(psutil.virtual_memory().total + psutil.swap_memory().total)
+    runtime = import_onnxruntime()
+    memory = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
+    runtime.create_and_register_allocator(memory, runtime.OrtArenaCfg({"max_mem": limit}))
 
 
 def return_freed_memory(weights_bytes: int) -> None:
@@ -93,20 +89,6 @@ def run_bound(
         binding.bind_output(name, kind, index)
     session.run_with_iobinding(binding, options)
     return [detach_value(value) for value in binding.get_outputs()]
-
-
-def run_into(session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any], options: Any) -> None:
-    """Run a session on arrays of types that numpy has, and let it compute its outputs in such arrays.
-
-    A binding would do the same in 40 us more. Raises an error of ONNX Runtime if an output has another shape.
-    """
-    state = import_onnxruntime().capi._pybind_state
-    host = state.OrtDevice(state.OrtDevice.cpu(), state.OrtDevice.default_memory(), 0)
-    vectors = state.OrtValueVector(), state.OrtValueVector()
-    for vector, arrays in zip(vectors, (inputs, outputs)):
-        for array in arrays.values():
-            vector.push_back(state.OrtValue.ortvalue_from_numpy(array, host))
-    session.run_with_ortvaluevector(options, list(inputs), vectors[0], list(outputs), vectors[1], [host] * len(outputs))
 
 
 def detach_value(value: Any) -> Any:
@@ -147,18 +129,18 @@ class HostMemory(DeviceMemory):
         """Return the value itself: the destination copies it."""
         return value
 
-    def receive(self, parcel: Any, source: DeviceMemory) -> Any:
+    def receive(self, sent: Any, source: DeviceMemory) -> Any:
         """Return a copy; values other than plain tensors are shared, as they never change."""
         if source.runs_ahead:  # the copy was enqueued when the value was sent
-            return source.fetch(parcel)
-        if not (is_native_array(parcel) or is_copyable_tensor(parcel)):
-            return parcel
-        copied = np.array(to_python(parcel))
+            return source.fetch(sent)
+        if not (is_native_array(sent) or is_copyable_tensor(sent)):
+            return sent
+        copied = np.array(to_python(sent))
         return copied if is_native_array(copied) else to_ort_value(copied)
 
-    def read(self, parcel: Any) -> Any:
+    def read(self, sent: Any) -> Any:
         """Return a value as numpy."""
-        return to_python(parcel)
+        return to_python(sent)
 
     def keep(self, value: Any) -> Any:
         """Return a copy: sequences and optionals may refer to memory of feeds."""

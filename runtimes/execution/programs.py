@@ -14,10 +14,10 @@ from onnxplace.bundle import Bundle, Step
 from onnxplace.errors import OnnxplaceError
 from onnxplace.machine import count_bytes, is_foreign_error
 from onnxplace.runtime import Event, EventKind
-from onnxplace.runtimes.execution.bells import Bell
 from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
 from onnxplace.runtimes.execution.requests import CancelledError, Request, StateTable
-from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
+from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice
+from onnxplace.runtimes.execution.wakeups import WakeupFlag
 from onnxplace.runtimes.execution.weight_files import WeightFiles
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ class ProgramLoop(ABC):
     Args:
         bundle: An open bundle.
         devices: The devices whose programs are followed here, by id.
-        homes: The devices that have programs, of which others may follow those on further routes.
-        segments: Open segments, by id.
+        routes: All routes, the first of which has each program on its own device.
         trace: Whether activities are recorded.
     """
 
@@ -42,16 +41,15 @@ class ProgramLoop(ABC):
         self,
         bundle: Bundle,
         devices: Mapping[str, PlacedDevice],
-        homes: Sequence[str],
-        segments: Mapping[str, OpenSegment],
+        routes: Sequence[OpenRoute],
         trace: bool,
     ) -> None:
         self.bundle = bundle
         self._devices = devices
         self._trace = trace
-        self._bells: dict[str, Bell] = {}
-        self._segments = segments
-        self._index_values(bundle, homes)
+        self._wakeup_flags: dict[str, WakeupFlag] = {}
+        self._routes = routes
+        self._index_values()
         self._state_table = StateTable(bundle)
         self._weight_files = WeightFiles(bundle, [item.memory.address for item in devices.values()])
         self._weight_loaders: dict[tuple[str, str], WeightLoader] = {}
@@ -61,9 +59,9 @@ class ProgramLoop(ABC):
 
             self._weight_loaders = open_weight_loaders(self._weight_files, devices, trace)
 
-    def _index_values(self, bundle: Bundle, homes: Sequence[str]) -> None:
+    def _index_values(self) -> None:
         """Build the tables of values that each request needs; those by device are by the home of its program."""
-        manifest = bundle.manifest
+        manifest, homes = self.bundle.manifest, self._routes[0].devices
         self._types = {item.name: item.dtype for item in manifest.inputs}
         self._inputs = set(self._types)
         self._read_inputs = {
@@ -71,11 +69,10 @@ class ProgramLoop(ABC):
             for device in homes
         }
         producers = {value: segment.device for segment in manifest.segments for value in segment.outputs}
-        self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
+        self._returned_names = frozenset(item.name for item in self.bundle.returned_outputs)
         returned = dict.fromkeys(item.value for item in manifest.outputs if item.name in self._returned_names)
-        self._owns_buffers = {
-            name: item.owns_buffers for item in self._segments.values() for name in item.record.outputs
-        }
+        segments = [item for route in self._routes for item in route.segments.values()]
+        self._owns_buffers = {name: item.owns_buffers for item in segments for name in item.record.outputs}
         self._producers = producers
         self._returned_values = {device: [v for v in returned if producers.get(v) == device] for device in homes}
         self._outputs = [(item.name, item.value) for item in manifest.outputs]
@@ -98,7 +95,7 @@ class ProgramLoop(ABC):
 
     def _follow_steps(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> Iterator[Condition]:
         home = request.route.programs[device.id]
-        bell = self._bells.get(device.id)
+        flag = self._wakeup_flags.get(device.id)
         stored, states = self.take_states(request), self._state_table.value_names.get(home, {})
         values = {
             name: device.memory.feed(request.feeds[name], self._types[name])
@@ -115,8 +112,8 @@ class ProgramLoop(ABC):
                 continue
             request.current_steps[device.id] = step
             if step.op == "run":
-                if bell is not None:
-                    bell.ring()
+                if flag is not None:
+                    flag.notify()
                 self.run_segment(device, request.route.segments[step.segment], values, request)
             elif step.op == "send":
                 self._send(device, step, values[step.value], request)
@@ -128,32 +125,34 @@ class ProgramLoop(ABC):
             for name, value in self._outputs:
                 if name in request.output_names and value in values and self._producers.get(value) == home:
                     request.outputs[value] = device.memory.send(values[value], None)
-        next_states = {name: values[value] for name, value in states.items()}
-        request.next_states.update(
-            {name: self._detach(device, states[name], value) for name, value in next_states.items()}
-        )
+        # Sequences and optionals may refer to memory of the feeds, which states outlive.
+        next_states = {
+            name: values[value] if self._owns_buffers[value] else device.memory.keep(values[value])
+            for name, value in states.items()
+        }
+        request.next_states.update(next_states)
         if device.memory.runs_ahead:
             request.checkpoints.append((device.memory, device.id, device.memory.checkpoint()))
 
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Deliver a value to another device."""
-        began = time.perf_counter()
-        parcel = device.memory.send(value, self._find_peer(step, request).memory)
+        start = time.perf_counter()
+        sent = device.memory.send(value, self._find_peer(step, request).memory)
         if device.memory.is_asynchronous:
-            self._record(request, device, "copy", step.value, began, value)
-        request.deliver(step.value, step.peer, parcel)
-        if (bell := self._bells.get(device.id)) is not None:
-            bell.plan_ring(self._bells[request.route.devices[step.peer]])
+            self._record(request, device, "copy", step.value, start, value)
+        request.deliver(step.value, step.peer, sent)
+        if (flag := self._wakeup_flags.get(device.id)) is not None:
+            flag.plan_notification(self._wakeup_flags[request.route.devices[step.peer]])
 
     def _receive(self, device: PlacedDevice, step: Step, request: Request) -> Generator[Condition, None, Any]:
         """Wait for a value of another device, and return it as a value on this one."""
         yield from ()  # this thread waits itself
-        began = time.perf_counter()
-        arrived = request.receive(step.value, request.route.programs[device.id], self._bells.get(device.id))
-        self._record(request, device, "wait", step.value, began)
-        began = time.perf_counter()
+        start = time.perf_counter()
+        arrived = request.receive(step.value, request.route.programs[device.id], self._wakeup_flags.get(device.id))
+        self._record(request, device, "wait", step.value, start)
+        start = time.perf_counter()
         value = device.memory.receive(arrived, self._find_peer(step, request).memory)
-        self._record(request, device, "copy", step.value, began, value)
+        self._record(request, device, "copy", step.value, start, value)
         return value
 
     def _find_peer(self, step: Step, request: Request) -> PlacedDevice:
@@ -162,9 +161,11 @@ class ProgramLoop(ABC):
 
     def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
         """Run one segment; raises ExecutionError naming segment and device."""
+        loader = None
         if segment.record.streamed:
-            self._take_weights(device, segment, values, request)
-        began = time.perf_counter()
+            loader = self._weight_loaders[device.id, request.route.programs[device.id]]
+            self._take_weights(loader, segment, values, request)
+        start = time.perf_counter()
         try:
             segment.run(values, request.kept_alive, request.options)
             if self._trace and device.memory.is_asynchronous:
@@ -176,55 +177,41 @@ class ProgramLoop(ABC):
                 raise
             raise describe_segment_failure(problem, segment.record, self.bundle.manifest, device.id) from problem
         finally:
-            if segment.record.streamed:
-                self._release_weights(device, segment, values, request)
-        self._record(request, device, "run", segment.record.id, began)
+            if loader is not None:
+                for name in segment.record.streamed:
+                    values.pop(name, None)
+                loader.release(device.memory.checkpoint() if device.memory.runs_ahead else None)
+        self._record(request, device, "run", segment.record.id, start)
 
     def _take_weights(
-        self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request
+        self, loader: WeightLoader, segment: OpenSegment, values: dict[str, Any], request: Request
     ) -> None:
         """Add the weights of a segment that stream to the values on its device; waits for them."""
-        began, name = time.perf_counter(), segment.record.id
-        loader = self._weight_loaders[device.id, request.route.programs[device.id]]
+        start, name, device = time.perf_counter(), segment.record.id, loader.device
         weights = loader.take(name, request)
         # What is not a plain tensor may refer to its inputs after the run.
         values |= weights if segment.owns_buffers else {key: device.memory.keep(item) for key, item in weights.items()}
-        self._record(request, device, "wait", name, began)
+        self._record(request, device, "wait", name, start)
         for load in loader.pop_loads():
             if load.finish > request.start_time:  # else it was read before, for the first request
-                self._add_event(request, device, "load", load.segment, load.start, load.finish, load.bytes)
-
-    def _release_weights(
-        self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request
-    ) -> None:
-        """Take weights that stream from the values again, whose room is then free for others."""
-        for name in segment.record.streamed:
-            values.pop(name, None)
-        loader = self._weight_loaders[device.id, request.route.programs[device.id]]
-        loader.release(device.memory.checkpoint() if device.memory.runs_ahead else None)
-
-    def _detach(self, device: PlacedDevice, name: str, value: Any) -> Any:
-        """Return a value that outlives its request: sequences and optionals may refer to memory of its feeds."""
-        return value if self._owns_buffers[name] else device.memory.keep(value)
+                self._record(request, device, "load", load.segment, load.start, load.bytes, load.finish)
 
     def _record(
-        self, request: Request, device: PlacedDevice, kind: EventKind, name: str, began: float, value: Any = None
-    ) -> None:
-        """Note what a device did from `began` until now, such as a copy of `value`; does nothing without a trace."""
-        if self._trace:
-            size = count_bytes(value) if kind == "copy" else None
-            self._add_event(request, device, kind, name, began, time.perf_counter(), size)
-
-    def _add_event(
         self,
         request: Request,
         device: PlacedDevice,
         kind: EventKind,
         name: str,
         start: float,
-        finish: float,
-        size: int | None,
+        moved: Any = None,
+        finish: float | None = None,
     ) -> None:
+        """Note what a device did, by default until now; does nothing without a trace.
+
+        `moved` is a value that was copied, or a number of bytes.
+        """
+        if not self._trace:
+            return
         origin = request.start_time
         request.events.append(
             Event(
@@ -232,12 +219,12 @@ class ProgramLoop(ABC):
                 kind=kind,
                 name=name,
                 start_seconds=max(start - origin, 0.0),
-                finish_seconds=finish - origin,
+                finish_seconds=(time.perf_counter() if finish is None else finish) - origin,
                 request=request.number,
                 submitted_seconds=origin,
                 route=request.route.index,
                 conversation=request.conversation.number,
-                bytes=size,
+                bytes=moved if isinstance(moved, int) else count_bytes(moved),
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onnxplace.bundle import Bundle, Step
 from onnxplace.devices import DeviceMemory
@@ -13,12 +13,9 @@ from onnxplace.errors import FeedError
 from onnxplace.feeds import Array, check_shape
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtime import Event
-from onnxplace.runtimes.execution.bells import Bell
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture, WaitList
 from onnxplace.runtimes.execution.segments import OpenRoute
-
-if TYPE_CHECKING:
-    from onnxplace.runtimes.execution.segments import OpenRoute
+from onnxplace.runtimes.execution.wakeups import WakeupFlag
 
 # Carried states: values that one request leaves on its device for the next.
 
@@ -55,7 +52,7 @@ class StateTable:
 class CarriedStates:
     """The states of one conversation, stored between its requests, by state input.
 
-    Its requests take and store them in turn, under the lock of the engine.
+    Its requests take and store them one after the other, under the lock of the engine.
     """
 
     def __init__(self, table: StateTable, number: int = 0) -> None:
@@ -172,7 +169,7 @@ class Request:
         self.future = future
         self.start_time = time.perf_counter()
         self.replacements = 0
-        """How many lost devices had been replaced when it began."""
+        """How many lost devices had been replaced when it started."""
         self._lock = threading.Lock()
         self.begin()
 
@@ -183,12 +180,12 @@ class Request:
         """Devices that have not finished their part."""
         self.callers_device = ""
         """The device whose program the thread of the caller follows; empty if it follows none."""
-        self.deliverer = ""
-        """The device that finished last, whose thread completes the future."""
+        self.completed_by = ""
+        """The device that finished last, whose thread then completes the future."""
         self.resets_states = False
         """Whether states were reset since the previous request."""
         self.states: dict[str, Any] | None = None
-        """States of the previous request, by state input; None until it is this request's turn."""
+        """States of the previous request, by state input; None until this request is ready."""
         self.next_states: dict[str, Any] = {}
         """States for the next request, by state input."""
         self.outputs: dict[str, Any] = {}
@@ -214,14 +211,14 @@ class Request:
             self._arrived[device][value_name] = value
         self._wait_lists[device].wake()
 
-    def receive(self, value_name: str, device: str, bell: Bell | None = None) -> Any:
-        """Watch the bell if there is one, then sleep, until a value has arrived for a device's program.
+    def receive(self, value_name: str, device: str, flag: WakeupFlag | None = None) -> Any:
+        """Watch the flag if there is one, then sleep, until a value has arrived for a device's program.
 
         Raises CancelledError when the request has failed elsewhere.
         """
         arrived, wait_list = self._arrived[device], self._wait_lists[device]
-        if bell is not None and value_name not in arrived:
-            bell.watch(lambda: value_name in arrived or self.failure is not None)
+        if flag is not None and value_name not in arrived:
+            flag.watch(lambda: value_name in arrived or self.failure is not None)
         while True:
             with self._lock:
                 if self.failure is not None:

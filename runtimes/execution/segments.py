@@ -1,4 +1,4 @@
-"""Devices, open segments and routes as workers use them: move values to a device, call a segment, choose a route."""
+"""Devices, open segments and routes as workers use them, and the device that takes over from others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle import Bundle, SegmentRecord, SizedRecord, list_routes
-from onnxplace.devices import DeviceMemory, find_kind, import_memory, is_isolated
-from onnxplace.errors import BundleError, Diagnostic, ModelError, NoteWarning, OnnxplaceError
+from onnxplace.devices import DeviceAddress, DeviceMemory, find_kind, import_memory, is_isolated
+from onnxplace.errors import (
+    BundleError,
+    Diagnostic,
+    ExecutionError,
+    FallbackWarning,
+    ModelError,
+    NoteWarning,
+    OnnxplaceError,
+)
 from onnxplace.machine import (
     assign_cores,
     available_cores,
     describe_optimiser,
     is_absent,
-    is_foreign_error,
     is_native_type,
     make_session_options,
     open_in_threads,
@@ -34,7 +41,8 @@ from onnxplace.machine import (
     uses_optimisations,
     without_optimisations,
 )
-from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory, run_into
+from onnxplace.ort import build_one_node_model
+from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory
 from onnxplace.target import Device
 from onnxplace.utils import call_guarded, format_milliseconds
 
@@ -86,37 +94,21 @@ class OpenSegment:
         self, record: SegmentRecord, session: Any, device: PlacedDevice, leaving: Collection[str] = ()
     ) -> None:
         self.record = record
-        self._session = session
-        self._device = device
+        self.session = session
+        self.device = device
         types = [item.type for item in (*session.get_inputs(), *session.get_outputs())]
         self.owns_buffers = all(kind.startswith("tensor(") and kind != "tensor(string)" for kind in types)
         """Whether all inputs and outputs are tensors whose bytes ONNX Runtime owns."""
         self._maps = any("map(" in kind for kind in types)  # these exist only as Python objects
-        self._native = device.kind.is_host and all(is_native_type(kind) for kind in types)
+        self.is_native = device.kind.is_host and all(is_native_type(kind) for kind in types)
         self._inputs, self._names = (*record.inputs, *record.streamed), list(record.outputs)
         self._leaving = leaving
-        self._placed: Collection[str] = ()
-        """Outputs that `_allocate` makes arrays for."""
-        self._rooms: tuple[list[Any], dict[str, Callable[[], Any]]] | None = None
-        """Shapes of the inputs of the last run, and what makes arrays for its outputs."""
 
     def on(self, device: PlacedDevice) -> OpenSegment:
         """Return the same session for a device."""
         twin = copy.copy(self)
-        twin._device = device
+        twin.device = device
         return twin
-
-    def place_outputs(self, names: Collection[str], allocate: Callable[[Any, Any], Any]) -> None:
-        """Let outputs be computed in arrays of the caller, where ONNX Runtime can do that and knows their shapes.
-
-        Args:
-            names: Names of values, also of other segments.
-            allocate: It makes arrays as `np.empty` does.
-        """
-        # ONNX Runtime leaves an array alone whose output is an input of the model.
-        is_computed = set(self._names).isdisjoint(self._inputs)
-        if self._native and is_computed and type(self._device.memory) is HostMemory:
-            self._placed, self._allocate = set(names).intersection(self._names), allocate
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
         """Compute this segment's outputs from `values` and add them there.
@@ -126,45 +118,26 @@ class OpenSegment:
             kept_alive: receives feeds that an optional or a sequence may still refer to after `values` drops them.
             options: ONNX Runtime's RunOptions.
         """
-        if self._native:  # the cheapest call, with no more copies than the others
+        if self.is_native:  # the cheapest call, with no more copies than the others
             inputs = {name: values[name] for name in self._inputs if name in values}
             for name, value in inputs.items():
                 if type(value) is not np.ndarray:
                     inputs[name] = to_python(value)
-            values.update(zip(self._names, self._run_native(inputs, options)))
+            values.update(zip(self._names, self.run_native(inputs, options)))
             return
-        memory = self._device.memory
+        memory = self.device.memory
         inputs = {name: values[name] for name in self._inputs if name in values}
         if self.owns_buffers:
-            outputs = memory.run(self._session, inputs, self._names, self._leaving, options)
+            outputs = memory.run(self.session, inputs, self._names, self._leaving, options)
         else:
             inputs = {name: memory.to_host(value) for name, value in inputs.items()}
             outputs = memory.run_unbound(lambda: self._run_unbound(inputs, options))
             kept_alive.append(inputs)
         values.update(zip(self._names, outputs))
 
-    def _run_native(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
-        """Run with arrays; outputs are placed if the inputs have the shapes of the last run."""
-        shapes, arrays = [value.shape for value in inputs.values()] if self._placed else [], dict[str, Any]()
-        if self._rooms is not None and self._rooms[0] == shapes:
-            arrays = {name: make() for name, make in self._rooms[1].items()}
-            try:
-                run_into(self._session, inputs, arrays, options)
-                return list(arrays.values())
-            except Exception as problem:  # the run below fails as well, unless an output has another shape
-                if is_foreign_error(problem):
-                    raise
-        outputs: list[Any] = self._session.run(self._names, inputs, options)
-        if arrays:  # the shapes of outputs depend on more than those of inputs
-            self._placed, self._rooms = (), None
-        elif self._placed:
-            self._rooms = (
-                shapes,
-                {
-                    name: partial(self._allocate if name in self._placed else np.empty, item.shape, item.dtype)
-                    for name, item in zip(self._names, outputs)
-                },
-            )
+    def run_native(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
+        """Run with arrays of types that numpy has."""
+        outputs: list[Any] = self.session.run(self._names, inputs, options)
         return outputs
 
     def _run_unbound(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
@@ -172,9 +145,9 @@ class OpenSegment:
         # Passing an empty optional back as an OrtValue crashes the process, so it is passed as a Python object.
         if self._maps or any(is_absent(value) for value in inputs.values()):
             arrays = {name: to_python(value) for name, value in inputs.items()}
-            return list(self._session.run(self._names, arrays, options))
+            return list(self.session.run(self._names, arrays, options))
         feeds = {name: to_ort_value_if_possible(value) for name, value in inputs.items()}
-        return list(self._session.run_with_ort_values(self._names, feeds, options))
+        return list(self.session.run_with_ort_values(self._names, feeds, options))
 
 
 class SizedSegment(OpenSegment):
@@ -201,14 +174,14 @@ class SizedSegment(OpenSegment):
         """Compute the outputs with the session for the sizes of the inputs."""
         for size, session in self._sessions:
             if _has_size(size, values):
-                self._session, self._inputs = session, (*_list_inputs(self.record, size), *self.record.streamed)
+                self.session, self._inputs = session, (*_list_inputs(self.record, size), *self.record.streamed)
                 break
         else:
             self._host = self._host or self._open_host()
-            self._session, self._inputs = self._host, (*self.record.inputs, *self.record.streamed)
+            self.session, self._inputs = self._host, (*self.record.inputs, *self.record.streamed)
             varying = dict.fromkeys(name for size, _ in self._sessions for name in size.shapes)
             found = ", ".join(f"{name!r} {list(_shape_of(values[name]))}" for name in varying if name in values)
-            self._device.report_host(f"no session of segment {self.record.id} is for {found or 'these sizes'}")
+            self.device.report_host(f"no session of segment {self.record.id} is for {found or 'these sizes'}")
         super().run(values, kept_alive, options)
 
 
@@ -434,3 +407,50 @@ def choose_route(routes: Sequence[OpenRoute], taken: Iterable[int]) -> OpenRoute
     if not counts:
         return routes[0]
     return min(routes, key=lambda route: ((counts[route.index] + 1) / route.share, route.index))
+
+
+# The fallback of a session: the device that takes over the segments of devices that are lost while it runs.
+
+
+class Fallback:
+    """A device that stands in for others, under their names.
+
+    Args:
+        bundle: An open bundle.
+        device: The device, of this machine.
+        cores: Its cores.
+    """
+
+    def __init__(self, bundle: Bundle, device: Device, cores: Sequence[int]) -> None:
+        self._bundle, self._device, self._cores = bundle, device, cores
+
+    def is_needed(self, device: PlacedDevice, failure: ExecutionError) -> bool:
+        """Return whether a device that failed is lost: its process ended, or it does not run a single node any more."""
+        address = device.memory.address
+        return address != self._device.address and (failure.code == "X016" or not _is_usable(address))
+
+    def take_over(self, device: PlacedDevice, routes: Sequence[OpenRoute], failure: ExecutionError) -> None:
+        """Open the segments of a lost device on this one, and warn of it; for the thread that works for the device.
+
+        Raises ExecutionError if they cannot be opened.
+        """
+        stand_in = PlacedDevice(self._device, self._cores)
+        try:
+            opened = open_routes(self._bundle, {device.id: stand_in})
+        except OnnxplaceError as problem:
+            message = f"{failure.message}; {self._device.id} cannot take over: {problem.message}"
+            raise ExecutionError("X016", message, where=device.id, hint=problem.hint) from failure
+        for route, part in zip(routes, opened):
+            route.segments.update(part.segments)
+        device.cores, device.kind, device.memory = stand_in.cores, stand_in.kind, stand_in.memory
+        message = f"{failure.message}; {self._device.id} runs its segments from now on"
+        call_guarded(warnings.warn, FallbackWarning(Diagnostic("X016", message, where=device.id)))
+
+
+def _is_usable(device: DeviceAddress) -> bool:
+    """Return whether a device still runs a node."""
+    try:
+        open_session(build_one_node_model(), make_session_options(()), device).run(None, {"x": np.zeros(1, np.float32)})
+    except Exception:  # noqa: BLE001 - a device that is gone may fail in any way
+        return False
+    return True

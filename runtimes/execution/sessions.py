@@ -105,7 +105,7 @@ class EngineSession(EngineConversation):
         return self.engine.failure
 
     def list_copies(self) -> tuple[CopyStatus, ...]:
-        """Return the bundle as its one copy, if processes of its own run it, which are opened again."""
+        """Return the bundle as its one copy, if its own processes run it, which are opened again."""
         return self.engine.list_copies()
 
     def open_conversation(self) -> RuntimeSession:

@@ -10,17 +10,22 @@ any other queue that reads or writes it holds a reference until that work is ove
 
 from __future__ import annotations
 
+import ctypes
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from onnx import helper
 
 from onnxplace.devices import DeviceAddress, DeviceMemory
 from onnxplace.errors import ExecutionError, format_one_line
+from onnxplace.feeds import numpy_type
 from onnxplace.machine import (
     is_copyable_tensor,
     is_native_array,
@@ -28,7 +33,6 @@ from onnxplace.machine import (
     to_ort_value_if_possible,
     to_python,
 )
-from onnxplace.runtimes.execution.device_pool import DevicePool
 from onnxplace.runtimes.execution.device_streams import (
     Allocation,
     DeviceTensor,
@@ -37,10 +41,12 @@ from onnxplace.runtimes.execution.device_streams import (
     DriverError,
     Mark,
     PinnedPool,
+    RunOutput,
     StreamValue,
     WorkQueue,
 )
 from onnxplace.runtimes.execution.failures import is_out_of_memory
+from onnxplace.runtimes.execution.weight_loader import Block, Extent, PooledWeight, ReadPiece, WeightPool
 
 # Copies through page-locked memory go in pieces, so that one is on its way while the next one is filled.
 PIECE_BYTES = 4 << 20
@@ -56,22 +62,6 @@ class SessionPlaces:
     """Name in error messages, such as `segment cuda0-001`."""
     host_inputs: frozenset[str] = frozenset()
     host_outputs: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class RunOutput:
-    """An output of an enqueued run: a tensor that will be complete in its device's memory."""
-
-    address: int
-    size: int
-    """Bytes."""
-    element_type: int
-    """ONNX's number."""
-    data_type: str
-    """ONNX Runtime's name, such as `tensor(float)`."""
-    shape: tuple[int, ...]
-    owner: Any
-    """Keeps the memory."""
 
 
 class StreamMemory(DeviceMemory):
@@ -180,31 +170,31 @@ class StreamMemory(DeviceMemory):
         with self._naming_failures():
             return self._download(value.tensor)
 
-    def receive(self, parcel: Any, source: DeviceMemory) -> Any:
-        """Return a parcel as a value; a tensor of the same device is shared, the copy of another's is enqueued."""
-        if not isinstance(parcel, StreamValue):
-            return StreamValue(to_ort_value_if_possible(source.fetch(parcel)))
-        tensor = parcel.tensor
+    def receive(self, sent: Any, source: DeviceMemory) -> Any:
+        """Return a sent value as a value; a tensor of the same device is shared, the copy of another's is enqueued."""
+        if not isinstance(sent, StreamValue):
+            return StreamValue(to_ort_value_if_possible(source.fetch(sent)))
+        tensor = sent.tensor
         if tensor is not None and tensor.device != self.device:
             assert isinstance(source, StreamMemory)
             with self._naming_failures():
                 tensor = self._copy_from(tensor, source)
-        return StreamValue(parcel.host, tensor)
+        return StreamValue(sent.host, tensor)
 
-    def fetch(self, parcel: Any) -> Any:
-        """Return a parcel in the host's memory; waits for its copy."""
-        if isinstance(parcel, StreamValue):
-            return parcel.host
-        if not isinstance(parcel, Download):
-            return parcel
-        array = parcel.fetch()
+    def fetch(self, sent: Any) -> Any:
+        """Return a sent value in the host's memory; waits for its copy."""
+        if isinstance(sent, StreamValue):
+            return sent.host
+        if not isinstance(sent, Download):
+            return sent
+        array = sent.fetch()
         with suppress(ExecutionError):  # of other work, whose own request gets it
             self.outgoing.release()
         return array
 
-    def read(self, parcel: Any) -> Any:
-        """Return a parcel as numpy; waits for its copy."""
-        return to_python(self.fetch(parcel))
+    def read(self, sent: Any) -> Any:
+        """Return a sent value as numpy; waits for its copy."""
+        return to_python(self.fetch(sent))
 
     def keep(self, value: Any) -> Any:
         """Return a value of the device itself, and a copy of others, which may refer to memory of feeds."""
@@ -392,3 +382,110 @@ def cut_into_pieces(size: int) -> list[tuple[int, int]]:
     [(0, 4194304), (4194304, 1048576)]
     """
     return [(offset, min(PIECE_BYTES, size - offset)) for offset in range(0, size, PIECE_BYTES)]
+
+
+# A pool for weights that stream.
+#
+# Copies have their own queue, so that they run while earlier segments compute. Nothing waits for them here: a run
+# waits on the device for the copies of its weights, and a copy for the run that read what lay in its place.
+
+# Page-locked buffers of a stream: one is filled from the disk while others are emptied into the device.
+POOL_BUFFERS = 4
+
+
+class DevicePool(WeightPool):
+    """One allocation of a device.
+
+    Weights whose home is the host's memory are kept there page-locked after they were read for the first time, so that
+    no thread copies them later. Others pass through page-locked buffers.
+
+    Args:
+        driver: The driver.
+        computing: The queue of the device's runs.
+        buffers: Page-locked memory of the device.
+        allocation: The memory of the pool.
+    """
+
+    def __init__(self, driver: Driver, computing: WorkQueue, buffers: PinnedPool, allocation: Allocation) -> None:
+        self._driver, self._computing, self._buffers = driver, computing, buffers
+        self._allocation: Allocation | None = allocation
+        self._queue = WorkQueue(driver, computing.device, computing.name)
+        self._kept: dict[tuple[Path, int, int], int] = {}
+        """Page-locked memory by file, offset and bytes."""
+        self._staged: deque[Mark] = deque()
+
+    def load(self, block: Block, read: ReadPiece, freed: Mark | None, waits: bool) -> Mapping[str, Any]:
+        """Enqueue the copies of a block to its place, after the run that frees it.
+
+        After an error, copies that were enqueued before are still in order before those of the next call.
+        """
+        self._queue.release()
+        if freed is not None:
+            self._queue.wait(freed)
+        for extent in block.extents:
+            self._copy_kept(extent, read) if extent.is_kept else self._copy_through_buffers(extent, read)
+        ready = self._queue.mark(f"the copy of weights of segment {block.segment}")
+        if waits:
+            ready.synchronize()
+        return {weight.name: StreamValue(tensor=self._describe(weight, ready)) for weight in block.weights}
+
+    def _copy_kept(self, extent: Extent, read: ReadPiece) -> None:
+        key = (extent.path, extent.offset, extent.size)
+        if key not in self._kept:
+            address = self._driver.allocate_host(extent.size)
+            try:
+                for begin, size in extent.cut():
+                    read(extent, begin, _view(address + begin, size))
+            except BaseException:
+                self._driver.free_host(address)
+                raise
+            self._kept[key] = address
+        self._copy(extent.position, self._kept[key], extent.size)
+
+    def _copy_through_buffers(self, extent: Extent, read: ReadPiece) -> None:
+        for begin, size in extent.cut():
+            if len(self._staged) >= POOL_BUFFERS:
+                self._staged.popleft().synchronize()
+                self._queue.release()
+            buffer = self._buffers.take(size)
+            read(extent, begin, _view(buffer.address, size))
+            self._queue.hold(buffer)
+            self._copy(extent.position + begin, buffer.address, size)
+            self._staged.append(self._queue.mark("a copy of weights"))
+
+    def _copy(self, position: int, source: int, size: int) -> None:
+        assert self._allocation is not None
+        self._driver.copy_to_device(self._allocation.address + position, source, size, self._queue.stream)
+
+    def _describe(self, weight: PooledWeight, ready: Mark) -> DeviceTensor:
+        record, element = weight.record, numpy_type(weight.record.dtype)
+        assert element is not None
+        assert self._allocation is not None
+        return DeviceTensor(
+            address=self._allocation.address + weight.position,
+            size=record.bytes,
+            element_type=helper.np_dtype_to_tensor_dtype(element),
+            data_type=record.dtype,
+            shape=record.shape,
+            device=self._computing.device,
+            owner=self._allocation,
+            home=self._computing,
+            ready=ready,
+        )
+
+    def close(self) -> None:
+        """Free the memory: that of the device after the runs that are enqueued."""
+        with suppress(DriverError, ExecutionError):  # of copies that nothing waits for
+            self._queue.finish()
+        self._queue.discard()
+        self._staged.clear()
+        self._allocation = None
+        for address in self._kept.values():
+            with suppress(DriverError):  # nothing waits for an answer
+                self._driver.free_host(address)
+        self._kept.clear()
+
+
+def _view(address: int, size: int) -> memoryview:
+    """Return page-locked memory as bytes that can be written."""
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

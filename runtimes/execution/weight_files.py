@@ -30,7 +30,7 @@ from onnxplace.bundle import SEGMENTS_FOLDER, WEIGHTS_FILE, Bundle, FileRecord
 from onnxplace.devices import DeviceAddress, is_isolated
 from onnxplace.errors import ExecutionError
 
-# Reading so many weights takes hundreds of times as long as looking at their file.
+# Reading this many bytes takes hundreds of times as long as looking at their file.
 MIN_WATCHED_BYTES = 1 << 20
 # Of Linux, on x86 and ARM.
 _MAP_FIXED, _SA_SIGINFO, _BUS_ADRERR = 0x10, 4, 2

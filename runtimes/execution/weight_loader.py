@@ -51,27 +51,15 @@ class Extent:
     """Weights that are neighbours in their file as well as in the pool, and are read as one."""
 
     path: Path
+    position: int
+    """Where it begins in the pool."""
+    offset: int
+    """Where it begins in its file."""
+    size: int
+    """Bytes."""
+    is_kept: bool
+    """Whether the host's memory keeps it."""
     weights: tuple[PooledWeight, ...]
-
-    @property
-    def position(self) -> int:
-        """Return where it begins in the pool."""
-        return self.weights[0].position
-
-    @property
-    def offset(self) -> int:
-        """Return where it begins in its file."""
-        return self.weights[0].record.offset
-
-    @cached_property
-    def size(self) -> int:
-        """Return its bytes."""
-        return self.weights[-1].record.offset + self.weights[-1].record.bytes - self.offset
-
-    @property
-    def is_kept(self) -> bool:
-        """Return whether the host's memory keeps it."""
-        return self.weights[0].record.home == "host"
 
     def cut(self) -> Iterator[tuple[int, int]]:
         """Yield the begin and the size of each piece.
@@ -135,8 +123,15 @@ def _are_neighbours(weight: PooledWeight, record: WeightRecord, position: int) -
 
 
 def _make_extent(bundle: Bundle, weights: Sequence[PooledWeight]) -> Extent:
-    record = weights[0].record
-    return Extent((bundle.linked_file if record.linked else bundle.file)(record.file), tuple(weights))
+    first, last = weights[0].record, weights[-1].record
+    return Extent(
+        path=(bundle.linked_file if first.linked else bundle.file)(first.file),
+        position=weights[0].position,
+        offset=first.offset,
+        size=last.offset + last.bytes - first.offset,
+        is_kept=first.home == "host",
+        weights=tuple(weights),
+    )
 
 
 # Pools: the memory that blocks are read into.

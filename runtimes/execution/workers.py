@@ -1,11 +1,11 @@
-"""The threads of an engine: workers follow programs of devices, and deliverers wait for work that is only enqueued.
+"""The threads of an engine: workers follow programs, and completion threads wait for work that is only enqueued.
 
 The requests in flight are one dictionary in the order of submission. A request is ready once no earlier one of its
 conversation is in flight, at once if the bundle has no states. Each worker does its part of the first ready request
 that still needs it. All workers follow one order, in which requests became ready, so no two wait for each other.
 
-A device that runs ahead has a deliverer besides its worker: that waits for the enqueued work of requests, one after the
-other, so that the worker can enqueue the next one meanwhile.
+A device that runs ahead has a completion thread besides its worker: that waits for the enqueued work of requests, one
+after the other, so that the worker can enqueue the next one meanwhile.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import is_foreign_error, pin_thread
 from onnxplace.runtime import Result
-from onnxplace.runtimes.execution.bells import CALLERS, make_bells
 from onnxplace.runtimes.execution.failures import (
     describe_output_failure,
     describe_step_failure,
@@ -35,9 +34,7 @@ from onnxplace.runtimes.execution.futures import WaitList
 from onnxplace.runtimes.execution.programs import ProgramLoop
 from onnxplace.runtimes.execution.requests import CancelledError, CarriedStates, Request
 from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice
-
-if TYPE_CHECKING:
-    from onnxplace.runtimes.execution.weight_loader import WeightLoader
+from onnxplace.runtimes.execution.wakeups import CALLERS, choose_wakeups
 
 # Idle workers check this often whether their engine still has an owner.
 OWNER_CHECK_SECONDS = 3.0
@@ -102,9 +99,8 @@ class WorkLoop(ProgramLoop):
         trace: bool,
         worker: Worker | None = None,
     ) -> None:
-        super().__init__(bundle, devices, tuple(routes[0].devices), routes[0].segments, trace)
+        super().__init__(bundle, devices, routes, trace)
         self.worker = worker
-        self._routes = routes
         self._process = os.getpid()
         self.lock = threading.Lock()
         """Held by whoever changes which requests are in flight, or what they wait for."""
@@ -113,22 +109,23 @@ class WorkLoop(ProgramLoop):
         self._in_flight: dict[int, Request] = {}
         self._tokens: dict[str, queue.SimpleQueue[None]] = {device: queue.SimpleQueue() for device in devices}
         """A token makes a worker look for work; a superfluous one does no harm."""
-        self._deliveries: dict[str, queue.SimpleQueue[Request | None]] = {
+        self._enqueued: dict[str, queue.SimpleQueue[Request | None]] = {
             device.id: queue.SimpleQueue() for device in devices.values() if device.memory.runs_ahead
         }
-        """Requests whose work is enqueued, by device; None makes a deliverer look whether it is needed any more."""
-        self._bells = make_bells(devices, bundle.manifest)
+        """Requests whose work is enqueued, by device; None makes a completion thread look whether it is needed."""
+        self._wakeup_flags = choose_wakeups(devices, bundle.manifest)
         self._closed = False
         self.owner: weakref.ref[object] | None = None
         """The session that closes or abandons the engine, if there is one."""
-        self._broken: ExecutionError | None = None
+        self.failure: ExecutionError | None = None
+        """The error after which it accepts no requests; None while it works."""
         self._stored_values = {value for states in self._state_table.value_names.values() for value in states.values()}
-        self._states = CarriedStates(self._state_table)
+        self.own_states = CarriedStates(self._state_table)
         """The states of requests outside of conversations."""
         self._replacement_count = 0
         """How many lost devices the fallback has replaced."""
         self._ready: list[Request] = []
-        """Requests with states whose turn it is, in the order in which they became ready."""
+        """Ready requests of bundles with states, in the order in which they became ready."""
 
     def work(self, device: PlacedDevice) -> None:
         """Follow the device's program, request after request, until the engine is closed."""
@@ -136,8 +133,8 @@ class WorkLoop(ProgramLoop):
         try:
             with pin_thread(device.cores):
                 while not self.is_finished(device.id):
-                    if device.id in self._bells:
-                        self._bells[device.id].watch(lambda: not tokens.empty())
+                    if device.id in self._wakeup_flags:
+                        self._wakeup_flags[device.id].watch(lambda: not tokens.empty())
                     self._await_token(tokens)
                     while (request := self._next_request(device.id)) is not None:
                         with suppress(BaseException):  # the request has it
@@ -146,12 +143,9 @@ class WorkLoop(ProgramLoop):
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
             self._mark_broken(device, cause, request)
         finally:
-            for loader in self._list_loaders(device):
-                loader.end()
-
-    def _list_loaders(self, device: PlacedDevice) -> list[WeightLoader]:
-        """Return what brings weights to a device."""
-        return [loader for loader in self._weight_loaders.values() if loader.device is device]
+            for loader in self._weight_loaders.values():
+                if loader.device is device:
+                    loader.end()
 
     def _await_token(self, tokens: queue.SimpleQueue[None]) -> None:
         """Wait for a token.
@@ -171,13 +165,13 @@ class WorkLoop(ProgramLoop):
         return None if request is None or request.callers_device == device else request
 
     def next_request(self, is_wanted: Callable[[Request], bool]) -> Request | None:
-        """Return the first request, of those whose turn it is, that is wanted; None if there is none."""
+        """Return the first ready request that is wanted; None if there is none."""
         with self.lock:
             ready = self._list_ready() if self._state_table.value_names else self._in_flight.values()
             return next(filter(is_wanted, ready), None)
 
     def _list_ready(self) -> list[Request]:
-        """Return the requests whose turn it is, in the order in which they became ready; only workers call it."""
+        """Return the ready requests, in the order in which they became ready; only workers call it."""
         # Of each conversation, only the oldest request in flight is ready: it takes the states that the one before has
         # stored. Ready requests stay in the list until they end, so that all workers see the same order.
         talking = {id(request.conversation) for request in self._ready}
@@ -197,29 +191,24 @@ class WorkLoop(ProgramLoop):
         with self.lock:
             return self._closed and not any(device in request.unfinished for request in self._in_flight.values())
 
-    @property
-    def failure(self) -> ExecutionError | None:
-        """Return the error after which it accepts no requests; None while it works."""
-        return self._broken
-
     def refuse(self, failure: ExecutionError) -> None:
         """Accept no requests from now on, with this error, unless there is one already."""
-        self._broken = self._broken or failure
+        self.failure = self.failure or failure
         self._closed = True
 
     def _mark_broken(self, device: PlacedDevice, cause: BaseException, current: Request | None) -> None:
-        """Fail all requests after a worker died, also the one that it was delivering: no thread may wait for it."""
+        """Fail all requests after a worker died, also the one that it was completing: no thread may wait for it."""
         message = f"its worker died: {type(cause).__name__}: {cause}".rstrip(": ")
-        self._broken = ExecutionError("X005", message, where=device.id, hint="open a new session")
+        self.failure = ExecutionError("X005", message, where=device.id, hint="open a new session")
         self._closed = True
         with self.lock:  # a request that is admitted meanwhile is in this list, or its caller sees the failure
             requests = list(self._in_flight.values())
         for request in requests:
-            self.fail(request, self._broken)
+            self.fail(request, self.failure)
             self.finish_part(request, device.id)
-        if current is not None and current.deliverer == device.id:
-            current.fail(self._broken)
-            self._deliver_result(current)
+        if current is not None and current.completed_by == device.id:
+            current.fail(self.failure)
+            self._complete_future(current)
         self._wake()
 
     def _run_part(self, device: PlacedDevice, request: Request) -> None:
@@ -239,22 +228,22 @@ class WorkLoop(ProgramLoop):
                 raise
 
     def finish_part(self, request: Request, device: str) -> None:
-        """Note that a device finished its part; the last device stores the states and delivers the result."""
+        """Note that a device finished its part; the last device stores the states and completes the future."""
         if self.worker is not None and not self.worker.finished(request):
             return
         with self.lock:
             request.unfinished.discard(device)
             last = not request.unfinished and request.number in self._in_flight
-            checkpoints = request.checkpoints  # which its deliverer may empty at any moment
-            is_enqueued = last and bool(checkpoints) and self._broken is None
+            checkpoints = request.checkpoints  # which its completion thread may empty at any moment
+            is_enqueued = last and bool(checkpoints) and self.failure is None
             if is_enqueued:
-                self._deliveries[checkpoints[-1][1]].put(request)  # which then comes here again
+                self._enqueued[checkpoints[-1][1]].put(request)  # whose completion thread calls this again
             elif last and self._may_repeat(request):
                 last = False
                 request.begin()
                 self._wake()
             elif last:
-                request.deliverer = device
+                request.completed_by = device
                 self._store_states(request)
                 if self._ready:
                     self._ready = [other for other in self._ready if other is not request]
@@ -266,9 +255,9 @@ class WorkLoop(ProgramLoop):
             return
         if last:
             self._request_changes.wake()
-            self._deliver_result(request)
-            if device in self._bells:
-                self._bells[device].plan_ring(self._bells[CALLERS])
+            self._complete_future(request)
+            if device in self._wakeup_flags:
+                self._wakeup_flags[device].plan_notification(self._wakeup_flags[CALLERS])
         if more and (self._closed or request.callers_device or (last and self._state_table.value_names)):
             self._wake()
 
@@ -287,11 +276,11 @@ class WorkLoop(ProgramLoop):
         for device, tokens in self._tokens.items():
             if device != excluded:
                 tokens.put(None)
-                if excluded in self._bells:
-                    self._bells[excluded].plan_ring(self._bells[device])
-        if self._closed:  # deliverers get requests as such, and only look whether they are needed any more
-            for deliveries in self._deliveries.values():
-                deliveries.put(None)
+                if excluded in self._wakeup_flags:
+                    self._wakeup_flags[excluded].plan_notification(self._wakeup_flags[device])
+        if self._closed:  # completion threads get requests as such, and only look whether they are needed any more
+            for requests in self._enqueued.values():
+                requests.put(None)
 
     def fail(self, request: Request, failure: BaseException) -> None:
         """End a request with a failure."""
@@ -339,7 +328,7 @@ class WorkLoop(ProgramLoop):
         """Return whether requests of a conversation are in flight, other than one that ends."""
         return any(item.conversation is conversation and item is not ending for item in self._in_flight.values())
 
-    def _deliver_result(self, request: Request) -> None:
+    def _complete_future(self, request: Request) -> None:
         """Complete the future of a request, by its result or its failure."""
         if request.failure is not None:
             request.future.finish(None, request.failure)
@@ -363,14 +352,14 @@ class WorkLoop(ProgramLoop):
         array = producer.memory.read(request.outputs[value])
         return array.copy() if value in self._stored_values else array
 
-    # -- deliveries of devices that run ahead ---------------------------------------------------------------
+    # -- completion threads of devices that run ahead ---------------------------------------------------------------
 
-    def deliver(self, device: PlacedDevice) -> None:
+    def complete(self, device: PlacedDevice) -> None:
         """Wait for the enqueued work of one request after another, and finish each, until the engine is closed."""
         request = None
         try:
             while not self.is_ended():
-                if (request := self._deliveries[device.id].get()) is not None:
+                if (request := self._enqueued[device.id].get()) is not None:
                     self._settle(request)
                     self.finish_part(request, device.id)
                     request = None  # while this thread waits for the next one, nothing may keep its values

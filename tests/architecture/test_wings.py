@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime simulation target utils",
     "serving": "bundle errors feeds runtime runtimes.execution utils",
-    "drop_in": "bundle devices errors feeds machine model_metadata ort runtime serving traces utils",
+    "drop_in": "bundle devices errors feeds machine ort runtime utils",
     # pipelines of passes; cost graphs without ONNX; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "cost_graph": "errors facts graph pipeline state target utils",
@@ -84,7 +84,7 @@ MAY_IMPORT = {
         "problem reports simulation state target utils"
     ),
     "export": "bundle errors model pipeline target training_step utils",
-    "session": "bundle drop_in errors machine pipeline runtime serving traces utils",
+    "session": "bundle drop_in errors feeds machine model_metadata ort pipeline runtime serving traces utils",
     "api": "bundle driver reports",
     "verification": "bundle driver errors evaluation feeds machine pipeline runtime session utils",
     "benchmark": "bundle driver errors evaluation feeds machine pipeline runtime serving session traces utils",

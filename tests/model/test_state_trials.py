@@ -246,7 +246,7 @@ def test_what_no_run_can_show_is_a_note(model, reason):
 
 
 def test_a_model_that_is_too_large_for_the_memory_is_not_tried(monkeypatch):
-    monkeypatch.setattr("onnxplace.model.state_trials.available_memory_bytes", lambda: 0)
+    monkeypatch.setattr("onnxplace.model.decoders.available_memory_bytes", lambda: 0)
     assert recognise(ONLY_NEW)[1] == [
         "no run shows that its states hold: the free memory is too small to open the model"
     ]

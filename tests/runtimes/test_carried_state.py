@@ -325,7 +325,7 @@ def test_states_may_be_strings_and_half_floats_and_booleans(tmp_path):
 def test_states_of_the_previous_run_are_freed(session):
     session.run(None, feeds(1, **START))
     for number in range(3):
-        before = [weakref.ref(value) for value in session._session.engine._states._stored.values()]
+        before = [weakref.ref(value) for value in session._session.engine.own_states._stored.values()]
         assert len(before) == 2
         session.run(None, feeds(number))
         session.submit(feeds(number)).result()

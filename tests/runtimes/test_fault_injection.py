@@ -76,7 +76,7 @@ def test_a_request_that_is_admitted_while_a_worker_dies_is_failed(session):
     """The worker takes the list of requests only when no other thread is between its check and its entry."""
     engine = session._session.engine
     worker = next(worker for worker in engine._workers if worker.name == "onnxplace cpu:1")
-    request = Request(1 << 40, feeds(1), engine._routes[0], frozenset({"y"}), engine._states, ResultFuture())
+    request = Request(1 << 40, feeds(1), engine._routes[0], frozenset({"y"}), engine.own_states, ResultFuture())
     with engine.lock:  # as in `_try_admit`, after its check
         raise_in(worker.ident, SystemExit)
         engine._tokens["cpu:1"].put(None)
@@ -106,7 +106,7 @@ def test_memory_that_runs_out_in_a_copy_is_reported_as_such(session, monkeypatch
 
 
 def test_memory_that_runs_out_for_an_output_is_reported_as_such(session, monkeypatch):
-    monkeypatch.setattr(HostMemory, "read", lambda memory, parcel: np.empty(1 << 62, np.uint8))
+    monkeypatch.setattr(HostMemory, "read", lambda memory, sent: np.empty(1 << 62, np.uint8))
     with pytest.raises(ExecutionError, match=r"X010.*outputs: out of memory for output '[yz]'.*EiB"):
         session.submit(feeds(1)).result(HUNG_SECONDS)
 
@@ -170,7 +170,7 @@ def test_without_a_size_in_the_message_the_prediction_of_the_bundle_is_reported(
         raise RuntimeError("std::bad_alloc")
 
     with onnxplace.InferenceSession(expanding) as session:
-        for segment in session._session.engine._segments.values():
+        for segment in session._session.engine._routes[0].segments.values():
             monkeypatch.setattr(segment, "run", run_out)
         predicted = r"the bundle predicts \d+ bytes of outputs and \d+ bytes of workspace"
         with pytest.raises(ExecutionError, match=f"X010.*segment cpu0-000 ran out of memory: {predicted}"):

@@ -192,7 +192,7 @@ def test_a_segment_out_of_memory_has_its_own_error(session, monkeypatch):
     def run_out(*arguments):
         raise MemoryError
 
-    for segment in session._session.engine._segments.values():
+    for segment in session._session.engine._routes[0].segments.values():
         monkeypatch.setattr(segment, "run", run_out)
     with pytest.raises(onnxplace.ExecutionError) as raised:
         session.run(None, feeds(1))
@@ -206,7 +206,7 @@ def test_a_failure_without_message_is_reported_by_its_type(session, monkeypatch)
     def fail(*arguments):
         raise RuntimeError
 
-    for segment in session._session.engine._segments.values():
+    for segment in session._session.engine._routes[0].segments.values():
         monkeypatch.setattr(segment, "run", fail)
     with pytest.raises(onnxplace.ExecutionError, match=r"segment cpu[01]-000 failed: RuntimeError"):
         session.run(None, feeds(1))

@@ -144,7 +144,7 @@ HANGING = """
             os.write(1, b"ready\\n")
         while True:
             library.pthread_mutex_lock(lock)
-    for segment in session._session.engine._segments.values():
+    for segment in session._session.engine._routes[0].segments.values():
         segment.run = hang
     with session:
         {work}
@@ -338,7 +338,7 @@ def test_an_error_of_a_signal_handler_passes_through_a_run(session, bundle, monk
 
     own = bundle.manifest.segments[0].id  # its device is the one whose part the caller's own thread does
     with monkeypatch.context() as patch:
-        patch.setattr(session._session.engine._segments[own], "run", ring)
+        patch.setattr(session._session.engine._routes[0].segments[own], "run", ring)
         with pytest.raises(AlarmError):
             session.run(None, feeds(1))
     assert_expected(session.run(None, feeds(2), timeout=HUNG_SECONDS), 2)

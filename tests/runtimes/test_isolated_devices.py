@@ -194,7 +194,7 @@ def test_a_fallback_that_cannot_run_the_segments_is_named(bundle, monkeypatch):
 
     with onnxplace.InferenceSession(bundle, fallback="cpu:0") as session:
         crash_at_next_run(monkeypatch)
-        monkeypatch.setattr("onnxplace.runtimes.execution.fallback.open_routes", refuse)
+        monkeypatch.setattr("onnxplace.runtimes.execution.segments.open_routes", refuse)
         with pytest.raises(
             onnxplace.ExecutionError, match=r"X016.*SIGKILL; cpu:0 cannot take over: ONNX Runtime has no"
         ):

@@ -42,8 +42,8 @@ def test_copies_of_one_core_each_share_a_session_and_its_weights(tmp_path, monke
     monkeypatch.setattr(hardware, "available_cores", lambda: (0, 0, 0, 0))
     with onnxplace.InferenceSession(bundle) as session:
         first, second = (item.segments["cpu0-000"] for item in session._session.engine._routes)
-        assert (first._session is second._session) == shared
-        assert [first._device.id, second._device.id] == ["cpu:0", "cpu:1"]
+        assert (first.session is second.session) == shared
+        assert [first.device.id, second.device.id] == ["cpu:0", "cpu:1"]
         futures = [session.submit(make_feeds(number)) for number in range(8)]
         for number, future in enumerate(futures):
             assert_same(future.result().outputs["y"], session.run(["y"], make_feeds(number))[0])

@@ -75,7 +75,7 @@ def note_runs(session):
     """Return a list that receives the records of segments as their runs are enqueued."""
     records, segments = [], session._session.engine._routes[0].segments
     for segment in segments.values():
-        memory, run = segment._device.memory, segment.run
+        memory, run = segment.device.memory, segment.run
 
         def noted(*arguments, memory=memory, run=run, record=segment.record):
             with memory.driver.lock:  # no other run may come between

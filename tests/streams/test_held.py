@@ -60,10 +60,10 @@ def test_a_download_that_is_dropped_keeps_its_buffer_until_its_copy_is_over(driv
 
 def test_a_download_keeps_its_value_until_its_copy_is_over(driver):
     memory, add = open_memory("fake:0")
-    parcel = memory.send(add(feed(memory, 1), feed(memory, 2)), None)
+    sent = memory.send(add(feed(memory, 1), feed(memory, 2)), None)
     add(feed(memory, 10), feed(memory, 20))
     memory.computing.last_mark().synchronize()  # the later run, not the copy
-    np.testing.assert_array_equal(memory.read(parcel), make_array(3))
+    np.testing.assert_array_equal(memory.read(sent), make_array(3))
 
 
 def test_a_value_that_was_sent_is_kept_until_its_copy_is_over(driver):

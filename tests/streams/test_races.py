@@ -125,9 +125,9 @@ def test_memory_of_an_interrupted_upload_is_not_reused_during_its_copy(late_driv
 
 def test_memory_of_an_interrupted_copy_between_devices_is_not_reused_during_it(late_driver, monkeypatch):
     (first, add), (second, add_second) = open_memory("fake:0"), open_memory("fake:1")
-    parcel = first.send(add(feed(first, 1), feed(first, 2)), second)
-    interrupt_mark(monkeypatch, second.incoming, second.receive, parcel, first)
-    del parcel
+    sent = first.send(add(feed(first, 1), feed(first, 2)), second)
+    interrupt_mark(monkeypatch, second.incoming, second.receive, sent, first)
+    del sent
     result = add_second(feed(second, 10), feed(second, 20))
     second.computing.last_mark().synchronize()
     np.testing.assert_array_equal(second.read(second.send(result, None)), make_array(30))
@@ -174,7 +174,7 @@ def test_idle_devices_hold_no_work_and_no_values(tmp_path, late_driver, names):
             np.testing.assert_array_equal(result, compute_chain(rows))
         reference = weakref.ref(rows)
         del rows, result
-        wait_until(lambda: gc.collect() is not None and reference() is None)  # after the deliverer's next step
+        wait_until(lambda: gc.collect() is not None and reference() is None)  # after its thread's next step
         for device in session._session.engine._devices.values():
             assert [queue.last_mark() for queue in device.memory._queues] == [None] * 3
         assert not any(late_driver.used_bytes.values())
@@ -223,7 +223,7 @@ def test_a_request_is_enqueued_while_the_part_of_a_caller_is_executed(tmp_path, 
         np.testing.assert_array_equal(submitted[0].result(HUNG_SECONDS).outputs["h6"], compute_chain(rows))
 
 
-def test_the_end_of_a_part_may_be_noted_again_while_its_deliverer_takes_the_request(tmp_path, late_driver):
+def test_the_end_of_a_part_may_be_noted_again_while_its_completion_thread_takes_the_request(tmp_path, late_driver):
     class TakenRequest(Request):
         """A request whose checkpoints are gone when they are read again."""
 
@@ -238,7 +238,7 @@ def test_the_end_of_a_part_may_be_noted_again_while_its_deliverer_takes_the_requ
 
     with onnxplace.InferenceSession(compile_chain(tmp_path, ("fake:0",))) as session:
         engine = session._session.engine
-        request = TakenRequest(1 << 40, {}, engine._routes[0], frozenset(), engine._states, ResultFuture())
+        request = TakenRequest(1 << 40, {}, engine._routes[0], frozenset(), engine.own_states, ResultFuture())
         request.remaining = [(engine._devices["fake:0"].memory, "fake:0", None)]
         engine._in_flight[request.number] = request
         engine.finish_part(request, "fake:0")

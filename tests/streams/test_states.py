@@ -22,7 +22,7 @@ def bundle(request, tmp_path_factory):
 def test_states_stay_on_their_device(bundle, session):
     session.run(None, feeds(0, **START))
     session.run(None, feeds(1))
-    stored = session._session.engine._states._stored
+    stored = session._session.engine.own_states._stored
     for state in bundle.manifest.states:
         if state.device.startswith("fake"):
             assert isinstance(stored[state.input], StreamValue)

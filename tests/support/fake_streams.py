@@ -24,8 +24,8 @@ import numpy as np
 import onnxruntime
 
 from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, kind_table
-from onnxplace.runtimes.execution.device_streams import DeviceTensor, Driver, DriverError
-from onnxplace.runtimes.execution.stream_memory import RunOutput, SessionPlaces, StreamMemory
+from onnxplace.runtimes.execution.device_streams import DeviceTensor, Driver, DriverError, RunOutput
+from onnxplace.runtimes.execution.stream_memory import SessionPlaces, StreamMemory
 
 # Negative and far from what tests compute with, in every type.
 POISON = 0xCB

@@ -71,9 +71,9 @@ class FaultyMemory(HostMemory):
         wrong = self._fault == "feeds" and getattr(array, "dtype", None) == np.float32
         return super().feed(array * 2 if wrong else array, declared)
 
-    def receive(self, parcel: Any, source: Any) -> Any:
+    def receive(self, sent: Any, source: Any) -> Any:
         """Return a received value, or do what is wrong."""
-        value = super().receive(parcel, source)
+        value = super().receive(sent, source)
         if self._fault == "raises":
             raise RuntimeError("the driver lost the device")
         if self._fault == "hangs":

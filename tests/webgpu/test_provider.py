@@ -43,8 +43,8 @@ def run_python(source, **environment):
 
 def test_segments_run_on_the_provider(tmp_path):
     with onnxplace.InferenceSession(compile_chain(tmp_path)) as session:
-        for segment in session._session.engine._segments.values():
-            assert segment._session.get_providers()[0] == "WebGpuExecutionProvider"
+        for segment in session._session.engine._routes[0].segments.values():
+            assert segment.session.get_providers()[0] == "WebGpuExecutionProvider"
 
 
 def test_the_target_has_memory_and_other_indices_are_refused():
@@ -105,7 +105,9 @@ def test_sessions_of_two_segments_pass_values_on_the_gpu(tmp_path):
     )
     kept = []
     with onnxplace.InferenceSession(bundle) as session:
-        first = next(item for item in session._session.engine._segments.values() if item.record.outputs == ("a",))
+        first = next(
+            item for item in session._session.engine._routes[0].segments.values() if item.record.outputs == ("a",)
+        )
         run = first.run
 
         def watch(values, *arguments):

@@ -23,7 +23,7 @@ def test_states_stay_on_the_gpu(bundle, session, monkeypatch):
     on_gpu = {state.input for state in bundle.manifest.states if state.device == "webgpu:0"}
     session.run(None, feeds(0, **START))
     session.run(None, feeds(1))
-    stored = session._session.engine._states._stored
+    stored = session._session.engine.own_states._stored
     assert {name for name, value in stored.items() if isinstance(value, BoundValue)} == on_gpu
     moved, send = [], BoundMemory.send
     monkeypatch.setattr(BoundMemory, "send", lambda self, value, to: moved.append(value) or send(self, value, to))

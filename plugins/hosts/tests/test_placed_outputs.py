@@ -9,9 +9,10 @@ from onnx import parser
 
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.ort import import_onnxruntime
-from onnxplace.runtimes.execution import OpenSegment, PlacedDevice, open_routes, segments
+from onnxplace.runtimes.execution import OpenSegment, PlacedDevice, open_routes
 from onnxplace.target import Device
-from onnxplace_hosts.ranks.rank_loop import place_outputs
+from onnxplace_hosts.ranks import placed_outputs
+from onnxplace_hosts.ranks.placed_outputs import place_outputs, place_segment
 from onnxplace_hosts.ranks.shared_blocks import MIN_PLACED_BYTES
 from tests.support.two_hosts import compile_alternating
 
@@ -55,7 +56,7 @@ def make_segment(session, allocate=None, names=None):
     record = SimpleNamespace(inputs=[item.name for item in session.get_inputs()], streamed=(), outputs=outputs)
     segment = OpenSegment(record, session, PlacedDevice(Device("cpu:0", 1 << 30), ()))
     if allocate is not None:
-        segment.place_outputs(outputs if names is None else names, allocate)
+        segment = place_segment(segment, outputs if names is None else names, allocate)
     return segment
 
 
@@ -161,7 +162,7 @@ def test_what_a_signal_handler_raises_is_not_taken_for_an_error_of_the_run(sessi
     def fail(*arguments):
         raise TimeoutError
 
-    monkeypatch.setattr(segments, "run_into", fail)
+    monkeypatch.setattr(placed_outputs, "run_into", fail)
     with pytest.raises(TimeoutError):
         run(segment, make_feeds())
 

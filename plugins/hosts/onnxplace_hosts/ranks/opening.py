@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+from onnx import TensorProto
 
 from onnxplace.bundle import Bundle, Manifest, SegmentRecord
 from onnxplace.errors import (
@@ -28,7 +30,7 @@ from onnxplace.errors import (
     UsageError,
 )
 from onnxplace.machine import list_operator_libraries, measurement_cache, uses_optimisations
-from onnxplace.model import list_external_ranges
+from onnxplace.model import iterate_tensors
 from onnxplace.utils import disk_error
 from onnxplace_hosts.connection import is_this_machine
 from onnxplace_hosts.describe_host import list_versions
@@ -207,7 +209,7 @@ def _copy(
             _fetch_range(copy, segment.file, 0, bundle.manifest.files[segment.file].bytes, fetch)
             copy.check_files(segment.file)
             parent = os.path.dirname(segment.file)
-            for location, offset, length in list_external_ranges(copy.file(segment.file)):
+            for location, offset, length in _list_external_ranges(copy.file(segment.file)):
                 ranges.add((os.path.normpath(f"{parent}/{location}"), offset, length))
         stored = [state.initial for state in bundle.manifest.states if state.initial and state.input in states]
         stored += [bundle.manifest.streamed[name] for segment in segments for name in segment.streamed]
@@ -218,6 +220,21 @@ def _copy(
             temporary.rename(place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _list_external_ranges(path: Path) -> list[tuple[str, int, int]]:
+    """Return (location, offset, length) of all external data of a model file, in the order of the bytes.
+
+    Locations are relative to the folder of the file. Nothing is read but the model itself.
+    """
+    graph = onnx.load(path, load_external_data=False).graph
+    tensors = [*graph.initializer, *(tensor for node in graph.node for tensor in iterate_tensors(node))]
+    ranges = set()
+    for tensor in tensors:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            ranges.add((entries["location"], int(entries.get("offset") or 0), int(entries["length"])))
+    return sorted(ranges)
 
 
 def _fetch_range(copy: Bundle, name: str, offset: int, length: int, fetch: Fetch) -> None:

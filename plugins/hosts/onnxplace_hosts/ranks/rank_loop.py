@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, Step, list_routes, list_working_devices
+from onnxplace.bundle import Step, list_routes
 from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
@@ -41,7 +41,6 @@ from onnxplace.runtimes.execution import (
     Request,
     WorkerThread,
     describe_step_failure,
-    drop_last_frees,
     exchanges_often,
     find_cores,
     open_routes,
@@ -52,7 +51,8 @@ from onnxplace_hosts.ranks.data_planes import choose_plane
 from onnxplace_hosts.ranks.frames import Frame, decode_values, encode_values
 from onnxplace_hosts.ranks.links import Links
 from onnxplace_hosts.ranks.opening import Fetch, Opening, find_clock, obtain_bundle
-from onnxplace_hosts.ranks.shared_blocks import MIN_PLACED_BYTES, MappedBlocks
+from onnxplace_hosts.ranks.placed_outputs import place_outputs
+from onnxplace_hosts.ranks.shared_blocks import MappedBlocks
 
 # Segments that take longer have the helper move messages meanwhile; waking it takes some 10 us.
 LONG_SECONDS = 2e-3
@@ -87,11 +87,9 @@ class RankLoop(ProgramLoop):
         links: Links,
     ) -> None:
         bundle = opening.bundle
-        segments = {name: item for route in routes for name, item in route.segments.items()}
-        super().__init__(bundle, {device.id: device}, list_working_devices(bundle.manifest), segments, opening.trace)
-        self._device, self._routes, self._links = device, routes, links
+        super().__init__(bundle, {device.id: device}, routes, opening.trace)
+        self._device, self._links = device, links
         links.on_value = self.accept_value
-        self._followed = {home: drop_last_frees(program) for home, program in bundle.manifest.programs.items()}
         self._ranks = {name: rank for rank, name in enumerate(opening.devices)}
         self._plane = choose_plane(device)
         self._arrived: dict[int, dict[str, Any]] = {}
@@ -190,12 +188,12 @@ class RankLoop(ProgramLoop):
     def _run_part(self, request: RankRequest) -> Generator[Condition, None, dict[str, Any]]:
         """Follow the program; return the outputs, empty after a failure, which the request then has."""
         device = self._device
-        program = self._followed[request.route.programs[device.id]]
+        program = self._programs[request.route.programs[device.id]]
         try:
             yield from self.begin_program(device, program, request)
             for memory, _, checkpoint in request.checkpoints:
                 memory.settle(checkpoint)
-            return {name: device.memory.read(parcel) for name, parcel in request.outputs.items()}
+            return {name: device.memory.read(sent) for name, sent in request.outputs.items()}
         except (CancelledError, OnnxplaceError) as failure:
             request.fail(failure)
         except Exception as failure:  # noqa: BLE001 - the driver reports it
@@ -315,16 +313,6 @@ def open_rank(opening: Opening, links: Links, fetch: Fetch) -> RankLoop:
     if placed.cores and exchanges_often(bundle.manifest):
         links.open_rings()
     return RankLoop(opening, placed, routes, links)
-
-
-def place_outputs(bundle: Bundle, routes: Sequence[OpenRoute], allocate: Callable[[Any, Any], Any]) -> None:
-    """Let large values that other processes read be computed in arrays in memory that these share."""
-    manifest, returned = bundle.manifest, {item.name for item in bundle.returned_outputs}
-    read = {step.value for program in manifest.programs.values() for step in program if step.op == "send"}
-    read |= {item.value for item in manifest.outputs if item.name in returned}
-    large = {name for name, item in manifest.values.items() if name in read and item.bytes >= MIN_PLACED_BYTES}
-    for segment in (item for route in routes for item in route.segments.values()):
-        segment.place_outputs(large, allocate)
 
 
 def _require_local(device: Device) -> None:

@@ -97,9 +97,9 @@ class RemoteMemory(HostMemory):
         super().__init__(DeviceAddress.of("cpu:0"), ())
         self._read_state = read_state
 
-    def read(self, parcel: Any) -> Any:
+    def read(self, sent: Any) -> Any:
         """Return an output, or a state of its rank, as numpy."""
-        return self._read_state(parcel) if isinstance(parcel, RemoteState) else parcel
+        return self._read_state(sent) if isinstance(sent, RemoteState) else sent
 
 
 class RemoteDevice(PlacedDevice):

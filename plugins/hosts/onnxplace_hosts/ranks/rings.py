@@ -1,9 +1,9 @@
 """Rings: small messages between ranks of one host through shared memory, without a call of the system.
 
 Each pair of ranks has a ring for each direction: memory that one rank writes round and round, and the other reads. Each
-rank has a board, on which the others of its host ring its bell, and on which it shows how far it has read their rings,
-and whether it sleeps; then it has to be woken by the socket. Counters are changed and read by atomic instructions, so
-what was written before a counter is seen by who has read that counter.
+rank has a board, on which the others of its host notify its wakeup flag, and on which it shows how far it has read
+their rings, and whether it sleeps; then it has to be woken by the socket. Counters are changed and read by atomic
+instructions, so what was written before a counter is seen by who has read that counter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import struct
 
 import numpy as np
 
-from onnxplace.runtimes.execution import AddAndRing, RingAndWait, bind_load, count_pauses
+from onnxplace.runtimes.execution import NotifyAndWait, count_pauses
+from onnxplace_hosts.ranks.atomic_counters import AddAndNotify, bind_load
 from onnxplace_hosts.ranks.shared_blocks import SharedBlock
 
 # Room for what a rank receives while it computes; what does not fit goes by the socket.
@@ -37,7 +38,7 @@ def find_address(memory: mmap.mmap) -> int:
 
 
 class Board:
-    """The bell of a rank, whether it sleeps, and how far it has read the ring of each rank.
+    """The wakeup flag of a rank, whether it sleeps, and how far it has read the ring of each rank.
 
     Args:
         memory: A block of `Board.count_bytes`; that of another rank was mapped.
@@ -45,10 +46,10 @@ class Board:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self.bell = find_address(memory)
+        self.flag = find_address(memory)
         """Its address; the counter behind it is more than 0 while the rank sleeps."""
-        self._wait, self._seen = RingAndWait(self.bell), 0
-        self.show_sleep = AddAndRing(self.bell + 8, self.bell + 16)
+        self._wait, self._seen = NotifyAndWait(self.flag), 0
+        self.show_sleep = AddAndNotify(self.flag + 8, self.flag + 16)
         """Shows that the rank sleeps from now on, by 1, or no more, by -1."""
 
     @staticmethod
@@ -58,14 +59,14 @@ class Board:
 
     def find_position(self, rank: int) -> int:
         """Return the address of the counter of bytes that were read from a rank."""
-        return self.bell + _LINE_BYTES * (1 + rank)
+        return self.flag + _LINE_BYTES * (1 + rank)
 
     def count_pauses(self) -> int:
         """Return how many pauses `watch` makes at most."""
         return count_pauses(self._wait)
 
     def watch(self, pauses: int) -> bool:
-        """Return whether the bell has rung since the last time, or does before so many pauses."""
+        """Return whether the flag was notified since the last time, or is before this many pauses."""
         seen, self._seen = self._seen, self._wait(0, 0, self._seen, pauses)
         return seen != self._seen
 
@@ -82,7 +83,7 @@ class RingWriter:
     def __init__(self, block: SharedBlock, board: Board, rank: int) -> None:
         self._memory, self._board = block.memory, board
         self._load_position = bind_load(board.find_position(rank))
-        self._add = AddAndRing(find_address(block.memory), board.bell)
+        self._add = AddAndNotify(find_address(block.memory), board.flag)
         self._size = block.size - _LINE_BYTES
         self._written = self._known_read = 0
 
@@ -121,7 +122,7 @@ class RingReader:
     def __init__(self, memory: mmap.mmap, board: Board, rank: int) -> None:
         self._memory, self._board = memory, board
         self._load_head = bind_load(find_address(memory))
-        self._advance = AddAndRing(board.find_position(rank), board.bell + 16)
+        self._advance = AddAndNotify(board.find_position(rank), board.flag + 16)
         self._size = len(memory) - _LINE_BYTES
         self._read = 0
 

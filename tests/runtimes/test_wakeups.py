@@ -1,4 +1,4 @@
-"""Bells: threads that watch for a value instead of sleeping, and sessions with them."""
+"""Wakeup flags: threads that watch for a value instead of sleeping, and sessions with them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from onnx import parser
 
 import onnxplace
-from onnxplace.runtimes.execution import bells as bells_module
-from onnxplace.runtimes.execution.bells import CALLERS, Bell, hang_bells, make_bells
+from onnxplace.runtimes.execution import wakeups as wakeups_module
+from onnxplace.runtimes.execution.wakeups import CALLERS, WakeupFlag, choose_wakeups, install_wakeups
 
 COUNT = 12
 
@@ -25,20 +25,22 @@ def device(cores: tuple[int, ...], is_host: bool = True) -> SimpleNamespace:
 
 
 @pytest.fixture
-def bells() -> dict[str, Bell]:
-    return hang_bells(["a", "b"])
+def flags() -> dict[str, WakeupFlag]:
+    return install_wakeups(["a", "b"])
 
 
-def test_who_watches_returns_when_its_bell_rings(bells: dict[str, Bell], monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, other = bells["a"], bells["b"]
-    mine._pauses = sys.maxsize  # for ever, unless it rings
+def test_who_watches_returns_when_its_flag_is_notified(
+    flags: dict[str, WakeupFlag], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = flags["a"], flags["b"]
+    mine._pauses = sys.maxsize  # for ever, unless it is notified
     values: list[int] = []
 
     def deliver() -> None:
         time.sleep(0.05)
         values.append(1)
-        other.plan_ring(mine)
-        other.ring()
+        other.plan_notification(mine)
+        other.notify()
 
     thread = threading.Thread(target=deliver)
     thread.start()
@@ -47,29 +49,29 @@ def test_who_watches_returns_when_its_bell_rings(bells: dict[str, Bell], monkeyp
     thread.join()
 
 
-def test_who_watches_rings_what_it_has_planned_and_waits_for_an_answer(bells: dict[str, Bell]) -> None:
-    mine, other = bells["a"], bells["b"]
+def test_who_watches_notifies_as_planned_and_waits_for_an_answer(flags: dict[str, WakeupFlag]) -> None:
+    mine, other = flags["a"], flags["b"]
     mine._pauses = other._pauses = sys.maxsize
     log: list[str] = []
 
     def answer() -> None:
         other.watch(lambda: "question" in log)
         log.append("answer")
-        other.plan_ring(bells[CALLERS])
-        other.ring()
+        other.plan_notification(flags[CALLERS])
+        other.notify()
 
     thread = threading.Thread(target=answer)
     thread.start()
     time.sleep(0.02)
     log.append("question")
-    mine.plan_ring(other)
-    mine.watch(lambda: "answer" in log, bells[CALLERS])
+    mine.plan_notification(other)
+    mine.watch(lambda: "answer" in log, flags[CALLERS])
     thread.join()
     assert log == ["question", "answer"]
 
 
-def test_without_a_ring_watching_ends_and_is_left_out_more_and_more_often(bells: dict[str, Bell]) -> None:
-    mine, other = bells["a"], bells["b"]
+def test_without_a_notification_watching_ends_and_is_left_out_more_and_more_often(flags: dict[str, WakeupFlag]) -> None:
+    mine, other = flags["a"], flags["b"]
     kernel, calls = mine._kernel, []
 
     def counted(*arguments: int) -> bool:
@@ -80,9 +82,9 @@ def test_without_a_ring_watching_ends_and_is_left_out_more_and_more_often(bells:
     for _ in range(100):
         mine.watch(lambda: False)
     assert 4 <= len(calls) <= 8  # 1 + 1 + 3 + 7 + ... of them are left out
-    mine.plan_ring(other)
+    mine.plan_notification(other)
     before = sum(mine._counters)
-    mine.watch(lambda: False)  # left out or not, it rings
+    mine.watch(lambda: False)  # left out or not, it notifies
     assert sum(mine._counters) == before + 1
 
 
@@ -99,7 +101,7 @@ def test_without_a_ring_watching_ends_and_is_left_out_more_and_more_often(bells:
         (tuple((core,) for core in range(63)), True, 6, 1e-3, False),
     ],
 )
-def test_bells_are_for_devices_with_cores_of_their_own_and_frequent_transfers(
+def test_flags_are_for_devices_with_cores_of_their_own_and_frequent_transfers(
     cores: tuple[tuple[int, ...], ...], is_host: bool, transfers: int, seconds: float, expected: bool
 ) -> None:
     devices = {f"cpu:{i}": device(item, is_host) for i, item in enumerate(cores)}
@@ -107,7 +109,7 @@ def test_bells_are_for_devices_with_cores_of_their_own_and_frequent_transfers(
         programs={"cpu:0": [SimpleNamespace(op="run")] + [SimpleNamespace(op="send")] * transfers, "cpu:1": []},
         predicted=SimpleNamespace(step_seconds=seconds),
     )
-    assert set(make_bells(devices, manifest)) == ({*devices, CALLERS} if expected else set())  # type: ignore[arg-type]
+    assert set(choose_wakeups(devices, manifest)) == ({*devices, CALLERS} if expected else set())  # type: ignore[arg-type]
 
 
 def compile_alternating(tmp_path: Path) -> onnxplace.Bundle:
@@ -120,37 +122,37 @@ def compile_alternating(tmp_path: Path) -> onnxplace.Bundle:
     return onnxplace.compile(model, tmp_path / "bundle", devices="cpu:0,cpu:1", shape={"N": 4}, pipeline=pipeline)
 
 
-def test_the_last_of_the_most_bells_rings() -> None:
-    bells = hang_bells([str(number) for number in range(bells_module.MAX_BELLS - 1)])
-    first, callers = bells["0"], bells[CALLERS]
+def test_the_last_of_the_most_flags_is_notified() -> None:
+    flags = install_wakeups([str(number) for number in range(wakeups_module.MAX_FLAGS - 1)])
+    first, callers = flags["0"], flags[CALLERS]
     before = first._counters[callers.index * first._stride]
-    first.plan_ring(callers)
+    first.plan_notification(callers)
     first.watch(lambda: False)
     assert first._counters[callers.index * first._stride] == before + 1
 
 
-class _LyingBell(Bell):
-    """A bell that loses each ring, or rings without reason."""
+class _LyingFlag(WakeupFlag):
+    """A flag that loses each notification, or has some without reason."""
 
-    def ring(self) -> None:
-        self._unrung = 0
+    def notify(self) -> None:
+        self._planned = 0
         for index in range(0, len(self._counters), self._stride):
             self._counters[index] += 1
 
 
-@pytest.mark.parametrize("bell", [Bell, _LyingBell])
-def test_requests_in_flight_are_right_with_bells_whatever_they_ring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bell: type[Bell]
+@pytest.mark.parametrize("flag", [WakeupFlag, _LyingFlag])
+def test_requests_in_flight_are_right_with_flags_whatever_they_notify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: type[WakeupFlag]
 ) -> None:
     bundle = compile_alternating(tmp_path)
-    made: list[dict[str, Bell]] = []
+    made: list[dict[str, WakeupFlag]] = []
 
-    def always(devices: dict[str, object], manifest: object) -> dict[str, Bell]:
-        made.append(hang_bells(devices))
+    def always(devices: dict[str, object], manifest: object) -> dict[str, WakeupFlag]:
+        made.append(install_wakeups(devices))
         return made[-1]
 
-    monkeypatch.setattr(bells_module, "Bell", bell)
-    monkeypatch.setattr("onnxplace.runtimes.execution.workers.make_bells", always)
+    monkeypatch.setattr(wakeups_module, "WakeupFlag", flag)
+    monkeypatch.setattr("onnxplace.runtimes.execution.workers.choose_wakeups", always)
     with onnxplace.InferenceSession(bundle) as session:
         assert made
         for round_ in range(30):
