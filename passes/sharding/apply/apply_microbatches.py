@@ -28,7 +28,7 @@ from onnxplace.passes.sharding.apply.microbatch_model import (
     write_parts,
 )
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel
-from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded, is_whole
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.space.known_shapes import fix_sizes, report_fixed_sizes
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
@@ -176,7 +176,7 @@ def _require_overlap(
     """Return the seconds of operators that wait for all parts; raises InfeasibleError if they are most of the step."""
     nodes = space.facts.model.nodes
     barriers = _find_barriers(space, choice, axes)
-    varying = [not is_whole(strategy) for strategy in choice.strategies]
+    varying = [not strategy.is_whole for strategy in choice.strategies]
     if not is_sharded(choice):
         heaviest = [f", such as {nodes[index].op_type} {nodes[index].name!r}" for index in np.argsort(-seconds)[:1]]
         message = f"no operator can be computed in parts of the batch{''.join(heaviest)}"
@@ -235,7 +235,7 @@ def _keep_whole(state: State, fixed: Model, space: StrategySpace, sharded: Shard
 
 
 def _report(space: StrategySpace, choice: LayoutChoice, of_part: Ints) -> Diagnostic:
-    parts = sum(not is_whole(strategy) for strategy in choice.strategies)
+    parts = sum(not strategy.is_whole for strategy in choice.strategies)
     replicas = int(of_part.max()) + 1
     where = f" on {replicas} replicas ({', '.join(map(str, np.bincount(of_part)))})" if replicas > 1 else ""
     message = (
@@ -323,7 +323,7 @@ class _SampleLayouts:
         for strategy in self._space.strategies[index]:
             if not strategy.is_split or not self._is_allowed(index, strategy):
                 continue
-            for name, layout in self._list_split(index, strategy):
+            for name, layout in self._space.list_split(index, strategy):
                 if layout not in self._layouts[name]:
                     self._layouts[name].add(layout)
                     touched += self._users[name]
@@ -336,13 +336,7 @@ class _SampleLayouts:
             return False
         if not strategy.is_split:
             return True
-        pairs = self._list_split(index, strategy)
+        pairs = self._space.list_split(index, strategy)
         if any(name in self._kept for name, _ in pairs):
             return False
         return any(layout in self._layouts[name] for name, layout in pairs)
-
-    def _list_split(self, index: int, strategy: NodeStrategy) -> list[tuple[str, Layout]]:
-        """Return the values of a node that a strategy splits, with their layouts."""
-        names = (*self._model.operands[index], *self._model.nodes[index].output)
-        layouts = zip(names, (*strategy.inputs, *strategy.outputs))
-        return [(name, layout) for name, layout in layouts if name and layout is not None and layout.is_split]

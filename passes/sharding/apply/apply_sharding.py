@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -19,12 +19,12 @@ from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState, is
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import Model
 from onnxplace.passes.sharding.apply.derived_facts import annotate_model, build_whole_model, scale_profile
+from onnxplace.passes.sharding.apply.group_choice import GroupChoice, GroupProblem, describe_strategy
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, write_sharded_model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
 from onnxplace.passes.sharding.choose.step_estimate import estimate_step_seconds
-from onnxplace.passes.sharding.rules.layouts import PARTIAL, Division, Layout
+from onnxplace.passes.sharding.rules.layouts import Division
 from onnxplace.passes.sharding.space.known_shapes import fix_sizes, report_fixed_sizes
-from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space, restrict_space
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
@@ -47,33 +47,6 @@ CONVOLUTIONAL_SHARE = 0.4
 MEMORY_ROUNDS = 4
 # How far a new choice stays below the memory that should just do.
 MEMORY_MARGIN = 0.99
-
-
-@dataclass(frozen=True)
-class GroupProblem:
-    """The choice of layouts for a group of devices."""
-
-    devices: tuple[int, ...]
-    work: WorkCosts
-    costs: ExchangeCosts
-    problem: ChoiceProblem
-    limit_bytes: tuple[int, ...]
-    """Memory per device; that of all stages together."""
-
-
-@dataclass(frozen=True)
-class GroupChoice(GroupProblem):
-    """A choice for a group of devices, with the problem that it solves."""
-
-    choice: LayoutChoice
-    solve: Callable[[ChoiceProblem], LayoutChoice | None]
-    """Solves such a problem within the memory; None if no choice fits."""
-    step_seconds: float
-    """Predicted step; at most the seconds of the choice, whose exchanges overlap with nothing."""
-
-    @property
-    def space(self) -> StrategySpace:
-        return self.work.space
 
 
 @dataclass(frozen=True)
@@ -202,7 +175,7 @@ def _build_problem(
     # Each stage has its share of the weights, and of the values.
     stages = len(list_stage_groups(target, group, options.stages))
     limit = tuple(stages * target.devices[device].memory_bytes for device in group)
-    return GroupProblem(group, work, costs, problem, limit)
+    return GroupProblem(group, work, problem, limit)
 
 
 def _choose(group: GroupProblem, options: ShardingOptions, share: float) -> GroupChoice | None:
@@ -216,7 +189,7 @@ def _choose(group: GroupProblem, options: ShardingOptions, share: float) -> Grou
     if choice is None:
         return None
     problem = group.problem
-    step_seconds = estimate_step_seconds(problem.space, choice, problem.strategy_seconds, group.costs)
+    step_seconds = estimate_step_seconds(problem.space, choice, problem.strategy_seconds, problem.costs)
     return GroupChoice(**vars(group), choice=choice, solve=solve, step_seconds=step_seconds)
 
 
@@ -262,7 +235,7 @@ def _report_nothing_split(candidates: Sequence[GroupChoice | None], has_refusals
 def _write(state: State, candidate: GroupChoice, options: ShardingOptions) -> _Written:
     target = state.target
     groups = list_stage_groups(target, candidate.devices, options.stages)
-    sharded = write_sharded_model(candidate.space, candidate.choice, candidate.costs)
+    sharded = write_sharded_model(candidate.space, candidate.choice, candidate.problem.costs)
     profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, target, candidate.devices)
     seconds = device_seconds(profile, target)
     position = np.array([origin.device for origin in sharded.origins], dtype=np.int32)
@@ -347,18 +320,6 @@ def _summarise(state: State, candidate: GroupChoice) -> tuple[tuple[ShardedKind,
     listed = ", ".join(f"{kind.count} {kind.op} ({kind.seconds * 1e3:.3g} ms)" for kind in whole[:3])
     message = f"these operators are computed on every device: {listed}"
     return kinds, [Diagnostic("P061", message, hint="no rule splits them, or exchanges would cost more")]
-
-
-def describe_strategy(strategy: NodeStrategy) -> str:
-    """Return in words how a node is split."""
-    first = next((layout for layout in strategy.outputs if layout is not None), None)
-    if not strategy.is_split:
-        return "summands" if first == PARTIAL else "whole"
-    if first == PARTIAL:
-        return "summed axis"
-    if first is not None and first.is_split:
-        return str(Layout(first.axis, first.outer)) + (", overlapping" if strategy.overlaps else "")
-    return "whole"
 
 
 def list_stage_groups(target: Target, first: Sequence[int], stages: int) -> list[tuple[int, ...]]:

@@ -272,11 +272,6 @@ class ChoiceNetwork:
         return np.array([sum(self._read_seconds(layout, option, size) for layout in want) for want in wants])
 
 
-def is_whole(strategy: NodeStrategy) -> bool:
-    """Return whether a strategy computes a node on every device, from whole inputs."""
-    return all(layout in (None, REPLICATED) for layout in (*strategy.inputs, *strategy.outputs))
-
-
 @dataclass(frozen=True)
 class LayoutChoice:
     """A strategy per node."""

@@ -71,14 +71,24 @@ class NodeStrategy:
     """How the subgraphs of a node are split; its inputs are then also what these capture."""
 
     @property
+    def layouts(self) -> Layouts:
+        """Return the layouts of the inputs, then those of the outputs."""
+        return *self.inputs, *self.outputs
+
+    @property
     def is_split(self) -> bool:
         """Return whether the devices share the work."""
-        return any(layout is not None and layout.is_split for layout in (*self.inputs, *self.outputs))
+        return any(layout is not None and layout.is_split for layout in self.layouts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether each device computes the node on whole inputs."""
+        return all(layout in (None, REPLICATED) for layout in self.layouts)
 
     @property
     def overlaps(self) -> bool:
         """Return whether parts of a value overlap."""
-        return any(layout is not None and layout.rows for layout in (*self.inputs, *self.outputs))
+        return any(layout is not None and layout.rows for layout in self.layouts)
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,11 @@ class StrategySpace:
     """Per node; nodes of one kind have equal views."""
     single: frozenset[int] = frozenset()
     """Nodes that run once, on the first device."""
+
+    def list_split(self, index: int, strategy: NodeStrategy) -> list[tuple[str, Layout]]:
+        """Return the values that a strategy of a node splits, with their layouts."""
+        names = (*self.facts.model.operands[index], *self.facts.model.nodes[index].output)
+        return [(name, lay) for name, lay in zip(names, strategy.layouts) if name and lay is not None and lay.is_split]
 
 
 @dataclass(frozen=True)
