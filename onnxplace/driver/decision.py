@@ -25,17 +25,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, InfeasibleError
-from onnxplace.facts import (
-    Emitted,
-    LayoutComparison,
-    Placement,
-    Profile,
-    Routes,
-    Segments,
-    Shards,
-    Streaming,
-    is_refused,
-)
+from onnxplace.facts import Emitted, Layouts, Placement, Profile, Routes, Segments, Shards, Streaming, is_refused
 from onnxplace.pipeline import Observer, Pipeline, Timing, find_plugin
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.state import Pass, State
@@ -192,7 +182,7 @@ class Candidate:
         return replace(self, state=state, timings=self.timings + timings)
 
     @property
-    def layouts(self) -> LayoutComparison | None:
+    def layouts(self) -> Layouts | None:
         """Return the choice of layouts for the profiled model; None if its operators are not split before all else."""
         return self.state[Shards].choice if self.strategy.passes[0].name == "shard" else None
 

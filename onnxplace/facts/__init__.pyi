@@ -7,7 +7,7 @@ from onnxplace.facts.fact_records import (
     Home as Home,
     Instruction as Instruction,
     LayoutAlternative as LayoutAlternative,
-    LayoutComparison as LayoutComparison,
+    Layouts as Layouts,
     MicroBatches as MicroBatches,
     Placement as Placement,
     Profile as Profile,

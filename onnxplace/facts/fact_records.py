@@ -456,7 +456,7 @@ class LayoutAlternative:
     """Number of further nodes whose layouts change."""
 
 
-class LayoutComparison(Protocol):
+class Layouts(Protocol):
     """A choice of layouts that can be made again with another layout of one node."""
 
     def list_alternatives(self, node: str, value: str = "") -> Sequence[LayoutAlternative]:
@@ -521,7 +521,7 @@ class Shards:
     """No choice of layouts that reads as few bytes of weights has a shorter step, unless its exchanges overlap more."""
     split_states: tuple[SplitState, ...] = ()
     """Carried states, each of which lies in parts on the devices."""
-    choice: LayoutComparison | None = None
+    choice: Layouts | None = None
     """The choice of layouts, which can list its alternatives; None if nothing is split."""
     whole_profile: Profile | None = None
     """The costs of the unsharded model, which is what other compilations can use; None if nothing is split."""

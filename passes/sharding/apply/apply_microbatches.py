@@ -21,7 +21,6 @@ from onnxplace.graph import Bools, Floats, Ints
 from onnxplace.model import Model
 from onnxplace.passes.sharding.apply.derived_facts import build_whole_model, scale_profile
 from onnxplace.passes.sharding.apply.microbatch_model import (
-    ReplicatedModel,
     assign_replicas,
     divide_parts,
     find_dependent_values,
@@ -82,14 +81,21 @@ def microbatch_state(state: State, count: int, replicas: int = 1) -> State:
     replicated = assign_replicas(written, model.states, profile, seconds, of_part, speeds, space.facts, axes)
     sharded = replicated.sharded
     scaled = scale_profile(profile, sharded, choice, work, state.target, [0] * count)
-    provided = _describe(replicated, count, replicas), _keep_whole(state, fixed, space, sharded)
+    parts = MicroBatches(
+        count=count,
+        part=np.array([max(origin.device, -1) for origin in sharded.origins], dtype=np.int32),
+        source=np.array([origin.source for origin in sharded.origins], dtype=np.int32),
+        replica=replicated.replica,
+        replicas=replicas,
+    )
     notes = [
         _report(space, choice, of_part),
         *_report_whole(whole_seconds, seconds),
         *report_fixed_sizes(model, fixed, "micro-batches"),
     ]
     undivided = MappingProxyType({name: float(seconds.sum()) for name, seconds in profile.seconds.items()})
-    return state.with_facts(sharded.model, replace(scaled, unsharded_seconds=undivided), *provided).with_notes(*notes)
+    scaled, whole = replace(scaled, unsharded_seconds=undivided), _keep_whole(state, fixed, space, sharded)
+    return state.with_facts(sharded.model, scaled, parts, whole).with_notes(*notes)
 
 
 def _require_samples(model: Model, fixed: Model, count: int) -> dict[str, int]:
@@ -212,14 +218,6 @@ def _replica_speeds(state: State, count: int, replicas: int) -> list[float]:
     totals = np.maximum(device_seconds(state[Profile], state.target).sum(axis=1), 1e-30)
     speeds: Floats = (1.0 / totals).reshape(replicas, -1).sum(axis=1)
     return [float(speed) for speed in speeds]
-
-
-def _describe(replicated: ReplicatedModel, count: int, replicas: int) -> MicroBatches:
-    origins = replicated.sharded.origins
-    part = np.array([origin.device for origin in origins], dtype=np.int32)
-    source = np.array([origin.source for origin in origins], dtype=np.int32)
-    part = np.maximum(part, -1)  # whole nodes of all replicas
-    return MicroBatches(count=count, part=part, source=source, replica=replicated.replica, replicas=replicas)
 
 
 def _keep_whole(state: State, fixed: Model, space: StrategySpace, sharded: ShardedModel) -> Shards:

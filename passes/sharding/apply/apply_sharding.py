@@ -81,13 +81,7 @@ class _Written:
 
 
 def shard_state(state: State, options: ShardingOptions) -> State:
-    """Return the state with the sharded model, its profile and `Shards`; see the pass `shard`."""
-    state, best, written = _choose_fitting(state, options)
-    return state if best is None or written is None else _apply(state, best, written, options)
-
-
-def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, GroupChoice | None, _Written | None]:
-    """Return the state with the best choice for it, and its model; where nothing is split, the state reports it.
+    """Return the state with the sharded model, its profile and `Shards`; see the pass `shard`.
 
     If some device holds the whole model, the choice is made without limits, and within them if it does not fit. The
     simulated peak decides; where it is above the account that the choice goes by, the next one has less memory.
@@ -109,11 +103,11 @@ def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, Grou
             if tightest is not None:
                 break
             note = _report_nothing_split(candidates, bool(is_refused(seconds).any()))
-            return _leave_whole(state).with_notes(note), None, None
+            return _leave_whole(state).with_notes(note)
         best = min(useful, key=lambda candidate: candidate.step_seconds)
         alone = float(seconds.sum(axis=1).min())
         if options.may_leave_whole and fits_alone and best.step_seconds > CLEAR_GAIN * alone:
-            return _leave_whole(state).with_notes(_report_no_gain(alone, best)), None, None
+            return _leave_whole(state).with_notes(_report_no_gain(alone, best))
         written = _write(state, best, options)
         if tightest is None or written.used_share < tightest[1].used_share:
             tightest = best, written
@@ -124,7 +118,7 @@ def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, Grou
         share = MEMORY_MARGIN * min(share, counted / written.used_share) if counted else 1.0
     # If none fits, placers and the cut into segments may still find an order that does, and report it if not.
     assert tightest is not None
-    return state, *tightest
+    return _apply(state, *tightest, options)
 
 
 def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> list[tuple[int, ...]]:

@@ -370,13 +370,13 @@ def _list_cuts(
 ) -> list[Cut]:
     """Return the cuts that some axes of a rule may have, and all of them can follow."""
     options: set[Cut] = {(1, rule.units, (), ())} if rule.units and sizes else set()
-    # Summands of rows that two devices have would count twice, and wrong integers could divide by zero.
+    # Summands of rows that two devices have would count twice, and invalid integers could divide by zero.
     may_overlap = rule.effect == "map" and not rule.units and len({size for _, size, _ in sizes.values()}) == 1
-    may_be_wrong = set(view.element_types) <= FLOAT_TYPES
+    may_be_invalid = set(view.element_types) <= FLOAT_TYPES
     for (side, position), (axis, _, fused) in sizes.items():
         for outer, blocks, rows, valid in cuts.get((side, position, axis), frozenset()):
             can_follow = outer % fused == 0 and (outer > 0 or fused == 1)
-            if can_follow and (may_overlap or not rows) and (may_be_wrong or not valid):
+            if can_follow and (may_overlap or not rows) and (may_be_invalid or not valid):
                 options.add((outer // fused, blocks, rows, valid))
     if rule.units:
         options = {

@@ -243,7 +243,7 @@ class ExchangeCosts:
             return self.overlap_phases(division, source, result, size_bytes).seconds(self.segment_seconds)
         size = (source.rows or result.rows)[-1][1]
         if division.held(source, size) == division.held(result, size):
-            return 0.0  # only fewer of the rows are known to be right
+            return 0.0  # only fewer of the rows are known to be valid
         moved = max(high - low for low, high in division.held(result, size)) * size_bytes / size
         return self._operator_seconds(2 * moved) + moved * self.reorder_seconds_per_byte
 
