@@ -48,12 +48,13 @@ class Instance:
         factors = [Factor((node,), _forbid(costs)) for node, costs in enumerate(self.nodes["costs"])]
         for nodes, costs in zip(self.edges["nodes"], self.edges["costs"]):
             factors.append(Factor(tuple(nodes), _forbid(costs).reshape([sizes[node] for node in nodes])))
+        intervals = [interval or (0, 0) for interval in self.nodes["intervals"]]
         return FactorProblem(
             sizes=sizes,
             factors=factors,
             holdings=[
-                Holding(node, *(interval or (0, 0)), np.array(usages, np.float64))
-                for node, (interval, usages) in enumerate(zip(self.nodes["intervals"], self.nodes["usages"]))
+                Holding(node, begin, end, np.array(usages, np.float64))
+                for node, ((begin, end), usages) in enumerate(zip(intervals, self.nodes["usages"]))
             ],
             limit=self.limit,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -459,7 +459,7 @@ class LayoutAlternative:
 class Layouts(Protocol):
     """A choice of layouts that can be made again with another layout of one node."""
 
-    def list_alternatives(self, node: str, value: str = "") -> Sequence[LayoutAlternative]:
+    def list_alternatives(self, node: str, value: str = "") -> tuple[LayoutAlternative, ...]:
         """Return the layouts of a node, or of a value that it makes or reads: first the kept one, then by seconds."""
         ...
 

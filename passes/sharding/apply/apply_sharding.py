@@ -273,16 +273,13 @@ def _build_whole(
 
 
 def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitState, ...]:
-    states = []
+    states, division = [], space.division
     for name, parts in sharded.split_states.items():
-        layout, shape = parts.layout, space.facts.shapes.get(name, ())
-        sizes: tuple[int, ...] = ()
+        layout, sizes, axis, copies = parts.layout, list[int](), -1, 1
         if layout.is_split:
-            devices = range(space.division.count)
-            sizes = tuple(space.division.local_size(layout, shape[layout.axis], device) for device in devices)
-        axis = layout.axis if layout.is_split else -1
-        copies = space.division.copies(layout) if layout.is_split else 1
-        states.append(SplitState(name, parts.output, axis, parts.inputs, parts.outputs, sizes, copies))
+            axis, copies, size = layout.axis, division.copies(layout), space.facts.shapes[name][layout.axis]
+            sizes = [division.local_size(layout, size, device) for device in range(division.count)]
+        states.append(SplitState(name, parts.output, axis, parts.inputs, parts.outputs, tuple(sizes), copies))
     return tuple(states)
 
 

@@ -91,7 +91,7 @@ def _refer_to_range(tensor: TensorProto, name: str, dims: Sequence[int], start_b
 
 def list_slice_arguments(
     opset: int, value: str, axis: int, low: int, high: int, ints: Callable[[Sequence[int]], str]
-) -> tuple[list[str], dict[str, list[int]]]:
+) -> tuple[list[str], dict[str, Any]]:
     """Return the inputs and attributes of a Slice; `ints` returns the name of a constant vector."""
     if opset < 10:
         return [value], {"starts": [low], "ends": [high], "axes": [axis]}

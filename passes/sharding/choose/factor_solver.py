@@ -84,7 +84,7 @@ class FactorProblem:
     def held_bytes(self, values: Sequence[int]) -> Floats:
         """Return the bytes that an assignment holds at each moment: no other time has more."""
         held = np.array([item.bytes[values[item.variable]] for item in self.holdings], np.float64)
-        return sum_alive(*self.spans.T, held, self.moment_count)
+        return sum_alive(self.spans[:, 0], self.spans[:, 1], held, self.moment_count)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
-from onnx import GraphProto, TensorProto
+from onnx import GraphProto, NodeProto, TensorProto
 
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule
 from onnxplace.passes.sharding.rules.convolution_rules import FLOAT_TYPES, ROW_AXIS, WINDOWED, list_windows
@@ -137,30 +137,33 @@ def local_shapes(
     return tuple(parts(view.inputs, strategy.inputs)), tuple(parts(view.outputs, strategy.outputs))
 
 
+def make_local_node(
+    division: Division, view: NodeView, strategy: NodeStrategy, device: int, proto: NodeProto, **add: Callable[..., str]
+) -> LocalNode:
+    """Return a device's copy of a node for an edit; `add` holds what adds other nodes (`LocalNode.make_...`)."""
+    inputs, outputs = local_shapes(division, view, strategy, device)
+    return LocalNode(proto, view, device, inputs, outputs, layouts=strategy.outputs, division=division, **add)
+
+
 def describe_copies(view: NodeView, strategy: NodeStrategy, division: Division) -> tuple[object, ...]:
     """Return all that a sharded model holds of a strategy: equal for two sizes, it computes the same at both."""
     if strategy.edit is None:
         return (strategy,)
     copies = []
     for device in range(division.count):
-        proto = deepcopy(view.node)
-        inputs, outputs = local_shapes(division, view, strategy, device)
-        strategy.edit(
-            LocalNode(
-                proto=proto,
-                view=view,
-                device=device,
-                inputs=inputs,
-                outputs=outputs,
-                layouts=strategy.outputs,
-                make_ints=str,
-                make_override=lambda *entries: str(entries),
-                make_zeros=lambda name: f"zeros of {name}",
-                make_node=lambda op, inputs, **attributes: f"{op} of {inputs}, {attributes}",
-                division=division,
-            )
+        local = make_local_node(
+            division,
+            view,
+            strategy,
+            device,
+            deepcopy(view.node),
+            make_ints=str,
+            make_override=lambda *entries: str(entries),
+            make_zeros=lambda name: f"zeros of {name}",
+            make_node=lambda op, inputs, **attributes: f"{op} of {inputs}, {attributes}",
         )
-        copies.append(proto.SerializeToString())
+        strategy.edit(local)
+        copies.append(local.proto.SerializeToString())
     return replace(strategy, edit=None), *copies
 
 
