@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -200,8 +200,9 @@ class ShardedModelWriter(ExchangeWriter):
             return self.exchange_node(op, inputs, f"{copy.name}/{op}", device, 0, **attributes)
 
         assert strategy.edit is not None
-        make = {"make_ints": self.ints, "make_override": override, "make_zeros": zeros, "make_node": make_node}
-        strategy.edit(make_local_node(self.division, view, strategy, device, copy, **make))
+        add: dict[str, Callable[..., str]]
+        add = {"make_ints": self.ints, "make_override": override, "make_zeros": zeros, "make_node": make_node}
+        strategy.edit(make_local_node(self.division, view, strategy, device, copy, **add))
 
     def add_quantised_part(self, index: int, strategy: NodeStrategy, device: int) -> None:
         """Add the copy of a node that quantises its first input by the range of the whole.
