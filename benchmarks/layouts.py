@@ -25,6 +25,7 @@ import numpy as np
 from _tables import Row, report_progress
 
 from onnxplace.passes.sharding.choose.elimination import Factor
+from onnxplace.passes.sharding.choose.factor_network import Holding
 from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, solve
 
 KEYS = ("instance", "cost", "bound", "fits", "seconds", "best", "to_best")
@@ -47,11 +48,14 @@ class Instance:
         factors = [Factor((node,), _forbid(costs)) for node, costs in enumerate(self.nodes["costs"])]
         for nodes, costs in zip(self.edges["nodes"], self.edges["costs"]):
             factors.append(Factor(tuple(nodes), _forbid(costs).reshape([sizes[node] for node in nodes])))
+        intervals = [interval or (0, 0) for interval in self.nodes["intervals"]]
         return FactorProblem(
             sizes=sizes,
             factors=factors,
-            usages=[np.array(usages, np.float64) for usages in self.nodes["usages"]],
-            intervals=[tuple(interval) or (0, 0) for interval in self.nodes["intervals"]],
+            holdings=[
+                Holding(node, begin, end, np.array(usages, np.float64))
+                for node, ((begin, end), usages) in enumerate(zip(intervals, self.nodes["usages"]))
+            ],
             limit=self.limit,
         )
 
@@ -137,7 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     best_path = options.folder / "best.json"
     best = json.loads(best_path.read_text()) if best_path.exists() else {}
     # An instance of two nodes that do not fit at their cheapest goes through all loops.
-    tiny = FactorProblem([2, 2], [Factor((0, 1), np.eye(2))], [np.array([2.0, 1.0])] * 2, [(0, 1)] * 2, 3)
+    tiny = FactorProblem(
+        [2, 2], [Factor((0, 1), np.eye(2))], [Holding(v, 0, 1, np.array([2.0, 1.0])) for v in range(2)], 3
+    )
     solve(tiny, seconds=1)
     rows = []
     for path in paths:

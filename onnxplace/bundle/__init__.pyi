@@ -46,7 +46,6 @@ from onnxplace.bundle.manifest import (
     FileRecord as FileRecord,
     InitialRecord as InitialRecord,
     InputRecord as InputRecord,
-    LayoutAlternativeRecord as LayoutAlternativeRecord,
     Manifest as Manifest,
     OutputRecord as OutputRecord,
     Predicted as Predicted,

@@ -186,21 +186,6 @@ class RepeatRecord(Record):
     """The first node of the first layer."""
 
 
-class LayoutAlternativeRecord(Record):
-    """A layout of a node, with all other nodes chosen again for it."""
-
-    layout: str
-    is_kept: bool
-    seconds: Seconds | None
-    """The step as the choice of layouts counts it; None if no choice with it fits."""
-    exchanges: dict[str, int] = {}
-    """Kind of exchange -> how many more there are than with the layout that was kept."""
-    neighbours: dict[str, str] = {}
-    """Node that it reads from, or that reads its values -> change of that node's layout."""
-    others: Bytes = 0
-    """Number of further nodes whose layouts change."""
-
-
 class ShardedKindRecord(Record):
     """Nodes of one operator that are split alike."""
 
@@ -213,8 +198,6 @@ class ShardedKindRecord(Record):
     """What they take together on one device."""
     node: str = ""
     """The most expensive of them."""
-    alternatives: tuple[LayoutAlternativeRecord, ...] = ()
-    """Layouts of that node, the kept one first; empty where they were not compared."""
 
 
 class SplitStateRecord(Record):

@@ -25,8 +25,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, InfeasibleError
-from onnxplace.facts import Emitted, Placement, Profile, Routes, Segments, Shards, Streaming, is_refused
-from onnxplace.passes.sharding import compare_kinds
+from onnxplace.facts import Emitted, Layouts, Placement, Profile, Routes, Segments, Shards, Streaming, is_refused
 from onnxplace.pipeline import Observer, Pipeline, Timing, find_plugin
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.state import Pass, State
@@ -179,20 +178,13 @@ class Candidate:
         emit = replace(emit, path=str(path), pipeline=str(self.pipeline), **options)
         if observer:
             observer(emit.name, len(self.pipeline.passes) - 1, len(self.pipeline.passes))
-        state, timings = Pipeline((emit,)).run(self._compare_layouts())
+        state, timings = Pipeline((emit,)).run(self.state)
         return replace(self, state=state, timings=self.timings + timings)
 
     @property
-    def layouts(self) -> Any:
+    def layouts(self) -> Layouts | None:
         """Return the choice of layouts for the profiled model; None if its operators are not split before all else."""
         return self.state[Shards].choice if self.strategy.passes[0].name == "shard" else None
-
-    def _compare_layouts(self) -> State:
-        """Return the state that bundles are written from: with alternatives for layouts, where operators are split."""
-        if self.layouts is None:
-            return self.state
-        shards = self.state[Shards]
-        return self.state.with_facts(replace(shards, kinds=compare_kinds(self.layouts, shards.kinds)))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from onnxplace.errors import UsageError
 from onnxplace.facts import Groups, LayoutAlternative, Placement, Profile, Schedule, is_refused
 from onnxplace.graph import Ints
 from onnxplace.model import Model, match_nodes, suggest_nodes
-from onnxplace.passes.sharding import LayoutExplainer
 from onnxplace.problem import describe_shortage, device_seconds
 from onnxplace.simulation import Simulation, simulate
 from onnxplace.state import State
@@ -102,7 +101,7 @@ def explain_subjects(state: State, subjects: Sequence[Subject], results: Sequenc
     built = [item for item in results if isinstance(item, Candidate)]
     placed = next((item for item in built if item.strategy.kind == "placed"), None)
     sharded = min((item for item in built if item.layouts), key=lambda item: item.step_seconds, default=None)
-    layouts = LayoutExplainer(sharded.layouts) if sharded and subjects else None
+    layouts = sharded.layouts if sharded else None
     explanations = []
     for subject in subjects:
         node = state[Model].nodes[subject.node]

@@ -7,6 +7,7 @@ from onnxplace.facts.fact_records import (
     Home as Home,
     Instruction as Instruction,
     LayoutAlternative as LayoutAlternative,
+    Layouts as Layouts,
     MicroBatches as MicroBatches,
     Placement as Placement,
     Profile as Profile,

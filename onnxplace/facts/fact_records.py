@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -456,6 +456,14 @@ class LayoutAlternative:
     """Number of further nodes whose layouts change."""
 
 
+class Layouts(Protocol):
+    """A choice of layouts that can be made again with another layout of one node."""
+
+    def list_alternatives(self, node: str, value: str = "") -> tuple[LayoutAlternative, ...]:
+        """Return the layouts of a node, or of a value that it makes or reads: first the kept one, then by seconds."""
+        ...
+
+
 @dataclass(frozen=True)
 class ShardedKind:
     """Nodes of one operator that are split alike."""
@@ -469,8 +477,6 @@ class ShardedKind:
     """What they take together on one device."""
     node: str = ""
     """The most expensive of them."""
-    alternatives: tuple[LayoutAlternative, ...] = ()
-    """Layouts of that node, the kept one first; empty where they were not compared."""
 
 
 @dataclass(frozen=True)
@@ -515,8 +521,8 @@ class Shards:
     """No choice of layouts that reads as few bytes of weights has a shorter step, unless its exchanges overlap more."""
     split_states: tuple[SplitState, ...] = ()
     """Carried states, each of which lies in parts on the devices."""
-    choice: Any = None
-    """The choice of layouts, whose alternatives the sharding wing can list; None if nothing is split."""
+    choice: Layouts | None = None
+    """The choice of layouts, which can list its alternatives; None if nothing is split."""
     whole_profile: Profile | None = None
     """The costs of the unsharded model, which is what other compilations can use; None if nothing is split."""
     whole: Model | None = None

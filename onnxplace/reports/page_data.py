@@ -22,7 +22,6 @@ from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Schedule, is_refused
 from onnxplace.graph import Ints, OpGraph
 from onnxplace.pipeline import parse_pipeline
-from onnxplace.reports.alternatives import tabulate_alternatives
 from onnxplace.reports.bundle_nodes import read_nodes
 from onnxplace.reports.charts import draw_memory, draw_step, read_trace
 from onnxplace.reports.layer_tree import LayerNode, build_layer_tree, name_layer
@@ -132,7 +131,6 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         edges=nodes.edges,
         segments=nodes.segments,
         division=tuple(_iterate_tables(manifest)),
-        alternatives=tabulate_alternatives(step, [item.title for item in nodes.segments], manifest.sharding),
         notes=list_notes(manifest.diagnostics),
         passes=list_passes(manifest.pipeline),
         origin=tuple(_list_origin(manifest)),
@@ -431,7 +429,6 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         edges=edges,
         segments=(),
         division=(),
-        alternatives=tabulate_alternatives(step, graph.names),
         notes=list_notes(placed.diagnostics),
         passes=tuple(Entry(name, "") for name in placed.passes),
         origin=(

@@ -301,8 +301,6 @@ class PageData:
     """Those of a bundle, in the order in which the compiler lists them."""
     division: tuple[Table, ...]
     """Shards, stages, replicas, repeats and the training step, where there are any."""
-    alternatives: tuple[Table, ...]
-    """What other layouts, or other devices of segments or nodes, would cost; empty with one device."""
     notes: tuple[Note, ...]
     passes: tuple[Entry, ...]
     """The pipeline: each pass with its options."""

@@ -9,7 +9,7 @@ symbolic dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
@@ -95,6 +95,10 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an error
         """Whether only shapes are missing."""
 
 
+def _refuse_sizes(node: NodeProto, *, is_unknown: bool = False) -> Refusal:
+    return Refusal(f"{node.op_type} computes with the size of the batch", node.name, is_unknown=is_unknown)
+
+
 class BatchFlow:
     """The flow of a batch, from two samples that differ in its size alone."""
 
@@ -145,9 +149,9 @@ class BatchFlow:
             raise Refusal(f"{node.op_type} has subgraphs that read values of the batch", node.name)
         if node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx"):
             return self._compare_values(node)
-        if _has_kind(flows, RowFlow):
+        if any(isinstance(flow, RowFlow) for flow in flows):
             return self._follow_rows(index, node)
-        if _has_kind(flows, Cut):
+        if any(isinstance(flow, Cut) for flow in flows):
             return self._follow_cuts(index, node)
         return self._follow_sizes(index, node)
 
@@ -243,16 +247,15 @@ class BatchFlow:
 
     def _follow_sizes(self, index: int, node: NodeProto) -> Sequence[Flow]:
         """Return the flow of each output of a node that reads sizes, and nothing else of the batch."""
-        refusal = Refusal(f"{node.op_type} computes with the size of the batch", node.name)
         if node.domain not in ("", "ai.onnx"):
-            raise refusal
+            raise _refuse_sizes(node)
         positions = self._find_positions(node, SIZES)
         if _FILLS.get(node.op_type) in positions and len(positions) == 1:
             return self._fill(index, node)
         if node.op_type == "Range" and self._counts_rows(node):
             return (Rows(0),)
         if not self._computes_exactly(node, positions):
-            raise refusal
+            raise _refuse_sizes(node)
         return self._compare_values(node)
 
     def _computes_exactly(self, node: NodeProto, positions: set[int]) -> bool:
@@ -273,7 +276,7 @@ class BatchFlow:
         """Raise Refusal unless a node reads sizes as the shape of its result, or not at all."""
         sizes = self._find_positions(node, SIZES)
         if not sizes <= {_SHAPE_INPUTS.get(node.op_type)}:
-            raise Refusal(f"{node.op_type} computes with the size of the batch", node.name)
+            raise _refuse_sizes(node)
         if sizes and node.op_type == "Slice" and any(2 not in view.constants for view in views):
             # Such an end may be behind the axis at the sizes of the samples, and inside it at others.
             raise Refusal("Slice ends at the size of the batch", node.name)
@@ -296,11 +299,11 @@ class BatchFlow:
         for name in filter(None, node.output):
             pair = self._values(name)
             if pair is None or pair[0].shape != pair[1].shape:
-                raise Refusal(f"{node.op_type} computes with the size of the batch", node.name, is_unknown=pair is None)
+                raise _refuse_sizes(node, is_unknown=pair is None)
             small, large = pair
             differs = small != large
             if not (small[differs] > 0).all() or not (large[differs] > small[differs]).all():
-                raise Refusal(f"{node.op_type} computes with the size of the batch", node.name)
+                raise _refuse_sizes(node)
             flows.append(SIZES if differs.any() else SAME)
         return flows
 
@@ -318,10 +321,9 @@ class BatchFlow:
         if left is None or right is None:
             return False
         try:
-            sides = [np.broadcast_arrays(left[0], left[1], right[0], right[1])]
+            a, b, c, d = np.broadcast_arrays(*left, *right)
         except ValueError:
             return False
-        a, b, c, d = sides[0]
         left_grows, right_grows = a != b, c != d
         return bool((~left_grows | (c <= 0)).all() and (~right_grows | (a <= 0)).all())
 
@@ -357,11 +359,7 @@ class BatchFlow:
             ratios = {divmod(shape[axis], sample.batch) for shape, sample in zip((first, second), self._samples)}
             if len(ratios) == 1 and ratios.pop()[1] == 0:
                 return (Cut(axis),)
-        raise Refusal(f"{node.op_type} computes with the size of the batch", node.name)
-
-
-def _has_kind(flows: Iterable[Flow], kind: Any) -> bool:
-    return any(isinstance(flow, kind) for flow in flows)
+        raise _refuse_sizes(node)
 
 
 def _grow_only_along(views: Sequence[NodeView], flows: Sequence[Cut | Rows | Spans | Tuples]) -> bool:

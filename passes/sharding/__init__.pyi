@@ -3,10 +3,6 @@ from onnxplace.passes.sharding.apply.apply_sharding import (
     ShardingOptions as ShardingOptions,
     shard_state as shard_state,
 )
-from onnxplace.passes.sharding.apply.layout_alternatives import (
-    LayoutExplainer as LayoutExplainer,
-    compare_kinds as compare_kinds,
-)
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule as AxisRule
 from onnxplace.passes.sharding.rules.layouts import Division as Division, Layout as Layout
 from onnxplace.passes.sharding.rules.node_views import NodeView as NodeView, Shape as Shape, split_words as split_words

@@ -80,8 +80,8 @@ MAY_IMPORT = {
     "reports": "bundle cost_graph errors facts graph model pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model passes.profiling passes.sharding pipeline "
-        "problem reports simulation state target utils"
+        "bundle cost_graph errors evaluation facts feeds graph machine model passes.profiling pipeline problem reports "
+        "simulation state target utils"
     ),
     "export": "bundle errors model pipeline target training_step utils",
     "session": "bundle drop_in errors feeds machine model_metadata ort pipeline runtime serving traces utils",

@@ -21,14 +21,13 @@ from onnxplace.graph import Bools, Floats, Ints
 from onnxplace.model import Model
 from onnxplace.passes.sharding.apply.derived_facts import build_whole_model, scale_profile
 from onnxplace.passes.sharding.apply.microbatch_model import (
-    ReplicatedModel,
     assign_replicas,
     divide_parts,
     find_dependent_values,
     write_parts,
 )
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel
-from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded, is_whole
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.space.known_shapes import fix_sizes, report_fixed_sizes
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
@@ -82,14 +81,21 @@ def microbatch_state(state: State, count: int, replicas: int = 1) -> State:
     replicated = assign_replicas(written, model.states, profile, seconds, of_part, speeds, space.facts, axes)
     sharded = replicated.sharded
     scaled = scale_profile(profile, sharded, choice, work, state.target, [0] * count)
-    provided = _describe(replicated, count, replicas), _keep_whole(state, fixed, space, sharded)
+    parts = MicroBatches(
+        count=count,
+        part=np.array([max(origin.device, -1) for origin in sharded.origins], dtype=np.int32),
+        source=np.array([origin.source for origin in sharded.origins], dtype=np.int32),
+        replica=replicated.replica,
+        replicas=replicas,
+    )
     notes = [
         _report(space, choice, of_part),
         *_report_whole(whole_seconds, seconds),
         *report_fixed_sizes(model, fixed, "micro-batches"),
     ]
     undivided = MappingProxyType({name: float(seconds.sum()) for name, seconds in profile.seconds.items()})
-    return state.with_facts(sharded.model, replace(scaled, unsharded_seconds=undivided), *provided).with_notes(*notes)
+    scaled, whole = replace(scaled, unsharded_seconds=undivided), _keep_whole(state, fixed, space, sharded)
+    return state.with_facts(sharded.model, scaled, parts, whole).with_notes(*notes)
 
 
 def _require_samples(model: Model, fixed: Model, count: int) -> dict[str, int]:
@@ -176,7 +182,7 @@ def _require_overlap(
     """Return the seconds of operators that wait for all parts; raises InfeasibleError if they are most of the step."""
     nodes = space.facts.model.nodes
     barriers = _find_barriers(space, choice, axes)
-    varying = [not is_whole(strategy) for strategy in choice.strategies]
+    varying = [not strategy.is_whole for strategy in choice.strategies]
     if not is_sharded(choice):
         heaviest = [f", such as {nodes[index].op_type} {nodes[index].name!r}" for index in np.argsort(-seconds)[:1]]
         message = f"no operator can be computed in parts of the batch{''.join(heaviest)}"
@@ -214,14 +220,6 @@ def _replica_speeds(state: State, count: int, replicas: int) -> list[float]:
     return [float(speed) for speed in speeds]
 
 
-def _describe(replicated: ReplicatedModel, count: int, replicas: int) -> MicroBatches:
-    origins = replicated.sharded.origins
-    part = np.array([origin.device for origin in origins], dtype=np.int32)
-    source = np.array([origin.source for origin in origins], dtype=np.int32)
-    part = np.maximum(part, -1)  # whole nodes of all replicas
-    return MicroBatches(count=count, part=part, source=source, replica=replicated.replica, replicas=replicas)
-
-
 def _keep_whole(state: State, fixed: Model, space: StrategySpace, sharded: ShardedModel) -> Shards:
     """Return the undivided model as the reference of the bundle."""
     model = replace(fixed, states=MappingProxyType({}))
@@ -235,7 +233,7 @@ def _keep_whole(state: State, fixed: Model, space: StrategySpace, sharded: Shard
 
 
 def _report(space: StrategySpace, choice: LayoutChoice, of_part: Ints) -> Diagnostic:
-    parts = sum(not is_whole(strategy) for strategy in choice.strategies)
+    parts = sum(not strategy.is_whole for strategy in choice.strategies)
     replicas = int(of_part.max()) + 1
     where = f" on {replicas} replicas ({', '.join(map(str, np.bincount(of_part)))})" if replicas > 1 else ""
     message = (
@@ -323,7 +321,7 @@ class _SampleLayouts:
         for strategy in self._space.strategies[index]:
             if not strategy.is_split or not self._is_allowed(index, strategy):
                 continue
-            for name, layout in self._list_split(index, strategy):
+            for name, layout in self._space.list_split(index, strategy):
                 if layout not in self._layouts[name]:
                     self._layouts[name].add(layout)
                     touched += self._users[name]
@@ -336,13 +334,7 @@ class _SampleLayouts:
             return False
         if not strategy.is_split:
             return True
-        pairs = self._list_split(index, strategy)
+        pairs = self._space.list_split(index, strategy)
         if any(name in self._kept for name, _ in pairs):
             return False
         return any(layout in self._layouts[name] for name, layout in pairs)
-
-    def _list_split(self, index: int, strategy: NodeStrategy) -> list[tuple[str, Layout]]:
-        """Return the values of a node that a strategy splits, with their layouts."""
-        names = (*self._model.operands[index], *self._model.nodes[index].output)
-        layouts = zip(names, (*strategy.inputs, *strategy.outputs))
-        return [(name, layout) for name, layout in layouts if name and layout is not None and layout.is_split]

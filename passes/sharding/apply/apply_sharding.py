@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -19,12 +19,12 @@ from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState, is
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import Model
 from onnxplace.passes.sharding.apply.derived_facts import annotate_model, build_whole_model, scale_profile
+from onnxplace.passes.sharding.apply.group_choice import GroupChoice, GroupProblem, describe_strategy
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, write_sharded_model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
 from onnxplace.passes.sharding.choose.step_estimate import estimate_step_seconds
-from onnxplace.passes.sharding.rules.layouts import PARTIAL, Division, Layout
+from onnxplace.passes.sharding.rules.layouts import Division
 from onnxplace.passes.sharding.space.known_shapes import fix_sizes, report_fixed_sizes
-from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space, restrict_space
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
@@ -47,33 +47,6 @@ CONVOLUTIONAL_SHARE = 0.4
 MEMORY_ROUNDS = 4
 # How far a new choice stays below the memory that should just do.
 MEMORY_MARGIN = 0.99
-
-
-@dataclass(frozen=True)
-class GroupProblem:
-    """The choice of layouts for a group of devices."""
-
-    devices: tuple[int, ...]
-    work: WorkCosts
-    costs: ExchangeCosts
-    problem: ChoiceProblem
-    limit_bytes: tuple[int, ...]
-    """Memory per device; that of all stages together."""
-
-
-@dataclass(frozen=True)
-class GroupChoice(GroupProblem):
-    """A choice for a group of devices, with the problem that it solves."""
-
-    choice: LayoutChoice
-    solve: Callable[[ChoiceProblem], LayoutChoice | None]
-    """Solves such a problem within the memory; None if no choice fits."""
-    step_seconds: float
-    """Predicted step; at most the seconds of the choice, whose exchanges overlap with nothing."""
-
-    @property
-    def space(self) -> StrategySpace:
-        return self.work.space
 
 
 @dataclass(frozen=True)
@@ -108,13 +81,7 @@ class _Written:
 
 
 def shard_state(state: State, options: ShardingOptions) -> State:
-    """Return the state with the sharded model, its profile and `Shards`; see the pass `shard`."""
-    state, best, written = _choose_fitting(state, options)
-    return state if best is None or written is None else _apply(state, best, written, options)
-
-
-def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, GroupChoice | None, _Written | None]:
-    """Return the state with the best choice for it, and its model; where nothing is split, the state reports it.
+    """Return the state with the sharded model, its profile and `Shards`; see the pass `shard`.
 
     If some device holds the whole model, the choice is made without limits, and within them if it does not fit. The
     simulated peak decides; where it is above the account that the choice goes by, the next one has less memory.
@@ -136,11 +103,11 @@ def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, Grou
             if tightest is not None:
                 break
             note = _report_nothing_split(candidates, bool(is_refused(seconds).any()))
-            return _leave_whole(state).with_notes(note), None, None
+            return _leave_whole(state).with_notes(note)
         best = min(useful, key=lambda candidate: candidate.step_seconds)
         alone = float(seconds.sum(axis=1).min())
         if options.may_leave_whole and fits_alone and best.step_seconds > CLEAR_GAIN * alone:
-            return _leave_whole(state).with_notes(_report_no_gain(alone, best)), None, None
+            return _leave_whole(state).with_notes(_report_no_gain(alone, best))
         written = _write(state, best, options)
         if tightest is None or written.used_share < tightest[1].used_share:
             tightest = best, written
@@ -151,7 +118,7 @@ def _choose_fitting(state: State, options: ShardingOptions) -> tuple[State, Grou
         share = MEMORY_MARGIN * min(share, counted / written.used_share) if counted else 1.0
     # If none fits, placers and the cut into segments may still find an order that does, and report it if not.
     assert tightest is not None
-    return state, *tightest
+    return _apply(state, *tightest, options)
 
 
 def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> list[tuple[int, ...]]:
@@ -202,7 +169,7 @@ def _build_problem(
     # Each stage has its share of the weights, and of the values.
     stages = len(list_stage_groups(target, group, options.stages))
     limit = tuple(stages * target.devices[device].memory_bytes for device in group)
-    return GroupProblem(group, work, costs, problem, limit)
+    return GroupProblem(group, work, problem, limit)
 
 
 def _choose(group: GroupProblem, options: ShardingOptions, share: float) -> GroupChoice | None:
@@ -216,7 +183,7 @@ def _choose(group: GroupProblem, options: ShardingOptions, share: float) -> Grou
     if choice is None:
         return None
     problem = group.problem
-    step_seconds = estimate_step_seconds(problem.space, choice, problem.strategy_seconds, group.costs)
+    step_seconds = estimate_step_seconds(problem.space, choice, problem.strategy_seconds, problem.costs)
     return GroupChoice(**vars(group), choice=choice, solve=solve, step_seconds=step_seconds)
 
 
@@ -262,7 +229,7 @@ def _report_nothing_split(candidates: Sequence[GroupChoice | None], has_refusals
 def _write(state: State, candidate: GroupChoice, options: ShardingOptions) -> _Written:
     target = state.target
     groups = list_stage_groups(target, candidate.devices, options.stages)
-    sharded = write_sharded_model(candidate.space, candidate.choice, candidate.costs)
+    sharded = write_sharded_model(candidate.space, candidate.choice, candidate.problem.costs)
     profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, target, candidate.devices)
     seconds = device_seconds(profile, target)
     position = np.array([origin.device for origin in sharded.origins], dtype=np.int32)
@@ -306,16 +273,13 @@ def _build_whole(
 
 
 def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitState, ...]:
-    states = []
+    states, division = [], space.division
     for name, parts in sharded.split_states.items():
-        layout, shape = parts.layout, space.facts.shapes.get(name, ())
-        sizes: tuple[int, ...] = ()
+        layout, sizes, axis, copies = parts.layout, list[int](), -1, 1
         if layout.is_split:
-            devices = range(space.division.count)
-            sizes = tuple(space.division.local_size(layout, shape[layout.axis], device) for device in devices)
-        axis = layout.axis if layout.is_split else -1
-        copies = space.division.copies(layout) if layout.is_split else 1
-        states.append(SplitState(name, parts.output, axis, parts.inputs, parts.outputs, sizes, copies))
+            axis, copies, size = layout.axis, division.copies(layout), space.facts.shapes[name][layout.axis]
+            sizes = [division.local_size(layout, size, device) for device in range(division.count)]
+        states.append(SplitState(name, parts.output, axis, parts.inputs, parts.outputs, tuple(sizes), copies))
     return tuple(states)
 
 
@@ -347,18 +311,6 @@ def _summarise(state: State, candidate: GroupChoice) -> tuple[tuple[ShardedKind,
     listed = ", ".join(f"{kind.count} {kind.op} ({kind.seconds * 1e3:.3g} ms)" for kind in whole[:3])
     message = f"these operators are computed on every device: {listed}"
     return kinds, [Diagnostic("P061", message, hint="no rule splits them, or exchanges would cost more")]
-
-
-def describe_strategy(strategy: NodeStrategy) -> str:
-    """Return in words how a node is split."""
-    first = next((layout for layout in strategy.outputs if layout is not None), None)
-    if not strategy.is_split:
-        return "summands" if first == PARTIAL else "whole"
-    if first == PARTIAL:
-        return "summed axis"
-    if first is not None and first.is_split:
-        return str(Layout(first.axis, first.outer)) + (", overlapping" if strategy.overlaps else "")
-    return "whole"
 
 
 def list_stage_groups(target: Target, first: Sequence[int], stages: int) -> list[tuple[int, ...]]:

@@ -27,6 +27,7 @@ from onnxplace.facts import Profile
 from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.model import Model, build_op_graph, value_bytes
 from onnxplace.passes.placement.grouping import Union, first_equal
+from onnxplace.passes.sharding.apply.exchanges import list_slice_arguments
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, StateLayout
 from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, Division, Layout
@@ -185,10 +186,8 @@ class _WholeModel:
         return [*nodes, helper.make_node("Concat", ordered, [name], name=f"{name}/joined", axis=axis)]
 
     def _slice(self, source: str, result: str, axis: int, low: int, high: int) -> NodeProto:
-        if self._model.opset < 10:
-            return helper.make_node("Slice", [source], [result], name=result, starts=[low], ends=[high], axes=[axis])
-        inputs = [source, self._ints([low]), self._ints([high]), self._ints([axis])]
-        return helper.make_node("Slice", inputs, [result], name=result)
+        inputs, attributes = list_slice_arguments(self._model.opset, source, axis, low, high, self._ints)
+        return helper.make_node("Slice", inputs, [result], name=result, **attributes)
 
     def _join_state(self, name: str, state: StateLayout) -> list[NodeProto]:
         if not state.layout.is_split:

@@ -16,7 +16,7 @@ passes them on to its neighbours.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,15 @@ def _refer_to_range(tensor: TensorProto, name: str, dims: Sequence[int], start_b
     return make_reference(name, tensor.data_type, dims, location, start, packed_size(tensor.data_type, dims))
 
 
+def list_slice_arguments(
+    opset: int, value: str, axis: int, low: int, high: int, ints: Callable[[Sequence[int]], str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the inputs and attributes of a Slice; `ints` returns the name of a constant vector."""
+    if opset < 10:
+        return [value], {"starts": [low], "ends": [high], "axes": [axis]}
+    return [value, ints([low]), ints([high]), ints([axis])], {}
+
+
 @dataclass(frozen=True)
 class NodeOrigin:
     """Where a node of a sharded model comes from."""
@@ -119,7 +128,7 @@ class ExchangeWriter:
         self.slices: dict[tuple[str, int, int, int], str] = {}
         self.pieces: dict[tuple[str, Layout, Layout], list[list[str]]] = {}
         self.wanted: dict[str, set[Layout]] = {}
-        """Value -> split layouts in which nodes read it, with right rows alone."""
+        """Value -> split layouts in which nodes read it, with valid rows alone."""
         self.sent: dict[str, str] = {}
         self.relayed: dict[tuple[str, int], str] = {}
         self.exchanges: dict[str, set[object]] = {}
@@ -250,15 +259,9 @@ class ExchangeWriter:
         """Return a range of a part along an axis."""
         key = value, axis, low, high
         if key not in self.slices:
+            inputs, attributes = list_slice_arguments(self.model.opset, value, axis, low, high, self.ints)
             result = f"{value}/{low}:{high}"
-            if self.model.opset < 10:
-                piece = self.exchange_node(
-                    "Slice", [value], result, device, moved_bytes, starts=[low], ends=[high], axes=[axis]
-                )
-            else:
-                inputs = [value, self.ints([low]), self.ints([high]), self.ints([axis])]
-                piece = self.exchange_node("Slice", inputs, result, device, moved_bytes)
-            self.slices[key] = piece
+            self.slices[key] = self.exchange_node("Slice", inputs, result, device, moved_bytes, **attributes)
         return self.slices[key]
 
     def ranges_of(

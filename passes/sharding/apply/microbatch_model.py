@@ -74,13 +74,10 @@ class _PartsWriter(ShardedModelWriter):
             self.producers[name] = proto
 
     def add_node(self, index: int, strategy: NodeStrategy) -> None:
-        is_shared = all(layout in (None, REPLICATED) for layout in (*strategy.inputs, *strategy.outputs))
-        if not is_shared:
+        if not strategy.is_whole:
             super().add_node(index, strategy)
             return
-        for name, layout in zip(self.model.nodes[index].output, strategy.outputs):
-            if name and layout is not None:
-                self.layouts[name] = layout
+        self.layouts.update(dict.fromkeys(filter(None, self.model.nodes[index].output), REPLICATED))
         self.add_single(index)
 
     def add_single(self, index: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -16,8 +16,8 @@ from onnxplace.model import Model, has_subgraphs, iterate_reads, iterate_subgrap
 from onnxplace.passes.sharding.apply.exchanges import ExchangeWriter, NodeOrigin, shard_weight
 from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
-from onnxplace.passes.sharding.rules.node_views import LocalNode, NodeView
-from onnxplace.passes.sharding.space.node_strategies import NodeStrategy, SubgraphSplit, local_shapes
+from onnxplace.passes.sharding.rules.node_views import NodeView
+from onnxplace.passes.sharding.space.node_strategies import NodeStrategy, SubgraphSplit, make_local_node
 from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
@@ -189,8 +189,6 @@ class ShardedModelWriter(ExchangeWriter):
         return self.get(name, layout or REPLICATED, device)
 
     def edit(self, copy: NodeProto, view: NodeView, strategy: NodeStrategy, device: int) -> None:
-        inputs, outputs = local_shapes(self.division, view, strategy, device)
-
         def override(name: str, length: int, index: int, entry: int) -> str:
             return self.override_entry(name, length, index, entry, f"{name}/for{device}", device)
 
@@ -202,21 +200,9 @@ class ShardedModelWriter(ExchangeWriter):
             return self.exchange_node(op, inputs, f"{copy.name}/{op}", device, 0, **attributes)
 
         assert strategy.edit is not None
-        strategy.edit(
-            LocalNode(
-                proto=copy,
-                view=view,
-                device=device,
-                inputs=inputs,
-                outputs=outputs,
-                layouts=strategy.outputs,
-                make_ints=self.ints,
-                make_override=override,
-                make_zeros=zeros,
-                make_node=make_node,
-                division=self.division,
-            )
-        )
+        add: dict[str, Callable[..., str]]
+        add = {"make_ints": self.ints, "make_override": override, "make_zeros": zeros, "make_node": make_node}
+        strategy.edit(make_local_node(self.division, view, strategy, device, copy, **add))
 
     def add_quantised_part(self, index: int, strategy: NodeStrategy, device: int) -> None:
         """Add the copy of a node that quantises its first input by the range of the whole.

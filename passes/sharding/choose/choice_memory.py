@@ -17,27 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
-from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.graph import Csr, Floats, Longs
+from onnxplace.graph import Csr, Longs
 from onnxplace.model import build_op_graph
 from onnxplace.passes.sharding.choose.elimination import Factor, order_factor
+from onnxplace.passes.sharding.choose.factor_network import Holding
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.space.sharding_costs import rows_outside
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
-
-
-class Holding(NamedTuple):
-    """Memory that a variable's choice takes for some time."""
-
-    variable: int
-    begin: int
-    end: int
-    """The first position after it."""
-    bytes: Floats
-    """Per choice."""
 
 
 class ChoiceMemory:

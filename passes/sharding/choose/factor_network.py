@@ -262,15 +262,20 @@ class MemoryOverTime(NamedTuple):
     """Bytes per span and value, above the least of the variable's values in this span."""
 
 
-def collect_memory(
-    reduced: ReducedNetwork,
-    holders: Sequence[int],
-    usages: Sequence[Floats],
-    intervals: Sequence[tuple[int, int]],
-    limit: float,
-) -> MemoryOverTime:
+class Holding(NamedTuple):
+    """Memory that a variable's choice takes for some time."""
+
+    variable: int
+    begin: int
+    end: int
+    """The first position after it."""
+    bytes: Floats
+    """Per value of the variable."""
+
+
+def collect_memory(reduced: ReducedNetwork, holdings: Sequence[Holding], limit: float) -> MemoryOverTime:
     """Return the memory of a reduced network; bytes are rounded up, the limit down."""
-    spans = np.array(intervals, np.int64).reshape(-1, 2)
+    spans = np.array([(item.begin, item.end) for item in holdings], np.int64).reshape(-1, 2)
     held = np.flatnonzero(spans[:, 1] > spans[:, 0])
     begins, ends = np.unique(spans[held, 0]), np.unique(spans[held, 1])
     points = begins[np.unique(np.searchsorted(begins, ends) - 1)]
@@ -279,9 +284,9 @@ def collect_memory(
     sizes = reduced.network.sizes
     items: list[list[tuple[int, int, Floats]]] = [[] for _ in sizes]
     for item in held.tolist():
-        variable, (begin, end) = holders[item], spans[item].tolist()
+        variable, (begin, end) = holdings[item].variable, spans[item].tolist()
         first, last = reduced.value_start[variable], reduced.value_start[variable + 1]
-        usage = np.ceil(usages[item])[reduced.values[first:last]]
+        usage = np.ceil(holdings[item].bytes)[reduced.values[first:last]]
         least = usage.min()
         base[begin] += least
         base[end] -= least

@@ -17,16 +17,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxplace.graph import sum_alive
 from onnxplace.passes.sharding.choose.elimination import Factor, eliminate_exactly, evaluate
 from onnxplace.passes.sharding.choose.factor_kernels import add_prices, add_usage, pass_messages
 from onnxplace.passes.sharding.choose.factor_network import (
     FactorNetwork,
     Floats,
+    Holding,
     Integers,
     MemoryOverTime,
     ReducedNetwork,
@@ -62,19 +65,26 @@ class FactorProblem:
     """Number of values of each variable."""
     factors: Sequence[Factor]
     """Their sum is minimised; infinite entries forbid."""
-    usages: Sequence[Floats] = ()
-    """Tables of whole bytes, one entry per value of the variable that holds them."""
-    intervals: Sequence[tuple[int, int]] = ()
-    """Per table of bytes, the time [from, to) during which they are held."""
+    holdings: Sequence[Holding] = ()
+    """What the choices of variables hold, in whole bytes."""
     limit: float = math.inf
     """Bytes that all variables together may hold at any time."""
-    holders: Sequence[int] = ()
-    """Per table of bytes, its variable; empty where table v is that of variable v."""
+
+    @cached_property
+    def spans(self) -> Integers:
+        """Return, per holding, its first moment and the first one after it; moments are where some holding begins."""
+        intervals = np.array([(item.begin, max(item.begin, item.end)) for item in self.holdings], np.int64)
+        intervals = intervals.reshape(-1, 2)
+        return np.searchsorted(np.unique(intervals[:, 0]), intervals)
 
     @property
-    def holder_of_usage(self) -> Sequence[int]:
-        """Return the variable of each table of bytes."""
-        return self.holders or range(len(self.usages))
+    def moment_count(self) -> int:
+        return int(self.spans[:, 0].max(initial=-1)) + 1
+
+    def held_bytes(self, values: Sequence[int]) -> Floats:
+        """Return the bytes that an assignment holds at each moment: no other time has more."""
+        held = np.array([item.bytes[values[item.variable]] for item in self.holdings], np.float64)
+        return sum_alive(self.spans[:, 0], self.spans[:, 1], held, self.moment_count)
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries:
     reduced = reduce_network(build_network(problem.sizes, problem.factors))
     if not reduced.is_possible:
         return FactorSolution([0] * len(problem.sizes), math.inf, math.inf, fits=False)
-    memory = collect_memory(reduced, problem.holder_of_usage, problem.usages, problem.intervals, problem.limit)
+    memory = collect_memory(reduced, problem.holdings, problem.limit)
     search = _Search(reduced.network, memory, seed)
     # What has been done so far has no share in the phases.
     deadline = _Clock(time.monotonic(), seconds - (time.monotonic() - begin))
@@ -133,15 +143,7 @@ def _finish(problem: FactorProblem, reduced: ReducedNetwork, search: _Search, bo
 
 def peak_bytes(problem: FactorProblem, values: Sequence[int]) -> float:
     """Return the most bytes that an assignment holds at any time."""
-    if not len(problem.usages):
-        return 0.0
-    spans = np.array(problem.intervals, np.int64).reshape(-1, 2)
-    held = np.array([usages[values[v]] for usages, v in zip(problem.usages, problem.holder_of_usage)], np.float64)
-    held = np.where(spans[:, 1] > spans[:, 0], held, 0.0)
-    times, place = np.unique(spans, return_inverse=True)
-    place = place.reshape(-1, 2)
-    changes = np.bincount(place[:, 0], held, len(times)) - np.bincount(place[:, 1], held, len(times))
-    return float(changes.cumsum().max(initial=0.0))
+    return float(problem.held_bytes(values).max(initial=0.0))
 
 
 @dataclass(frozen=True)

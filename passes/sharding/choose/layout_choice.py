@@ -231,7 +231,7 @@ class ChoiceNetwork:
             options.append((source, source))
             if source == REPLICATED:
                 continue  # all others are local then
-            # All rows that are exchanged are right.
+            # All rows that are exchanged are valid.
             others = sorted({layout._replace(valid=()) for layout in wanted} | {REPLICATED})
             options += [
                 (source, other)
@@ -270,11 +270,6 @@ class ChoiceNetwork:
     def _local_table(self, wants: Sequence[tuple[Layout, ...]], size: int) -> CostTable:
         option = REPLICATED, REPLICATED
         return np.array([sum(self._read_seconds(layout, option, size) for layout in want) for want in wants])
-
-
-def is_whole(strategy: NodeStrategy) -> bool:
-    """Return whether a strategy computes a node on every device, from whole inputs."""
-    return all(layout in (None, REPLICATED) for layout in (*strategy.inputs, *strategy.outputs))
 
 
 @dataclass(frozen=True)
@@ -322,10 +317,8 @@ class ChoiceProblem:
         problem = FactorProblem(
             sizes=[*network.sizes, *memory.sizes],
             factors=[*network.factors(), *memory.factors],
-            usages=[holding.bytes for holding in memory.holdings],
-            intervals=[(holding.begin, holding.end) for holding in memory.holdings],
+            holdings=memory.holdings,
             limit=memory.limit,
-            holders=[holding.variable for holding in memory.holdings],
         )
         solution = _improve(problem, solve_by_prices(problem, seconds=_MAX_SECONDS))
         return replace(self._read(solution), peak_bytes=peak_bytes(problem, solution.values)) if solution.fits else None

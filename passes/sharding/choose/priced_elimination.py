@@ -32,36 +32,29 @@ class _PriceSearch:
 
     def __init__(self, problem: FactorProblem, deadline: float) -> None:
         self.problem, self.deadline = problem, deadline
-        intervals = np.array(problem.intervals, dtype=np.int64).reshape(-1, 2)
-        self.starts = np.unique(intervals[:, 0])
-        # Per usage: the first of these points in its interval and the first one after it, its variable, and where that
-        # is. A variable is where the first one is that it shares a table with: a value with the node that makes it.
-        self.spans = np.searchsorted(self.starts, intervals)
-        self.holders = np.array(problem.holder_of_usage, dtype=np.int64)
+        self.spans = problem.spans
         places = np.arange(len(problem.sizes))
         for factor in problem.factors:
             for variable in factor.scope:
                 places[variable] = min(places[variable], factor.scope[0])
-        self.places = places[self.holders]
+        # A holding is where its variable is; a variable, where the first one is that it shares a table with: a value
+        # with the node that makes it.
+        self.places = places[np.array([item.variable for item in problem.holdings], np.int64)]
         self.best: FactorSolution | None = None
         self.bound = -math.inf
 
     def excess(self, values: Sequence[int]) -> Floats:
-        """Return the bytes above the limit at each point, negative where there is room."""
-        held = np.array([usage[values[holder]] for usage, holder in zip(self.problem.usages, self.holders)])
-        count = len(self.starts) + 1
-        changes = np.bincount(self.spans[:, 0], held, count) - np.bincount(self.spans[:, 1], held, count)
-        excess: Floats = changes.cumsum()[:-1] - self.problem.limit
-        return excess
+        """Return the bytes above the limit at each moment, negative where some are free."""
+        return self.problem.held_bytes(values) - self.problem.limit
 
     def minimise(self, prices: Floats, until: int = 0, lower: Floats | None = None) -> Solution:
-        """Return the best assignment at these prices; usages before a position have the lower ones."""
+        """Return the best assignment at these prices; holdings before a position have the lower ones."""
         problem, per_byte = self.problem, self._interval_prices(prices)
         if lower is not None:
             per_byte = np.where(self.places < until, self._interval_prices(lower), per_byte)
         priced = [
-            Factor((holder,), usage * price)
-            for usage, holder, price in zip(problem.usages, self.holders.tolist(), per_byte.tolist())
+            Factor((item.variable,), item.bytes * price)
+            for item, price in zip(problem.holdings, per_byte.tolist())
             if price > 0
         ]
         return minimise(problem.sizes, [*problem.factors, *priced], sweeps=0)
@@ -84,7 +77,7 @@ class _PriceSearch:
         return excess
 
     def run(self) -> FactorSolution:
-        first = self.minimise(np.zeros(len(self.starts)))
+        first = self.minimise(np.zeros(self.problem.moment_count))
         self.bound = first.lower_bound
         excess = self.keep(first.values)
         prices = light = heavy = np.zeros(len(excess))

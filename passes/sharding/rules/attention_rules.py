@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, by_letters
-from onnxplace.passes.sharding.rules.node_views import Edit, LocalNode, NodeView
+from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, by_letters, scale_attributes
+from onnxplace.passes.sharding.rules.node_views import NodeView
 
 # Positions of the inputs and outputs of Attention (opset 23 and 24).
 _QUERY, _KEY, _LENGTHS = 0, 1, 6
@@ -28,18 +28,13 @@ def _split_heads(view: NodeView) -> list[AxisRule]:
     if not heads or not shared or heads % shared:
         return []
 
-    def scale_heads(local: LocalNode) -> None:
-        if is_flat:
-            part, whole = local.out_shape()[2], view.result()[2]
-            local.set_attribute("q_num_heads", heads * part // whole)
-            local.set_attribute("kv_num_heads", max(shared * part // whole, 1))
-
+    edit = scale_attributes(view, ("q_num_heads", "kv_num_heads") if is_flat else (), 2)
     own = "--h" if is_flat else "-h--"
     signature = f"{own},{own},{own},-h--,-h--,-h--->{own},-h--,-h--,-h--"
-    together = by_letters(view, signature, "h", units=shared, edit=scale_heads) if shared > 1 else []
+    together = by_letters(view, signature, "h", units=shared, edit=edit) if shared > 1 else []
     keys = {("in", position): (2 if is_flat and position < 3 else 1, shared) for position in (1, 2, 4, 5)}
     keys |= {("out", position): (1, shared) for position in (_PRESENT_KEY, _PRESENT_VALUE)}
-    queries = by_letters(view, f"{own},,,-h--->{own},,,-h--", "h", units=heads, edit=scale_heads)
+    queries = by_letters(view, f"{own},,,-h--->{own},,,-h--", "h", units=heads, edit=edit)
     return [*together, *_share_heads(view, queries, keys)]
 
 
@@ -79,34 +74,16 @@ def standard_rotary_embedding(view: NodeView) -> list[AxisRule]:
     if any(view.rank(position) != (2 if has_ids else 3) for position in (1, 2)) or not heads:
         return []
 
-    def scale_heads(local: LocalNode) -> None:
-        if is_flat:
-            local.set_attribute("num_heads", heads * local.out_shape()[2] // view.result()[2])
-
+    edit = scale_attributes(view, ("num_heads",) if is_flat else (), 2)
     own, cache = "bph" if is_flat else "bhp-", "--" if has_ids else "bp-"
     signature = f"{own},{cache},{cache},bp->{own}"
-    return [*by_letters(view, signature, "bp"), *by_letters(view, signature, "h", units=heads, edit=scale_heads)]
+    return [*by_letters(view, signature, "bp"), *by_letters(view, signature, "h", units=heads, edit=edit)]
 
 
 def _batch_inputs(view: NodeView, positions: Iterable[int]) -> dict[int, int]:
     """Return axis 0 of the inputs that have the batch there, instead of 1."""
     batch = view.shape(0)[0]
     return {p: 0 for p in positions if view.has(p) and view.rank(p) > 0 and view.shape(p)[0] == batch}
-
-
-def _scaled(view: NodeView, names: Sequence[str], output_axis: int) -> Edit:
-    """Return the edit that multiplies attributes by a device's share of an axis of the result."""
-
-    def edit(local: LocalNode) -> None:
-        part, whole = local.out_shape()[output_axis], view.result()[output_axis]
-        for name in names:
-            value = view.attribute(name)
-            if isinstance(value, list):
-                local.set_attribute(name, [item * part // whole for item in value])
-            elif value:
-                local.set_attribute(name, value * part // whole)
-
-    return edit
 
 
 def _mask_of_batch(view: NodeView, position: int) -> tuple[dict[int, int], dict[int, int]] | None:
@@ -143,7 +120,7 @@ def _fused_attention(view: NodeView, mask: int, past: int, per_column: Sequence[
         inputs = {**columns, **dict.fromkeys(with_past, 2)}
         inputs |= {p: 1 for p in _bias_of_scores(view) if view.has(p) and view.shape(p)[1] == heads > 1}
         outputs = dict.fromkeys(outputs, 2)
-        edit = _scaled(view, ("num_heads", "qkv_hidden_sizes"), 2)
+        edit = scale_attributes(view, ("num_heads", "qkv_hidden_sizes"), 2)
         rules.append(AxisRule(inputs, outputs, units=heads, fused=dict.fromkeys(columns, 3), edit=edit))
     return rules
 
@@ -201,7 +178,7 @@ def _by_heads(view: NodeView, heads: int, past: Sequence[int]) -> AxisRule:
     inputs |= {3: 0} if view.has(3) else {}
     inputs |= {5: 1} if view.has(5) and view.shape(5)[1] == heads > 1 else {}
     fused = {3: 3} if view.has(3) else {}
-    edit = _scaled(view, ("num_heads",), 2)
+    edit = scale_attributes(view, ("num_heads",), 2)
     return AxisRule(inputs, {p: 1 if p else 2 for p in view.present_outputs()}, units=heads, fused=fused, edit=edit)
 
 
@@ -236,18 +213,13 @@ def _by_heads_of_keys(view: NodeView, heads: int, shared: int, is_packed: bool) 
     queries |= {11: 0} if view.has(11) else {}
     keys = {p: 2 if p < 3 else 1 for p in ((3, 4) if is_packed else (1, 2, 3, 4)) if view.has(p)}
     present = {p: 1 for p in view.present_outputs() if p}
-
-    def scale_heads(local: LocalNode) -> None:
-        part, whole = local.out_shape()[2], view.result()[2]
-        local.set_attribute("num_heads", heads * part // whole)
-        local.set_attribute("kv_num_heads", max(shared * part // whole, 1))
-
+    edit = scale_attributes(view, ("num_heads", "kv_num_heads"), 2)
     fused = {0: 3} if is_packed else {}
-    together = AxisRule({**queries, **keys}, {0: 2, **present}, units=shared, fused=fused, edit=scale_heads)
+    together = AxisRule({**queries, **keys}, {0: 2, **present}, units=shared, fused=fused, edit=edit)
     if is_packed:
         return [together]
     places = {("in", p): (axis, shared) for p, axis in keys.items()} | {("out", p): (1, shared) for p in present}
-    return [together, *_share_heads(view, [AxisRule(queries, {0: 2}, units=heads, edit=scale_heads)], places)]
+    return [together, *_share_heads(view, [AxisRule(queries, {0: 2}, units=heads, edit=edit)], places)]
 
 
 def rotary_embedding(view: NodeView) -> list[AxisRule]:
@@ -262,7 +234,7 @@ def rotary_embedding(view: NodeView) -> list[AxisRule]:
         return []
     own = "bph" if is_flat else "bhp-"
     signature = f"{own},{'bp' if view.rank(1) == 2 else '-'}->{own}"
-    by_heads = by_letters(view, signature, "h", units=heads, edit=_scaled(view, ("num_heads",), heads_axis))
+    by_heads = by_letters(view, signature, "h", units=heads, edit=scale_attributes(view, ("num_heads",), heads_axis))
     by_positions = by_letters(view, signature, "p") if view.rank(1) == 2 else []
     return [*by_letters(view, signature, "b"), *by_heads, *by_positions]
 

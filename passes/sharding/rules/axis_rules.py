@@ -159,3 +159,19 @@ def drop_bias_except_first(position: int) -> Edit:
             local.drop_input(position)
 
     return edit
+
+
+def scale_attributes(view: NodeView, names: Iterable[str], axis: int) -> Edit:
+    """Return the edit that multiplies attributes, such as a number of heads, by a device's share of a result's axis."""
+
+    def edit(local: LocalNode) -> None:
+        part, whole = local.out_shape()[axis], view.result()[axis]
+        for name in names:
+            value = view.attribute(name)
+            if isinstance(value, list):
+                local.set_attribute(name, [item * part // whole for item in value])
+            elif value:
+                # Several devices may have the same head.
+                local.set_attribute(name, max(value * part // whole, 1))
+
+    return edit

@@ -14,6 +14,7 @@ from onnxplace.passes.sharding.rules.axis_rules import (
     by_letters,
     drop_bias_except_first,
     is_per_tensor,
+    scale_attributes,
     signature_rule,
     split_same,
 )
@@ -36,11 +37,8 @@ def _convolve(view: NodeView, signature: str) -> list[AxisRule]:
     groups = int(view.attribute("group", 1))
     if groups == 1:
         return by_letters(view, signature, "no")
-
-    def scale_groups(local: LocalNode) -> None:
-        local.set_attribute("group", groups * local.out_shape()[1] // view.result()[1])
-
-    whole_groups = by_letters(view, signature.replace("i", "o"), "o", units=groups, edit=scale_groups)
+    edit = scale_attributes(view, ("group",), 1)
+    whole_groups = by_letters(view, signature.replace("i", "o"), "o", units=groups, edit=edit)
     return [*by_letters(view, signature, "n"), *whole_groups]
 
 
@@ -197,7 +195,7 @@ def list_windows(view: NodeView, division: Division) -> Iterator[tuple[Layout, L
 
     Parts of the input overlap by as many rows as the windows reach over, and further: then parts of the result overlap
     too, and the next operators need no exchange. Rows of the result whose windows reach beyond the part are cut off, or
-    kept, as wrong ones, so that there are as many as in the input: a residual connection adds them to those of the
+    kept, as invalid ones, so that there are as many as in the input: a residual connection adds them to those of the
     input, and cutting off rows costs more than computing them.
 
     Nothing for operators whose parts cannot be computed from windows, such as those with indices as results.
@@ -207,10 +205,10 @@ def list_windows(view: NodeView, division: Division) -> Iterator[tuple[Layout, L
         return
     size, result_size = view.shape(0)[ROW_AXIS], view.result()[ROW_AXIS]
     sources, results = (list_overlaps(division, rows) for rows in (size, result_size))
-    may_be_wrong = bool(view.element_types) and set(view.element_types) <= FLOAT_TYPES
+    may_be_invalid = bool(view.element_types) and set(view.element_types) <= FLOAT_TYPES
     exact = [result for result in results if not result.valid]
     for source in sources:
-        have, right = division.held(source, size), division.valid(source, size)
+        have, valid = division.held(source, size), division.valid(source, size)
         kept = [(-(-low // geometry.strides[0]), -(-high // geometry.strides[0])) for low, high in have]
         count = 0
         for widest in exact:
@@ -218,14 +216,14 @@ def list_windows(view: NodeView, division: Division) -> Iterator[tuple[Layout, L
             edit = _find_edit(view, geometry, have, rows)
             if edit is None or (count and not _contain(rows, kept)):
                 continue
-            # Of the results with these rows, the one with the most right ones.
+            # Of the results with these rows, the one with the most valid ones.
             fitting = [
                 result
                 for result in results
                 if division.held(result, result_size) == rows
-                and _contain(right, geometry.reached(view, division.valid(result, result_size)))
+                and _contain(valid, geometry.reached(view, division.valid(result, result_size)))
             ]
-            if fitting and (may_be_wrong or not fitting[-1].valid):
+            if fitting and (may_be_invalid or not fitting[-1].valid):
                 yield source, fitting[-1], edit
             count += 1
             if _contain(rows, kept):
@@ -243,7 +241,7 @@ def list_windows(view: NodeView, division: Division) -> Iterator[tuple[Layout, L
 
 
 def list_overlaps(division: Division, size: int) -> list[Layout]:
-    """Return layouts by rows with more and more rows on each device, each with less to more right ones."""
+    """Return layouts by rows with more and more rows on each device, each with fewer to more valid ones."""
     even = division.split(ROW_AXIS, size)
     if even is None:
         return []

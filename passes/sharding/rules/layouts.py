@@ -29,9 +29,9 @@ class Layout(NamedTuple):
     An axis whose size is not fixed is cut in runs: seen as [n / -outer, -outer], it may have any number of rows. So it
     is where a symbolic batch and heads are merged into one axis.
 
-    Parts may overlap: a device then has rows of its neighbours too, computed twice. Convolutions consume the overlap: a
-    run of them needs one exchange. Some of the rows may be wrong, those computed without rows that they need. They are
-    kept where it costs more to cut them off, but no right row is ever computed of them.
+    Parts may overlap: a device then has halo rows, those of its neighbours, too, computed twice. Convolutions consume
+    the overlap: a run of them needs one exchange. Some of the rows may be invalid, those computed without rows that
+    they need. They are kept where it costs more to cut them off, but no valid row is ever computed of them.
 
     >>> REPLICATED.is_split, Layout(1, 1, 2).is_split
     (False, True)
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     rows: tuple[Rows, ...] = ()
     """Per device, the range [low, high) of a split axis that it has where parts overlap; otherwise empty."""
     valid: tuple[Rows, ...] = ()
-    """Per device, those of its rows that are right; empty where all are."""
+    """Per device, those of its rows that are valid; empty where all are."""
 
     @property
     def is_split(self) -> bool:
@@ -207,7 +207,7 @@ class Division:
         return layout.rows or [self.ranges(layout, size, device)[0] for device in range(self.count)]
 
     def valid(self, layout: Layout, size: int) -> Sequence[Rows]:
-        """Return those of the rows that each device has that are right."""
+        """Return the valid rows among those that each device has."""
         return layout.valid or self.held(layout, size)
 
     def owned(self, layout: Layout, size: int, device: int) -> Rows:

@@ -10,10 +10,11 @@ from onnxplace.passes.sharding.rules.axis_rules import (
     all_but_axis,
     by_letters,
     other_axes,
+    scale_attributes,
     signature_rule,
     split_same,
 )
-from onnxplace.passes.sharding.rules.node_views import LocalNode, NodeView
+from onnxplace.passes.sharding.rules.node_views import NodeView
 
 
 def batch_normalization(view: NodeView) -> list[AxisRule]:
@@ -29,11 +30,8 @@ def batch_normalization(view: NodeView) -> list[AxisRule]:
 def group_normalization(view: NodeView) -> list[AxisRule]:
     """GroupNormalization: by batch and whole groups; scales are per group before opset 21, then per channel."""
     groups = int(view.attribute("num_groups", 0))
-
-    def scale_groups(local: LocalNode) -> None:
-        local.set_attribute("num_groups", groups * local.out_shape()[1] // view.result()[1])
-
-    channels = by_letters(view, "nc*,c,c->nc*", "c", units=groups, edit=scale_groups)
+    edit = scale_attributes(view, ("num_groups",), 1)
+    channels = by_letters(view, "nc*,c,c->nc*", "c", units=groups, edit=edit)
     return [*by_letters(view, "n*->n*", "n"), *channels]
 
 
@@ -71,15 +69,8 @@ def skip_normalization(view: NodeView) -> list[AxisRule]:
 
 
 def softmax(view: NodeView) -> list[AxisRule]:
-    """Softmax, LogSoftmax and Hardmax: before opset 13, they work on all axes from `axis` on."""
-    if view.opset < 13:
-        return split_same(view, range(view.axis(1)))
-    return split_same(view, other_axes(view, view.axis(-1)))
-
-
-def quantised_softmax(view: NodeView) -> list[AxisRule]:
-    """QLinearSoftmax, which names the opset of its Softmax."""
-    if int(view.attribute("opset", 1)) < 13:
+    """Softmax and its relatives: before opset 13, they work on all axes from `axis` on."""
+    if (view.attribute("opset", 1) if view.op == "QLinearSoftmax" else view.opset) < 13:
         return split_same(view, range(view.axis(1)))
     return split_same(view, other_axes(view, view.axis(-1)))
 
@@ -157,7 +148,7 @@ REDUCTIONS: dict[tuple[str, str], Rule] = {
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): skip_normalization,
     ("com.microsoft", "EmbedLayerNormalization"): signature_rule("b*,b*,,,,,,b*,b*->b*,b*,b*", "b"),
     ("com.microsoft", "QEmbedLayerNormalization"): signature_rule("b*,b*,,,,,,b*->b*,b*,b*", "b"),
-    ("com.microsoft", "QLinearSoftmax"): quantised_softmax,
+    ("com.microsoft", "QLinearSoftmax"): softmax,
     ("", "Softmax"): softmax,
     ("", "LogSoftmax"): softmax,
     ("", "Hardmax"): softmax,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto, TypeProto, ValueInfoProto, defs, helper, numpy_helper
+from onnx import NodeProto, TensorProto, ValueInfoProto, defs, helper, numpy_helper
 
 from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
 from onnxplace.machine import make_session_options, open_session
@@ -123,7 +123,7 @@ def _is_small_weight(tensor: TensorProto) -> bool:
 def _declare_inputs(model: Model, shapes: Mapping[str, Shape]) -> list[ValueInfoProto]:
     """Return the inputs of a model without large weights, which are inputs, too."""
     inputs = [
-        ValueInfoProto(name=value.name, type=_with_shape(value.type, shapes.get(value.name)))
+        _declare(value, shapes[value.name]) if value.name in shapes else value
         for value in model.inputs
         if value.name not in model.initializers
     ]
@@ -140,13 +140,6 @@ def _can_onnx_infer(operator: str, domain: str, version: int) -> bool:
         return bool(defs.get_schema(operator, version, domain).has_type_and_shape_inference_function)
     except defs.SchemaError:
         return False
-
-
-def _with_shape(kind: TypeProto, shape: Shape | None) -> TypeProto:
-    """Return a type with fixed sizes."""
-    if shape is None or not kind.HasField("tensor_type"):
-        return kind
-    return helper.make_tensor_type_proto(kind.tensor_type.elem_type, shape)
 
 
 def infer_all_shapes(model: Model) -> dict[str, Shape]:
@@ -296,7 +289,7 @@ def _makes_few(op: str, arrays: Sequence[NDArray[Any]]) -> bool:
 def _evaluate(
     model: Model, nodes: Sequence[NodeProto], shapes: Mapping[str, Shape], known: Mapping[str, TensorProto]
 ) -> dict[str, TensorProto]:
-    """Return the small values that some nodes compute; none if ONNX Runtime refuses them."""
+    """Return the small values that some nodes compute; shapes alone if ONNX Runtime refuses them."""
     given: dict[str, TensorProto] = {}
     computed: list[NodeProto] = []
     for node in nodes:
@@ -304,20 +297,17 @@ def _evaluate(
             given[node.output[0]] = _describe(node, shapes[node.input[0]])
         else:
             computed.append(node)
+    if not computed:
+        return given
     read = {name for node in computed for name in node.input if name}
     weights = [tensor for name, tensor in {**known, **given}.items() if name in read]
-    return {**given, **_run_nodes(model, computed, weights)} if computed else given
-
-
-def _run_nodes(model: Model, nodes: Sequence[NodeProto], weights: Sequence[TensorProto]) -> dict[str, TensorProto]:
-    """Return the small values that nodes compute from weights; none if ONNX Runtime refuses them."""
     try:
-        session = _open(model, nodes, weights, [])
+        session = _open(model, computed, weights, [])
         names = [value.name for value in session.get_outputs()]
         arrays = session.run(names, {})
     except (OnnxplaceError, Exception):  # noqa: BLE001 - a value without numpy form, or sizes that do not fit
-        return {}
-    return {
+        return given
+    return given | {
         name: numpy_helper.from_array(array, name)
         for name, array in zip(names, arrays)
         if isinstance(array, np.ndarray) and array.size <= _MAX_ELEMENTS and array.dtype.kind in "iubf"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
-from onnx import GraphProto, TensorProto
+from onnx import GraphProto, NodeProto, TensorProto
 
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule
 from onnxplace.passes.sharding.rules.convolution_rules import FLOAT_TYPES, ROW_AXIS, WINDOWED, list_windows
@@ -71,14 +71,24 @@ class NodeStrategy:
     """How the subgraphs of a node are split; its inputs are then also what these capture."""
 
     @property
+    def layouts(self) -> Layouts:
+        """Return the layouts of the inputs, then those of the outputs."""
+        return *self.inputs, *self.outputs
+
+    @property
     def is_split(self) -> bool:
         """Return whether the devices share the work."""
-        return any(layout is not None and layout.is_split for layout in (*self.inputs, *self.outputs))
+        return any(layout is not None and layout.is_split for layout in self.layouts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether each device computes the node on whole inputs."""
+        return all(layout in (None, REPLICATED) for layout in self.layouts)
 
     @property
     def overlaps(self) -> bool:
         """Return whether parts of a value overlap."""
-        return any(layout is not None and layout.rows for layout in (*self.inputs, *self.outputs))
+        return any(layout is not None and layout.rows for layout in self.layouts)
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,11 @@ class StrategySpace:
     """Per node; nodes of one kind have equal views."""
     single: frozenset[int] = frozenset()
     """Nodes that run once, on the first device."""
+
+    def list_split(self, index: int, strategy: NodeStrategy) -> list[tuple[str, Layout]]:
+        """Return the values that a strategy of a node splits, with their layouts."""
+        names = (*self.facts.model.operands[index], *self.facts.model.nodes[index].output)
+        return [(name, lay) for name, lay in zip(names, strategy.layouts) if name and lay is not None and lay.is_split]
 
 
 @dataclass(frozen=True)
@@ -122,30 +137,33 @@ def local_shapes(
     return tuple(parts(view.inputs, strategy.inputs)), tuple(parts(view.outputs, strategy.outputs))
 
 
+def make_local_node(
+    division: Division, view: NodeView, strategy: NodeStrategy, device: int, proto: NodeProto, **add: Callable[..., str]
+) -> LocalNode:
+    """Return a device's copy of a node for an edit; `add` holds what adds other nodes (`LocalNode.make_...`)."""
+    inputs, outputs = local_shapes(division, view, strategy, device)
+    return LocalNode(proto, view, device, inputs, outputs, layouts=strategy.outputs, division=division, **add)
+
+
 def describe_copies(view: NodeView, strategy: NodeStrategy, division: Division) -> tuple[object, ...]:
     """Return all that a sharded model holds of a strategy: equal for two sizes, it computes the same at both."""
     if strategy.edit is None:
         return (strategy,)
     copies = []
     for device in range(division.count):
-        proto = deepcopy(view.node)
-        inputs, outputs = local_shapes(division, view, strategy, device)
-        strategy.edit(
-            LocalNode(
-                proto=proto,
-                view=view,
-                device=device,
-                inputs=inputs,
-                outputs=outputs,
-                layouts=strategy.outputs,
-                make_ints=str,
-                make_override=lambda *entries: str(entries),
-                make_zeros=lambda name: f"zeros of {name}",
-                make_node=lambda op, inputs, **attributes: f"{op} of {inputs}, {attributes}",
-                division=division,
-            )
+        local = make_local_node(
+            division,
+            view,
+            strategy,
+            device,
+            deepcopy(view.node),
+            make_ints=str,
+            make_override=lambda *entries: str(entries),
+            make_zeros=lambda name: f"zeros of {name}",
+            make_node=lambda op, inputs, **attributes: f"{op} of {inputs}, {attributes}",
         )
-        copies.append(proto.SerializeToString())
+        strategy.edit(local)
+        copies.append(local.proto.SerializeToString())
     return replace(strategy, edit=None), *copies
 
 
@@ -355,13 +373,13 @@ def _list_cuts(
 ) -> list[Cut]:
     """Return the cuts that some axes of a rule may have, and all of them can follow."""
     options: set[Cut] = {(1, rule.units, (), ())} if rule.units and sizes else set()
-    # Summands of rows that two devices have would count twice, and wrong integers could divide by zero.
+    # Summands of rows that two devices have would count twice, and invalid integers could divide by zero.
     may_overlap = rule.effect == "map" and not rule.units and len({size for _, size, _ in sizes.values()}) == 1
-    may_be_wrong = set(view.element_types) <= FLOAT_TYPES
+    may_be_invalid = set(view.element_types) <= FLOAT_TYPES
     for (side, position), (axis, _, fused) in sizes.items():
         for outer, blocks, rows, valid in cuts.get((side, position, axis), frozenset()):
             can_follow = outer % fused == 0 and (outer > 0 or fused == 1)
-            if can_follow and (may_overlap or not rows) and (may_be_wrong or not valid):
+            if can_follow and (may_overlap or not rows) and (may_be_invalid or not valid):
                 options.add((outer // fused, blocks, rows, valid))
     if rule.units:
         options = {

@@ -117,65 +117,56 @@ class ExchangeCosts:
 
     def phases(self, source: Layout, result: Layout, size_bytes: int) -> ExchangePhases:
         """Return what an exchange takes, phase by phase, from a split or partial value to a split or whole one."""
-        share = size_bytes / self.count
         if source.is_split and result.is_split:  # all-to-all
+            share = size_bytes / self.count
             return self._cut_and_send(result, share / self.count, self._join_seconds(source, share))
-        if source.is_split:  # all-gather
-            return self._shorter(*self._gather(source, size_bytes))
-        if result.is_split:  # reduce-scatter
-            return self._shorter(*self._reduce_scatter(result, size_bytes / self._parts(result)))
+        if source.is_split:
+            return self._gather(source, size_bytes)
+        if result.is_split:
+            return self._reduce_scatter(result, size_bytes / self._parts(result))
+        # All-reduce: each device sends its whole summand to each other one, or the part that this one adds up.
         direct = self._send(size_bytes, self._operator_seconds((self.count + 1) * size_bytes))
-        return self._two_step_sum(size_bytes) if self.sums_in_two_steps(size_bytes) else direct
+        return self._shorter(direct, self._two_step_sum(size_bytes)) if self.count > 2 else direct
 
     def sums_in_two_steps(self, size_bytes: int) -> bool:
-        """Return whether an all-reduce is shorter as reduce-scatter and all-gather.
-
-        Otherwise, each device sends its whole summand to each other one.
-        """
-        direct = self._send(size_bytes, self._operator_seconds((self.count + 1) * size_bytes))
-        steps = self._two_step_sum(size_bytes)
-        return self.count > 2 and steps.seconds(self.segment_seconds) < direct.seconds(self.segment_seconds)
+        """Return whether an all-reduce is shorter as reduce-scatter and all-gather."""
+        return self.phases(PARTIAL, REPLICATED, size_bytes).rounds == 2
 
     def gathers_by_host(self, source: Layout, size_bytes: int) -> bool:
         """Return whether an all-gather is shorter if each part crosses to another host once."""
-        direct, by_host = self._gather(source, size_bytes)
-        return self._shorter(direct, by_host) is not direct
+        return self.phases(source, REPLICATED, size_bytes).rounds == 2
 
     def scatters_by_host(self, result: Layout, size_bytes: int) -> bool:
         """Return whether a reduce-scatter is shorter if each host adds up its summands first."""
-        direct, by_host = self._reduce_scatter(result, size_bytes / self._parts(result))
-        return self._shorter(direct, by_host) is not direct
+        return self.phases(PARTIAL, result, size_bytes).rounds == 2
 
-    def _shorter(self, direct: ExchangePhases, by_host: ExchangePhases | None) -> ExchangePhases:
-        if by_host is None or by_host.seconds(self.segment_seconds) >= direct.seconds(self.segment_seconds):
-            return direct
-        return by_host
+    def _shorter(self, direct: ExchangePhases, in_two_rounds: ExchangePhases) -> ExchangePhases:
+        return min(direct, in_two_rounds, key=lambda phases: phases.seconds(self.segment_seconds))
 
-    def _gather(self, source: Layout, size_bytes: float) -> tuple[ExchangePhases, ExchangePhases | None]:
-        """Return the phases of an all-gather, and of one by host."""
+    def _gather(self, source: Layout, size_bytes: float) -> ExchangePhases:
+        """Return the phases of an all-gather: directly, or by host where that is shorter."""
         parts = self._parts(source)
         share, join_seconds = size_bytes / parts, self._join_seconds(source, size_bytes)
         if parts < self.count:  # from as many devices as there are parts
-            return ExchangePhases(link_seconds=self._far_seconds(parts - 1, share), join_seconds=join_seconds), None
+            return ExchangePhases(link_seconds=self._far_seconds(parts - 1, share), join_seconds=join_seconds)
         direct = self._send(share, join_seconds)
         if not self._has_near_links:
-            return direct, None
+            return direct
         relay_seconds = (len(self.hosts) - 1) * self._operator_seconds(2 * share)
         # One message more than there are: near ones wait behind those that cross to their receivers.
         link_seconds = self._far_seconds(len(self.hosts), share) + relay_seconds + self._near_seconds(share)
-        return direct, replace(direct, link_seconds=link_seconds, rounds=2)
+        return self._shorter(direct, replace(direct, link_seconds=link_seconds, rounds=2))
 
-    def _reduce_scatter(self, result: Layout, share: float) -> tuple[ExchangePhases, ExchangePhases | None]:
-        """Return the phases of a reduce-scatter, and of one by host; `share` is what each device adds up, in bytes."""
+    def _reduce_scatter(self, result: Layout, share: float) -> ExchangePhases:
+        """Return the phases of a reduce-scatter, also by host; `share` is what each device adds up, in bytes."""
         direct = self._cut_and_send(result, share, self._operator_seconds((self.count + 1) * share))
         if not self._has_near_links or self._parts(result) < self.count:
-            return direct, None
+            return direct
         hosts, local = len(self.hosts), len(self.hosts[0])
-        add_seconds = hosts * self._operator_seconds((local + 1) * share)
-        link_seconds = self._near_seconds(share) + add_seconds + self._far_seconds(hosts - 1, share)
-        return direct, replace(
-            direct, link_seconds=link_seconds, join_seconds=self._operator_seconds((hosts + 1) * share), rounds=2
-        )
+        link_seconds = self._near_seconds(share) + hosts * self._operator_seconds((local + 1) * share)
+        link_seconds += self._far_seconds(hosts - 1, share)
+        join_seconds = self._operator_seconds((hosts + 1) * share)
+        return self._shorter(direct, replace(direct, link_seconds=link_seconds, join_seconds=join_seconds, rounds=2))
 
     def _parts(self, layout: Layout) -> int:
         """Return the number of different parts of a value."""
@@ -210,9 +201,8 @@ class ExchangeCosts:
     def _messages_seconds(self, sent_bytes: float, piece_seconds: float = 0.0) -> float:
         """Return the seconds of messages to all others; between two of them, a device makes a piece."""
         near = len(self.hosts[0]) - 1 if self.hosts else 0
-        far_seconds, near_seconds = self._far_seconds(1, sent_bytes), self.near_latency_seconds
-        near_seconds += sent_bytes * self.near_seconds_per_byte
-        far = (self.count - 1 - near) * max(far_seconds, piece_seconds)
+        near_seconds = self.near_latency_seconds + sent_bytes * self.near_seconds_per_byte
+        far = (self.count - 1 - near) * max(self._far_seconds(1, sent_bytes), piece_seconds)
         return far + near * max(near_seconds, piece_seconds)
 
     def _cut_and_send(self, layout: Layout, part_bytes: float, join_seconds: float) -> ExchangePhases:
@@ -221,8 +211,8 @@ class ExchangeCosts:
         Where a call costs something, the parts leave together. Otherwise only the first one is waited for.
         """
         slice_seconds = self._slice_seconds(layout, part_bytes)
-        cut_seconds, first_seconds = self.count * slice_seconds, slice_seconds
-        piece_seconds = slice_seconds
+        cut_seconds = self.count * slice_seconds
+        first_seconds = piece_seconds = slice_seconds
         if self.segment_seconds > slice_seconds:
             first_seconds, piece_seconds = cut_seconds, 0.0
         return ExchangePhases(
@@ -253,7 +243,7 @@ class ExchangeCosts:
             return self.overlap_phases(division, source, result, size_bytes).seconds(self.segment_seconds)
         size = (source.rows or result.rows)[-1][1]
         if division.held(source, size) == division.held(result, size):
-            return 0.0  # only fewer of the rows are known to be right
+            return 0.0  # only fewer of the rows are known to be valid
         moved = max(high - low for low, high in division.held(result, size)) * size_bytes / size
         return self._operator_seconds(2 * moved) + moved * self.reorder_seconds_per_byte
 

@@ -13,7 +13,7 @@ from onnx import parser
 from onnxplace.passes.sharding.choose import layout_choice
 from onnxplace.passes.sharding.choose.elimination import Solution
 from onnxplace.passes.sharding.choose.factor_solver import FactorSolution
-from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, count_weight_bytes, is_sharded, is_whole
+from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, count_weight_bytes, is_sharded
 from onnxplace.passes.sharding.rules.layouts import REPLICATED, Layout
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace, restrict_space
@@ -98,7 +98,7 @@ def test_choices_of_random_models_lie_between_their_bound_and_whole_nodes() -> N
         problem = make_problem(space, seed)
         choice = problem.solve()
         assert choice is not None
-        whole = [next(item for item in options if is_whole(item)) for options in space.strategies]
+        whole = [next(item for item in options if item.is_whole) for options in space.strategies]
         whole_seconds = sum(seconds[0] for seconds in problem.strategy_seconds)
         assert price_choice(problem, whole) == pytest.approx(whole_seconds)
         assert choice.lower_bound_seconds <= choice.seconds <= whole_seconds
@@ -133,7 +133,7 @@ def test_whole_nodes_are_chosen_where_the_search_finds_worse(monkeypatch: pytest
 
 def test_a_map_that_splits_a_node_is_obeyed_at_any_cost() -> None:
     space = restrict_space(make_space(parser.parse_model(FAN), {}), '{"MatMul_0": "sum"}')
-    seconds = [[1e-9 if is_whole(item) else 1.0 for item in options] for options in space.strategies]
+    seconds = [[1e-9 if item.is_whole else 1.0 for item in options] for options in space.strategies]
     choice = ChoiceProblem(space, seconds, make_costs(2)).solve()
     assert choice is not None
     assert is_sharded(choice)
@@ -142,7 +142,7 @@ def test_a_map_that_splits_a_node_is_obeyed_at_any_cost() -> None:
 def test_as_many_weights_as_possible_are_split_at_least_cost() -> None:
     space = make_space(parser.parse_model(FAN), {})
     seconds = [
-        [1e-6 if is_whole(item) else 2e-6 + 1e-7 * number for number, item in enumerate(options)]
+        [1e-6 if item.is_whole else 2e-6 + 1e-7 * number for number, item in enumerate(options)]
         for options in space.strategies
     ]
     problem = ChoiceProblem(space, seconds, make_costs(2))

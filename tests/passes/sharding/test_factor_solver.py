@@ -7,20 +7,21 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.passes.sharding.choose.elimination import Factor, evaluate
-from onnxplace.passes.sharding.choose.factor_network import build_network, connect, reduce_network
+from onnxplace.passes.sharding.choose.factor_network import Holding, build_network, connect, reduce_network
 from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, peak_bytes, solve
+
+
+def hold(usages: list[np.ndarray], intervals: list[tuple[int, int]]) -> list[Holding]:
+    """Return what variables hold, each during one interval."""
+    return [Holding(variable, *interval, usage) for variable, (interval, usage) in enumerate(zip(intervals, usages))]
 
 
 def enumerate_optimum(problem: FactorProblem) -> float:
     best = math.inf
     for values in itertools.product(*map(range, problem.sizes)):
         held = [
-            sum(
-                float(usages[value])
-                for usages, (first, end), value in zip(problem.usages, problem.intervals, values)
-                if first <= point < end
-            )
-            for point, _ in problem.intervals
+            sum(float(item.bytes[values[item.variable]]) for item in problem.holdings if item.begin <= point < item.end)
+            for _, point, _, _ in problem.holdings
         ]
         if max(held, default=0) <= problem.limit:
             best = min(best, evaluate(problem.factors, values))
@@ -41,8 +42,10 @@ def random_problem(seed: int, *, is_limited: bool) -> FactorProblem:
     return FactorProblem(
         sizes=sizes,
         factors=factors,
-        usages=[random.integers(0, 9, size).astype(float) for size in sizes],
-        intervals=[(int(start), int(start + random.integers(0, 5))) for start in starts],
+        holdings=hold(
+            [random.integers(0, 9, size).astype(float) for size in sizes],
+            [(int(start), int(start + random.integers(0, 5))) for start in starts],
+        ),
         limit=float(random.integers(8, 16)) if is_limited else math.inf,
     )
 
@@ -75,8 +78,7 @@ def test_memory_at_one_time_makes_a_dearer_choice_necessary() -> None:
     problem = FactorProblem(
         sizes=[2, 2, 2],
         factors=[Factor((variable,), small) for variable in range(3)],
-        usages=[big] * 3,
-        intervals=[(0, 2), (1, 3), (3, 5)],
+        holdings=hold([big] * 3, [(0, 2), (1, 3), (3, 5)]),
         limit=14,
     )
     solution = solve(problem, seconds=10)
@@ -124,8 +126,7 @@ def grid_problem(*, limit: float) -> FactorProblem:
     return FactorProblem(
         sizes=[size] * rows * columns,
         factors=factors,
-        usages=[np.array([9.0, 4.0, 1.0])] * rows * columns,
-        intervals=[(v, v + 5) for v in range(rows * columns)],
+        holdings=hold([np.array([9.0, 4.0, 1.0])] * rows * columns, [(v, v + 5) for v in range(rows * columns)]),
         limit=limit,
     )
 
@@ -153,10 +154,8 @@ def test_a_factor_over_three_variables_counts() -> None:
     problem = FactorProblem(
         sizes=[2, 2, 2],
         factors=[Factor((0, 1, 2), table)],
-        usages=[np.array([0.0, 8.0]), np.array([3.0, 2.0])],
-        intervals=[(0, 1), (0, 1)],
+        holdings=hold([np.array([0.0, 8.0]), np.array([3.0, 2.0])], [(0, 1), (0, 1)]),
         limit=10,
-        holders=[0, 1],
     )
     solution = solve(problem, seconds=5)
     assert solution.fits
@@ -164,5 +163,5 @@ def test_a_factor_over_three_variables_counts() -> None:
 
 
 def test_too_little_room_for_any_choice_is_reported() -> None:
-    problem = FactorProblem([2], [Factor((0,), np.array([1.0, 2.0]))], [np.array([5.0, 4.0])], [(0, 1)], 3)
+    problem = FactorProblem([2], [Factor((0,), np.array([1.0, 2.0]))], hold([np.array([5.0, 4.0])], [(0, 1)]), 3)
     assert not solve(problem, seconds=5).fits

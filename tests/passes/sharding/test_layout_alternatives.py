@@ -12,10 +12,8 @@ from onnx import ModelProto, parser
 
 from onnxplace.facts import Shards
 from onnxplace.model import Model, bind, load
-from onnxplace.passes.shard import Shard
-from onnxplace.passes.sharding import LayoutExplainer, ShardingOptions, compare_kinds, shard_state
-from onnxplace.passes.sharding.apply import layout_alternatives
-from onnxplace.passes.sharding.apply.apply_sharding import GroupChoice, describe_strategy
+from onnxplace.passes.sharding import ShardingOptions, shard_state
+from onnxplace.passes.sharding.apply.group_choice import GroupChoice, describe_strategy
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
 from onnxplace.passes.sharding.space.sharding_costs import WorkCosts
 from onnxplace.pipeline import Pipeline
@@ -36,20 +34,18 @@ def profile(proto: ModelProto, memory_bytes: int = 1 << 40) -> State:
     return Pipeline.parse("optimize,profile{estimate=true}").run(state)[0]
 
 
-def explain_problem(problem: ChoiceProblem) -> tuple[LayoutExplainer, LayoutChoice]:
+def explain_problem(problem: ChoiceProblem) -> tuple[GroupChoice, LayoutChoice]:
     """Return what explains the best choice of a problem."""
     choice = problem.solve()
     assert choice is not None
     work = WorkCosts(problem.space, ())
-    group = GroupChoice(
-        (0, 1), work, problem.costs, problem, (0, 0), choice, lambda restricted: restricted.solve(), choice.seconds
-    )
-    return LayoutExplainer(group), choice
+    group = GroupChoice((0, 1), work, problem, (0, 0), choice, lambda restricted: restricted.solve(), choice.seconds)
+    return group, choice
 
 
-def explain_state(state: State, options: ShardingOptions = EXACT) -> LayoutExplainer:
+def explain_state(state: State, options: ShardingOptions = EXACT) -> GroupChoice:
     """Return what explains the choice that the pass makes."""
-    return LayoutExplainer(shard_state(state, options)[Shards].choice)
+    return shard_state(state, options)[Shards].choice
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -133,24 +129,3 @@ def test_a_layout_with_which_weights_do_not_fit_is_impossible() -> None:
 def test_where_nothing_is_split_there_is_nothing_to_explain() -> None:
     state = profile(mlp(layers=1, rows=1, width=4, inner=4))
     assert shard_state(state, ShardingOptions())[Shards].choice is None
-
-
-def test_kinds_are_compared_as_far_as_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = profile(mlp())
-    shards = Shard(ways=2, exact=True).run(state)[Shards]
-    kinds, group = shards.kinds, shards.choice
-    compared = compare_kinds(group, kinds)
-    assert [kind.layout for kind in compared] == [kind.alternatives[0].layout for kind in compared]
-    monkeypatch.setattr(layout_alternatives, "MAX_CHOSEN_NODES", 6 * len(state[Model].nodes))
-    first, *rest = compare_kinds(group, kinds)
-    assert first == compared[0]
-    assert not rest[-1].alternatives
-    monkeypatch.setattr(layout_alternatives, "MAX_CHOSEN_NODES", 0)
-    assert compare_kinds(group, kinds) == kinds
-
-
-@pytest.mark.parametrize("change", [{"peak_bytes": 1.0}, {"lower_bound_seconds": 0.0}])
-def test_kinds_of_choices_that_take_long_are_not_compared(change: dict[str, float]) -> None:
-    shards = Shard(ways=2, exact=True).run(profile(mlp()))[Shards]
-    group = replace(shards.choice, choice=replace(shards.choice.choice, **change))
-    assert compare_kinds(group, shards.kinds) == shards.kinds

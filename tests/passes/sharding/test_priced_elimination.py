@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from onnxplace.passes.sharding.choose.elimination import Factor, evaluate
+from onnxplace.passes.sharding.choose.factor_network import Holding
 from onnxplace.passes.sharding.choose.factor_solver import FactorProblem
 from onnxplace.passes.sharding.choose.priced_elimination import solve_by_prices
 
@@ -24,13 +25,13 @@ def make_problem(seed: int) -> FactorProblem:
     holders = [0, 1, 2, 3, 4, 0, 3]
     intervals = [*((index, index + 2) for index in range(5)), (0, 7), (0, 7)]
     usages = [random.integers(0, 10, sizes[holder]).astype(float) for holder in holders]
-    return FactorProblem(sizes, factors, usages, intervals, limit=float(random.integers(10, 30)), holders=holders)
+    holdings = [Holding(holder, *interval, usage) for holder, interval, usage in zip(holders, intervals, usages)]
+    return FactorProblem(sizes, factors, holdings, limit=float(random.integers(10, 30)))
 
 
 def count_peak(problem: FactorProblem, values: tuple[int, ...] | list[int]) -> float:
-    items = list(zip(problem.holders, problem.intervals, problem.usages))
     return max(
-        sum(usage[values[holder]] for holder, (begin, end), usage in items if begin <= moment < end)
+        sum(usage[values[holder]] for holder, begin, end, usage in problem.holdings if begin <= moment < end)
         for moment in range(7)
     )
 
