@@ -27,7 +27,7 @@ from onnxplace.passes.profiling import (
     report_unknown_sizes,
 )
 from onnxplace.passes.sharding import infer_shapes_and_values, infer_with_runtime
-from onnxplace.passes.step_recognition import recognise_training_step, report_unusable_loss
+from onnxplace.plugins import ask_plugins
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
 from onnxplace.training_roles import Phase
@@ -96,8 +96,11 @@ class ProfileCosts(Pass):
 
     def _finish(self, state: State, profile: Profile, notes: Sequence[Diagnostic]) -> State:
         """Return the state with profile and notes; save the profile if `save` is set."""
-        recognised = _recognise_roles(profile, state[Model])
-        after = state.with_facts(recognised).with_notes(*notes, *report_unusable_loss(state[Model]))
+        # A plugin knows what the states of a model are for; only training steps and decoders have any.
+        roles, more = (state[Model].states and ask_plugins("recognisers", state[Model], profile.graph)) or (None, [])
+        if roles is not None:
+            profile = replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)
+        after = state.with_facts(profile).with_notes(*notes, *more)
         if self.save:
             text = format_costs_csv(profile, state[Model]) if self.save.endswith(".csv") else format_costs(profile)
             write_file(Path(self.save), lambda stream: stream.write(text.encode()))
@@ -185,11 +188,3 @@ def _report_hosts(target: Target, cost_class: str) -> list[Diagnostic]:
 def _join_units(profile: Profile, model: Model) -> Profile:
     """Return the profile with operators and their quantisers as one unit."""
     return replace(profile, unit=join_quantised_units(model, profile.unit))
-
-
-def _recognise_roles(profile: Profile, model: Model) -> Profile:
-    """Return the profile with the roles of nodes, if the model is a training step."""
-    roles = recognise_training_step(model, profile.graph)
-    if roles is None:
-        return profile
-    return replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)

@@ -83,7 +83,7 @@ def complete_pipeline(ctx: click.Context, param: click.Parameter, incomplete: st
 
 
 def _complete_entries(kind: Any, incomplete: str, beginnings: tuple[str, ...] = ("",)) -> list[CompletionItem]:
-    from onnxplace.pipeline import list_entries
+    from onnxplace.plugins import list_entries
 
     return [
         CompletionItem(entry.name, help=entry.summary.removeprefix("placer: "))

@@ -7,6 +7,16 @@ from onnxplace.driver.compiler import (
     compile_model as compile_model,
     compile_with as compile_with,
 )
+from onnxplace.driver.decision import (
+    Candidate as Candidate,
+    InfeasibleStrategy as InfeasibleStrategy,
+    Objective as Objective,
+    Profiled as Profiled,
+    Result as Result,
+    Strategy as Strategy,
+    create_pass as create_pass,
+    rank_texts as rank_texts,
+)
 from onnxplace.driver.explaining import DeviceAlternative as DeviceAlternative, Explanation as Explanation
 from onnxplace.driver.keywords import checks_arguments as checks_arguments, takes_fields_of as takes_fields_of
 from onnxplace.driver.machine_choice import (
@@ -29,3 +39,4 @@ from onnxplace.driver.plan_differences import compare_plans as compare_plans
 from onnxplace.driver.planning import Plan as Plan, PlannedStrategy as PlannedStrategy, plan_model as plan_model
 from onnxplace.driver.sources import find_in_folder as find_in_folder
 from onnxplace.driver.streamed import StreamPoint as StreamPoint, stream_curve as stream_curve
+from onnxplace.driver.throughput import list_ways as list_ways

@@ -9,7 +9,7 @@ prediction takes milliseconds to seconds, a trial takes seconds of all devices.
     latency      whole operators, in groupings; split operators;     the shortest step           one device too
                  weights that stream
     throughput   copies, stages, copies of stages, split operators   up to 4, close ones         all, requests in flight
-    step         placed, split, replicas, micro-batches              up to 3 kinds, one device   all, step by step
+    step         those of a plugin, for training steps               up to 3 kinds, one device   all, step by step
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Emitted, Placement, Profile, Routes, Segments, Shards, Streaming, is_refused
 from onnxplace.passes.sharding import compare_kinds
-from onnxplace.pipeline import Observer, Pipeline, Timing, find_plugin
+from onnxplace.pipeline import ObjectiveName, Observer, Pipeline, Timing, find_plugin
+from onnxplace.plugins import ask_plugins
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.state import Pass, State
 from onnxplace.utils import budget_clock
 
-Kind = Literal[
-    "one device", "placed", "streamed", "copies", "stages", "copied stages", "sharded", "replicas", "micro-batches"
-]
 Comparison = Literal["none", "one device", "steps", "requests in flight"]
 """What runs in a trial: only the bundle itself; one device too, where it should be faster; or all candidates, one step
 after the other, or with requests in flight."""
@@ -93,7 +91,9 @@ class Strategy:
     """A way to use the devices of a target."""
 
     name: str
-    kind: Kind
+    kind: str
+    """Its family, of which often only the best one is tried: `one device`, `placed`, `sharded`, `streamed`, `copies`,
+    `stages` or `copied stages`; objectives of plugins may have others."""
     passes: tuple[Pass, ...]
     """The passes after `profile`, up to `split`; sharded strategies begin with the pass that splits operators."""
     groups: tuple[tuple[int, ...], ...] = ()
@@ -220,10 +220,20 @@ class Objective:
     """Returns the notes about a choice: what fits, what does not, and the best one."""
     comparison: Comparison = "none"
     """Trial that compares the candidates."""
-    usual_kind: Kind = "placed"
+    usual_kind: str = "placed"
     """If nothing fits, the user hears why this kind does not."""
     is_exploring: bool = True
     """Whether users see one step for each strategy rather than the passes of one strategy after the other."""
+
+
+def find_objective(name: ObjectiveName, profiled: Profiled) -> Objective | None:
+    """Return the objective that a plugin has for such a model; None if the usual strategies are all there are.
+
+    Plugins are asked by the entry point `onnxplace.objectives` for strategies that place whole operators (`latency`),
+    and for all strategies of a training step (`step`), before the model is profiled, too.
+    """
+    objective: Objective | None = ask_plugins("objectives", name, profiled)
+    return objective
 
 
 def decide(objective: Objective, profiled: Profiled, observer: Observer | None = None) -> list[Candidate]:

@@ -23,7 +23,6 @@ from onnxplace.driver.decision import (
     predict,
 )
 from onnxplace.driver.streamed import STREAMED, describe_streaming, needs_streaming
-from onnxplace.driver.training_steps import choose_grouping, describe_groupings, list_groupings
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Placement, Profile, Recomputation, Routes, Schedule, Segments, Shards, Source, Streaming
 from onnxplace.model import Model
@@ -53,14 +52,19 @@ MAX_RECOMPUTED_NODES = 20_000
 
 
 def make_latency_objective(
-    *, may_shard: bool, shard_metadata: bool, may_group: bool, stream: Pass | None = None, stream_mode: str = "auto"
+    *,
+    whole: Objective | None = None,
+    may_shard: bool,
+    shard_metadata: bool = False,
+    stream: Pass | None = None,
+    stream_mode: str = "auto",
 ) -> Objective:
     """Return the objective of the least step.
 
     Args:
+        whole: How whole operators are placed, if not by the passes as they are.
         may_shard: Whether splitting operators is compared with placing whole ones.
         shard_metadata: Whether the pass `shard` writes ONNX's sharding specifications.
-        may_group: Whether groupings of a training step are compared.
         stream: The placer that lets weights stream; None if they must not.
         stream_mode: `auto`, or `always`, which compares nothing with it.
     """
@@ -68,15 +72,14 @@ def make_latency_objective(
     def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
         state, rest = profiled.state, profiled.rest
         has_several = len(state.target.devices) > 1
-        is_rewritten = any(Model in step.provides for step in rest)
         streamed = (
             [Strategy(STREAMED, "streamed", profiled.replace_placer(stream), min_gain=MIN_GAIN)] if stream else []
         )
         if streamed and stream_mode == "always":
             yield streamed
             return
-        if may_group and has_several and state[Profile].training is not None and not is_rewritten:
-            yield from list_groupings(profiled, results)
+        if whole:
+            yield from whole.propose(profiled, results)
         else:
             yield [_name_passes(rest)]
         if may_shard and has_several and len(state[Profile].graph) <= MAX_NODES:
@@ -90,13 +93,23 @@ def make_latency_objective(
         if streamed and needs_streaming(profiled, results):
             yield streamed
 
-    return Objective(
-        propose,
-        choose=lambda fitting: [_choose(fitting)],
-        describe=_describe,
-        usual_kind="streamed" if stream else "placed",
-        is_exploring=False,
-    )
+    def choose(fitting: Sequence[Candidate]) -> list[Candidate]:
+        placed, others = _split_off_whole(fitting)
+        best = whole.choose(placed) if whole and placed else placed
+        return [min([*best, *others], key=lambda item: item.step_seconds / max(1 - item.strategy.min_gain, 1e-12))]
+
+    def describe(
+        fitting: Sequence[Candidate], infeasible: Sequence[InfeasibleStrategy], kept: Candidate
+    ) -> list[Diagnostic]:
+        if kept.strategy.kind == "streamed":
+            return [describe_streaming(kept, [item for item in fitting if item is not kept])]
+        placed, others = _split_off_whole(fitting)
+        best = whole.choose(placed) if whole and placed else placed
+        notes = whole.describe(placed, infeasible, kept) if whole and kept.strategy.kind != "sharded" else []
+        sharded = [item for item in others if item.strategy.kind == "sharded"]
+        return [*notes, *(_compare_with_sharded(item, best[0] if best else None, kept) for item in sharded)]
+
+    return Objective(propose, choose, describe, usual_kind="streamed" if stream else "placed", is_exploring=False)
 
 
 def _name_passes(passes: tuple[Pass, ...]) -> Strategy:
@@ -108,35 +121,15 @@ def _name_passes(passes: tuple[Pass, ...]) -> Strategy:
     return Strategy("whole operators", "placed", passes)
 
 
-def _split_by_kind(
-    fitting: Sequence[Candidate],
-) -> tuple[Candidate | None, Candidate | None, list[Candidate]]:
-    """Return the best of whole operators, the sharded candidate, and all groupings."""
-    placed = [item for item in fitting if item.strategy.kind not in ("one device", "sharded", "streamed")]
-    alone = next((item for item in fitting if item.strategy.kind == "one device"), None)
-    sharded = next((item for item in fitting if item.strategy.kind == "sharded"), None)
-    several = choose_grouping(placed) if len(placed) > 1 else placed[0] if placed else None
-    return alone or several, sharded, placed
+def _split_off_whole(fitting: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the candidates with whole operators, all weights held, and the others."""
+    kinds = ("sharded", "streamed")
+    whole = [item for item in fitting if item.strategy.kind not in kinds]
+    return whole, [item for item in fitting if item.strategy.kind in kinds]
 
 
-def _choose(fitting: Sequence[Candidate]) -> Candidate:
-    """Return the shortest step, where each strategy has at least the gain that it needs."""
-    whole, sharded, _ = _split_by_kind(fitting)
-    streamed = [item for item in fitting if item.strategy.kind == "streamed"]
-    candidates = [item for item in (whole, sharded, *streamed) if item is not None]
-    return min(candidates, key=lambda item: item.step_seconds / max(1 - item.strategy.min_gain, 1e-12))
-
-
-def _describe(
-    fitting: Sequence[Candidate], infeasible: Sequence[InfeasibleStrategy], kept: Candidate
-) -> list[Diagnostic]:
-    """Return the notes about groupings, unless operators are split, and about splitting, where that was possible."""
-    if kept.strategy.kind == "streamed":
-        return [describe_streaming(kept, [item for item in fitting if item is not kept])]
-    whole, sharded, placed = _split_by_kind(fitting)
-    notes = [describe_groupings(placed, kept)] if len(placed) > 1 and kept is not sharded else []
-    if sharded is None:
-        return notes
+def _compare_with_sharded(sharded: Candidate, whole: Candidate | None, kept: Candidate) -> Diagnostic:
+    """Return the note about splitting operators."""
     one_device = float(predict_single_device_seconds(kept.profiled.state).min())
     ways = f"sharded {sharded.state[Shards].ways} ways"
     figures = [Figure("whole operators", whole.step_seconds)] if whole else []
@@ -147,7 +140,7 @@ def _describe(
         f"{ways}: {format_milliseconds(sharded.step_seconds)}",
     ]
     message = f"{'; '.join(texts)}: kept {'sharding' if kept is sharded else 'whole operators'}"
-    return [*notes, Diagnostic("P062", message, figures=(*figures, Figure("one device", one_device)))]
+    return Diagnostic("P062", message, figures=(*figures, Figure("one device", one_device)))
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,21 @@ from onnxplace.driver.compile_options import (
     make_effort,
     require_effort,
 )
-from onnxplace.driver.decision import Candidate, Profiled, Result, Strategy, create_pass, predict_all, rank_texts
+from onnxplace.driver.decision import (
+    Candidate,
+    Profiled,
+    Result,
+    Strategy,
+    create_pass,
+    find_objective,
+    predict_all,
+    rank_texts,
+)
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
 from onnxplace.driver.latency import StepPart, list_step_parts, suggest_fixed_sizes
 from onnxplace.driver.sources import bind_source, open_source
 from onnxplace.driver.streamed import STREAMED, StreamPoint, needs_streaming, stream_curve
 from onnxplace.driver.throughput import format_rate, list_copied_stages, list_sharded, list_simple
-from onnxplace.driver.training_steps import list_step_strategies
 from onnxplace.errors import Diagnostic
 from onnxplace.evaluation import report_core_shortage
 from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
@@ -205,10 +213,10 @@ def _predict_strategies(
     profiled: Profiled, streaming: Pass | None, has_curve: bool, effort: Effort, observer: Observer | None
 ) -> list[Result]:
     """Predict all strategies, the one with weights that stream where it is useful or its curve is asked for."""
-    is_step = profiled.state[Profile].training is not None
+    step = find_objective("step", profiled) if profiled.state[Profile].training is not None else None
 
     def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
-        yield from list_step_strategies(profiled, results) if is_step else _list_strategies(profiled, results, effort)
+        yield from step.propose(profiled, results) if step else _list_strategies(profiled, results, effort)
         if streaming and (has_curve or needs_streaming(profiled, results)):
             yield [Strategy(STREAMED, "streamed", profiled.replace_placer(streaming))]
 

@@ -14,7 +14,6 @@ from typing import Any
 from onnxplace.driver.decision import (
     Candidate,
     InfeasibleStrategy,
-    Kind,
     Objective,
     Profiled,
     Result,
@@ -31,7 +30,7 @@ MAX_TRIED = 4
 # Strategies that the prediction puts this far behind are not tried, unless they are the best of their kind.
 TRIED_RATIO = 1.1
 # Kinds of which the best one is always tried: the costs of nodes do not know how busy devices slow each other down.
-TRIED_KINDS: tuple[Kind, ...] = ("copies", "stages")
+TRIED_KINDS = ("copies", "stages")
 # Predictions in the note.
 MAX_LISTED_STRATEGIES = 5
 # A plain session is clearly faster below this ratio of intervals; it was not timed in the same turns.

@@ -6,14 +6,10 @@ from onnxplace.pipeline.pipeline import (
     run_pass as run_pass,
 )
 from onnxplace.pipeline.registry import (
-    OFFERED as OFFERED,
     create_runtime as create_runtime,
-    describe_missing as describe_missing,
     find_plugin as find_plugin,
     is_runtime_option as is_runtime_option,
-    list_entries as list_entries,
     list_runtime_options as list_runtime_options,
-    load_plugin as load_plugin,
 )
 from onnxplace.pipeline.select_placer import (
     BAECHI as BAECHI,

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     # helpers for everything
     "errors": "",
     "utils": "errors",
+    "plugins": "errors",
     # plain data: inputs, graphs, devices
     "feeds": "errors utils",
     "graph": "utils",
@@ -40,8 +41,7 @@ MAY_IMPORT = {
     # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
     "passes.profiling": "devices errors facts feeds graph machine model ort target utils",
     "passes.cost_files": "errors facts model passes.profiling target utils",
-    "passes.step_recognition": "errors graph model training_roles training_step utils",
-    "passes.placement.grouping": "errors facts graph model passes.step_recognition problem state target utils",
+    "passes.placement.grouping": "errors facts graph model problem state target training_roles utils",
     "passes.placement.list_scheduling": "errors facts graph problem simulation state target utils",
     "passes.placement.search": (
         "errors facts graph passes.placement.grouping passes.placement.list_scheduling problem simulation state "
@@ -64,7 +64,7 @@ MAY_IMPORT = {
         "bundle errors facts graph machine model passes.batching passes.cost_files passes.placement.exact "
         "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining "
         "passes.placement.search passes.placement.stages passes.profiling passes.recomputation passes.segments "
-        "passes.sharding passes.step_recognition passes.streaming problem simulation state target training_roles utils"
+        "passes.sharding passes.streaming plugins problem simulation state target training_roles utils"
     ),
     # running bundles
     "runtime": "bundle errors feeds",
@@ -73,7 +73,7 @@ MAY_IMPORT = {
     "serving": "bundle errors feeds runtime runtimes.execution utils",
     "drop_in": "bundle devices errors feeds machine model_metadata ort runtime serving traces utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
-    "pipeline": "errors facts runtime state utils",
+    "pipeline": "errors facts plugins runtime state utils",
     "calibration": "bundle devices errors feeds graph machine pipeline runtime target utils",
     "runtimes": "bundle errors feeds machine runtime runtimes.execution target traces",
     "evaluation": "bundle devices errors feeds machine model ort passes.profiling pipeline runtime target traces utils",
@@ -81,7 +81,7 @@ MAY_IMPORT = {
     # from a model to a bundle, and the interfaces to it
     "driver": (
         "bundle cost_graph errors evaluation facts feeds graph machine model passes.profiling passes.sharding pipeline "
-        "problem reports simulation state target utils"
+        "plugins problem reports simulation state target utils"
     ),
     "export": "bundle devices errors model target training_step utils",
     "session": "bundle drop_in errors machine pipeline runtime serving traces utils",
@@ -95,7 +95,7 @@ MAY_IMPORT = {
     ),
     "cli": (
         "benchmark bundle calibration cost_graph doctor driver errors evaluation export feeds machine "
-        "pipeline reports runtime session target traces utils verification"
+        "pipeline plugins reports runtime session target traces utils verification"
     ),
     "__main__": "cli",
 }

@@ -20,7 +20,8 @@ import pytest
 
 from onnxplace.cli import app
 from onnxplace.cost_graph import GENERATORS, write_cost_graph
-from onnxplace.pipeline import find_plugin, list_entries
+from onnxplace.pipeline import find_plugin
+from onnxplace.plugins import list_entries
 from onnxplace.testing import check_pass, check_runtime
 from tests.conftest import FAST_PIPELINE, Ran
 
@@ -189,13 +190,13 @@ def test_a_command_of_a_plugin_is_listed_without_its_module_and_runs_like_built_
 
 
 def test_built_in_runtimes_are_found_without_a_look_at_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("onnxplace.pipeline.registry.metadata.entry_points")
+    monkeypatch.delattr("onnxplace.plugins.metadata.entry_points")
     assert find_plugin("runtimes", "onnxruntime").__name__ == "OnnxRuntime"
 
 
 @pytest.fixture
 def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("onnxplace.pipeline.registry.metadata.entry_points", lambda group: ())
+    monkeypatch.setattr("onnxplace.plugins.metadata.entry_points", lambda group: ())
     # Other tests may have loaded commands, which are kept.
     monkeypatch.setattr(app, "load_plugin_command", app.load_plugin_command.__wrapped__)
     list_entries.cache_clear()
