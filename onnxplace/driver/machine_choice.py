@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onnxplace.driver.planning import Plan, PlannedStrategy
+from onnxplace.driver.plan import Plan, PlannedStrategy
 from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value
 from onnxplace.target import Machine, parse_machine, read_toml
 from onnxplace.utils import format_milliseconds

@@ -24,7 +24,6 @@ from onnxplace.pipeline.text_form import (
     PassSpec as PassSpec,
     build_pass as build_pass,
     format_pipeline as format_pipeline,
-    format_tuple as format_tuple,
     make_spec as make_spec,
     parse_pipeline as parse_pipeline,
 )

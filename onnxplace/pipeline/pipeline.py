@@ -87,8 +87,8 @@ class Pipeline:
         return state, tuple(timings)
 
 
-def make_pass(name: str, options: Mapping[str, str] = MappingProxyType({})) -> Pass:
-    """Return a pass by name, with its options given as text."""
+def make_pass(name: str, options: Mapping[str, object] = MappingProxyType({})) -> Pass:
+    """Return a pass by name, with its options given as texts or values; raises UsageError for wrong ones."""
     kind: type[Pass] = find_plugin("passes", name)
     return build_pass(kind, options)
 

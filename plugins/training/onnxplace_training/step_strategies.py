@@ -21,6 +21,7 @@ from onnxplace.driver import (
     Strategy,
     create_pass,
     list_ways,
+    place_on_one_device,
     rank_texts,
 )
 from onnxplace.errors import Diagnostic, Figure, UsageError
@@ -71,10 +72,9 @@ def list_groupings(profiled: Profiled, results: Sequence[Result]) -> Iterator[li
             passes = [_set_options(step, options, is_alternative=number > 0) for step in profiled.rest]
             yield [Strategy(name, "placed", tuple(passes))]
     fitting = [item for item in results if isinstance(item, Candidate)]
-    if placer == OBJECTIVES["latency"] and fitting:
-        one_device = predict_one_device(profiled.state)
-        if choose_grouping(fitting).step_seconds > one_device:
-            yield [Strategy("one device", "one device", profiled.replace_placer(create_pass("single")))]
+    is_searched = placer == OBJECTIVES["latency"] and fitting
+    if is_searched and choose_grouping(fitting).step_seconds > predict_one_device(profiled.state):
+        yield [place_on_one_device(profiled)]
 
 
 def _set_options(step: Any, grouping: Mapping[str, str], *, is_alternative: bool = False) -> Any:
@@ -167,7 +167,7 @@ def list_step_strategies(profiled: Profiled, results: Sequence[Result]) -> Itera
     Micro-batches come with the schedule 1F1B, then the best of them with other schedules.
     """
     count = len(profiled.state.target.devices)
-    alone = Strategy("one device", "one device", profiled.replace_placer(create_pass("single")))
+    alone = place_on_one_device(profiled)
     if count == 1:
         yield [alone]
         return

@@ -9,9 +9,9 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.driver import compile_model, decision
-from onnxplace.driver.decision import Candidate, Profiled, Strategy, decide
-from onnxplace.driver.latency import make_latency_objective
+from onnxplace.driver import candidates, compile_model
+from onnxplace.driver.candidates import Candidate, Profiled, Strategy
+from onnxplace.driver.choose import decide, make_latency_objective
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Segments
 from onnxplace.model import bind_states, load
@@ -108,14 +108,14 @@ def test_a_step_that_several_devices_would_only_slow_down_stays_on_one():
 
 def test_where_the_usual_groups_do_not_fit_nodes_are_free(monkeypatch):
     state = make_state(make_mlp("sgd"))
-    real = decision.predict
+    real = candidates.predict
 
     def refuse_usual_groups(strategy, *more):
         if strategy.passes[0].parameters == "together":
             raise InfeasibleError("P002", "too large")
         return real(strategy, *more)
 
-    monkeypatch.setattr(decision, "predict", refuse_usual_groups)
+    monkeypatch.setattr(candidates, "predict", refuse_usual_groups)
     kept = place(state, "fit", "never")
     assert "parameters=free" in str(kept.pipeline)
     assert kept.state[Placement].placer == "fit"

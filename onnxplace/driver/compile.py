@@ -8,19 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
-from onnxplace.driver.bundle_trials import Compiled, finish_bundle
-from onnxplace.driver.compile_options import (
+from onnxplace.driver.candidates import Candidate, Profiled, create_pass
+from onnxplace.driver.choose import (
+    GIVEN_PASSES,
+    Comparison,
+    Objective,
+    decide_or_recompute,
+    find_objective,
+    make_latency_objective,
+    make_throughput_objective,
+)
+from onnxplace.driver.keywords import takes_fields_of
+from onnxplace.driver.settings import (
     CompileSettings,
     choose_output,
     choose_pipeline,
     choose_streaming,
     choose_target,
 )
-from onnxplace.driver.decision import Candidate, Comparison, Objective, Profiled, create_pass, find_objective
-from onnxplace.driver.keywords import takes_fields_of
-from onnxplace.driver.latency import decide_or_recompute, make_latency_objective, suggest_fixed_sizes
 from onnxplace.driver.sources import ModelSource, bind_source, open_source
-from onnxplace.driver.throughput import make_throughput_objective
+from onnxplace.driver.step_parts import suggest_fixed_sizes
+from onnxplace.driver.trials import Compiled, finish_bundle
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError
 from onnxplace.evaluation import measure_error
 from onnxplace.facts import Placement, Profile, Routes, Streaming
@@ -192,7 +200,7 @@ def _choose_objective(settings: CompileSettings, profiled: Profiled) -> Objectiv
     if is_step and (step := find_objective("step", profiled)):
         return step
     return make_latency_objective(
-        whole=find_objective("latency", profiled) if settings.pipeline is None else None,
+        whole=(find_objective("latency", profiled) if settings.pipeline is None else None) or GIVEN_PASSES,
         may_shard=settings.compares_sharding,
         shard_metadata=settings.shard_metadata,
         stream=choose_streaming(settings, profiled.state.target),

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Staging
-from onnxplace.driver.compile_options import CompileSettings
-from onnxplace.driver.decision import Candidate, Comparison, Strategy, create_pass, predict
-from onnxplace.driver.throughput import format_rate, report_plain_session
+from onnxplace.driver.candidates import Candidate, Strategy, create_pass, predict
+from onnxplace.driver.choose import Comparison, format_rate, report_plain_session
+from onnxplace.driver.settings import CompileSettings
 from onnxplace.errors import Diagnostic, Figure, OnnxplaceError
 from onnxplace.evaluation import (
     RateTrial,
@@ -183,7 +183,8 @@ class _Trials:
         """
         first = candidates[0]
         try:
-            written = [first, *(self._write(item, f"tried{index}") for index, item in enumerate(candidates[1:], 1))]
+            paths = [self._staging.sibling_path(f"tried{index}") for index in range(1, len(candidates))]
+            written = [first, *(item.write(path) for item, path in zip(candidates[1:], paths))]
             runnable = [item for item in written if not find_trial_obstacle(item.bundle)]
             if not runnable:
                 return first, None
@@ -198,10 +199,6 @@ class _Trials:
         except (OnnxplaceError, OSError):  # for example a full disk; the trial of the first one reports its own failure
             return first, None
         return kept if kept.strategy is first.strategy else kept.with_notes(*report_idle_devices(kept.state)), rate
-
-    def _write(self, candidate: Candidate, ending: str) -> Candidate:
-        """Write a bundle next to the first one."""
-        return candidate.write(self._staging.sibling_path(ending))
 
     def _compare_steps(self, candidates: Sequence[Candidate]) -> Candidate:
         """Return the candidate with the shortest step."""
@@ -262,12 +259,12 @@ class _Trials:
             return None
         balanced = _balance(stages, trial)
         is_changed = balanced.state[Placement].device.tolist() != stages.state[Placement].device.tolist()
-        return self._write(balanced, "balanced") if is_changed else None
+        return balanced.write(self._staging.sibling_path("balanced")) if is_changed else None
 
     def _compare_with_one_device(self, several: Candidate, step: Trial) -> tuple[Candidate, Trial]:
         """Return the bundle on one device if faster, else the given one."""
         try:
-            alone = self._write(_place_on_one_device(several), "alone")
+            alone = _place_on_one_device(several).write(self._staging.sibling_path("alone"))
             bundles = [several.bundle, alone.bundle]
             if find_trial_obstacle(*bundles):
                 return several, step
