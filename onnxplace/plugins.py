@@ -10,7 +10,8 @@ name of a built-in one. Parts of this distribution, in `plugins/`, are found by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module, metadata
@@ -164,20 +165,24 @@ def load_plugin(kind: Kind, name: str) -> tuple[Any, RegistryEntry]:
         ) from problem
 
 
-def ask_plugins(kind: Literal["sources", "recognisers", "objectives"], *arguments: Any) -> Any | None:
-    """Call the functions that plugins add, in order, and return the first result; None if no plugin has one.
+@contextmanager
+def blame_plugin(kind: Kind, entry: RegistryEntry) -> Iterator[None]:
+    """Raise PluginError for a defect of a plugin from elsewhere: for any exception that is no error of onnxplace."""
+    try:
+        yield
+    except Exception as problem:
+        if not entry.distribution or isinstance(problem, OnnxplaceError):
+            raise
+        where = f"{NOUNS[kind]} {entry.name!r} from {entry.distribution}"
+        raise PluginError("G001", f"{type(problem).__name__}: {problem}", where=where) from problem
 
-    Raises PluginError for the defect of a stranger's function.
-    """
+
+def ask_plugins(kind: Literal["sources", "recognisers", "objectives"], *arguments: Any) -> Any | None:
+    """Call the functions that plugins add, in order, and return the first result; None if no plugin has one."""
     for name in list_entries(kind):
         function, entry = load_plugin(kind, name)
-        try:
+        with blame_plugin(kind, entry):
             result = function(*arguments)
-        except Exception as problem:
-            if not entry.distribution or isinstance(problem, OnnxplaceError):
-                raise
-            where = f"{NOUNS[kind]} {name!r} from {entry.distribution}"
-            raise PluginError("G001", f"{type(problem).__name__}: {problem}", where=where) from problem
         if result is not None:
             return result
     return None

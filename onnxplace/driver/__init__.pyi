@@ -20,7 +20,6 @@ from onnxplace.driver.compile import (
     compile_with as compile_with,
 )
 from onnxplace.driver.explaining import DeviceAlternative as DeviceAlternative, Explanation as Explanation
-from onnxplace.driver.keywords import checks_arguments as checks_arguments, takes_fields_of as takes_fields_of
 from onnxplace.driver.machine_choice import (
     Goals as Goals,
     MachineRow as MachineRow,

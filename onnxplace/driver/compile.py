@@ -18,7 +18,6 @@ from onnxplace.driver.choose import (
     make_latency_objective,
     make_throughput_objective,
 )
-from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.driver.settings import (
     CompileSettings,
     choose_output,
@@ -45,7 +44,7 @@ from onnxplace.passes.profiling import MIN_STREAMED_BYTES
 from onnxplace.pipeline import OBJECTIVES, Pipeline, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
 from onnxplace.target import Target
-from onnxplace.utils import require_different_files, require_writable
+from onnxplace.utils import require_different_files, require_writable, takes_fields_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -157,17 +156,7 @@ def _build_within(maximum: float, profiled: Profiled, staging: Staging, settings
 
 
 def _build(profiled: Profiled, staging: Staging, settings: CompileSettings) -> Compiled:
-    """Write the best bundle of a profiled model, and try it."""
-    (first, *others), comparison = _choose_candidates(profiled, settings)
-    first = first.write(staging.folder, settings.observer)
-    return finish_bundle((first, *others), comparison, staging, settings)
-
-
-def _choose_candidates(profiled: Profiled, settings: CompileSettings) -> tuple[list[Candidate], Comparison]:
-    """Return what may be written, the best by prediction first, and how a trial compares it.
-
-    Idle devices are checked before emitting.
-    """
+    """Write the best bundle of a profiled model, and try it; idle devices are checked before."""
     objective = _choose_objective(settings, profiled)
     mode = "off" if settings.pipeline is not None or objective.is_exploring else settings.recompute
     kept, *others = decide_or_recompute(objective, profiled, mode, settings.observer)
@@ -176,8 +165,8 @@ def _choose_candidates(profiled: Profiled, settings: CompileSettings) -> tuple[l
         require_all_devices_used(unused)
     spare = _report_spare_ways(settings.shard_ways, profiled.state.target)
     suggestions = [*_suggest_objective(kept.state), *suggest_fixed_sizes(kept)] if settings.compares_sharding else ()
-    kept = kept.with_notes(*unused, *spare, *suggestions)
-    return [kept, *others], _choose_comparison(settings, objective, kept)
+    kept = kept.with_notes(*unused, *spare, *suggestions).write(staging.folder, settings.observer)
+    return finish_bundle((kept, *others), _choose_comparison(settings, objective, kept), staging, settings)
 
 
 def _profile(profiled: Profiled, settings: CompileSettings) -> Profiled:

@@ -38,6 +38,7 @@ from onnxplace.utils.jit import (
     linear_loop as linear_loop,
     on_compiling as on_compiling,
 )
+from onnxplace.utils.keywords import checks_arguments as checks_arguments, takes_fields_of as takes_fields_of
 from onnxplace.utils.leases import (
     OCCUPIED_ERRORS as OCCUPIED_ERRORS,
     Lease as Lease,

@@ -85,9 +85,9 @@ MAY_IMPORT = {
     ),
     "export": "bundle devices errors model target training_step utils",
     "session": "bundle drop_in errors machine pipeline runtime serving traces utils",
-    "api": "bundle driver reports",
-    "verification": "bundle driver errors evaluation feeds machine pipeline runtime session utils",
-    "benchmark": "bundle driver errors evaluation feeds machine pipeline runtime serving session traces utils",
+    "api": "bundle driver reports utils",
+    "verification": "bundle errors evaluation feeds machine pipeline runtime session utils",
+    "benchmark": "bundle errors evaluation feeds machine pipeline runtime serving session traces utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
     "doctor": (
         "bundle calibration devices driver errors evaluation feeds machine ort pipeline reports runtime session target "

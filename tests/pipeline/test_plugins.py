@@ -280,6 +280,25 @@ def test_a_defect_of_a_source_names_its_distribution_and_leaves_onnx_files_alone
     assert "error[G001] source 'text' from acme-text: ValueError: the ink is gone" in failed.err
 
 
+OBJECTIVES = """
+def crash(name, profiled):
+    raise ValueError("the ink is gone")
+"""
+
+
+def test_a_defect_of_an_objective_names_its_distribution_and_pipelines_do_without(tmp_path, commands, model_file):
+    entries = {"onnxplace.objectives": {"text": "objectives:crash"}}
+    install(tmp_path / "site", "acme-text", entries, {"objectives": OBJECTIVES})
+    options = ["--devices", "cpu:0", "--shape", "batch=4"]
+    failed, piped = commands(
+        tmp_path / "site",
+        ["compile", str(model_file), *options, "--effort", "low"],
+        ["compile", str(model_file), *options, "--pipeline", "optimize,profile{estimate=true},single,split,emit"],
+    ).results
+    assert (failed.code, piped.code) == (4, 0)
+    assert "error[G001] objective 'text' from acme-text: ValueError: the ink is gone" in failed.err
+
+
 @pytest.mark.slow
 def test_the_command_itself_finds_a_plugin(site, model_file, tmp_path):
     process = subprocess.run(
