@@ -96,8 +96,9 @@ class ProfileCosts(Pass):
 
     def _finish(self, state: State, profile: Profile, notes: Sequence[Diagnostic]) -> State:
         """Return the state with profile and notes; save the profile if `save` is set."""
-        # A plugin knows what the states of a model are for; only training steps and decoders have any.
-        roles, more = (state[Model].states and ask_plugins("recognisers", state[Model], profile.graph)) or (None, [])
+        # Training steps and decoders carry states; plugins know what these are for.
+        answer = ask_plugins("recognisers", state[Model], profile.graph) if state[Model].states else None
+        roles, more = answer or (None, [])
         if roles is not None:
             profile = replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)
         after = state.with_facts(profile).with_notes(*notes, *more)

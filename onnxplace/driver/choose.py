@@ -193,17 +193,17 @@ def _split_off_whole(fitting: Sequence[Candidate]) -> tuple[list[Candidate], lis
 
 def _compare_with_sharded(sharded: Candidate, whole: Candidate | None, kept: Candidate) -> Diagnostic:
     """Return the note about splitting operators."""
-    alone = float(predict_single_device_seconds(kept.profiled.state).min())
+    one_device = float(predict_single_device_seconds(kept.profiled.state).min())
     ways = f"sharded {sharded.state[Shards].ways} ways"
     figures = [Figure("whole operators", whole.step_seconds)] if whole else []
     figures.insert(int(kept is whole), Figure(ways, sharded.step_seconds))
     texts = [
-        f"one device: {format_milliseconds(alone)}",
+        f"one device: {format_milliseconds(one_device)}",
         f"whole operators placed: {format_milliseconds(whole.step_seconds) if whole else 'does not fit'}",
         f"{ways}: {format_milliseconds(sharded.step_seconds)}",
     ]
     message = f"{'; '.join(texts)}: kept {'sharding' if kept is sharded else 'whole operators'}"
-    return Diagnostic("P062", message, figures=(*figures, Figure("one device", alone)))
+    return Diagnostic("P062", message, figures=(*figures, Figure("one device", one_device)))
 
 
 def decide_or_recompute(
@@ -233,13 +233,13 @@ def _recompute_more_and_more(profiled: Profiled, observer: Observer | None) -> I
     """Yield the model with more and more values computed again, each time with a smaller peak of memory."""
     problem, peaks = placement_problem(profiled.state), set[int]()
     total = int(problem.limit_bytes.sum())
-    is_alone = len(profiled.state.target.devices) == 1
-    for share in SHARES_OF_ONE if is_alone else SHARES_OF_SEVERAL:
-        limit = int(share * (total if is_alone else min(total, int(problem.alone_bytes().min()))))
+    has_one_device = len(profiled.state.target.devices) == 1
+    for share in SHARES_OF_ONE if has_one_device else SHARES_OF_SEVERAL:
+        limit = int(share * (total if has_one_device else min(total, int(problem.alone_bytes().min()))))
         smaller = profiled.insert(create_pass("recompute", limit=str(limit)), observer)
         result = smaller.state[Recomputation]
         peak = result.peak_after_bytes
-        if result.whole is not None and peak not in peaks and not (is_alone and peak > total):
+        if result.whole is not None and peak not in peaks and not (has_one_device and peak > total):
             peaks.add(peak)
             yield smaller
 
@@ -248,7 +248,7 @@ def _recompute_more_and_more(profiled: Profiled, observer: Observer | None) -> I
 
 STREAMED = "streamed weights"
 """The name of the strategy."""
-# Limits of a curve: so many parts of the memory of the whole model.
+# Limits of a curve: this number of parts of the memory of the whole model.
 CURVE_PARTS = 8
 
 
@@ -380,14 +380,15 @@ def _covers_all_devices(result: Result) -> bool:
 def list_simple(profiled: Profiled) -> list[Strategy]:
     """Return one device, copies of it, and stages."""
     count = len(profiled.state.target.devices)
-    alone = place_on_one_device(profiled)
+    one_device = place_on_one_device(profiled)
     if count == 1:
-        return [alone]
+        return [one_device]
     free = profiled.replace_placer(set_options(profiled.placer, contiguous=False))
     stages = [Strategy("stages", "stages", profiled.rest), Strategy("stages, not contiguous", "stages", free)]
     if profiled.state[Model].states:
-        return [alone, *stages]
-    return [alone, Strategy(f"{count} copies of the model", "copies", alone.passes, everywhere=True), *stages]
+        return [one_device, *stages]
+    copies = Strategy(f"{count} copies of the model", "copies", one_device.passes, everywhere=True)
+    return [one_device, copies, *stages]
 
 
 def list_copied_stages(profiled: Profiled, results: Sequence[Result] = ()) -> Iterator[list[Strategy]]:

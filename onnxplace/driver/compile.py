@@ -176,7 +176,7 @@ def _profile(profiled: Profiled, settings: CompileSettings) -> Profiled:
     for _ in range(measuring):
         profiled = profiled.advance(settings.observer)
     may_stream = bool(choose_streaming(settings, target)) or any(Streaming in step.provides for step in passes)
-    _require_room(profiled.state, MIN_STREAMED_BYTES if may_stream else None)
+    _require_memory(profiled.state, MIN_STREAMED_BYTES if may_stream else None)
     return profiled.advance(settings.observer)
 
 
@@ -233,7 +233,7 @@ def _report_spare_ways(ways: int | None, target: Target) -> list[Diagnostic]:
     return [Diagnostic("U075", message, where="--shard", hint="name more devices with --devices")]
 
 
-def _require_room(state: State, least_streamed: int | None) -> None:
+def _require_memory(state: State, least_streamed: int | None) -> None:
     """Raise InfeasibleError if all devices together cannot hold the weights; larger ones than a size may stream."""
     model, devices = state[Model], state.target.devices
     read = {name for names in model.reads for name in names if name in model.initializers}

@@ -251,11 +251,11 @@ def _is_worse(result: Candidate, other: Candidate) -> bool:
     return result.step_seconds >= other.step_seconds and result.interval_seconds > other.interval_seconds
 
 
-def _describe(result: Result, alone: Result) -> PlannedStrategy:
+def _describe(result: Result, one_device: Result) -> PlannedStrategy:
     """Return the figures of a strategy, or why it is impossible, or why it is no use next to one device."""
     if not isinstance(result, Candidate):
         return PlannedStrategy(result.strategy.name, problem=result.problem.message)
-    if result.routes.limit == "Python" and isinstance(alone, Candidate) and _is_worse(result, alone):
+    if result.routes.limit == "Python" and isinstance(one_device, Candidate) and _is_worse(result, one_device):
         return PlannedStrategy(result.name, problem="Python hands on requests more slowly than one device answers them")
     state = result.state
     return PlannedStrategy(

@@ -264,8 +264,8 @@ class _Trials:
     def _compare_with_one_device(self, several: Candidate, step: Trial) -> tuple[Candidate, Trial]:
         """Return the bundle on one device if faster, else the given one."""
         try:
-            alone = _place_on_one_device(several).write(self._staging.sibling_path("alone"))
-            bundles = [several.bundle, alone.bundle]
+            single = _place_on_one_device(several).write(self._staging.sibling_path("alone"))
+            bundles = [several.bundle, single.bundle]
             if find_trial_obstacle(*bundles):
                 return several, step
             step, one = run_trials(bundles, self._feeds, cached=self._cache, plain=True)
@@ -276,7 +276,7 @@ class _Trials:
         is_confirmed = step.plain is not None and step.plain.one_device_seconds < step.step_seconds
         if one.step_seconds > (1.0 if is_confirmed else CLEAR_ONE_DEVICE_RATIO) * step.step_seconds:
             return several, step
-        home = alone.state.target.devices[int(alone.state[Placement].device[0])].id
+        home = single.state.target.devices[int(single.state[Placement].device[0])].id
         times = (
             f"a step took {format_milliseconds(step.step_seconds)}, "
             f"and on {home} alone {format_milliseconds(one.step_seconds)}"
@@ -284,7 +284,7 @@ class _Trials:
         figures = (Figure(home, one.step_seconds), Figure("several devices", step.step_seconds))
         message, placer = f"in a trial, {times}: kept {home}", several.state[Placement].placer
         note = Diagnostic("P042", message, where=placer, figures=figures)
-        return alone.with_notes(note, *report_idle_devices(alone.state)), one
+        return single.with_notes(note, *report_idle_devices(single.state)), one
 
 
 def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], str]) -> str:
@@ -299,11 +299,11 @@ def _place_on_one_device(several: Candidate) -> Candidate:
     passes = [
         single if Placement in step.provides else step for step in several.strategy.passes if step.name != "shard"
     ]
-    alone = predict(Strategy("one device", "one device", tuple(passes)), several.profiled)
+    single = predict(Strategy("one device", "one device", tuple(passes)), several.profiled)
     if several.is_rewritten:
-        return alone
-    notes = (*several.state.diagnostics, *alone.state.diagnostics)
-    return replace(alone, state=replace(alone.state, diagnostics=tuple(dict.fromkeys(notes))))
+        return single
+    notes = (*several.state.diagnostics, *single.state.diagnostics)
+    return replace(single, state=replace(single.state, diagnostics=tuple(dict.fromkeys(notes))))
 
 
 def _balance(stages: Candidate, trial: RateTrial) -> Candidate:

@@ -27,7 +27,7 @@ PHASES: Mapping[str, int] = {phase.name.lower(): int(phase) for phase in Phase}
 
 
 def recognise(model: Model, graph: OpGraph) -> tuple[TrainingRoles | None, list[Diagnostic]]:
-    """Return the roles of a model's nodes, None if it is no training step, and notes; see `onnxplace.plugins`."""
+    """Return the roles of a model's nodes, None if it is no training step, and notes."""
     return recognise_training_step(model, graph), report_unusable_loss(model)
 
 

@@ -251,7 +251,7 @@ TRAINING_STEP = Objective(list_step_strategies, _choose_tried, _describe, compar
 
 
 def find_objective(name: ObjectiveName, profiled: Profiled) -> Objective | None:
-    """Return the strategies for a training step, None for other models; see `onnxplace.driver.find_objective`.
+    """Return the strategies for a training step, None for other models.
 
     Raises UsageError if `step` is the objective for a model that is none. Before it is profiled, one with states may
     be one.
@@ -260,9 +260,7 @@ def find_objective(name: ObjectiveName, profiled: Profiled) -> Objective | None:
     roles = profiled.state[Profile].training if is_profiled else None
     if name == "step":
         if roles is None and (is_profiled or not (model.training or model.states)):
-            message = (
-                "--objective step is for training steps: this model carries no parameters from one call to the next"
-            )
+            message = "--objective step is for training steps: this model carries no parameters"
             hint = "export it with onnxplace_training.export_training_step, or name its parameters: --state 'new_*=*'"
             raise UsageError("L040", f"{message} from one call to the next", where=model.name, hint=hint)
         return TRAINING_STEP
