@@ -295,9 +295,9 @@ def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], 
 
 def _place_on_one_device(several: Candidate) -> Candidate:
     """Return the strategy with whole operators on the best single device, and the notes about several ones."""
-    single = create_pass("single")
+    placer = create_pass("single")
     passes = [
-        single if Placement in step.provides else step for step in several.strategy.passes if step.name != "shard"
+        placer if Placement in step.provides else step for step in several.strategy.passes if step.name != "shard"
     ]
     single = predict(Strategy("one device", "one device", tuple(passes)), several.profiled)
     if several.is_rewritten:
