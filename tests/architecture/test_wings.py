@@ -220,10 +220,10 @@ def test_modules_do_not_import_each_other_in_a_cycle():
         ("model.model", "driver", "compile_model", "model may not import driver"),
         ("passes.m_etf", "pipeline", "find", "passes may not import pipeline"),
         ("passes.m_etf", "passes.m_sct", "MSct", "a plugin does not import another one"),
-        ("cli.app", "driver.compiler", "compile_model", "import from driver, not from a file in it"),
+        ("cli.app", "driver.compile", "compile_model", "import from driver, not from a file in it"),
         ("cli.app", "driver", "_plan", "driver does not list '_plan'"),
         ("cli.app", "", "compile", "import 'compile' from the wing that has it"),
-        ("driver.compiler", "model", "Model", ""),
+        ("driver.compile", "model", "Model", ""),
     ],
 )
 def test_imports_against_the_map_are_found(importer, module, name, reason):
