@@ -9,13 +9,12 @@ from onnxplace.bundle import Bundle
 from onnxplace.driver import (
     Compiled,
     CompileSettings,
-    checks_arguments,
     compile_model,
     compile_with,
     plan_model,
-    takes_fields_of,
 )
 from onnxplace.reports import write_report
+from onnxplace.utils import checks_arguments, takes_fields_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any, TypeVar, cast
 
 from onnxplace.bundle import MANIFEST_FILE, Bundle, Manifest
-from onnxplace.driver import checks_arguments
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError, format_count
 from onnxplace.evaluation import (
     DeviceUsage,
@@ -56,7 +55,7 @@ from onnxplace.traces import (
     predict_timelines,
     read_segment_nodes,
 )
-from onnxplace.utils import format_milliseconds, format_object, require_writable, write_file
+from onnxplace.utils import checks_arguments, format_milliseconds, format_object, require_writable, write_file
 
 # Rounds that fill caches and are not counted.
 WARM_UPS = 2

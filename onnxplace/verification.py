@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace.bundle import Bundle
-from onnxplace.driver import checks_arguments
 from onnxplace.errors import ExecutionError, ModelError, UsageError
 from onnxplace.evaluation import (
     Compare,
@@ -32,7 +31,7 @@ from onnxplace.machine import available_cores, use_custom_operators, uses_optimi
 from onnxplace.pipeline import Observer
 from onnxplace.runtime import CopyStatus, make_no_outputs_error
 from onnxplace.session import InferenceSession, load
-from onnxplace.utils import format_first, format_object
+from onnxplace.utils import checks_arguments, format_first, format_object
 
 # Calls that are compared for a bundle with states: each of the later ones reads states of the one before.
 STEPS_WITH_STATES = 3

@@ -27,7 +27,7 @@ from onnxplace.passes.profiling import (
     report_unknown_sizes,
 )
 from onnxplace.passes.sharding import infer_shapes_and_values, infer_with_runtime
-from onnxplace.passes.step_recognition import recognise_training_step, report_unusable_loss
+from onnxplace.plugins import ask_plugins
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
 from onnxplace.training_roles import Phase
@@ -98,11 +98,13 @@ class ProfileCosts(Pass):
         return self._finish(state, profile, [*notes, *report_unknown_sizes(model, sizes, profile.unit)])
 
     def _finish(self, state: State, profile: Profile, notes: Sequence[Diagnostic]) -> State:
-        """Return the state with profile, roles of nodes and notes; save the profile if `save` is set."""
-        recognised, roles = profile, recognise_training_step(state[Model], profile.graph)
+        """Return the state with profile and notes; save the profile if `save` is set."""
+        # Training steps and decoders carry states; plugins know what these are for.
+        answer = ask_plugins("recognisers", state[Model], profile.graph) if state[Model].states else None
+        roles, more = answer or (None, [])
         if roles is not None:
-            recognised = replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)
-        after = state.with_facts(recognised).with_notes(*notes, *report_unusable_loss(state[Model]))
+            profile = replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)
+        after = state.with_facts(profile).with_notes(*notes, *more)
         if self.save:
             text = format_costs_csv(profile, state[Model]) if self.save.endswith(".csv") else format_costs(profile)
             write_file(Path(self.save), lambda stream: stream.write(text.encode()))

@@ -154,7 +154,7 @@ def good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxplace.passes.profiling.profile_model.DOUBTFUL_WAITING_SHARE", 1.0)
     monkeypatch.setattr("onnxplace.evaluation.trial.DOUBTFUL_WAITING_SHARE", 1.0)
     monkeypatch.setattr("onnxplace.machine.measurement_cache.MAX_SLOWDOWN", math.inf)
-    monkeypatch.setattr("onnxplace.driver.bundle_trials.CREDIBLE_SUM", math.inf)
+    monkeypatch.setattr("onnxplace.driver.trials.CREDIBLE_SUM", math.inf)
 
 
 class LocalProcess:

@@ -55,7 +55,7 @@ class CommandGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return all names, those of this distribution first; a plugin cannot take one of these."""
-        from onnxplace.pipeline import list_entries
+        from onnxplace.plugins import list_entries
 
         plugins = list_entries("commands")
         parts = [name for name, entry in plugins.items() if not entry.distribution]
@@ -63,7 +63,7 @@ class CommandGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; of a plugin from elsewhere, one that only says where it comes from."""
-        from onnxplace.pipeline import list_entries
+        from onnxplace.plugins import list_entries
 
         if cmd_name not in self.commands and (entry := list_entries("commands").get(cmd_name)):
             if not entry.distribution:
@@ -79,7 +79,7 @@ class CommandGroup(click.Group):
         Raises UsageError for an unknown name, and UsageError or PluginError for a command of a plugin that is not
         installed or broken.
         """
-        from onnxplace.pipeline import OFFERED
+        from onnxplace.plugins import OFFERED
 
         name = args[0]
         if name in self.commands:
@@ -104,7 +104,7 @@ class CommandGroup(click.Group):
         except (OnnxplaceError, click.ClickException, click.exceptions.Exit, click.Abort, OSError, MemoryError):
             raise
         except Exception as problem:
-            from onnxplace.pipeline import list_entries
+            from onnxplace.plugins import list_entries
 
             name = str(ctx.invoked_subcommand)
             if name in self.commands or not (distribution := list_entries("commands")[name].distribution):
@@ -120,7 +120,7 @@ def load_plugin_command(name: str) -> click.Command:
 
     Raises UsageError or PluginError.
     """
-    from onnxplace.pipeline import load_plugin
+    from onnxplace.plugins import load_plugin
 
     command, entry = load_plugin("commands", name)
     if not isinstance(command, click.Command):
@@ -191,7 +191,8 @@ def runtimes(name: str | None, json_: bool) -> None:
 
 def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
     from onnxplace.cli.help import format_pass_help
-    from onnxplace.pipeline import find_plugin, list_entries
+    from onnxplace.pipeline import find_plugin
+    from onnxplace.plugins import list_entries
     from onnxplace.reports import format_table
 
     if name:
@@ -266,7 +267,7 @@ def _make_usage_error(problem: click.ClickException) -> UsageError:
     command = context.command_path if context else "onnxplace"
     hint, message, name, known = f"`{command} --help` says more", problem.format_message(), "", list[str]()
     if isinstance(problem, click.NoSuchOption):
-        from onnxplace.pipeline import describe_missing
+        from onnxplace.plugins import describe_missing
 
         options = [option for item in context.command.params for option in item.opts] if context else []
         name, known = problem.option_name, [item for item in options if item.startswith("-")]

@@ -26,7 +26,7 @@ from onnxplace.cli.terminal import as_json, print_result
 from onnxplace.errors import UsageError
 
 if TYPE_CHECKING:
-    from onnxplace.pipeline import Kind
+    from onnxplace.plugins import Kind
 
 # -------------------------------------------------------------------------------------- values of options and arguments
 
@@ -67,7 +67,7 @@ class EntryChoice(click.Choice):  # type: ignore[type-arg]  # generic since clic
     @property
     def choices(self) -> tuple[str, ...]:
         """Return all names."""
-        from onnxplace.pipeline import list_entries
+        from onnxplace.plugins import list_entries
 
         return tuple(dict.fromkeys((*self._names, *list_entries(self._kind))))
 
@@ -83,7 +83,7 @@ def _make_name_completer(kind: Any, summaries: tuple[str, ...] = ("",)) -> Calla
     """Return a function that completes the names of a kind of plugins whose summaries begin in one of these ways."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from onnxplace.pipeline import list_entries
+        from onnxplace.plugins import list_entries
 
         return [
             CompletionItem(entry.name, help=entry.summary.removeprefix("placer: "))

@@ -29,7 +29,7 @@ from onnxplace.cost_graph.data import CostGraph, TimedPlacement
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_value
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
-from onnxplace.pipeline import blame_plugin, list_entries, load_plugin
+from onnxplace.plugins import blame_plugin, list_entries, load_plugin
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Target, require_device_limit
 from onnxplace.utils import format_path, parse_json, read_bytes, write_file

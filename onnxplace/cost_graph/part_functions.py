@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from onnxplace.cost_graph.data import CostGraph, TimedPlacement
-from onnxplace.pipeline import load_plugin
+from onnxplace.plugins import load_plugin
 from onnxplace.state import State
 from onnxplace.target import Target
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.driver.decision import Candidate, Result
+from onnxplace.driver.candidates import Candidate, Result
 from onnxplace.errors import UsageError
 from onnxplace.facts import Groups, LayoutAlternative, Placement, Profile, Schedule, is_refused
 from onnxplace.graph import Ints

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onnxplace.driver.planning import Plan, PlannedStrategy
+from onnxplace.driver.plan import Plan, PlannedStrategy
 from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value
 from onnxplace.target import Machine, parse_machine, read_toml
 from onnxplace.utils import format_milliseconds
@@ -99,7 +99,7 @@ def read_prices(path: str | Path, machines: Mapping[str, Machine]) -> dict[str, 
             message = f"{format_value(name)} is one more price for {machine_name}"
             raise TargetError("T015", message, where=where, hint="name each machine and device once")
         prices[machine_name] = float(price)
-    found = {}
+    machine_prices = {}
     for name, machine in machines.items():
         device = prices.get(machine.device.name)
         price = prices.get(machine.name, None if device is None else device * machine.devices * machine.hosts)
@@ -107,8 +107,8 @@ def read_prices(path: str | Path, machines: Mapping[str, Machine]) -> dict[str, 
             names = dict.fromkeys((machine.name, machine.device.name))
             hint = "add {} below [per_hour]".format(" or ".join(f'"{item}"' for item in names))
             raise TargetError("T015", f"there is no price for {machine.name}", where=where, hint=hint)
-        found[name] = price
-    return found
+        machine_prices[name] = price
+    return machine_prices
 
 
 def parse_goals(latency: str | None, rate: str | None) -> Goals:

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from onnxplace.bundle import Bundle
-from onnxplace.driver.planning import Plan
+from onnxplace.driver.plan import Plan
 from onnxplace.errors import UsageError, format_name
 from onnxplace.reports import Comparison, Quantity, compare_figures, compare_pages, describe_bundle
 from onnxplace.utils import format_bytes, format_milliseconds, read_json

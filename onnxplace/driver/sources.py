@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from onnxplace.errors import Diagnostic, ModelError, UsageError, format_names
 from onnxplace.model import Model, StateRequest, bind, bind_states, recognise_decoder, try_states
-from onnxplace.pipeline import blame_plugin, list_entries, load_plugin
+from onnxplace.plugins import ask_plugins
 from onnxplace.utils import temporary_folder
 
 if TYPE_CHECKING:
     from onnx import ModelProto
-
-ExampleInputs = Sequence[object] | Mapping[str, object]
 
 MODEL_FILE = "model.onnx"
 # The folders of a model in which exporters put it, its own first.
@@ -62,8 +60,10 @@ def open_source(
     is_onnx = is_path and (Path(model).suffix.lower() == ".onnx" or os.path.isdir(model))
     if not is_onnx and not isinstance(model, ModelProto):
         with temporary_folder() as folder:
-            if source := _convert(model, folder / MODEL_FILE, example_inputs):
-                yield source
+            path = folder / MODEL_FILE
+            sizes: Mapping[str, int] | None = ask_plugins("sources", model, path, example_inputs)
+            if sizes is not None:
+                yield ModelSource(path, model, sizes)
                 return
     if not is_path and not isinstance(model, ModelProto):
         message = f"expected a path or onnx.ModelProto, got {type(model).__name__}"
@@ -72,17 +72,6 @@ def open_source(
         hint = "give real inputs of an ONNX model as inputs={name: array}"
         raise UsageError("U042", "example_inputs are for torch modules", where="example_inputs", hint=hint)
     yield find_in_folder(Path(model)) if is_path and os.path.isdir(model) else ModelSource(model, model)
-
-
-def _convert(model: Any, path: Path, example_inputs: ExampleInputs | None) -> ModelSource | None:
-    """Convert a model to an ONNX file by the first plugin that takes it; None if no plugin does."""
-    for name in list_entries("sources"):
-        convert, entry = load_plugin("sources", name)
-        with blame_plugin("sources", entry):
-            sizes = convert(model, path, example_inputs)
-        if sizes is not None:
-            return ModelSource(path, model, sizes)
-    return None
 
 
 def find_in_folder(folder: Path) -> ModelSource:

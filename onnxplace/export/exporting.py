@@ -14,7 +14,8 @@ from onnxplace._version import __version__
 from onnxplace.bundle import EXPORT_FILE, EXPORT_FORMAT, Bundle, Manifest, prepare_output, stage_output
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_count, format_names, suggest_nearest
 from onnxplace.export.segment_models import BundleModels
-from onnxplace.pipeline import blame_plugin, list_entries, list_options, load_plugin
+from onnxplace.pipeline import list_options
+from onnxplace.plugins import blame_plugin, list_entries, load_plugin
 from onnxplace.utils import cannot_write_error, disk_error, format_path
 
 

@@ -6,16 +6,10 @@ from onnxplace.pipeline.pipeline import (
     run_pass as run_pass,
 )
 from onnxplace.pipeline.registry import (
-    OFFERED as OFFERED,
-    Kind as Kind,
-    blame_plugin as blame_plugin,
     create_runtime as create_runtime,
-    describe_missing as describe_missing,
     find_plugin as find_plugin,
     is_runtime_option as is_runtime_option,
-    list_entries as list_entries,
     list_options as list_options,
-    load_plugin as load_plugin,
 )
 from onnxplace.pipeline.select_placer import (
     BAECHI as BAECHI,
@@ -30,7 +24,6 @@ from onnxplace.pipeline.text_form import (
     PassSpec as PassSpec,
     build_pass as build_pass,
     format_pipeline as format_pipeline,
-    format_tuple as format_tuple,
     make_spec as make_spec,
     parse_pipeline as parse_pipeline,
 )

@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 from onnxplace.errors import BrokenPassError, InfeasibleError, OnnxplaceError, UsageError
 from onnxplace.facts import Placement, Schedule
-from onnxplace.pipeline.registry import BUILTIN, find_plugin, list_entries
+from onnxplace.pipeline.registry import find_plugin
 from onnxplace.pipeline.text_form import PassSpec, build_pass, format_pipeline, make_spec, parse_pipeline
+from onnxplace.plugins import BUILTIN, list_entries
 from onnxplace.state import Fact, Pass, State
 from onnxplace.utils import budget_clock, report_time_limit
 
@@ -86,8 +87,8 @@ class Pipeline:
         return state, tuple(timings)
 
 
-def make_pass(name: str, options: Mapping[str, str] = MappingProxyType({})) -> Pass:
-    """Return a pass by name, with its options given as text."""
+def make_pass(name: str, options: Mapping[str, object] = MappingProxyType({})) -> Pass:
+    """Return a pass by name, with its options given as texts or values; raises UsageError for wrong ones."""
     kind: type[Pass] = find_plugin("passes", name)
     return build_pass(kind, options)
 

@@ -12,8 +12,8 @@ import numpy as np
 from onnxplace.errors import Diagnostic, InfeasibleError, UsageError, suggest_nearest
 from onnxplace.facts import Placement, Profile, Routes
 from onnxplace.pipeline.pipeline import make_pass
-from onnxplace.pipeline.registry import OFFERED, list_entries
 from onnxplace.pipeline.text_form import PassSpec, parse_pipeline
+from onnxplace.plugins import OFFERED, list_entries
 from onnxplace.state import Pass, State
 
 ObjectiveName = Literal["latency", "throughput", "fit", "step"]

@@ -125,17 +125,16 @@ class _Reader:
         )
 
 
-def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
-    """Build a pass.
+def build_pass(kind: type[Pass], options: Mapping[str, object]) -> Pass:
+    """Build a pass with options that the types of its fields read: texts, or values.
 
-    The types of its fields read the options from text.
     Raises UsageError for unknown options and wrong values.
     """
     from pydantic import TypeAdapter, ValidationError
 
     known = {item.name: item for item in fields(kind)}
     values: dict[str, Any] = {}
-    for key, text in options.items():
+    for key, value in options.items():
         if key not in known:
             raise UsageError(
                 "U004",
@@ -144,13 +143,13 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
             )
         option_type = get_type_hints(kind, include_extras=True)[key]
         try:
-            values[key] = TypeAdapter(option_type).validate_python(_read_value(text, option_type))
+            values[key] = TypeAdapter(option_type).validate_python(_read_value(value, option_type))
             is_nan = isinstance(values[key], float) and math.isnan(values[key])  # NaN passes every limit
             reason = "Input should be a number" if is_nan else ""
         except ValidationError as problem:
             reason = problem.errors()[0]["msg"]
         if reason:
-            message = f"option {key!r} cannot be {format_value(text)}: {reason}"
+            message = f"option {key!r} cannot be {format_value(str(value))}: {reason}"
             raise UsageError("U005", message, where=f"pass {kind.name!r}")
     try:
         return kind(**values)
@@ -187,7 +186,9 @@ def _parse_tuple(text: str) -> list[str]:
     return text.split(";") if text else []
 
 
-def _read_value(text: str, option_type: Any) -> object:
+def _read_value(text: object, option_type: Any) -> object:
+    if not isinstance(text, str):
+        return text
     if "tuple[" in str(option_type):
         return tuple(_parse_tuple(text))
     optional = "None" in str(option_type)

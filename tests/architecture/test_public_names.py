@@ -13,7 +13,7 @@ import pytest
 
 import onnxplace
 from onnxplace.pipeline import find_plugin
-from onnxplace.pipeline.registry import BUILTIN
+from onnxplace.plugins import BUILTIN
 from onnxplace.runtime import Runtime
 from onnxplace.state import Pass
 

@@ -218,7 +218,7 @@ def test_unusual_names_are_accepted(run_cli, place, fast_pipeline, monkeypatch, 
 def test_unwritable_files_are_refused_before_any_work(run_cli, place, bundle_copy, monkeypatch, command, name):
     monkeypatch.chdir(place)
     monkeypatch.setattr(onnxplace.session, "load", lambda *_: pytest.fail("worked"))
-    monkeypatch.setattr("onnxplace.driver.compiler._run_pipeline", lambda *_: pytest.fail("worked"))
+    monkeypatch.setattr("onnxplace.driver.compile._run_pipeline", lambda *_: pytest.fail("worked"))
     result = run_cli(*command, name)
     assert (result.code, result.out) == (2, "")
     assert [line[:11] for line in result.err.splitlines()] == ["error[U032]", "  hint: cho"]

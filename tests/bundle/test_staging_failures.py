@@ -66,7 +66,7 @@ def test_a_disk_that_fills_up_leaves_a_complete_bundle_or_none(compiling, place,
 @pytest.mark.parametrize("force", [False, True])
 def test_a_read_only_disk_is_reported_before_any_work(compiling, mounted, monkeypatch, force):
     disk = mounted("ro")
-    monkeypatch.setattr("onnxplace.driver.compiler._run_pipeline", lambda *_: pytest.fail("worked"))
+    monkeypatch.setattr("onnxplace.driver.compile._run_pipeline", lambda *_: pytest.fail("worked"))
     with pytest.raises(UsageError, match="is not writable") as refused:
         compiling(disk / "b", force=force)
     assert refused.value.code == "U032"
@@ -79,7 +79,7 @@ def test_a_full_disk_after_the_trial_leaves_the_destination_unchanged(
     def full(*_):
         raise ExecutionError("E001", "no space left", where=str(place / ".hidden" / "manifest.json"))
 
-    monkeypatch.setattr("onnxplace.driver.bundle_trials.replace_manifest", full)
+    monkeypatch.setattr("onnxplace.driver.trials.replace_manifest", full)
     before = {path: path.read_bytes() for path in bundle_copy.rglob("*") if path.is_file()}
     with pytest.raises(ExecutionError, match="no space left"):
         compiling(bundle_copy if force else place / "b", force=force)
@@ -91,7 +91,7 @@ def test_errors_and_notes_never_name_the_unfinished_bundle(compiling, place, mon
     def fail(bundle, manifest):
         raise ExecutionError("X001", f"no {bundle.path}/x", where=str(bundle.path / "y"), hint=f"look at {bundle.path}")
 
-    monkeypatch.setattr("onnxplace.driver.bundle_trials.replace_manifest", fail)
+    monkeypatch.setattr("onnxplace.driver.trials.replace_manifest", fail)
     with pytest.raises(ExecutionError) as failed:
         compiling(place / "b")
     path = place / "b"

@@ -18,7 +18,7 @@ from hypothesis import given, strategies as st
 
 from onnxplace.cli.shared_options import parse_shape
 from onnxplace.cost_graph import read_cost_graph
-from onnxplace.driver import placer
+from onnxplace.driver import place
 from onnxplace.facts import Profile
 from onnxplace.feeds import read_npz
 from onnxplace.machine import measurement_cache
@@ -189,7 +189,7 @@ def test_cost_graphs(file, data, packed):
     path = file(gzip.compress(data) if packed else data, "graph.json.gz")
     graph = read_or_refused(lambda: read_cost_graph(path))
     if graph is not None:
-        placed = read_or_refused(lambda: placer.place_cost_graph(graph, "m-etf"))
+        placed = read_or_refused(lambda: place.place_cost_graph(graph, "m-etf"))
         assert placed is None or 0 <= placed.makespan_seconds < float("inf")
 
 
@@ -204,7 +204,7 @@ def test_damaged_gzip_files(file, data):
 def test_placements(file, data):
     graph = read_cost_graph(file(json.dumps(GRAPH).encode(), "graph.json"))
     path = file(data, "placement.json")
-    read_or_refused(lambda: placer.evaluate_placement(graph, placer.read_placement(path)))
+    read_or_refused(lambda: place.evaluate_placement(graph, place.read_placement(path)))
 
 
 def archive(method: int = zipfile.ZIP_STORED) -> bytes:

@@ -8,7 +8,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 import onnxplace
-from onnxplace.driver import compiler
+from onnxplace.driver import compile as compile_module
 from onnxplace.evaluation import run_trials
 from tests.conftest import FAST_PIPELINE
 from tests.support.bad_input import SHAPE
@@ -77,7 +77,7 @@ def test_a_model_that_amplifies_errors_is_placed_again_until_the_whole_is_within
 
 
 def test_where_no_round_is_within_the_maximum_the_best_is_named_and_nothing_is_left(refused, cancelling, monkeypatch):
-    monkeypatch.setattr(compiler, "MAX_ERROR_ROUNDS", 2)
+    monkeypatch.setattr(compile_module, "MAX_ERROR_ROUNDS", 2)
     words = ("P065", "the bundle's error is", "at least, allowed are 0.01", "--max-error")
     refused(3, words, "compile", cancelling, *DEVICES, "--pipeline", GIVEN, "--max-error", "0.01")
 

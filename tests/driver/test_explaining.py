@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from onnx import ModelProto, parser
 
-from onnxplace.driver.decision import Candidate, Profiled, Strategy, predict
+from onnxplace.driver.candidates import Candidate, Profiled, Strategy, predict
 from onnxplace.driver.explaining import explain_subjects, find_subjects
 from onnxplace.errors import UsageError
 from onnxplace.facts import Placement, Profile, Schedule

@@ -7,7 +7,7 @@ import pytest
 
 from onnxplace.cost_graph import GENERATORS, parse_cost_graph
 from onnxplace.driver import evaluate_placement, place_cost_graph, replace_devices
-from onnxplace.driver.compile_options import CompileSettings
+from onnxplace.driver.settings import CompileSettings
 from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.pipeline import Pipeline, choose_placer
 from onnxplace.utils import jit

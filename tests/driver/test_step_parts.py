@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 from onnx import TensorProto, helper, parser
 
-from onnxplace.driver import latency
-from onnxplace.driver.decision import Candidate, Profiled, Strategy, predict, predict_all
-from onnxplace.driver.latency import list_step_parts, suggest_fixed_sizes
-from onnxplace.driver.throughput import list_copied_stages, list_sharded, list_simple
+from onnxplace.driver import step_parts
+from onnxplace.driver.candidates import Candidate, Profiled, Strategy, predict, predict_all
+from onnxplace.driver.choose import list_copied_stages, list_sharded, list_simple
+from onnxplace.driver.step_parts import list_step_parts, suggest_fixed_sizes
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Profile, Schedule, Source
 from onnxplace.model import bind, bind_states, load
@@ -140,7 +140,7 @@ def test_a_batch_that_only_fixed_sizes_let_split_is_named_with_both_times():
 @pytest.fixture
 def no_prediction(monkeypatch):
     """Fail if a strategy is predicted for a hint."""
-    monkeypatch.setattr(latency, "predict", lambda *_: pytest.fail("no layouts need to be chosen"))
+    monkeypatch.setattr(step_parts, "predict", lambda *_: pytest.fail("no layouts need to be chosen"))
 
 
 @pytest.mark.usefixtures("no_prediction")

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.driver.decision import (
+from onnxplace.driver.candidates import (
     Candidate,
     InfeasibleStrategy,
     Profiled,
@@ -14,7 +14,7 @@ from onnxplace.driver.decision import (
     predict,
     predict_all,
 )
-from onnxplace.driver.throughput import list_copied_stages, list_simple, make_throughput_objective
+from onnxplace.driver.choose import list_copied_stages, list_simple, make_throughput_objective
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Routes
 from onnxplace.model import bind

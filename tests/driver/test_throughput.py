@@ -10,7 +10,7 @@ import pytest
 
 import onnxplace
 from onnxplace.bundle import list_routes
-from onnxplace.driver import bundle_trials, compile_model
+from onnxplace.driver import compile_model, trials
 from onnxplace.errors import ExecutionError, InfeasibleError
 from onnxplace.evaluation import RateTrial, trial as step_trial
 from onnxplace.evaluation.trial import count_process_bytes
@@ -49,7 +49,7 @@ def use_estimates(monkeypatch):
 def measured(monkeypatch, short_trials):
     """Return a list to be filled with a function from bundles to intervals; it also gets the calls."""
     use_estimates(monkeypatch)
-    monkeypatch.setattr("onnxplace.driver.bundle_trials._find_unmeasured_costs", lambda state: None)
+    monkeypatch.setattr("onnxplace.driver.trials._find_unmeasured_costs", lambda state: None)
     calls = []
     rules = {
         "intervals": lambda bundles: [1.0] * len(bundles),
@@ -72,7 +72,7 @@ def measured(monkeypatch, short_trials):
             for bundle, interval in zip(bundles, rules["intervals"](bundles))
         )
 
-    monkeypatch.setattr(bundle_trials, "run_rate_trials", run)
+    monkeypatch.setattr(trials, "run_rate_trials", run)
     rules["calls"] = calls
     return rules
 
@@ -262,7 +262,7 @@ def test_a_bundle_that_fails_in_the_trial_is_reported(monkeypatch, short_trials)
     def fail(*_, **__):
         raise ExecutionError("X001", "broken", where="cpu:1")
 
-    monkeypatch.setattr(bundle_trials, "run_rate_trials", fail)
+    monkeypatch.setattr(trials, "run_rate_trials", fail)
     compiled = compile_model("m.onnx", "out", **TWO)
     assert compiled.bundle.manifest.trial.interval_seconds == 0
     assert not notes(compiled, "P044")

@@ -346,7 +346,7 @@ def test_a_failed_trial_leaves_the_bundle_with_a_note(model_file, tmp_path, run_
     def fail(*_, **__):
         raise ExecutionError("X001", "segment cpu0-000 failed: out of order", where="cpu:0")
 
-    monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", fail)
+    monkeypatch.setattr("onnxplace.driver.trials.run_trials", fail)
     result = run_cli(
         "compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4", "-v"
     )
@@ -360,7 +360,7 @@ def test_an_interrupt_during_the_trial_leaves_nothing(model_file, tmp_path, monk
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", interrupt)
+    monkeypatch.setattr("onnxplace.driver.trials.run_trials", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compile_bundle(model_file, tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
@@ -421,10 +421,10 @@ def pretend_trials(monkeypatch, seconds_by_devices):
             for bundle in bundles
         )
 
-    monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", result)
-    monkeypatch.setattr("onnxplace.driver.bundle_trials._find_unmeasured_costs", lambda state: None)
+    monkeypatch.setattr("onnxplace.driver.trials.run_trials", result)
+    monkeypatch.setattr("onnxplace.driver.trials._find_unmeasured_costs", lambda state: None)
     monkeypatch.setattr(
-        "onnxplace.driver.bundle_trials.predict_single_device_seconds", lambda state, must_fit: np.array([0.02, 0.02])
+        "onnxplace.driver.trials.predict_single_device_seconds", lambda state, must_fit: np.array([0.02, 0.02])
     )
 
 
@@ -502,8 +502,8 @@ def test_a_trial_that_is_faster_than_costs_allow_is_run_again_and_then_unsure(ma
         times = {segment.id: 1e-3 for segment in bundles[0].manifest.segments}
         return tuple(trial.Trial(2e-3, 1e-5, times, 5, 0.0) for _ in bundles)  # by the costs, it takes 20 ms and more
 
-    monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", result)
-    monkeypatch.setattr("onnxplace.driver.bundle_trials._find_unmeasured_costs", lambda state: None)
+    monkeypatch.setattr("onnxplace.driver.trials.run_trials", result)
+    monkeypatch.setattr("onnxplace.driver.trials._find_unmeasured_costs", lambda state: None)
     compiled = make_model_for_two()
     assert calls == [True, False]
     (note,) = [note for note in compiled.diagnostics if note.code == "C004"]
@@ -513,7 +513,7 @@ def test_a_trial_that_is_faster_than_costs_allow_is_run_again_and_then_unsure(ma
 
 
 def test_costs_above_what_one_device_takes_in_a_trial_are_unsure_and_forgotten(model_file, tmp_path, monkeypatch):
-    module = "onnxplace.driver.bundle_trials"
+    module = "onnxplace.driver.trials"
     monkeypatch.setattr(f"{module}.MIN_JUDGED_SECONDS", 0.0)
     monkeypatch.setattr(f"{module}.CREDIBLE_EXCESS", np.inf)
     compile_bundle(model_file, tmp_path / "b")
@@ -574,8 +574,8 @@ def test_a_disturbed_trial_that_contradicts_the_costs_is_not_used(
         times = {segment.id: 1e-3 for segment in bundles[0].manifest.segments}
         return tuple(trial.Trial(step_seconds, 1e-5, times, 5, 0.9) for _ in bundles)  # by the costs, 20 ms and more
 
-    monkeypatch.setattr("onnxplace.driver.bundle_trials.run_trials", result)
-    monkeypatch.setattr("onnxplace.driver.bundle_trials._find_unmeasured_costs", lambda state: None)
+    monkeypatch.setattr("onnxplace.driver.trials.run_trials", result)
+    monkeypatch.setattr("onnxplace.driver.trials._find_unmeasured_costs", lambda state: None)
     monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", 0.05)
     compiled = make_model_for_two()
     manifest = compiled.bundle.manifest

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from onnxplace.cli import app
-from onnxplace.pipeline import find_plugin, list_entries
+from onnxplace.pipeline import find_plugin
+from onnxplace.plugins import list_entries
 from onnxplace.testing import check_pass, check_runtime
 from tests.conftest import FAST_PIPELINE, Ran
 
@@ -264,13 +265,13 @@ def test_a_defect_of_a_format_names_its_distribution_and_leaves_others_alone(tmp
 
 
 def test_built_in_runtimes_are_found_without_a_look_at_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("onnxplace.pipeline.registry.metadata.entry_points")
+    monkeypatch.delattr("onnxplace.plugins.metadata.entry_points")
     assert find_plugin("runtimes", "onnxruntime").__name__ == "OnnxRuntime"
 
 
 @pytest.fixture
 def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("onnxplace.pipeline.registry.metadata.entry_points", lambda group: ())
+    monkeypatch.setattr("onnxplace.plugins.metadata.entry_points", lambda group: ())
     # Other tests may have loaded commands, which are kept.
     monkeypatch.setattr(app, "load_plugin_command", app.load_plugin_command.__wrapped__)
     list_entries.cache_clear()
@@ -352,6 +353,25 @@ def test_a_defect_of_a_source_names_its_distribution_and_leaves_onnx_files_alone
     ).results
     assert (failed.code, onnx_.code) == (4, 0)
     assert "error[G001] source 'text' from acme-text: ValueError: the ink is gone" in failed.err
+
+
+OBJECTIVES = """
+def crash(name, profiled):
+    raise ValueError("the ink is gone")
+"""
+
+
+def test_a_defect_of_an_objective_names_its_distribution_and_pipelines_do_without(tmp_path, commands, model_file):
+    entries = {"onnxplace.objectives": {"text": "objectives:crash"}}
+    install(tmp_path / "site", "acme-text", entries, {"objectives": OBJECTIVES})
+    options = ["--devices", "cpu:0", "--shape", "batch=4"]
+    failed, piped = commands(
+        tmp_path / "site",
+        ["compile", str(model_file), *options, "--effort", "low"],
+        ["compile", str(model_file), *options, "--pipeline", "optimize,profile{estimate=true},single,split,emit"],
+    ).results
+    assert (failed.code, piped.code) == (4, 0)
+    assert "error[G001] objective 'text' from acme-text: ValueError: the ink is gone" in failed.err
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from onnxplace.errors import UsageError
 from onnxplace.pipeline import PassSpec, Pipeline, build_pass, format_pipeline, make_spec, parse_pipeline
-from onnxplace.pipeline.registry import BUILTIN
+from onnxplace.plugins import BUILTIN
 from onnxplace.state import Pass, State
 
 words = st.from_regex(r"[A-Za-z0-9_./:;|+*?^$()-]+", fullmatch=True)

@@ -13,8 +13,8 @@ import pytest
 
 from onnxplace.cli.app import cli
 from onnxplace.cli.help import GroupedCommand
-from onnxplace.pipeline import OFFERED, Pipeline, list_entries
-from onnxplace.pipeline.registry import BUILTIN
+from onnxplace.pipeline import Pipeline
+from onnxplace.plugins import BUILTIN, OFFERED, list_entries
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]

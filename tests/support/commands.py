@@ -11,7 +11,7 @@ import pytest
 import onnxplace
 from onnxplace.cli.app import cli
 from onnxplace.ort import import_onnxruntime
-from onnxplace.pipeline import list_entries
+from onnxplace.plugins import list_entries
 from tests.conftest import FAST_PIPELINE, Ran, branches
 
 SHAPE = ("--shape", "batch=4")

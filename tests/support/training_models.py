@@ -479,3 +479,28 @@ class ReferenceTrainer:
         results = dict(zip(names, self._session.run(names, {**feeds, **self.states, **counted, **more})))
         self.states = {name: results[output] for output, name in self._inputs.items()}
         return float(results["loss"])
+
+
+def remove_metadata(model: ModelProto) -> ModelProto:
+    """Remove what says that a model is a training step."""
+    del model.metadata_props[:]
+    for node in model.graph.node:
+        del node.metadata_props[:]
+    return model
+
+
+# A recurrent cell, which carries states and does not learn.
+RECURRENT = """<ir_version: 10, opset_import: ["" : 20]>
+cell (float[2,4] x, float[2,4] hidden, float[2,4] cell, float[4,4] w)
+=> (float score, float[2,4] hidden_new, float[2,4] cell_new) {
+    input = MatMul(x, w)
+    both = Add(input, hidden)
+    gate = Sigmoid(both)
+    other = Tanh(both)
+    kept = Mul(gate, cell)
+    added = Mul(gate, other)
+    cell_new = Add(kept, added)
+    shown = Tanh(cell_new)
+    hidden_new = Mul(gate, shown)
+    score = ReduceMean<keepdims=0>(hidden_new)
+}"""

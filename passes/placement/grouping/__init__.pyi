@@ -8,5 +8,7 @@ from onnxplace.passes.placement.grouping.node_groups import (
     Union as Union,
     first_equal as first_equal,
     group_nodes as group_nodes,
+    list_parameter_members as list_parameter_members,
     only_readers as only_readers,
+    spread_owners as spread_owners,
 )

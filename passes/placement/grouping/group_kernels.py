@@ -1,4 +1,4 @@
-"""Compiled loops of grouping: disjoint sets, only readers, owners of backward nodes, and room on devices."""
+"""Compiled loops of grouping: sets, only readers, owners of backward nodes, parameters, and space on devices."""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -152,6 +152,60 @@ def assign_owners(order, backward, color, producer, in_starts, ins):
         if best >= 0:
             owner[node] = best
     return owner
+
+
+@linear_loop
+def fill_owners(order, is_taken, owner, producer, out_starts, outs, in_starts, ins, read_starts, readers):
+    """Complete `owner`: nodes of `is_taken` without one belong where the nearest such node does; O(E).
+
+    Breadth first from the first in topological order, over readers, then producers.
+    """
+    queue = np.empty(len(order), np.int32)
+    tail = 0
+    for node in order:
+        if is_taken[node] and owner[node] >= 0:
+            queue[tail] = node
+            tail += 1
+    head = 0
+    while head < tail:
+        node = queue[head]
+        head += 1
+        for k in range(out_starts[node], out_starts[node + 1]):
+            for j in range(read_starts[outs[k]], read_starts[outs[k] + 1]):
+                neighbour = readers[j]
+                if is_taken[neighbour] and owner[neighbour] < 0:
+                    owner[neighbour] = owner[node]
+                    queue[tail] = neighbour
+                    tail += 1
+        for k in range(in_starts[node], in_starts[node + 1]):
+            neighbour = producer[ins[k]]
+            if neighbour >= 0 and is_taken[neighbour] and owner[neighbour] < 0:
+                owner[neighbour] = owner[node]
+                queue[tail] = neighbour
+                tail += 1
+    return owner
+
+
+@linear_loop
+def label_derived(order, producer, in_starts, ins, value_label, is_carried):
+    """Return, per node, the label that all values it reads come from alone, -1 for other nodes; O(E).
+
+    `value_label` labels values without producer. Values that are not `is_carried` pass nothing on.
+    """
+    label = np.full(len(order), -1, np.int32)
+    for node in order:
+        joined = -1
+        for k in range(in_starts[node], in_starts[node + 1]):
+            value = ins[k]
+            source = producer[value]
+            own = value_label[value] if source < 0 else label[source]
+            # A value without label, and one with another label, end it.
+            if own < 0 or not is_carried[value] or (joined >= 0 and own != joined):
+                joined = -1
+                break
+            joined = own
+        label[node] = joined
+    return label
 
 
 @compiled_loop

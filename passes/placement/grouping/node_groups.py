@@ -26,21 +26,25 @@ from onnxplace.passes.placement.grouping.device_maps import (
 )
 from onnxplace.passes.placement.grouping.group_kernels import (
     assign_owners,
+    fill_owners,
     find_root,
     first_readers,
     join_sets,
+    label_derived,
     number_sets,
 )
-from onnxplace.passes.step_recognition import list_parameter_members, spread_owners
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 from onnxplace.target import Target
+from onnxplace.training_roles import TrainingRoles
 
 Join = Literal["worth", "always", "never"]
 Backward = Literal["free", "follow"]
 Parameters = Literal["together", "free"]
 # The reason of groups around a tensor that is kept between calls.
 CARRIED_STATE = "state"
+# The largest floating-point type of ONNX: larger values are more than one number.
+MAX_NUMBER_BYTES = 8
 
 
 def group_nodes(
@@ -119,6 +123,58 @@ def find_forward_owners(profile: Profile) -> Ints:
         color[colored] = first_equal(profile.user_groups[colored])
     owner = assign_owners(graph.order, profile.backward, color, graph.producer, graph.inputs.starts, graph.inputs.items)
     return spread_owners(graph, profile.backward, owner)
+
+
+def spread_owners(graph: OpGraph, is_backward: Bools, owner: Ints) -> Ints:
+    """Return the forward node of each backward node, where some have one: others have that of the nearest.
+
+    Distance is the number of values between backward nodes, in either direction. Of those at one distance, found
+    breadth first from the first in topological order, the first one counts. Linear in the edges.
+
+    Args:
+        graph: The graph.
+        is_backward: Per node.
+        owner: The forward node per node, -1 for none.
+    """
+    result: Ints = fill_owners(
+        graph.order, is_backward, owner.copy(), graph.producer, *graph.outputs.arrays, *graph.inputs.arrays,
+        *graph.readers.arrays,
+    )  # fmt: skip
+    return result
+
+
+def list_parameter_members(graph: OpGraph, roles: TrainingRoles) -> tuple[Ints, Ints]:
+    """Return nodes, and for each of them the first node of the same parameter.
+
+    Nodes of a parameter read it, or what follows from it alone, such as its transpose; or they read no parameter, and
+    compute its gradient, its moments or its new values. What several parameters share belongs to none.
+    """
+    index = {name: value for value, name in enumerate(graph.value_names)}
+    values = np.array([index.get(item.input, -1) for item in roles.step.parameters], dtype=np.int64)
+    label = np.full(len(graph.value_names), -1, dtype=np.int32)
+    known = np.flatnonzero(values >= 0)
+    label[values[known]] = known
+    # One number, such as the norm of a parameter, costs nothing to send: its readers need not be with the parameter.
+    is_carried = graph.value_bytes > MAX_NUMBER_BYTES
+    derived = label_derived(graph.order, graph.producer, *graph.inputs.arrays, label, is_carried)
+    produced = np.flatnonzero((graph.producer >= 0) & is_carried)
+    label[produced] = derived[graph.producer[produced]]
+    reads = label[graph.inputs.items] >= 0
+    read = _find_single(graph.inputs.rows[reads], label[graph.inputs.items[reads]], len(graph))
+    member = np.where(read >= 0, read, roles.parameter)
+    members = np.flatnonzero(member >= 0).astype(np.int32)
+    number = member[members]
+    first = np.full(int(number.max(initial=-1)) + 1, -1, dtype=np.int32)
+    first[number[::-1]] = members[::-1]
+    return members, first[number]
+
+
+def _find_single(nodes: Ints, numbers: Ints, count: int) -> Ints:
+    """Return, per node, its only number, -1 for none or several."""
+    lowest, highest = np.full(count, np.iinfo(np.int32).max, dtype=np.int32), np.full(count, -1, dtype=np.int32)
+    np.minimum.at(lowest, nodes, numbers)
+    np.maximum.at(highest, nodes, numbers)
+    return np.where(lowest == highest, lowest, -1).astype(np.int32)
 
 
 class Union:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph, to_networkx, write_cost_graph
-from onnxplace.driver import place_cost_graph, placer
+from onnxplace.driver import place, place_cost_graph
 from plugins.formats.tests.test_graph_files import BOMB, GRAPHML, OUTSIDE
 from tests.cost_graph.test_cost_graph import fork
 from tests.support.fuzzing import JUNK, ODD, fuzzed, read_or_refused, spliced
@@ -83,7 +83,7 @@ def test_graph_files(tmp_path, data, kind, packed, placed):
     graph = read_or_refused(lambda: read_cost_graph(path, device_count=2))
     if graph is not None:
         assert np.isfinite(next(iter(graph.profile.seconds.values()))).all()
-        result = read_or_refused(lambda: placer.place_cost_graph(graph, "m-etf"))
+        result = read_or_refused(lambda: place.place_cost_graph(graph, "m-etf"))
         assert result is None or 0 <= result.makespan_seconds < float("inf")
         read_or_refused(lambda: write_cost_graph(tmp_path / f"again.{kind}", graph, result))
 
@@ -104,7 +104,7 @@ def test_digraphs(data):
         )
     graph = read_or_refused(lambda: from_networkx(digraph))
     if graph is not None:
-        result = read_or_refused(lambda: placer.place_cost_graph(graph, "m-etf"))
+        result = read_or_refused(lambda: place.place_cost_graph(graph, "m-etf"))
         assert result is None or 0 <= result.makespan_seconds < float("inf")
 
 

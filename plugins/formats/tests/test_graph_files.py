@@ -338,7 +338,7 @@ def test_a_graph_without_devices_takes_those_of_the_command_line(run_cli, tmp_pa
 def test_a_place_that_cannot_be_written_to_is_refused_before_the_work(run_cli, file, tmp_path, name, code, words):
     path = file(GRAPHML, "g.graphml")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("onnxplace.driver.placer.place_cost_graph", lambda *_, **__: pytest.fail("placed"))
+        patched.setattr("onnxplace.driver.place.place_cost_graph", lambda *_, **__: pytest.fail("placed"))
         ran = run_cli("place", path, "-o", tmp_path / name)
     assert ran.code == 2
     assert f"error[{code}]" in ran.err

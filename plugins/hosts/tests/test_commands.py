@@ -4,7 +4,8 @@ import pytest
 
 import onnxplace
 from onnxplace.cli.app import load_plugin_command
-from onnxplace.pipeline import create_runtime, list_entries, list_options
+from onnxplace.pipeline import create_runtime, list_options
+from onnxplace.plugins import list_entries
 from onnxplace_hosts.commands import RUN_OPTIONS
 
 
@@ -40,7 +41,7 @@ def without_plugin(monkeypatch):
     """No entry points, as where the packages of the plugin are missing."""
     caches = list_entries, list_options
     monkeypatch.setattr("onnxplace.cli.app.load_plugin_command", load_plugin_command.__wrapped__)
-    monkeypatch.setattr("onnxplace.pipeline.registry.metadata.entry_points", lambda group: ())
+    monkeypatch.setattr("onnxplace.plugins.metadata.entry_points", lambda group: ())
     for item in caches:
         item.cache_clear()
     yield

@@ -12,7 +12,8 @@ from click.shell_completion import ShellComplete
 
 import onnxplace_learned
 from onnxplace.cli.app import cli
-from onnxplace.pipeline import OFFERED, find_plugin, list_entries
+from onnxplace.pipeline import find_plugin
+from onnxplace.plugins import OFFERED, list_entries
 from onnxplace.state import Pass
 from onnxplace.utils import read_field_docs
 

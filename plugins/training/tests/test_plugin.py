@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import onnxplace_training
-from onnxplace.pipeline import load_plugin
+from onnxplace.plugins import load_plugin
 
 PACKAGE = Path(onnxplace_training.__file__).parent
 MODULES = [
@@ -30,6 +30,8 @@ def test_its_command_and_its_source_are_entry_points_of_onnxplace():
     assert "onnxplace_training.train:train" in [point.value for point in points.select(group="onnxplace.commands")]
     sources = [(point.name, point.value) for point in points.select(group="onnxplace.sources")]
     assert sources == [("torch", "onnxplace_training.sources:convert_torch")]
+    for group, value in (("recognisers", "recognise_step:recognise"), ("objectives", "step_strategies:find_objective")):
+        assert [point.value for point in points.select(group=f"onnxplace.{group}")] == [f"onnxplace_training.{value}"]
 
 
 def test_its_command_is_listed_with_those_of_the_core_and_described(run_cli):
@@ -44,7 +46,7 @@ def test_help_and_the_question_whether_a_model_is_torchs_load_none_of_its_packag
 import sys
 from onnxplace.cli import main
 codes = [main(["--help"]), main(["train", "--help"])]
-from onnxplace.pipeline import load_plugin
+from onnxplace.plugins import load_plugin
 convert, _ = load_plugin("sources", "torch")
 found = [convert(model, None, None) for model in ("m.onnx", "m.pb", 3, {{}})]
 print(codes, found, [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)

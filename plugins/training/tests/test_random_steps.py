@@ -9,11 +9,12 @@ from onnxplace.driver import compile_model
 from onnxplace.facts import Groups, Profile
 from onnxplace.graph import OpGraph
 from onnxplace.model import Model, bind_states, build_op_graph, infer_static_shapes, load, value_bytes
-from onnxplace.passes.step_recognition import list_parameter_members, recognise_training_step
+from onnxplace.passes.placement.grouping import list_parameter_members
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.state import State
 from onnxplace.target import Device, Target
 from onnxplace.training_roles import Phase, TrainingRoles
+from onnxplace_training.recognise_step import recognise_training_step
 from tests.support.random_training_steps import make_random_step
 from tests.support.reference_simulator import even_target
 from tests.support.training_models import ReferenceTrainer, draw_batch

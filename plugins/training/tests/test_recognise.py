@@ -8,31 +8,25 @@ from onnx import ModelProto, parser
 
 from onnxplace.graph import OpGraph
 from onnxplace.model import Model, bind, bind_states, build_op_graph, infer_static_shapes, load, value_bytes
-from onnxplace.passes.step_recognition import recognise_training_step
 from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.state import State
 from onnxplace.target import Device, Target
 from onnxplace.training_roles import Phase, TrainingRoles
+from onnxplace_training.recognise_step import recognise_training_step
 from tests.support.training_models import (
     MOMENTS,
     OPTIMIZERS,
+    RECURRENT,
     make_mlp,
     make_recurrent,
     make_transformer,
     make_two_tower,
+    remove_metadata,
 )
 
 MAKERS = {"mlp": make_mlp, "transformer": make_transformer, "two_tower": make_two_tower, "recurrent": make_recurrent}
 every_model = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
-
-
-def remove_metadata(model: ModelProto) -> ModelProto:
-    """Remove what says that a model is a training step."""
-    del model.metadata_props[:]
-    for node in model.graph.node:
-        del node.metadata_props[:]
-    return model
 
 
 def prepare(model: ModelProto, *states: str) -> tuple[Model, OpGraph]:
@@ -184,20 +178,6 @@ decoder (float[1,8] x, int64[1,1] position, float[16,8] keys, bool[16,1] is_now)
     turned = Transpose(keys_new)
     scores = MatMul(x, turned)
     loss = ReduceMean<keepdims=0>(scores)
-}"""
-RECURRENT = """<ir_version: 10, opset_import: ["" : 20]>
-cell (float[2,4] x, float[2,4] hidden, float[2,4] cell, float[4,4] w)
-=> (float score, float[2,4] hidden_new, float[2,4] cell_new) {
-    input = MatMul(x, w)
-    both = Add(input, hidden)
-    gate = Sigmoid(both)
-    other = Tanh(both)
-    kept = Mul(gate, cell)
-    added = Mul(gate, other)
-    cell_new = Add(kept, added)
-    shown = Tanh(cell_new)
-    hidden_new = Mul(gate, shown)
-    score = ReduceMean<keepdims=0>(hidden_new)
 }"""
 COUNTER = """<ir_version: 10, opset_import: ["" : 20]>
 count (float[4] x, float total) => (float mean, float total_new) {

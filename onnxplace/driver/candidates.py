@@ -1,15 +1,9 @@
-"""One decision for every objective: list strategies, predict each, and choose those that are worth a trial.
+"""Ways to use the devices of a target, and what is predicted of each.
 
-A `Strategy` is a way to use the devices: a list of passes that turn a profiled model into segments. An `Objective` says
-which strategies there are, which of those that fit are worth a trial, and how the choice is described. `decide` is the
-loop over them. Nothing is written and nothing runs before `onnxplace.driver.bundle_trials` has the candidates: a
-prediction takes milliseconds to seconds, a trial takes seconds of all devices.
-
-    objective    proposes                                            keeps                       runs in a trial
-    latency      whole operators, in groupings; split operators;     the shortest step           one device too
-                 weights that stream
-    throughput   copies, stages, copies of stages, split operators   up to 4, close ones         all, requests in flight
-    step         placed, split, replicas, micro-batches              up to 3 kinds, one device   all, step by step
+A `Strategy` is a list of passes that turn a profiled model into segments. Run on the model, it is a `Candidate`, with
+its state and predictions, or an `InfeasibleStrategy` with the reason. `onnxplace.driver.choose` proposes strategies and
+chooses candidates. Nothing is written and nothing runs before `onnxplace.driver.trials` has them: a prediction takes
+milliseconds to seconds, a trial takes seconds of all devices.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -29,23 +23,20 @@ from onnxplace.facts import Emitted, Layouts, Placement, Profile, Routes, Segmen
 from onnxplace.pipeline import Observer, Pipeline, Timing, find_plugin
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.state import Pass, State
-from onnxplace.utils import budget_clock
 
-Kind = Literal[
-    "one device", "placed", "streamed", "copies", "stages", "copied stages", "sharded", "replicas", "micro-batches"
-]
-Comparison = Literal["none", "one device", "steps", "requests in flight"]
-"""What runs in a trial: only the bundle itself; one device too, where it should be faster; or all candidates, one step
-after the other, or with requests in flight."""
 # The code of the note that lists the placers that `auto` tried.
 PLACERS_TRIED = "P040"
 
 
 def create_pass(name: str, **options: Any) -> Pass:
     """Return a pass by name; its options are its fields."""
-    kind: Any = find_plugin("passes", name)
-    created: Pass = kind(**options)
+    created: Pass = find_plugin("passes", name)(**options)
     return created
+
+
+def set_options(step: Pass, **options: Any) -> Pass:
+    """Return a pass with other options."""
+    return replace(step, **options)
 
 
 @dataclass(frozen=True)
@@ -92,7 +83,9 @@ class Strategy:
     """A way to use the devices of a target."""
 
     name: str
-    kind: Kind
+    kind: str
+    """Its family, of which often only the best one is tried: `one device`, `placed`, `sharded`, `streamed`, `copies`,
+    `stages` or `copied stages`; objectives of plugins may have others."""
     passes: tuple[Pass, ...]
     """The passes after `profile`, up to `split`; sharded strategies begin with the pass that splits operators."""
     groups: tuple[tuple[int, ...], ...] = ()
@@ -173,9 +166,8 @@ class Candidate:
 
     def write(self, path: Path, observer: Observer | None = None) -> Candidate:
         """Write its bundle to a path."""
-        emit: Any = self.profiled.emit
         options = {"link_weights": True} if self.profiled.links_weights else {}
-        emit = replace(emit, path=str(path), pipeline=str(self.pipeline), **options)
+        emit = set_options(self.profiled.emit, path=str(path), pipeline=str(self.pipeline), **options)
         if observer:
             observer(emit.name, len(self.pipeline.passes) - 1, len(self.pipeline.passes))
         state, timings = Pipeline((emit,)).run(self.state)
@@ -199,46 +191,6 @@ Result = Candidate | InfeasibleStrategy
 ProposeStrategies = Callable[[Profiled, Sequence[Result]], Iterator[Sequence[Strategy]]]
 """Yields strategies in rounds, and gets the results of all rounds before: some strategies are only worth a prediction
 if others do not fit."""
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is compared, and which strategies are kept."""
-
-    propose: ProposeStrategies
-    choose: Callable[[Sequence[Candidate]], list[Candidate]]
-    """Returns those that are worth a trial, the best by prediction first, of those that fit, in their order."""
-    describe: Callable[[Sequence[Candidate], Sequence[InfeasibleStrategy], Candidate], Sequence[Diagnostic]]
-    """Returns the notes about a choice: what fits, what does not, and the best one."""
-    comparison: Comparison = "none"
-    """Trial that compares the candidates."""
-    usual_kind: Kind = "placed"
-    """If nothing fits, the user hears why this kind does not."""
-    is_exploring: bool = True
-    """Whether users see one step for each strategy rather than the passes of one strategy after the other."""
-
-
-def decide(objective: Objective, profiled: Profiled, observer: Observer | None = None) -> list[Candidate]:
-    """Return the candidates that are worth a trial, the best by prediction first, with notes.
-
-    Raises:
-        InfeasibleError: nothing fits.
-    """
-    began = budget_clock()
-    # List and predict. Some strategies are only proposed where earlier ones do not fit, so that is one loop.
-    results = predict_all(objective.propose, profiled, observer, is_exploring=objective.is_exploring)
-    fitting = [item for item in results if isinstance(item, Candidate)]
-    infeasible = [item for item in results if isinstance(item, InfeasibleStrategy)]
-    if not fitting:
-        usual = (item for item in infeasible if item.strategy.kind == objective.usual_kind)
-        raise next(usual, infeasible[0]).problem
-    # Keep those between which predictions cannot decide: they are off by more than some strategies differ.
-    chosen = objective.choose(fitting)
-    notes = objective.describe(fitting, infeasible, chosen[0])
-    if objective.is_exploring:
-        timings = (Timing("strategies", budget_clock() - began),)
-        chosen = [replace(item, timings=timings) for item in chosen]
-    return [item.with_notes(*notes) for item in chosen]
 
 
 def predict_all(
@@ -321,6 +273,11 @@ def list_ways_through(groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """
     bounds = sorted({Fraction(part, len(group)) for group in groups for part in range(len(group))})
     return [tuple(group[int(bound * len(group))] for group in groups) for bound in bounds]
+
+
+def place_on_one_device(profiled: Profiled) -> Strategy:
+    """Return the strategy with all nodes on the best single device."""
+    return Strategy("one device", "one device", profiled.replace_placer(create_pass("single")))
 
 
 def rank_texts(texts: Sequence[str], limit: int) -> list[str]:

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Staging
-from onnxplace.driver.compile_options import CompileSettings
-from onnxplace.driver.decision import Candidate, Comparison, Strategy, create_pass, predict
-from onnxplace.driver.throughput import format_rate, report_plain_session
+from onnxplace.driver.candidates import Candidate, Strategy, create_pass, predict
+from onnxplace.driver.choose import Comparison, format_rate, report_plain_session
+from onnxplace.driver.settings import CompileSettings
 from onnxplace.errors import Diagnostic, Figure, OnnxplaceError
 from onnxplace.evaluation import (
     RateTrial,
@@ -183,7 +183,8 @@ class _Trials:
         """
         first = candidates[0]
         try:
-            written = [first, *(self._write(item, f"tried{index}") for index, item in enumerate(candidates[1:], 1))]
+            paths = [self._staging.sibling_path(f"tried{index}") for index in range(1, len(candidates))]
+            written = [first, *(item.write(path) for item, path in zip(candidates[1:], paths))]
             runnable = [item for item in written if not find_trial_obstacle(item.bundle)]
             if not runnable:
                 return first, None
@@ -198,10 +199,6 @@ class _Trials:
         except (OnnxplaceError, OSError):  # for example a full disk; the trial of the first one reports its own failure
             return first, None
         return kept if kept.strategy is first.strategy else kept.with_notes(*report_idle_devices(kept.state)), rate
-
-    def _write(self, candidate: Candidate, ending: str) -> Candidate:
-        """Write a bundle next to the first one."""
-        return candidate.write(self._staging.sibling_path(ending))
 
     def _compare_steps(self, candidates: Sequence[Candidate]) -> Candidate:
         """Return the candidate with the shortest step."""
@@ -262,13 +259,13 @@ class _Trials:
             return None
         balanced = _balance(stages, trial)
         is_changed = balanced.state[Placement].device.tolist() != stages.state[Placement].device.tolist()
-        return self._write(balanced, "balanced") if is_changed else None
+        return balanced.write(self._staging.sibling_path("balanced")) if is_changed else None
 
     def _compare_with_one_device(self, several: Candidate, step: Trial) -> tuple[Candidate, Trial]:
         """Return the bundle on one device if faster, else the given one."""
         try:
-            alone = self._write(_place_on_one_device(several), "alone")
-            bundles = [several.bundle, alone.bundle]
+            single = _place_on_one_device(several).write(self._staging.sibling_path("alone"))
+            bundles = [several.bundle, single.bundle]
             if find_trial_obstacle(*bundles):
                 return several, step
             step, one = run_trials(bundles, self._feeds, cached=self._cache, plain=True)
@@ -279,7 +276,7 @@ class _Trials:
         is_confirmed = step.plain is not None and step.plain.one_device_seconds < step.step_seconds
         if one.step_seconds > (1.0 if is_confirmed else CLEAR_ONE_DEVICE_RATIO) * step.step_seconds:
             return several, step
-        home = alone.state.target.devices[int(alone.state[Placement].device[0])].id
+        home = single.state.target.devices[int(single.state[Placement].device[0])].id
         times = (
             f"a step took {format_milliseconds(step.step_seconds)}, "
             f"and on {home} alone {format_milliseconds(one.step_seconds)}"
@@ -287,7 +284,7 @@ class _Trials:
         figures = (Figure(home, one.step_seconds), Figure("several devices", step.step_seconds))
         message, placer = f"in a trial, {times}: kept {home}", several.state[Placement].placer
         note = Diagnostic("P042", message, where=placer, figures=figures)
-        return alone.with_notes(note, *report_idle_devices(alone.state)), one
+        return single.with_notes(note, *report_idle_devices(single.state)), one
 
 
 def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], str]) -> str:
@@ -298,15 +295,15 @@ def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], 
 
 def _place_on_one_device(several: Candidate) -> Candidate:
     """Return the strategy with whole operators on the best single device, and the notes about several ones."""
-    single = create_pass("single")
+    placer = create_pass("single")
     passes = [
-        single if Placement in step.provides else step for step in several.strategy.passes if step.name != "shard"
+        placer if Placement in step.provides else step for step in several.strategy.passes if step.name != "shard"
     ]
-    alone = predict(Strategy("one device", "one device", tuple(passes)), several.profiled)
+    single = predict(Strategy("one device", "one device", tuple(passes)), several.profiled)
     if several.is_rewritten:
-        return alone
-    notes = (*several.state.diagnostics, *alone.state.diagnostics)
-    return replace(alone, state=replace(alone.state, diagnostics=tuple(dict.fromkeys(notes))))
+        return single
+    notes = (*several.state.diagnostics, *single.state.diagnostics)
+    return replace(single, state=replace(single.state, diagnostics=tuple(dict.fromkeys(notes))))
 
 
 def _balance(stages: Candidate, trial: RateTrial) -> Candidate:

@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TypeProto, helper, numpy_helper
 
+from onnxplace.errors import Diagnostic
 from onnxplace.graph import Bools, Ints, OpGraph
 from onnxplace.model import Model, read_shape_entries
-from onnxplace.passes.step_recognition.find_step import MAX_NUMBER_BYTES, Flow, find_training_step
-from onnxplace.passes.step_recognition.role_kernels import MANY, NONE, assign_forward_nodes, fill_owners, label_derived
+from onnxplace.passes.placement.grouping import spread_owners
 from onnxplace.training_roles import Phase, TrainingRoles
 from onnxplace.training_step import PARAMETER_KEY, PHASE_KEY, Labels, TrainingStep
+from onnxplace_training.find_step import Flow, find_training_step, report_unusable_loss
+from onnxplace_training.role_kernels import MANY, NONE, assign_forward_nodes
 
 # What only moves the elements of its first input, or converts them.
 _MOVES = "Cast Flatten Gather Identity Pad Reshape Slice Split Squeeze Transpose Unsqueeze"
@@ -22,6 +24,11 @@ _MOVES = "Cast Flatten Gather Identity Pad Reshape Slice Split Squeeze Transpose
 _CHOICES = {"GatherElements": 0, "NegativeLogLikelihoodLoss": 1, "ScatterElements": 0, "SoftmaxCrossEntropyLoss": 1}
 
 PHASES: Mapping[str, int] = {phase.name.lower(): int(phase) for phase in Phase}
+
+
+def recognise(model: Model, graph: OpGraph) -> tuple[TrainingRoles | None, list[Diagnostic]]:
+    """Return the roles of a model's nodes, None if it is no training step, and notes."""
+    return recognise_training_step(model, graph), report_unusable_loss(model)
 
 
 def find_labels(model: Model) -> tuple[Labels, ...]:
@@ -256,55 +263,3 @@ def replace_gradients(step: TrainingStep, gradients: list[str]) -> TrainingStep:
         item.model_copy(update={"gradient": name}) for item, name in zip(step.parameters, gradients, strict=True)
     )
     return step.model_copy(update={"parameters": parameters})
-
-
-def spread_owners(graph: OpGraph, is_backward: Bools, owner: Ints) -> Ints:
-    """Return the forward node of each backward node, where some have one: others have that of the nearest.
-
-    Distance is the number of values between backward nodes, in either direction. Of those at one distance, found
-    breadth first from the first in topological order, the first one counts. Linear in the edges.
-
-    Args:
-        graph: The graph.
-        is_backward: Per node.
-        owner: The forward node per node, -1 for none.
-    """
-    result: Ints = fill_owners(
-        graph.order, is_backward, owner.copy(), graph.producer, *graph.outputs.arrays, *graph.inputs.arrays,
-        *graph.readers.arrays,
-    )  # fmt: skip
-    return result
-
-
-def list_parameter_members(graph: OpGraph, roles: TrainingRoles) -> tuple[Ints, Ints]:
-    """Return nodes, and for each of them the first node of the same parameter.
-
-    Nodes of a parameter read it, or what follows from it alone, such as its transpose; or they read no parameter, and
-    compute its gradient, its moments or its new values. What several parameters share belongs to none.
-    """
-    index = {name: value for value, name in enumerate(graph.value_names)}
-    values = np.array([index.get(item.input, -1) for item in roles.step.parameters], dtype=np.int64)
-    label = np.full(len(graph.value_names), NONE, dtype=np.int32)
-    known = np.flatnonzero(values >= 0)
-    label[values[known]] = known
-    # One number, such as the norm of a parameter, costs nothing to send: its readers need not be with the parameter.
-    is_carried = graph.value_bytes > MAX_NUMBER_BYTES
-    derived = label_derived(graph.order, graph.producer, *graph.inputs.arrays, label, is_carried)
-    produced = np.flatnonzero((graph.producer >= 0) & is_carried)
-    label[produced] = derived[graph.producer[produced]]
-    reads = label[graph.inputs.items] >= 0
-    read = _find_single(graph.inputs.rows[reads], label[graph.inputs.items[reads]], len(graph))
-    member = np.where(read >= 0, read, roles.parameter)
-    members = np.flatnonzero(member >= 0).astype(np.int32)
-    number = member[members]
-    first = np.full(int(number.max(initial=NONE)) + 1, NONE, dtype=np.int32)
-    first[number[::-1]] = members[::-1]
-    return members, first[number]
-
-
-def _find_single(nodes: Ints, numbers: Ints, count: int) -> Ints:
-    """Return, per node, its only number, -1 for none or several."""
-    lowest, highest = np.full(count, np.iinfo(np.int32).max, dtype=np.int32), np.full(count, NONE, dtype=np.int32)
-    np.minimum.at(lowest, nodes, numbers)
-    np.maximum.at(highest, nodes, numbers)
-    return np.where(lowest == highest, lowest, NONE).astype(np.int32)

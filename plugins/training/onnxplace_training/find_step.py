@@ -15,8 +15,8 @@ from onnx import TypeProto
 from onnxplace.errors import Diagnostic
 from onnxplace.graph import Bools, Ints, OpGraph
 from onnxplace.model import FLOAT_TYPES, Model, declaration_of, is_scalar, read_shape_entries
-from onnxplace.passes.step_recognition.role_kernels import MANY, NONE, label_ends, label_origins
 from onnxplace.training_step import CarriedTensor, Parameter, TrainingStep
+from onnxplace_training.role_kernels import MANY, NONE, label_ends, label_origins
 
 # Operators whose results have the elements of an input at the places that it has them: those of an optimiser's updates.
 ELEMENTWISE = frozenset(

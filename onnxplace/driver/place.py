@@ -12,7 +12,6 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.cost_graph import CostGraph
-from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.errors import Diagnostic, InfeasibleError, InputError, format_count, suggest_nearest
 from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.graph import Floats, Ints, Longs
@@ -31,7 +30,15 @@ from onnxplace.problem import bound_step_seconds
 from onnxplace.reports import PlacedGraph, describe_placement, embed_page
 from onnxplace.state import State
 from onnxplace.target import LinkModel, Target, require_device_limit
-from onnxplace.utils import budget_clock, format_bytes, format_first, format_milliseconds, format_object, read_json
+from onnxplace.utils import (
+    budget_clock,
+    format_bytes,
+    format_first,
+    format_milliseconds,
+    format_object,
+    read_json,
+    takes_fields_of,
+)
 
 Grouping = Literal["none", "given", "coplace", "given+coplace"]
 Adjustment = Literal["compute", "memory", "majority"]

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from onnxplace.driver.compile_options import (
-    EFFORTS,
-    CompileSettings,
-    Effort,
-    choose_streaming,
-    choose_target,
-    make_effort,
-    require_effort,
+from onnxplace.driver.candidates import (
+    Candidate,
+    Profiled,
+    Result,
+    Strategy,
+    create_pass,
+    predict_all,
+    rank_texts,
 )
-from onnxplace.driver.decision import Candidate, Profiled, Result, Strategy, create_pass, predict_all, rank_texts
+from onnxplace.driver.choose import (
+    StreamPoint,
+    find_objective,
+    format_rate,
+    list_copied_stages,
+    list_sharded,
+    list_simple,
+    list_streamed,
+    needs_streaming,
+    stream_curve,
+)
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
-from onnxplace.driver.latency import StepPart, list_step_parts, suggest_fixed_sizes
+from onnxplace.driver.settings import EFFORTS, CompileSettings, Effort, choose_streaming, choose_target, require_effort
 from onnxplace.driver.sources import bind_source, open_source
-from onnxplace.driver.streamed import STREAMED, StreamPoint, needs_streaming, stream_curve
-from onnxplace.driver.throughput import format_rate, list_copied_stages, list_sharded, list_simple
-from onnxplace.driver.training_steps import list_step_strategies
+from onnxplace.driver.step_parts import StepPart, list_step_parts, suggest_fixed_sizes
 from onnxplace.errors import Diagnostic
 from onnxplace.evaluation import report_core_shortage
 from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
@@ -167,13 +174,13 @@ def plan_model(
     require_effort(effort)
     settings = CompileSettings(target=target, machine=machine, max_memory=max_memory, cache=cache)
     target = choose_target(devices, target, max_memory, machine)
-    profile: Any = make_pass("profile", EFFORTS[effort].get("profile", {}))
-    profile = replace(profile, costs=str(costs), cache=cache, estimate=estimate or profile.estimate)
-    optimize = make_pass("optimize", {"fixed_sizes": str(fixed_sizes).lower()})
+    is_estimated = estimate or effort == "low"
+    options = {**EFFORTS[effort].get("profile", {}), "costs": str(costs), "cache": cache, "estimate": is_estimated}
+    optimize, profile = make_pass("optimize", {"fixed_sizes": fixed_sizes}), make_pass("profile", options)
     with open_source(model) as source:
         loaded = load(source.path, may_lack_weights=True)
         bound, notes = bind_source(source, loaded, shape=shape, inputs=inputs, state=state, llm=llm)
-        is_measured = settings.target is None and settings.machine is None and not profile.estimate
+        is_measured = settings.target is None and settings.machine is None and not is_estimated
         shortage = report_core_shortage(target, bound.name) if is_measured else None
         notes = (*notes, *([shortage] if shortage else []))
         if observer:
@@ -205,12 +212,12 @@ def _predict_strategies(
     profiled: Profiled, streaming: Pass | None, has_curve: bool, effort: Effort, observer: Observer | None
 ) -> list[Result]:
     """Predict all strategies, the one with weights that stream where it is useful or its curve is asked for."""
-    is_step = profiled.state[Profile].training is not None
+    step = find_objective("step", profiled) if profiled.state[Profile].training is not None else None
 
     def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
-        yield from list_step_strategies(profiled, results) if is_step else _list_strategies(profiled, results, effort)
+        yield from step.propose(profiled, results) if step else _list_strategies(profiled, results, effort)
         if streaming and (has_curve or needs_streaming(profiled, results)):
-            yield [Strategy(STREAMED, "streamed", profiled.replace_placer(streaming))]
+            yield list_streamed(profiled, streaming)
 
     return predict_all(propose, profiled, observer)
 
@@ -225,7 +232,7 @@ def _describe_request(model: Model) -> str:
 def _list_strategies(profiled: Profiled, results: Sequence[Result], effort: Effort) -> Iterator[Sequence[Strategy]]:
     """Yield all strategies for requests in flight, and whole operators placed."""
     one_device, *others = list_simple(profiled)
-    (placer,) = Pipeline.of([make_effort(effort, "auto")]).passes
+    placer = make_pass("auto", EFFORTS[effort].get("auto", {}))
     auto = Strategy("whole operators placed", "placed", profiled.replace_placer(placer))
     yield [one_device, auto, *others] if others else [one_device]
     yield from list_copied_stages(profiled, results)
@@ -244,11 +251,11 @@ def _is_worse(result: Candidate, other: Candidate) -> bool:
     return result.step_seconds >= other.step_seconds and result.interval_seconds > other.interval_seconds
 
 
-def _describe(result: Result, alone: Result) -> PlannedStrategy:
+def _describe(result: Result, one_device: Result) -> PlannedStrategy:
     """Return the figures of a strategy, or why it is impossible, or why it is no use next to one device."""
     if not isinstance(result, Candidate):
         return PlannedStrategy(result.strategy.name, problem=result.problem.message)
-    if result.routes.limit == "Python" and isinstance(alone, Candidate) and _is_worse(result, alone):
+    if result.routes.limit == "Python" and isinstance(one_device, Candidate) and _is_worse(result, one_device):
         return PlannedStrategy(result.name, problem="Python hands on requests more slowly than one device answers them")
     state = result.state
     return PlannedStrategy(

@@ -8,20 +8,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
-from onnxplace.driver.bundle_trials import Compiled, finish_bundle
-from onnxplace.driver.compile_options import (
+from onnxplace.driver.candidates import Candidate, Profiled, create_pass
+from onnxplace.driver.choose import (
+    GIVEN_PASSES,
+    Comparison,
+    Objective,
+    decide_or_recompute,
+    find_objective,
+    make_latency_objective,
+    make_throughput_objective,
+)
+from onnxplace.driver.settings import (
     CompileSettings,
     choose_output,
     choose_pipeline,
     choose_streaming,
     choose_target,
 )
-from onnxplace.driver.decision import Candidate, Comparison, Objective, Profiled, create_pass
-from onnxplace.driver.keywords import takes_fields_of
-from onnxplace.driver.latency import decide_or_recompute, make_latency_objective, suggest_fixed_sizes
 from onnxplace.driver.sources import ModelSource, bind_source, open_source
-from onnxplace.driver.throughput import make_throughput_objective
-from onnxplace.driver.training_steps import TRAINING_STEP, require_training_step, suggest_objective
+from onnxplace.driver.step_parts import suggest_fixed_sizes
+from onnxplace.driver.trials import Compiled, finish_bundle
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError
 from onnxplace.evaluation import measure_error
 from onnxplace.facts import Placement, Profile, Routes, Streaming
@@ -38,7 +44,7 @@ from onnxplace.passes.profiling import MIN_STREAMED_BYTES
 from onnxplace.pipeline import OBJECTIVES, Pipeline, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
 from onnxplace.target import Target
-from onnxplace.utils import require_different_files, require_writable
+from onnxplace.utils import require_different_files, require_writable, takes_fields_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -113,9 +119,11 @@ def _run_pipeline(steps: Pipeline, state: State, staging: Staging, settings: Com
     What can be checked before measuring is checked first, and the memory before placing.
     """
     steps.require(state.facts)
+    *passes, emit = steps.passes
+    profiled = Profiled((), state, tuple(passes), emit, links_weights=settings.link_weights)
     if settings.objective == "step":
-        require_training_step(state[Model])
-    profiled = _profile(steps, state, settings)
+        find_objective("step", profiled)  # refuses models that are no training steps
+    profiled = _profile(profiled, settings)
     if settings.max_error is None:
         return _build(profiled, staging, settings)
     return _build_within(settings.max_error, profiled, staging, settings)
@@ -148,17 +156,7 @@ def _build_within(maximum: float, profiled: Profiled, staging: Staging, settings
 
 
 def _build(profiled: Profiled, staging: Staging, settings: CompileSettings) -> Compiled:
-    """Write the best bundle of a profiled model, and try it."""
-    (first, *others), comparison = _choose_candidates(profiled, settings)
-    first = first.write(staging.folder, settings.observer)
-    return finish_bundle((first, *others), comparison, staging, settings)
-
-
-def _choose_candidates(profiled: Profiled, settings: CompileSettings) -> tuple[list[Candidate], Comparison]:
-    """Return what may be written, the best by prediction first, and how a trial compares it.
-
-    Idle devices are checked before emitting.
-    """
+    """Write the best bundle of a profiled model, and try it; idle devices are checked before."""
     objective = _choose_objective(settings, profiled)
     mode = "off" if settings.pipeline is not None or objective.is_exploring else settings.recompute
     kept, *others = decide_or_recompute(objective, profiled, mode, settings.observer)
@@ -166,20 +164,19 @@ def _choose_candidates(profiled: Profiled, settings: CompileSettings) -> tuple[l
     if settings.strict:
         require_all_devices_used(unused)
     spare = _report_spare_ways(settings.shard_ways, profiled.state.target)
-    suggestions = [*suggest_objective(kept.state), *suggest_fixed_sizes(kept)] if settings.compares_sharding else ()
-    kept = kept.with_notes(*unused, *spare, *suggestions)
-    return [kept, *others], _choose_comparison(settings, objective, kept)
+    suggestions = [*_suggest_objective(kept.state), *suggest_fixed_sizes(kept)] if settings.compares_sharding else ()
+    kept = kept.with_notes(*unused, *spare, *suggestions).write(staging.folder, settings.observer)
+    return finish_bundle((kept, *others), _choose_comparison(settings, objective, kept), staging, settings)
 
 
-def _profile(steps: Pipeline, state: State, settings: CompileSettings) -> Profiled:
+def _profile(profiled: Profiled, settings: CompileSettings) -> Profiled:
     """Return the model with its costs, after the passes up to the first one that provides them."""
-    *passes, emit = steps.passes
-    profiled = Profiled((), state, tuple(passes), emit, links_weights=settings.link_weights)
+    passes, target = profiled.rest, profiled.state.target
     measuring = next((index for index, step in enumerate(passes) if Profile in step.provides), 0)
     for _ in range(measuring):
         profiled = profiled.advance(settings.observer)
-    may_stream = bool(choose_streaming(settings, state.target)) or any(Streaming in step.provides for step in passes)
-    _require_room(profiled.state, MIN_STREAMED_BYTES if may_stream else None)
+    may_stream = bool(choose_streaming(settings, target)) or any(Streaming in step.provides for step in passes)
+    _require_memory(profiled.state, MIN_STREAMED_BYTES if may_stream else None)
     return profiled.advance(settings.observer)
 
 
@@ -188,13 +185,13 @@ def _choose_objective(settings: CompileSettings, profiled: Profiled) -> Objectiv
     has_choice = settings.is_placement_open and len(profiled.state.target.devices) > 1
     if settings.objective == "throughput" and has_choice and settings.shard_ways in (None, 1):
         return make_throughput_objective(may_shard=settings.is_sharding_open)
-    if settings.objective == "step" and has_choice and settings.is_sharding_open:
-        require_training_step(profiled.state[Model], profiled.state[Profile])
-        return TRAINING_STEP
+    is_step = settings.objective == "step" and has_choice and settings.is_sharding_open
+    if is_step and (step := find_objective("step", profiled)):
+        return step
     return make_latency_objective(
+        whole=(find_objective("latency", profiled) if settings.pipeline is None else None) or GIVEN_PASSES,
         may_shard=settings.compares_sharding,
         shard_metadata=settings.shard_metadata,
-        may_group=settings.pipeline is None,
         stream=choose_streaming(settings, profiled.state.target),
         stream_mode=settings.stream,
     )
@@ -219,6 +216,14 @@ def _choose_comparison(settings: CompileSettings, objective: Objective, kept: Ca
     return "one device" if is_whole_latency and not settings.strict else "none"
 
 
+def _suggest_objective(state: State) -> list[Diagnostic]:
+    """Return a note if a training step was compiled without comparing micro-batches."""
+    if state[Profile].training is None or len(state.target.devices) == 1:
+        return []
+    message = "this is a training step: micro-batches in stages, and batches split over devices, were not considered"
+    return [Diagnostic("L075", message, hint="--objective step compares them, for a fixed size of the batch")]
+
+
 def _report_spare_ways(ways: int | None, target: Target) -> list[Diagnostic]:
     """Return a note if the user asked for more ways than there are devices."""
     count = len(target.devices)
@@ -228,7 +233,7 @@ def _report_spare_ways(ways: int | None, target: Target) -> list[Diagnostic]:
     return [Diagnostic("U075", message, where="--shard", hint="name more devices with --devices")]
 
 
-def _require_room(state: State, least_streamed: int | None) -> None:
+def _require_memory(state: State, least_streamed: int | None) -> None:
     """Raise InfeasibleError if all devices together cannot hold the weights; larger ones than a size may stream."""
     model, devices = state[Model], state.target.devices
     read = {name for names in model.reads for name in names if name in model.initializers}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.driver.decision import (
+from onnxplace.driver import (
     Candidate,
     InfeasibleStrategy,
     Objective,
@@ -20,13 +20,14 @@ from onnxplace.driver.decision import (
     Result,
     Strategy,
     create_pass,
+    list_ways,
+    place_on_one_device,
     rank_texts,
 )
-from onnxplace.driver.throughput import list_ways
 from onnxplace.errors import Diagnostic, Figure, UsageError
 from onnxplace.facts import Profile
 from onnxplace.model import Model
-from onnxplace.pipeline import BAECHI, OBJECTIVES
+from onnxplace.pipeline import BAECHI, OBJECTIVES, ObjectiveName
 from onnxplace.problem import predict_single_device_seconds
 from onnxplace.state import Pass, State
 from onnxplace.utils import format_bytes, format_milliseconds
@@ -71,10 +72,9 @@ def list_groupings(profiled: Profiled, results: Sequence[Result]) -> Iterator[li
             passes = [_set_options(step, options, is_alternative=number > 0) for step in profiled.rest]
             yield [Strategy(name, "placed", tuple(passes))]
     fitting = [item for item in results if isinstance(item, Candidate)]
-    if placer == OBJECTIVES["latency"] and fitting:
-        one_device = predict_one_device(profiled.state)
-        if choose_grouping(fitting).step_seconds > one_device:
-            yield [Strategy("one device", "one device", profiled.replace_placer(create_pass("single")))]
+    is_searched = placer == OBJECTIVES["latency"] and fitting
+    if is_searched and choose_grouping(fitting).step_seconds > predict_one_device(profiled.state):
+        yield [place_on_one_device(profiled)]
 
 
 def _set_options(step: Any, grouping: Mapping[str, str], *, is_alternative: bool = False) -> Any:
@@ -119,8 +119,19 @@ def choose_cutting(placed: Sequence[Candidate], one_device: float) -> Candidate:
     return min(cutting, key=lambda item: item.step_seconds) if cutting else choose_shortest(placed, one_device)
 
 
-def describe_groupings(placed: Sequence[Candidate], kept: Candidate) -> Diagnostic:
-    """Return the note that lists which groupings were compared."""
+def _choose_placed(fitting: Sequence[Candidate]) -> list[Candidate]:
+    """Return one device, which is only listed where it is shorter, or else the best grouping."""
+    alone = [item for item in fitting if item.strategy.kind == "one device"]
+    return alone or [choose_grouping(fitting) if len(fitting) > 1 else fitting[0]]
+
+
+def _describe_groupings(
+    fitting: Sequence[Candidate], infeasible: Sequence[InfeasibleStrategy], kept: Candidate
+) -> list[Diagnostic]:
+    """Return the note that lists which groupings were compared, if there were several."""
+    placed = [item for item in fitting if item.strategy.kind == "placed"]
+    if len(placed) < 2:
+        return []
     one_device = predict_one_device(kept.profiled.state)
     alone = "one device does not fit" if one_device == np.inf else f"one device {format_milliseconds(one_device)}"
     texts = [
@@ -133,7 +144,7 @@ def describe_groupings(placed: Sequence[Candidate], kept: Candidate) -> Diagnost
     if one_device < np.inf and kept.name != "one device":
         figures.append(Figure("one device", one_device))
     hint = "--pipeline with coplace{parameters=..., backward=...} chooses another"
-    return Diagnostic("P046", message, hint=hint, figures=tuple(figures))
+    return [Diagnostic("P046", message, hint=hint, figures=tuple(figures))]
 
 
 # ------------------------------------------------------------------------------------------------- --objective step
@@ -150,30 +161,13 @@ MAX_LISTED = 6
 MAX_NODES = 50_000
 
 
-def require_training_step(model: Model, profile: Profile | None = None) -> None:
-    """Raise UsageError unless a model is a training step; without its profile, a model with states may be one."""
-    if profile.training is not None if profile is not None else (model.training is not None or model.states):
-        return
-    message = "--objective step is for training steps: this model carries no parameters from one call to the next"
-    hint = "export it with onnxplace_training.export_training_step, or name its parameters: --state 'new_*=*'"
-    raise UsageError("L040", message, where=model.name, hint=hint)
-
-
-def suggest_objective(state: State) -> list[Diagnostic]:
-    """Return a note if a training step was compiled without comparing micro-batches."""
-    if state[Profile].training is None or len(state.target.devices) == 1:
-        return []
-    message = "this is a training step: micro-batches in stages, and batches split over devices, were not considered"
-    return [Diagnostic("L075", message, hint="--objective step compares them, for a fixed size of the batch")]
-
-
 def list_step_strategies(profiled: Profiled, results: Sequence[Result]) -> Iterator[list[Strategy]]:
     """Yield the strategies for a training step, the simple ones first.
 
     Micro-batches come with the schedule 1F1B, then the best of them with other schedules.
     """
     count = len(profiled.state.target.devices)
-    alone = Strategy("one device", "one device", profiled.replace_placer(create_pass("single")))
+    alone = place_on_one_device(profiled)
     if count == 1:
         yield [alone]
         return
@@ -250,4 +244,27 @@ def _describe(
     return [Diagnostic("L068", f"a training step by prediction: {'; '.join(texts)}", where="step")]
 
 
+# ------------------------------------------------------------------------------------------------- the entry point
+
+GROUPINGS = Objective(list_groupings, _choose_placed, _describe_groupings)
 TRAINING_STEP = Objective(list_step_strategies, _choose_tried, _describe, comparison="steps")
+
+
+def find_objective(name: ObjectiveName, profiled: Profiled) -> Objective | None:
+    """Return the strategies for a training step, None for other models.
+
+    Raises UsageError if `step` is the objective for a model that is none. Before it is profiled, one with states may
+    be one.
+    """
+    model, is_profiled = profiled.state[Model], Profile in profiled.state
+    roles = profiled.state[Profile].training if is_profiled else None
+    if name == "step":
+        if roles is None and (is_profiled or not (model.training or model.states)):
+            message = "--objective step is for training steps: this model carries no parameters"
+            hint = "export it with onnxplace_training.export_training_step, or name its parameters: --state 'new_*=*'"
+            raise UsageError("L040", f"{message} from one call to the next", where=model.name, hint=hint)
+        return TRAINING_STEP
+    # Passes of the user that split operators or batches leave nothing to group.
+    is_rewritten = any(Model in step.provides for step in profiled.rest)
+    is_open = roles is not None and len(profiled.state.target.devices) > 1 and not is_rewritten
+    return GROUPINGS if is_open else None

@@ -9,18 +9,25 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.driver import compile_model, decision
-from onnxplace.driver.decision import Candidate, Profiled, Strategy, decide
-from onnxplace.driver.latency import make_latency_objective
-from onnxplace.driver.training_steps import choose_cutting, choose_shortest
+from onnxplace.driver import candidates, compile_model
+from onnxplace.driver.candidates import Candidate, Profiled, Strategy
+from onnxplace.driver.choose import decide, make_latency_objective
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Segments
 from onnxplace.model import bind_states, load
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Target
-from tests.passes.step_recognition.test_recognise import remove_metadata
-from tests.support.training_models import ReferenceTrainer, draw_batch, make_mlp, make_transformer, make_two_tower
+from onnxplace_training.step_strategies import GROUPINGS, choose_cutting, choose_shortest
+from tests.support.training_models import (
+    RECURRENT,
+    ReferenceTrainer,
+    draw_batch,
+    make_mlp,
+    make_transformer,
+    make_two_tower,
+    remove_metadata,
+)
 
 
 def make_state(proto: onnx.ModelProto, *, bytes_per_second: float = 1e9, memory_bytes: int = 1 << 30) -> State:
@@ -36,7 +43,7 @@ def make_state(proto: onnx.ModelProto, *, bytes_per_second: float = 1e9, memory_
 
 def place(state: State, placer: str, join: str = "worth") -> Candidate:
     rest = Pipeline.parse(f"coplace{{join={join}}},fuse,{placer},split").passes
-    objective = make_latency_objective(may_shard=False, shard_metadata=False, may_group=True)
+    objective = make_latency_objective(whole=GROUPINGS, may_shard=False)
     (kept,) = decide(objective, Profiled((), state, rest, Pipeline.parse("emit").passes[0]))
     return kept
 
@@ -101,14 +108,14 @@ def test_a_step_that_several_devices_would_only_slow_down_stays_on_one():
 
 def test_where_the_usual_groups_do_not_fit_nodes_are_free(monkeypatch):
     state = make_state(make_mlp("sgd"))
-    real = decision.predict
+    real = candidates.predict
 
     def refuse_usual_groups(strategy, *more):
         if strategy.passes[0].parameters == "together":
             raise InfeasibleError("P002", "too large")
         return real(strategy, *more)
 
-    monkeypatch.setattr(decision, "predict", refuse_usual_groups)
+    monkeypatch.setattr(candidates, "predict", refuse_usual_groups)
     kept = place(state, "fit", "never")
     assert "parameters=free" in str(kept.pipeline)
     assert kept.state[Placement].placer == "fit"
@@ -170,12 +177,8 @@ def test_a_loss_per_row_is_said_where_only_states_are_given(run_cli, tmp_path):
 
 
 def test_a_model_with_states_that_does_not_learn_has_no_training_record(tmp_path):
-    from onnx import parser
-
-    from tests.passes.step_recognition.test_recognise import RECURRENT
-
     compiled = compile_model(
-        parser.parse_model(RECURRENT),
+        onnx.parser.parse_model(RECURRENT),
         tmp_path / "out",
         devices="cpu:0,cpu:1",
         state=["hidden_new=hidden", "cell_new=cell"],

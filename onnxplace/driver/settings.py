@@ -19,21 +19,19 @@ from onnxplace.pipeline import (
     OBJECTIVES,
     ObjectiveName,
     Observer,
-    PassSpec,
     Pipeline,
     choose_placer,
-    format_tuple,
     make_pass,
 )
 from onnxplace.state import Pass
 from onnxplace.target import Target, parse_bytes, parse_machine, parse_memory, read_target
 
 Effort = Literal["low", "default", "high"]
-# What an effort sets of passes that leave it open.
-EFFORTS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
-    "low": {"profile": {"estimate": "true"}, "auto": {"seconds": "0.2"}, "stages": {"seconds": "0.2"}},
-    "default": {"auto": {"eager": "true"}},
-    "high": {"profile": {"thorough": "true"}},
+# What an effort sets of passes, unless the user sets it.
+EFFORTS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
+    "low": {"profile": {"estimate": True}, "auto": {"seconds": 0.2}, "stages": {"seconds": 0.2}},
+    "default": {"auto": {"eager": True}},
+    "high": {"profile": {"thorough": True}},
 }
 # How `--max-memory` names the host's memory.
 HOST = "host"
@@ -142,71 +140,81 @@ class CompileSettings:
         return bool(files or not self.cache or self.colocate or self.seed or self.effort != "default")
 
     def check(self) -> None:
-        """Raise UsageError for options that exclude each other."""
+        """Raise UsageError for wrong words and sizes, and for options that exclude each other."""
         require_one_target(self.devices, self.target, self.machine)
         require_effort(self.effort)
+        self._check_amounts()
+        has_pipeline, ways = self.pipeline is not None, self.shard_ways
+        shards = ways not in (None, 1)
+        placers = self.placer or self.objective != "latency" or self.budget_seconds is not None
+        given = {"--stream always": self.stream == "always", "--pool": self.pool is not None}
+        streams = " and ".join(name for name, is_given in given.items() if is_given)
+        exclusions = (
+            (
+                has_pipeline and placers,
+                "--pipeline excludes --placer, --objective and --budget",
+                "",
+                "name the placer in the pipeline, as in auto{seconds=10}",
+            ),
+            (
+                ways == 1 and self.shard_map_text,
+                "--shard-map says how to split operators, and --shard off not to",
+                "--shard-map",
+                "omit one of the two",
+            ),
+            (
+                has_pipeline and shards,
+                "--pipeline excludes --shard and --shard-map",
+                "",
+                "name the pass after profile: optimize,profile,shard{ways=2},coplace,...",
+            ),
+            (
+                shards and (self.device_map_text or self.colocate),
+                "--shard and --shard-map exclude --device-map and --colocate: parts of operators have their devices",
+                "",
+                "omit one of the two",
+            ),
+            (
+                has_pipeline and self.recompute not in ("auto", "off"),
+                "--pipeline excludes --recompute",
+                "--recompute",
+                "name the pass after profile: optimize,profile,recompute{limit=4GiB},coplace,...",
+            ),
+            (
+                streams and not self.may_stream,
+                f"{streams} excludes --stream off, --pipeline, --placer, --shard and --objective throughput, step",
+                "--stream",
+                "in a pipeline, name the placer: optimize,profile,coplace,fuse,stream{pool=2GiB},split,emit",
+            ),
+            (
+                has_pipeline and self.sets_pass_options,
+                "--pipeline excludes --costs, --save-costs, --no-cache, --device-map, --colocate, --seed and --effort",
+                "",
+                "write them into it: profile{costs=F,save=F,cache=false,seed=1},coplace{device_map=F,colocate=REGEX}",
+            ),
+        )
+        for is_given, message, where, hint in exclusions:
+            if is_given:
+                raise UsageError("U042", message, where=where, hint=hint)
+
+    def _check_amounts(self) -> None:
         if self.max_error is not None and not 0 < self.max_error < math.inf:
             hint = "1e-3 allows a thousandth of the largest value of each output"
-            raise UsageError(
-                "U005", f"expected a number above 0, got {self.max_error:g}", where="--max-error", hint=hint
-            )
-        if self.pipeline is not None and (
-            self.placer or self.objective != "latency" or self.budget_seconds is not None
-        ):
-            message = "--pipeline excludes --placer, --objective and --budget"
-            raise UsageError("U042", message, hint="name the placer in the pipeline, as in auto{seconds=10}")
-        self._check_sharding()
-        self._check_recomputation()
-        self._check_streaming()
-
-    def _check_streaming(self) -> None:
+            message = f"expected a number above 0, got {self.max_error:g}"
+            raise UsageError("U005", message, where="--max-error", hint=hint)
         if self.stream not in ("auto", "off", "always"):
             hint = "auto: weights stream where no device holds them all; always: all that can, through a --pool"
             message = f"expected auto, off or always, got {format_value(self.stream)}"
             raise UsageError("U005", message, where="--stream", hint=hint)
         if self.pool is not None:
             parse_pool(self.pool)
-        given = {"--stream always": self.stream == "always", "--pool": self.pool is not None}
-        if any(given.values()) and not self.may_stream:
-            names = " and ".join(name for name, is_given in given.items() if is_given)
-            message = f"{names} excludes --stream off, --pipeline, --placer, --shard and --objective throughput, step"
-            hint = "in a pipeline, name the placer: optimize,profile,coplace,fuse,stream{pool=2GiB},split,emit"
-            raise UsageError("U042", message, where="--stream", hint=hint)
-
-    def _check_recomputation(self) -> None:
-        if self.recompute in ("auto", "off"):
-            return
         try:
-            if self.recompute != "always":
+            if self.recompute not in ("auto", "off", "always"):
                 parse_bytes(self.recompute)
         except (UsageError, TypeError):
             hint = "auto: where nothing fits otherwise; always; or the memory that one device would have, such as 4GiB"
             message = f"expected auto, off, always or a size, got {format_value(self.recompute)}"
             raise UsageError("U005", message, where="--recompute", hint=hint) from None
-        if self.pipeline is not None:
-            hint = "name the pass after profile: optimize,profile,recompute{limit=4GiB},coplace,..."
-            raise UsageError("U042", "--pipeline excludes --recompute", where="--recompute", hint=hint)
-
-    def _check_sharding(self) -> None:
-        ways = self.shard_ways
-        if self.shard_map_text and ways == 1:
-            message = "--shard-map says how to split operators, and --shard off not to"
-            raise UsageError("U042", message, where="--shard-map", hint="omit one of the two")
-        if ways in (None, 1):
-            return
-        if self.pipeline is not None:
-            hint = "name the pass after profile: optimize,profile,shard{ways=2},coplace,..."
-            raise UsageError("U042", "--pipeline excludes --shard and --shard-map", hint=hint)
-        if self.device_map_text or self.colocate:
-            message = (
-                "--shard and --shard-map exclude --device-map and --colocate: parts of operators have their devices"
-            )
-            raise UsageError("U042", message, hint="omit one of the two")
-
-
-def make_effort(effort: Effort, name: str, **options: str) -> PassSpec:
-    """Return a pass with options, and those of an effort that they leave open."""
-    return PassSpec(name, {**EFFORTS[effort].get(name, {}), **options})
 
 
 def require_effort(effort: str) -> None:
@@ -225,21 +233,15 @@ def choose_pipeline(settings: CompileSettings) -> Pipeline:
 
     Raises UsageError unless it writes exactly one bundle, at its end.
     """
-    steps = _build_default(settings) if settings.pipeline is None else _parse_given(settings)
-    _require_one_emit(steps)
-    return steps
-
-
-def _parse_given(settings: CompileSettings) -> Pipeline:
-    """Return the user's pipeline; raises UsageError for options that belong into it."""
-    if settings.sets_pass_options:
-        raise UsageError(
-            "U042",
-            "--pipeline excludes --costs, --save-costs, --no-cache, --device-map, --colocate, --seed and --effort",
-            hint="write them into it: profile{costs=F,save=F,cache=false,seed=1},coplace{device_map=F,colocate=REGEX}",
-        )
     given = settings.pipeline
-    return given if isinstance(given, Pipeline) else Pipeline.parse(given or "")
+    if given is None:
+        return _build_default(settings)
+    steps = given if isinstance(given, Pipeline) else Pipeline.parse(given)
+    names = [step.name for step in steps.passes]
+    if "emit" in names and names.index("emit") == len(names) - 1:
+        return steps
+    message = "the pipeline continues after it wrote its bundle" if "emit" in names else "the pipeline writes no bundle"
+    raise UsageError("U002", message, where=f"pipeline {steps}", hint="end it with split,emit")
 
 
 def _build_default(settings: CompileSettings) -> Pipeline:
@@ -247,61 +249,30 @@ def _build_default(settings: CompileSettings) -> Pipeline:
 
     Baechi's placers need nodes joined to their readers first; placers that search decide on that themselves.
     """
+
+    def make(name: str, **options: object) -> Pass:
+        return make_pass(name, {**EFFORTS[settings.effort].get(name, {}), **options})
+
     placer = choose_placer(settings.placer, settings.objective, settings.budget_seconds, settings.seed or None)
-    placer = make_effort(settings.effort, placer.name, **placer.options)
-    profile = {
-        **EFFORTS[settings.effort].get("profile", {}),
-        "costs": str(settings.costs or ""),
-        "save": str(settings.save_costs or ""),
-        "cache": "" if settings.cache else "false",
-        "seed": str(settings.seed or ""),
-    }
-    colocate = tuple(settings.colocate)
-    coplace = {
-        "join": "" if placer.name in BAECHI else "never",
-        "colocate": format_tuple(colocate) if colocate else "",
-        "device_map": settings.device_map_text,
-    }
-    specs = [
-        PassSpec("optimize", {"fixed_sizes": "true"} if settings.fixed_sizes else {}),
-        PassSpec("profile", _drop_empty(profile)),
-        *_build_shard(settings),
-        PassSpec("coplace", _drop_empty(coplace)),
-        PassSpec("fuse"),
-        placer,
-        PassSpec("split"),
-        PassSpec("emit"),
-    ]
-    return Pipeline.of(specs)
-
-
-def _build_shard(settings: CompileSettings) -> list[PassSpec]:
-    """Return the pass that splits operators, if the user asked for it."""
-    ways = settings.shard_ways
-    if ways is None or ways == 1:
-        return []
-    options = {
-        "ways": str(ways or ""),
-        "stages": "0" if settings.objective == "throughput" else "",
-        "weights": "least" if settings.objective == "fit" else "",
-        "metadata": "true" if settings.shard_metadata else "",
-        "map": settings.shard_map_text,
-    }
-    return [PassSpec("shard", _drop_empty(options))]
-
-
-def _drop_empty(options: dict[str, str]) -> dict[str, str]:
-    """Return the options that are not left at their defaults."""
-    return {key: value for key, value in options.items() if value}
-
-
-def _require_one_emit(steps: Pipeline) -> None:
-    """Raise UsageError unless the pipeline writes one bundle, at its end."""
-    names = [step.name for step in steps.passes]
-    if "emit" in names and names.index("emit") == len(names) - 1:
-        return
-    message = "the pipeline continues after it wrote its bundle" if "emit" in names else "the pipeline writes no bundle"
-    raise UsageError("U002", message, where=f"pipeline {steps}", hint="end it with split,emit")
+    shard = []
+    if settings.shard_ways not in (None, 1):
+        stages, weights = int(settings.objective != "throughput"), "least" if settings.objective == "fit" else "fit"
+        options = {"ways": settings.shard_ways, "stages": stages, "weights": weights}
+        shard = [make("shard", **options, metadata=settings.shard_metadata, map=settings.shard_map_text)]
+    files = {"costs": str(settings.costs or ""), "save": str(settings.save_costs or "")}
+    join, colocate = "worth" if placer.name in BAECHI else "never", tuple(settings.colocate)
+    return Pipeline(
+        (
+            make("optimize", fixed_sizes=settings.fixed_sizes),
+            make("profile", **files, cache=settings.cache, seed=int(settings.seed)),
+            *shard,
+            make("coplace", join=join, colocate=colocate, device_map=settings.device_map_text),
+            make("fuse"),
+            make(placer.name, **placer.options),
+            make("split"),
+            make("emit"),
+        )
+    )
 
 
 def choose_output(model: object, output: str | Path | None, steps: Pipeline) -> Path:
@@ -310,21 +281,17 @@ def choose_output(model: object, output: str | Path | None, steps: Pipeline) -> 
     That is `output`, else the path in the pipeline, else the path of the model with the ending `.bundle`. Raises
     UsageError for an empty name, which Path reads as the working folder.
     """
+    if isinstance(output, (str, Path)) and str(output):
+        return Path(output)
     if output is not None:
-        return _parse_output(output)
+        expected = "the name of a folder" if output == "" else "a path"
+        raise UsageError("U032", f"expected {expected}, got {output!r}", where="output", hint="name a new folder")
     emit = steps.passes[-1]
     if (path := getattr(emit, "path", "")) != getattr(type(emit), "path", ""):
         return Path(path)
     if not isinstance(model, (str, Path)) or not Path(model).name:
         return Path("model.bundle")
     return Path(model).with_suffix(".bundle")
-
-
-def _parse_output(output: object) -> Path:
-    if isinstance(output, (str, Path)) and str(output):
-        return Path(output)
-    expected = "the name of a folder" if output == "" else "a path"
-    raise UsageError("U032", f"expected {expected}, got {output!r}", where="output", hint="name a new folder")
 
 
 def require_one_target(devices: object, target: object, machine: object = None) -> None:
@@ -386,10 +353,5 @@ def choose_streaming(settings: CompileSettings, target: Target) -> Pass | None:
     is_here = settings.target is None and settings.machine is None
     if host is None and is_here and not all(device.is_host for device in target.devices):
         host = available_memory_bytes()
-    options = {
-        "pool": str(settings.pool or ""),
-        "host": "" if host is None else str(host),
-        "always": "true" if settings.stream == "always" else "",
-        "cache": "" if settings.cache else "false",
-    }
-    return make_pass("stream", _drop_empty(options))
+    sizes = {"pool": str(settings.pool or ""), "host": "" if host is None else str(host)}
+    return make_pass("stream", {**sizes, "always": settings.stream == "always", "cache": settings.cache})
