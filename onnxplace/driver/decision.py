@@ -25,7 +25,8 @@ import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, InfeasibleError
-from onnxplace.facts import Emitted, Placement, Profile, Routes, Segments, Shards, Streaming, is_refused
+from onnxplace.facts import Emitted, Original, Placement, Profile, Routes, Segments, Shards, Streaming, is_refused
+from onnxplace.model import Model
 from onnxplace.passes.sharding import compare_kinds
 from onnxplace.pipeline import Observer, Pipeline, Timing, find_plugin
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
@@ -127,7 +128,7 @@ class Candidate:
     @property
     def is_rewritten(self) -> bool:
         """Return whether operators or batches are split."""
-        return Shards in self.state and self.state[Shards].whole is not None
+        return Shards in self.state and self.state[Original].model is not self.state[Model]
 
     @property
     def unsharded(self) -> State:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onnxplace.bundle import LayoutAlternativeRecord
 from onnxplace.driver.decision import Candidate, Result
 from onnxplace.errors import UsageError
-from onnxplace.facts import Groups, LayoutAlternative, Placement, Profile, Schedule, is_refused
+from onnxplace.facts import Groups, Placement, Profile, Schedule, is_refused
 from onnxplace.graph import Ints
 from onnxplace.model import Model, match_nodes, suggest_nodes
 from onnxplace.passes.sharding import LayoutExplainer
@@ -52,7 +53,7 @@ class Explanation:
     """The kept one first, then by the step."""
     sharded: str
     """The strategy whose layouts are explained, the fastest that splits operators; empty if none does."""
-    layouts: tuple[LayoutAlternative, ...]
+    layouts: tuple[LayoutAlternativeRecord, ...]
     """The kept one first, then by the step."""
 
 

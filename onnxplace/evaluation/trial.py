@@ -21,7 +21,6 @@ import numpy as np
 from onnxplace.bundle import (
     MANIFEST_FILE,
     Bundle,
-    DiagnosticRecord,
     Manifest,
     RouteRecord,
     SplitStates,
@@ -534,9 +533,9 @@ def record_trial(bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime) -
     manifest = apply_trial(bundle.manifest, trial)
     notes = [item for item in manifest.diagnostics if not _is_about_trial(item)]
     if doubt := find_trial_doubt(trial, manifest.model):
-        notes.append(DiagnosticRecord(**asdict(doubt)))
+        notes.append(doubt)
     return replace_manifest(bundle, manifest.model_copy(update={"diagnostics": tuple(notes)}))
 
 
-def _is_about_trial(note: DiagnosticRecord) -> bool:
+def _is_about_trial(note: Diagnostic) -> bool:
     return note.code in NO_TRIAL_CODES or note.message.startswith(DOUBT)

@@ -51,6 +51,7 @@ _PASSES = {
     "exact": ("Exact", "placer: the best step of a small graph, with a proven gap"),
     "split": ("Split", "cut the placed model into segments and programs"),
     "replicate": ("Replicate", "copy segments to further devices, as routes of requests"),
+    "predict": ("Predict", "predict the times and memory that a manifest states, as emit does"),
     "emit": ("Emit", "write the bundle"),
 }
 # The same for `runtimes/`.

@@ -8,7 +8,6 @@ import numpy as np
 
 from onnxplace.bundle import LayoutAlternativeRecord, ShardingRecord
 from onnxplace.errors import format_count
-from onnxplace.facts import LayoutAlternative
 from onnxplace.reports.page_records import Table
 from onnxplace.reports.step_analysis import MAX_SIMULATED_NODES, PlacedStep
 from onnxplace.utils import format_time
@@ -89,7 +88,7 @@ def _tabulate_layouts(sharding: ShardingRecord) -> Iterator[Table]:
 LAYOUT_COLUMNS = ("layout", "the step would be", "exchanges", "it forces")
 
 
-def describe_layouts(layouts: Sequence[LayoutAlternative | LayoutAlternativeRecord]) -> Iterator[tuple[str, ...]]:
+def describe_layouts(layouts: Sequence[LayoutAlternativeRecord]) -> Iterator[tuple[str, ...]]:
     """Yield a row of `LAYOUT_COLUMNS` per layout of a node; the first one is the kept one."""
     for item in layouts:
         kept, exchanges = layouts[0].seconds, ", ".join(f"{count:+d} {name}" for name, count in item.exchanges.items())

@@ -46,7 +46,7 @@ from onnxplace.utils.leases import (
     sweep_leftovers as sweep_leftovers,
     temporary_folder as temporary_folder,
 )
-from onnxplace.utils.linear_programs import make_program as make_program, run_highs as run_highs
+from onnxplace.utils.linear_programs import LinearProgram as LinearProgram, run_highs as run_highs
 from onnxplace.utils.names import claim_name as claim_name, match_names as match_names, match_stars as match_stars
 from onnxplace.utils.progress import (
     ProgressObserver as ProgressObserver,

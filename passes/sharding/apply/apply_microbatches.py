@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 
 from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
-from onnxplace.facts import MicroBatches, Profile, Shards
+from onnxplace.facts import MicroBatches, Original, Profile, Shards
 from onnxplace.graph import Bools, Floats, Ints
 from onnxplace.model import Model
 from onnxplace.passes.sharding.apply.derived_facts import build_whole_model, scale_profile
@@ -82,7 +82,11 @@ def microbatch_state(state: State, count: int, replicas: int = 1) -> State:
     replicated = assign_replicas(written, model.states, profile, seconds, of_part, speeds, space.facts, axes)
     sharded = replicated.sharded
     scaled = scale_profile(profile, sharded, choice, work, state.target, [0] * count)
-    provided = _describe(replicated, count, replicas), _keep_whole(state, fixed, space, sharded)
+    provided = (
+        _describe(replicated, count, replicas),
+        Shards(device=np.full(len(sharded.origins), -1, dtype=np.int32)),
+        _keep_original(state, fixed, space, sharded),
+    )
     notes = [
         _report(space, choice, of_part),
         *_report_whole(whole_seconds, seconds),
@@ -222,16 +226,11 @@ def _describe(replicated: ReplicatedModel, count: int, replicas: int) -> MicroBa
     return MicroBatches(count=count, part=part, source=source, replica=replicated.replica, replicas=replicas)
 
 
-def _keep_whole(state: State, fixed: Model, space: StrategySpace, sharded: ShardedModel) -> Shards:
+def _keep_original(state: State, fixed: Model, space: StrategySpace, sharded: ShardedModel) -> Original:
     """Return the undivided model as the reference of the bundle."""
     model = replace(fixed, states=MappingProxyType({}))
     joined = build_whole_model(model, sharded, space.division, from_parts=True)
-    return Shards(
-        device=np.full(len(sharded.origins), -1, dtype=np.int32),
-        whole_profile=state[Profile],
-        whole=fixed,
-        whole_of_parts=replace(joined, states=fixed.states),
-    )
+    return Original(model=fixed, profile=state[Profile], joined_model=replace(joined, states=fixed.states))
 
 
 def _report(space: StrategySpace, choice: LayoutChoice, of_part: Ints) -> Diagnostic:

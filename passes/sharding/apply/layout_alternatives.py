@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
-from onnxplace.facts import LayoutAlternative, ShardedKind
+from onnxplace.bundle import LayoutAlternativeRecord, ShardedKindRecord
 from onnxplace.passes.sharding.apply.apply_sharding import GroupChoice, describe_strategy
 from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
 from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
@@ -34,7 +33,7 @@ class LayoutExplainer:
         self._kept = group.choice.strategies
         self._exchanges = self._count_exchanges(group.choice)
 
-    def list_alternatives(self, node: str, value: str = "") -> tuple[LayoutAlternative, ...]:
+    def list_alternatives(self, node: str, value: str = "") -> tuple[LayoutAlternativeRecord, ...]:
         """Return the layouts of a node, or of a value that it makes or reads: first the kept one, then by seconds."""
         index, numbers = self._index[node], dict[str, list[int]]()
         for number, strategy in enumerate(self._group.space.strategies[index]):
@@ -43,7 +42,7 @@ class LayoutExplainer:
         seconds = self._group.choice.seconds
         others = [self._compare(index, layout, own) for layout, own in numbers.items() if layout != kept]
         others.sort(key=lambda item: (item.seconds is None, item.seconds))
-        return LayoutAlternative(kept, is_kept=True, seconds=seconds), *others
+        return LayoutAlternativeRecord(layout=kept, is_kept=True, seconds=seconds), *others
 
     def _name_layout(self, index: int, strategy: NodeStrategy, value: str) -> str:
         if not value:
@@ -52,11 +51,11 @@ class LayoutExplainer:
         layouts = dict(zip(names, (*strategy.inputs, *strategy.outputs)))
         return str(layouts.get(value) or REPLICATED)
 
-    def _compare(self, index: int, layout: str, numbers: Sequence[int]) -> LayoutAlternative:
+    def _compare(self, index: int, layout: str, numbers: Sequence[int]) -> LayoutAlternativeRecord:
         """Return what the choice is where a node has only the strategies at some positions."""
         choice = self._group.solve(self._group.problem.restrict(index, numbers))
         if choice is None or math.isinf(choice.seconds):
-            return LayoutAlternative(layout, is_kept=False, seconds=None)
+            return LayoutAlternativeRecord(layout=layout, is_kept=False, seconds=None)
         exchanges = self._count_exchanges(choice)
         exchanges.subtract(self._exchanges)
         changes = {
@@ -70,7 +69,7 @@ class LayoutExplainer:
             for other in changes
             if any(not set(nodes[a].output).isdisjoint(reads[b]) for a, b in ((index, other), (other, index)))
         ]
-        return LayoutAlternative(
+        return LayoutAlternativeRecord(
             layout=layout,
             is_kept=False,
             seconds=choice.seconds,
@@ -83,7 +82,7 @@ class LayoutExplainer:
         return Counter(write_sharded_model(self._group.space, choice, self._group.costs).exchanges)
 
 
-def compare_kinds(group: GroupChoice, kinds: Sequence[ShardedKind]) -> tuple[ShardedKind, ...]:
+def compare_kinds(group: GroupChoice, kinds: Sequence[ShardedKindRecord]) -> tuple[ShardedKindRecord, ...]:
     """Return the kinds of nodes of a choice with the layouts of a node of each, as far as time allows.
 
     Only choices without a limit of memory that elimination proves are quickly made again.
@@ -97,5 +96,5 @@ def compare_kinds(group: GroupChoice, kinds: Sequence[ShardedKind]) -> tuple[Sha
     for kind in kinds:
         budget -= len(strategies[kind.node])
         alternatives = explainer.list_alternatives(kind.node) if budget >= 0 else ()
-        compared.append(replace(kind, alternatives=alternatives))
+        compared.append(kind.model_copy(update={"alternatives": alternatives}))
     return tuple(compared)
