@@ -1,8 +1,8 @@
 """What plugins add: a table of what is built in, and entry points.
 
-Passes, runtimes, commands and formats are chosen by name. Others are asked in turn, and the first one that answers counts:
-sources, which read other models than ONNX; recognisers, which know what the states of a model are for; and objectives,
-which have strategies of their own for some models.
+Passes, runtimes, commands and formats are chosen by name. Others are asked in turn, and the first one that answers
+counts: sources, which read other models than ONNX; recognisers, which know what the states of a model are for; and
+objectives, which have strategies of their own for some models.
 
 Listing imports nothing. A broken plugin fails only on use; the error names its distribution. A plugin cannot take the
 name of a built-in one. Parts of this distribution, in `plugins/`, are found by entry points too, and count as built in.
@@ -56,6 +56,7 @@ _PASSES = {
     "exact": ("Exact", "placer: the best step of a small graph, with a proven gap"),
     "split": ("Split", "cut the placed model into segments and programs"),
     "replicate": ("Replicate", "copy segments to further devices, as routes of requests"),
+    "predict": ("Predict", "predict the times and memory that a manifest states, as emit does"),
     "emit": ("Emit", "write the bundle"),
 }
 # The same for `runtimes/`.

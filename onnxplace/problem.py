@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +14,6 @@ from onnxplace.facts import (
     Placement,
     Profile,
     Schedule,
-    Segment,
     Segments,
     is_refused,
 )
@@ -118,24 +116,15 @@ def predict_request_seconds(state: State) -> float:
     return request_overhead_seconds(len({segment.device for segment in state[Segments].segments}))
 
 
-def index_segments(segments: Sequence[Segment], count: int) -> Ints:
-    """Return the index of the segment of each of `count` nodes."""
-    segment_of = np.zeros(count, dtype=np.int32)
-    for index, segment in enumerate(segments):
-        segment_of[segment.nodes] = index
-    return segment_of
-
-
 def predict_waiting_seconds(state: State) -> float:
     """Return the part of the predicted step of a split model that is due to waits for weights."""
-    segments, simulation = state[Segments].segments, state[Segments].simulation
-    graph = state[Profile].graph
-    device = np.array([segment.device for segment in segments], dtype=np.int32)
+    segments, simulation = state[Segments], state[Segments].simulation
+    device = np.array([segment.device for segment in segments.segments], dtype=np.int32)
     seconds = np.broadcast_to(
         simulation.finish_seconds - simulation.start_seconds, (len(state.target.devices), len(device))
     )
     order = np.arange(len(device), dtype=np.int32)
-    held = simulate(graph.contract(index_segments(segments, len(graph))), seconds, state.target, device, order)
+    held = simulate(segments.graph, seconds, state.target, device, order)
     return max(simulation.makespan_seconds - held.makespan_seconds, 0.0)
 
 
@@ -152,8 +141,7 @@ def list_transfer_bytes(state: State) -> list[int]:
     """Return the bytes of each transfer in a step of a split model."""
     graph = state[Profile].graph
     size = dict(zip(graph.value_names, graph.value_bytes.tolist()))
-    instructions = (instruction for program in state[Segments].programs for instruction in program)
-    return [size[instruction.value] for instruction in instructions if instruction.op == "send"]
+    return [size[step.value] for program in state[Segments].programs for step in program if step.op == "send"]
 
 
 def single_device_seconds(profile: Profile, target: Target) -> Floats:

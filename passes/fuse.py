@@ -35,7 +35,7 @@ class Fuse(Pass):
 
     def run(self, state: State) -> State:
         graph = state[Profile].graph
-        if Recomputation in state and state[Recomputation].whole is not None:
+        if Recomputation in state and state[Recomputation].is_changed:
             return state.with_facts(Clusters(np.arange(len(graph), dtype=np.int32)))
         return state.with_facts(Clusters(contract_groups(graph, state[Groups].group, self.merge == "runs")))
 

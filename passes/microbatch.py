@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 
-from onnxplace.facts import MicroBatches, Profile, Shards
+from onnxplace.facts import MicroBatches, Original, Profile, Shards
 from onnxplace.model import Model
 from onnxplace.passes.sharding import microbatch_state
 from onnxplace.state import Pass, State
@@ -36,7 +36,7 @@ class Microbatch(Pass):
 
     name: ClassVar[str] = "microbatch"
     requires: ClassVar[tuple[type, ...]] = (Model, Profile)
-    provides: ClassVar[tuple[type, ...]] = (Model, Profile, Shards, MicroBatches)
+    provides: ClassVar[tuple[type, ...]] = (Model, Profile, Shards, MicroBatches, Original)
 
     count: Annotated[int, Ge(2)] = 4
     """Number of parts of the batch."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from onnxplace.errors import UsageError
-from onnxplace.facts import Profile, Recomputation
+from onnxplace.facts import Original, Profile, Recomputation
 from onnxplace.model import Model
 from onnxplace.passes.recomputation import recompute_state
 from onnxplace.state import Pass, State
@@ -35,7 +35,7 @@ class Recompute(Pass):
 
     name: ClassVar[str] = "recompute"
     requires: ClassVar[tuple[type, ...]] = (Model, Profile)
-    provides: ClassVar[tuple[type, ...]] = (Model, Profile, Recomputation)
+    provides: ClassVar[tuple[type, ...]] = (Model, Profile, Recomputation, Original)
 
     limit: str = FIT
     """The memory that one device would have: bytes, such as 4GiB; `fit` for that of all devices of the target."""

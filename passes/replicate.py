@@ -10,7 +10,7 @@ import numpy as np
 from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.facts import Placement, Profile, Routes, Segments
 from onnxplace.graph import Ints
-from onnxplace.passes.segments import measure_route_memory, predict_routes
+from onnxplace.passes.segments import predict_devices, predict_routes
 from onnxplace.problem import describe_shortage, require_taken
 from onnxplace.state import Pass, State
 
@@ -48,13 +48,12 @@ class Replicate(Pass):
             device_map[used] = stand_ins
             require_taken(state, device_map[state[Placement].device], self.name)
             device_maps.append(device_map)
-        own = np.full(len(state.target.devices), -1, dtype=np.int32)
-        own[used] = used
-        memory = measure_route_memory(state, [own, *device_maps])
-        if shortage := describe_shortage(state.target, memory.peak_bytes):
+        after = state.with_facts(predict_routes(state, device_maps))
+        peak_bytes = np.array([device.peak_bytes for device in predict_devices(after)])
+        if shortage := describe_shortage(state.target, peak_bytes):
             hint = "name devices with more memory, raise --max-memory, or use fewer copies"
             raise InfeasibleError("P001", f"its copies do not fit: {shortage}", where=self.name, hint=hint)
-        return state.with_facts(predict_routes(state, device_maps))
+        return after
 
     def _parse_route(self, state: State, text: str, used: list[int]) -> list[int]:
         """Return the devices that take the place of the used ones."""

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from onnxplace.facts import Profile, Shards
+from onnxplace.facts import Original, Profile, Shards
 from onnxplace.model import Model
 from onnxplace.passes.sharding import ShardingOptions, shard_state
 from onnxplace.state import Pass, State
@@ -34,7 +34,7 @@ class Shard(Pass):
 
     name: ClassVar[str] = "shard"
     requires: ClassVar[tuple[type, ...]] = (Model, Profile)
-    provides: ClassVar[tuple[type, ...]] = (Model, Profile, Shards)
+    provides: ClassVar[tuple[type, ...]] = (Model, Profile, Shards, Original)
 
     ways: Annotated[int, Ge(0)] = 0
     """The most devices that share an operator; 0 for all devices."""

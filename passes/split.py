@@ -40,9 +40,9 @@ class Split(Pass):
         profile = state[Profile]
         nodes = cut_blocks(state, merge_segments(state.without(Streaming), cut_into_segments(state)))
         plan = cut_within_limits(state, nodes)
-        segments = describe_segments(profile.graph, plan)
-        programs = write_programs(segments, profile.graph, len(state.target.devices))
-        after = state.with_facts(Segments(segments, programs, plan.simulation))
+        segments = describe_segments(profile.graph, plan, state.target)
+        programs = write_programs(segments, profile.graph, state.target)
+        after = state.with_facts(Segments(segments, programs, plan.graph, plan.seconds, plan.simulation))
         if len(segments) > len(nodes):
             after = after.with_notes(_report_further_cuts(len(nodes), len(segments)))
         return after.with_notes(*report_crossing_states(after))

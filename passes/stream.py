@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from onnxplace.errors import InfeasibleError
-from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source, Streaming
+from onnxplace.facts import Clusters, Groups, Original, Placement, Profile, Schedule, Source, Streaming
 from onnxplace.graph import Floats
 from onnxplace.machine import find_host_rate, find_measurement_obstacle, measure_read_rate
 from onnxplace.model import Model, find_external_range, infer_static_shapes
@@ -17,7 +17,7 @@ from onnxplace.passes.streaming import (
     MEMORY_MARGIN,
     StreamableWeights,
     apply_choice,
-    choose_homes,
+    choose_sources,
     describe_choice,
     predict_step,
 )
@@ -43,7 +43,7 @@ class Stream(Pass):
 
     name: ClassVar[str] = "stream"
     requires: ClassVar[tuple[type, ...]] = (Model, Profile)
-    provides: ClassVar[tuple[type, ...]] = (Profile, Placement, Schedule, Streaming)
+    provides: ClassVar[tuple[type, ...]] = (Profile, Placement, Schedule, Streaming, Original)
     preserves: ClassVar[tuple[type, ...]] = (Groups, Clusters)
 
     pool: str = ""
@@ -60,7 +60,7 @@ class Stream(Pass):
         problem = placement_problem(state)
         if not len(problem.graph):
             nothing = commit_placement(state, problem, np.zeros(0, np.int32), np.zeros(0), self.name)
-            return nothing.with_facts(Streaming({}, {}, {}, state[Profile]))
+            return nothing.with_facts(Streaming({}, {}, {}), Original.of(state))
         weights = StreamableWeights(state[Model], state[Profile], problem, {}, 0)
         if not weights.may_stream.any() and problem.graph.total_weight_bytes > problem.limit_bytes.max():
             raise out_of_memory_error(problem, self.name)
@@ -86,7 +86,7 @@ class Stream(Pass):
 
     def _choose(self, state: State, weights: StreamableWeights, rates: Floats, host_bytes: float) -> State | None:
         """Return the state with the best choice for a size of the pool; None if nothing fits."""
-        choice = choose_homes(weights.pose(rates, host_bytes, always=self.always))
+        choice = choose_sources(weights.build_problem(rates, host_bytes, always=self.always))
         if choice is None:
             return None
         choice = choice if self.always else weights.hold_small_streams(choice)
@@ -105,7 +105,7 @@ class Stream(Pass):
         return measure_streamed(model, profile, devices, nodes, shapes=shapes, types={}, cache=self.cache)
 
     def _find_rates(self, state: State, weights: StreamableWeights) -> Floats:
-        """Return the rates at which weights come, [home, device] in bytes per second."""
+        """Return the rates at which weights come, [source, device] in bytes per second."""
         devices, graph = state.target.devices, state[Profile].graph
         host = np.array([find_host_rate(state.target, device) for device in devices])
         keeps = np.array([not device.is_host or bool(self.host) for device in devices])

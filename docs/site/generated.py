@@ -15,6 +15,7 @@ import click
 from onnxplace.bundle.manifest import Manifest, Record, TrainingRecord
 from onnxplace.cli.app import cli
 from onnxplace.cli.help import format_pass_help
+from onnxplace.errors import Diagnostic
 from onnxplace.pipeline import find_plugin
 from onnxplace.target import Device, Link, Shared
 from onnxplace.training_step import CarriedTensor, InferencePart, Labels, Parameter
@@ -96,10 +97,11 @@ def build_manifest_schema() -> dict[str, Any]:
     """Return the JSON Schema of manifest.json, with a description of each field: docs/manifest.schema.json."""
     schema = Manifest.model_json_schema()
     parts = {Manifest.__name__: schema, **schema["$defs"]}
-    for dataclass_type in (Device, Link, Shared):  # pydantic before 2.13 leaves out docstrings of dataclasses
+    dataclasses = (Diagnostic, Device, Link, Shared)
+    for dataclass_type in dataclasses:  # pydantic before 2.13 leaves out their docstrings
         parts[dataclass_type.__name__]["description"] = inspect.getdoc(dataclass_type)
     training = (CarriedTensor, Parameter, InferencePart, Labels, TrainingRecord)
-    for record_type in (Device, Link, Shared, *training, *list_records(Record)):
+    for record_type in (*dataclasses, *training, *list_records(Record)):
         # pydantic could do this as well, but as soon as the classes are defined, which takes 30 ms of each start.
         for name, description in read_field_docs(record_type).items():
             if name in parts.get(record_type.__name__, {}).get("properties", {}):

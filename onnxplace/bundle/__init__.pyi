@@ -42,7 +42,6 @@ from onnxplace.bundle.manifest import (
     BatchingRecord as BatchingRecord,
     CompiledRecord as CompiledRecord,
     DeviceRecord as DeviceRecord,
-    DiagnosticRecord as DiagnosticRecord,
     FileRecord as FileRecord,
     InitialRecord as InitialRecord,
     InputRecord as InputRecord,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from onnxplace.errors import Figure
+from onnxplace.errors import Diagnostic
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
@@ -364,17 +364,6 @@ class TargetRecord(Record):
         return Target(self.devices, self.links, self.link_model, self.shared)
 
 
-class DiagnosticRecord(Record):
-    """A note or warning of the compiler."""
-
-    code: str
-    message: str
-    where: str = ""
-    hint: str = ""
-    figures: tuple[Figure, ...] = ()
-    """Names and seconds that the message compares, that of what was kept first."""
-
-
 class Manifest(Record):
     """Everything a runtime needs to know about a bundle, and the bundle's origin."""
 
@@ -402,7 +391,7 @@ class Manifest(Record):
     devices: tuple[DeviceRecord, ...]
     transfers: Bytes
     transfer_bytes: Bytes
-    diagnostics: tuple[DiagnosticRecord, ...]
+    diagnostics: tuple[Diagnostic, ...]
     files: dict[str, FileRecord]
     optimised_for: str = ""
     """ONNX Runtime and processor of the optimised models, which are used for no others."""

@@ -99,60 +99,47 @@ class _DryRun:
             if step.op == "receive" and (step.value, device) not in self.sent:
                 self.waiting[device] = step
                 break
-            self._execute(device, step)
+            if fault := self._execute(device, step):
+                raise ValueError(fault)
             waits_at = self.waiting.get(step.peer) if step.op == "send" else None
             if waits_at is not None and waits_at.value == step.value:
                 released.append(step.peer)
             step = next(programs[device], None)
         return released
 
-    def _execute(self, device: str, step: Step) -> None:
-        """Simulate a step; raises ValueError if it is impossible."""
-        values = self.values[device]
+    def _execute(self, device: str, step: Step) -> str:
+        """Simulate a step; return why it is impossible, or an empty text."""
+        values, name, peer = self.values[device], step.value, step.peer
         if step.op == "run":
-            self._run(device, step)
+            segment = self.segments.get(step.segment)
+            if segment is None or segment.device != device or segment.id in self.ran:
+                reasons = "which does not exist, belongs to another device, or has run already"
+                return f"{device} is to run segment {step.segment!r}, {reasons}"
+            for name in segment.inputs:
+                if name not in values:
+                    return f"segment {segment.id} on {device} needs {name!r}, which {device} does not have"
+            self.ran.add(segment.id)
+            values.update(segment.outputs)
         elif step.op == "receive":
-            self._receive(device, step)
-        elif step.value not in values:
-            raise ValueError(f"{device} is to {step.op} {step.value!r}, which it does not have")
-        elif step.op == "send":
-            self._send(device, step)
+            if peer != (source := self.sent[name, device]):
+                return f"{device} is to receive {name!r} from {peer!r}, but {source} sends it"
+            if (name, device) in self.received or name in values:
+                return f"{device} is to receive {name!r}, which it has already received or computed"
+            self.received.add((name, device))
+            values.add(name)
+        elif name not in values:
+            return f"{device} is to {step.op} {name!r}, which it does not have"
+        elif step.op == "free":
+            values.discard(name)
+        elif peer not in self.devices or peer == device:
+            return f"{device} is to send {name!r} to {peer!r}, expected another device"
+        elif name in self.inputs:
+            return f"{device} is to send {name!r}, an input of the model, which is fed to each device instead"
+        elif (name, peer) in self.sent:
+            return f"{name!r} is sent to {peer} twice, by {self.sent[name, peer]} and {device}"
         else:
-            values.discard(step.value)
-
-    def _run(self, device: str, step: Step) -> None:
-        segment = self.segments.get(step.segment)
-        if segment is None or segment.device != device or step.segment in self.ran:
-            raise ValueError(
-                f"{device} is to run segment {step.segment!r}, which does not exist, belongs to another device, or has "
-                "run already"
-            )
-        for name in segment.inputs:
-            if name not in self.values[device]:
-                raise ValueError(f"segment {segment.id} on {device} needs {name!r}, which {device} does not have")
-        self.ran.add(segment.id)
-        self.values[device].update(segment.outputs)
-
-    def _send(self, device: str, step: Step) -> None:
-        if step.peer not in self.devices or step.peer == device:
-            raise ValueError(f"{device} is to send {step.value!r} to {step.peer!r}, expected another device")
-        if step.value in self.inputs:
-            raise ValueError(
-                f"{device} is to send {step.value!r}, an input of the model, which is fed to each device instead"
-            )
-        if (step.value, step.peer) in self.sent:
-            senders = f"{self.sent[step.value, step.peer]} and {device}"
-            raise ValueError(f"{step.value!r} is sent to {step.peer} twice, by {senders}")
-        self.sent[step.value, step.peer] = device
-
-    def _receive(self, device: str, step: Step) -> None:
-        source = self.sent[step.value, device]
-        if step.peer != source:
-            raise ValueError(f"{device} is to receive {step.value!r} from {step.peer!r}, but {source} sends it")
-        if (step.value, device) in self.received or step.value in self.values[device]:
-            raise ValueError(f"{device} is to receive {step.value!r}, which it has already received or computed")
-        self.received.add((step.value, device))
-        self.values[device].add(step.value)
+            self.sent[name, peer] = device
+        return ""
 
     def _check_names(self) -> None:
         """Raise ValueError unless devices exist and each segment, input and value is defined once."""

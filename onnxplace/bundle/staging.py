@@ -267,7 +267,7 @@ def _require_only_own_files(folder: Path, path: Path, kind: OutputKind) -> None:
     entries = {item.relative_to(folder).as_posix() for item in folder.rglob("*")}
     if not entries:
         return
-    own_files = _read_bundle_files(folder) if kind == "bundle" else _read_export_files(folder)
+    own_files = _read_own_files(folder, kind)
     if own_files is None:
         raise _irreplaceable_error(path, f"it is not {_TITLES[kind]}", "choose another -o")
     own_files |= {parent.as_posix() for name in own_files for parent in Path(name).parents}
@@ -279,29 +279,17 @@ def _require_only_own_files(folder: Path, path: Path, kind: OutputKind) -> None:
         raise _irreplaceable_error(path, message, hint)
 
 
-def _read_bundle_files(folder: Path) -> set[str] | None:
-    """Return the names of a bundle's files, manifest included; None if it is not a bundle."""
-    data = _read_object(folder / MANIFEST_FILE)
-    if data.get("format") != BUNDLE_FORMAT or not isinstance(data.get("files"), dict):
-        return None
-    return {MANIFEST_FILE, *data["files"]}
-
-
-def _read_export_files(folder: Path) -> set[str] | None:
-    """Return the names of an export's files and folders, its record included; None if it is not an export."""
-    data = _read_object(folder / EXPORT_FILE)
-    if data.get("format") != EXPORT_FORMAT or not isinstance(data.get("files"), list):
-        return None
-    return {EXPORT_FILE, *map(str, data["files"])}
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if it holds none."""
+def _read_own_files(folder: Path, kind: OutputKind) -> set[str] | None:
+    """Return the names of the files of a bundle or export, its own record included; None if the folder is not one."""
+    # A manifest has a record of each file by name, the record of an export has their names alone.
+    is_bundle = kind == "bundle"
+    record, mark, files = (MANIFEST_FILE, BUNDLE_FORMAT, dict) if is_bundle else (EXPORT_FILE, EXPORT_FORMAT, list)
     try:
-        data: Any = read_json(file, "N002", "a manifest")
+        data: Any = read_json(folder / record, "N002", "a manifest")
     except InputError:
-        return {}
-    return data if isinstance(data, dict) else {}
+        return None
+    is_own = isinstance(data, dict) and data.get("format") == mark and isinstance(data.get("files"), files)
+    return {record, *map(str, data["files"])} if is_own else None
 
 
 def _irreplaceable_error(path: Path, reason: str, hint: str) -> UsageError:

@@ -60,8 +60,13 @@ def print_result(json_: bool, data: Mapping[str, Any], text: str) -> None:
 
 def format_json(data: Mapping[str, Any]) -> str:
     """Return a result as JSON, which has no numbers that are not finite: null is in their place."""
-    finite = json.loads(json.dumps(data, default=str), parse_constant=lambda _: None)
+    finite = json.loads(json.dumps(data, default=_encode), parse_constant=lambda _: None)
     return json.dumps(finite, indent=1, allow_nan=False)
+
+
+def _encode(value: object) -> object:
+    """Return what stands for a value that JSON does not have: the fields of a manifest's record, or else its text."""
+    return value.model_dump() if hasattr(value, "model_dump") else str(value)
 
 
 # ------------------------------------------------------------------------------------------------------------ verbosity

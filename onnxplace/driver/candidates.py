@@ -19,7 +19,19 @@ import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import Diagnostic, InfeasibleError
-from onnxplace.facts import Emitted, Layouts, Placement, Profile, Routes, Segments, Shards, Streaming, is_refused
+from onnxplace.facts import (
+    Emitted,
+    Layouts,
+    Original,
+    Placement,
+    Profile,
+    Routes,
+    Segments,
+    Shards,
+    Streaming,
+    is_refused,
+)
+from onnxplace.model import Model
 from onnxplace.pipeline import Observer, Pipeline, Timing, find_plugin
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.state import Pass, State
@@ -119,7 +131,7 @@ class Candidate:
     @property
     def is_rewritten(self) -> bool:
         """Return whether operators or batches are split."""
-        return Shards in self.state and self.state[Shards].whole is not None
+        return Shards in self.state and self.state[Original].model is not self.state[Model]
 
     @property
     def unsharded(self) -> State:

@@ -239,7 +239,7 @@ def _recompute_more_and_more(profiled: Profiled, observer: Observer | None) -> I
         smaller = profiled.insert(create_pass("recompute", limit=str(limit)), observer)
         result = smaller.state[Recomputation]
         peak = result.peak_after_bytes
-        if result.whole is not None and peak not in peaks and not (has_one_device and peak > total):
+        if result.is_changed and peak not in peaks and not (has_one_device and peak > total):
             peaks.add(peak)
             yield smaller
 

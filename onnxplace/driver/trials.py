@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, DiagnosticRecord, Staging
+from onnxplace.bundle import Bundle, Staging
 from onnxplace.driver.candidates import Candidate, Strategy, create_pass, predict
 from onnxplace.driver.choose import Comparison, format_rate, report_plain_session
 from onnxplace.driver.settings import CompileSettings
@@ -104,8 +104,7 @@ def finish_bundle(
     # Emitting twice repeats notes.
     notes = tuple(_name_result(note, staging) for note in dict.fromkeys(kept.state.diagnostics))
     kept = replace(kept, state=replace(kept.state, diagnostics=notes))
-    records = tuple(DiagnosticRecord(**asdict(note)) for note in notes)
-    bundle = replace_manifest(bundle, manifest.model_copy(update={"diagnostics": records}))
+    bundle = replace_manifest(bundle, manifest.model_copy(update={"diagnostics": notes}))
     return Compiled(bundle, str(kept.pipeline), timings, notes)
 
 

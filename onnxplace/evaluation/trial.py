@@ -20,7 +20,6 @@ import numpy as np
 from onnxplace.bundle import (
     MANIFEST_FILE,
     Bundle,
-    DiagnosticRecord,
     Manifest,
     RouteRecord,
     SplitStates,
@@ -513,5 +512,5 @@ def record_trial(bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime) -
         item for item in manifest.diagnostics if item.code not in NO_TRIAL_CODES and not item.message.startswith(DOUBT)
     ]
     if doubt := find_trial_doubt(trial, manifest.model):
-        notes.append(DiagnosticRecord(**asdict(doubt)))
+        notes.append(doubt)
     return replace_manifest(bundle, manifest.model_copy(update={"diagnostics": tuple(notes)}))

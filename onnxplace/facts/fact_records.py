@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxplace.bundle import DeviceRecord, Predicted, ShardedKindRecord, SplitStateRecord, Step, StreamRecord
 from onnxplace.errors import format_count
-from onnxplace.graph import Floats, Ints, OpGraph, is_acyclic
+from onnxplace.graph import Floats, Ints, Longs, OpGraph, is_acyclic
 from onnxplace.model import Model
 from onnxplace.simulation import Simulation
 from onnxplace.training_roles import TrainingRoles
@@ -289,18 +290,8 @@ class Schedule:
         require_memory(state, self.simulation)
 
 
-Home = Literal["host", "disk"]
+WeightSource = Literal["host", "disk"]
 """Where the bytes of a weight that streams are between its runs: in the host's memory, or in a file of the bundle."""
-
-
-@dataclass(frozen=True)
-class DeviceStream:
-    """How weights stream to a device."""
-
-    pool_bytes: int
-    """Memory on the device for weights that have arrived or are on their way."""
-    bytes_per_second: Mapping[Home, float]
-    """The rate at which weights come from each home."""
 
 
 @dataclass(frozen=True)
@@ -312,20 +303,18 @@ class Streaming:
 
     derived_from: ClassVar[tuple[type, ...]] = (Placement,)
 
-    homes: Mapping[str, Home]
+    sources: Mapping[str, WeightSource]
     """Weight -> where its bytes are."""
     weight_bytes: Mapping[str, int]
     """Weight -> its bytes."""
-    streams: Mapping[int, DeviceStream]
+    streams: Mapping[int, StreamRecord]
     """Index of each device that reads such weights -> how they come."""
-    whole_profile: Profile
-    """The costs with all weights held by their devices, which is what other compilations can use."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every device that reads such a weight has a stream."""
-        require(self.homes.keys() == self.weight_bytes.keys(), "expected a home and a size per weight")
+        require(self.sources.keys() == self.weight_bytes.keys(), "expected a source and a size per weight")
         graph, device = state[Profile].graph, state[Placement].device
-        weights = np.array([name in self.homes for name in graph.weight_names], dtype=bool)
+        weights = np.array([name in self.sources for name in graph.weight_names], dtype=bool)
         readers = set(device[graph.weights.rows[weights[graph.weights.items]]].tolist())
         require(readers <= self.streams.keys(), "a device reads weights that do not come to it")
 
@@ -337,6 +326,8 @@ class Streaming:
 class Segment:
     """A convex subgraph of the model, which one device runs in one call."""
 
+    id: str
+    """Its name, by device and position there: `cpu0-000`."""
     device: int
     nodes: Ints
     """Node ids, in the model's order."""
@@ -347,22 +338,6 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Instruction:
-    """One step of a device's program.
-
-    `run` a segment; `send` a value to a peer device; `receive` a value from a peer; `free` a value.
-    """
-
-    op: Literal["run", "send", "receive", "free"]
-    segment: int = -1
-    """Index of the segment to run."""
-    value: str = ""
-    """Name of the value to send, receive or free."""
-    peer: int = -1
-    """Index of the other device of a transfer."""
-
-
-@dataclass(frozen=True)
 class Segments:
     """The model as segments, and each device's program."""
 
@@ -370,10 +345,14 @@ class Segments:
 
     segments: tuple[Segment, ...]
     """In topological order."""
-    programs: tuple[tuple[Instruction, ...], ...]
+    programs: tuple[tuple[Step, ...], ...]
     """Program of each device of the target."""
+    graph: OpGraph
+    """Its nodes are segments."""
+    seconds: Floats
+    """[device, segment], with the overhead of calls and without contention."""
     simulation: Simulation
-    """The predicted step with the overhead of segments; its nodes are segments."""
+    """The predicted step of `graph`, with contention."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless segments partition the nodes, receives have sends, and devices keep their limits."""
@@ -382,7 +361,7 @@ class Segments:
         placement = state[Placement].device
         for segment in self.segments:
             require(bool((placement[segment.nodes] == segment.device).all()), "a segment runs nodes of two devices")
-        steps = [(device, step) for device, program in enumerate(self.programs) for step in program]
+        steps = [(device.id, step) for device, program in zip(state.target.devices, self.programs) for step in program]
         sends = {(step.value, device, step.peer) for device, step in steps if step.op == "send"}
         receives = {(step.value, step.peer, device) for device, step in steps if step.op == "receive"}
         require(sends == receives, f"unmatched transfers: {sorted(sends ^ receives)[:3]}")
@@ -424,6 +403,33 @@ class Routes:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What the manifest says of times and memory, before anything ran."""
+
+    derived_from: ClassVar[tuple[type, ...]] = (Segments, Routes)
+
+    request: Predicted
+    """One request at a time, and the interval with many of them."""
+    devices: tuple[DeviceRecord, ...]
+    """Of each device of the target."""
+    segment_seconds: Floats
+    """Per segment, with the overhead of its call."""
+    weights_bytes: Longs
+    """Per segment, each weight once."""
+    workspace_bytes: Longs
+    """Per segment."""
+    transfer_bytes: tuple[int, ...]
+    """Of each transfer in a step."""
+
+    def check(self, state: State) -> None:
+        """Raise ValueError unless it is about all segments and devices."""
+        segments, devices = len(state[Segments].segments), len(state.target.devices)
+        lengths = {len(item) for item in (self.segment_seconds, self.weights_bytes, self.workspace_bytes)}
+        require(lengths == {segments}, f"expected predictions for {segments} segments")
+        require(len(self.devices) == devices, f"expected predictions for {devices} devices, got {len(self.devices)}")
+
+
+@dataclass(frozen=True)
 class Emitted:
     """The bundle on disk."""
 
@@ -440,11 +446,34 @@ class Emitted:
 
 
 @dataclass(frozen=True)
+class Original:
+    """The model and its costs before passes rewrote it or let weights stream: the reference of the bundle."""
+
+    derived_from: ClassVar[tuple[type, ...]] = (Model,)
+
+    model: Model
+    """With the inputs and outputs of the model that is compiled."""
+    profile: Profile
+    """What other compilations can use."""
+    joined_model: Model | None = None
+    """The same, with the weights of a sharded model, which it puts together; None if no weights are in parts."""
+
+    @staticmethod
+    def of(state: State) -> Original:
+        """Return that of a state; a state without one is its own original."""
+        return state[Original] if Original in state else Original(state[Model], state[Profile])
+
+    def check(self, state: State) -> None:
+        """Raise ValueError unless its costs are those of the target's devices."""
+        self.profile.check(state)
+
+
+@dataclass(frozen=True)
 class LayoutAlternative:
     """A layout of a node or value, with all other nodes chosen again for it."""
 
     layout: str
-    """In words, as in `ShardedKind`."""
+    """In words, as in `ShardedKindRecord`."""
     is_kept: bool
     seconds: float | None
     """The step as the choice of layouts counts it; None if no choice with it fits."""
@@ -465,41 +494,6 @@ class Layouts(Protocol):
 
 
 @dataclass(frozen=True)
-class ShardedKind:
-    """Nodes of one operator that are split alike."""
-
-    op: str
-    layout: str
-    """How their results are split, in words: `axis 1`, `summed axis`, or `whole` for not at all."""
-    count: int
-    """Number of nodes of the original model."""
-    seconds: float
-    """What they take together on one device."""
-    node: str = ""
-    """The most expensive of them."""
-
-
-@dataclass(frozen=True)
-class SplitState:
-    """A carried state that lies in parts on several devices."""
-
-    input: str
-    """Name in the original model."""
-    output: str
-    """Output of the original model that becomes the state."""
-    axis: int
-    """Axis along which the parts follow one another; -1 if each part is a copy of the whole."""
-    inputs: tuple[str, ...]
-    """Inputs of the parts, in their order along the axis."""
-    outputs: tuple[str, ...]
-    """Outputs of the parts, in the same order."""
-    sizes: tuple[int, ...] = ()
-    """Size of each part along the axis."""
-    copies: int = 1
-    """Number of devices, next to each other, that have each part: heads of keys that are fewer than devices."""
-
-
-@dataclass(frozen=True)
 class Shards:
     """Which nodes are parts of operators, and the devices that hold them."""
 
@@ -511,7 +505,7 @@ class Shards:
     """Number of devices that share operators; 1 if none are split."""
     stages: int = 1
     """Number of pipeline stages, each on a group of `ways` devices."""
-    kinds: tuple[ShardedKind, ...] = ()
+    kinds: tuple[ShardedKindRecord, ...] = ()
     """What was split how, the most expensive first."""
     exchanges: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Kind of exchange (all-gather, all-to-all, reduce-scatter, all-reduce, halo) -> number."""
@@ -519,16 +513,10 @@ class Shards:
     """The step that the choice of layouts promises: one device that stands for all, and its channel."""
     lower_bound_seconds: float = 0.0
     """No choice of layouts that reads as few bytes of weights has a shorter step, unless its exchanges overlap more."""
-    split_states: tuple[SplitState, ...] = ()
+    split_states: tuple[SplitStateRecord, ...] = ()
     """Carried states, each of which lies in parts on the devices."""
     choice: Layouts | None = None
     """The choice of layouts, which can list its alternatives; None if nothing is split."""
-    whole_profile: Profile | None = None
-    """The costs of the unsharded model, which is what other compilations can use; None if nothing is split."""
-    whole: Model | None = None
-    """The unsharded model, with the inputs and outputs of the sharded one; None if nothing is split."""
-    whole_of_parts: Model | None = None
-    """The same, with the weights of the sharded model, which it puts together."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every node has a device of the target, or none."""
@@ -551,15 +539,16 @@ class Recomputation:
     """What one device held at most before, weights included."""
     peak_after_bytes: int
     """What it holds now."""
-    whole: Model | None
-    """The model before; None if it stayed as it was."""
-    whole_profile: Profile | None
-    """Its costs, which is what other compilations can use."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether the model is another one: its order, or nodes that run twice, always lower the memory."""
+        return self.peak_after_bytes < self.peak_before_bytes
 
     def check(self, state: State) -> None:
         """Raise ValueError unless recomputing lowered the memory."""
         require(self.peak_after_bytes <= self.peak_before_bytes, "recomputation needs more memory than none")
-        require(self.nodes == 0 or self.whole is not None, "expected the model without recomputation")
+        require(self.nodes == 0 or self.is_changed, "nodes run twice without need")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import numpy as np
 
 from onnxplace.bundle import (
     Bundle,
-    DiagnosticRecord,
     Manifest,
     build_weight_stream,
     describe_step,
@@ -60,7 +59,7 @@ _TITLES = {
 }
 
 
-def list_attempts(notes: Iterable[Diagnostic | DiagnosticRecord]) -> tuple[AttemptGroup, ...]:
+def list_attempts(notes: Iterable[Diagnostic]) -> tuple[AttemptGroup, ...]:
     """Return what was compared, the shortest first in each comparison."""
     return tuple(
         AttemptGroup(
@@ -76,7 +75,7 @@ def list_attempts(notes: Iterable[Diagnostic | DiagnosticRecord]) -> tuple[Attem
     )
 
 
-def list_notes(notes: Iterable[Diagnostic | DiagnosticRecord]) -> tuple[Note, ...]:
+def list_notes(notes: Iterable[Diagnostic]) -> tuple[Note, ...]:
     """Return the diagnostics as the page shows them."""
     return tuple(Note(note.code, note.message, note.where, note.hint) for note in notes)
 

@@ -17,7 +17,7 @@ import numpy as np
 from onnxplace.graph import Floats, Ints, OpGraph, sum_by
 from onnxplace.simulation.simulated_contention import busy_slowdowns
 from onnxplace.target import LinkModel, Target
-from onnxplace.utils import make_program, run_highs
+from onnxplace.utils import LinearProgram
 
 Count = Literal["max", "sum"]
 """Whether devices compute while they transfer (`max`), or do one after the other (`sum`)."""
@@ -202,16 +202,10 @@ def divide_requests(loads: Sequence[Loads]) -> Floats:
 
 def _maximise(objective: Floats, rows: Floats, lower: Floats, upper: Floats) -> Floats:
     """Return non-negative columns with the largest objective, where `lower <= rows @ columns <= upper`."""
-    used = [np.flatnonzero(row) for row in rows]
-    program = make_program(
-        cost=-objective,
-        column_bounds=(np.zeros(len(objective)), np.full(len(objective), np.inf)),
-        row_bounds=(lower, upper),
-        rows=(
-            np.concatenate([[0], np.cumsum([len(columns) for columns in used])]),
-            np.concatenate(used),
-            np.concatenate([row[columns] for row, columns in zip(rows, used)]),
-        ),
-    )
-    solution: Floats = np.array(run_highs(program).getSolution().col_value)
+    program = LinearProgram()
+    columns = program.add_columns(len(objective), cost=-objective)
+    for row, least, most in zip(rows, lower, upper):
+        used = np.flatnonzero(row)
+        program.add_rows(columns[used], row[used], lower=least, upper=most)
+    solution: Floats = np.array(program.solve().getSolution().col_value)
     return solution

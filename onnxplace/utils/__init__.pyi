@@ -42,7 +42,7 @@ from onnxplace.utils.jit import (
     on_compiling as on_compiling,
 )
 from onnxplace.utils.keywords import checks_arguments as checks_arguments, takes_fields_of as takes_fields_of
-from onnxplace.utils.linear_programs import make_program as make_program, run_highs as run_highs
+from onnxplace.utils.linear_programs import LinearProgram as LinearProgram, run_highs as run_highs
 from onnxplace.utils.names import claim_name as claim_name, match_names as match_names, match_stars as match_stars
 from onnxplace.utils.progress import (
     ProgressObserver as ProgressObserver,

@@ -10,7 +10,7 @@ symbolic dimensions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, numpy_helper
 
+from onnxplace.bundle import BatchingRecord
 from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import complete_dimensions, dimension_keys, symbols_of_dimension
 from onnxplace.model import Model, declaration_of, has_subgraphs
@@ -385,45 +386,33 @@ _MIN_OTHER_SIZES = 2
 _MAX_CANDIDATES = 4
 
 
-@dataclass(frozen=True)
-class BatchAxes:
-    """Whether requests can be joined, and along which axes."""
-
-    dimension: str = ""
-    """The symbolic dimension; empty if requests cannot be joined."""
-    inputs: Mapping[str, int] = field(default_factory=dict)
-    """Input -> axis with the dimension."""
-    outputs: Mapping[str, int] = field(default_factory=dict)
-    """Output -> axis with the dimension; other outputs do not depend on it."""
-    reason: str = ""
-    """Why requests cannot be joined."""
-    node: str = ""
-    """The node that prevents it."""
-
-
-def find_batch_axes(model: Model) -> BatchAxes:
+def find_batch_axes(model: Model) -> BatchingRecord:
     """Return the first symbolic dimension of the inputs along which requests can be joined, or the reason against it.
 
     Takes time linear in the number of nodes, for up to 4 dimensions. Raises nothing.
     """
     if model.states:
-        return BatchAxes(reason="the model carries states from call to call")
+        return BatchingRecord(reason="the model carries states from call to call")
     declared = [declaration_of(value, model) for value in model.inputs]
     if unranked := [item.name for item in declared if item.shape is None and item.dtype.startswith("tensor(")]:
-        return BatchAxes(reason=f"the model does not declare the shape of input {unranked[0]!r}")
+        return BatchingRecord(reason=f"the model does not declare the shape of input {unranked[0]!r}")
     refusals = []
     for dimension in _list_candidates(model)[:_MAX_CANDIDATES]:
         try:
             return _prove(model, dimension)
         except Refusal as refusal:
-            refusals.append(BatchAxes(reason=f"along dimension {dimension!r}, {refusal.reason}", node=refusal.node))
+            refusals.append(
+                BatchingRecord(reason=f"along dimension {dimension!r}, {refusal.reason}", node=refusal.node)
+            )
         except OnnxplaceError as problem:
-            refusals.append(BatchAxes(reason=f"along dimension {dimension!r}, it has no shapes: {problem.message}"))
+            refusals.append(
+                BatchingRecord(reason=f"along dimension {dimension!r}, it has no shapes: {problem.message}")
+            )
         except Exception as problem:  # noqa: BLE001 - a model that cannot be analysed is still compiled
             text = f"along dimension {dimension!r}, it cannot be analysed: {type(problem).__name__}: {problem}"
-            refusals.append(BatchAxes(reason=text))
+            refusals.append(BatchingRecord(reason=text))
     if not refusals:
-        return BatchAxes(reason="no input has a symbolic dimension")
+        return BatchingRecord(reason="no input has a symbolic dimension")
     return next((refusal for refusal in refusals if refusal.node), refusals[0])
 
 
@@ -440,7 +429,7 @@ def _list_candidates(model: Model) -> list[str]:
     return [key for key in dict.fromkeys(ordered) if key and symbols_of_dimension(key) == [key]]
 
 
-def _prove(model: Model, dimension: str) -> BatchAxes:
+def _prove(model: Model, dimension: str) -> BatchingRecord:
     """Return the axes of a dimension; raises Refusal, or OnnxplaceError where there are no shapes."""
     axes = _find_input_axes(model, dimension)
     others = {
@@ -464,7 +453,7 @@ def _prove(model: Model, dimension: str) -> BatchAxes:
     if any(outputs != proven[0] for outputs in proven):
         raise Refusal("the axes of the outputs depend on the sizes of other dimensions")
     inputs = {name: cut.axis for name, cut in axes.items()}
-    return BatchAxes(dimension, inputs, proven[0])
+    return BatchingRecord(dimension=dimension, inputs=inputs, outputs=proven[0])
 
 
 def _find_input_axes(model: Model, dimension: str) -> dict[str, Cut]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -9,11 +10,11 @@ import numpy as np
 from onnx import NodeProto
 
 from onnxplace.errors import Diagnostic, format_count
-from onnxplace.facts import Profile, Recomputation, is_refused
+from onnxplace.facts import Original, Profile, Recomputation, is_refused
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import RANDOM_OPERATORS, Model, build_op_graph, has_subgraphs
 from onnxplace.passes.recomputation.clone_choice import CloneChoice, TurnProblem, choose_clones, held_bytes
-from onnxplace.passes.recomputation.cloned_model import ClonedModel, TensorKind, clone_profile, write_clones
+from onnxplace.passes.recomputation.cloned_model import clone_profile, find_ranks, write_clones
 from onnxplace.passes.recomputation.memory_order import order_for_memory
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
@@ -32,7 +33,7 @@ class _Work:
 
     model: Model
     profile: Profile
-    kinds: dict[str, TensorKind]
+    ranks: Mapping[str, int]
     clones: int = 0
     clone_seconds: float = 0.0
 
@@ -50,8 +51,7 @@ def recompute_state(state: State, limit_bytes: int) -> State:
     some models. Else nodes run a second time (see the pass `recompute`).
     """
     model, profile = state[Model], state[Profile]
-    kinds = {name: kind for name, value in model.types.items() if (kind := TensorKind.of(value)) is not None}
-    work = _Work(model, profile, kinds)
+    work = _Work(model, profile, find_ranks(model))
     before = work.peak_bytes
     seconds = device_seconds(profile, state.target)
     seconds = seconds.mean(axis=0, where=~is_refused(seconds))
@@ -60,12 +60,11 @@ def recompute_state(state: State, limit_bytes: int) -> State:
         shares = np.bincount(profile.unit, seconds)[profile.unit] / np.bincount(profile.unit)[profile.unit]
         work = _reduce_memory(work, shares, limit_bytes)
     if work.clones == 0 and work.peak_bytes >= before:
-        unchanged = Recomputation(0, 0.0, before, before, None, None)
-        return state.with_facts(model, profile, unchanged).with_notes(_report_no_change(before, limit_bytes))
-    fact = Recomputation(work.clones, work.clone_seconds, before, work.peak_bytes, model, profile)
-    return state.with_facts(work.model, work.profile, fact).with_notes(
-        *_report(fact, float(seconds.sum()), limit_bytes)
-    )
+        unchanged, notes = Recomputation(0, 0.0, before, before), [_report_no_change(before, limit_bytes)]
+        return state.with_facts(model, profile, unchanged, Original(model, profile)).with_notes(*notes)
+    fact = Recomputation(work.clones, work.clone_seconds, before, work.peak_bytes)
+    notes = _report(fact, float(seconds.sum()), limit_bytes)
+    return state.with_facts(work.model, work.profile, fact, Original(model, profile)).with_notes(*notes)
 
 
 def _reduce_memory(work: _Work, seconds: Floats, limit_bytes: int) -> _Work:
@@ -77,8 +76,16 @@ def _reduce_memory(work: _Work, seconds: Floats, limit_bytes: int) -> _Work:
         problem, choice = _choose(work, seconds, limit_bytes)
         if not choice.is_cloned.any():
             break
-        cloned = write_clones(work.model, problem, choice.is_cloned, work.kinds)
-        after = _reorder(_apply(work, cloned, choice))
+        cloned = write_clones(work.model, problem, choice.is_cloned, work.ranks)
+        after = _reorder(
+            _Work(
+                model=cloned.model,
+                profile=clone_profile(work.profile, cloned),
+                ranks=cloned.ranks,
+                clones=work.clones + int(cloned.is_clone.sum()),
+                clone_seconds=work.clone_seconds + choice.seconds,
+            )
+        )
         if after.peak_bytes >= work.peak_bytes:
             break
         seconds = np.where(cloned.source >= 0, seconds[cloned.source], 0.0)
@@ -101,16 +108,6 @@ def _choose(work: _Work, seconds: Floats, limit_bytes: int) -> tuple[TurnProblem
             break
     assert best is not None
     return problem, best
-
-
-def _apply(work: _Work, cloned: ClonedModel, choice: CloneChoice) -> _Work:
-    return _Work(
-        model=cloned.model,
-        profile=clone_profile(work.profile, cloned),
-        kinds=dict(cloned.kinds),
-        clones=work.clones + int(cloned.is_clone.sum()),
-        clone_seconds=work.clone_seconds + choice.seconds,
-    )
 
 
 def _reorder(work: _Work) -> _Work:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
-from onnx import NodeProto, TensorProto, TypeProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnxplace.facts import Profile
 from onnxplace.graph import Bools, Ints, Longs, OpGraph
@@ -34,62 +34,53 @@ _BACKWARD = "backward"
 GATE_SECONDS = 2e-6
 
 
-@dataclass(frozen=True)
-class TensorKind:
-    """Element type and number of dimensions of a tensor."""
-
-    element: int
-    rank: int
-
-    @staticmethod
-    def of(kind: TypeProto) -> TensorKind | None:
-        """Return the kind of a type; None if it is no tensor of known rank."""
-        if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
-            return None
-        return TensorKind(kind.tensor_type.elem_type, len(kind.tensor_type.shape.dim))
+def find_ranks(model: Model) -> dict[str, int]:
+    """Return the number of dimensions of each tensor, where it is known and a gate can be made of it."""
+    tensors = {name: kind.tensor_type for name, kind in model.types.items() if kind.HasField("tensor_type")}
+    return {
+        name: len(kind.shape.dim)
+        for name, kind in tensors.items()
+        if kind.HasField("shape") and kind.elem_type not in (TensorProto.UNDEFINED, TensorProto.STRING)
+    }
 
 
 @dataclass
 class GateWriter:
     """Writes the nodes of gates."""
 
-    kinds: Mapping[str, TensorKind]
+    ranks: Mapping[str, int]
     unique_name: Callable[[str], str]
     constants: dict[str, TensorProto] = field(default_factory=dict)
     """Initializers that gates need, by name."""
-    _sizes: dict[str, str] = field(default_factory=dict)
-    _constants_by_rank: dict[int, str] = field(default_factory=dict)
-    _zeros: dict[tuple[str, int], str] = field(default_factory=dict)
-    _gated: dict[tuple[str, str], str] = field(default_factory=dict)
+    _names: dict[tuple[object, ...], str] = field(default_factory=dict)
 
     def gate(self, value: str, late: str) -> tuple[str, list[NodeProto], list[NodeProto]]:
-        """Return `value` behind a gate that `late` opens, new nodes to run after `late`, and those of the gate."""
-        if (value, late) in self._gated:
-            return self._gated[value, late], [], []
-        opening = list[NodeProto]()
-        zeros = self._make_zeros(late, self.kinds[value].rank, opening)
-        result = self._gated[value, late] = self.unique_name(f"{value}/gated")
-        gate = helper.make_node("Reshape", [value, zeros], [result], name=self.unique_name(f"{value}/gate"))
-        return result, opening, [gate]
+        """Return `value` behind a gate that `late` opens, new nodes to run after `late`, and those of the gate.
 
-    def _make_zeros(self, late: str, rank: int, nodes: list[NodeProto]) -> str:
-        """Return the name of `rank` zeros that depend on a value."""
-        if (late, rank) in self._zeros:
-            return self._zeros[late, rank]
-        if late not in self._sizes:
-            self._sizes[late] = self.unique_name(f"{late}/size")
-            nodes.append(helper.make_node("Size", [late], [self._sizes[late]], name=self._sizes[late]))
-        zeros = self.unique_name(f"{late}/zeros")
-        nodes.append(helper.make_node("Mul", [self._sizes[late], self._constant(rank)], [zeros], name=zeros))
-        self._zeros[late, rank] = zeros
-        return zeros
+        What an earlier gate has already, such as the size of `late`, serves this one too.
+        """
+        rank, opening, gate = self.ranks[value], list[NodeProto](), list[NodeProto]()
+        size, is_new = self._name(f"{late}/size")
+        if is_new:
+            opening.append(helper.make_node("Size", [late], [size], name=size))
+        zeros, is_new = self._name(f"{late}/zeros", rank)
+        if is_new:
+            constant, is_new = self._name(f"gate/zeros{rank}")
+            if is_new:
+                self.constants[constant] = numpy_helper.from_array(np.zeros(rank, dtype=np.int64), constant)
+            opening.append(helper.make_node("Mul", [size, constant], [zeros], name=zeros))
+        gated, is_new = self._name(f"{value}/gated", late)
+        if is_new:
+            name = self.unique_name(f"{value}/gate")
+            gate.append(helper.make_node("Reshape", [value, zeros], [gated], name=name))
+        return gated, opening, gate
 
-    def _constant(self, rank: int) -> str:
-        """Return the name of an initializer of `rank` zeros."""
-        if rank not in self._constants_by_rank:
-            name = self._constants_by_rank[rank] = self.unique_name(f"gate/zeros{rank}")
-            self.constants[name] = numpy_helper.from_array(np.zeros(rank, dtype=np.int64), name)
-        return self._constants_by_rank[rank]
+    def _name(self, text: str, *key: object) -> tuple[str, bool]:
+        """Return the name for a text and what else tells it from others, and whether it is new."""
+        is_new = (text, *key) not in self._names
+        if is_new:
+            self._names[text, *key] = self.unique_name(text)
+        return self._names[text, *key], is_new
 
 
 @dataclass(frozen=True)
@@ -103,16 +94,16 @@ class ClonedModel:
     """Per node."""
     value_bytes: Mapping[str, int]
     """By value; those of gates are left out, being small or views."""
-    kinds: Mapping[str, TensorKind]
-    """By value, where known."""
+    ranks: Mapping[str, int]
+    """By value, as `find_ranks` returns them."""
 
 
-def write_clones(model: Model, problem: TurnProblem, is_cloned: Bools, kinds: Mapping[str, TensorKind]) -> ClonedModel:
+def write_clones(model: Model, problem: TurnProblem, is_cloned: Bools, ranks: Mapping[str, int]) -> ClonedModel:
     """Return the model in which these nodes run again behind the turn; O(N + E).
 
     Each clone waits for a value that is computed shortly before it is needed, where there is one.
     """
-    return _Writer(model, problem, is_cloned, kinds).write()
+    return _Writer(model, problem, is_cloned, ranks).write()
 
 
 @dataclass(frozen=True)
@@ -126,14 +117,14 @@ class _NewNode:
 
 
 class _Writer:
-    def __init__(self, model: Model, problem: TurnProblem, is_cloned: Bools, kinds: Mapping[str, TensorKind]) -> None:
+    def __init__(self, model: Model, problem: TurnProblem, is_cloned: Bools, ranks: Mapping[str, int]) -> None:
         self.model, self.problem, self.graph = model, problem, problem.graph
         self.schedule: ClonedSchedule = problem.apply(is_cloned)
         self.is_cloned, self.position = is_cloned & (self.schedule.clone_number >= 0), problem.position
-        self.kinds = dict(kinds)
+        self.ranks = dict(ranks)
         self.bytes = dict(zip(self.graph.value_names, self.graph.value_bytes.tolist()))
         self._used = {*self.graph.value_names, *self.graph.weight_names, *model.initializers, *self.graph.names}
-        self.gates = GateWriter(self.kinds, self.unique_name)
+        self.gates = GateWriter(self.ranks, self.unique_name)
         self.clone_of: dict[str, str] = {}
         self._blocks: list[list[_NewNode]] = [[] for _ in range(len(self.graph))]
         self._producer_position = {
@@ -148,10 +139,10 @@ class _Writer:
                 name = self.graph.value_names[value]
                 again = self.clone_of[name] = self.unique_name(f"{name}/again")
                 self.bytes[again] = self.bytes[name]
-                if name in self.kinds:
-                    self.kinds[again] = self.kinds[name]
+                if name in self.ranks:
+                    self.ranks[again] = self.ranks[name]
         slots = self._slots()
-        late = _late_values(self.graph, self.problem, self.kinds)
+        late = _late_values(self.graph, self.problem, self.ranks)
         for node in self.problem.order.tolist():
             position = int(self.position[node])
             for clone in slots.get(position, ()):
@@ -165,7 +156,7 @@ class _Writer:
             source=np.array([item.source for item in added], dtype=np.int64),
             is_clone=np.array([item.is_clone for item in added], dtype=np.bool_),
             value_bytes=MappingProxyType(self.bytes),
-            kinds=MappingProxyType(self.kinds),
+            ranks=MappingProxyType(self.ranks),
         )
 
     def unique_name(self, name: str) -> str:
@@ -203,8 +194,8 @@ class _Writer:
         reads, block = self.model.reads[index], self._blocks[position]
         names = {name: self.clone_of[name] for name in reads if name in self.clone_of}
         if late and not slot & set(self.graph.predecessors[index].tolist()):
-            gated = [name for name in reads if name not in names and self._can_be_gated(name)]
-            if gated:
+            gated = [name for name in reads if name not in names and self.ranks.get(name, 0) > 0]
+            if gated and self.model.opset >= MIN_OPSET:
                 names[gated[0]], opening, gate = self.gates.gate(gated[0], late)
                 self._blocks[self._producer_position[late]] += [_NewNode(node) for node in opening]
                 block += [_NewNode(node) for node in gate]
@@ -213,14 +204,8 @@ class _Writer:
         _mark_backward(copy)
         block.append(_NewNode(copy, index, is_clone=True))
 
-    def _can_be_gated(self, name: str) -> bool:
-        """Return whether a gate can hold a value back."""
-        kind = self.kinds.get(name, TensorKind(TensorProto.UNDEFINED, 0))
-        is_fit = kind.rank > 0 and kind.element not in (TensorProto.UNDEFINED, TensorProto.STRING)
-        return self.model.opset >= MIN_OPSET and is_fit
 
-
-def _late_values(graph: OpGraph, problem: TurnProblem, kinds: Mapping[str, TensorKind]) -> list[str]:
+def _late_values(graph: OpGraph, problem: TurnProblem, ranks: Mapping[str, int]) -> list[str]:
     """Return, per position, a value that opens the gates there; empty if there is none.
 
     It is computed behind the turn, on the way to many outputs: an update may be on another device or run late.
@@ -232,8 +217,7 @@ def _late_values(graph: OpGraph, problem: TurnProblem, kinds: Mapping[str, Tenso
         if position <= problem.turn or is_branch[node] or position < since + SPACING_NODES:
             continue
         for value in graph.outputs[node].tolist():
-            kind = kinds.get(graph.value_names[value])
-            if kind is not None and graph.value_bytes[value] > 0:
+            if graph.value_names[value] in ranks and graph.value_bytes[value] > 0:
                 name, since = graph.value_names[value], position
     return late
 

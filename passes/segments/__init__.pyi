@@ -12,7 +12,8 @@ from onnxplace.passes.segments.memory_limits import (
     simulate_segments as simulate_segments,
 )
 from onnxplace.passes.segments.segment_predictions import (
-    measure_route_memory as measure_route_memory,
+    predict_bundle as predict_bundle,
+    predict_devices as predict_devices,
     predict_routes as predict_routes,
 )
 from onnxplace.passes.segments.streamed_blocks import cut_blocks as cut_blocks

@@ -15,7 +15,7 @@ from pathlib import Path
 import onnx
 from onnx import ModelProto, TensorProto, TypeProto, helper, numpy_helper
 
-from onnxplace.bundle import SEGMENTS_FOLDER, CompiledRecord, SizedRecord
+from onnxplace.bundle import SEGMENTS_FOLDER, CompiledRecord, SegmentRecord, SizedRecord
 from onnxplace.devices import find_kind
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.facts import Segment, Segments
@@ -124,36 +124,34 @@ def optimise_segment(proto: ModelProto, source: Path, weights: WeightFile) -> by
 
 
 def compile_segments(
-    state: State, folder: Path, ids: Sequence[str], sized: Sequence[Sequence[SizedRecord]], entries: Mapping[str, str]
-) -> tuple[list[tuple[CompiledRecord, ...]], list[Diagnostic]]:
-    """Write the compiled models of all segments for devices of this machine; return their records, and notes.
+    state: State, folder: Path, segments: Sequence[SegmentRecord], entries: Mapping[str, str]
+) -> tuple[list[SegmentRecord], list[Diagnostic]]:
+    """Write the compiled models of all segments for devices of this machine; return the segments with them, and notes.
 
     Args:
         state: With Model and Segments.
         folder: The bundle, with segments and weights.
-        ids: The name of each segment.
-        sized: Per segment, its models for devices with static shapes.
+        segments: The record of each segment.
         entries: Entries for the configuration of sessions.
     """
-    records, notes = list[tuple[CompiledRecord, ...]](), list[Diagnostic]()
-    for number, (segment, name) in enumerate(zip(state[Segments].segments, ids)):
-        report_progress(number, len(ids))
+    records, notes = list[SegmentRecord](), list[Diagnostic]()
+    for number, (segment, record) in enumerate(zip(state[Segments].segments, segments)):
+        report_progress(number, len(segments))
         compiled: dict[tuple[str, str], CompiledRecord] = {}
         for device in _list_devices(state, segment):
             kind = find_kind(device.kind)
             if find_device_problem(device) or not (made_for := kind.describe_compiler(device.address)):
                 continue
-            files = [item.file for item in sized[number]]
-            sources = files if kind.needs_static_shapes else [f"{SEGMENTS_FOLDER}/{name}.onnx"]
+            sources = [item.file for item in record.sized] if kind.needs_static_shapes else [record.file]
             for source in (item for item in sources if (item, made_for) not in compiled):  # by equal hardware
-                path = folder / SEGMENTS_FOLDER / f"{name}.{len(compiled)}.compiled.onnx"
+                path = folder / SEGMENTS_FOLDER / f"{record.id}.{len(compiled)}.compiled.onnx"
                 try:
                     seconds = _compile(folder / source, path, device, entries, state[Model].keeps_order)
                 except OnnxplaceError as problem:
                     for file in path.parent.glob(f"{path.stem}*"):
                         file.unlink()
                     message = f"it has no compiled model: {problem.message}"
-                    notes.append(Diagnostic("N012", message, where=f"segment {name}, {device.id}"))
+                    notes.append(Diagnostic("N012", message, where=f"segment {record.id}, {device.id}"))
                     continue
                 if not path.exists():  # its provider takes none of the nodes
                     continue
@@ -165,7 +163,7 @@ def compile_segments(
                     compile_seconds=seconds[0],
                     open_seconds=seconds[1],
                 )
-        records.append(tuple(compiled.values()))
+        records.append(record.model_copy(update={"compiled": tuple(compiled.values())}))
     return records, notes
 
 

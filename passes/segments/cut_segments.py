@@ -7,21 +7,21 @@ and frees in the order of the schedule. Carried states stay on one device betwee
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from onnxplace.bundle import Step
 from onnxplace.errors import Diagnostic, UsageError
-from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
+from onnxplace.facts import Placement, Profile, Schedule, Segment, Segments
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.model import Model
 from onnxplace.passes.segments.memory_limits import SegmentPlan, simulate_segments
 from onnxplace.simulation import DEVICE, GAP
 from onnxplace.state import State
 from onnxplace.target import LINK_MODELS, Target
-
-Program = tuple[Instruction, ...]
 
 # Steps of the loop that merges, at most; beyond, the segments stay as they are cut.
 MAX_WORK = 2_000_000_000
@@ -52,12 +52,12 @@ def report_crossing_states(state: State) -> tuple[Diagnostic, ...]:
     """Return a note for each state with readers on other devices."""
     if Model not in state:
         return ()
-    model, target = state[Model], state.target
+    model = state[Model]
     receivers: dict[str, list[str]] = {}
     for program in state[Segments].programs:
-        for instruction in program:
-            if instruction.op == "send":
-                receivers.setdefault(instruction.value, []).append(target.devices[instruction.peer].id)
+        for step in program:
+            if step.op == "send":
+                receivers.setdefault(step.value, []).append(step.peer)
     return tuple(
         Diagnostic(
             "S010",
@@ -121,15 +121,9 @@ def cut_into_segments(state: State) -> list[Ints]:
 
 def _consecutive_units(order: Ints, unit: Ints, device: Ints) -> dict[int, list[int]]:
     """Return, by first node, consecutive nodes of one unit and device."""
-    runs: dict[int, list[int]] = {}
-    last = None
-    for node in order.tolist():
-        key = (unit[node], device[node])
-        if key != last:
-            run = runs[node] = []
-        run.append(node)
-        last = key
-    return runs
+    keys = np.stack([unit[order], device[order]])
+    borders = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
+    return {int(nodes[0]): nodes.tolist() for nodes in np.split(order, borders) if len(nodes)}
 
 
 def _must_wait(graph: OpGraph, timeline: _Timeline, node: int, first: int) -> bool:
@@ -150,15 +144,27 @@ def _must_wait(graph: OpGraph, timeline: _Timeline, node: int, first: int) -> bo
     return False
 
 
-def describe_segments(graph: OpGraph, plan: SegmentPlan) -> tuple[Segment, ...]:
+def describe_segments(graph: OpGraph, plan: SegmentPlan, target: Target) -> tuple[Segment, ...]:
     """Return the segments of a plan with their inputs and outputs."""
+    devices = plan.device.tolist()
     return tuple(
-        _describe_segment(graph, int(device), np.sort(nodes), plan.segment_of)
-        for nodes, device in zip(plan.nodes, plan.device)
+        _describe_segment(graph, name, device, np.sort(nodes), plan.segment_of)
+        for name, device, nodes in zip(name_segments(devices, target), devices, plan.nodes)
     )
 
 
-def _describe_segment(graph: OpGraph, device: int, nodes: Ints, segment_of: Ints) -> Segment:
+def name_segments(devices: Sequence[int], target: Target) -> list[str]:
+    """Name segments by their devices and positions there: `cpu0-000`."""
+    counts, names = Counter[int](), []
+    for device in devices:
+        # `cuda:0/1` becomes `cuda0p1`, and `node1/qnn/npu:0` becomes `node1-qnn-npu0`, since files have these names.
+        kind, _, number = target.devices[device].id.partition(":")
+        names.append(f"{kind.replace('/', '-')}{number.replace('/', 'p')}-{counts[device]:03d}")
+        counts[device] += 1
+    return names
+
+
+def _describe_segment(graph: OpGraph, name: str, device: int, nodes: Ints, segment_of: Ints) -> Segment:
     segment = segment_of[nodes[0]]
     inputs: dict[int, None] = {}
     outputs: list[int] = []
@@ -173,6 +179,7 @@ def _describe_segment(graph: OpGraph, device: int, nodes: Ints, segment_of: Ints
     if not outputs:  # no other segment needs these nodes, but a session without outputs cannot be run
         outputs.append(int(graph.outputs[int(nodes[-1])][0]))
     return Segment(
+        id=name,
         device=device,
         nodes=nodes,
         inputs=tuple(graph.value_names[value] for value in inputs),
@@ -180,62 +187,45 @@ def _describe_segment(graph: OpGraph, device: int, nodes: Ints, segment_of: Ints
     )
 
 
-@dataclass(frozen=True)
-class _ValueUses:
-    """Where the values between segments come from and go to."""
-
-    producer: dict[str, int]
-    """The segment that makes each value; values without one are inputs of the model."""
-    sends: dict[int, dict[str, list[int]]]
-    """Per segment, its values in the order of their first readers, with the devices that they are sent to."""
-    last_reader: dict[tuple[str, int], int]
-    """By value and device, the last segment that reads the value there."""
-
-
-def write_programs(segments: Sequence[Segment], graph: OpGraph, devices: int) -> tuple[Program, ...]:
+def write_programs(segments: Sequence[Segment], graph: OpGraph, target: Target) -> tuple[tuple[Step, ...], ...]:
     """Return the program of each device; linear."""
-    uses = _collect_uses(segments)
+    producer = {name: index for index, segment in enumerate(segments) for name in segment.outputs}
+
+    def is_remote(name: str, device: int) -> bool:
+        return name in producer and segments[producer[name]].device != device
+
+    # By value and device, the last segment that reads the value there. Per segment, its values in the order of their
+    # first readers elsewhere, with the devices that they are sent to.
+    last_reader, sends = dict[tuple[str, int], int](), [dict[str, list[int]]() for _ in segments]
+    for index, segment in enumerate(segments):
+        for name in segment.inputs:
+            if (name, segment.device) not in last_reader and is_remote(name, segment.device):
+                sends[producer[name]].setdefault(name, []).append(segment.device)
+            last_reader[name, segment.device] = index
     returned = {graph.value_names[value] for value in np.flatnonzero(graph.is_output)}
-    programs: list[list[Instruction]] = [[] for _ in range(devices)]
+    devices, ids = len(target.devices), [device.id for device in target.devices]
+    programs: list[list[Step]] = [[] for _ in range(devices)]
     received: set[tuple[str, int]] = set()
     for index, segment in enumerate(segments):
         program, home = programs[segment.device], segment.device
         # Receive right before the first reader, so that the device does not wait for a value any earlier. Where devices
         # send to each other, those with a common distance do so at one time: no two of them to one device.
-        remote = [name for name in segment.inputs if _is_remote(name, home, segments, uses)]
-        peers = {name: segments[uses.producer[name]].device for name in remote if (name, home) not in received}
+        missing = [name for name in segment.inputs if is_remote(name, home) and (name, home) not in received]
+        peers = {name: segments[producer[name]].device for name in missing}
         for name, peer in sorted(peers.items(), key=lambda item: (home - item[1]) % devices):
-            program.append(Instruction("receive", value=name, peer=peer))
+            program.append(Step(op="receive", value=name, peer=ids[peer]))
             received.add((name, home))
-        program.append(Instruction("run", segment=index))
-        for name, readers in uses.sends.get(index, {}).items():
+        program.append(Step(op="run", segment=segment.id))
+        for name, readers in sends[index].items():
             next_first = sorted(readers, key=lambda peer: (peer - home) % devices)
-            program.extend(Instruction("send", value=name, peer=peer) for peer in next_first)
-        unread = [name for name in segment.outputs if (name, home) not in uses.last_reader]
-        last_read = [name for name in segment.inputs if uses.last_reader[name, home] == index]
+            program.extend(Step(op="send", value=name, peer=ids[peer]) for peer in next_first)
+        unread = [name for name in segment.outputs if (name, home) not in last_reader]
+        last_read = [name for name in segment.inputs if last_reader[name, home] == index]
         for name in (*last_read, *unread):
             # An output of the model stays on the device that made it; copies of it elsewhere may go.
-            if name not in returned or _is_remote(name, home, segments, uses):
-                program.append(Instruction("free", value=name))
-    return tuple(tuple(program) for program in programs)
-
-
-def _collect_uses(segments: Sequence[Segment]) -> _ValueUses:
-    producer = {name: index for index, segment in enumerate(segments) for name in segment.outputs}
-    uses = _ValueUses(producer, {}, {})
-    for index, segment in enumerate(segments):
-        for name in segment.inputs:
-            # A value is sent once to a device.
-            first_reader = (name, segment.device) not in uses.last_reader
-            if first_reader and _is_remote(name, segment.device, segments, uses):
-                uses.sends.setdefault(producer[name], {}).setdefault(name, []).append(segment.device)
-            uses.last_reader[name, segment.device] = index
-    return uses
-
-
-def _is_remote(name: str, device: int, segments: Sequence[Segment], uses: _ValueUses) -> bool:
-    """Return whether a segment on another device makes a value."""
-    return name in uses.producer and segments[uses.producer[name]].device != device
+            if name not in returned or is_remote(name, home):
+                program.append(Step(op="free", value=name))
+    return tuple(map(tuple, programs))
 
 
 def merge_segments(state: State, nodes: Sequence[Ints]) -> list[Ints]:

@@ -157,8 +157,10 @@ class SegmentPlan:
     """Its nodes are segments."""
     device: Ints
     """Per segment."""
+    seconds: Floats
+    """[device, segment], with the overhead of calls and without contention."""
     simulation: Simulation
-    """The step of `graph`, with the overhead of calls and with contention."""
+    """The step of `graph`, with contention."""
 
 
 def simulate_segments(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
@@ -170,13 +172,13 @@ def simulate_segments(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
     coarse = graph.contract(segment_of)
     device = np.array([placed[members[0]] for members in nodes], dtype=np.int32)
     order = np.arange(len(nodes), dtype=np.int32)
-    seconds = segment_seconds(state, segment_of, coarse)
+    seconds = _sum_seconds(state, segment_of, coarse)
     stream = find_stream(state, segment_of, device)
     simulation = simulate_stream(coarse, seconds, target, device, order, stream, simulate_with_contention)
-    return SegmentPlan(nodes=tuple(nodes), segment_of=segment_of, graph=coarse, device=device, simulation=simulation)
+    return SegmentPlan(tuple(nodes), segment_of, coarse, device, seconds, simulation)
 
 
-def segment_seconds(state: State, segment_of: Ints, coarse: OpGraph) -> Floats:
+def _sum_seconds(state: State, segment_of: Ints, coarse: OpGraph) -> Floats:
     """Return seconds of each segment and call, without contention: [device, segment]."""
     count = len(coarse)
     inputs = np.bincount(coarse.inputs.rows, minlength=count)

@@ -1,28 +1,106 @@
-"""Predict times, rates and memory of segments on several routes."""
+"""Predict times, rates and memory of segments, on one route or several."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.facts import Profile, Route, Routes, Segments, Streaming
-from onnxplace.graph import Ints, Longs
-from onnxplace.passes.segments.memory_limits import segment_seconds
-from onnxplace.problem import index_segments
-from onnxplace.simulation import predict_python_seconds, predict_request_rates, simulate_with_contention
+from onnxplace.bundle import DeviceRecord, Predicted
+from onnxplace.facts import (
+    Clusters,
+    Groups,
+    Original,
+    Placement,
+    Prediction,
+    Profile,
+    Route,
+    Routes,
+    Schedule,
+    Segments,
+    Streaming,
+)
+from onnxplace.graph import Ints
+from onnxplace.problem import (
+    fits_single_device,
+    list_transfer_bytes,
+    predict_request_seconds,
+    predict_single_device_seconds,
+    predict_step_seconds,
+    predict_waiting_seconds,
+)
+from onnxplace.simulation import (
+    device_weights,
+    predict_python_seconds,
+    predict_request_rates,
+    simulate_with_contention,
+)
 from onnxplace.state import State
 
 
-@dataclass(frozen=True)
-class RouteMemory:
-    """Memory of devices, over the segments of all routes."""
+def predict_bundle(state: State) -> Prediction:
+    """Return what the manifest says of times and memory of a split model."""
+    simulation, graph = state[Segments].simulation, state[Segments].graph
+    return Prediction(
+        request=_predict_request(state),
+        devices=predict_devices(state),
+        segment_seconds=simulation.finish_seconds - simulation.start_seconds,
+        weights_bytes=device_weights(graph, np.arange(len(graph), dtype=np.int32), len(graph)),
+        workspace_bytes=graph.workspace_bytes,
+        transfer_bytes=tuple(list_transfer_bytes(state)),
+    )
 
-    weights_bytes: Longs
-    """Per device, each weight once."""
-    peak_bytes: Longs
-    """Per device: weights, and the values of the program that holds most at one time."""
+
+def _predict_request(state: State) -> Predicted:
+    """Return the prediction for one inference, request overhead included."""
+    single, held = float(predict_single_device_seconds(state).min()), state
+    if Streaming in state:  # a single device would hold all weights of the original
+        held = state.without(Groups, Clusters).with_facts(Original.of(state).profile)
+    routes = state[Routes] if Routes in state else predict_routes(state, ())
+    return Predicted(
+        step_seconds=predict_step_seconds(state),
+        single_device_seconds=single if np.isfinite(single) else 0.0,
+        single_device_fits=bool(fits_single_device(held).any()),
+        lower_bound_seconds=state[Schedule].lower_bound_seconds,
+        interval_seconds=routes.interval_seconds,
+        request_seconds=predict_request_seconds(state),
+        weight_wait_seconds=predict_waiting_seconds(state) if Streaming in state else 0.0,
+    )
+
+
+def predict_devices(state: State) -> tuple[DeviceRecord, ...]:
+    """Return what each device does for one request, on the first route that uses it, and holds for all routes.
+
+    It works on one request at a time: it holds the weights of all programs that it follows, each once, and the values
+    of the one that holds most.
+    """
+    segments, placed, graph = state[Segments], state[Placement].device, state[Profile].graph
+    device_maps, simulation = list_device_maps(state), segments.simulation
+    value_bytes = simulation.peak_bytes - simulation.weights_bytes
+    home = np.array([segment.device for segment in segments.segments], dtype=np.int32)
+    records = []
+    for index, device in enumerate(state.target.devices):
+        # Per route, the devices whose programs this one follows.
+        homes = [np.flatnonzero(device_map == index) for device_map in device_maps]
+        compute_seconds = float(simulation.compute_seconds[index])
+        if first := next((number for number, own in enumerate(homes) if len(own)), 0):
+            route = state[Routes].routes[first - 1]
+            compute_seconds = float(sum(route.seconds[np.isin(home, homes[first])]))
+        programs = np.unique(np.concatenate(homes))
+        runs = np.isin(placed, programs)
+        weights = np.unique(graph.weights.items[runs[graph.weights.rows]])
+        weights_bytes = int(graph.weight_bytes[weights].sum())
+        records.append(
+            DeviceRecord(
+                id=device.id,
+                nodes=int(runs.sum()),
+                compute_seconds=compute_seconds,
+                weights_bytes=weights_bytes,
+                peak_bytes=weights_bytes + int(value_bytes[programs].max(initial=0)),
+                limit_bytes=device.memory_bytes,
+            )
+        )
+    return tuple(records)
 
 
 def list_device_maps(state: State) -> list[Ints]:
@@ -40,17 +118,14 @@ def predict_routes(state: State, device_maps: Sequence[Ints]) -> Routes:
 
     `device_maps`: per further route, the device that takes the place of each device. Linear in segments and routes.
     """
-    segments, target = state[Segments].segments, state.target
-    segment_of = index_segments(segments, len(state[Profile].graph))
-    coarse = state[Profile].graph.contract(segment_of)
-    seconds = segment_seconds(state, segment_of, coarse)
-    home = np.array([segment.device for segment in segments], dtype=np.int32)
+    target, graph, seconds = state.target, state[Segments].graph, state[Segments].seconds
+    home = np.array([segment.device for segment in state[Segments].segments], dtype=np.int32)
     devices = [device_map[home] for device_map in (list_device_maps(state)[0], *device_maps)]
-    rates = predict_request_rates(coarse, seconds, target, devices)
-    order = np.arange(len(segments), dtype=np.int32)
+    rates = predict_request_rates(graph, seconds, target, devices)
+    order = np.arange(len(graph), dtype=np.int32)
     routes = []
     for device_map, device, share in zip(device_maps, devices[1:], rates.shares[1:].tolist()):
-        simulation = simulate_with_contention(coarse, seconds, target, device, order)
+        simulation = simulate_with_contention(graph, seconds, target, device, order)
         routes.append(Route(device_map, simulation.finish_seconds - simulation.start_seconds, share))
     if Streaming in state and (step := state[Segments].simulation.makespan_seconds) > rates.interval_seconds:
         return Routes(tuple(routes), step, "weights that stream")  # streams serve one request after the other
@@ -58,34 +133,3 @@ def predict_routes(state: State, device_maps: Sequence[Ints]) -> Routes:
     if python_seconds >= rates.interval_seconds:
         return Routes(tuple(routes), python_seconds, "Python")
     return Routes(tuple(routes), rates.interval_seconds, rates.limit)
-
-
-def predict_interval_seconds(state: State) -> float:
-    """Return the time between two results with requests in flight, on all routes."""
-    return state[Routes].interval_seconds if Routes in state else predict_routes(state, ()).interval_seconds
-
-
-def measure_route_memory(state: State, device_maps: Sequence[Ints]) -> RouteMemory:
-    """Return the memory of each device, where a request takes any of several routes.
-
-    A device works on one request at a time. Each program's values are those of the simulated step.
-    """
-    simulation, count = state[Segments].simulation, len(state.target.devices)
-    value_bytes = simulation.peak_bytes - simulation.weights_bytes
-    weights, peaks = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    for device in range(count):
-        programs = sorted({int(home) for routes in device_maps for home in np.flatnonzero(routes == device)})
-        if programs:
-            weights[device] = _sum_weights(state, programs)
-            peaks[device] = weights[device] + value_bytes[programs].max()
-    return RouteMemory(weights, peaks)
-
-
-def _sum_weights(state: State, programs: Sequence[int]) -> int:
-    """Return the bytes of the weights that these devices' programs read, each once."""
-    graph = state[Profile].graph
-    reads = np.zeros(len(graph), dtype=bool)
-    for segment in state[Segments].segments:
-        if segment.device in programs:
-            reads[segment.nodes] = True
-    return int(graph.weight_bytes[np.unique(graph.weights.items[reads[graph.weights.rows]])].sum())

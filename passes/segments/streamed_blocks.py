@@ -23,11 +23,11 @@ def find_stream(state: State, segment_of: Ints, device: Ints) -> WeightStream:
     reads = Csr.grouped(segment_of[graph.weights.rows].astype(np.int32), graph.weights.items, count)
     sizes, load = np.zeros(count, dtype=np.int64), np.zeros(count)
     for segment, weight in zip(reads.rows.tolist(), reads.items.tolist()):
-        if (name := graph.weight_names[weight]) in streaming.homes:
+        if (name := graph.weight_names[weight]) in streaming.sources:
             size = measure_block([streaming.weight_bytes[name]])
             rates = streaming.streams[int(device[segment])].bytes_per_second
             sizes[segment] += size
-            load[segment] += size / rates[streaming.homes[name]]
+            load[segment] += size / rates[streaming.sources[name]]
     pools = {index: stream.pool_bytes for index, stream in streaming.streams.items()}
     order = np.arange(count, dtype=np.int32)
     distances = find_distances(sizes, pools, device, order)

@@ -7,10 +7,11 @@ Initial values of carried states are written once, and are read by no segment.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper
 
@@ -23,15 +24,14 @@ from onnxplace.bundle import (
     BatchingRecord,
     FileRecord,
     InitialRecord,
-    SizedRecord,
+    SegmentRecord,
     WeightRecord,
     compute_sha256,
     describe_linked_file,
     external_data_options,
 )
-from onnxplace.devices import find_kind
-from onnxplace.errors import Diagnostic, ModelError, OnnxplaceError
-from onnxplace.facts import Home, Recomputation, Segment, Segments, Shards, Streaming
+from onnxplace.errors import Diagnostic, ModelError, OnnxplaceError, format_count
+from onnxplace.facts import Original, Prediction, Profile, Segment, Segments, Streaming, WeightSource
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.model import (
     Model,
@@ -50,9 +50,8 @@ from onnxplace.passes.segments.compile_segments import (
     optimise_segment,
     specialise,
 )
-from onnxplace.passes.segments.fill_manifest import WrittenFiles, build_manifest
+from onnxplace.passes.segments.fill_manifest import build_manifest
 from onnxplace.state import State
-from onnxplace.target import Target
 from onnxplace.utils import report_progress, temporary_folder
 
 
@@ -112,13 +111,15 @@ def store_initial_states(model: Model, weights: WeightFile) -> dict[str, Initial
     return {name: record for name, record in found.items() if record is not None}
 
 
-def store_streamed_weights(model: Model, weights: WeightFile, homes: Mapping[str, Home]) -> dict[str, WeightRecord]:
+def store_streamed_weights(
+    model: Model, weights: WeightFile, sources: Mapping[str, WeightSource]
+) -> dict[str, WeightRecord]:
     """Write the weights that stream; return where each is."""
     records = {}
-    for name, home in homes.items():
+    for name, source in sources.items():
         record = _store(model, name, weights)
         assert record is not None, f"{name} has no plain bytes"
-        records[name] = WeightRecord(**record.model_dump(), dtype=format_type(_type_of(model, name)), home=home)
+        records[name] = WeightRecord(**record.model_dump(), dtype=format_type(_type_of(model, name)), home=source)
     return records
 
 
@@ -159,18 +160,6 @@ class _BundleFolder:
         self.records[name] = FileRecord(sha256=compute_sha256(path), bytes=path.stat().st_size)
 
 
-@dataclass(frozen=True)
-class WrittenWeights:
-    """Where the weights of a bundle are."""
-
-    is_linked: bool
-    """Whether it refers to weights files of the model."""
-    copied: tuple[str, ...]
-    """Parts of weights that were copied nevertheless: they are not contiguous in their file."""
-    notes: tuple[Diagnostic, ...] = ()
-    """Why segments have no compiled model."""
-
-
 def write_bundle_files(
     state: State,
     path: Path,
@@ -179,8 +168,8 @@ def write_bundle_files(
     linkable_folder: Path | None,
     batching: BatchingRecord,
     sizes: Sequence[KnownValues],
-) -> WrittenWeights:
-    """Create and fill the folder of a bundle.
+) -> list[Diagnostic]:
+    """Create and fill the folder of a bundle; return notes on its weights and compiled models.
 
     `costs` is the text of its cost file, `batching` says whether requests can be joined. Weights files in
     `linkable_folder` are referred to; without such a folder all weights are copied. `sizes` has what follows from each
@@ -189,77 +178,92 @@ def write_bundle_files(
     path.mkdir()
     (path / SEGMENTS_FOLDER).mkdir()
     folder, model, segments = _BundleFolder(path), state[Model], state[Segments].segments
-    ids = name_segments(segments, state.target)
     crossing = {name for segment in segments for name in (*segment.inputs, *segment.outputs)}
     types = infer_boundary_types(model, crossing)
-    sized, optimised = [tuple[SizedRecord, ...]()] * len(segments), [""] * len(segments)
+    records = list[SegmentRecord]()
     with WeightFile(path / SEGMENTS_FOLDER / WEIGHTS_FILE, WEIGHTS_FILE, linkable_folder) as weights:
         initial_states = store_initial_states(model, weights)
-        streamed = store_streamed_weights(model, weights, state[Streaming].homes if Streaming in state else {})
+        streamed = store_streamed_weights(model, weights, state[Streaming].sources if Streaming in state else {})
         protected_scales = find_scales_to_protect(model, [segment.nodes for segment in segments])
-        for number, (segment, name, scales) in enumerate(zip(segments, ids, protected_scales)):
+        for number, (segment, scales) in enumerate(zip(segments, protected_scales)):
             report_progress(number, len(segments))
-            proto = _segment_proto(model, segment, name, weights, types, scales, initial_states, streamed)
-            if find_kind(state.target.devices[segment.device].kind).is_host:
+            proto = _segment_proto(model, segment, weights, types, scales, initial_states, streamed)
+            if state.target.devices[segment.device].is_host:
                 model.guard_empty_axes(proto)
-            folder.write(f"{SEGMENTS_FOLDER}/{name}.onnx", proto.SerializeToString())
+            stem, updates = f"{SEGMENTS_FOLDER}/{segment.id}", dict[str, Any]()
+            folder.write(f"{stem}.onnx", proto.SerializeToString())
             if linkable_folder is None and may_be_optimised(state, segment):
-                data = optimise_segment(proto, path / SEGMENTS_FOLDER / f"{name}.onnx", weights)
+                data = optimise_segment(proto, path / f"{stem}.onnx", weights)
                 if data is not None:
-                    optimised[number] = f"{SEGMENTS_FOLDER}/{name}.optimised.onnx"
-                    folder.write(optimised[number], data)
+                    updates["optimised"] = f"{stem}.optimised.onnx"
+                    folder.write(updates["optimised"], data)
             if needs_sizes(state, segment):
-                models = list(specialise(proto, f"{SEGMENTS_FOLDER}/{name}", sizes))
-                sized[number] = tuple(item for item, _ in models)
+                models = list(specialise(proto, stem, sizes))
+                updates["sized"] = tuple(item for item, _ in models)
                 for item, data in models:
                     folder.write(item.file, data)
-        folder.write(WHOLE_MODEL_FILE, _whole_model(state, linkable_folder).whole_proto(weights).SerializeToString())
+            records.append(_describe_segment(state, number, f"{stem}.onnx", **updates))
+        original = Original.of(state)
+        # Weights that are copied lie in the bundle in parts, linked ones in the model's file as they are.
+        whole = original.joined_model or original.model if linkable_folder is None else original.model
+        folder.write(WHOLE_MODEL_FILE, whole.whole_proto(weights).SerializeToString())
     record = FileRecord(sha256=weights.digest, bytes=weights.bytes_written)
     folder.records[f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"] = record
     folder.write(COSTS_FILE, costs.encode())
     entries = external_data_options(linkable_folder.resolve()) if linkable_folder and weights.linked else {}
-    compiled, notes = compile_segments(state, path, ids, sized, entries)
-    for file in (file for records in compiled for record in records for file in record.files):
+    records, notes = compile_segments(state, path, records, entries)
+    for file in (file for record in records for item in record.compiled for file in item.files):
         folder.record(file)
-    files = dict(sorted(folder.records.items()))
-    written = WrittenFiles(files, initial_states, streamed, sized, compiled, optimised)
-    manifest = build_manifest(state, ids, types, written, pipeline, batching)
     linked = {location: describe_linked_file(file) for location, file in sorted(weights.linked.items())}
-    text = manifest.model_copy(update={"linked": linked}).model_dump_json(indent=1)
-    (path / MANIFEST_FILE).write_text(text, encoding="utf-8")
-    return WrittenWeights(bool(linked), tuple(weights.copied), tuple(notes))
+    manifest = build_manifest(
+        state,
+        types,
+        records,
+        initial_states,
+        streamed,
+        pipeline=pipeline,
+        batching=batching,
+        files=dict(sorted(folder.records.items())),
+        linked=linked,
+    )
+    (path / MANIFEST_FILE).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
+    return [*_report_weights(weights, linkable_folder, model.name), *notes]
 
 
-def _whole_model(state: State, linkable_folder: Path | None) -> Model:
-    """Return the unsplit model, the reference of the bundle.
-
-    For a sharded model that is the original, of the same weights: in parts if they are copied, else as in its file.
-    """
-    if Recomputation in state and (whole := state[Recomputation].whole) is not None:
-        return whole
-    if Shards not in state:
-        return state[Model]
-    shards = state[Shards]
-    return (shards.whole_of_parts if linkable_folder is None else shards.whole) or state[Model]
+def _report_weights(weights: WeightFile, linkable_folder: Path | None, where: str) -> Iterator[Diagnostic]:
+    """Yield notes if weights should have been linked and were not."""
+    if weights.copied:
+        count = format_count(len(weights.copied), "part")
+        example = f"such as {weights.copied[0]!r}: they are not contiguous in the file"
+        yield Diagnostic("N011", f"{count} of weights were copied, {example}", where=where)
+    if linkable_folder and not weights.linked:
+        yield Diagnostic("N011", "there is nothing to link to: the model has no weights file of its own", where=where)
 
 
-def name_segments(segments: Sequence[Segment], target: Target) -> list[str]:
-    """Name segments by device and position there: `cpu0-000`."""
-    counts = [0] * len(target.devices)
-    ids = []
-    for segment in segments:
-        # `cuda:0/1` becomes `cuda0p1`, and `node1/qnn/npu:0` becomes `node1-qnn-npu0`, since files have these names.
-        kind, _, number = target.devices[segment.device].id.partition(":")
-        name = kind.replace("/", "-") + number.replace("/", "p")
-        ids.append(f"{name}-{counts[segment.device]:03d}")
-        counts[segment.device] += 1
-    return ids
+def _describe_segment(state: State, number: int, file: str, **updates: Any) -> SegmentRecord:
+    segment, prediction = state[Segments].segments[number], state[Prediction]
+    graph, sources = state[Profile].graph, state[Streaming].sources if Streaming in state else {}
+    # Weights that stream, in the order in which the nodes read them.
+    read = (graph.weight_names[weight] for node in segment.nodes.tolist() for weight in graph.weights[node].tolist())
+    return SegmentRecord(
+        id=segment.id,
+        file=file,
+        device=state.target.devices[segment.device].id,
+        nodes=len(segment.nodes),
+        inputs=segment.inputs,
+        outputs=segment.outputs,
+        seconds=float(prediction.segment_seconds[number]),
+        weights_bytes=int(prediction.weights_bytes[number]),
+        workspace_bytes=int(prediction.workspace_bytes[number]),
+        keeps_order=state[Model].keeps_order,
+        streamed=tuple(dict.fromkeys(weight for weight in read if weight in sources)),
+        **updates,
+    )
 
 
 def _segment_proto(
     model: Model,
     segment: Segment,
-    name: str,
     weights: WeightFile,
     types: Mapping[str, TypeProto],
     protected_scales: Collection[str],
@@ -284,4 +288,4 @@ def _segment_proto(
     ]
     inputs += [ValueInfoProto(name=value, type=_type_of(model, value)) for value in reads if value in streamed]
     outputs = [ValueInfoProto(name=value, type=types[value]) for value in segment.outputs]
-    return model.proto(nodes, tensors, inputs, outputs, name=name)
+    return model.proto(nodes, tensors, inputs, outputs, name=segment.id)

@@ -1,6 +1,6 @@
-from onnxplace.passes.streaming.homes_program import (
+from onnxplace.passes.streaming.source_program import (
     MEMORY_MARGIN as MEMORY_MARGIN,
-    choose_homes as choose_homes,
+    choose_sources as choose_sources,
 )
 from onnxplace.passes.streaming.streamable_weights import StreamableWeights as StreamableWeights
 from onnxplace.passes.streaming.streamed_placement import (

@@ -13,7 +13,7 @@ from onnxplace.facts import Profile
 from onnxplace.graph import Bools, Floats, Ints, Longs, sum_by
 from onnxplace.model import Model
 from onnxplace.passes.profiling import MIN_STREAMED_BYTES
-from onnxplace.passes.streaming.homes_program import HELD, Choice, HomesProblem
+from onnxplace.passes.streaming.source_program import RESIDENT, Choice, SourceProblem
 from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import PAGE_BYTES, measure_block
 
@@ -118,10 +118,10 @@ class StreamableWeights:
             slot[unit] = current
         return slot
 
-    def pose(self, rates: Floats, host_bytes: float, *, always: bool) -> HomesProblem:
-        """Return the choice of devices and homes of all slots; with `always`, what may stream has to.
+    def build_problem(self, rates: Floats, host_bytes: float, *, always: bool) -> SourceProblem:
+        """Return the choice of devices and sources of all slots; with `always`, what may stream has to.
 
-        `rates` and `host_bytes` are those of `HomesProblem`.
+        `rates` and `host_bytes` are those of `SourceProblem`.
         """
         problem, graph, slot = self.problem, self.profile.graph, self.slot
         slots, devices = int(slot.max(initial=-1)) + 1, len(problem.target.devices)
@@ -150,7 +150,7 @@ class StreamableWeights:
         seconds = np.where(always & (streamed > 0), np.inf, seconds)
         group = np.zeros(slots, dtype=np.int32)
         group[slot] = problem.group
-        return HomesProblem(
+        return SourceProblem(
             seconds=seconds,
             streaming_seconds=streaming,
             held_bytes=held,
@@ -192,7 +192,7 @@ class StreamableWeights:
         graph = self.profile.graph
         streamed: dict[int, list[int]] = {}
         for device in np.unique(choice.device).tolist():
-            moves = (choice.device == device) & (choice.home != HELD)
+            moves = (choice.device == device) & (choice.source != RESIDENT)
             reads = moves[self.slot[self.problem.members[graph.weights.rows]]]
             own = np.unique(graph.weights.items[reads])
             if len(own := own[self.streams_to(device)[own]]):
@@ -204,4 +204,4 @@ class StreamableWeights:
         size = self.profile.graph.weight_bytes
         streamed = self.list_streamed(choice).items()
         holding = [device for device, own in streamed if measure_block(size[own].tolist()) <= self.pool_bytes]
-        return replace(choice, home=np.where(np.isin(choice.device, holding), HELD, choice.home))
+        return replace(choice, source=np.where(np.isin(choice.device, holding), RESIDENT, choice.source))

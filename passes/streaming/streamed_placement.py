@@ -1,4 +1,4 @@
-"""From the choice of devices and homes to a placement, with what streams, its predicted step, and a note about it."""
+"""From the choice of devices and sources to a placement, with what streams, its predicted step, and a note about it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 
+from onnxplace.bundle import StreamRecord
 from onnxplace.errors import Diagnostic, format_count
-from onnxplace.facts import DeviceStream, Home, Placement, Profile, Streaming
+from onnxplace.facts import Original, Placement, Profile, Streaming, WeightSource
 from onnxplace.graph import Bools, Csr, Floats, Ints, OpGraph
 from onnxplace.passes.segments import cut_blocks, cut_into_segments, simulate_segments
-from onnxplace.passes.streaming.homes_program import DISK, HOST, Choice
+from onnxplace.passes.streaming.source_program import DISK, HOST, Choice
 from onnxplace.passes.streaming.streamable_weights import StreamableWeights
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.simulation import measure_block
 from onnxplace.state import State
 from onnxplace.utils import format_bytes
 
-_HOMES: Mapping[int, Home] = {HOST: "host", DISK: "disk"}
+_SOURCES: Mapping[int, WeightSource] = {HOST: "host", DISK: "disk"}
 
 
 def apply_choice(state: State, weights: StreamableWeights, choice: Choice, rates: Floats, placer: str) -> State:
@@ -34,18 +35,19 @@ def apply_choice(state: State, weights: StreamableWeights, choice: Choice, rates
     fine_device = devices[problem.members]
     slot_of_weight = np.zeros(len(graph.weight_names), dtype=np.int32)
     slot_of_weight[graph.weights.items] = slot[problem.members[graph.weights.rows]]
-    homes, sizes = dict[str, Home](), dict[str, int]()
+    sources, sizes = dict[str, WeightSource](), dict[str, int]()
     for weight in sorted(weight for own in streamed.values() for weight in own):
-        homes[graph.weight_names[weight]] = _HOMES[int(choice.home[slot_of_weight[weight]])]
+        sources[graph.weight_names[weight]] = _SOURCES[int(choice.source[slot_of_weight[weight]])]
         sizes[graph.weight_names[weight]] = int(graph.weight_bytes[weight])
-    from_disk = sum(bool((choice.home[slot_of_weight[own]] == DISK).any()) for own in streamed.values())
+    from_disk = sum(bool((choice.source[slot_of_weight[own]] == DISK).any()) for own in streamed.values())
     streams = {
-        device: DeviceStream(
-            min(weights.pool_bytes, measure_block(graph.weight_bytes[own].tolist())),
-            {
+        device: StreamRecord(
+            device=target.devices[device].id,
+            pool_bytes=min(weights.pool_bytes, measure_block(graph.weight_bytes[own].tolist())),
+            bytes_per_second={
                 # Several devices share the disk.
-                _HOMES[home]: float(rates[home, device]) / (from_disk if home == DISK else 1)
-                for home in np.unique(choice.home[slot_of_weight[own]]).tolist()
+                _SOURCES[source]: float(rates[source, device]) / (from_disk if source == DISK else 1)
+                for source in np.unique(choice.source[slot_of_weight[own]]).tolist()
             },
         )
         for device, own in streamed.items()
@@ -60,15 +62,16 @@ def apply_choice(state: State, weights: StreamableWeights, choice: Choice, rates
         own = moves[profile.unit] & (fine_device == device)
         seconds[name] = np.where(own, profile.seconds[name] * np.where(own, factor, 1.0), seconds[name])
     thin = _without_streamed(weights, gone, fine_device, streams)
+    original = Original.of(state)
     state = state.with_facts(replace(profile, graph=thin, seconds=seconds))
     problem = placement_problem(state)
     start = problem.simulate(devices, problem.graph.order).start_seconds
     state = commit_placement(state, problem, devices, start, placer)
-    return state.with_facts(Streaming(homes, sizes, streams, profile))
+    return state.with_facts(Streaming(sources, sizes, streams), original)
 
 
 def _without_streamed(
-    weights: StreamableWeights, gone: Bools, device: Ints, streams: Mapping[int, DeviceStream]
+    weights: StreamableWeights, gone: Bools, device: Ints, streams: Mapping[int, StreamRecord]
 ) -> OpGraph:
     """Return the graph without the bytes of some weights, in which the first reader of a device reads its pool.
 
@@ -107,14 +110,14 @@ def describe_choice(state: State, choice: Choice) -> Diagnostic:
         own = np.unique(graph.weights.items[device[graph.weights.rows] == index])
         names = [graph.weight_names[weight] for weight in own.tolist()]
         size = sum(streaming.weight_bytes.get(name, 0) for name in names)
-        count = sum(name in streaming.homes for name in names)
+        count = sum(name in streaming.sources for name in names)
         held = int(graph.weight_bytes[own].sum())
         nodes = format_count(int((device == index).sum()), "node")
         text = f"{devices[index].id} computes {nodes} and holds {format_bytes(held)} of weights"
         if stream := streaming.streams.get(index):
             places = {"host": "the host's memory", "disk": "disk"}
-            homes = " and ".join(places[home] for home in stream.bytes_per_second)
-            moving = f"{format_count(count, 'weight')} with {format_bytes(size)} come from {homes}"
+            sources = " and ".join(places[source] for source in stream.bytes_per_second)
+            moving = f"{format_count(count, 'weight')} with {format_bytes(size)} come from {sources}"
             text += f", of which {format_bytes(stream.pool_bytes)} are a pool, through which {moving}"
         texts.append(text)
     message = f"{'; '.join(texts)}; at most {choice.gap:.1%} from the best choice"

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "bundle": "errors feeds graph model_metadata simulation target training_step utils",
     # the results of passes, and the problem that placers solve
     "training_roles": "graph training_step",
-    "facts": "errors graph model simulation state training_roles",
+    "facts": "bundle errors graph model simulation state training_roles",
     "problem": "errors facts graph simulation state target",
     # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
     "passes.profiling": "devices errors facts feeds graph machine model ort target utils",
@@ -53,11 +53,13 @@ MAY_IMPORT = {
         "bundle devices errors facts graph machine model problem simulation state target training_roles utils"
     ),
     "passes.sharding": (
-        "errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state target "
-        "training_step utils"
+        "bundle errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state "
+        "target training_step utils"
     ),
-    "passes.batching": "errors feeds model passes.sharding",
-    "passes.streaming": "errors facts graph model passes.profiling passes.segments problem simulation state utils",
+    "passes.batching": "bundle errors feeds model passes.sharding",
+    "passes.streaming": (
+        "bundle errors facts graph model passes.profiling passes.segments problem simulation state utils"
+    ),
     "passes.recomputation": "errors facts graph model problem state training_step utils",
     "passes": (
         "bundle errors facts graph machine model passes.batching passes.cost_files passes.placement.exact "

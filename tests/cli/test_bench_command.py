@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, parser
 
 import onnxplace
 from onnxplace import benchmark
-from onnxplace.bundle import DiagnosticRecord
+from onnxplace.errors import Diagnostic
 from onnxplace.evaluation import Speedup, Timings, compute_speedup, memory_use, replace_manifest, trial
 from onnxplace.evaluation.memory_use import can_measure_memory
 from tests.conftest import FAST_PIPELINE
@@ -381,7 +381,7 @@ def test_recorded_times_become_the_prediction_and_the_planned_ones_stay(run_cli,
 def test_a_recorded_trial_replaces_notes_about_earlier_ones_and_reports_its_own_doubt(run_cli, tmp_path, monkeypatch):
     path = chain_bundle(tmp_path)
     bundle = onnxplace.load(path)
-    earlier = [DiagnosticRecord(code=code, message=code) for code in ("C020", "P040", "C021")]
+    earlier = [Diagnostic(code=code, message=code) for code in ("C020", "P040", "C021")]
     replace_manifest(bundle, bundle.manifest.model_copy(update={"diagnostics": tuple(earlier)}))
     doubt = "the trial is less sure than usual: steps waited 90% of their time for a core"
     for share in (0.05, 0.05, 1.0):  # the third trial is not doubtful

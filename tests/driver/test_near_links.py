@@ -47,8 +47,7 @@ def place(text: str, placer: str) -> tuple[list[str], int]:
     crossings = []
     for device, program in zip(names, state[Segments].programs):
         for step in program:
-            peer = names[step.peer] if isinstance(step.peer, int) else step.peer
-            if step.op == "send" and split_host(peer)[0] != split_host(device)[0]:
+            if step.op == "send" and split_host(step.peer)[0] != split_host(device)[0]:
                 crossings.append(step.value)
     return crossings, len({segment.device for segment in state[Segments].segments})
 

@@ -13,7 +13,6 @@ from onnx import numpy_helper
 
 import onnxplace
 from onnxplace.bundle import (
-    DiagnosticRecord,
     Manifest,
     describe_step,
     list_routes,
@@ -21,7 +20,7 @@ from onnxplace.bundle import (
     simulate_manifest,
 )
 from onnxplace.driver import compile_model
-from onnxplace.errors import ExecutionError
+from onnxplace.errors import Diagnostic, ExecutionError
 from onnxplace.evaluation import trial
 from onnxplace.facts import REFUSED_SECONDS, Placement
 from onnxplace.machine import available_cores, local_target, measurement_cache
@@ -558,7 +557,7 @@ def test_a_speedup_has_the_same_figures_in_the_summary_as_in_reports(model_file,
 def test_the_summary_names_what_made_the_figures_unsure(model_file, tmp_path, waiting, uncertainty, reason):
     manifest = compile_bundle(model_file, tmp_path / "b").manifest
     record = manifest.trial.model_copy(update={"waiting": waiting, "uncertainty": uncertainty})
-    note = DiagnosticRecord(code="C004", message="costs are less sure than usual")
+    note = Diagnostic(code="C004", message="costs are less sure than usual")
     unsure = manifest.model_copy(update={"trial": record, "diagnostics": (note,)})
     assert describe_step(unsure).endswith(f", unsure: {reason}, repeat when the machine is idle")
 

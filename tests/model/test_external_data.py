@@ -213,12 +213,12 @@ def model_with_external_data(tmp_path: Path, branches_bytes: bytes) -> Path:
 def run_before_emitting(change: Callable[[], None]) -> Iterator[None]:
     """Call `change` before the segments are written."""
 
-    def segment_ids(*arguments: Any) -> Any:
+    def infer_types(*arguments: Any) -> Any:
         change()
         return before(*arguments)
 
-    before = write_segments.name_segments
-    with mock.patch.object(write_segments, "name_segments", segment_ids):
+    before = write_segments.infer_boundary_types
+    with mock.patch.object(write_segments, "infer_boundary_types", infer_types):
         yield
 
 

@@ -12,14 +12,13 @@ import pytest
 
 from onnxplace.bundle import (
     Bundle,
-    DiagnosticRecord,
     ShardedKindRecord,
     ShardingRecord,
     describe_step,
     simulate_manifest,
 )
 from onnxplace.driver import compile_model
-from onnxplace.errors import UsageError
+from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.evaluation.trial import Trial, apply_trial
 from onnxplace.reports import build_page_json, describe_bundle, render_page
 from onnxplace.reports.page_records import Advice, Entry, MemoryItem, Note, Quantity
@@ -155,7 +154,7 @@ def test_missing_packages_are_named_with_what_to_install(data, monkeypatch):
 def test_the_page_repeats_the_line_of_the_summary_and_marks_what_is_unsure(compiled):
     bundle = Bundle.open(compiled)
     assert 'class="unsure"' not in render_page([describe_bundle(bundle)])
-    note = DiagnosticRecord(code="C004", message="the trial is less sure", where=bundle.manifest.model)
+    note = Diagnostic(code="C004", message="the trial is less sure", where=bundle.manifest.model)
     unsure = bundle.manifest.model_copy(update={"diagnostics": (note,)})
     html = render_page([describe_bundle(Bundle(bundle.path, unsure))])
     assert '<span class="unsure">unsure</span>' in html

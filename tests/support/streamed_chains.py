@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper, parser
 
 import onnxplace
-from onnxplace.facts import DeviceStream, Placement, Profile, Segments, Streaming
+from onnxplace.bundle import StreamRecord
+from onnxplace.facts import Placement, Profile, Segments, Streaming
 from onnxplace.passes.split import Split
 from onnxplace.state import State
 from onnxplace.target import Device, Target
@@ -121,8 +122,15 @@ class StreamedChain:
             readers = [set(graph.weights[node].tolist()) for node in range(len(graph))]
             names = {graph.weight_names.index(name) for name in homes}
             devices = {int(placed[node]) for node, weights in enumerate(readers) if weights & names}
-            stream = DeviceStream(self.pool_bytes, {"disk": 1e9, "host": 1e10})
-            streaming = Streaming(homes, size, dict.fromkeys(sorted(devices), stream), state[Profile])
+            streams = {
+                device: StreamRecord(
+                    device=state.target.devices[device].id,
+                    pool_bytes=self.pool_bytes,
+                    bytes_per_second={"disk": 1e9, "host": 1e10},
+                )
+                for device in sorted(devices)
+            }
+            streaming = Streaming(homes, size, streams)
             return split(self_, state.with_facts(streaming))
 
         return mock.patch.multiple(Split, run=run, provides=(Segments, Streaming))

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from onnxplace.errors import TargetError
 from onnxplace.machine import local_target
-from onnxplace.passes.segments.write_segments import name_segments
+from onnxplace.passes.segments.cut_segments import name_segments
 from onnxplace.target import (
     Device,
     Link,
@@ -206,10 +206,6 @@ def test_the_target_of_hosts_in_the_documentation_can_be_read(tmp_path):
 
 
 def test_segments_of_equal_devices_of_two_hosts_have_names_of_their_own():
-    class Placed:
-        def __init__(self, device: int) -> None:
-            self.device = device
-
     target = make_target("a/cpu:0", "a/cuda:0/1", "b/cpu:0")
-    names = name_segments([Placed(0), Placed(2), Placed(1), Placed(0)], target)  # type: ignore[list-item]
+    names = name_segments([0, 2, 1, 0], target)
     assert names == ["a-cpu0-000", "b-cpu0-000", "a-cuda0p1-000", "a-cpu0-001"]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.errors import ExecutionError
-from onnxplace.graph import Floats, Ints, Longs, sum_by
+from onnxplace.graph import Floats, Ints, sum_by
 from onnxplace.problem import PlacementProblem
-from onnxplace.utils import make_program, run_highs
+from onnxplace.utils import LinearProgram
 
 # Tolerance of the solver around 0 and 1.
 TOLERANCE = 1e-6
@@ -82,46 +82,29 @@ def solve_relaxation(node_seconds: Floats, edges: Edges) -> Floats:
     import highspy
 
     nodes, count = len(node_seconds), len(edges.source)
+    source, destination = edges.source.astype(np.int64), edges.destination.astype(np.int64)
     # Times near 1 suit the solver's tolerances, which are absolute.
     scale = max(float(node_seconds.max()), float(edges.seconds.max()), 1e-12)
     weight, cost = node_seconds / scale, edges.seconds / scale
-    lower, rows = _build_rows(weight, cost, edges)
-    program = make_program(
-        cost=np.r_[np.zeros(count + nodes), 1.0],
-        column_bounds=(np.zeros(count + nodes + 1), np.r_[np.ones(count), np.full(nodes + 1, np.inf)]),
-        row_bounds=(lower, np.full(len(lower), np.inf)),
-        rows=rows,
-    )
-    solver = run_highs(program, {"random_seed": 0, "solver": "simplex"})
+    program = LinearProgram()
+    # Columns: x per edge, the start of each node, and the end of all.
+    is_remote = program.add_columns(count, upper=1.0)
+    start = program.add_columns(nodes)
+    (end,) = program.add_columns(1, cost=1.0)
+    # s_j - s_i - c_e x_e >= w_i
+    columns = np.stack([is_remote, start[source], start[destination]], axis=1)
+    program.add_rows(columns, np.stack([-cost, -np.ones(count), np.ones(count)], axis=1), lower=weight[source])
+    # W - s_i >= w_i, for nodes without successors; the others follow from them
+    sinks = np.setdiff1d(np.arange(nodes), source)
+    program.add_rows(np.stack([start[sinks], np.full(len(sinks), end)], axis=1), [-1.0, 1.0], lower=weight[sinks])
+    # sum of x over the edges out of a node >= its out-degree - 1; likewise into a node
+    for ends in (source, destination):
+        by_node = np.split(np.argsort(ends, kind="stable"), np.cumsum(np.bincount(ends, minlength=nodes))[:-1])
+        for own in by_node:
+            if len(own) > 1:
+                program.add_rows(is_remote[own], 1.0, lower=len(own) - 1.0)
+    solver = program.solve({"random_seed": 0, "solver": "simplex"})
     if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         status = solver.modelStatusToString(solver.getModelStatus())
         raise ExecutionError("P020", f"the linear program of m-SCT was not solved: {status}", where="m-sct")
     return np.asarray(solver.getSolution().col_value, dtype=np.float64)[:count]
-
-
-def _build_rows(weight: Floats, cost: Floats, edges: Edges) -> tuple[Floats, tuple[Longs, Longs, Floats]]:
-    """Return the constraints: the lower bound of each row, and the matrix by rows."""
-    nodes, count = len(weight), len(cost)
-    source, destination = edges.source.astype(np.int64), edges.destination.astype(np.int64)
-    edge_index = np.arange(count)
-    # s_j - s_i - c_e x_e >= w_i
-    order_index = np.stack([edge_index, count + source, count + destination], axis=1).ravel()
-    order_value = np.stack([-cost, -np.ones(count), np.ones(count)], axis=1).ravel()
-    # W - s_i >= w_i, for nodes without successors; the others follow from them
-    sinks = np.setdiff1d(np.arange(nodes), source)
-    end_index = np.stack([count + sinks, np.full(len(sinks), count + nodes)], axis=1).ravel()
-    end_value = np.tile([-1.0, 1.0], len(sinks))
-    # sum of x over the edges out of a node >= its out-degree - 1; likewise into a node
-    index_lists, degrees = [], []
-    for end in (source, destination):
-        by_node = np.argsort(end, kind="stable")
-        degree = np.bincount(end, minlength=nodes)
-        several = degree > 1
-        index_lists.append(by_node[several[end[by_node]]])
-        degrees.append(degree[several])
-    lengths = np.concatenate([np.full(count, 3), np.full(len(sinks), 2), *degrees])
-    lower = np.concatenate([weight[source], weight[sinks], *[degree - 1.0 for degree in degrees]])
-    index = np.concatenate([order_index, end_index, *index_lists])
-    value = np.concatenate([order_value, end_value, np.ones(sum(len(part) for part in index_lists))])
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    return lower, (starts, index, value)

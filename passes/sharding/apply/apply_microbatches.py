@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 
 from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
-from onnxplace.facts import MicroBatches, Profile, Shards
+from onnxplace.facts import MicroBatches, Original, Profile, Shards
 from onnxplace.graph import Bools, Floats, Ints
 from onnxplace.model import Model
 from onnxplace.passes.sharding.apply.derived_facts import build_whole_model, scale_profile
@@ -88,14 +88,18 @@ def microbatch_state(state: State, count: int, replicas: int = 1) -> State:
         replica=replicated.replica,
         replicas=replicas,
     )
+    provided = (
+        parts,
+        Shards(device=np.full(len(sharded.origins), -1, dtype=np.int32)),
+        _keep_original(state, fixed, space, sharded),
+    )
     notes = [
         _report(space, choice, of_part),
         *_report_whole(whole_seconds, seconds),
         *report_fixed_sizes(model, fixed, "micro-batches"),
     ]
     undivided = MappingProxyType({name: float(seconds.sum()) for name, seconds in profile.seconds.items()})
-    scaled, whole = replace(scaled, unsharded_seconds=undivided), _keep_whole(state, fixed, space, sharded)
-    return state.with_facts(sharded.model, scaled, parts, whole).with_notes(*notes)
+    return state.with_facts(sharded.model, replace(scaled, unsharded_seconds=undivided), *provided).with_notes(*notes)
 
 
 def _require_samples(model: Model, fixed: Model, count: int) -> dict[str, int]:
@@ -220,16 +224,11 @@ def _replica_speeds(state: State, count: int, replicas: int) -> list[float]:
     return [float(speed) for speed in speeds]
 
 
-def _keep_whole(state: State, fixed: Model, space: StrategySpace, sharded: ShardedModel) -> Shards:
+def _keep_original(state: State, fixed: Model, space: StrategySpace, sharded: ShardedModel) -> Original:
     """Return the undivided model as the reference of the bundle."""
     model = replace(fixed, states=MappingProxyType({}))
     joined = build_whole_model(model, sharded, space.division, from_parts=True)
-    return Shards(
-        device=np.full(len(sharded.origins), -1, dtype=np.int32),
-        whole_profile=state[Profile],
-        whole=fixed,
-        whole_of_parts=replace(joined, states=fixed.states),
-    )
+    return Original(model=fixed, profile=state[Profile], joined_model=replace(joined, states=fixed.states))
 
 
 def _report(space: StrategySpace, choice: LayoutChoice, of_part: Ints) -> Diagnostic:

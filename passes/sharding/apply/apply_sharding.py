@@ -14,8 +14,9 @@ from typing import Literal
 
 import numpy as np
 
+from onnxplace.bundle import ShardedKindRecord, SplitStateRecord
 from onnxplace.errors import Diagnostic, UsageError
-from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState, is_refused
+from onnxplace.facts import Original, Profile, Shards, Source, is_refused
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import Model
 from onnxplace.passes.sharding.apply.derived_facts import annotate_model, build_whole_model, scale_profile
@@ -205,7 +206,7 @@ def _shares(seconds: Floats) -> tuple[float, ...]:
 def _leave_whole(state: State) -> State:
     """Return the state as it is, with the fact that nothing is sharded."""
     free = np.full(len(state[Profile].graph), -1, dtype=np.int32)
-    return state.with_facts(Shards(device=free))
+    return state.with_facts(Shards(device=free), Original(state[Model], state[Profile]))
 
 
 def _report_no_gain(alone: float, best: GroupChoice) -> Diagnostic:
@@ -253,12 +254,14 @@ def _apply(state: State, candidate: GroupChoice, written: _Written, options: Sha
         seconds=candidate.step_seconds + max(state.target.devices[d].segment_seconds for d in candidate.devices),
         lower_bound_seconds=min(candidate.choice.lower_bound_seconds, candidate.step_seconds),
         split_states=_split_states(sharded, candidate.space),
-        whole_profile=state[Profile],
-        whole=_build_whole(state, sharded, candidate, options, from_parts=False),
-        whole_of_parts=_build_whole(state, sharded, candidate, options, from_parts=True),
+    )
+    original = Original(
+        model=_build_whole(state, sharded, candidate, options, from_parts=False),
+        profile=state[Profile],
+        joined_model=_build_whole(state, sharded, candidate, options, from_parts=True),
     )
     notes = [_note(candidate, shards), *unsplit]
-    return state.with_facts(sharded.model, written.profile, shards).with_notes(*notes)
+    return state.with_facts(sharded.model, written.profile, shards, original).with_notes(*notes)
 
 
 def _build_whole(
@@ -272,14 +275,24 @@ def _build_whole(
     return annotate_model(whole, candidate.space, candidate.choice.strategies, ids)
 
 
-def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitState, ...]:
+def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitStateRecord, ...]:
     states, division = [], space.division
     for name, parts in sharded.split_states.items():
         layout, sizes, axis, copies = parts.layout, list[int](), -1, 1
         if layout.is_split:
             axis, copies, size = layout.axis, division.copies(layout), space.facts.shapes[name][layout.axis]
             sizes = [division.local_size(layout, size, device) for device in range(division.count)]
-        states.append(SplitState(name, parts.output, axis, parts.inputs, parts.outputs, tuple(sizes), copies))
+        states.append(
+            SplitStateRecord(
+                input=name,
+                output=parts.output,
+                axis=axis,
+                inputs=parts.inputs,
+                outputs=parts.outputs,
+                sizes=tuple(sizes),
+                copies=copies,
+            )
+        )
     return tuple(states)
 
 
@@ -290,7 +303,7 @@ def _note(candidate: GroupChoice, shards: Shards) -> Diagnostic:
     return Diagnostic("P060", f"operators are split over {shards.ways} devices{stages} ({exchanges}): {kinds}")
 
 
-def _summarise(state: State, candidate: GroupChoice) -> tuple[tuple[ShardedKind, ...], list[Diagnostic]]:
+def _summarise(state: State, candidate: GroupChoice) -> tuple[tuple[ShardedKindRecord, ...], list[Diagnostic]]:
     """Return what was split how, by operator, and a note on expensive operators that were not."""
     seconds = device_seconds(state[Profile], state.target)[list(candidate.devices)].max(axis=0)
     counts: Counter[tuple[str, str]] = Counter()
@@ -302,7 +315,7 @@ def _summarise(state: State, candidate: GroupChoice) -> tuple[tuple[ShardedKind,
         times[key] += time
         largest[key] = max(largest.get(key, (-1.0, "")), (time, node.name), key=lambda item: item[0])
     kinds = tuple(
-        ShardedKind(op=op, layout=layout, count=counts[op, layout], seconds=time, node=largest[op, layout][1])
+        ShardedKindRecord(op=op, layout=layout, count=counts[op, layout], seconds=time, node=largest[op, layout][1])
         for (op, layout), time in times.most_common()
     )
     whole = [kind for kind in kinds if kind.layout == "whole" and kind.seconds > 0.02 * float(seconds.sum())]

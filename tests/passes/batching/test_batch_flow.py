@@ -14,8 +14,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, note, settings, strategies as st
 from onnx import ModelProto, printer
 
+from onnxplace.bundle import BatchingRecord
 from onnxplace.model import bind, bind_states, load
-from onnxplace.passes.batching import BatchAxes, batch_flow, find_batch_axes
+from onnxplace.passes.batching import batch_flow, find_batch_axes
 from onnxplace.passes.sharding.rules.layouts import PARTIAL
 from onnxplace.passes.sharding.space.strategy_space import build_space
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
@@ -150,7 +151,7 @@ def test_joined_runs_of_proven_models_compute_the_same(first: int) -> None:
 @given(random_models(max_nodes=8), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 99))
 def test_joined_runs_of_any_proven_model_have_the_same_bits(model: RandomModel, sizes: list[int], seed: int) -> None:
     assume(model.dimensions)
-    axes = BatchAxes()
+    axes = BatchingRecord()
     try:
         reference(model.proto, model.feeds)
         axes = prove(model.proto, model.dimensions)

@@ -14,7 +14,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper, parser
 
 import onnxplace
 from onnxplace.errors import FeedError, InfeasibleError
-from onnxplace.facts import MicroBatches, Profile, Shards
+from onnxplace.facts import MicroBatches, Original, Profile
 from onnxplace.model import Model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
 from tests.support.shardings import choose_randomly
@@ -92,7 +92,7 @@ def test_parts_take_less_time_than_the_whole_and_the_whole_model_is_kept() -> No
     whole, state = compile_state(proto, "optimize,profile{estimate=true}"), split(proto, 4)
     (before,), (after,) = whole[Profile].seconds.values(), state[Profile].seconds.values()
     assert before.sum() <= after.sum() < 1.5 * before.sum()
-    kept = state[Shards].whole
+    kept = state[Original].model
     assert kept is not None
     assert len(kept.nodes) == len(whole[Model].nodes)
     assert kept.states == whole[Model].states

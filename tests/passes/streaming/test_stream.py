@@ -1,4 +1,4 @@
-"""The pass `stream`: limits, homes, what streams and what stays, and errors that say what is needed."""
+"""The pass `stream`: limits, sources, what streams and what stays, and errors that say what is needed."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from onnxplace.errors import InfeasibleError, OnnxplaceError
-from onnxplace.facts import Placement, Profile, Schedule, Segments, Source, Streaming
+from onnxplace.facts import Original, Placement, Profile, Schedule, Segments, Source, Streaming
 from onnxplace.model import bind, build_op_graph, infer_static_shapes, load, value_bytes
 from onnxplace.passes.stream import Stream
-from onnxplace.passes.streaming.homes_program import DISK, HELD, Choice
+from onnxplace.passes.streaming.source_program import DISK, RESIDENT, Choice
 from onnxplace.pipeline import Pipeline
 from onnxplace.problem import predict_step_seconds, predict_waiting_seconds
 from onnxplace.simulation import PoolLayout, measure_block
@@ -82,16 +82,16 @@ def test_random_models_keep_their_limits_and_every_weight_has_a_home(
     except OnnxplaceError:
         assume(False)
     try:
-        after = run(state, f"stream{options}")  # the pipeline checks all facts: limits, homes, devices
+        after = run(state, f"stream{options}")  # the pipeline checks all facts: limits, sources, devices
     except InfeasibleError:
         return
     streaming, graph = after[Streaming], after[Profile].graph
     assert (after[Segments].simulation.peak_bytes <= [device.memory_bytes for device in target.devices]).all()
     size = dict(zip(graph.weight_names, graph.weight_bytes.tolist()))
-    assert all(size[name] == 0 for name in streaming.homes)
+    assert all(size[name] == 0 for name in streaming.sources)
     assert_pools_hold_their_blocks(after)
     again = run(state, f"stream{options}")
-    assert again[Streaming].homes == streaming.homes
+    assert again[Streaming].sources == streaming.sources
     assert again[Placement].device.tolist() == after[Placement].device.tolist()
     if "always" not in options:
         try:
@@ -108,7 +108,7 @@ def assert_pools_hold_their_blocks(state):
         own = [segment.nodes for segment in state[Segments].segments if segment.device == device]
         reads = [{graph.weight_names[weight] for node in nodes for weight in graph.weights[node]} for nodes in own]
         sizes = [
-            measure_block(streaming.weight_bytes[name] for name in names & set(streaming.homes)) for names in reads
+            measure_block(streaming.weight_bytes[name] for name in names & set(streaming.sources)) for names in reads
         ]
         PoolLayout.of([size for size in sizes if size], stream.pool_bytes)  # raises an error where one does not fit
         assert stream.pool_bytes <= sum(sizes)
@@ -124,7 +124,7 @@ def test_kernels_whose_first_node_reads_no_weight_do_not_share_a_block(begins, l
     model.graph.initializer.extend(numpy_helper.from_array(np.ones((8, 8), np.float32), f"w{i}") for i in range(12))
     target = Target((replace(HOST, memory_bytes=limit * MIB),))
     state = run(make_state(model, target, sizes=[2], begins=begins))
-    assert state[Streaming].homes
+    assert state[Streaming].sources
     assert_pools_hold_their_blocks(state)
 
 
@@ -143,34 +143,34 @@ def test_a_table_that_is_only_looked_up_does_not_decide_about_the_pool():
 
 def test_a_device_whose_pool_has_room_for_all_that_would_stream_holds_it(monkeypatch):
     def choose_one(problem):
-        home = np.where(np.arange(len(problem.group)) == 5, DISK, HELD)
-        return Choice(np.zeros(len(home), np.int32), home, 0.0)
+        source = np.where(np.arange(len(problem.group)) == 5, DISK, RESIDENT)
+        return Choice(np.zeros(len(source), np.int32), source, 0.0)
 
-    monkeypatch.setattr("onnxplace.passes.stream.choose_homes", choose_one)
+    monkeypatch.setattr("onnxplace.passes.stream.choose_sources", choose_one)
     state = make_state(chain(), Target((replace(HOST, memory_bytes=20 * MIB),)))
-    assert run(state, "stream{pool=1023KiB}")[Streaming].homes == {}  # no weight may stream through it
-    assert run(state, "stream{pool=4MiB}")[Streaming].homes == {}
+    assert run(state, "stream{pool=1023KiB}")[Streaming].sources == {}  # no weight may stream through it
+    assert run(state, "stream{pool=4MiB}")[Streaming].sources == {}
 
 
 def test_a_pool_has_no_more_than_what_streams_through_it():
     state = make_state(chain(), Target((replace(HOST, memory_bytes=64 * MIB),)))
     after = run(state, "stream{pool=45MiB,always=true}")
-    assert len(after[Streaming].homes) == 12
+    assert len(after[Streaming].sources) == 12
     assert after[Streaming].streams[0].pool_bytes == 12 * MIB
 
 
 def test_what_has_room_stays_and_the_rest_streams_evenly():
     state = run(make_state(chain(), Target((replace(HOST, memory_bytes=9 * MIB),))))
     streaming = state[Streaming]
-    assert set(streaming.homes.values()) == {"disk"}
-    assert 4 <= len(streaming.homes) <= 6
-    layers = sorted(int(name[1:]) for name in streaming.homes)
+    assert set(streaming.sources.values()) == {"disk"}
+    assert 4 <= len(streaming.sources) <= 6
+    layers = sorted(int(name[1:]) for name in streaming.sources)
     assert layers[0] < 4
     assert layers[-1] > 7
     assert max(np.diff(layers)) <= 6
     assert state[Schedule].simulation.peak_bytes[0] <= 9 * MIB
     assert predict_waiting_seconds(state) > 0
-    assert streaming.whole_profile.graph.total_weight_bytes == 12 * MIB
+    assert state[Original].profile.graph.total_weight_bytes == 12 * MIB
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_more_memory_makes_no_step_longer():
         state = run(make_state(chain(), Target((replace(HOST, memory_bytes=limit * MIB),))))
         steps.append(predict_step_seconds(state))
     assert all(later <= before * 1.02 for before, later in pairwise(steps))
-    assert not state[Streaming].homes
+    assert not state[Streaming].sources
 
 
 def test_the_host_computes_while_the_link_is_slow():
@@ -197,9 +197,9 @@ def test_the_host_computes_while_the_link_is_slow():
 
 def test_the_memory_of_the_host_bounds_what_it_keeps():
     state = run(make_state(chain(), Target((replace(GPU, memory_bytes=5 * MIB),))), "stream{host=4MiB}")
-    homes = list(state[Streaming].homes.values())
-    assert homes.count("host") == 4
-    assert homes.count("disk") >= 4
+    sources = list(state[Streaming].sources.values())
+    assert sources.count("host") == 4
+    assert sources.count("disk") >= 4
     assert state[Streaming].streams[0].bytes_per_second.keys() == {"host", "disk"}
 
 
@@ -219,10 +219,10 @@ def test_weights_that_are_looked_up_stay_in_the_file_for_processors():
     for name, rows in (("table", 4096), ("w", 512)):
         model.graph.initializer.append(numpy_helper.from_array(np.ones((rows, 512), np.float32), name))
     state = run(make_state(model, Target((replace(HOST, memory_bytes=2 * MIB),))))
-    assert "table" not in state[Streaming].homes
+    assert "table" not in state[Streaming].sources
     assert state[Schedule].simulation.peak_bytes[0] < 2 * MIB
     state = run(make_state(model, Target((replace(GPU, memory_bytes=16 * MIB),))), "stream{always=true}")
-    assert "table" in state[Streaming].homes  # other devices hold the whole table
+    assert "table" in state[Streaming].sources  # other devices hold the whole table
 
 
 def test_a_weight_that_two_nodes_read_stays():
@@ -232,7 +232,7 @@ def test_a_weight_that_two_nodes_read_stays():
     for name in "vw":
         model.graph.initializer.append(numpy_helper.from_array(np.ones((512, 512), np.float32), name))
     state = run(make_state(model, Target((HOST,))), "stream{always=true}")
-    assert state[Streaming].homes.keys() == {"v"}
+    assert state[Streaming].sources.keys() == {"v"}
 
 
 def test_types_of_less_than_a_byte_stay():
@@ -244,7 +244,7 @@ def test_types_of_less_than_a_byte_stay():
     model.graph.initializer.extend([weight, numpy_helper.from_array(np.float32(1), "s")])
     onnx.checker.check_model(model)
     state = run(make_state(model, Target((HOST,))), "stream{always=true}")
-    assert not state[Streaming].homes
+    assert not state[Streaming].sources
 
 
 def test_a_pool_that_is_too_small_says_how_large_it_must_be():
@@ -268,7 +268,7 @@ def test_a_limit_that_is_too_small_says_what_is_needed():
         run(state)
     needed = int(caught.value.message.split("at least ")[1].split()[0])
     enough = make_state(chain(), Target((replace(HOST, memory_bytes=needed + 100),)))
-    assert len(run(enough)[Streaming].homes) == 12
+    assert len(run(enough)[Streaming].sources) == 12
 
 
 def test_a_model_without_large_weights_says_what_is_missing():
