@@ -3,6 +3,7 @@ from onnxplace.graph.graph_kernels import (
     group_items as group_items,
     is_acyclic as is_acyclic,
 )
+from onnxplace.graph.lifetimes import sum_alive as sum_alive
 from onnxplace.graph.op_graph import (
     Bools as Bools,
     Csr as Csr,
