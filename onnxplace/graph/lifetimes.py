@@ -29,5 +29,5 @@ def sum_alive(begin: NDArray[Any], end: NDArray[Any], size: NDArray[Any], count:
     >>> sum_alive(np.array([0, 1, 2]), np.array([3, 3, 4]), np.array([5, 2, 3]), 4).astype(int).tolist()
     [5, 7, 10, 3]
     """
-    change: Floats = np.bincount(begin, size, count + 1) - np.bincount(end, size, count + 1)
-    return np.cumsum(change)[:count]
+    change = np.bincount(begin, size, count + 1) - np.bincount(end, size, count + 1)
+    return np.cumsum(change, dtype=np.float64)[:count]
