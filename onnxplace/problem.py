@@ -100,6 +100,27 @@ class PlacementProblem:
         return excess
 
 
+def interchangeable_devices(problem: PlacementProblem) -> Ints:
+    """Return, per device, the first device with which swapping it changes no cost, no limit, no pin and no link."""
+    devices = np.arange(len(problem.limit_bytes))
+    pins = np.where(np.isin(devices, problem.pinned), devices, -1)
+    costs = np.column_stack([problem.seconds, problem.limit_bytes, pins])
+    return find_equal_devices(costs, *problem.target.link_arrays())
+
+
+def find_equal_devices(costs: Floats, *links: Floats) -> Ints:
+    """Return, per device, the first one with equal costs ([device, anything]) and links ([device, device])."""
+    first = np.arange(len(costs), dtype=np.int32)
+    for b in range(len(costs)):
+        for a in range(b):
+            swapped = np.arange(len(costs))
+            swapped[[a, b]] = b, a
+            if (costs[a] == costs[b]).all() and all((link[np.ix_(swapped, swapped)] == link).all() for link in links):
+                first[b] = first[a]
+                break
+    return first
+
+
 def _require_devices(target: Target, device: Ints) -> None:
     """Raise BrokenPassError for an index that is none of a device."""
     if not ((device >= 0) & (device < len(target.devices))).all():
@@ -250,6 +271,26 @@ def commit_placement(
     bound = bound_step_seconds(state, simulation.makespan_seconds, *groups)
     bound = min(max(bound, bound_seconds), simulation.makespan_seconds)
     return state.with_facts(Placement(fine_device, placer), Schedule(order, simulation, bound))
+
+
+def commit_if_fitting(
+    state: State, problem: PlacementProblem, device: Ints, start_seconds: Floats, placer: str
+) -> State | None:
+    """Return `state` with a placement as `commit_placement` commits it, None if a device cannot hold its part."""
+    try:
+        return commit_placement(state, problem, device, start_seconds, placer)
+    except InfeasibleError:
+        return None
+
+
+def tighten_limits(limit: Longs, allowed: Longs, excess: Longs, attempt: int, *, everywhere: bool = False) -> Longs:
+    """Return smaller limits for planning again, after a plan within `limit` exceeded the `allowed` bytes.
+
+    Later attempts (1, 2, ...) subtract more than the excess, and never less than a 64th of what is allowed. With
+    `everywhere`, devices without excess lose that too: the next plan then differs even if what exceeds only moves.
+    """
+    less = np.where((excess > 0) | everywhere, np.maximum(attempt * excess, allowed // 64), 0)
+    return np.maximum(limit - less, 0).astype(np.int64)
 
 
 def bound_step_seconds(

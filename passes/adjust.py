@@ -33,6 +33,11 @@ class Adjust(Pass):
     device runs its nodes in the order of their former starts. Existing groups are kept together too, and their pins
     hold.
 
+    A group of a (3 ms on device 0), b and c (1 ms each on device 1):
+
+        before   device 0: a      device 1: b c x
+        after    device 0: a b c  device 1: x        `compute`; with `majority`, all three would be on device 1
+
     Raises:
         InfeasibleError: a group fits on no device, or a device lacks memory in the end; the error names which.
     """
@@ -108,10 +113,10 @@ class Adjust(Pass):
         name = problem.graph.names[int(np.argmax(problem.group == group))]
         devices, pin = problem.target.devices, int(problem.pinned[group])
         candidates = devices if pin < 0 else [devices[pin]]
-        room = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in candidates)
+        ids = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in candidates)
         return InfeasibleError(
             "P001",
-            f"the group of {name!r} fits on none of {room} next to the groups before it: it has {weights_bytes} bytes "
+            f"the group of {name!r} fits on none of {ids} next to the groups before it: it has {weights_bytes} bytes "
             f"of weights and needs {step_bytes} more in one step",
             where=self.name,
             hint="add devices, raise --max-memory, or place with groups from the start",

@@ -36,6 +36,10 @@ class Coplace(Pass):
     node reads decides, and nodes that work for one parameter, or read one, follow the first forward node that reads it;
     nodes that update parameters follow no other. Unlike Baechi's forward-only mode, which places the forward graph
     alone, backward time, stashed activations, gradients and optimiser state are scheduled and counted. Near-linear.
+
+    Where sending a's value takes longer than computing a, d's value less than d, and b and c share a carried state:
+
+        before   a -> b -> d -> c          after   groups {a, b, c} and {d}
     """
 
     name: ClassVar[str] = "coplace"

@@ -33,6 +33,12 @@ class Exact(Pass):
     If the graph is contracted, the proof is for steps that run each cluster in one go: the schedule of single nodes
     may be shorter than that bound, which is then not recorded with it. The same input gives the same answer as long
     as `gap` is reached within the time.
+
+    Two branches of 3 ms each between nodes of 1 ms, on two devices, where a transfer takes 1 ms:
+
+        before   a -> b -> d,  a -> c -> d
+        after    a b | c d     a step of 6 ms: c starts at 2 ms, and d at 5 ms, when c ends and b's value arrives. One
+                               device alone takes 8 ms, and with d on the device of a and b it is 7 ms
     """
 
     name: ClassVar[str] = "exact"

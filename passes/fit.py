@@ -8,20 +8,12 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge
 
-from onnxplace.errors import Diagnostic, InfeasibleError, format_count
+from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
 from onnxplace.passes.placement.list_scheduling import place_by_list_schedule
-from onnxplace.passes.placement.stages import (
-    MAX_MOVES,
-    RESIDENT_SHARES,
-    TRAFFIC,
-    build_group_search,
-    prepare_cuts,
-    split_into_stages,
-    tighten_limits,
-)
-from onnxplace.problem import PlacementProblem, commit_placement, placement_problem, sort_by_start
+from onnxplace.passes.placement.stages import MAX_MOVES, TRAFFIC, build_group_search, generate_splits
+from onnxplace.problem import PlacementProblem, commit_if_fitting, placement_problem
 from onnxplace.simulation import list_transfers
 from onnxplace.state import Pass, State
 from onnxplace.utils import budget_clock
@@ -118,23 +110,11 @@ class Fit(Pass):
         self, state: State, problem: PlacementProblem, devices: list[int], allowed: Longs, deadline: float
     ) -> State | None:
         """Return a split between devices within the `allowed` bytes, if found."""
-        limit = allowed
-        for attempt, resident in enumerate(RESIDENT_SHARES):
-            cuts = prepare_cuts(problem, TRAFFIC, limit, tuple(devices), resident)
-            if not np.isfinite(cuts.seconds.min(axis=0)).all():
-                return None
-            split = split_into_stages(cuts, problem, deadline, self.seed)
-            if split is None:
-                return None
-            start = split.device[cuts.node]
+        for start, _, limit in generate_splits(problem, TRAFFIC, allowed, devices, deadline, self.seed):
             for device in (self._lower_traffic(problem, start, limit, deadline), start):
                 after = self._commit_if_fitting(state, problem, device, allowed)
                 if after is not None:
                     return after
-            if resident == 1.0:
-                began = problem.simulate(start, problem.graph.order).start_seconds
-                step = problem.simulate(start, sort_by_start(problem.graph, began))
-                limit = tighten_limits(limit, allowed, step.peak_bytes, attempt)
         return None
 
     def _lower_traffic(self, problem: PlacementProblem, start: Ints, limit: Longs, deadline: float) -> Ints:
@@ -154,11 +134,8 @@ class Fit(Pass):
     def _commit_if_fitting(self, state: State, problem: PlacementProblem, device: Ints, limit: Longs) -> State | None:
         """Return the state with this placement; None if it exceeds the limits."""
         simulation = problem.simulate(device, problem.graph.order)
-        try:
-            after = commit_placement(state, problem, device, simulation.start_seconds, self.name)
-        except InfeasibleError:
-            return None
-        return after if (after[Schedule].simulation.peak_bytes <= limit).all() else None
+        after = commit_if_fitting(state, problem, device, simulation.start_seconds, self.name)
+        return after if after and (after[Schedule].simulation.peak_bytes <= limit).all() else None
 
     def _describe_result(self, state: State) -> Diagnostic:
         device, graph = state[Placement].device, state[Profile].graph

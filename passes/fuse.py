@@ -24,6 +24,11 @@ class Fuse(Pass):
     of when each runs. Inner values stay in the memory account as workspace. O(E log E).
 
     Nothing merges after `recompute`: its order of single nodes is what keeps the memory low.
+
+    With a, b and c in one group and x in another:
+
+        before   a -> b -> c,  x -> c         after   x -> abc
+        before   a -> b -> c,  a -> x -> c    after   a -> bc,  a -> x -> bc    with a, it would be in a cycle with x
     """
 
     name: ClassVar[str] = "fuse"

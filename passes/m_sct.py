@@ -21,6 +21,12 @@ class MSct(Pass):
     successor that should follow it without a transfer. A device whose last node has a ready favourite child that can
     start nowhere earlier keeps itself for it, unless another node is urgent: it could have started on any device by
     then. Otherwise as m-ETF.
+
+    Two children of a, of which b is its favourite and also reads c, which ends on another device when a does:
+
+        before   a -> b,  c -> b,  a -> x
+        m-ETF    a x b | c     x can start at once, b only after the transfer of c's value
+        after    a b | c x     a's device waits for b; if x could be elsewhere by then, it would be urgent and go first
     """
 
     name: ClassVar[str] = "m-sct"

@@ -19,6 +19,11 @@ class MTopo(Pass):
     largest group, never beyond its own limit; then the next device is filled. A group goes where its first node goes.
     As in the published code, a group's weights and largest workspace have to be below that mark beforehand, while all
     its weights, outputs and workspaces count afterwards (docs/baechi.md).
+
+    Six nodes with outputs of equal size on two devices; one is filled up to half of the bytes and one node more:
+
+        before   a -> b -> c -> d -> e -> f
+        after    a    b    c    d  | e    f        first device | second device
     """
 
     name: ClassVar[str] = "m-topo"

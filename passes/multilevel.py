@@ -23,6 +23,10 @@ class Multilevel(Pass):
     1983), each proposal scored by a simulation of the whole step. The next finer level begins from the result of the
     coarser one, as in multilevel graph partitioning (Karypis and Kumar, 1998). Deterministic under `seed` where
     `proposals`, not the clock, end the search.
+
+        before   a -> b -> c -> d
+        coarse   ab | cd            cuts of a -> b and of c -> d would be dear: each pair is placed as one node
+        after    a b c | d          on the finest level, c moves to device 0, which shortens the step
     """
 
     name: ClassVar[str] = "multilevel"

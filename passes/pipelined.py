@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from annotated_types import Ge
 
-from onnxplace.errors import Diagnostic, InfeasibleError
+from onnxplace.errors import Diagnostic
 from onnxplace.facts import Clusters, Groups, MicroBatches, Placement, Profile, Schedule
 from onnxplace.graph import Floats, Ints
 from onnxplace.passes.placement.pipelining import (
@@ -20,7 +20,13 @@ from onnxplace.passes.placement.pipelining import (
     list_stage_cuts,
     order_parts,
 )
-from onnxplace.problem import PlacementProblem, commit_placement, out_of_memory_error, placement_problem
+from onnxplace.problem import (
+    PlacementProblem,
+    commit_if_fitting,
+    commit_placement,
+    out_of_memory_error,
+    placement_problem,
+)
 from onnxplace.state import Pass, State
 
 # Cuts that are simulated.
@@ -35,6 +41,12 @@ class Pipelined(Pass):
     equal times, by the speeds of their devices; of several cuts near that, the one with the shortest simulated step is
     kept. With more stages than devices, stage s is on device s modulo their number (interleaved stages). Each replica
     of `microbatch{replicas=N}` has its share of the devices, and the same stages.
+
+    Two layers in two micro-batches; F and B are forward and backward nodes of a layer and a part:
+
+        before   F1.0 -> F2.0 -> B2.0 -> B1.0,   F1.1 -> F2.1 -> B2.1 -> B1.1
+        after    device 0   F1.0  F1.1              B1.0  B1.1
+                 device 1         F2.0  B2.0  F2.1  B2.1
 
     Linear in the graph but for sorting; deterministic.
 
@@ -84,10 +96,7 @@ class Pipelined(Pass):
         latency, per_byte = state.target.link_arrays()
         cells = Cells(stage, batches.part, layers.is_backward, device, stages, batches.count)
         start = order_parts(problem.graph, cells, problem.seconds, latency, per_byte, self.schedule)
-        try:
-            return commit_placement(state, problem, device, start, self.name)
-        except InfeasibleError:
-            return None
+        return commit_if_fitting(state, problem, device, start, self.name)
 
     def _describe(self, state: State, stages: int, batches: MicroBatches) -> Diagnostic:
         device, profile = state[Placement].device, state[Profile]

@@ -20,6 +20,9 @@ class Refine(Pass):
 
     Simulated annealing as in `multilevel`, on the placement at hand; never worse than it. Deterministic under `seed`
     where `proposals`, not the clock, end the search.
+
+        before   a b | c d      device 0 | device 1, a step of 9 ms, in which c waits for b
+        after    a b c | d      a step of 8 ms
     """
 
     name: ClassVar[str] = "refine"

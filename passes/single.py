@@ -15,7 +15,13 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Single(Pass):
-    """Put every node on the fastest device that holds them all."""
+    """Put every node on the fastest device that holds them all.
+
+    With devices that take 9 ms and 4 ms for all nodes, and memory for them on both:
+
+        before   a -> b -> c      no devices
+        after    a -> b -> c      all on the second device, one step of 4 ms
+    """
 
     name: ClassVar[str] = "single"
     requires: ClassVar[tuple[type, ...]] = (Profile,)

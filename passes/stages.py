@@ -12,20 +12,24 @@ from annotated_types import Ge
 
 from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
 from onnxplace.facts import REFUSED_SECONDS, Placement, Profile, Schedule, Shards
-from onnxplace.graph import Ints, Longs
+from onnxplace.graph import Ints
 from onnxplace.passes.placement.stages import (
     DUPLEX,
     MAX_MOVES,
     PARALLEL,
-    RESIDENT_SHARES,
     SEQUENTIAL,
     SUM,
     build_group_search,
-    prepare_cuts,
-    split_into_stages,
+    generate_splits,
+)
+from onnxplace.problem import (
+    PlacementProblem,
+    commit_if_fitting,
+    commit_placement,
+    out_of_memory_error,
+    placement_problem,
     tighten_limits,
 )
-from onnxplace.problem import PlacementProblem, commit_placement, out_of_memory_error, placement_problem
 from onnxplace.simulation import steady_state_loads
 from onnxplace.state import Pass, State
 from onnxplace.target import Link
@@ -39,13 +43,18 @@ RESTARTS = 4
 class Stages(Pass):
     """Minimise the time between two results when many requests are pipelined.
 
-    That time is the largest load of a device or channel (`onnxplace.simulation.loads`).
+    That time is the largest load of a device or channel (`onnxplace.simulation.steady_state`).
 
     Contiguous stages follow one another: values only run forward. They are found by dynamic programming over ideals
     (Tarnawski et al., NeurIPS 2020). They are optimal where there are under 50 000 ideals, all links are alike, the
     time suffices and the first answer fits the memory; otherwise they are the best of several topological orders,
     improved by local search. Receives are exact in the dynamic program. It counts sends to several later stages once,
     so its optimum is a lower bound; a branch and bound closes the gap where there is one.
+
+    A chain with 2, 3 and 4 ms on two devices, where a transfer takes 1 ms at the same time:
+
+        before   a -> b -> c       one device: a result every 9 ms
+        after    a b | c           a result every 5 ms, the load of the first device
     """
 
     name: ClassVar[str] = "stages"
@@ -104,20 +113,11 @@ class Stages(Pass):
 
         Limits are tightened if needed; one device is tried as well.
         """
-        limit, devices = problem.limit_bytes, len(problem.target.devices)
-        best: _StagePlan | None = None
-        for attempt, resident in enumerate(RESIDENT_SHARES):
-            cuts = prepare_cuts(problem, self._transfer_rule(problem), limit, tuple(range(devices)), resident)
-            split = split_into_stages(cuts, problem, deadline, self.seed)
-            if split is None:
-                break
-            device = split.device[cuts.node]
-            best = self._commit_if_fitting(state, problem, device, split.bound if attempt == 0 else 0.0)
-            if best is not None:
-                break
-            if resident == 1.0:
-                limit = self._tighten(problem, limit, device, attempt)
-        allowed = [index for index in range(devices) if np.isin(problem.pinned, (-1, index)).all()]
+        rule, devices = self._transfer_rule(problem), range(len(problem.target.devices))
+        splits = generate_splits(problem, rule, problem.limit_bytes, devices, deadline, self.seed)
+        plans = (self._commit_if_fitting(state, problem, device, bound) for device, bound, _ in splits)
+        best = next((plan for plan in plans if plan is not None), None)
+        allowed = [index for index in devices if np.isin(problem.pinned, (-1, index)).all()]
         single_devices = [np.full(len(problem.graph), index, dtype=np.int32) for index in allowed]
         for device in sorted(single_devices, key=lambda device: self._interval_seconds(problem, device)):
             if best is not None and self._interval_seconds(problem, device) >= best.interval_seconds:
@@ -134,11 +134,8 @@ class Stages(Pass):
         device = device.astype(np.int32)
         start = problem.simulate(device, problem.graph.order).start_seconds
         home = _find_first_devices(self.replicas)[device] if self.replicas else device
-        try:
-            after = commit_placement(state, problem, home, start, self.name)
-        except InfeasibleError:
-            return None
-        return _StagePlan(after, device, self._interval_seconds(problem, device), bound)
+        after = commit_if_fitting(state, problem, home, start, self.name)
+        return None if after is None else _StagePlan(after, device, self._interval_seconds(problem, device), bound)
 
     def _move_groups(
         self, state: State, problem: PlacementProblem, best: _StagePlan | None, deadline: float
@@ -146,27 +143,24 @@ class Stages(Pass):
         """Move groups to lower the largest load, from the contiguous plan on."""
         limit = problem.limit_bytes
         local_search = build_group_search(problem, self._transfer_rule(problem), limit)
-        home = local_search.seconds.argmin(axis=0).astype(np.int32)
+        home = local_search.costs.seconds.argmin(axis=0).astype(np.int32)
         if best is not None:
             home[problem.group] = best.device
         moves = min(MAX_MOVES, 200 * len(local_search.graph))
         for restart in range(RESTARTS):
             if restart and budget_clock() > deadline:
                 break
-            limited = replace(local_search, limit_bytes=limit)
+            limited = replace(local_search, costs=local_search.costs._replace(limit_bytes=limit))
             candidate, _ = limited.improve(home, None, moves, self.seed + restart)
             if best is not None and self._interval_seconds(problem, candidate[problem.group]) >= best.interval_seconds:
                 continue
             better = self._commit_if_fitting(state, problem, candidate[problem.group], 0.0)
             if better is None:
-                limit = self._tighten(problem, limit, candidate[problem.group], restart)
+                step = problem.simulate(candidate[problem.group], problem.graph.order)
+                limit = tighten_limits(limit, problem.limit_bytes, problem.excess_bytes(step), restart + 1)
             else:
                 best, home = better, candidate
         return None if best is None else _StagePlan(best.state, best.device, best.interval_seconds, 0.0)
-
-    def _tighten(self, problem: PlacementProblem, limit: Longs, device: Ints, attempt: int) -> Longs:
-        step = problem.simulate(device.astype(np.int32), problem.graph.order)
-        return tighten_limits(limit, problem.limit_bytes, step.peak_bytes, attempt)
 
     def _describe_result(self, problem: PlacementProblem, best: _StagePlan, is_contiguous: bool) -> Diagnostic:
         loads = steady_state_loads(problem.graph, problem.seconds, problem.target, best.device, self.load)

@@ -1,6 +1,8 @@
 from onnxplace.graph.graph_kernels import (
     cluster_edges as cluster_edges,
     group_items as group_items,
+    heap_pop as heap_pop,
+    heap_push as heap_push,
     is_acyclic as is_acyclic,
 )
 from onnxplace.graph.lifetimes import sum_alive as sum_alive

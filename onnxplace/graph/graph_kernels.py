@@ -45,40 +45,50 @@ def group_items(keys, items, ends, seen_by, starts, grouped):
 
 
 @compiled_part
-def push_least(heap, size, item):
-    """Add an item to a min-heap of `size` items."""
-    slot = size
-    while slot > 0:
-        above = (slot - 1) // 2
-        if heap[above] <= item:
+def heap_push(heap, size, node, key):
+    """Add a node to a heap of `size` nodes; ties go to the lower index."""
+    # Move the ancestors that come after the node down, and put it where they end.
+    child = size
+    while child > 0:
+        parent = (child - 1) // 2
+        other = heap[parent]
+        if key[other] < key[node] or (key[other] == key[node] and other < node):
             break
-        heap[slot] = heap[above]
-        slot = above
-    heap[slot] = item
+        heap[child] = other
+        child = parent
+    heap[child] = node
 
 
 @compiled_part
-def pop_least(heap, size):
-    """Remove and return the least item of a min-heap of `size` items."""
-    # The last item fills the gap at the top and moves down.
-    least, item, slot = heap[0], heap[size - 1], 0
-    while 2 * slot + 1 < size - 1:
-        below = 2 * slot + 1
-        if below + 1 < size - 1 and heap[below + 1] < heap[below]:
-            below += 1
-        if item <= heap[below]:
+def heap_pop(heap, size, key):
+    """Remove and return the node of smallest key from a heap of `size` nodes."""
+    top = heap[0]
+    node = heap[size - 1]
+    size -= 1
+    # The last node fills the gap at the top: move the first of the two children up until it fits.
+    parent = 0
+    while True:
+        child = 2 * parent + 1
+        if child >= size:
             break
-        heap[slot] = heap[below]
-        slot = below
-    heap[slot] = item
-    return least
+        if child + 1 < size:
+            left, right = heap[child], heap[child + 1]
+            if key[right] < key[left] or (key[right] == key[left] and right < left):
+                child += 1
+        other = heap[child]
+        if key[node] < key[other] or (key[node] == key[other] and node < other):
+            break
+        heap[parent] = other
+        parent = child
+    heap[parent] = node
+    return top
 
 
 @linear_in_place
-def topological_order(waiting, succ_starts, succs, heap, order):
+def topological_order(waiting, succ_starts, succs, key, heap, order):
     """Order nodes by Kahn's algorithm, the ready node of lowest index first; return their number.
 
-    `waiting` is the number of predecessors of each node. Nodes on or after a cycle are left out.
+    `waiting` is the number of predecessors of each node, `key` zeros. Nodes on or after a cycle are left out.
     """
     height, done = 0, 0
     for node in range(len(waiting)):
@@ -86,38 +96,25 @@ def topological_order(waiting, succ_starts, succs, heap, order):
             heap[height] = node  # ascending, so it is a heap already
             height += 1
     while height > 0:
-        node = pop_least(heap, height)
+        node = heap_pop(heap, height, key)
         height -= 1
         order[done] = node
         done += 1
         for k in range(succ_starts[node], succ_starts[node + 1]):
             waiting[succs[k]] -= 1
             if waiting[succs[k]] == 0:
-                push_least(heap, height, succs[k])
+                heap_push(heap, height, succs[k], key)
                 height += 1
     return done
 
 
 @linear_in_place
-def inner_peak(
-    order,
-    cluster,
-    inner,
-    roots,
-    value_bytes,
-    out_starts,
-    outs,
-    in_starts,
-    ins,
-    workspace,
-    unread,
-    live,
-    peak,
-):
+def inner_peak(order, cluster, inner, roots, value_bytes, outputs, inputs, workspace, unread, live, peak):
     """Find the peak bytes of inner values and workspace in each cluster when it runs in `order`.
 
     `unread` (per value), `live` and `peak` (per cluster) are zeros at first; `peak` is the result.
     """
+    (out_starts, outs), (in_starts, ins) = outputs, inputs
     # Count the readers of each buffer, those of its views included.
     for k in range(len(ins)):
         unread[roots[ins[k]]] += 1

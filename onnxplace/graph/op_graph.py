@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,13 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+
+
+class ListArrays(NamedTuple):
+    """Lists of integers as compiled loops take them (`Csr`)."""
+
+    starts: Longs
+    items: Ints
 
 
 @dataclass(frozen=True)
@@ -34,9 +42,9 @@ class Csr:
         return len(self.starts) - 1
 
     @property
-    def arrays(self) -> tuple[Longs, Ints]:
+    def arrays(self) -> ListArrays:
         """Return both arrays, as compiled loops take them."""
-        return self.starts, self.items
+        return ListArrays(self.starts, self.items)
 
     @cached_property
     def rows(self) -> Ints:
@@ -172,8 +180,8 @@ class OpGraph:
         from onnxplace.graph.graph_kernels import topological_order
 
         waiting, successors = np.diff(self.predecessors.starts), self.successors
-        heap, order = np.empty((2, len(self)), dtype=np.int32)
-        done = topological_order(waiting, successors.starts, successors.items, heap, order)
+        key, heap, order = np.zeros((3, len(self)), dtype=np.int32)
+        done = topological_order(waiting, *successors.arrays, key, heap, order)
         if done < len(self):
             blocked = np.setdiff1d(np.arange(len(self)), order[:done])
             raise ValueError(f"the graph has a cycle through {', '.join(self._find_cycle(blocked))}")
@@ -268,19 +276,8 @@ class OpGraph:
         is_inner = inner.copy()
         is_inner[roots[~inner]] = False
         unread, live, peak = (np.zeros(length, dtype=np.int64) for length in (len(inner), count, count))
-        inner_peak(
-            self.order,
-            cluster,
-            is_inner,
-            roots,
-            self.value_bytes,
-            *self.outputs.arrays,
-            *self.inputs.arrays,
-            self.workspace_bytes,
-            unread,
-            live,
-            peak,
-        )
+        values = roots, self.value_bytes, self.outputs.arrays, self.inputs.arrays
+        inner_peak(self.order, cluster, is_inner, *values, self.workspace_bytes, unread, live, peak)
         return peak
 
     @cached_property

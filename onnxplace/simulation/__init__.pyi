@@ -30,6 +30,10 @@ from onnxplace.simulation.steady_state import (
 )
 from onnxplace.simulation.step_kernels import (
     DEVICE as DEVICE,
+    BufferUses as BufferUses,
+    EventState as EventState,
+    LiveSpans as LiveSpans,
+    PlacedGraph as PlacedGraph,
     compute_live_spans as compute_live_spans,
     device_peaks as device_peaks,
     run_events as run_events,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxplace.graph import heap_pop, heap_push
 from onnxplace.utils import compiled_part, linear_in_place, linear_loop
 
 Floats = NDArray[np.float64]
@@ -32,45 +33,28 @@ class Neighbourhood(NamedTuple):
     by_remote: Longs
     by_beyond: Longs
     rank: Longs
+    key: Floats
+    heap: Longs
 
 
 def new_neighbourhood(nodes: int) -> Neighbourhood:
     """Return scratch for a graph with this number of nodes."""
-    place, node_of, by_remote, by_beyond, rank = np.full((5, nodes), -1, dtype=np.int64)
-    work, beyond, far, alone, remote = np.zeros((5, nodes))
-    return Neighbourhood(place, node_of, work, beyond, far, alone, remote, by_remote, by_beyond, rank)
+    place, node_of, by_remote, by_beyond, rank, heap = np.full((6, nodes), -1, dtype=np.int64)
+    work, beyond, far, alone, remote, key = np.zeros((6, nodes))
+    return Neighbourhood(place, node_of, work, beyond, far, alone, remote, by_remote, by_beyond, rank, key, heap)
 
 
 @compiled_part
-def _sort_descending(keys, count, ranked):
+def _sort_descending(keys, count, key, heap, ranked):
     """Write the indices of the first `count` keys to `ranked`, largest key first, ties by index; a heap sort.
 
     numpy's own sort takes numba five seconds to compile.
     """
     for i in range(count):
-        ranked[i] = i
-    for turn in range(count // 2 + count - 1, 0, -1):  # the first half of the turns builds the heap
-        # Sift one item down; in the second half, the root is swapped with the last item first.
-        slot, end = turn - count, count
-        if slot < 0:
-            slot, end = 0, turn
-            ranked[0], ranked[end] = ranked[end], ranked[0]
-        item = ranked[slot]
-        while 2 * slot + 1 < end:
-            child = 2 * slot + 1
-            if child + 1 < end and _comes_after(keys, ranked[child + 1], ranked[child]):
-                child += 1
-            if not _comes_after(keys, ranked[child], item):
-                break
-            ranked[slot] = ranked[child]
-            slot = child
-        ranked[slot] = item
-
-
-@compiled_part
-def _comes_after(keys, one, other):
-    """Return whether `one` comes after `other` in descending order."""
-    return keys[one] < keys[other] or (keys[one] == keys[other] and one > other)
+        key[i] = -keys[i]
+        heap_push(heap, i, i, key)
+    for i in range(count):
+        ranked[i] = heap_pop(heap, count - i, key)
 
 
 @compiled_part
@@ -82,7 +66,7 @@ def _bound_star(count, alone, has_channels, neighbourhood):
     (`has_channels`), `alone` is what a neighbour's own transfers take of the node's channel: each neighbour takes time
     on the device or on the channel, and the longer of the two is at least any weighted mean of them.
     """
-    work, beyond, far, _, remote, by_remote, by_beyond, rank = neighbourhood[2:]
+    work, beyond, far, _, remote, by_remote, by_beyond, rank, key, heap = neighbourhood[2:]
     # The longest path over one neighbour.
     longest = 0.0
     for i in range(count):
@@ -92,8 +76,8 @@ def _bound_star(count, alone, has_channels, neighbourhood):
     # Rank neighbours by their end if they are remote, and by the path beyond.
     for i in range(count):
         remote[i] = far[i] + work[i] + beyond[i]
-    _sort_descending(remote, count, by_remote)
-    _sort_descending(beyond, count, by_beyond)
+    _sort_descending(remote, count, key, heap, by_remote)
+    _sort_descending(beyond, count, key, heap, by_beyond)
     for i in range(count):
         rank[by_remote[i]] = i
     # Binary search for the number of local neighbours where both kinds end at the same time.

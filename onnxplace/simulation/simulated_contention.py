@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.graph import Floats, Ints, OpGraph, sum_by
+from onnxplace.graph import Floats, Ints, OpGraph, sum_alive, sum_by
 from onnxplace.simulation.simulator import Simulation, simulate
 from onnxplace.simulation.weight_streams import WeightStream
 from onnxplace.target import Shared, Target
@@ -97,10 +97,8 @@ def _lost_seconds(simulation: Simulation, device: Ints, members: Ints, factor: F
     busy = np.zeros((len(members), max(len(times) - 1, 0)), dtype=np.int64)
     nodes = [np.flatnonzero(device == member) for member in members]
     for row, own_nodes in enumerate(nodes):
-        change = np.zeros(len(times), dtype=np.int64)
-        np.add.at(change, np.searchsorted(times, start[own_nodes]), 1)
-        np.add.at(change, np.searchsorted(times, finish[own_nodes]), -1)
-        busy[row] = np.cumsum(change)[:-1] > 0
+        begin, end = np.searchsorted(times, start[own_nodes]), np.searchsorted(times, finish[own_nodes])
+        busy[row] = sum_alive(begin, end, np.ones(len(own_nodes)), busy.shape[1]) > 0
     lost_seconds = np.zeros(len(device))
     for row, own_nodes in enumerate(nodes):
         busy_others = busy.sum(axis=0) - busy[row]

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.simulation.channel_kernels import GAP
-from onnxplace.simulation.step_kernels import DEVICE, compute_live_spans, device_peaks, run_events
+from onnxplace.simulation.step_kernels import (
+    DEVICE,
+    BufferUses,
+    EventState,
+    LiveSpans,
+    PlacedGraph,
+    compute_live_spans,
+    device_peaks,
+    run_events,
+)
 from onnxplace.simulation.weight_streams import SETTLING_STEPS, WeightStream
 from onnxplace.target import LINK_MODELS, Target
 
@@ -87,8 +94,7 @@ def simulate(
     own_seconds = seconds[device, np.arange(len(graph))]
     earliest = np.zeros(len(graph)) if earliest_seconds is None else earliest_seconds.astype(np.float64)
     stream = stream or WeightStream.none()
-    blocks, loaded = stream.blocks.copy(), stream.loaded_seconds
-    start, finish, transfers = _execute(graph, own_seconds, target, device, order, earliest, blocks, loaded)
+    start, finish, transfers, arrival = _execute(graph, own_seconds, target, device, order, earliest, stream)
     if len(finish) and finish.min() < 0:
         blocked_node = graph.names[int(order[np.argmax(finish[order] < 0)])]
         raise ValueError(f"the order cannot be run: {blocked_node!r} waits for a node that is behind it")
@@ -105,7 +111,7 @@ def simulate(
         compute_seconds=sum_by(device, own_seconds, len(target.devices)),
         weights_bytes=weights,
         peak_bytes=weights + peak_bytes,
-        arrival_seconds=blocks["arrival"] if len(blocks) else np.full(len(graph), -np.inf),
+        arrival_seconds=arrival,
     )
 
 
@@ -125,12 +131,12 @@ def simulate_stream(
     """
     simulation = simulate_step(graph, seconds, target, device, order, stream=stream)
     for _ in range(SETTLING_STEPS if len(stream.blocks) else 0):
-        stream = _follow(stream, simulation, device)
+        stream = _advance_stream(stream, simulation, device)
         simulation = simulate_step(graph, seconds, target, device, order, stream=stream)
     return simulation
 
 
-def _follow(stream: WeightStream, simulation: Simulation, device: Ints) -> WeightStream:
+def _advance_stream(stream: WeightStream, simulation: Simulation, device: Ints) -> WeightStream:
     """Return the stream of the step that follows one at once."""
     blocks, loaded = stream.blocks.copy(), stream.loaded_seconds.copy()
     blocks["freed"] = simulation.finish_seconds[stream.earlier_keepers] - simulation.makespan_seconds
@@ -139,18 +145,11 @@ def _follow(stream: WeightStream, simulation: Simulation, device: Ints) -> Weigh
 
 
 def _execute(
-    graph: OpGraph,
-    own_seconds: Floats,
-    target: Target,
-    device: Ints,
-    order: Ints,
-    available: Floats,
-    blocks: NDArray[Any],
-    loaded: Floats,
-) -> tuple[Floats, Floats, Transfers]:
-    """Return start and finish of nodes, -1 for those that cannot run in this order, and all transfers.
+    graph: OpGraph, own_seconds: Floats, target: Target, device: Ints, order: Ints, begin: Floats, stream: WeightStream
+) -> tuple[Floats, Floats, Transfers, Floats]:
+    """Return start and finish of nodes, -1 for those that cannot run in this order, all transfers, and arrivals.
 
-    `available` holds the earliest start of each node, and is overwritten, as are the arrivals of `blocks`.
+    Arrivals are those of each node's weights that stream. `begin` has the earliest start of each node; it is changed.
     """
     latency, per_byte = target.link_arrays()
     outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
@@ -158,12 +157,9 @@ def _execute(
     queue_starts = np.concatenate([[0], np.cumsum(np.bincount(queue_device, minlength=len(target.devices)))])
     devices = np.zeros(len(target.devices), DEVICE)
     devices["head"], devices["running"], devices["stamp"], devices["touched"] = queue_starts[:-1], -1, -1, 1
-    devices["loaded"] = loaded
-    waiting = np.bincount(inputs.rows[graph.producer[inputs.items] >= 0], minlength=len(graph))
-    start, finish = np.full(len(graph), -1.0), np.full(len(graph), -1.0)
+    devices["loaded"] = stream.loaded_seconds
     max_transfers = len(readers.items)  # each reader gets a value once
-    sent_nodes, sent_times = np.empty((3, max_transfers), dtype=np.int32), np.empty((3, max_transfers))
-    sent = run_events(
+    placed = PlacedGraph(
         queue_starts,
         order[np.argsort(queue_device, kind="stable")],
         device,
@@ -174,17 +170,22 @@ def _execute(
         latency,
         per_byte,
         LINK_MODELS.index(target.link_model),
-        waiting,
-        available,
-        devices,
-        np.empty(len(target.devices) + max_transfers + 1, GAP),
-        blocks,
-        start,
-        finish,
-        sent_nodes,
-        sent_times,
     )
-    return start, finish, Transfers(*sent_nodes[:, :sent].copy(), *sent_times[:, :sent].copy())
+    state = EventState(
+        waiting=np.bincount(inputs.rows[graph.producer[inputs.items] >= 0], minlength=len(graph)),
+        available=begin,
+        devices=devices,
+        gaps=np.empty(len(target.devices) + max_transfers + 1, GAP),
+        blocks=stream.blocks.copy(),
+        start=np.full(len(graph), -1.0),
+        finish=np.full(len(graph), -1.0),
+        sent_nodes=np.empty((3, max_transfers), dtype=np.int32),
+        sent_times=np.empty((3, max_transfers)),
+    )
+    sent = run_events(placed, state)
+    transfers = Transfers(*state.sent_nodes[:, :sent].copy(), *state.sent_times[:, :sent].copy())
+    arrival = state.blocks["arrival"] if len(stream.blocks) else np.full(len(graph), -np.inf)
+    return state.start, state.finish, transfers, arrival
 
 
 def device_weights(graph: OpGraph, device: Ints, device_count: int) -> Longs:
@@ -217,39 +218,20 @@ def list_memory_changes(
     """
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
-    copies = _collect_copies(graph, device, transfers)
-    buffers = len(graph.producer) + len(copies.device)
-    birth, death, root = np.full(buffers, np.inf), np.full(buffers, -1.0), np.arange(buffers)
+    uses = _collect_uses(graph, device, transfers)
+    buffers = len(graph.producer) + len(uses.copy_value)
     birth_rank, death_rank = np.zeros(buffers, dtype=np.int64), np.full(buffers, -1, dtype=np.int64)
-    compute_live_spans(
-        device,
-        start,
-        finish,
-        rank,
-        graph.producer,
-        graph.alias,
-        graph.is_output,
-        *graph.readers.arrays,
-        copies.starts,
-        copies.device,
-        copies.begin,
-        copies.end,
-        end,
-        birth,
-        death,
-        birth_rank,
-        death_rank,
-        root,
-    )
-    owned = np.flatnonzero((root == np.arange(len(root))) & np.isfinite(birth))
-    home = np.concatenate([device[graph.producer], copies.device]) if len(device) else copies.device
-    size = np.concatenate([graph.value_bytes, graph.value_bytes[copies.value]])
+    spans = LiveSpans(np.full(buffers, np.inf), np.full(buffers, -1.0), birth_rank, death_rank, np.arange(buffers))
+    compute_live_spans(device, start, finish, rank, uses, end, spans)
+    owned = np.flatnonzero((spans.root == np.arange(buffers)) & np.isfinite(spans.birth))
+    home = np.concatenate([device[graph.producer], uses.copy_device]) if len(device) else uses.copy_device
+    size = np.concatenate([graph.value_bytes, graph.value_bytes[uses.copy_value]])
     work = np.flatnonzero(graph.workspace_bytes > 0)
     event_device = np.concatenate([home[owned], home[owned], device[work], device[work]])
-    event_time = np.concatenate([birth[owned], death[owned], start[work], finish[work]])
+    event_time = np.concatenate([spans.birth[owned], spans.death[owned], start[work], finish[work]])
     event_rank = np.concatenate([birth_rank[owned], death_rank[owned], 2 * rank[work], 2 * rank[work] + 1])
     change = np.concatenate([size[owned], -size[owned], graph.workspace_bytes[work], -graph.workspace_bytes[work]])
-    held = np.concatenate([np.arange(len(graph.producer)), copies.value])[owned]
+    held = np.concatenate([np.arange(len(graph.producer)), uses.copy_value])[owned]
     none = np.full(len(work), -1)
     # At one instant and rank there are only births or only deaths.
     sequence = np.lexsort((event_rank, event_time))
@@ -262,18 +244,8 @@ def list_memory_changes(
     )
 
 
-@dataclass(frozen=True)
-class _Copies:
-    """Copies of values on devices that did not produce them: received, or inputs of the model; sorted by value."""
-
-    value: Ints
-    starts: Longs
-    device: Ints
-    begin: Floats
-    end: Floats
-
-
-def _collect_copies(graph: OpGraph, device: Ints, transfers: Transfers) -> _Copies:
+def _collect_uses(graph: OpGraph, device: Ints, transfers: Transfers) -> BufferUses:
+    """Return the values of a graph, and their copies on other devices: what is received, and inputs of the model."""
     input_reads = np.flatnonzero(graph.producer[graph.inputs.items] < 0)
     pairs = np.stack([graph.inputs.items[input_reads], device[graph.inputs.rows[input_reads]]])
     inputs = np.unique(pairs, axis=1) if pairs.size else pairs
@@ -284,4 +256,14 @@ def _collect_copies(graph: OpGraph, device: Ints, transfers: Transfers) -> _Copi
     order = np.lexsort((destination, value))
     starts = np.zeros(len(graph.value_names) + 1, dtype=np.int64)
     np.cumsum(np.bincount(value, minlength=len(graph.value_names)), out=starts[1:])
-    return _Copies(value[order], starts, destination[order], begin[order], end[order])
+    return BufferUses(
+        graph.producer,
+        graph.alias,
+        graph.is_output,
+        *graph.readers.arrays,
+        copy_value=value[order],
+        copy_starts=starts,
+        copy_device=destination[order],
+        copy_begin=begin[order],
+        copy_end=end[order],
+    )

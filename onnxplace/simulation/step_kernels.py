@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxplace.graph import Bools, Floats, Ints, Longs
 from onnxplace.simulation.channel_kernels import book_transfer, open_channels
 from onnxplace.utils import linear_in_place
 
@@ -27,44 +31,96 @@ DEVICE = np.dtype(
 )
 
 
+class PlacedGraph(NamedTuple):
+    """A graph on its devices, as `run_events` reads it."""
+
+    queue_starts: Longs
+    """Where the nodes of each device begin in `queue`."""
+    queue: Ints
+    """The nodes of each device, in the sequence in which it runs them."""
+    device: Ints
+    """Per node."""
+    seconds: Floats
+    """Per node, on its device."""
+    value_bytes: Longs
+    out_starts: Longs
+    outs: Ints
+    read_starts: Longs
+    readers: Ints
+    latency: Floats
+    """[source, destination], seconds."""
+    per_byte: Floats
+    link_model: int
+    """0: each device has one outgoing and one incoming channel; 1: no contention; 2: one channel for both directions.
+    """
+
+
+class EventState(NamedTuple):
+    """What `run_events` changes."""
+
+    waiting: Longs
+    """Per node, the number of inputs that other nodes have yet to produce."""
+    available: Floats
+    """Per node, its earliest start."""
+    devices: NDArray[Any]
+    """Records of `DEVICE`."""
+    gaps: NDArray[Any]
+    """Space for records of `GAP` (`book_transfer`)."""
+    blocks: NDArray[Any]
+    """A record of `BLOCK` per node, or nothing where no weights stream; their arrivals are filled in."""
+    start: Floats
+    """Per node; -1 before, and after where the order deadlocks."""
+    finish: Floats
+    sent_nodes: Ints
+    """Per transfer: its value, source and destination."""
+    sent_times: Floats
+    """Per transfer: when it is ready, starts and finishes."""
+
+
+class BufferUses(NamedTuple):
+    """The values of a graph as `compute_live_spans` reads them, and the copies on devices that did not produce them."""
+
+    producer: Ints
+    alias: Ints
+    is_output: Bools
+    read_starts: Longs
+    readers: Ints
+    copy_value: Ints
+    """Per copy, which is received or an input of the model; sorted."""
+    copy_starts: Longs
+    """Where the copies of each value begin."""
+    copy_device: Ints
+    copy_begin: Floats
+    copy_end: Floats
+
+
+class LiveSpans(NamedTuple):
+    """The life of each buffer: `v` is value `v` on its producer's device, `V + c` is copy `c`."""
+
+    birth: Floats
+    """Seconds; infinity before."""
+    death: Floats
+    """Seconds; -1 before."""
+    birth_rank: Longs
+    """A position in the schedule that orders events at one instant; 0 before."""
+    death_rank: Longs
+    """-1 before."""
+    root: Longs
+    """The buffer whose memory it shares, itself before."""
+
+
 @linear_in_place
-def run_events(
-    queue_starts,
-    queue,
-    device,
-    seconds,
-    value_bytes,
-    out_starts,
-    outs,
-    read_starts,
-    readers,
-    latency,
-    per_byte,
-    link_model,
-    waiting,
-    available,
-    devices,
-    gaps,
-    blocks,
-    start,
-    finish,
-    sent_nodes,
-    sent_times,
-):
-    """Run a placement in simulated time, event by event (docs/architecture.md).
+def run_events(placed, state):
+    """Run a placement in simulated time, event by event (docs/architecture.md); return the number of transfers.
 
     Each device computes its nodes in the sequence of its `queue`, one at a time. When a node finishes, its values are
-    sent to every other device that reads them, once each, first to the next one. `link_model` 0: each device has one
-    outgoing and one incoming channel; 1: no contention; 2: one channel per device for both directions. Transfers are
-    booked when they become ready, in that order, so none delays one that was ready before it.
-
-    `waiting` holds the number of inputs of each node that nodes produce, `available` the earliest start of each node,
-    `devices` records of `DEVICE`, `gaps` room for records of `GAP` (`book_transfer`). `blocks` holds a record of
-    `BLOCK` per node, or nothing. A device reads blocks one after the other, in the sequence of its nodes, each as soon
-    as its keeper has run; no node starts before its block is there. Fills start and finish (seconds per node; they stay
-    -1 where the order deadlocks), arrivals of blocks, and of each transfer `sent_nodes` (value, source, destination)
-    and `sent_times` (ready, start, finish). Returns the number of transfers.
+    sent to every other device that reads them, once each, first to the next one. Transfers are booked when they become
+    ready, in that order, so none delays one that was ready before it. A device reads blocks of weights one after the
+    other, in the sequence of its nodes, each as soon as its keeper has run; no node starts before its block is there.
     """
+    queue_starts, queue, device = placed.queue_starts, placed.queue, placed.device
+    out_starts, outs, read_starts, readers = placed.out_starts, placed.outs, placed.read_starts, placed.readers
+    waiting, available, devices, gaps, blocks, start, finish, sent_nodes, sent_times = state
     device_count, sent = len(devices), 0
     open_channels(gaps, device_count)
     while True:
@@ -83,7 +139,7 @@ def run_events(
                         devices[d].loaded = max(devices[d].loaded, freed) + blocks[first].load
                         blocks[first].arrival = devices[d].loaded
                         start[first] = max(start[first], devices[d].loaded)
-                    finish[first] = start[first] + seconds[first]
+                    finish[first] = start[first] + placed.seconds[first]
             devices[d].touched = 0
         # Find the node that finishes next; of several, the one of least index.
         node = -1
@@ -110,8 +166,9 @@ def run_events(
             for step in range(1, device_count):
                 destination = (home + step) % device_count
                 if devices[destination].stamp == value:
-                    duration = latency[home, destination] + value_bytes[value] * per_byte[home, destination]
-                    begin = book_transfer(devices, gaps, link_model, home, destination, now, duration)
+                    rate = placed.per_byte[home, destination]
+                    duration = placed.latency[home, destination] + placed.value_bytes[value] * rate
+                    begin = book_transfer(devices, gaps, placed.link_model, home, destination, now, duration)
                     devices[destination].arrival = begin + duration
                     sent_nodes[0, sent], sent_nodes[1, sent], sent_nodes[2, sent] = value, home, destination
                     sent_times[0, sent], sent_times[1, sent], sent_times[2, sent] = now, begin, begin + duration
@@ -126,33 +183,13 @@ def run_events(
 
 
 @linear_in_place
-def compute_live_spans(
-    device,
-    start,
-    finish,
-    rank,
-    producer,
-    alias,
-    is_output,
-    read_starts,
-    readers,
-    copy_starts,
-    copy_device,
-    copy_begin,
-    copy_end,
-    end_of_step,
-    birth,
-    death,
-    birth_rank,
-    death_rank,
-    root,
-):
-    """Compute birth and death of each buffer: `v` is value `v` on its producer's device, `V + c` is copy `c`.
+def compute_live_spans(device, start, finish, rank, uses, end_of_step, spans):
+    """Compute birth and death of each buffer; `rank` is the position of each node in the schedule.
 
-    A view shares the buffer of its source, where both are on one device. Fills birth and death (seconds; infinity and
-    -1 before) and, to order events at one instant, a position in the schedule for each (0 and -1 before). `root` is the
-    buffer whose memory each one shares, itself before.
+    A view shares the buffer of its source, where both are on one device.
     """
+    producer, alias, is_output, read_starts, readers, _, copy_starts, copy_device, copy_begin, copy_end = uses
+    birth, death, birth_rank, death_rank, root = spans
     values = len(producer)
     for value in range(values):
         producer_node = producer[value]

@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_alive, sum_by
 from onnxplace.passes.segments.streamed_blocks import find_stream
 from onnxplace.problem import describe_shortage, device_seconds
 from onnxplace.simulation import Simulation, simulate_stream, simulate_with_contention
@@ -86,42 +86,36 @@ class BufferLifetimes:
             workspace=graph.workspace_bytes[nodes],
         )
 
-    def _cumulated_bytes(self) -> tuple[Longs, Longs]:
-        """Return bytes allocated up to, and freed before, each position."""
-        count = len(self.nodes)
-        allocated = np.cumsum(np.bincount(self.first, self.size, count))
-        freed = np.concatenate([[0.0], np.cumsum(np.bincount(self.last, self.size, count))[:-1]])
-        return np.rint(allocated).astype(np.int64), np.rint(freed).astype(np.int64)
-
     def bytes_by_position(self) -> Longs:
         """Return the bytes held with each node in its own segment."""
-        allocated, freed = self._cumulated_bytes()
-        return allocated - freed + self.workspace
+        held = sum_alive(self.first, self.last + 1, self.size, len(self.nodes))
+        return held.astype(np.int64) + self.workspace
 
-    def fill_segments(self, begin: int, end: int, room: int, unit: Ints) -> list[int]:
+    def fill_segments(self, begin: int, end: int, free_bytes: int, kernel: Ints) -> list[int]:
         """Cut positions `begin` to `end` (inclusive); return last positions.
 
-        From the front, each segment takes as many nodes as fit into `room` bytes, but at least one. Nodes of one unit
-        are parted only where they do not fit together.
+        From the front, each segment takes as many nodes as fit into `free_bytes`, but at least one. Nodes of one fused
+        kernel are parted only where they do not fit together.
         """
-        allocated, freed = self._cumulated_bytes()
+        count = len(self.nodes)
+        allocated = np.cumsum(np.bincount(self.first, self.size, count))
+        freed = np.cumsum(np.bincount(self.last + 1, self.size, count + 1))
 
         def fits(start: int, stop: int) -> bool:
             # Local buffers that live inside the segment alone come and go as in the schedule: their peak counts. All
             # others are held from its begin to its end.
             near = slice(*np.searchsorted(self.first, (start, stop + 1)))
             inside = self.is_local[near] & (self.last[near] <= stop)
-            size, count = self.size[near][inside], stop - start + 2
-            change = np.bincount(self.first[near][inside] - start, size, count)
-            change -= np.bincount(self.last[near][inside] + 1 - start, size, count)
-            peak = (np.cumsum(change)[:-1] + self.workspace[start : stop + 1]).max()
-            return bool(allocated[stop] - freed[start] - size.sum() + peak <= room)
+            first, end, size = self.first[near][inside], self.last[near][inside] + 1, self.size[near][inside]
+            held = sum_alive(first - start, end - start, size, stop - start + 1)
+            peak = (held + self.workspace[start : stop + 1]).max()
+            return bool(allocated[stop] - freed[start] - size.sum() + peak <= free_bytes)
 
         # Cuts between kernels first; inside one only where it does not fit as a whole.
-        unit_ends = np.append(begin + np.flatnonzero(unit[begin + 1 : end + 1] != unit[begin:end]), end)
+        kernel_ends = np.append(begin + np.flatnonzero(kernel[begin + 1 : end + 1] != kernel[begin:end]), end)
         ends: list[int] = []
         while begin <= end:
-            following = unit_ends[np.searchsorted(unit_ends, begin) :]
+            following = kernel_ends[np.searchsorted(kernel_ends, begin) :]
             stop = _find_furthest(begin, following, fits)
             if stop < begin:
                 stop = max(_find_furthest(begin, np.arange(begin, following[0]), fits), begin)
@@ -227,12 +221,12 @@ def _refill_segments(state: State, plan: SegmentPlan, device: int, limit: int) -
     Only segments count that run while their device exceeds its limit. Segments of one node are left out: they cannot be
     cut.
     """
-    schedule, unit = state[Schedule], state[Profile].unit
+    schedule, kernel = state[Schedule], state[Profile].unit
     order = np.arange(len(plan.nodes), dtype=np.int32)
     coarse = BufferLifetimes.simulated(plan.graph, plan.simulation, order, plan.device, device)
-    room = limit - int(plan.simulation.weights_bytes[device])
+    free_bytes = limit - int(plan.simulation.weights_bytes[device])
     needs = coarse.bytes_by_position()
-    over = np.flatnonzero(needs > room)
+    over = np.flatnonzero(needs > free_bytes)
     # The device exceeds its limit by the simulation alone: take the segment that holds most.
     over = over if len(over) else np.array([needs.argmax()])
     fine = BufferLifetimes.simulated(
@@ -243,7 +237,7 @@ def _refill_segments(state: State, plan: SegmentPlan, device: int, limit: int) -
     for position in over.tolist():
         first, last = int(starts[position]), int(starts[position + 1]) - 1
         if first < last:
-            ends = fine.fill_segments(first, last, room, unit[fine.nodes])
+            ends = fine.fill_segments(first, last, free_bytes, kernel[fine.nodes])
             # It fits by this account, but not by the simulation: halve it.
             ends = ends if len(ends) > 1 else [(first + last) // 2, last]
             borders = np.array(ends[:-1]) + 1 - first

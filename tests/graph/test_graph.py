@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.graph import Csr, OpGraph, sum_by
+from onnxplace.graph import Csr, OpGraph, sum_alive, sum_by
 from onnxplace.simulation import simulate
 from onnxplace.testing import random_graph
 from tests.support.reference_simulator import even_target, graph_of
@@ -305,3 +305,11 @@ def test_a_contracted_node_is_named_after_its_first_node_and_how_many_more_there
 def test_a_graph_of_inputs_only_contracts_to_itself():
     coarse = graph_of({}, fed=["x"]).contract(np.zeros(0, dtype=np.int32))
     assert (len(coarse), coarse.value_names) == (0, ("x",))
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 9)), max_size=8))
+def test_sums_of_what_is_alive_are_those_of_each_position(items):
+    begin, length, size = np.array(items, dtype=np.int64).reshape(-1, 3).T
+    end = np.minimum(begin + length, 7)
+    expected = [int(size[(begin <= position) & (position < end)].sum()) for position in range(7)]
+    assert sum_alive(begin, end, size, 7).tolist() == expected

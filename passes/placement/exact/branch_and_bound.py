@@ -18,10 +18,15 @@ import numpy as np
 
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.exact.bound_kernels import compute_distances, compute_far_tails, fill_level
-from onnxplace.passes.placement.exact.branch_kernels import ProblemTables, expand_states, select_states
+from onnxplace.passes.placement.exact.branch_kernels import (
+    Children,
+    ProblemTables,
+    StateLayer,
+    expand_states,
+    select_states,
+)
 from onnxplace.passes.placement.exact.state_kernels import NEVER
-from onnxplace.passes.placement.search import interchangeable_devices
-from onnxplace.problem import PlacementProblem
+from onnxplace.problem import PlacementProblem, interchangeable_devices
 from onnxplace.simulation import heads_and_tails, node_bytes
 
 # A set of nodes is the bits of one integer of 64 bits; all tuples of destinations are enumerated.
@@ -103,6 +108,10 @@ def build_tables(problem: PlacementProblem) -> ProblemTables:
     crossing = _crossing_seconds(problem, send, inner)
     tail: Floats = compute_far_tails(graph.order, *graph.successors.arrays, crossing, reach.least, reach.tail)
     interchangeable = interchangeable_devices(problem)
+    # Permutations that only exchange interchangeable devices, and ordered choices of destinations for one value.
+    all_shuffles = np.array(list(permutations(range(devices))), dtype=np.int32)
+    shuffles = all_shuffles[(interchangeable[all_shuffles] == interchangeable).all(axis=1)]
+    tuples = [[*p, *[-1] * (devices - k)] for k in range(devices) for p in permutations(range(devices), k)]
     return ProblemTables(
         devices=devices, group=problem.group.astype(np.int32), group_mask=group_mask, group_bytes=weight_bytes,
         node_bytes=needed_bytes, value_bytes=graph.value_bytes[inner].astype(np.float64),
@@ -112,7 +121,7 @@ def build_tables(problem: PlacementProblem) -> ProblemTables:
         in_starts=inputs.starts, ins=inputs.items, out_starts=outputs.starts, outs=outputs.items,
         read_starts=readers.starts, readers=readers.items, read_mask=_build_masks(readers, bits),
         before_mask=_build_masks(graph.predecessors, bits), **_choose_joins(problem, crossing, reach.least, tail),
-        tuples=_destination_tuples(devices), shuffles=_shuffles(interchangeable),
+        tuples=np.array(tuples, dtype=np.int32), shuffles=shuffles,
         free_links=problem.target.link_model == "parallel" or devices == 1,
         one_channel=problem.target.link_model == "sequential",
         receives=False, delays=False, careful=False, patient=False,
@@ -135,19 +144,6 @@ def _allowed(problem: PlacementProblem, weight_bytes: Floats, needed_bytes: Floa
     allowed &= ~problem.refused_groups.T
     allowed &= (problem.pinned[:, None] < 0) | (problem.pinned[:, None] == np.arange(len(problem.limit_bytes)))
     return allowed
-
-
-def _destination_tuples(devices: int) -> Ints:
-    """Return all ordered choices of destinations for one value, padded with -1."""
-    choices = [[*p, *[-1] * (devices - k)] for k in range(devices) for p in permutations(range(devices), k)]
-    return np.array(choices, dtype=np.int32)
-
-
-def _shuffles(interchangeable: Ints) -> Ints:
-    """Return the permutations of devices that only exchange interchangeable ones."""
-    devices = range(len(interchangeable))
-    shuffles = [p for p in permutations(devices) if all(interchangeable[p[d]] == interchangeable[d] for d in devices)]
-    return np.array(shuffles, dtype=np.int32)
 
 
 def _build_masks(lists: Csr, bits: Longs) -> Longs:
@@ -224,7 +220,7 @@ def branch_and_bound_search(
     # Invariant: no step is shorter than the least of `result.bound_seconds` and the bounds of the layer.
     while len(layer.masks):
         threshold = min(upper_seconds, result.makespan_seconds) * (1 - gap)
-        children = _Children(4096)
+        children = _GrowingChildren(4096)
         cut = NEVER
         for first in range(0, len(layer.masks), STATES_PER_CALL):
             cut = min(cut, children.add(layer, first, threshold, tables))
@@ -245,79 +241,57 @@ def branch_and_bound_search(
             ranked = np.flatnonzero(is_complete)[np.argsort(ends[is_complete], kind="stable")]
             max_simulated = MAX_SIMULATED if np.isfinite(threshold) else MAX_SIMULATED_FIRST
             result = _simulate_complete(problem, result, history, ranked[:max_simulated])
-            layer = layer.where(~is_complete)
+            layer = layer.select(~is_complete)
             history[-1] = (parents[~is_complete], actions[~is_complete])
         result = replace(result, bound_seconds=bound, complete=result.complete and dropped >= NEVER)
     return result
 
 
-@dataclass(frozen=True)
-class _StateLayer:
-    reals: Floats
-    ints: Ints
-    masks: Longs
-    bounds: Floats
-
-    def where(self, kept: Bools) -> _StateLayer:
-        return _StateLayer(self.reals[kept], self.ints[kept], self.masks[kept], self.bounds[kept])
-
-
-def _root_layer(tables: ProblemTables) -> _StateLayer:
+def _root_layer(tables: ProblemTables) -> StateLayer:
     devices, groups, values = tables.devices, len(tables.group_mask), len(tables.read_mask)
     reals = np.zeros((1, 1 + 4 * devices + values * devices))
     # No value is anywhere yet; no group has a device, and no device waits to send.
     reals[:, 1 + 4 * devices :] = NEVER
     ints = np.zeros((1, groups + 2 * devices + 1 + values), dtype=np.int32)
     ints[:, : groups + devices] = -1
-    return _StateLayer(reals, ints, np.zeros(1, dtype=np.int64), np.zeros(1))
+    return StateLayer(reals, ints, np.zeros(1, dtype=np.int64), np.zeros(1))
 
 
-class _Children:
-    """The children of a layer: parent, action, bound and guide of each, in arrays that grow."""
+class _GrowingChildren:
+    """The children of a layer, in arrays that grow."""
 
     def __init__(self, capacity: int) -> None:
-        self.parents = np.empty(capacity, dtype=np.int32)
-        self.actions = np.empty(capacity, dtype=np.int32)
-        self.bounds = np.empty(capacity)
-        self.guides = np.empty(capacity)
-        self.filled = 0
+        integers = np.empty((2, capacity), dtype=np.int32)
+        self.arrays, self.filled = Children(*integers, *np.empty((2, capacity))), 0
 
-    def add(self, layer: _StateLayer, begin: int, threshold: float, tables: ProblemTables) -> float:
+    def add(self, layer: StateLayer, begin: int, threshold: float, tables: ProblemTables) -> float:
         """Add the children of STATES_PER_CALL states; return the least bound of those cut off."""
         end, cut = min(begin + STATES_PER_CALL, len(layer.masks)), NEVER
         while begin < end:
-            self.filled, least, begin = expand_states(
-                layer.reals, layer.ints, layer.masks, layer.bounds, begin, end, threshold, tables, self.parents,
-                self.actions, self.bounds, self.guides, self.filled,
-            )  # fmt: skip
+            self.filled, least, begin = expand_states(layer, begin, end, threshold, tables, self.arrays, self.filled)
             cut = min(cut, least)
             # The output was full before the last state: double it and go on from there.
             if begin < end:
-                self.parents, self.actions, self.bounds, self.guides = (
-                    np.concatenate([part, np.empty_like(part)])
-                    for part in (self.parents, self.actions, self.bounds, self.guides)
-                )
+                self.arrays = Children._make(np.concatenate([part, np.empty_like(part)]) for part in self.arrays)
         return cut
 
 
 def _next_layer(
-    layer: _StateLayer, children: _Children, width: int, tables: ProblemTables
-) -> tuple[_StateLayer, Ints, Ints, float]:
+    layer: StateLayer, children: _GrowingChildren, width: int, tables: ProblemTables
+) -> tuple[StateLayer, Ints, Ints, float]:
     """Return the best undominated children, their parents and actions, and the least bound of dropped ones."""
-    bounds = children.bounds[: children.filled]
-    room = min(width, len(bounds))
-    ranked = np.argsort(bounds + GUIDE_WEIGHT * children.guides[: children.filled], kind="stable")
-    reals, ints = np.empty((room, layer.reals.shape[1])), np.empty((room, layer.ints.shape[1]), dtype=np.int32)
-    masks, chosen = np.empty(room, dtype=np.int64), np.empty(room, dtype=np.int64)
-    kept, looked_at = select_states(
-        ranked, children.parents, children.actions, layer.reals, layer.ints, layer.masks, tables, reals, ints, masks,
-        chosen,
-    )  # fmt: skip
+    arrays = Children._make(part[: children.filled] for part in children.arrays)
+    capacity = min(width, children.filled)
+    ranked = np.argsort(arrays.bounds + GUIDE_WEIGHT * arrays.guides, kind="stable")
+    reals, ints = np.empty((capacity, layer.reals.shape[1])), np.empty((capacity, layer.ints.shape[1]), dtype=np.int32)
+    masks, chosen = np.empty((2, capacity), dtype=np.int64)
+    selected = StateLayer(reals, ints, masks, np.empty(capacity))
+    kept, looked_at = select_states(ranked, arrays, layer, tables, selected, chosen)
     # Dominated children need no bound: another state of the layer is at least as good. Dropped ones do.
-    dropped = float(bounds[ranked[looked_at:]].min(initial=NEVER))
+    dropped = float(arrays.bounds[ranked[looked_at:]].min(initial=NEVER))
     chosen = chosen[:kept]
-    next_layer = _StateLayer(reals[:kept], ints[:kept], masks[:kept], bounds[chosen])
-    return next_layer, children.parents[chosen], children.actions[chosen], dropped
+    next_layer = selected._replace(bounds=arrays.bounds[chosen]).select(np.s_[:kept])
+    return next_layer, arrays.parents[chosen], arrays.actions[chosen], dropped
 
 
 def _simulate_complete(

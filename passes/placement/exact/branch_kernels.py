@@ -21,7 +21,7 @@ out too: starting earlier gives another state, strictly better, with as many act
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,22 +90,43 @@ class ProblemTables(NamedTuple):
     """Whether dominated states are kept: they may need less memory."""
 
 
+class StateLayer(NamedTuple):
+    """States after the same number of actions."""
+
+    reals: Floats
+    ints: Ints
+    masks: Longs
+    bounds: Floats
+
+    def select(self, kept: Any) -> StateLayer:
+        """Return some of the states."""
+        return StateLayer(self.reals[kept], self.ints[kept], self.masks[kept], self.bounds[kept])
+
+
+class Children(NamedTuple):
+    """Children of the states of a layer."""
+
+    parents: Ints
+    actions: Ints
+    bounds: Floats
+    guides: Floats
+
+
 @compiled_loop
-def expand_states(
-    reals, ints, masks, least_so_far, begin, end, threshold, tables, parents, actions, bounds, guides, filled
-):
+def expand_states(layer, begin, end, threshold, tables, children, filled):
     """Generate the children of states `begin` to `end`; return their number, the least bound cut off, and a state.
 
     It stops early, before the returned state, when the output is nearly full.
     """
+    reals, ints = layer.reals, layer.ints
     devices, groups, count = tables.devices, len(tables.group_mask), len(tables.group)
     child_reals, child_ints = np.empty(reals.shape[1]), np.empty(ints.shape[1], np.int32)
     early, there_at = np.empty((count, devices)), np.empty((len(tables.read_mask), devices))
     max_children = count * devices + devices * len(tables.tuples)
     cut = NEVER
     state = begin
-    while state < end and filled + max_children <= len(parents):
-        mask = masks[state]
+    while state < end and filled + max_children <= len(children.parents):
+        mask = layer.masks[state]
         # Of devices that wait to send, only the one that finished first may act, unless sends may be delayed.
         first_sender = -1
         for d in range(devices):
@@ -137,14 +158,14 @@ def expand_states(
                 continue
             child_bound, guide = bound_state(child_reals, child_ints, child_mask, tables, early, there_at)
             # A parent's bound holds for its children, even where their own is weaker.
-            child_bound = max(child_bound, least_so_far[state])
+            child_bound = max(child_bound, layer.bounds[state])
             if child_bound >= threshold:
                 cut = min(cut, child_bound)
                 continue
-            parents[filled] = state
-            actions[filled] = code
-            bounds[filled] = child_bound
-            guides[filled] = guide
+            children.parents[filled] = state
+            children.actions[filled] = code
+            children.bounds[filled] = child_bound
+            children.guides[filled] = guide
             filled += 1
         state += 1
     return filled, cut, state
@@ -210,13 +231,14 @@ def _hash_state(reals, ints, mask, tables):
 
 
 @compiled_loop
-def select_states(ranked, parents, actions, reals, ints, masks, tables, new_reals, new_ints, new_masks, chosen):
+def select_states(ranked, children, layer, tables, selected, chosen):
     """Build the children in `ranked` order, without dominated ones, until the output is full.
 
-    Returns the numbers of children built and of entries of `ranked` considered.
+    The caller fills in their bounds. Returns the numbers of children built and of entries of `ranked` considered.
     """
     # A hash table with a chain per slot.
-    devices, groups, capacity = tables.devices, len(tables.group_mask), len(new_masks)
+    devices, groups, capacity = tables.devices, len(tables.group_mask), len(selected.masks)
+    new_reals, new_ints, new_masks = selected.reals, selected.ints, selected.masks
     size = 1
     # At least two slots for each state, which keeps chains short.
     while size < 2 * capacity:
@@ -231,9 +253,10 @@ def select_states(ranked, parents, actions, reals, ints, masks, tables, new_real
         looked_at += 1
         child = ranked[index]
         # Build the child at the end of the output, where the next one replaces it if it is dominated.
-        new_reals[kept] = reals[parents[child]]
-        new_ints[kept] = ints[parents[child]]
-        new_masks[kept] = apply_action(new_reals[kept], new_ints[kept], masks[parents[child]], actions[child], tables)
+        parent, action = children.parents[child], children.actions[child]
+        new_reals[kept] = layer.reals[parent]
+        new_ints[kept] = layer.ints[parent]
+        new_masks[kept] = apply_action(new_reals[kept], new_ints[kept], layer.masks[parent], action, tables)
         slot = np.int64(
             (_hash_state(new_reals[kept], new_ints[kept], new_masks[kept], tables) >> np.uint64(20))
             & np.uint64(size - 1)

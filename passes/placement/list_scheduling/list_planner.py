@@ -18,7 +18,14 @@ from onnxplace.facts import Schedule
 from onnxplace.graph import Csr, Floats, Ints, Longs, sum_by
 from onnxplace.passes.placement.list_scheduling.scheduler_kernels import list_schedule
 from onnxplace.passes.placement.list_scheduling.scheduler_records import new_queues, start_plan
-from onnxplace.problem import PlacementProblem, commit_placement, out_of_memory_error, sort_by_start
+from onnxplace.problem import (
+    PlacementProblem,
+    commit_if_fitting,
+    commit_placement,
+    out_of_memory_error,
+    sort_by_start,
+    tighten_limits,
+)
 from onnxplace.simulation import device_weights
 from onnxplace.state import State
 
@@ -70,9 +77,9 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
             group_weights = weights[group]
             added_bytes = ~stored[:, group_weights] @ graph.weight_bytes[group_weights]
             within_limit = stored_bytes + added_bytes <= problem.limit_bytes
-            has_room = within_limit & ((used + reserved[group] < fill_bytes) | (used == 0))
-            has_room &= takes[:, group]
-            destination = next((index for index in range(current, devices) if has_room[index]), -1)
+            is_open = within_limit & ((used + reserved[group] < fill_bytes) | (used == 0))
+            is_open &= takes[:, group]
+            destination = next((index for index in range(current, devices) if is_open[index]), -1)
             if destination < 0 and not takes.all():  # even shares are not possible where devices refuse groups
                 destination = next(iter(np.flatnonzero(within_limit & takes[:, group]).tolist()), -1)
             if destination < 0:
@@ -102,8 +109,8 @@ def place_by_list_schedule(
             continue
         return _keep_topological_order(placed, problem, placer) if (problem.pinned >= 0).all() else placed
     for device, start in _generate_last_resorts(problem):
-        with suppress(InfeasibleError):
-            return commit_placement(state, problem, device, start, placer)
+        if last_resort := commit_if_fitting(state, problem, device, start, placer):
+            return last_resort
     raise first_error or out_of_memory_error(problem, placer)
 
 
@@ -113,11 +120,9 @@ def _keep_topological_order(placed: State, problem: PlacementProblem, placer: st
     The rule knows no gaps of channels, so that it may order equal parts of operators differently on each device.
     """
     start = problem.graph.positions.astype(np.float64)
-    with suppress(InfeasibleError):
-        in_order = commit_placement(placed, problem, problem.pinned[problem.group], start, placer)
-        if in_order[Schedule].simulation.makespan_seconds <= placed[Schedule].simulation.makespan_seconds:
-            return in_order
-    return placed
+    in_order = commit_if_fitting(placed, problem, problem.pinned[problem.group], start, placer)
+    plans = [in_order, placed] if in_order else [placed]
+    return min(plans, key=lambda plan: plan[Schedule].simulation.makespan_seconds)
 
 
 def find_best_plan(problem: PlacementProblem, favourite: Ints | None) -> tuple[Ints, Floats]:
@@ -149,9 +154,7 @@ def generate_plans(
                 break
             yield device, start
             excess = _simulate_excess(problem, device, start)
-            # Later attempts subtract more than the excess. Other devices lose a 64th, so that the next plan differs
-            # even if what exceeds only moves.
-            limit = np.maximum(limit - np.maximum(attempt * excess, problem.limit_bytes // 64), 0)
+            limit = tighten_limits(limit, problem.limit_bytes, excess, attempt, everywhere=True)
 
 
 def _generate_last_resorts(problem: PlacementProblem) -> Iterator[tuple[Ints, Floats]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
 from onnxplace.problem import PlacementProblem
 from onnxplace.target import LINK_MODELS
 
@@ -141,10 +141,20 @@ def start_plan(problem: PlacementProblem, limit: Longs, extra: Longs, share: flo
     ):
         table[name] = part.starts + offset
         offset += len(part.items)
-    _fill_nodes(nodes[:-1], problem)
-    _fill_values(values[:-1], graph)
-    for name, column in (("extra", extra), ("unplaced", size), ("pinned", problem.pinned), ("home", -1)):
-        groups[name][:-1] = column
+    read_by_nodes = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
+    # Readers of views keep the value that owns the memory.
+    views, own_readers = np.flatnonzero(graph.alias >= 0), np.diff(graph.readers.starts) + graph.is_output
+    unread = own_readers.copy()
+    np.add.at(unread, graph.alias_roots[views], own_readers[views])
+    waiting = np.bincount(read_by_nodes, minlength=len(graph))
+    for table, columns in (
+        (nodes, {"workspace": graph.workspace_bytes, "position": graph.positions, "in_order": graph.order}),
+        (nodes, {"group": problem.group, "favourite": -1, "device": -1, "waiting": waiting}),
+        (values, {"bytes": graph.value_bytes, "unread": unread, "producer": graph.producer, "root": graph.alias_roots}),
+        (groups, {"extra": extra, "unplaced": size, "pinned": problem.pinned, "home": -1}),
+    ):
+        for name, column in columns.items():
+            table[name][:-1] = column
     device["limit"], device["last"] = limit, -1
     device["admit"] = np.minimum(limit, (problem.limit_bytes * share).astype(np.int64))
     return Work(
@@ -161,23 +171,6 @@ def start_plan(problem: PlacementProblem, limit: Longs, extra: Longs, share: flo
         per_byte=per_byte / tick,
         link_model=LINK_MODELS.index(problem.target.link_model),
     ), tick
-
-
-def _fill_nodes(nodes: NDArray[Any], problem: PlacementProblem) -> None:
-    graph = problem.graph
-    read_by_nodes = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
-    nodes["workspace"], nodes["position"], nodes["in_order"] = graph.workspace_bytes, graph.positions, graph.order
-    nodes["group"], nodes["favourite"], nodes["device"] = problem.group, -1, -1
-    nodes["waiting"] = np.bincount(read_by_nodes, minlength=len(graph))
-
-
-def _fill_values(values: NDArray[Any], graph: OpGraph) -> None:
-    own_readers = np.diff(graph.readers.starts) + graph.is_output
-    views = np.flatnonzero(graph.alias >= 0)
-    all_readers = own_readers.copy()
-    np.add.at(all_readers, graph.alias_roots[views], own_readers[views])
-    values["bytes"], values["unread"] = graph.value_bytes, all_readers
-    values["producer"], values["root"] = graph.producer, graph.alias_roots
 
 
 def choose_tick_seconds(problem: PlacementProblem, latency: Floats, per_byte: Floats) -> float:

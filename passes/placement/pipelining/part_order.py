@@ -86,7 +86,9 @@ class _Ordering:
         self._device = cells.device.tolist()
         self._seconds = seconds[cells.device, np.arange(len(graph))].tolist()
         self._latency, self._per_byte = latency.tolist(), per_byte.tolist()
-        self._cell = self._name_cells()
+        in_parts = np.where(cells.is_backward, _BACKWARD, _FORWARD)
+        kinds = np.where(cells.part >= 0, in_parts, np.where(cells.is_backward, _UPDATE, _SHARED))
+        self._cell: list[Cell] = list(zip(kinds.tolist(), cells.part.tolist(), cells.stage.tolist()))
         self._priority = self._find_priorities()
         self._missing = np.diff(graph.predecessors.starts).tolist()
         self._arrival = [0.0] * len(graph)
@@ -101,14 +103,6 @@ class _Ordering:
         else:
             for device, (kind, _, _) in zip(self._device, self._cell):
                 self._forward_left[device] += kind == _FORWARD
-
-    def _name_cells(self) -> list[Cell]:
-        cells = self._cells
-        names = []
-        for part, stage, is_backward in zip(cells.part.tolist(), cells.stage.tolist(), cells.is_backward.tolist()):
-            kinds = (_SHARED, _UPDATE) if part < 0 else (_FORWARD, _BACKWARD)
-            names.append((kinds[is_backward], part, stage))
-        return names
 
     def _find_priorities(self) -> list[float]:
         """Return the order within a cell: topological, with sums of gradients right behind their last summand."""
@@ -150,7 +144,10 @@ class _Ordering:
             if start == float("inf"):
                 break
             while True:
-                self._release(queue, start)
+                # What has arrived by then can run.
+                while queue.arriving and queue.arriving[0][0] <= start:
+                    _, node = heappop(queue.arriving)
+                    heappush(queue.ready.setdefault(self._cell[node], []), (self._priority[node], node))
                 cell = self._choose(device)
                 if cell is not None:
                     _, node = heappop(queue.ready[cell])
@@ -170,11 +167,6 @@ class _Ordering:
         if queue.ready:
             return queue.free_at
         return max(queue.free_at, queue.arriving[0][0]) if queue.arriving else float("inf")
-
-    def _release(self, queue: _Queue, now: float) -> None:
-        while queue.arriving and queue.arriving[0][0] <= now:
-            _, node = heappop(queue.arriving)
-            heappush(queue.ready.setdefault(self._cell[node], []), (self._priority[node], node))
 
     def _choose(self, device: int) -> Cell | None:
         """Return the cell that a device goes on with."""

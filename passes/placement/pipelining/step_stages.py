@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 
 from onnxplace.facts import MicroBatches, Profile
-from onnxplace.graph import Bools, Floats, Ints, OpGraph, find_root, sum_by
+from onnxplace.graph import Bools, Floats, Ints, OpGraph, find_root, sum_alive, sum_by
 from onnxplace.state import State
 from onnxplace.training_roles import Phase
 
@@ -201,13 +201,11 @@ def _crossing_bytes(graph: OpGraph, layers: StepLayers, order: Ints) -> Floats:
     produced = np.flatnonzero(graph.producer >= 0)
     first = np.zeros(len(graph.producer), dtype=np.int64)
     first[produced] = position[graph.producer[produced]]
-    last, change = first.copy(), np.zeros(len(order) + 1)
+    last = first.copy()
     # A value crosses all cuts between its producer and its farthest reader, in whichever direction.
     np.minimum.at(first, graph.inputs.items, position[graph.inputs.rows])
     np.maximum.at(last, graph.inputs.items, position[graph.inputs.rows])
-    np.add.at(change, first[produced] + 1, graph.value_bytes[produced])
-    np.subtract.at(change, last[produced] + 1, graph.value_bytes[produced])
-    return np.cumsum(change)[:-1]
+    return sum_alive(first[produced] + 1, last[produced] + 1, graph.value_bytes[produced], len(order))
 
 
 def _place_cut(elapsed: Floats, crossing: Floats, goal: float) -> int:

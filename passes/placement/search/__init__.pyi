@@ -31,5 +31,4 @@ from onnxplace.passes.placement.search.series_blocks import (
     BlockPlan as BlockPlan,
     compose_blocks as compose_blocks,
     decompose_series as decompose_series,
-    interchangeable_devices as interchangeable_devices,
 )

@@ -3,7 +3,7 @@
 A region grows around a node that delays the step: over readers, over producers or both. It moves to a device where it
 would wait less. Most proposals are dropped unsimulated, since a path through the new placement is already too long.
 
-A walk keeps one placement, which proposals change in place, and what `undo` needs to take the last one back. The
+The state has one placement, which proposals change in place, and what `undo` needs to take the last one back. The
 others are scored by a whole simulation: a single move can shift the start of every later node. The critical chain of
 the last accepted placement says which nodes to move.
 """
@@ -40,7 +40,7 @@ class Atoms(NamedTuple):
     """[device, atom]: whether the device does not take the atom."""
 
 
-class Walk(NamedTuple):
+class AnnealState(NamedTuple):
     """The state of one annealing search; arrays have one entry per node unless noted."""
 
     device: Ints
@@ -111,11 +111,11 @@ def build_atoms(problem: PlacementProblem) -> Atoms:
     )
 
 
-def start_walk(device: Ints, bias: Floats, count: int, seed: int) -> Walk:
+def start_state(device: Ints, bias: Floats, count: int, seed: int) -> AnnealState:
     """Return the state of a search that begins from a placement, with `count` atoms."""
     nodes = len(device)
-    state = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-    return Walk(
+    first = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+    return AnnealState(
         device=device.astype(np.int32),
         bias=bias.copy(),
         chain=np.zeros(nodes, dtype=np.int32),
@@ -126,7 +126,7 @@ def start_walk(device: Ints, bias: Floats, count: int, seed: int) -> Walk:
         times=np.full(5, np.inf),
         counts=np.array([0, 0, 0, 0, -1]),
         saved_bias=np.zeros(1),
-        rng=(state | np.uint64(1)).view(np.int64),  # the generator needs a seed other than zero
+        rng=(first | np.uint64(1)).view(np.int64),  # the generator needs a seed other than zero
     )
 
 
@@ -144,27 +144,27 @@ def _device_of_atom(device, members, member_starts, atom):
 
 
 @compiled_part
-def _grow_region(atoms, walk, seed, largest):
+def _grow_region(atoms, state, seed, largest):
     """Collect a region around an atom; return its size and a device that it borders on, or -1."""
     # Draw what kind of region: sizes are log-uniform, so that most are small and some hold a third of the graph.
-    origin = _device_of_atom(walk.device, atoms.members, atoms.member_starts, seed)
-    max_size = np.int64(np.exp(random_uniform(walk.rng) * np.log(largest)))
-    direction = _random_below(walk.rng, 3)
-    loyal = random_uniform(walk.rng) < LOYAL_SHARE
+    origin = _device_of_atom(state.device, atoms.members, atoms.member_starts, seed)
+    max_size = np.int64(np.exp(random_uniform(state.rng) * np.log(largest)))
+    direction = _random_below(state.rng, 3)
+    loyal = random_uniform(state.rng) < LOYAL_SHARE
     # Marks are numbers of proposals, so that nothing has to be cleared between them.
-    mark = walk.counts[PROPOSALS]
-    walk.stamp[seed] = mark
-    walk.old_device[0] = seed  # the frontier shares this array with the old devices
+    mark = state.counts[PROPOSALS]
+    state.stamp[seed] = mark
+    state.old_device[0] = seed  # the frontier shares this array with the old devices
     # Grow by random atoms of the frontier, until the region is large enough or surrounded.
     frontier_size, size, border = 1, 0, -1
     while frontier_size > 0 and size < max_size:
-        pick = _random_below(walk.rng, frontier_size)
-        atom = walk.old_device[pick]
+        pick = _random_below(state.rng, frontier_size)
+        atom = state.old_device[pick]
         frontier_size -= 1
-        walk.old_device[pick] = walk.old_device[frontier_size]
+        state.old_device[pick] = state.old_device[frontier_size]
         if atoms.pinned[atom] >= 0:
             continue
-        walk.region[size] = atom
+        state.region[size] = atom
         size += 1
         # One direction follows readers only, another producers only, the third both.
         first, end = atoms.neighbour_starts[atom], atoms.neighbour_starts[atom + 1]
@@ -174,104 +174,104 @@ def _grow_region(atoms, walk, seed, largest):
             first += atoms.reader_count[atom]
         for n in range(first, end):
             neighbour = atoms.neighbours[n]
-            if walk.stamp[neighbour] != mark:
-                walk.stamp[neighbour] = mark
-                neighbour_device = _device_of_atom(walk.device, atoms.members, atoms.member_starts, neighbour)
+            if state.stamp[neighbour] != mark:
+                state.stamp[neighbour] = mark
+                neighbour_device = _device_of_atom(state.device, atoms.members, atoms.member_starts, neighbour)
                 if neighbour_device != origin:
                     border = neighbour_device
                 if neighbour_device == origin or not loyal:
-                    walk.old_device[frontier_size] = neighbour
+                    state.old_device[frontier_size] = neighbour
                     frontier_size += 1
     return size, border
 
 
 @in_place
-def propose(devices, atoms, walk):
+def propose(devices, atoms, state):
     """Change the placement, or the urgency of a node, at random; `undo` reverts it."""
-    walk.counts[PROPOSALS] += 1
-    walk.counts[REGION_SIZE] = 0
-    walk.counts[BIASED_NODE] = -1
+    state.counts[PROPOSALS] += 1
+    state.counts[REGION_SIZE] = 0
+    state.counts[BIASED_NODE] = -1
     # Choose where the region starts. On the critical chain, what delayed the node says which move may help.
     seed, target = np.int64(-1), -1
-    if walk.counts[CHAIN_LENGTH] > 0 and random_uniform(walk.rng) < CRITICAL_SHARE:
-        link = _random_below(walk.rng, walk.counts[CHAIN_LENGTH])
-        seed = np.int64(walk.chain[link])
-        if walk.chain_kind[link] == FROM_THERE:
+    if state.counts[CHAIN_LENGTH] > 0 and random_uniform(state.rng) < CRITICAL_SHARE:
+        link = _random_below(state.rng, state.counts[CHAIN_LENGTH])
+        seed = np.int64(state.chain[link])
+        if state.chain_kind[link] == FROM_THERE:
             # It waited for a transfer: bring producer and reader together, on either device.
-            other = walk.chain[link + 1]
-            target = walk.device[other]
-            if random_uniform(walk.rng) < EVEN_CHANCE:
-                seed, target = np.int64(other), walk.device[seed]
-        elif walk.chain_kind[link] == AHEAD:
+            other = state.chain[link + 1]
+            target = state.device[other]
+            if random_uniform(state.rng) < EVEN_CHANCE:
+                seed, target = np.int64(other), state.device[seed]
+        elif state.chain_kind[link] == AHEAD:
             # It waited for its device: run it earlier, or move one of the two nodes away.
-            if random_uniform(walk.rng) < BIAS_SHARE:
-                walk.counts[BIASED_NODE] = seed
-                walk.saved_bias[0] = walk.bias[seed]
-                walk.bias[seed] += (2 * random_uniform(walk.rng) - BIAS_DOWN) * BIAS_RANGE * walk.times[MAKESPAN]
-                if random_uniform(walk.rng) < BIAS_RESET_SHARE:
-                    walk.bias[seed] = 0.0
+            if random_uniform(state.rng) < BIAS_SHARE:
+                state.counts[BIASED_NODE] = seed
+                state.saved_bias[0] = state.bias[seed]
+                state.bias[seed] += (2 * random_uniform(state.rng) - BIAS_DOWN) * BIAS_RANGE * state.times[MAKESPAN]
+                if random_uniform(state.rng) < BIAS_RESET_SHARE:
+                    state.bias[seed] = 0.0
                 return
-            if random_uniform(walk.rng) < EVEN_CHANCE:
-                seed = np.int64(walk.chain[link + 1])
+            if random_uniform(state.rng) < EVEN_CHANCE:
+                seed = np.int64(state.chain[link + 1])
     else:
-        seed = _random_below(walk.rng, len(walk.device))
-    origin = walk.device[seed]
+        seed = _random_below(state.rng, len(state.device))
+    origin = state.device[seed]
     largest = max(MIN_REGION_LIMIT, len(atoms.pinned) / MAX_REGION_DIVISOR)
-    size, border = _grow_region(atoms, walk, atoms.atom_of[seed], largest)
+    size, border = _grow_region(atoms, state, atoms.atom_of[seed], largest)
     # Choose the device: a neighbour's, which saves a transfer, or any other one.
     if target < 0:
-        if border >= 0 and random_uniform(walk.rng) < BORDER_SHARE:
+        if border >= 0 and random_uniform(state.rng) < BORDER_SHARE:
             target = border
         else:
-            target = _random_below(walk.rng, devices - 1)
+            target = _random_below(state.rng, devices - 1)
             if target >= origin:
                 target += 1
     # Move the region, but for what the device refuses, and remember where each atom was for `undo`.
     moved = 0
     for r in range(size):
-        atom = walk.region[r]
+        atom = state.region[r]
         if atoms.refused[target, atom]:
             continue
-        walk.region[moved] = atom
-        walk.old_device[moved] = _device_of_atom(walk.device, atoms.members, atoms.member_starts, atom)
+        state.region[moved] = atom
+        state.old_device[moved] = _device_of_atom(state.device, atoms.members, atoms.member_starts, atom)
         for m in range(atoms.member_starts[atom], atoms.member_starts[atom + 1]):
-            walk.device[atoms.members[m]] = target
+            state.device[atoms.members[m]] = target
         moved += 1
-    walk.counts[REGION_SIZE] = moved
+    state.counts[REGION_SIZE] = moved
 
 
 @linear_in_place
-def undo(atoms, walk):
+def undo(atoms, state):
     """Revert the last proposal."""
-    if walk.counts[BIASED_NODE] >= 0:
-        walk.bias[walk.counts[BIASED_NODE]] = walk.saved_bias[0]
-    for r in range(walk.counts[REGION_SIZE]):
-        atom = walk.region[r]
+    if state.counts[BIASED_NODE] >= 0:
+        state.bias[state.counts[BIASED_NODE]] = state.saved_bias[0]
+    for r in range(state.counts[REGION_SIZE]):
+        atom = state.region[r]
         for m in range(atoms.member_starts[atom], atoms.member_starts[atom + 1]):
-            walk.device[atoms.members[m]] = walk.old_device[r]
+            state.device[atoms.members[m]] = state.old_device[r]
 
 
 @linear_in_place
-def accept(scratch, walk):
+def accept(scratch, state):
     """Accept the last proposal, whose simulation `scratch` holds; return whether it is the best so far."""
-    walk.counts[ACCEPTED] += 1
-    walk.times[MAKESPAN] = walk.times[NEW_MAKESPAN]
-    walk.times[ENERGY] = walk.times[NEW_MAKESPAN] + walk.times[NEW_TRAFFIC]
+    state.counts[ACCEPTED] += 1
+    state.times[MAKESPAN] = state.times[NEW_MAKESPAN]
+    state.times[ENERGY] = state.times[NEW_MAKESPAN] + state.times[NEW_TRAFFIC]
     # Trace the critical chain back from the node that finishes last.
     last = 0
-    for node in range(len(walk.device)):
+    for node in range(len(state.device)):
         if scratch.finish[node] > scratch.finish[last]:
             last = node
     # Each node names what delayed it, up to one that nothing delayed.
     size, node = 0, last
     while node >= 0:
-        walk.chain[size] = node
-        walk.chain_kind[size] = scratch.blame_kind[node]
+        state.chain[size] = node
+        state.chain_kind[size] = scratch.blame_kind[node]
         size += 1
         node = scratch.blame[node]
-    walk.counts[CHAIN_LENGTH] = size
-    if walk.times[NEW_MAKESPAN] < walk.times[BEST_MAKESPAN]:
-        walk.times[BEST_MAKESPAN] = walk.times[NEW_MAKESPAN]
+    state.counts[CHAIN_LENGTH] = size
+    if state.times[NEW_MAKESPAN] < state.times[BEST_MAKESPAN]:
+        state.times[BEST_MAKESPAN] = state.times[NEW_MAKESPAN]
         return True
     return False
 
@@ -281,7 +281,7 @@ def anneal(
     wiring,
     scratch,
     atoms,
-    walk,
+    state,
     level_weight,
     proposals,
     start_temperature,
@@ -298,23 +298,23 @@ def anneal(
     """
     # The mean over devices, since transfers between different pairs of them overlap.
     weight = TRAFFIC_WEIGHT / len(wiring.latency)
-    end = walk.counts[PROPOSALS] + proposals
-    while walk.counts[PROPOSALS] < end:
-        propose(len(wiring.latency), atoms, walk)
+    end = state.counts[PROPOSALS] + proposals
+    while state.counts[PROPOSALS] < end:
+        propose(len(wiring.latency), atoms, state)
         progress += step
-        if walk.counts[REGION_SIZE] == 0 and walk.counts[BIASED_NODE] < 0:
+        if state.counts[REGION_SIZE] == 0 and state.counts[BIASED_NODE] < 0:
             continue
         # The acceptable energy is drawn first (Metropolis): the simulation stops as soon as it exceeds that.
         # Quadratic cooling: the second half of the proposals runs below a quarter of the first temperature.
         temperature = start_temperature * max(0.0, 1.0 - progress) ** 2
-        limit = walk.times[ENERGY] - temperature * np.log(max(random_uniform(walk.rng), 1e-300))
-        walk.times[NEW_MAKESPAN], traffic = decode(wiring, walk.device, walk.bias, level_weight, limit, scratch)
-        walk.times[NEW_TRAFFIC] = weight * traffic
-        if walk.times[NEW_MAKESPAN] + walk.times[NEW_TRAFFIC] > limit:
-            undo(atoms, walk)
+        limit = state.times[ENERGY] - temperature * np.log(max(random_uniform(state.rng), 1e-300))
+        state.times[NEW_MAKESPAN], traffic = decode(wiring, state.device, state.bias, level_weight, limit, scratch)
+        state.times[NEW_TRAFFIC] = weight * traffic
+        if state.times[NEW_MAKESPAN] + state.times[NEW_TRAFFIC] > limit:
+            undo(atoms, state)
         elif ask_before:
             return True
-        elif accept(scratch, walk):
+        elif accept(scratch, state):
             for node in range(len(best_bias)):  # numba takes seconds to compile a copy of slices
-                best_device[node], best_bias[node] = walk.device[node], walk.bias[node]
+                best_device[node], best_bias[node] = state.device[node], state.bias[node]
     return False

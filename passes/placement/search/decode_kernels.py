@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.passes.placement.search.heap_kernels import pop, push
+from onnxplace.graph import Floats, Ints, Longs, OpGraph, heap_pop, heap_push
 from onnxplace.simulation import GAP, book_transfer, open_channels
 from onnxplace.target import LINK_MODELS, Target
 from onnxplace.utils import compiled_part, in_place
@@ -217,7 +216,7 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
         node = wiring.order[position]
         if scratch.waiting[node] == 0:
             record = scratch.devices[device[node]]
-            push(scratch.ready_heap[device[node]], record.ready, node, scratch.key)
+            heap_push(scratch.ready_heap[device[node]], record.ready, node, scratch.key)
             record.ready += 1
     now = 0.0
     started = 0
@@ -229,12 +228,12 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
                 continue
             # Nodes whose last input has arrived by now become ready.
             while record.future > 0 and scratch.available[scratch.future_heap[d, 0]] <= now:
-                node = pop(scratch.future_heap[d], record.future, scratch.available)
+                node = heap_pop(scratch.future_heap[d], record.future, scratch.available)
                 record.future -= 1
-                push(scratch.ready_heap[d], record.ready, node, scratch.key)
+                heap_push(scratch.ready_heap[d], record.ready, node, scratch.key)
                 record.ready += 1
             if record.ready > 0:
-                node = pop(scratch.ready_heap[d], record.ready, scratch.key)
+                node = heap_pop(scratch.ready_heap[d], record.ready, scratch.key)
                 record.ready -= 1
                 begin = max(record.free, scratch.available[node])
                 # A path from here that ends too late ends the simulation.
@@ -324,10 +323,10 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
                 # The last input makes the reader ready, now or when it arrives.
                 if scratch.waiting[reader] == 0:
                     if scratch.available[reader] <= now:
-                        push(scratch.ready_heap[destination], receiver.ready, reader, scratch.key)
+                        heap_push(scratch.ready_heap[destination], receiver.ready, reader, scratch.key)
                         receiver.ready += 1
                     else:
-                        push(scratch.future_heap[destination], receiver.future, reader, scratch.available)
+                        heap_push(scratch.future_heap[destination], receiver.future, reader, scratch.available)
                         receiver.future += 1
                         if receiver.running < 0:
                             receiver.wake = min(receiver.wake, scratch.available[reader])

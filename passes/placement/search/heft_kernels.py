@@ -41,7 +41,7 @@ def critical_path_plan(problem: PlacementProblem, wiring: Wiring, weight: float)
 
 # The state of a device in a plan: free bytes for weights, and when it and its channels are free.
 DEVICE = np.dtype(
-    [("room", np.int64), ("free", np.float64), ("sending", np.float64), ("receiving", np.float64)], align=True
+    [("free_bytes", np.int64), ("free", np.float64), ("sending", np.float64), ("receiving", np.float64)], align=True
 )
 
 
@@ -66,7 +66,7 @@ def empty_plan(problem: PlacementProblem) -> PartialPlan:
     """Return a plan without any node."""
     graph, count = problem.graph, len(problem.limit_bytes)
     devices = np.zeros(count, DEVICE)
-    devices["room"] = problem.limit_bytes
+    devices["free_bytes"] = problem.limit_bytes
     return PartialPlan(
         device=np.full(len(graph), -1, dtype=np.int32),
         start=np.zeros(len(graph)),
@@ -121,7 +121,7 @@ def earliest_finish(wiring, order, group, pinned, weight_starts, weights, weight
                 for k in range(weight_starts[g], weight_starts[g + 1]):
                     if not plan.stored[d, weights[k]]:
                         needed_bytes += weight_bytes[weights[k]]
-                if needed_bytes > plan.devices[d].room:
+                if needed_bytes > plan.devices[d].free_bytes:
                     continue
             # Only a trial: nothing is booked until the device is chosen.
             begin = max(arrival_time(wiring, node, d, plan, np.bool_(False)), plan.devices[d].free)
@@ -146,7 +146,7 @@ def settle_group(d, g, weight_starts, weights, weight_bytes, plan):
     for k in range(weight_starts[g], weight_starts[g + 1]):
         if not plan.stored[d, weights[k]]:
             plan.stored[d, weights[k]] = True
-            plan.devices[d].room -= weight_bytes[weights[k]]
+            plan.devices[d].free_bytes -= weight_bytes[weights[k]]
 
 
 @compiled_part

@@ -26,7 +26,7 @@ from onnxplace.passes.placement.search.anneal_kernels import (
     accept,
     anneal,
     build_atoms,
-    start_walk,
+    start_state,
     undo,
 )
 from onnxplace.passes.placement.search.decode_kernels import Wiring, build_wiring, decode, new_scratch, run_order
@@ -238,15 +238,15 @@ def improve(
     max_proposals = count_worthwhile_moves(problem)
     max_proposals = min(max_proposals, budget.proposals) if budget.proposals else max_proposals
     scratch = new_scratch(wiring)
-    walk = start_walk(start.device, start.bias, len(problem.pinned), seed)
+    state = start_state(start.device, start.bias, len(problem.pinned), seed)
     best_device, best_bias = start.device.copy(), start.bias.copy()
-    seconds, _ = decode(wiring, walk.device, walk.bias, start.level_weight, np.inf, scratch)
-    # The start counts as a first accepted proposal: it gives the walk its critical chain.
-    walk.times[3:] = seconds, 0.0
-    accept(scratch, walk)
+    seconds, _ = decode(wiring, state.device, state.bias, start.level_weight, np.inf, scratch)
+    # The start counts as a first accepted proposal: it gives the state its critical chain.
+    state.times[3:] = seconds, 0.0
+    accept(scratch, state)
     # The first slice is short, since it is not known yet how long a proposal takes.
     start_time, size = time.perf_counter(), 8
-    while (proposals := int(walk.counts[PROPOSALS])) < max_proposals and walk.times[BEST_MAKESPAN] > goal:
+    while (proposals := int(state.counts[PROPOSALS])) < max_proposals and state.times[BEST_MAKESPAN] > goal:
         now = time.perf_counter()
         clock_progress = (now - start_time) / budget.seconds if budget.seconds else 0.0
         if clock_progress >= 1.0 or budget.cancelled.is_set():
@@ -255,19 +255,19 @@ def improve(
         count_progress, step = proposals / max_proposals, 1.0 / max_proposals
         progress, step = (count_progress, step) if count_progress >= clock_progress else (clock_progress, 0.0)
         passes = anneal(
-            wiring, scratch, atoms, walk, start.level_weight, min(size, max_proposals - proposals),
+            wiring, scratch, atoms, state, start.level_weight, min(size, max_proposals - proposals),
             temperature * start.seconds, progress, step, space.memory_binds, best_device, best_bias,
         )  # fmt: skip
         # Where memory binds, the loop stops at each proposal that passes at this temperature: it may not fit.
-        if passes and not space.fits(walk.device, run_order(problem.graph, scratch)):
-            undo(atoms, walk)
-        elif passes and accept(scratch, walk):
-            best_device, best_bias = walk.device.copy(), walk.bias.copy()
+        if passes and not space.fits(state.device, run_order(problem.graph, scratch)):
+            undo(atoms, state)
+        elif passes and accept(scratch, state):
+            best_device, best_bias = state.device.copy(), state.bias.copy()
         # Slices of the loop grow until one takes SLICE_SECONDS.
         if not passes:
             size = max(1, int(size * min(2.0, SLICE_SECONDS / max(time.perf_counter() - now, 1e-6))))
     improved = decode_candidate(space, start.name, best_device, best_bias, start.level_weight)
-    return improved if improved.seconds < start.seconds else start, int(walk.counts[PROPOSALS])
+    return improved if improved.seconds < start.seconds else start, int(state.counts[PROPOSALS])
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def search_and_commit(
     Raises:
         InfeasibleError: No placement fits.
     """
-    space, effort = SearchSpace(problem), ""
+    space, moves = SearchSpace(problem), ""
     # 1. Score the plans as the search does; those that do not fit drop out.
     candidates = {plan.name: evaluate_candidate(space, plan.name, plan.device, plan.order) for plan in plans}
     start_time = time.perf_counter()
@@ -182,7 +182,7 @@ def search_and_commit(
     except LookupError:
         pass
     else:
-        effort = f"{exploration.proposals} moves{budget}"
+        moves = f"{exploration.proposals} moves{budget}"
         before = candidates.get(exploration.best.name)
         improved = before is not None and exploration.best.seconds < before.seconds
         simulated += _simulate_if_fitting(
@@ -195,7 +195,7 @@ def search_and_commit(
         raise out_of_memory_error(problem, placer)
     best = min(simulated, key=lambda option: option.seconds)
     after = commit_placement(state, problem, best.plan.device, best.plan.rank, placer)
-    return after.with_notes(_describe_result(best, simulated, effort, after[Schedule].lower_bound_seconds, placer))
+    return after.with_notes(_describe_result(best, simulated, moves, after[Schedule].lower_bound_seconds, placer))
 
 
 def _explore_in_rounds(
@@ -257,7 +257,7 @@ def _simulate_if_fitting(
 
 
 def _describe_result(
-    best: SimulatedPlan, simulated: Sequence[SimulatedPlan], effort: str, bound: float, placer: str
+    best: SimulatedPlan, simulated: Sequence[SimulatedPlan], moves: str, bound: float, placer: str
 ) -> Diagnostic:
     excess = (
         f"{100 * (best.seconds / bound - 1):.1f} % over the lower bound" if bound > 0 else "the lower bound is zero"
@@ -268,7 +268,7 @@ def _describe_result(
         "P040",
         f"kept {best.plan.name}: {best.seconds * 1e3:.4g} ms, {excess}"
         + (f"; tried {others}" if others else "")
-        + (f"; {effort}" if effort else ""),
+        + (f"; {moves}" if moves else ""),
         where=placer,
         figures=tuple(Figure(option.plan.name, option.seconds) for option in (best, *tried)),
     )

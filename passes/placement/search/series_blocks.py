@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxplace.facts import REFUSED_SECONDS, is_refused
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, find_root
-from onnxplace.problem import PlacementProblem, sort_by_start
+from onnxplace.problem import PlacementProblem, interchangeable_devices, sort_by_start
 
 # More memory than any block needs.
 AMPLE_BYTES = 1 << 60
@@ -175,27 +175,6 @@ def _join_neighbours(node: int, neighbours: Ints, group: Ints, group_device: Int
     """Place the group of a node on the device of a neighbour, unless it has a device."""
     if group_device[group[node]] < 0:
         group_device[group[node]] = group_device[group[neighbours]].max(initial=-1)
-
-
-def interchangeable_devices(problem: PlacementProblem) -> Ints:
-    """Return, per device, the first device that it is interchangeable with."""
-    latency, per_byte = problem.target.link_arrays()
-    count = len(latency)
-    first = np.arange(count, dtype=np.int32)
-    # Two devices are interchangeable if swapping them changes no cost, no limit, no pin and no link.
-    for b in range(count):
-        for a in range(b):
-            swapped = np.arange(count)
-            swapped[[a, b]] = b, a
-            if (
-                not np.isin(problem.pinned, (a, b)).any()
-                and (problem.seconds[a] == problem.seconds[b]).all()
-                and problem.limit_bytes[a] == problem.limit_bytes[b]
-                and all((links[np.ix_(swapped, swapped)] == links).all() for links in (latency, per_byte))
-            ):
-                first[b] = first[a]
-                break
-    return first
 
 
 def _longest_path(graph: OpGraph, seconds: Floats) -> Ints:

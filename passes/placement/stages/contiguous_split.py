@@ -9,28 +9,35 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.stages.ideal_kernels import generate_orders
-from onnxplace.passes.placement.stages.local_search_kernels import LocalSearch
+from onnxplace.passes.placement.stages.local_search_kernels import LocalSearch, MoveCosts
 from onnxplace.passes.placement.stages.stage_dp import (
     CROSSING_BYTES,
     Cutting,
-    Lattice,
-    StageTable,
     assign_devices,
     build_chain_lattice,
     enumerate_lattice,
     least_held_bytes,
+    prepare_cuts,
     tabulate,
     trace_devices,
     unit_seconds,
 )
-from onnxplace.passes.placement.stages.stage_kernels import SUM, TRAFFIC, list_stages, new_scratch
-from onnxplace.problem import PlacementProblem
+from onnxplace.passes.placement.stages.stage_kernels import (
+    SUM,
+    TRAFFIC,
+    Lattice,
+    StageTable,
+    list_stages,
+    new_scratch,
+)
+from onnxplace.problem import PlacementProblem, tighten_limits
 from onnxplace.simulation import list_transfers, steady_state_loads
 from onnxplace.utils import budget_clock
 
@@ -77,9 +84,8 @@ class _BoundedSearch:
         if self.timed_out or state_key in self.failed:
             return None
         for begin, kind in self._list_stages(ideal, remaining, send_counts):
-            earlier = self.complete(
-                begin, remaining - int(self.cutting.step[kind]), self._count_sends(ideal, begin, send_counts)
-            )
+            rest = remaining - int(self.cutting.sets.step[kind])
+            earlier = self.complete(begin, rest, self._count_sends(ideal, begin, send_counts))
             if earlier is not None:
                 return [(begin, ideal, kind), *earlier]
         if not self.timed_out:
@@ -88,26 +94,17 @@ class _BoundedSearch:
 
     def _list_stages(self, ideal: int, remaining: int, send_counts: Longs) -> list[tuple[int, int]]:
         """Return possible stages that end with `ideal`: where they begin and the kind of device, best first."""
-        cutting, ideal_count = self.cutting, len(self.lattice)
-        graph = cutting.graph
+        cutting, graph, sets = self.cutting, self.cutting.graph, self.cutting.sets
         scratch = new_scratch(len(graph), len(send_counts), len(graph.weight_bytes), len(cutting.kinds))
-        begins, load = np.empty(ideal_count, dtype=np.int32), np.empty((ideal_count, len(cutting.kinds)))
+        ideals = len(self.lattice.parent)
+        begins, load = np.empty(ideals, dtype=np.int32), np.empty((ideals, len(cutting.kinds)))
         count = list_stages(
-            ideal,
-            self.lattice.arrays,
-            cutting.arrays,
-            cutting.costs,
-            send_counts,
-            cutting.rule,
-            self.bound,
-            scratch,
-            begins,
-            load,
+            ideal, self.lattice, cutting.flows, cutting.costs, send_counts, self.bound, scratch, begins, load
         )
         candidates = []
-        for kind in np.flatnonzero(cutting.has[remaining]):
+        for kind in np.flatnonzero(sets.has[remaining]):
             # The cost of a choice: this stage, exactly, and the rest, as bounded by the table.
-            table_values = self.table.best[begins[:count], remaining - cutting.step[kind]]
+            table_values = self.table.best[begins[:count], remaining - sets.step[kind]]
             values = np.maximum(load[:count, kind], table_values)
             candidates += [(float(values[k]), int(begins[k]), int(kind)) for k in np.flatnonzero(values < self.bound)]
         return [(table_values, kind) for _, table_values, kind in sorted(candidates)]
@@ -152,6 +149,29 @@ def evaluate_split(cutting: Cutting, problem: PlacementProblem, seconds: Floats,
     ).interval_seconds
 
 
+def generate_splits(
+    problem: PlacementProblem, rule: int, allowed: Longs, devices: Sequence[int], deadline: float, seed: int
+) -> Iterator[tuple[Ints, float, Longs]]:
+    """Yield contiguous splits between devices, each for where the one before did not fit.
+
+    A split is the device of each node, a lower bound on the load of splits that fit, and the limits that it keeps to by
+    its own account. That leaves out most outputs at first, then counts more and more of them as staying on their
+    device. Then limits are tightened by what the simulated step needs beyond the `allowed` bytes.
+    """
+    limit = allowed
+    for attempt, resident in enumerate(RESIDENT_SHARES):
+        cuts = prepare_cuts(problem, rule, limit, tuple(devices), resident)
+        is_possible = bool(np.isfinite(cuts.seconds.min(axis=0)).all())
+        split = split_into_stages(cuts, problem, deadline, seed) if is_possible else None
+        if split is None:
+            return
+        device = split.device[cuts.node].astype(np.int32)
+        yield device, split.bound if attempt == 0 else 0.0, limit
+        if resident == 1.0:
+            peak_bytes = problem.simulate(device, problem.graph.order).peak_bytes
+            limit = tighten_limits(limit, allowed, np.maximum(peak_bytes - allowed, 0), attempt + 1)
+
+
 def split_into_stages(cutting: Cutting, problem: PlacementProblem, deadline: float, seed: int) -> StageSplit | None:
     """Return the best contiguous split that the time allows, None if none is within the limits."""
     incumbent = _split_orders(cutting, problem, deadline, seed)
@@ -174,7 +194,7 @@ def _split_orders(cutting: Cutting, problem: PlacementProblem, deadline: float, 
         if attempt and budget_clock() > deadline:
             break
         shuffled = cutting.reordered(order)
-        table = tabulate(
+        table, _ = tabulate(
             shuffled,
             lattice,
             # A split that is up to a fifth longer than the best may become better by local search.
@@ -185,20 +205,16 @@ def _split_orders(cutting: Cutting, problem: PlacementProblem, deadline: float, 
         split_device = None if table is None else trace_devices(shuffled, lattice, table)
         if split_device is None:
             continue
-        device, stage = np.empty_like(split_device), _rank_stages(split_device, len(seconds))
+        device, first = np.empty_like(split_device), np.full(len(seconds), nodes, dtype=np.int64)
         device[order] = split_device
+        # The position of each device's stage; devices without nodes come last.
+        np.minimum.at(first, split_device, np.arange(nodes))
+        stage = np.argsort(np.argsort(first, kind="stable")).astype(np.int32)
         device, _ = search.improve(device, stage, min(MAX_MOVES, 200 * nodes), seed + attempt)
         value = evaluate_split(cutting, problem, seconds, device)
         if best is None or value < best.value:
             best = StageSplit(device, value, 0.0)
     return best
-
-
-def _rank_stages(device: Ints, devices: int) -> Ints:
-    """Return the position of each device's stage; devices without nodes come last."""
-    first = np.full(devices, len(device), dtype=np.int64)
-    np.minimum.at(first, device, np.arange(len(device)))
-    return np.argsort(np.argsort(first, kind="stable")).astype(np.int32)
 
 
 def build_group_search(problem: PlacementProblem, rule: int, limit_bytes: Longs) -> LocalSearch:
@@ -217,14 +233,7 @@ def _make_local_search(
     latency, per_byte = problem.target.link_arrays()
     if rule == TRAFFIC:  # transfers count their bytes alone
         latency, per_byte = np.full_like(latency, CROSSING_BYTES), np.ones_like(per_byte)
-    return LocalSearch(graph, seconds, latency, per_byte, limit_bytes, need_bytes, rule)
-
-
-def tighten_limits(limit: Longs, allowed: Longs, peak_bytes: Longs, attempt: int) -> Longs:
-    """Return smaller limits for the devices on which a placement exceeds the `allowed` bytes."""
-    excess = np.maximum(peak_bytes - allowed, 0)
-    less = np.where(excess > 0, np.maximum((attempt + 1) * excess, allowed // 64), 0)
-    return np.maximum(limit - less, 0).astype(np.int64)
+    return LocalSearch(graph, MoveCosts(seconds, latency, per_byte, limit_bytes, need_bytes, rule))
 
 
 def _search_all_splits(
@@ -242,10 +251,10 @@ def _search_all_splits(
         bound = lower_bound * (1 + excess)
         # Close to the incumbent, or far from the lower bound, one run up to the incumbent settles it.
         bound = upper_bound if bound <= 0 or bound > 0.9 * upper_bound or excess > 8 else bound
-        table = tabulate(cutting, lattice, bound, deadline)
-        if table is None or not table.complete:
+        table, is_complete = tabulate(cutting, lattice, bound, deadline)
+        if table is None or not is_complete:
             return _with_bound(incumbent, proven_bound)
-        if np.isfinite(table.least):
+        if np.isfinite(table.best[-1, -1]):
             return _close_gap(cutting, problem, lattice, table, incumbent, deadline)
         if bound == upper_bound:
             return _with_bound(incumbent, LARGE_SECONDS)
@@ -267,29 +276,31 @@ def _close_gap(
     cutting: Cutting,
     problem: PlacementProblem,
     lattice: Lattice,
-    table: StageTable | None,
+    table: StageTable,
     incumbent: StageSplit | None,
     deadline: float,
-) -> StageSplit | None:
+) -> StageSplit:
     """Evaluate the table's best split by its true loads, and search for one between the two, if the time allows.
 
     The table counts a value that several later stages read as sent once, so its best is a lower bound.
     """
-    assert table is not None
-    seconds, least, device = expand_seconds(cutting, problem), table.least, trace_devices(cutting, lattice, table)
+    seconds, least = expand_seconds(cutting, problem), float(table.best[-1, -1])
+    device = trace_devices(cutting, lattice, table)
     assert device is not None
     value = evaluate_split(cutting, problem, seconds, device)
     if incumbent is None or value < incumbent.value:
         incumbent = StageSplit(device, value, least)
     while incumbent.value > least * (1 + 1e-9):
         bound = incumbent.value * (1 - 1e-9)
-        table = tabulate(cutting, lattice, bound, deadline) if cutting.exact_receives else None
-        if table is None or not table.complete:
+        if not cutting.exact_receives:
             return replace(incumbent, bound=least)
-        search = _BoundedSearch(cutting, lattice, table, bound, deadline)
+        bounds, is_complete = tabulate(cutting, lattice, bound, deadline)
+        if bounds is None or not is_complete:
+            return replace(incumbent, bound=least)
+        search = _BoundedSearch(cutting, lattice, bounds, bound, deadline)
         # Behind the last stage nothing is read, so no value is sent yet.
         send_counts = np.zeros(len(cutting.graph.value_names), dtype=np.int64)
-        stages = search.complete(len(lattice) - 1, len(cutting.used) - 1, send_counts)
+        stages = search.complete(len(lattice.parent) - 1, len(cutting.sets.used) - 1, send_counts)
         if stages is None:
             return replace(incumbent, bound=least if search.timed_out else incumbent.value)
         device = assign_devices(cutting, lattice, stages[::-1])

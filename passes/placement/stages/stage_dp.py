@@ -11,15 +11,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.passes.placement.stages.ideal_kernels import enumerate_ideals, find_inseparable, invert_additions
-from onnxplace.passes.placement.stages.stage_kernels import TRAFFIC, fill_table, mark_possible
-from onnxplace.problem import PlacementProblem
+from onnxplace.passes.placement.stages.stage_kernels import (
+    TRAFFIC,
+    Costs,
+    DeviceSets,
+    Flows,
+    Lattice,
+    StageTable,
+    fill_table,
+    mark_possible,
+)
+from onnxplace.problem import PlacementProblem, find_equal_devices
 from onnxplace.utils import budget_clock
 
 # Added to the bytes of each crossing value: of splits with equal traffic, the one with fewer values wins.
@@ -56,16 +63,16 @@ class Cutting:
     """All links are alike, so `send` and `receive` are exact, not just lower bounds."""
 
     @cached_property
-    def arrays(self) -> tuple[Any, ...]:
+    def flows(self) -> Flows:
         """Return the graph as compiled loops take it."""
         graph = self.graph
-        return (graph.producer, *graph.outputs.arrays, *graph.inputs.arrays, *graph.weights.arrays, graph.weight_bytes,
-                graph.readers.starts)  # fmt: skip
+        lists = (*graph.outputs.arrays, *graph.inputs.arrays, *graph.weights.arrays)
+        return Flows(graph.producer, *lists, graph.weight_bytes, graph.readers.starts)
 
     @cached_property
-    def costs(self) -> tuple[Any, ...]:
-        """Return the costs as `list_stages` takes them."""
-        return self.seconds, self.send, self.receive, self.limit_bytes, self.need_bytes
+    def costs(self) -> Costs:
+        """Return the costs as compiled loops take them."""
+        return Costs(self.seconds, self.send, self.receive, self.limit_bytes, self.need_bytes, self.rule)
 
     @cached_property
     def exhaustive(self) -> bool:
@@ -74,33 +81,20 @@ class Cutting:
         return sets <= min(MAX_DEVICE_SETS, MAX_TABLE_ENTRIES // (len(self.graph) + 1))
 
     @cached_property
-    def step(self) -> Longs:
-        """Return, per kind, how much one more device of it adds to the number of a set."""
+    def sets(self) -> DeviceSets:
+        """Return the sets of devices that stages may use."""
+        counts = np.array([len(kind) for kind in self.kinds], dtype=np.int64)
+        if not self.exhaustive:
+            # In a fixed order, set k holds the first k devices, and its last stage goes to the last of them.
+            last = np.concatenate([[-1], np.repeat(np.arange(len(counts)), counts)])
+            has = last[:, None] == np.arange(len(counts))
+            return DeviceSets(np.ones_like(counts), has, np.arange(len(has)))
         # The number of a set has one digit per kind: how many devices of it are used. Interchangeable devices share a
-        # kind, which leaves few sets.
-        sizes = [len(kind) + 1 if self.exhaustive else 1 for kind in self.kinds]
-        return np.cumprod([1, *sizes[:-1]]).astype(np.int64)
-
-    @cached_property
-    def has(self) -> Bools:
-        """Return [set, kind]: whether the last stage may go to a device of this kind."""
-        if self.exhaustive:
-            return self._digits > 0
-        # In a fixed order, set k holds the first k devices, and its last stage goes to the last of them.
-        sequence = np.repeat(np.arange(len(self.kinds)), [len(kind) for kind in self.kinds])
-        last: Bools = np.concatenate([[-1], sequence])[:, None] == np.arange(len(self.kinds))
-        return last
-
-    @cached_property
-    def used(self) -> Longs:
-        """Return the number of devices in each set."""
-        return self._digits.sum(axis=1) if self.exhaustive else np.arange(len(self.has))
-
-    @property
-    def _digits(self) -> Longs:
-        """Return [set, kind]: the number of devices of each kind."""
-        sizes = np.array([len(kind) + 1 for kind in self.kinds], dtype=np.int64)
-        return (np.arange(int(sizes.prod()))[:, None] // self.step % sizes).astype(np.int64)
+        # kind, which leaves few sets. With two devices of one kind and one of another, sets 0 to 5 use
+        # 0 + 0, 1 + 0, 2 + 0, 0 + 1, 1 + 1 and 2 + 1.
+        step = np.cumprod([1, *(counts + 1)[:-1]]).astype(np.int64)
+        digits = np.arange(int((counts + 1).prod()))[:, None] // step % (counts + 1)
+        return DeviceSets(step, digits > 0, digits.sum(axis=1))
 
     def reordered(self, order: Ints) -> Cutting:
         """Return a copy with nodes numbered in another topological order."""
@@ -136,9 +130,9 @@ def prepare_cuts(
     seconds = unit_seconds(problem, unit)[list(devices)]
     latency, per_byte = (matrix[np.ix_(devices, devices)] for matrix in problem.target.link_arrays())
     limit = limit_bytes[list(devices)]
-    kinds = _group_interchangeable(seconds, limit, latency, per_byte)
     # From here on, one device stands for all of its kind.
-    first = [kind[0] for kind in kinds]
+    kind_of = find_equal_devices(np.column_stack([seconds, limit]), latency, per_byte)
+    first = np.unique(kind_of).tolist()
     send = np.stack([_least_transfer_seconds(graph, latency[d], per_byte[d], d) for d in first])
     receive = np.stack([_least_transfer_seconds(graph, latency[:, d], per_byte[:, d], d) for d in first])
     # Traffic counts bytes instead of seconds; the compute of a node is only allowed or forbidden.
@@ -150,7 +144,7 @@ def prepare_cuts(
     return Cutting(
         graph=graph,
         node=unit,
-        kinds=tuple(tuple(devices[d] for d in kind) for kind in kinds),
+        kinds=tuple(tuple(devices[d] for d in np.flatnonzero(kind_of == kind)) for kind in first),
         seconds=seconds[first],
         send=send,
         receive=receive,
@@ -208,62 +202,11 @@ def least_held_bytes(problem: PlacementProblem, unit: Ints) -> Longs:
     return most_bytes
 
 
-def _group_interchangeable(seconds: Floats, limit: Longs, latency: Floats, per_byte: Floats) -> list[list[int]]:
-    """Group devices that can be swapped without any effect."""
-    kinds: list[list[int]] = []
-    for d in range(len(limit)):
-        for kind in kinds:
-            swap = np.arange(len(limit))
-            swap[[d, kind[0]]] = kind[0], d
-            same_links = all((matrix[np.ix_(swap, swap)] == matrix).all() for matrix in (latency, per_byte))
-            if limit[d] == limit[kind[0]] and same_links and (seconds[d] == seconds[kind[0]]).all():
-                kind.append(d)
-                break
-        else:
-            kinds.append([d])
-    return kinds
-
-
 def _least_transfer_seconds(graph: OpGraph, latency: Floats, per_byte: Floats, device: int) -> Floats:
     """Return, per value, the least seconds of a transfer between `device` and another one."""
     seconds = [latency[d] + graph.value_bytes * per_byte[d] for d in range(len(latency)) if d != device]
     closest: Floats = np.min(seconds or [np.zeros(len(graph.value_bytes))], axis=0)
     return closest
-
-
-@dataclass(frozen=True)
-class Lattice:
-    """Ideals of a graph, all or those of one topological order; supersets have higher numbers."""
-
-    parent: Ints
-    """Per ideal, the one without its last node; -1 for the empty one."""
-    last: Ints
-    starts: Longs
-    """Where the lists of each ideal start: removable nodes, ascending, and the ideals that remain."""
-    node: Ints
-    below: Ints
-    is_cut: Bools
-    """Whether stages may begin and end at an ideal."""
-
-    def __len__(self) -> int:
-        return len(self.parent)
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """Return the lattice as compiled loops take it.
-
-        Behind its fields is, per ideal, a lower bound on the seconds from there down to one where a stage may begin:
-        0 until `fill_table` computes it.
-        """
-        return self.parent, self.last, self.starts, self.node, self.below, self.is_cut, np.zeros(len(self))
-
-    def inside(self, ideal: int, nodes: int) -> Bools:
-        """Return whether each node is in an ideal."""
-        is_inside = np.zeros(nodes, dtype=bool)
-        while ideal > 0:
-            is_inside[self.last[ideal]] = True
-            ideal = int(self.parent[ideal])
-        return is_inside
 
 
 def enumerate_lattice(graph: OpGraph, limit: int) -> Lattice | None:
@@ -281,6 +224,7 @@ def enumerate_lattice(graph: OpGraph, limit: int) -> Lattice | None:
         node=node,
         below=below,
         is_cut=np.ones(len(parent), dtype=bool),
+        away=np.zeros(len(parent)),
     )
 
 
@@ -298,71 +242,50 @@ def build_chain_lattice(nodes: int, cuts: int) -> Lattice:
         node=position[:-1],
         below=position[:-1],
         is_cut=is_cut,
+        away=np.zeros(nodes + 1),
     )
 
 
-@dataclass(frozen=True)
-class StageTable:
-    """The result of the dynamic program for each ideal and set of devices."""
+def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) -> tuple[StageTable | None, bool]:
+    """Run the dynamic program for splits that cost less than `bound`; return its table, and whether it is complete.
 
-    best: Floats
-    """[ideal, set]: the least largest load; infinite where no split is below the bound."""
-    origin: Ints
-    """[ideal, set]: the ideal where the last stage begins."""
-    by: NDArray[np.int8]
-    """[ideal, set]: the kind of device of the last stage."""
-    complete: bool
-    """Whether the table was completed within the time."""
-
-    @property
-    def least(self) -> float:
-        """Return the optimum for the whole graph and all devices."""
-        return float(self.best[-1, -1])
-
-
-def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) -> StageTable | None:
-    """Run the dynamic program for splits that cost less than `bound`; None if its table would be too large.
-
-    `deadline` is on the clock of `onnxplace.utils.clock`.
+    There is no table if it would be too large, and a part of one once the time is up. `deadline` is on the clock of
+    `onnxplace.utils.clock`.
     """
-    sets = len(cutting.used)
-    if len(lattice) * sets > MAX_TABLE_ENTRIES:
-        return None
+    ideals, sets = len(lattice.parent), cutting.sets
+    shape = ideals, len(sets.used)
+    if math.prod(shape) > MAX_TABLE_ENTRIES:
+        return None, False
     # First rule out ideals that cannot be a border: the least work before or behind them exceeds the bound.
-    possible = np.ones((len(lattice), sets), dtype=bool)
+    possible, fastest = np.ones(shape, dtype=bool), cutting.seconds.min(axis=0)
     if cutting.rule != TRAFFIC:
-        mark_possible(
-            lattice.arrays, cutting.arrays, cutting.rule, bound, cutting.seconds.min(axis=0), cutting.send.min(axis=0),
-            cutting.receive.min(axis=0), cutting.used, possible,
-        )  # fmt: skip
-    arrays = replace(lattice, is_cut=lattice.is_cut & possible.any(axis=1)).arrays
-    best = np.full((len(lattice), sets), np.inf)
-    best[0] = 0.0
-    origin = np.zeros((len(lattice), sets), dtype=np.int32)
-    by = np.zeros((len(lattice), sets), dtype=np.int8)
+        send, receive = cutting.send.min(axis=0), cutting.receive.min(axis=0)
+        mark_possible(lattice, cutting.flows, cutting.rule, bound, fastest, send, receive, sets.used, possible)
+    pruned = lattice._replace(is_cut=lattice.is_cut & possible.any(axis=1), away=np.zeros(ideals))
+    table = StageTable(np.full(shape, np.inf), np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int8))
+    table.best[0] = 0.0
     # best[ideal, set] = least over the last stages of max(load of the stage, best[ideal before, set before]).
-    for first in range(0, len(lattice), IDEALS_PER_CALL):
+    for first in range(0, ideals, IDEALS_PER_CALL):
         if budget_clock() > deadline:
-            return StageTable(best, origin, by, False)
-        fill_table(
-            first, min(first + IDEALS_PER_CALL, len(lattice)), arrays, cutting.arrays, cutting.costs, cutting.rule,
-            bound, cutting.step, cutting.has, possible, cutting.seconds.min(axis=0), best, origin, by,
-        )  # fmt: skip
-    return StageTable(best, origin, by, True)
+            return table, False
+        end = min(first + IDEALS_PER_CALL, ideals)
+        fill_table(first, end, pruned, cutting.flows, cutting.costs, bound, sets, possible, fastest, table)
+    return table, True
 
 
 def trace_devices(cutting: Cutting, lattice: Lattice, table: StageTable) -> Ints | None:
     """Return the device of each node in the best split, None if no split is below the bound."""
-    if not np.isfinite(table.least):
+    # The last entry is the optimum for the whole graph and all devices.
+    ideal, remaining = len(lattice.parent) - 1, len(cutting.sets.used) - 1
+    if not np.isfinite(table.best[ideal, remaining]):
         return None
     stages = []
-    ideal, remaining = len(lattice) - 1, len(cutting.used) - 1
     # From the whole graph back to the empty ideal, stage by stage.
     while ideal > 0:
         kind = int(table.by[ideal, remaining])
         begin = int(table.origin[ideal, remaining])
         stages.append((begin, ideal, kind))
-        ideal, remaining = begin, remaining - int(cutting.step[kind])
+        ideal, remaining = begin, remaining - int(cutting.sets.step[kind])
     return assign_devices(cutting, lattice, stages[::-1])
 
 

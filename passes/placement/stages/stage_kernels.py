@@ -10,12 +10,110 @@ of devices, the best split that ends there.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxplace.graph import Bools, Floats, Ints, Longs
 from onnxplace.utils import compiled_loop, in_place
 
 DUPLEX, SEQUENTIAL, PARALLEL, SUM, TRAFFIC = range(5)
 """Rules for the load of a stage from its compute, sends and receives; see `combine_loads`."""
+
+
+class Flows(NamedTuple):
+    """A graph to cut: what its nodes make, read and store."""
+
+    producer: Ints
+    out_starts: Longs
+    outs: Ints
+    in_starts: Longs
+    ins: Ints
+    weight_starts: Longs
+    weights: Ints
+    weight_bytes: Longs
+    read_starts: Longs
+
+
+class Lattice(NamedTuple):
+    """Ideals of a graph, all or those of one topological order; supersets have higher numbers."""
+
+    parent: Ints
+    """Per ideal, the one without its last node; -1 for the empty one."""
+    last: Ints
+    starts: Longs
+    """Where the lists of each ideal start: removable nodes, ascending, and the ideals that remain."""
+    node: Ints
+    below: Ints
+    is_cut: Bools
+    """Whether stages may begin and end at an ideal."""
+    away: Floats
+    """Per ideal, least seconds from there down to one where a stage may begin; 0 until `fill_table` computes it."""
+
+    def inside(self, ideal: int, nodes: int) -> Bools:
+        """Return whether each node is in an ideal."""
+        is_inside = np.zeros(nodes, dtype=bool)
+        while ideal > 0:
+            is_inside[self.last[ideal]] = True
+            ideal = int(self.parent[ideal])
+        return is_inside
+
+
+class Costs(NamedTuple):
+    """Costs and limits of each class of devices."""
+
+    seconds: Floats
+    """[class, node]."""
+    send: Floats
+    """[class, value]."""
+    receive: Floats
+    limit_bytes: Longs
+    need_bytes: Longs
+    """Per node."""
+    rule: int
+
+
+class DeviceSets(NamedTuple):
+    """The sets of devices that stages may use, by number."""
+
+    step: Longs
+    """Per class, how much one more device of it adds to the number of a set."""
+    has: Bools
+    """[set, class]: whether the last stage may go to a device of this class."""
+    used: Longs
+    """The number of devices in each set."""
+
+
+class StageTable(NamedTuple):
+    """The dynamic program's result for each ideal and set of devices."""
+
+    best: Floats
+    """[ideal, set]: the least largest load; infinite where no split is below the bound."""
+    origin: Ints
+    """[ideal, set]: the ideal where the last stage begins."""
+    by: NDArray[np.int8]
+    """[ideal, set]: the class of the device of the last stage."""
+
+
+class Scratch(NamedTuple):
+    """Working memory of `list_stages`: the stage on its path down to smaller ideals."""
+
+    reads: Longs
+    """Per value, how many nodes of the stage read it."""
+    weight_readers: Longs
+    """Per weight, how many nodes of the stage read it."""
+    stack: Longs
+    """The ideals on the path; per depth, as all below."""
+    pointer: Longs
+    """The next entry of the list of that ideal."""
+    compute: Floats
+    """[depth, class]."""
+    sent: Floats
+    received: Floats
+    stored_bytes: Longs
+    largest: Longs
+    """The need of the neediest node."""
 
 
 @in_place
@@ -35,7 +133,7 @@ def combine_loads(rule, compute, sent, received):
 
 
 @in_place
-def list_stages(ideal, lattice, graph, costs, send_counts, rule, bound, scratch, begins, load):
+def list_stages(ideal, lattice, flows, costs, send_counts, bound, scratch, begins, load):
     """List the stages that end with `ideal`: where they begin (`begins`) and their load on each class of device.
 
     A stage is an ideal less a smaller one. Nodes are removed one by one, last first. Memory, compute and sends only
@@ -43,9 +141,9 @@ def list_stages(ideal, lattice, graph, costs, send_counts, rule, bound, scratch,
     beginning. `send_counts` says how often each value is sent if the stage produces it. Loads of `bound` and more are
     infinite. Returns the number of stages; leaves `scratch` zero.
     """
-    _, _, down_starts, down_node, down_ideal, cut, away = lattice
-    producer, out_starts, outs, in_starts, ins, weight_starts, weights, weight_bytes, _ = graph
-    seconds, send, receive, limit, need = costs
+    _, _, down_starts, down_node, down_ideal, is_cut, away = lattice
+    producer, out_starts, outs, in_starts, ins, weight_starts, weights, weight_bytes, _ = flows
+    seconds, send, receive, limit, need, rule = costs
     reads, weight_readers, stack, pointer, compute, sent, received, stored_bytes, largest = scratch
     classes = len(limit)
     count = 0
@@ -114,7 +212,7 @@ def list_stages(ideal, lattice, graph, costs, send_counts, rule, bound, scratch,
         stored_bytes[depth] = weight_total_bytes
         largest[depth] = most_bytes
         # A stage may begin here: list it if its load is below the bound on some class.
-        if cut[down_ideal[e]]:
+        if is_cut[down_ideal[e]]:
             useful = False
             for c in range(classes):
                 stage_load = np.inf
@@ -133,7 +231,7 @@ def list_stages(ideal, lattice, graph, costs, send_counts, rule, bound, scratch,
 @compiled_loop
 def new_scratch(nodes, values, weights, classes):
     """Allocate the working memory of `list_stages`."""
-    return (
+    return Scratch(
         np.zeros(values, np.int64),
         np.zeros(weights, np.int64),
         np.empty(nodes + 1, np.int64),
@@ -147,62 +245,60 @@ def new_scratch(nodes, values, weights, classes):
 
 
 @in_place
-def update_unread(x, sign, unread, graph):
+def update_unread(x, sign, unread, flows):
     """Add node `x` to an ideal (1) or remove it (-1); `unread` counts, per value made inside, its outside readers."""
-    producer, out_starts, outs, in_starts, ins, _, _, _, read_starts = graph
-    for k in range(in_starts[x], in_starts[x + 1]):
-        if producer[ins[k]] >= 0:
-            unread[ins[k]] -= sign
-    for k in range(out_starts[x], out_starts[x + 1]):
-        value = outs[k]
-        unread[value] = read_starts[value + 1] - read_starts[value] if sign > 0 else 0
+    for k in range(flows.in_starts[x], flows.in_starts[x + 1]):
+        if flows.producer[flows.ins[k]] >= 0:
+            unread[flows.ins[k]] -= sign
+    for k in range(flows.out_starts[x], flows.out_starts[x + 1]):
+        value = flows.outs[k]
+        unread[value] = flows.read_starts[value + 1] - flows.read_starts[value] if sign > 0 else 0
 
 
 @in_place
-def walk_to(ideal, depth, path, parent, last, unread, graph):
+def walk_to(ideal, depth, path, lattice, unread, flows):
     """Move along the tree of ideals, from the end of `path` to `ideal`, updating `unread`; return the new depth."""
     # Leave ideals until an ancestor of the destination is reached, which has a lower number.
     additions = 0
     cursor = ideal
     while cursor != path[depth]:
         if path[depth] > cursor:
-            update_unread(last[path[depth]], -1, unread, graph)
+            update_unread(lattice.last[path[depth]], -1, unread, flows)
             depth -= 1
         else:
-            cursor = parent[cursor]
+            cursor = lattice.parent[cursor]
             additions += 1
     cursor = ideal
     for offset in range(additions):
         path[depth + additions - offset] = cursor
-        cursor = parent[cursor]
+        cursor = lattice.parent[cursor]
     for offset in range(additions):
-        update_unread(last[path[depth + 1 + offset]], 1, unread, graph)
+        update_unread(lattice.last[path[depth + 1 + offset]], 1, unread, flows)
     return depth + additions
 
 
 @compiled_loop
-def mark_possible(lattice, graph, rule, bound, fastest, send, receive, used, possible):
+def mark_possible(lattice, flows, rule, bound, fastest, send, receive, used, possible):
     """Mark in `possible[ideal, set]` which ideals a split below `bound` may pass with these devices used.
 
     The devices in the set must have time for the ideal and its crossing values, the others for the rest.
     """
-    parent, last, _, _, _, cut, _ = lattice
-    nodes, values = len(fastest), len(graph[0])
-    work = np.zeros(len(parent), np.float64)
+    nodes, values, ideals = len(fastest), len(flows.producer), len(lattice.parent)
+    work = np.zeros(ideals, np.float64)
     unread = np.zeros(values, np.int64)
     path = np.zeros(nodes + 1, np.int64)
     depth = 0
     devices = used[len(used) - 1]
     total_work = fastest.sum()
     slack = bound * (1.0 + 1e-9)
-    for ideal in range(len(parent)):
+    for ideal in range(ideals):
         if ideal > 0:
-            work[ideal] = work[parent[ideal]] + fastest[last[ideal]]
-        if not cut[ideal]:
+            work[ideal] = work[lattice.parent[ideal]] + fastest[lattice.last[ideal]]
+        if not lattice.is_cut[ideal]:
             continue
         # Values that cross the border of the ideal are sent by one side and received by the other. Ideals come in
         # preorder of their tree, so `walk_to` passes each edge of the tree twice at most.
-        depth = walk_to(ideal, depth, path, parent, last, unread, graph)
+        depth = walk_to(ideal, depth, path, lattice, unread, flows)
         outward = 0.0
         inward = 0.0
         if rule != PARALLEL and rule != TRAFFIC:
@@ -212,32 +308,38 @@ def mark_possible(lattice, graph, rule, bound, fastest, send, receive, used, pos
                     inward += receive[v]
         # Compare both sides with the time that their devices have in total.
         for s in range(len(used)):
-            inside_room = used[s] * slack
-            outside_room = (devices - used[s]) * slack
+            inside_seconds = used[s] * slack
+            outside_seconds = (devices - used[s]) * slack
             if rule == SUM:
                 possible[ideal, s] = (
-                    work[ideal] + outward <= inside_room and total_work - work[ideal] + inward <= outside_room
+                    work[ideal] + outward <= inside_seconds and total_work - work[ideal] + inward <= outside_seconds
                 )
             else:
                 possible[ideal, s] = (
-                    max(work[ideal], outward) <= inside_room and max(total_work - work[ideal], inward) <= outside_room
+                    max(work[ideal], outward) <= inside_seconds
+                    and max(total_work - work[ideal], inward) <= outside_seconds
                 )
 
 
 @compiled_loop
-def fill_table(first, end, lattice, graph, costs, rule, bound, step, has, possible, fastest, best, origin, kind_of):
-    """Fill in `best[ideal, set of devices]` for ideals `first` to `end`; all smaller ideals must be filled in.
+def fill_table(first, end, lattice, flows, costs, bound, sets, possible, fastest, table):
+    """Fill in `table` for ideals `first` to `end`; all smaller ideals must be filled in.
 
-    It is the minimum of the largest load (rule `TRAFFIC`: of the sum of loads) over splits of the ideal into stages for
-    these devices. `origin` and `kind_of` say where the last stage begins and the class of its device. Devices may stay
-    unused. An entry that cannot lead below `bound` stays infinite, and no stage may begin there. Returns the number of
-    stages considered.
+    An entry is the minimum of the largest load (rule `TRAFFIC`: of the sum of loads) over splits of the ideal into
+    stages for these devices. Devices may stay unused. An entry that cannot lead below `bound` stays infinite, and no
+    stage may begin there. Returns the number of stages considered.
+
+    For the chain a -> b -> c with 2, 3 and 4 seconds on two equal devices, and no time to send:
+
+        ideal             {}   a   ab   abc
+        with one device    0   2    5     9
+        with two           0   2    3     5     its last stage is c, behind ab on one device: max(4, 5)
     """
-    parent, last, down_starts, down_node, down_ideal, cut, away = lattice
-    nodes, values, classes = len(fastest), len(graph[0]), len(step)
-    scratch = new_scratch(nodes, values, len(graph[7]), classes)
-    begins = np.empty(len(parent), np.int32)
-    load = np.empty((len(parent), classes), np.float64)
+    _, _, down_starts, down_node, down_ideal, is_cut, away = lattice
+    nodes, values, classes = len(fastest), len(flows.producer), len(sets.step)
+    scratch = new_scratch(nodes, values, len(flows.weight_bytes), classes)
+    begins = np.empty(len(is_cut), np.int32)
+    load = np.empty((len(is_cut), classes), np.float64)
     unread = np.zeros(values, np.int64)
     path = np.zeros(nodes + 1, np.int64)
     depth = 0
@@ -247,29 +349,29 @@ def fill_table(first, end, lattice, graph, costs, rule, bound, step, has, possib
         away[ideal] = 0.0 if ideal == 0 else np.inf
         for e in range(down_starts[ideal], down_starts[ideal + 1]):
             away[ideal] = min(away[ideal], away[down_ideal[e]] + fastest[down_node[e]])
-        if ideal == 0 or not cut[ideal]:
+        if ideal == 0 or not is_cut[ideal]:
             continue
-        depth = walk_to(ideal, depth, path, parent, last, unread, graph)
+        depth = walk_to(ideal, depth, path, lattice, unread, flows)
         # List the possible last stages, then choose the best one for each set of devices.
-        count = list_stages(ideal, lattice, graph, costs, np.minimum(unread, 1), rule, bound, scratch, begins, load)
+        count = list_stages(ideal, lattice, flows, costs, np.minimum(unread, 1), bound, scratch, begins, load)
         stage_count += count
         for c in range(classes):
             for s in range(possible.shape[1]):
-                if not has[s, c] or not possible[ideal, s]:
+                if not sets.has[s, c] or not possible[ideal, s]:
                     continue
                 # The last stage takes one device of its class; the others do what lies before it.
-                remaining = s - step[c]
-                least = best[ideal, s]
+                remaining = s - sets.step[c]
+                least = table.best[ideal, s]
                 for k in range(count):
-                    largest = best[begins[k], remaining]
-                    largest = largest + load[k, c] if rule == TRAFFIC else max(largest, load[k, c])
+                    largest = table.best[begins[k], remaining]
+                    largest = largest + load[k, c] if costs.rule == TRAFFIC else max(largest, load[k, c])
                     if largest < least and largest < bound:
                         least = largest
-                        origin[ideal, s] = begins[k]
-                        kind_of[ideal, s] = c
-                best[ideal, s] = least
+                        table.origin[ideal, s] = begins[k]
+                        table.by[ideal, s] = c
+                table.best[ideal, s] = least
         # Stages may begin here only if some set of devices stays below the bound.
-        cut[ideal] = best[ideal].min() < bound
-        if cut[ideal]:
+        is_cut[ideal] = table.best[ideal].min() < bound
+        if is_cut[ideal]:
             away[ideal] = 0.0
     return stage_count

@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Bools, Floats, Ints, Longs
-from onnxplace.simulation import compute_live_spans, device_peaks, run_events
+from onnxplace.simulation import (
+    BufferUses,
+    EventState,
+    LiveSpans,
+    PlacedGraph,
+    compute_live_spans,
+    device_peaks,
+    run_events,
+)
 from onnxplace.utils import compiled_part, in_place
 
 
@@ -112,29 +120,15 @@ def simulate_one(graph, device, order, scratch, start, finish):
         scratch.waiting[node] = graph.waiting[node]
         scratch.available[node] = 0.0
         start[node], finish[node] = -1.0, -1.0
-    sent = run_events(
-        scratch.queue_starts,
-        scratch.queue,
-        device,
-        scratch.own_seconds,
-        graph.value_bytes,
-        graph.out_starts,
-        graph.outs,
-        graph.read_starts,
-        graph.readers,
-        graph.latency,
-        graph.per_byte,
-        graph.link_model,
-        scratch.waiting,
-        scratch.available,
-        scratch.devices,
-        scratch.gaps,
-        scratch.blocks,
-        start,
-        finish,
-        scratch.sent_nodes,
-        scratch.sent_times,
-    )
+    placed = PlacedGraph(
+        scratch.queue_starts, scratch.queue, device, scratch.own_seconds, graph.value_bytes, graph.out_starts,
+        graph.outs, graph.read_starts, graph.readers, graph.latency, graph.per_byte, graph.link_model,
+    )  # fmt: skip
+    state = EventState(
+        scratch.waiting, scratch.available, scratch.devices, scratch.gaps, scratch.blocks, start, finish,
+        scratch.sent_nodes, scratch.sent_times,
+    )  # fmt: skip
+    sent = run_events(placed, state)
     end = 0.0
     for node in range(count):
         if finish[node] < 0.0:
@@ -159,27 +153,12 @@ def peak_bytes_of_one(graph, device, order, sent, end, number, scratch, memory, 
         memory.birth[buffer], memory.death[buffer] = np.inf, -1.0
         memory.birth_rank[buffer], memory.death_rank[buffer] = 0, -1
         memory.root[buffer] = buffer
-    compute_live_spans(
-        device,
-        start,
-        finish,
-        memory.rank,
-        graph.producer,
-        graph.alias,
-        graph.is_output,
-        graph.read_starts,
-        graph.readers,
-        memory.copy_starts,
-        memory.copy_device,
-        memory.copy_begin,
-        memory.copy_end,
-        end,
-        memory.birth,
-        memory.death,
-        memory.birth_rank,
-        memory.death_rank,
-        memory.root,
-    )
+    uses = BufferUses(
+        graph.producer, graph.alias, graph.is_output, graph.read_starts, graph.readers, memory.copy_value,
+        memory.copy_starts, memory.copy_device, memory.copy_begin, memory.copy_end,
+    )  # fmt: skip
+    spans = LiveSpans(memory.birth, memory.death, memory.birth_rank, memory.death_rank, memory.root)
+    compute_live_spans(device, start, finish, memory.rank, uses, end, spans)
     # Buffers and workspaces are allocated and freed; views own nothing.
     events = 0
     for buffer in range(buffers):

@@ -181,7 +181,7 @@ def _fill_device_features(wiring, inputs, node, g, plan, scratch, trace):
             if not plan.stored[d, inputs.weights[k]]:
                 needed_bytes += inputs.weight_bytes[inputs.weights[k]]
         scratch.needed[d] = needed_bytes
-        trace.allowed[g, d] = needed_bytes <= plan.devices[d].room
+        trace.allowed[g, d] = needed_bytes <= plan.devices[d].free_bytes
         is_possible = is_possible or trace.allowed[g, d]
         arrival = arrival_time(wiring, node, d, plan, np.bool_(False))
         scratch.begin[d] = max(arrival, plan.devices[d].free)
@@ -212,7 +212,9 @@ def _fill_device_features(wiring, inputs, node, g, plan, scratch, trace):
         row[5] = np.float32(1.0 if scratch.work[d] == 0.0 else 0.0)
         row[6] = np.float32(own / (wiring.seconds[d, node] + 1e-30))
         row[7] = (
-            np.float32(scratch.needed[d] / (plan.devices[d].room + 1.0)) if trace.allowed[g, d] else np.float32(1.0)
+            np.float32(scratch.needed[d] / (plan.devices[d].free_bytes + 1.0))
+            if trace.allowed[g, d]
+            else np.float32(1.0)
         )
         row[8] = np.float32(scratch.incoming[d] / (scratch.incoming[d] + own))
         row[9] = np.float32(scratch.incoming[d] / (scratch.incoming[d] + 0.05 * fair))

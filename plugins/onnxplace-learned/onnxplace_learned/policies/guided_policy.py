@@ -25,9 +25,8 @@ from onnxplace.passes.placement.search import (
     SearchSpace,
     empty_plan,
     evaluate_candidate,
-    interchangeable_devices,
 )
-from onnxplace.problem import PlacementProblem
+from onnxplace.problem import PlacementProblem, interchangeable_devices
 from onnxplace.utils import format_path
 from onnxplace_learned.policies.guided_kernels import (
     DEVICE_FEATURES,

@@ -26,7 +26,7 @@ from onnxplace.passes.placement.search.anneal_kernels import (
     accept,
     build_atoms,
     propose,
-    start_walk,
+    start_state,
     undo,
 )
 from onnxplace.passes.placement.search.decode_kernels import build_wiring, decode, new_scratch, run_order
@@ -155,7 +155,7 @@ def test_moves_keep_groups_and_pins_and_can_be_undone(problem, seed):
     wiring, atoms = build_wiring(problem.graph, problem.seconds, problem.target), build_atoms(problem)
     scratch, walk = (
         new_scratch(wiring),
-        start_walk(device, np.zeros(len(device)), len(problem.pinned), seed),
+        start_state(device, np.zeros(len(device)), len(problem.pinned), seed),
     )
     for _ in range(40):
         walk.times[3], walk.times[4] = decode(wiring, walk.device, walk.bias, 1.0, np.inf, scratch)
