@@ -14,10 +14,10 @@ import numpy as np
 from onnx import parser
 
 import onnxplace
-from onnxplace.driver import compile_model
-from onnxplace.evaluation import apply_trial, run_trials
-from onnxplace.feeds import random_feeds
-from onnxplace.runtime import RuntimeSession
+from onnxplace.driver.compile import compile_model
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.measure.trial import apply_trial, run_trials
+from onnxplace.runtime.interface import RuntimeSession
 from onnxplace_hosts.connection import Connection
 from onnxplace_hosts.mpi import Mpi
 from onnxplace_hosts.survey import survey_hosts

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Floats, Ints
+from onnxplace.graph.op_graph import Floats, Ints
 
 Score = Callable[[Ints], float]
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import onnxplace
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from onnxplace.utils import start_thread
+from onnxplace.utils.threads import start_thread
 from tests.support.endless import expected, feeds
 
 HUNG_SECONDS = 30

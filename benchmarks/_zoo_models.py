@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from onnxplace.feeds import Array
+from onnxplace.feeds.feeds import Array
 
 Exporter = Literal["dynamo", "torchscript"]
 EXPORTERS: tuple[Exporter, ...] = ("dynamo", "torchscript")

@@ -31,13 +31,18 @@ from _large_graphs import HEADS, build_recurrent, build_transformer, make_weight
 from _tables import print_table, report_progress
 from onnx import ModelProto, TensorProto
 
-from onnxplace.bundle import Bundle
-from onnxplace.devices import DeviceAddress
-from onnxplace.machine import local_target, make_session_options, open_session
-from onnxplace.model import bind, build_op_graph, infer_static_shapes, load, value_bytes
-from onnxplace.passes.profiling import MeasurementOptions, measure_chunks, node_kinds, pool_by_kind
-from onnxplace.pipeline import Pipeline
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.machine.hardware import local_target
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, build_op_graph, infer_static_shapes, value_bytes
+from onnxplace.passes.profiling.chunks import measure_chunks
+from onnxplace.passes.profiling.node_measurement import MeasurementOptions
+from onnxplace.passes.profiling.repeated_layers import node_kinds, pool_by_kind
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
+from onnxplace.target.device_kinds import DeviceAddress
 
 # Passes with measured and with estimated costs.
 MEASURED = "optimize,profile{repeat=3},coplace{join=never},fuse,m-etf,split,emit"
@@ -204,7 +209,7 @@ def measure_large(gigabytes: float, folder: Path) -> None:
 
 def compile_in_child(arguments: dict[str, Any]) -> None:
     """Compile in this process; print a JSON list with the resources of each pass."""
-    from onnxplace.driver import compile_model
+    from onnxplace.driver.compile import compile_model
 
     watch = ResourceWatch()
 

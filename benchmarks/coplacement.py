@@ -11,13 +11,15 @@ import argparse
 from pathlib import Path
 
 from onnxplace.facts import Placement, Profile, Segments
-from onnxplace.machine import local_target
-from onnxplace.model import bind, bind_states, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.state_binding import bind_states
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import single_device_seconds
-from onnxplace.reports import format_table
+from onnxplace.reports.text import format_table
 from onnxplace.state import State
-from onnxplace.utils import format_bytes, format_milliseconds
+from onnxplace.utils.quantities import format_bytes, format_milliseconds
 
 PLACERS = {"m-etf": "worth", "m-sct": "worth", "m-topo": "worth", "auto": "never"}
 """Placer -> when nodes join their only reader, as `compile` has it."""

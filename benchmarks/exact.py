@@ -26,15 +26,17 @@ from types import MappingProxyType
 import numpy as np
 from _tables import Row, divide, print_table, report_progress
 
-from onnxplace.cost_graph import GENERATORS, CostGraph, read_cost_graph
-from onnxplace.driver import replace_devices
+from onnxplace.cost_graph.cost_graphs import read_cost_graph
+from onnxplace.cost_graph.data import CostGraph
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import replace_devices
 from onnxplace.errors import InfeasibleError, OnnxplaceError
 from onnxplace.facts import Groups, Profile, Schedule
-from onnxplace.graph import Ints
-from onnxplace.pipeline import Pipeline, make_pass, run_pass
+from onnxplace.graph.op_graph import Ints
+from onnxplace.pipeline.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.problem import placement_problem
 from onnxplace.state import State
-from onnxplace.target import LINK_MODELS, LinkModel
+from onnxplace.target.target import LINK_MODELS, LinkModel
 
 SIZES, DEVICES = (10, 20, 30), (2, 3)
 MAX_GROUPS, MAX_NODES = 30, 62

@@ -25,11 +25,12 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 import onnxplace
-from onnxplace.devices import DeviceAddress, find_kind, import_memory
-from onnxplace.evaluation import compare_outputs, open_reference, time_in_turns
-from onnxplace.feeds import random_feeds
-from onnxplace.machine import available_cores
-from onnxplace.target import Device, Target
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.machine.hardware import available_cores
+from onnxplace.measure.compare import compare_outputs, open_reference, time_in_turns
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.kind_table import find_kind, import_memory
+from onnxplace.target.target import Device, Target
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))

@@ -22,9 +22,11 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
 import onnxplace
-from onnxplace.evaluation import time_in_turns
-from onnxplace.feeds import random_feeds
-from onnxplace.machine import available_cores, make_session_options, open_session
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.machine.hardware import available_cores
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.measure.compare import time_in_turns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import models

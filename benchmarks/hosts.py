@@ -39,10 +39,10 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
 import onnxplace
-from onnxplace.driver import compile_model
-from onnxplace.evaluation import RequestStream
-from onnxplace.feeds import random_feeds
-from onnxplace.machine import available_cores
+from onnxplace.driver.compile import compile_model
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.machine.hardware import available_cores
+from onnxplace.measure.rate_trial import RequestStream
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -11,9 +11,10 @@ import numpy as np
 import psutil
 from onnx import parser
 
-from onnxplace.devices import DeviceAddress
-from onnxplace.machine import make_session_options, open_session, pin_thread
-from onnxplace.reports import format_table
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options, pin_thread
+from onnxplace.reports.text import format_table
+from onnxplace.target.device_kinds import DeviceAddress
 
 MODEL = '<ir_version: 8, opset_import: ["": 17]> one (float[n] x) => (float[n] y) { y = Relu(x) }'
 SIZES = (1 << 10, 1 << 20, 16 << 20)

@@ -18,18 +18,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from onnxplace.driver import place_cost_graph, replace_devices
-from onnxplace.passes.placement.search import (
+from onnxplace.driver.place import place_cost_graph, replace_devices
+from onnxplace.passes.placement.search.placement_search import (
     Budget,
     Candidate,
-    PlacerPlan,
     SearchSpace,
     evaluate_candidate,
     explore,
     finest_level,
-    published_plans,
 )
-from onnxplace.pipeline import Pipeline
+from onnxplace.passes.placement.search.portfolio import PlacerPlan, published_plans
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import placement_problem
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.graphs.graph_sets import GraphSet, draw_graphs

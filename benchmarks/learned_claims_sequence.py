@@ -23,17 +23,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 from learned import compare_placers
 
-from onnxplace.driver import replace_devices
-from onnxplace.graph import Floats
-from onnxplace.passes.placement.search import (
+from onnxplace.driver.place import replace_devices
+from onnxplace.graph.op_graph import Floats
+from onnxplace.passes.placement.search.placement_search import (
     Budget,
     SearchSpace,
     evaluate_candidate,
     explore,
     finest_level,
-    published_plans,
 )
-from onnxplace.pipeline import Pipeline
+from onnxplace.passes.placement.search.portfolio import published_plans
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import PlacementProblem, placement_problem
 from onnxplace_learned.graphs.graph_sets import GraphSet, draw_graphs
 from onnxplace_learned.policies.environment import Environment

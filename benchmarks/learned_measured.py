@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import onnxplace
-from onnxplace.evaluation import choose_step_inputs
+from onnxplace.measure.step_inputs import choose_step_inputs
 
 ROOT = Path(__file__).parent.parent
 DEVICES = "cpu:0,cpu:1"

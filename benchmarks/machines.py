@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from _builder import GraphBuilder
 from decoder import decoder
 from light_models import light_model
-from onnxplace.driver import plan_model
+from onnxplace.driver.plan import plan_model
 from transformer import transformer
 
 MLPERF_3_1 = "https://github.com/mlcommons/inference_results_v3.1/tree/eaf622a25c00f2b4b1d2c4f5b4f430570429d24a/closed/NVIDIA/results"

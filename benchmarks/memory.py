@@ -21,10 +21,10 @@ from step_times import SHAPES
 
 import models
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.evaluation import MEMORY_RUNS, ProcessMemory, measure_process_memory
-from onnxplace.feeds import random_feeds
-from onnxplace.machine import RUNTIME_BYTES
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.machine.hardware import RUNTIME_BYTES
+from onnxplace.measure.memory_use import MEMORY_RUNS, ProcessMemory, measure_process_memory
 
 HEADER = (
     "model", "devices", "placer", "segments", "weights MiB", "weights and values MiB", "opening MiB", "running MiB",

@@ -29,10 +29,10 @@ import onnx
 from _tables import report_progress
 
 import onnxplace
-from onnxplace.driver import compile_model
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import OnnxplaceError
-from onnxplace.feeds import random_feeds
-from onnxplace.reports import format_table
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.reports.text import format_table
 from tests.support.training_models import make_mlp, make_transformer, make_two_tower
 
 DEVICES = "cpu:0,cpu:1"

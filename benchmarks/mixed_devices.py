@@ -28,12 +28,13 @@ from _tables import Row, print_table, report_progress
 from _zoo_models import ZOO, export
 
 from onnxplace.facts import REFUSED_SECONDS, Profile, is_refused
-from onnxplace.machine import local_target
-from onnxplace.model import bind, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import device_seconds, predict_single_device_seconds, predict_step_seconds
 from onnxplace.state import State
-from onnxplace.target import Target
+from onnxplace.target.target import Target
 
 # Those without caches, which have one size of a batch for all inputs.
 MODELS = ("bert", "gpt2", "llama", "t5", "vit", "whisper", "mixtral", "detr", "segformer", "mobilenet")

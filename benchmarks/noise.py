@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from step_times import SHAPES
 
 import models
-from onnxplace.bundle import Bundle, Manifest
-from onnxplace.machine import available_cores
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import Manifest
+from onnxplace.machine.hardware import available_cores
 
 LAYERS, WIDTH, ROWS = 8, 768, 64
 

@@ -27,15 +27,19 @@ import numpy as np
 from _tables import Row, divide, print_table, report_progress
 from step_times import SHAPES
 
-from onnxplace.cost_graph import GENERATORS, CostGraph, read_cost_graph
-from onnxplace.driver import Grouping, place_cost_graph
+from onnxplace.cost_graph.cost_graphs import read_cost_graph
+from onnxplace.cost_graph.data import CostGraph
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import Grouping, place_cost_graph
 from onnxplace.errors import InfeasibleError, OnnxplaceError
 from onnxplace.facts import Profile, Schedule, Segments
-from onnxplace.machine import local_target
-from onnxplace.model import bind, load
-from onnxplace.pipeline import Pipeline, format_pipeline, parse_pipeline
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.pipeline.pipeline import Pipeline
+from onnxplace.pipeline.text_form import format_pipeline, parse_pipeline
 from onnxplace.state import State
-from onnxplace.target import LINK_MODELS, LinkModel
+from onnxplace.target.target import LINK_MODELS, LinkModel
 from onnxplace.utils import jit
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

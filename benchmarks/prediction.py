@@ -39,14 +39,17 @@ from step_times import SHAPES
 
 import models
 import onnxplace
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import format_count
-from onnxplace.evaluation import TracedRequests, open_reference
-from onnxplace.feeds import random_feeds
-from onnxplace.machine import DOUBTFUL_WAITING_SHARE, available_cores, local_target, longest_wait, read_run_delays
-from onnxplace.runtime import Result
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.machine.hardware import available_cores, local_target
+from onnxplace.machine.repeated_runs import DOUBTFUL_WAITING_SHARE, longest_wait, read_run_delays
+from onnxplace.measure.compare import open_reference
+from onnxplace.measure.device_usage import TracedRequests
+from onnxplace.runtime.interface import Result
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.target import Target, read_target
+from onnxplace.target.target import Target
+from onnxplace.target.target_file import read_target
 
 DEVICES = ("cpu:0", "cpu:0,cpu:1")
 # Pairs of placements whose measured steps differ by less are not compared.

@@ -32,11 +32,12 @@ from _published_models import CallLatency, Costs, FirstInFirstOut, MaxLoad, Scor
 from _tables import Row, divide, report_progress
 from numpy.typing import NDArray
 
-from onnxplace.cost_graph import GENERATORS, CostGraph, from_networkx
-from onnxplace.driver import place_cost_graph
+from onnxplace.cost_graph.data import CostGraph
+from onnxplace.cost_graph.part_functions import GENERATORS, from_networkx
+from onnxplace.driver.place import place_cost_graph
 from onnxplace.errors import InfeasibleError
-from onnxplace.graph import Floats, Ints
-from onnxplace.target import Device, Link, LinkModel, Target
+from onnxplace.graph.op_graph import Floats, Ints
+from onnxplace.target.target import Device, Link, LinkModel, Target
 
 # Bytes per second of links whose transfers are given in seconds: a value has as many bytes as its transfer has 0.1 us.
 RATE = 1e7

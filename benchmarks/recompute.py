@@ -25,12 +25,13 @@ import onnx
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.driver import Compiled, compile_model
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.driver.compile import compile_model
+from onnxplace.driver.trials import Compiled
 from onnxplace.errors import InfeasibleError
-from onnxplace.evaluation import ProcessMemory, measure_process_memory
-from onnxplace.feeds import random_feeds
-from onnxplace.machine import RUNTIME_BYTES
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.machine.hardware import RUNTIME_BYTES
+from onnxplace.measure.memory_use import ProcessMemory, measure_process_memory
 from tests.support.training_models import make_transformer
 
 SHARES = (1.0, 0.8, 0.625, 0.5)

@@ -29,11 +29,13 @@ from _tables import report_progress
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Profile, Segments, Shards
-from onnxplace.model import bind, bind_states, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.state_binding import bind_states
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import single_device_seconds
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Target
+from onnxplace.target.target import Device, Link, Target
 
 DEVICES = "cpu:0,cpu:1"
 LINKS = {"nvlink": (10e-6, 400e9), "pcie": (20e-6, 25e9)}

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxplace.model import load
-from onnxplace.passes.profiling import typical_peaks
+from onnxplace.model.loading import load
+from onnxplace.passes.profiling.roofline import typical_peaks
 from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem
 from onnxplace.passes.sharding.rules.layouts import Division

@@ -33,8 +33,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import onnxplace
-from onnxplace.driver import compile_model
-from onnxplace.feeds import random_feeds
+from onnxplace.driver.compile import compile_model
+from onnxplace.feeds.synthetic import random_feeds
 from tests.conftest import FAST_PIPELINE, branches
 from tests.support.endless import endless_bundle
 

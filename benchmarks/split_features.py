@@ -23,8 +23,9 @@ from _sharding_models import _Builder
 from _tables import report_progress
 from sharding import make_target, print_markdown, speed_up
 
-from onnxplace.model import bind, load
-from onnxplace.target import Device, Link, Target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.target.target import Device, Link, Target
 
 SPACE = "onnxplace.passes.sharding.space"
 # What lists the strategies of each feature.

@@ -31,7 +31,7 @@ COMMANDS = {
 WATCHED = """
 import json, os, sys, time
 began = time.perf_counter()
-from onnxplace.cli import main
+from onnxplace.cli.app import main
 assert main(sys.argv[2:]) == 0
 seconds, used = time.perf_counter() - began, os.times()
 with open(sys.argv[1], "w") as file:

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 import onnxplace
-from onnxplace.evaluation import compare_outputs, open_reference, time_in_turns
-from onnxplace.feeds import random_feeds
-from onnxplace.machine import available_cores
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.machine.hardware import available_cores
+from onnxplace.measure.compare import compare_outputs, open_reference, time_in_turns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import models

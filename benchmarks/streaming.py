@@ -234,7 +234,7 @@ def measure_group(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """Yield a row for each session of the decoder in a control group, per number of tokens."""
     from _streaming_models import SIX_GIGABYTES, SMALL_DECODER, write_model
 
-    from onnxplace.target import parse_bytes
+    from onnxplace.target.parsing import parse_bytes
 
     limit_bytes = parse_bytes(args.group)
     with ControlGroup(limit_bytes):  # fails before work
@@ -317,9 +317,9 @@ def measure_webgpu(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     from _streaming_models import Weights
 
     import onnxplace
-    from onnxplace.evaluation import time_in_turns
-    from onnxplace.machine import find_device_problem
-    from onnxplace.target import Device
+    from onnxplace.machine.hardware import find_device_problem
+    from onnxplace.measure.compare import time_in_turns
+    from onnxplace.target.target import Device
 
     if problem := find_device_problem(Device(args.device, 1)):
         raise SystemExit(f"{args.device} cannot be used here, so nothing is measured: {problem}")
@@ -359,8 +359,9 @@ def prepare_upload(bundle: Any, device: str) -> Callable[[], None]:
     """Return a function that brings the weights of a step to a device, for a node that reads one number of each."""
     from onnx import parser
 
-    from onnxplace.devices import DeviceAddress
-    from onnxplace.machine import make_session_options, open_session
+    from onnxplace.machine.isolated_sessions import open_session
+    from onnxplace.machine.ort_sessions import make_session_options
+    from onnxplace.target.device_kinds import DeviceAddress
 
     model = parser.parse_model(UPLOAD).SerializeToString()
     session = open_session(model, make_session_options(()), DeviceAddress.of(device))
@@ -380,8 +381,9 @@ def simulate_machines(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """Yield a row for each model and amount of memory of a GPU, from estimated costs; nothing runs."""
     from _streaming_models import LLAMA_3_8B, SDXL, write_model
 
-    from onnxplace.model import bind, load
-    from onnxplace.pipeline import Pipeline
+    from onnxplace.model.loading import load
+    from onnxplace.model.lowering import bind
+    from onnxplace.pipeline.pipeline import Pipeline
     from onnxplace.state import State
 
     cases: tuple[tuple[str, Any, dict[str, int], list[float]], ...] = (
@@ -401,7 +403,8 @@ def simulate_machines(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 def make_target(args: argparse.Namespace, allowed: float = 0.0) -> Any:
     """Return a GPU, of which so many GiB may be used, and the processor of its host."""
-    from onnxplace.target import Link, Target, parse_machine
+    from onnxplace.target.machines import parse_machine
+    from onnxplace.target.target import Link, Target
 
     gpu, cpu = (parse_machine(name).to_target().devices[0] for name in (args.gpu, args.cpu))
     gpu = replace(gpu, memory_bytes=int(allowed * 2**30) or gpu.memory_bytes)
@@ -416,7 +419,7 @@ def compare_ways(state: Any, target: Any) -> Row:
     """
     from onnxplace.errors import InfeasibleError
     from onnxplace.facts import Profile, Schedule, Segments, Streaming
-    from onnxplace.pipeline import Pipeline
+    from onnxplace.pipeline.pipeline import Pipeline
     from onnxplace.problem import predict_single_device_seconds, predict_step_seconds
 
     single = Pipeline.parse("coplace{join=never},single,split").run(state)[0]
@@ -509,7 +512,7 @@ def compare_bundles(
 ) -> Row:
     """Return how the files of two bundles differ, and the medians of their openings and steps, which take turns."""
     import onnxplace
-    from onnxplace.feeds import random_feeds
+    from onnxplace.feeds.synthetic import random_feeds
 
     bundle = onnxplace.load(bundles["after"])
     feeds = folder / "feeds.npz"

@@ -28,11 +28,11 @@ from _sharding_models import export
 from _tables import report_progress
 
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.evaluation import open_reference
-from onnxplace.feeds import random_feeds
-from onnxplace.machine import available_cores
-from onnxplace.reports import describe_copies
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.machine.hardware import available_cores
+from onnxplace.measure.compare import open_reference
+from onnxplace.reports.text import describe_copies
 
 MODELS = ("resnet50", "bert-base")
 DEVICES = "cpu:0,cpu:1"

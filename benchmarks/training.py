@@ -30,7 +30,7 @@ from _tables import report_progress
 from sharding import run_command
 
 import onnxplace
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import InfeasibleError
 from onnxplace_training import Trainer, export_training_step
 from plugins.training.tests.support.torch_models import OPTIMIZERS, TrainingCase, cnn, gpt, lstm, mlp, two_tower

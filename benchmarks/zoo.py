@@ -32,13 +32,17 @@ from _tables import report_progress
 from _zoo_models import EXPORTERS, ZOO, Architecture, export
 
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.evaluation import StateCarrier, compare, compare_outputs, open_reference
-from onnxplace.feeds import Array
-from onnxplace.machine import available_cores, local_target, make_session_options, open_session
-from onnxplace.pipeline import Pipeline
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.feeds.feeds import Array
+from onnxplace.machine.hardware import available_cores, local_target
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.measure import compare
+from onnxplace.measure.compare import compare_outputs, open_reference
+from onnxplace.measure.step_inputs import StateCarrier
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.runtimes.execution import segments
-from onnxplace.target import Link, Target
+from onnxplace.target.target import Link, Target
 
 SHARDED = {
     "shard": "shard{{ways={0},exact=true}}",

@@ -466,8 +466,8 @@ class InferenceSession:
             transfer.cancel()  # only matters if a device failed: those that wait for it wake up
         values = {name: array for part in done for name, array in part.result().items()}
         return {name: values[name] for name in self.outputs}
-        # In the real thing: onnxplace/session.py, runtimes/execution/engine.py. Many requests in flight, time limits,
-        # interrupts, states that stay on their devices, several hosts.
+        # In the real thing: onnxplace/session/inference_session.py, runtimes/execution/engine.py. Many requests in
+        # flight, time limits, interrupts, states that stay on their devices, several hosts.
 
     def follow_program(
         self, device: int, feeds: Mapping[str, Array], transfers: Mapping[tuple[str, int], Future[Array]]
@@ -509,7 +509,7 @@ def verify(bundle: InferenceSession, against: Path, feeds: Mapping[str, Array]) 
     for item, expected in zip(whole.get_outputs(), whole.run(None, feeds)):
         rounding = 1e-5 * np.abs(expected[np.isfinite(expected)]).max(initial=0)
         np.testing.assert_allclose(outputs[item.name], expected, rtol=1e-4, atol=rounding, err_msg=item.name)
-    # In the real thing: onnxplace/verification.py. Several sizes, carried states, the precision of each device.
+    # In the real thing: onnxplace/session/verification.py. Several sizes, carried states, the precision of each device.
 
 
 def build_two_branches() -> ModelProto:

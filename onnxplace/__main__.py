@@ -1,6 +1,6 @@
 """`python -m onnxplace`."""
 
-from onnxplace.cli import entry
+from onnxplace.cli.app import entry
 
 if __name__ == "__main__":
     entry()

@@ -38,7 +38,6 @@ _PASSES = {
     "limit-errors": ("LimitErrors", "keep nodes off devices on which they are too inexact"),
     "recompute": ("Recompute", "compute values again instead of keeping them in memory"),
     "shard": ("Shard", "split operators over devices"),
-    "microbatch": ("Microbatch", "compute the batch of a training step in parts, adding up gradients"),
     "coplace": ("Coplace", "group nodes that must or should share a device"),
     "fuse": ("Fuse", "contract groups into single nodes for the placer"),
     "single": ("Single", "placer: everything on the best single device that fits"),
@@ -50,7 +49,6 @@ _PASSES = {
     "auto": ("Auto", "placer: try them all, search on, keep the best"),
     "refine": ("Refine", "improve a placement by moving regions"),
     "stages": ("Stages", "placer: pipeline stages with the least maximum load, for throughput"),
-    "pipelined": ("Pipelined", "placer: layers of a training step on one device each, with micro-batches in turns"),
     "fit": ("Fit", "placer: a placement that fits, with the least traffic"),
     "stream": ("Stream", "placer: hold more than fits, by weights that come in time for each run"),
     "exact": ("Exact", "placer: the best step of a small graph, with a proven gap"),
@@ -89,15 +87,24 @@ OFFERED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
         "runtime_options": dict.fromkeys(
             ("--hosts", "--replicas", "--start-timeout", "--remote-shell", "--interface"), "onnxplace-hosts"
         ),
-        "commands": {**dict.fromkeys(("learn", "study"), "onnxplace-learned"), "hosts": "onnxplace-hosts"},
+        "commands": {
+            **dict.fromkeys(("learn", "study"), "onnxplace-learned"),
+            "hosts": "onnxplace-hosts",
+            "doctor": "onnxplace-doctor",
+        },
     }
 )
 _INSTALL_HINTS = {
     "onnxplace-learned": "in a checkout of onnxplace: pip install -e plugins/onnxplace-learned",
+    "onnxplace-doctor": "install onnxplace again; in a checkout: pip install -e .",
     "onnxplace-hosts": "pip install 'onnxplace[mpi]'; in a checkout of onnxplace: pip install -e '.[mpi]'",
 }
-# Runtimes that are parts of this distribution are listed by what they do.
+# Passes and runtimes that are parts of this distribution are listed by what they do.
 _SUMMARIES = {
+    "onnxplace_training.microbatch:Microbatch": "compute the batch of a training step in parts, adding up gradients",
+    "onnxplace_training.pipelined:Pipelined": (
+        "placer: layers of a training step on one device each, with micro-batches in turns"
+    ),
     "onnxplace_hosts.mpi:Mpi": "run segments with ONNX Runtime, a process per device, on one host or several",
 }
 

@@ -17,10 +17,11 @@ from onnxplace.facts import (
     Segments,
     is_refused,
 )
-from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.simulation import Simulation, device_weights, lower_bound_seconds, simulate
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.simulation.lower_bounds import lower_bound_seconds
+from onnxplace.simulation.simulator import Simulation, device_weights, simulate
 from onnxplace.state import State
-from onnxplace.target import Target, request_overhead_seconds
+from onnxplace.target.target import Target, request_overhead_seconds
 
 # For every error about memory.
 _HINT = "add devices, raise --max-memory, or try another --placer"

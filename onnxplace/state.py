@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, runtime_checkable
 from onnxplace.errors import Diagnostic
 
 if TYPE_CHECKING:
-    from onnxplace.target import Target
+    from onnxplace.target.target import Target
 
 
 @runtime_checkable

@@ -9,11 +9,12 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
-from onnxplace.graph import Csr, Floats, Ints, sum_by
-from onnxplace.passes.placement.grouping import choose_devices, group_nodes
-from onnxplace.passes.placement.stages import least_held_bytes
+from onnxplace.graph.op_graph import Csr, Floats, Ints, sum_by
+from onnxplace.passes.placement.grouping.group_kernels import choose_devices
+from onnxplace.passes.placement.grouping.node_groups import group_nodes
+from onnxplace.passes.placement.stages.stage_dp import least_held_bytes
 from onnxplace.problem import PlacementProblem, commit_placement, placement_problem
-from onnxplace.simulation import device_weights
+from onnxplace.simulation.simulator import device_weights
 from onnxplace.state import Pass, State
 
 # The share of a group's values that is counted as if it stayed in memory; the next one is tried when the simulated peak

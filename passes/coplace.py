@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from onnxplace.facts import Groups, Profile
-from onnxplace.passes.placement.grouping import group_nodes
+from onnxplace.passes.placement.grouping.node_groups import group_nodes
 from onnxplace.state import Pass, State
 
 

@@ -6,15 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from onnxplace.bundle import require_output_free, stage_output
+from onnxplace.bundle.staging import require_output_free, stage_output
 from onnxplace.facts import Emitted, Original, Placement, Prediction, Profile, Schedule, Segments
-from onnxplace.model import Model, require_unchanged
-from onnxplace.passes.batching import find_batch_axes
-from onnxplace.passes.cost_files import format_costs
-from onnxplace.passes.segments import KnownValues, predict_bundle, write_bundle_files
-from onnxplace.passes.sharding import infer_shapes_and_values
+from onnxplace.model.loading import require_unchanged
+from onnxplace.model.model import Model
+from onnxplace.passes.batching.batch_flow import find_batch_axes
+from onnxplace.passes.cost_files.cost_file import format_costs
+from onnxplace.passes.segments.compile_segments import KnownValues
+from onnxplace.passes.segments.segment_predictions import predict_bundle
+from onnxplace.passes.segments.write_segments import write_bundle_files
+from onnxplace.passes.sharding.space.known_shapes import infer_shapes_and_values
 from onnxplace.state import Pass, State
-from onnxplace.utils import disk_error, format_path
+from onnxplace.utils.files import disk_error, format_path
 
 
 @dataclass(frozen=True)

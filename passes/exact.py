@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.exact import solve_exactly
+from onnxplace.passes.placement.exact.exact_solver import solve_exactly
 from onnxplace.problem import commit_placement, out_of_memory_error, placement_problem
 from onnxplace.state import Pass, State
 

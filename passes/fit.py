@@ -10,13 +10,14 @@ from annotated_types import Ge
 
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.graph import Ints, Longs
-from onnxplace.passes.placement.list_scheduling import place_by_list_schedule
-from onnxplace.passes.placement.stages import MAX_MOVES, TRAFFIC, build_group_search, generate_splits
+from onnxplace.graph.op_graph import Ints, Longs
+from onnxplace.passes.placement.list_scheduling.list_planner import place_by_list_schedule
+from onnxplace.passes.placement.stages.contiguous_split import MAX_MOVES, build_group_search, generate_splits
+from onnxplace.passes.placement.stages.stage_kernels import TRAFFIC
 from onnxplace.problem import PlacementProblem, commit_if_fitting, placement_problem
-from onnxplace.simulation import list_transfers
+from onnxplace.simulation.steady_state import list_transfers
 from onnxplace.state import Pass, State
-from onnxplace.utils import budget_clock
+from onnxplace.utils.jit import budget_clock
 
 # A device that takes over this many times as long as the fastest one is a last resort.
 SLOW_FACTOR = 4.0

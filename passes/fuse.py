@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from onnxplace.facts import Clusters, Groups, Profile, Recomputation
-from onnxplace.graph import Ints, OpGraph
-from onnxplace.passes.placement.grouping import contract, merge_runs
+from onnxplace.graph.op_graph import Ints, OpGraph
+from onnxplace.passes.placement.grouping.contraction_kernels import contract, merge_runs
 from onnxplace.state import Pass, State
 
 

@@ -12,10 +12,11 @@ from annotated_types import Ge, Gt
 
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import REFUSED_SECONDS, Profile, is_refused
-from onnxplace.graph import Floats
-from onnxplace.machine import require_device
-from onnxplace.model import RANDOM_OPERATORS, Model
-from onnxplace.passes.profiling import choose_refused, measure_errors
+from onnxplace.graph.op_graph import Floats
+from onnxplace.machine.hardware import require_device
+from onnxplace.model.lineage import RANDOM_OPERATORS
+from onnxplace.model.model import Model
+from onnxplace.passes.profiling.node_errors import choose_refused, measure_errors
 from onnxplace.state import Pass, State
 
 

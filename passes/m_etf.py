@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.list_scheduling import place_by_list_schedule
+from onnxplace.passes.placement.list_scheduling.list_planner import place_by_list_schedule
 from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 

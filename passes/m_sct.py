@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Le
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.list_scheduling import favourite_children, place_by_list_schedule, transfer_edges
+from onnxplace.passes.placement.list_scheduling.list_planner import place_by_list_schedule
+from onnxplace.passes.placement.list_scheduling.sct_favourites import favourite_children, transfer_edges
 from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.list_scheduling import fill_devices
+from onnxplace.passes.placement.list_scheduling.list_planner import fill_devices
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import Pass, State
 

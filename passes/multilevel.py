@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.search import Budget, search_and_commit
+from onnxplace.passes.placement.search.placement_search import Budget
+from onnxplace.passes.placement.search.portfolio import search_and_commit
 from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 

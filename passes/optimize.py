@@ -11,19 +11,15 @@ from annotated_types import Ge
 from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
-from onnxplace.machine import make_session_options, open_session
-from onnxplace.model import (
-    DEQUANTIZE,
-    RANDOM_OPERATORS,
-    Model,
-    captured_names,
-    has_subgraphs,
-    is_quantization_node,
-    iterate_subgraphs,
-    tensor_size,
-    with_shape,
-)
-from onnxplace.passes.sharding import infer_shapes_and_values, require_constant_states
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.model.cut_constraints import DEQUANTIZE, is_quantization_node
+from onnxplace.model.lineage import RANDOM_OPERATORS
+from onnxplace.model.lowering import with_shape
+from onnxplace.model.model import Model
+from onnxplace.model.nested_graphs import captured_names, has_subgraphs, iterate_subgraphs
+from onnxplace.model.tensors import tensor_size
+from onnxplace.passes.sharding.space.known_shapes import infer_shapes_and_values, require_constant_states
 from onnxplace.state import Pass, State
 
 # Folding these would undo a quantisation that ONNX Runtime can still fuse.

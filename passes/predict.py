@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from onnxplace.facts import Placement, Prediction, Profile, Schedule, Segments
-from onnxplace.passes.segments import predict_bundle
+from onnxplace.passes.segments.segment_predictions import predict_bundle
 from onnxplace.state import Pass, State
 
 

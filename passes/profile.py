@@ -11,27 +11,28 @@ from annotated_types import Ge
 
 from onnxplace.errors import Diagnostic, format_names
 from onnxplace.facts import Profile
-from onnxplace.graph import Floats
-from onnxplace.machine import available_cores, find_measurement_obstacle
-from onnxplace.model import Model, infer_static_shapes, join_quantised_units, require_weights, value_bytes
-from onnxplace.passes.cost_files import format_costs, format_costs_csv, read_costs
-from onnxplace.passes.profiling import (
-    Measurement,
-    MeasurementOptions,
+from onnxplace.graph.op_graph import Floats
+from onnxplace.machine.hardware import available_cores, find_measurement_obstacle
+from onnxplace.model.cut_constraints import join_quantised_units
+from onnxplace.model.loading import require_weights
+from onnxplace.model.lowering import infer_static_shapes, value_bytes
+from onnxplace.model.model import Model
+from onnxplace.model_metadata import Phase
+from onnxplace.passes.cost_files.cost_file import format_costs, format_costs_csv, read_costs
+from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
+from onnxplace.passes.profiling.profile_model import (
     ModelProfiler,
     ModelStructure,
     assemble_profile,
-    device_peaks,
-    estimate_seconds,
-    measure_peaks,
     report_unknown_sizes,
 )
-from onnxplace.passes.sharding import infer_shapes_and_values, infer_with_runtime
+from onnxplace.passes.profiling.roofline import device_peaks, estimate_seconds, measure_peaks
+from onnxplace.passes.sharding.space.known_shapes import infer_shapes_and_values, infer_with_runtime
 from onnxplace.plugins import ask_plugins
 from onnxplace.state import Pass, State
-from onnxplace.target import Device, Target
-from onnxplace.training_roles import Phase
-from onnxplace.utils import progress_part, write_file
+from onnxplace.target.target import Device, Target
+from onnxplace.utils.files import write_file
+from onnxplace.utils.progress import progress_part
 
 
 @dataclass(frozen=True)

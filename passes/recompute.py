@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from onnxplace.errors import UsageError
 from onnxplace.facts import Original, Profile, Recomputation
-from onnxplace.model import Model
-from onnxplace.passes.recomputation import recompute_state
+from onnxplace.model.model import Model
+from onnxplace.passes.recomputation.apply_recomputation import recompute_state
 from onnxplace.state import Pass, State
-from onnxplace.target import Target, parse_bytes
+from onnxplace.target.parsing import parse_bytes
+from onnxplace.target.target import Target
 
 # The limit that follows from the devices of the target.
 FIT = "fit"

@@ -9,7 +9,8 @@ import numpy as np
 from annotated_types import Ge
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.search import Budget, PlacerPlan, improve_and_commit
+from onnxplace.passes.placement.search.placement_search import Budget
+from onnxplace.passes.placement.search.portfolio import PlacerPlan, improve_and_commit
 from onnxplace.problem import PlacementProblem, placement_problem, sort_by_start
 from onnxplace.state import Pass, State
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.facts import Placement, Profile, Routes, Segments
-from onnxplace.graph import Ints
-from onnxplace.passes.segments import predict_devices, predict_routes
+from onnxplace.graph.op_graph import Ints
+from onnxplace.passes.segments.segment_predictions import predict_devices, predict_routes
 from onnxplace.problem import describe_shortage, require_taken
 from onnxplace.state import Pass, State
 

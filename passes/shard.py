@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 
 from onnxplace.facts import Original, Profile, Shards
-from onnxplace.model import Model
-from onnxplace.passes.sharding import ShardingOptions, shard_state
+from onnxplace.model.model import Model
+from onnxplace.passes.sharding.apply.apply_sharding import ShardingOptions, shard_state
 from onnxplace.state import Pass, State
 
 

@@ -7,16 +7,16 @@ from typing import ClassVar
 
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Placement, Profile, Schedule, Segments, Streaming
-from onnxplace.passes.segments import (
-    cut_blocks,
+from onnxplace.passes.segments.cut_segments import (
     cut_into_segments,
-    cut_within_limits,
     describe_segments,
     merge_segments,
     report_crossing_states,
     require_states_together,
     write_programs,
 )
+from onnxplace.passes.segments.memory_limits import cut_within_limits
+from onnxplace.passes.segments.streamed_blocks import cut_blocks
 from onnxplace.state import Pass, State
 
 

@@ -12,16 +12,9 @@ from annotated_types import Ge
 
 from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
 from onnxplace.facts import REFUSED_SECONDS, Placement, Profile, Schedule, Shards
-from onnxplace.graph import Ints
-from onnxplace.passes.placement.stages import (
-    DUPLEX,
-    MAX_MOVES,
-    PARALLEL,
-    SEQUENTIAL,
-    SUM,
-    build_group_search,
-    generate_splits,
-)
+from onnxplace.graph.op_graph import Ints
+from onnxplace.passes.placement.stages.contiguous_split import MAX_MOVES, build_group_search, generate_splits
+from onnxplace.passes.placement.stages.stage_kernels import DUPLEX, PARALLEL, SEQUENTIAL, SUM
 from onnxplace.problem import (
     PlacementProblem,
     commit_if_fitting,
@@ -30,10 +23,10 @@ from onnxplace.problem import (
     placement_problem,
     tighten_limits,
 )
-from onnxplace.simulation import steady_state_loads
+from onnxplace.simulation.steady_state import steady_state_loads
 from onnxplace.state import Pass, State
-from onnxplace.target import Link
-from onnxplace.utils import budget_clock
+from onnxplace.target.target import Link
+from onnxplace.utils.jit import budget_clock
 
 # Runs of the local search, each with its own seed.
 RESTARTS = 4

@@ -9,21 +9,19 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Original, Placement, Profile, Schedule, Source, Streaming
-from onnxplace.graph import Floats
-from onnxplace.machine import find_host_rate, find_measurement_obstacle, measure_read_rate
-from onnxplace.model import Model, find_external_range, infer_static_shapes
-from onnxplace.passes.profiling import measure_streamed
-from onnxplace.passes.streaming import (
-    MEMORY_MARGIN,
-    StreamableWeights,
-    apply_choice,
-    choose_sources,
-    describe_choice,
-    predict_step,
-)
+from onnxplace.graph.op_graph import Floats
+from onnxplace.machine.hardware import find_measurement_obstacle
+from onnxplace.machine.transfer_rates import find_host_rate, measure_read_rate
+from onnxplace.model.lowering import infer_static_shapes
+from onnxplace.model.model import Model
+from onnxplace.model.tensors import find_external_range
+from onnxplace.passes.profiling.streamed_nodes import measure_streamed
+from onnxplace.passes.streaming.source_program import MEMORY_MARGIN, choose_sources
+from onnxplace.passes.streaming.streamable_weights import StreamableWeights
+from onnxplace.passes.streaming.streamed_placement import apply_choice, describe_choice, predict_step
 from onnxplace.problem import commit_placement, out_of_memory_error, placement_problem
 from onnxplace.state import Pass, State
-from onnxplace.target import parse_bytes
+from onnxplace.target.parsing import parse_bytes
 
 # Sizes of the pool that are tried: shares of the least memory of a device, and multiples of the largest block.
 POOL_SHARES, POOL_BLOCKS = (1 / 32, 1 / 16, 1 / 8), (1, 2)

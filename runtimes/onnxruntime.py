@@ -11,12 +11,15 @@ from __future__ import annotations
 import itertools
 from typing import ClassVar
 
-from onnxplace.bundle import Bundle, list_route_devices
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.bundle_routes import list_route_devices
 from onnxplace.errors import UsageError
-from onnxplace.machine import local_target, require_device
-from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
-from onnxplace.runtimes.execution import Engine, EngineSession, Fallback, PlacedDevice, find_cores, open_routes
-from onnxplace.target import parse_device_spec
+from onnxplace.machine.hardware import local_target, require_device
+from onnxplace.runtime.interface import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
+from onnxplace.runtimes.execution.engine import Engine
+from onnxplace.runtimes.execution.segments import Fallback, PlacedDevice, find_cores, open_routes
+from onnxplace.runtimes.execution.sessions import EngineSession
+from onnxplace.target.parsing import parse_device_spec
 
 _numbers = itertools.count(1)
 

@@ -9,11 +9,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import ClassVar
 
-from onnxplace.bundle import Bundle, list_routes
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.bundle_routes import list_routes
 from onnxplace.errors import ExecutionError
-from onnxplace.feeds import Array
-from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Result, Runtime, RuntimeSession
-from onnxplace.traces import RequestTimeline, predict_timelines
+from onnxplace.feeds.feeds import Array
+from onnxplace.runtime.interface import DEFAULT_MAX_IN_FLIGHT, Result, Runtime, RuntimeSession
+from onnxplace.runtime.timelines import RequestTimeline, predict_timelines
 
 
 class Simulated(Runtime):

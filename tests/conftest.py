@@ -146,13 +146,13 @@ def own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyte
 @pytest.fixture(autouse=True)
 def good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let costs and trials of a machine that is busy with other tests be good enough soon, and never doubted."""
-    from onnxplace.evaluation import trial
+    from onnxplace.measure import trial
 
     monkeypatch.setattr("onnxplace.machine.repeated_runs.MIN_SECONDS", 0.0)
     monkeypatch.setattr("onnxplace.passes.profiling.node_measurement.MAX_EVENTS", 0)  # three runs with the profiler
     monkeypatch.setattr(trial, "REPEAT_POLICY", replace(trial.REPEAT_POLICY, max_runs=trial.REPEAT_POLICY.min_runs))
     monkeypatch.setattr("onnxplace.passes.profiling.profile_model.DOUBTFUL_WAITING_SHARE", 1.0)
-    monkeypatch.setattr("onnxplace.evaluation.trial.DOUBTFUL_WAITING_SHARE", 1.0)
+    monkeypatch.setattr("onnxplace.measure.trial.DOUBTFUL_WAITING_SHARE", 1.0)
     monkeypatch.setattr("onnxplace.machine.measurement_cache.MAX_SLOWDOWN", math.inf)
     monkeypatch.setattr("onnxplace.driver.trials.CREDIBLE_SUM", math.inf)
 
@@ -174,7 +174,7 @@ class LocalProcess:
 def local_comparisons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare other sizes in this process, unless a test has the mark `child_comparisons`."""
     if not request.node.get_closest_marker("child_comparisons"):
-        monkeypatch.setattr("onnxplace.evaluation.size_comparison.DeviceProcess", LocalProcess)
+        monkeypatch.setattr("onnxplace.measure.size_comparison.DeviceProcess", LocalProcess)
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     """Run a command in this process. An exception that escapes is a traceback for the user, and fails the test."""
-    from onnxplace.cli import main
+    from onnxplace.cli.app import main
 
     def run(*arguments: object) -> Ran:
         capsys.readouterr()
@@ -219,7 +219,7 @@ def model_file(tmp_path: Path, branches_bytes: bytes) -> Path:
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory, branches_bytes: bytes) -> Path:
     """A bundle for two devices, made once: read it, copy it, do not alter it."""
-    from onnxplace.driver import compile_model
+    from onnxplace.driver.compile import compile_model
 
     folder = tmp_path_factory.mktemp("compiled")
     (folder / "model.onnx").write_bytes(branches_bytes)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from onnxplace.ort import WHEELS
+from onnxplace.utils.ort import WHEELS
 
 
 def run_devices(folder):

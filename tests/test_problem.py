@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from onnxplace.facts import Segments
-from onnxplace.model import bind, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import list_transfer_bytes, predict_single_device_seconds, predict_step_seconds
 from onnxplace.state import State
-from onnxplace.target import Device, Target, request_overhead_seconds
+from onnxplace.target.target import Device, Target, request_overhead_seconds
 from tests.conftest import branches
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from onnxplace.errors import Diagnostic
 from onnxplace.state import Fact, Pass, State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 
 TARGET = Target((Device("cpu:0", 1),))
 

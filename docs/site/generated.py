@@ -16,9 +16,9 @@ from onnxplace.bundle.manifest import Manifest, Record, TrainingRecord
 from onnxplace.cli.app import cli
 from onnxplace.cli.help import format_pass_help
 from onnxplace.errors import Diagnostic
+from onnxplace.model_metadata import CarriedTensor, InferencePart, Labels, Parameter
 from onnxplace.pipeline import find_plugin
 from onnxplace.target import Device, Link, Shared
-from onnxplace.training_step import CarriedTensor, InferencePart, Labels, Parameter
 from onnxplace.utils import read_field_docs
 
 MARK = re.compile(r"^<!-- generated: (.+) -->$", re.MULTILINE)

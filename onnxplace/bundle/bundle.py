@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -41,19 +40,13 @@ from onnxplace.bundle.manifest import (
 )
 from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError, format_count, format_names
-from onnxplace.feeds import Array, Declared, numpy_type, zero_feeds
-from onnxplace.target import Target
-from onnxplace.utils import (
-    find_moved_aside,
-    format_bytes,
-    format_first,
-    format_milliseconds,
-    format_object,
-    format_path,
-    open_input,
-    parse_json,
-    suggest_file,
-)
+from onnxplace.feeds.feeds import Array, Declared, numpy_type
+from onnxplace.feeds.synthetic import zero_feeds
+from onnxplace.target.kind_table import import_by_path
+from onnxplace.target.target import Target
+from onnxplace.utils.file_locks import find_moved_aside
+from onnxplace.utils.files import format_path, open_input, parse_json, suggest_file
+from onnxplace.utils.quantities import format_bytes, format_first, format_milliseconds, format_object
 
 BUNDLE_FORMAT = "onnxplace bundle"
 MANIFEST_FILE = "manifest.json"
@@ -143,7 +136,7 @@ class Bundle:
     def _repr_html_(self) -> str | None:
         """Return what a notebook shows."""
         # By name: reports know bundles, and not the other way round.
-        show_bundle: Callable[[Bundle], str | None] = import_module("onnxplace.reports").show_bundle
+        show_bundle: Callable[[Bundle], str | None] = import_by_path("onnxplace.reports.page_rendering:show_bundle")
         return show_bundle(self)
 
     @staticmethod

@@ -9,17 +9,10 @@ import numpy as np
 
 from onnxplace.bundle.bundle_routes import list_route_devices, list_routes
 from onnxplace.bundle.manifest import Manifest, RouteRecord, SegmentRecord
-from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
-from onnxplace.simulation import (
-    Simulation,
-    WeightStream,
-    find_distances,
-    measure_block,
-    predict_python_seconds,
-    simulate,
-    simulate_stream,
-    steady_state_loads,
-)
+from onnxplace.graph.op_graph import Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.simulation.simulator import Simulation, simulate, simulate_stream
+from onnxplace.simulation.steady_state import predict_python_seconds, steady_state_loads
+from onnxplace.simulation.weight_streams import WeightStream, find_distances, measure_block
 
 # ---------------------------------------------------------------------------------------------------------- one request
 

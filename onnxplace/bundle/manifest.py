@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from onnxplace.errors import Diagnostic
-from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
-from onnxplace.model_metadata import ModelMetadata
-from onnxplace.target import Device, Link, LinkModel, Shared, Target
-from onnxplace.training_step import TrainingStep
+from onnxplace.feeds.dimensions import MAX_DIMENSION, MAX_RANK
+from onnxplace.model_metadata import ModelMetadata, TrainingStep
+from onnxplace.target.target import Device, Link, LinkModel, Shared, Target
 
 SCHEMA_VERSION = "1.0"
 

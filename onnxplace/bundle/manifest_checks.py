@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from onnxplace.bundle.bundle_routes import list_routes, list_working_devices
 from onnxplace.errors import BundleError
-from onnxplace.feeds import numpy_type
-from onnxplace.simulation import measure_block
+from onnxplace.feeds.feeds import numpy_type
+from onnxplace.simulation.weight_streams import measure_block
 
 if TYPE_CHECKING:
     from onnxplace.bundle.manifest import InitialRecord, InputRecord, Manifest, SegmentRecord, Step

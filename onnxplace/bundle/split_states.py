@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxplace.bundle.manifest import Manifest, SplitStateRecord
 from onnxplace.errors import FeedError
-from onnxplace.feeds import Array
+from onnxplace.feeds.feeds import Array
 
 
 class SplitStates:

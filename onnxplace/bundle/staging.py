@@ -19,20 +19,16 @@ from typing import Any, Literal
 
 from onnxplace.bundle.bundle import BUNDLE_FORMAT, MANIFEST_FILE
 from onnxplace.errors import MAX_LISTED, Diagnostic, InputError, OnnxplaceError, UsageError
-from onnxplace.utils import (
-    OCCUPIED_ERRORS,
-    FileLock,
+from onnxplace.utils.file_locks import OCCUPIED_ERRORS, FileLock, hold_file_lock, sweep_leftovers
+from onnxplace.utils.files import (
     cannot_write_error,
     disk_error,
-    exchange_names,
     format_path,
-    hold_file_lock,
     read_json,
-    rename_new,
     require_valid_path,
-    sweep_leftovers,
     write_refused_error,
 )
+from onnxplace.utils.renames import exchange_names, rename_new
 
 # Folders that `--force` may replace, each only by its own kind, and the file that marks it.
 OutputKind = Literal["bundle", "export"]

@@ -25,7 +25,6 @@ from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
 from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, complete_passes, complete_runtimes, completion
 from onnxplace.cli.devices import devices, machines
-from onnxplace.cli.doctor import doctor
 from onnxplace.cli.explain import explain
 from onnxplace.cli.export import export, merge
 from onnxplace.cli.place import place
@@ -43,8 +42,9 @@ from onnxplace.cli.shared_options import (
 from onnxplace.cli.terminal import add_verbosity_options, is_terminal, print_aside, report_total_time
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, PluginError, UsageError, name_options, suggest_nearest
-from onnxplace.machine import register_ending_handler
-from onnxplace.utils import disk_error, find_library_error, keep_stdout
+from onnxplace.machine.interrupts import register_ending_handler
+from onnxplace.utils.files import disk_error, find_library_error
+from onnxplace.utils.standard_output import keep_stdout
 
 # Errors about paths that are not a model, a bundle or a cost graph, with the command that takes such a path.
 COMMANDS_BY_PATH_ERROR = {"M001": "compile", "M002": "compile", "N001": "run", "D001": "place"}
@@ -162,7 +162,6 @@ for command in (
     place,
     devices,
     machines,
-    doctor,
     explain,
     completion,
 ):
@@ -191,9 +190,9 @@ def runtimes(name: str | None, json_: bool) -> None:
 
 def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
     from onnxplace.cli.help import format_pass_help
-    from onnxplace.pipeline import find_plugin
+    from onnxplace.pipeline.registry import find_plugin
     from onnxplace.plugins import list_entries
-    from onnxplace.reports import format_table
+    from onnxplace.reports.text import format_table
 
     if name:
         text, fields = format_pass_help(find_plugin(kind, name))

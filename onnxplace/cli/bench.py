@@ -25,14 +25,14 @@ from onnxplace.cli.shared_options import (
 )
 from onnxplace.cli.terminal import print_aside
 from onnxplace.errors import format_count, format_name
-from onnxplace.reports import format_table
-from onnxplace.utils import format_bytes, format_milliseconds
+from onnxplace.reports.text import format_table
+from onnxplace.utils.quantities import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
-    from onnxplace.benchmark import Benchmark, Openings
-    from onnxplace.bundle import Bundle
-    from onnxplace.evaluation import LinkUse, StreamUse
-    from onnxplace.traces import TimelineComparison
+    from onnxplace.bundle.bundle import Bundle
+    from onnxplace.measure.device_usage import LinkUse, StreamUse
+    from onnxplace.runtime.timelines import TimelineComparison
+    from onnxplace.session.benchmark import Benchmark, Openings
 
 
 @click.command(cls=GroupedCommand, short_help="Compare predictions with measurements: steps, memory.")
@@ -74,8 +74,8 @@ def bench(
     states on, plain sessions as arrays. Then a few traced steps show busy times and transfers. Separate processes show
     the peak memory of each device, and what opening takes, with the runtime onnxruntime only.
     """
-    from onnxplace.benchmark import bench as measure
-    from onnxplace.session import load
+    from onnxplace.session.benchmark import bench as measure
+    from onnxplace.session.inference_session import load
 
     opened = load(bundle)
     with show_progress(json_, "timing steps", similar=True) as observer:

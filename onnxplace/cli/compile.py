@@ -31,7 +31,7 @@ from onnxplace.cli.shared_options import (
 from onnxplace.cli.terminal import is_verbose
 
 if TYPE_CHECKING:
-    from onnxplace.driver import Compiled
+    from onnxplace.driver.trials import Compiled
 
 DETAILS = ("P040", "P060", "P062")
 """Notes that list candidates and layouts, of which the summary has the result: they are shown with `--verbose`."""
@@ -125,8 +125,8 @@ def compile(  # noqa: A001
 
     A bundle is a folder that `onnxplace run` takes.
     """
-    from onnxplace.driver import compile_model
-    from onnxplace.feeds import read_npz
+    from onnxplace.driver.compile import compile_model
+    from onnxplace.feeds.npz import read_npz
 
     if report:
         _require_report(report, model, inputs, target, **options)
@@ -145,13 +145,14 @@ def compile(  # noqa: A001
             **options,
         )
     if report:
-        from onnxplace.reports import describe_bundle, write_page
+        from onnxplace.reports.page_data import describe_bundle
+        from onnxplace.reports.page_rendering import write_page
 
         write_page(report, [describe_bundle(compiled.bundle)])
     if json_:
         print_json({**_build_json(compiled), **({"report": str(report)} if report else {})})
     else:
-        from onnxplace.reports import compile_summary
+        from onnxplace.reports.text import compile_summary
 
         print_text(compile_summary(compiled.bundle))
         if options["save_costs"]:
@@ -163,8 +164,8 @@ def compile(  # noqa: A001
 
 def _require_report(report: Path, model: Path, *inputs: Path | None, **options: Any) -> None:
     """Raise UsageError before any work if the report cannot be written, or is another file of this command."""
-    from onnxplace.driver import find_in_folder
-    from onnxplace.reports import require_report
+    from onnxplace.driver.sources import find_in_folder
+    from onnxplace.reports.page_rendering import require_report
 
     shard_map = options["shard_map"]
     files = (options["costs"], options["device_map"], None if not shard_map or "{" in shard_map else Path(shard_map))

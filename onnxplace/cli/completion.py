@@ -120,7 +120,7 @@ def complete_devices(ctx: click.Context, param: click.Parameter, incomplete: str
 
 def complete_machines(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the devices of the catalogue, behind the number that is typed."""
-    from onnxplace.target import read_catalogue
+    from onnxplace.target.catalogue import read_catalogue
 
     number, times, name = incomplete.rpartition("x") if incomplete[:1].isdecimal() else ("", "", incomplete)
     names = [item for item in read_catalogue().devices if item.lower().startswith(name.lower())]
@@ -128,7 +128,7 @@ def complete_machines(ctx: click.Context, param: click.Parameter, incomplete: st
 
 
 def _list_devices() -> Iterable[str]:
-    from onnxplace.utils import list_cores
+    from onnxplace.utils.control_groups import list_cores
 
     gpus = sorted(int(path.removeprefix("/dev/nvidia")) for path in glob.glob("/dev/nvidia[0-9]*"))
     yield from (f"cuda:{index}" for index in gpus)

@@ -24,12 +24,14 @@ from onnxplace.cli.shared_options import (
     target_output_option,
 )
 from onnxplace.errors import UsageError, format_count
-from onnxplace.reports import format_table
-from onnxplace.utils import format_bytes, require_writable, write_file
+from onnxplace.reports.text import format_table
+from onnxplace.utils.files import require_writable, write_file
+from onnxplace.utils.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from onnxplace.calibration import Calibration, LinkMeasurement
-    from onnxplace.target import Catalogue, Target
+    from onnxplace.measure.calibrator import Calibration, LinkMeasurement
+    from onnxplace.target.catalogue import Catalogue
+    from onnxplace.target.target import Target
 
 
 @click.command()
@@ -46,8 +48,9 @@ def devices(
 
     With -o, write them to a target file; with --calibrate, measure them first.
     """
-    from onnxplace.machine import describe_machine, local_target, measurement_cache
-    from onnxplace.target import format_target
+    from onnxplace.machine import measurement_cache
+    from onnxplace.machine.hardware import describe_machine, local_target
+    from onnxplace.target.target_file import format_target
 
     if (sizes or seconds is not None) and not calibrate:
         raise UsageError("U042", "--sizes and --seconds are options of --calibrate", hint="add --calibrate")
@@ -95,8 +98,8 @@ def _format_heading(about: Mapping[str, Any], processor: str, measured: bool) ->
 
 
 def _calibrate(target: Any, sizes: str | None, seconds: float | None, quiet: bool) -> Calibration:
-    from onnxplace.calibration import DEFAULT_SECONDS, TRANSFER_SIZES_BYTES, calibrate
-    from onnxplace.target import parse_bytes
+    from onnxplace.measure.calibrator import DEFAULT_SECONDS, TRANSFER_SIZES_BYTES, calibrate
+    from onnxplace.target.parsing import parse_bytes
 
     sizes_bytes = [parse_bytes(text) for text in sizes.split(",")] if sizes else TRANSFER_SIZES_BYTES
     with show_progress(quiet, "measuring", similar=True) as observer:
@@ -124,7 +127,7 @@ def _build_calls_json(measured: Calibration, device: str) -> dict[str, Any]:
 
     The keys are those of target files.
     """
-    from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
+    from onnxplace.target.target import SEGMENT_OVERHEAD_SECONDS
 
     calls, costs = measured.call_costs[device], measured.target.devices[measured.target.position(device)]
     return {
@@ -154,7 +157,7 @@ def _build_link_json(measured: LinkMeasurement) -> dict[str, Any]:
 
 def format_calibration(measured: Calibration) -> str:
     """Return a calibration on one screen: links with their fits, calls, contention."""
-    from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
+    from onnxplace.target.target import SEGMENT_OVERHEAD_SECONDS
 
     blocks = [
         _format_link(link) for link in measured.links if not (link.symmetric and _is_return_direction(link, measured))
@@ -251,7 +254,7 @@ def machines(json_: bool) -> None:
 
     Figures are those of data sheets; --json has the source of each, and further names.
     """
-    from onnxplace.target import read_catalogue
+    from onnxplace.target.catalogue import read_catalogue
 
     catalogue = read_catalogue()
     print_result(json_, asdict(catalogue), format_catalogue(catalogue))
@@ -259,7 +262,7 @@ def machines(json_: bool) -> None:
 
 def format_catalogue(catalogue: Catalogue) -> str:
     """Return devices and fabrics as tables, and how to name a machine."""
-    from onnxplace.target import DATA_TYPES
+    from onnxplace.target.target import DATA_TYPES
 
     types = ("float32", *DATA_TYPES)
     devices = []

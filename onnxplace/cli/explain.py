@@ -75,7 +75,7 @@ COLUMNS = 100
 @as_json
 def explain(code: str | None, json_: bool) -> None:
     """Say what the error code CODE means, its usual cause, and what to do; without CODE, list all codes."""
-    from onnxplace.reports import format_table
+    from onnxplace.reports.text import format_table
 
     pages = read_error_pages()
     if code is None:

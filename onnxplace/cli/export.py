@@ -26,7 +26,7 @@ def merge(bundle: Path, output: Path, *, external_data: bool, force: bool, json_
     Where whole operators were placed, the model computes what the bundle computes bit for bit. Split operators stay
     split: it has a node for each part.
     """
-    from onnxplace.export import describe_merged, merge_bundle
+    from onnxplace.export.merging import describe_merged, merge_bundle
 
     with show_progress(json_, "writing the model"):
         merged = merge_bundle(bundle, output, external_data=external_data, force=force)
@@ -67,7 +67,7 @@ def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **o
     ort-genai      stages of a decoder for ONNX Runtime GenAI
     onnx-metadata  one model whose nodes name their devices, as ONNX describes them
     """  # noqa: D301 - \b tells click to keep the line breaks
-    from onnxplace.export import export_bundle
+    from onnxplace.export.exporting import export_bundle
 
     known = export.list_format_options()
     given = {name: options[str(option.name)] for name, option in known.items()}

@@ -84,7 +84,7 @@ def list_added_options(
     command: click.Command, kind: Literal["runtime_options", "export_options"]
 ) -> dict[str, dict[str, click.Option]]:
     """Return the options of plugins that a command does not have itself, by runtime or format and its argument."""
-    from onnxplace.pipeline import list_options
+    from onnxplace.pipeline.registry import list_options
 
     taken = {word for item in command.params for word in (item.name, *item.opts)}
     added: dict[str, dict[str, click.Option]] = {}
@@ -121,7 +121,7 @@ _BOUND_NAMES = {"Ge": "at least", "Gt": "more than", "Le": "at most", "Lt": "les
 
 def format_pass_help(kind: type) -> tuple[str, dict[str, Any]]:
     """Return the help on a pass or a runtime, as text and as data, from its docstring and its fields."""
-    from onnxplace.utils import read_field_docs
+    from onnxplace.utils.docstrings import read_field_docs
 
     options = []
     if is_dataclass(kind):

@@ -26,12 +26,13 @@ from onnxplace.cli.shared_options import (
     with_machine,
 )
 from onnxplace.errors import UsageError, format_count, format_name
-from onnxplace.reports import format_table
-from onnxplace.utils import format_bytes, format_milliseconds, require_writable
+from onnxplace.reports.text import format_table
+from onnxplace.utils.files import require_writable
+from onnxplace.utils.quantities import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
-    from onnxplace.cost_graph import CostGraph
-    from onnxplace.driver import PlacementResult
+    from onnxplace.cost_graph.data import CostGraph
+    from onnxplace.driver.place import PlacementResult
 
 
 @click.command(cls=GroupedCommand, short_help="Place a cost graph; no ONNX needed.")
@@ -84,16 +85,17 @@ def place(
 
     Prints how long a step takes and what each device holds; --json also prints the device of each node.
     """
-    from onnxplace.cost_graph import read_cost_graph, require_graph_format, write_cost_graph
-    from onnxplace.driver import (
+    from onnxplace.cost_graph.cost_graphs import read_cost_graph, require_graph_format, write_cost_graph
+    from onnxplace.driver.place import (
         apply_target,
         evaluate_placement,
         place_cost_graph,
         read_placement,
         replace_devices,
-        require_one_target,
     )
-    from onnxplace.target import parse_bytes, parse_machine
+    from onnxplace.driver.settings import require_one_target
+    from onnxplace.target.machines import parse_machine
+    from onnxplace.target.parsing import parse_bytes
 
     require_one_target(devices, None, machine)
     target = parse_machine(machine).to_target() if machine is not None else None
@@ -104,7 +106,7 @@ def place(
         require_graph_format(output)
         require_writable(output, graph, *([placement] if placement else []))
     if report:
-        from onnxplace.reports import require_report
+        from onnxplace.reports.page_rendering import require_report
 
         require_report(report, graph, placement, output=output)
     announce_loop_compilation(json_)
@@ -142,7 +144,8 @@ def place(
 
 def _write_report(path: Path, result: PlacementResult) -> None:
     """Write the page about a placement."""
-    from onnxplace.reports import describe_placement, write_page
+    from onnxplace.reports.page_data import describe_placement
+    from onnxplace.reports.page_rendering import write_page
 
     options = {
         _name_option(name): str(value)

@@ -25,12 +25,14 @@ from onnxplace.cli.shared_options import (
     with_machine,
 )
 from onnxplace.errors import InfeasibleError, UsageError, format_count, format_name
-from onnxplace.reports import format_table
-from onnxplace.utils import format_bytes, format_milliseconds
+from onnxplace.reports.text import format_table
+from onnxplace.utils.quantities import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
-    from onnxplace.driver import Explanation, Goals, MachineRow, Plan, PlannedStrategy
-    from onnxplace.target import Machine
+    from onnxplace.driver.explaining import Explanation
+    from onnxplace.driver.machine_choice import Goals, MachineRow
+    from onnxplace.driver.plan import Plan, PlannedStrategy
+    from onnxplace.target.machines import Machine
 
 
 @click.command(cls=GroupedCommand, short_help="Compare strategies for a model; write nothing.")
@@ -74,9 +76,11 @@ def plan(
         _print_difference(*diff, json_=json_)
         return
     assert model is not None
-    from onnxplace.driver import list_machine_rows, parse_goals, plan_model, read_prices, require_one_target
-    from onnxplace.feeds import read_npz
-    from onnxplace.target import parse_machine
+    from onnxplace.driver.machine_choice import list_machine_rows, parse_goals, read_prices
+    from onnxplace.driver.plan import plan_model
+    from onnxplace.driver.settings import require_one_target
+    from onnxplace.feeds.npz import read_npz
+    from onnxplace.target.machines import parse_machine
 
     require_one_target(options["devices"], options["target"], machine or None)
     machines = {item.name: item for item in map(parse_machine, machine)}
@@ -122,7 +126,7 @@ def plan(
 
 def _print_difference(first: Path, second: Path, *, json_: bool) -> None:
     """Print which of two plans to take, the figures that differ, and what they decide differently."""
-    from onnxplace.driver import compare_plans
+    from onnxplace.driver.plan_differences import compare_plans
 
     result = compare_plans(first, second)
     if json_:
@@ -230,7 +234,7 @@ def _format_explanations(plan: Plan, where: str = "") -> Iterator[str]:
 
 def _compare_devices(item: Explanation) -> str:
     """Return the table of devices, with the reason why some are impossible."""
-    from onnxplace.reports import describe_difference
+    from onnxplace.reports.alternatives import describe_difference
 
     group = f"it and {format_count(item.together - 1, 'node')} more ({item.reason}) are" if item.reason else "it is"
     rows = [
@@ -248,7 +252,7 @@ def _compare_devices(item: Explanation) -> str:
 
 def _compare_layouts(item: Explanation) -> str:
     """Return the table of layouts, with what each forces on other nodes."""
-    from onnxplace.reports import LAYOUT_COLUMNS, describe_layouts
+    from onnxplace.reports.alternatives import LAYOUT_COLUMNS, describe_layouts
 
     title = f"{item.sharded}: the step with another layout, and all others chosen again, as the choice counts it"
     return f"{title}\n{format_table(LAYOUT_COLUMNS, describe_layouts(item.layouts), left=4)}"

@@ -36,8 +36,8 @@ def report(bundles: tuple[Path, ...], *, output: Path | None, trace: Path | None
     It says first how good the placement is, what limits it and what would help; of two bundles, which one to take. Then
     it shows the timeline, memory, graph, cut, layers, attempts, notes and options. --json prints the data of the page.
     """
-    from onnxplace.reports import build_page_json, write_report
-    from onnxplace.utils import format_bytes
+    from onnxplace.reports.page_rendering import build_page_json, write_report
+    from onnxplace.utils.quantities import format_bytes
 
     if len(bundles) > MAX_BUNDLES:
         message = f"expected one or two bundles, got {len(bundles)}"

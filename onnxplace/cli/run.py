@@ -22,11 +22,12 @@ from onnxplace.cli.shared_options import (
     show_progress,
 )
 from onnxplace.errors import format_name
-from onnxplace.utils import format_milliseconds, require_different_files, require_writable, write_file
+from onnxplace.utils.files import require_different_files, require_writable, write_file
+from onnxplace.utils.quantities import format_milliseconds
 
 if TYPE_CHECKING:
-    from onnxplace.evaluation import StepInputs
-    from onnxplace.session import InferenceSession
+    from onnxplace.measure.step_inputs import StepInputs
+    from onnxplace.session.inference_session import InferenceSession
 
 
 @click.command(cls=GroupedCommand)
@@ -43,10 +44,10 @@ def run(
 
     Later runs carry states on.
     """
-    from onnxplace.evaluation import choose_step_inputs
-    from onnxplace.feeds import require_storable, write_npz
-    from onnxplace.runtime import make_no_outputs_error
-    from onnxplace.session import InferenceSession, load
+    from onnxplace.feeds.npz import require_storable, write_npz
+    from onnxplace.measure.step_inputs import choose_step_inputs
+    from onnxplace.runtime.interface import make_no_outputs_error
+    from onnxplace.session.inference_session import InferenceSession, load
 
     runtime = str(session_options["runtime"])
     require_different_files(outputs=outputs, trace=trace)
@@ -91,7 +92,7 @@ def _time_later_runs(session: InferenceSession, steps: StepInputs, repeat: int, 
     """Run the steps after the first; return their median time, None if there are none."""
     from statistics import median
 
-    from onnxplace.utils import report_progress
+    from onnxplace.utils.progress import report_progress
 
     seconds = []
     for number in range(1, repeat):

@@ -36,12 +36,12 @@ from onnxplace.cli.terminal import (
     show_progress as show_progress,
 )
 from onnxplace.errors import NoteWarning, UsageError, format_name, format_value
-from onnxplace.utils import require_writable, write_file
+from onnxplace.utils.files import require_writable, write_file
 
 if TYPE_CHECKING:
-    from onnxplace.bundle import Bundle
+    from onnxplace.bundle.bundle import Bundle
     from onnxplace.errors import Diagnostic, OnnxplaceError
-    from onnxplace.runtime import CopyStatus
+    from onnxplace.runtime.interface import CopyStatus
 
 
 class FiniteNumber(click.FloatRange):
@@ -167,7 +167,7 @@ def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]
         if not custom_op_library:
             command(*arguments, **options)
             return
-        from onnxplace.machine import use_custom_operators
+        from onnxplace.machine.ort_sessions import use_custom_operators
 
         with use_custom_operators(custom_op_library):
             command(*arguments, **options)
@@ -228,7 +228,8 @@ def with_machine(*, multiple: bool = False) -> Callable[[Callable[..., None]], C
 
 def _describe_machine(names: tuple[str, ...]) -> str:
     """Return the target file of a machine, with the sources of its figures; raises UsageError unless there is one."""
-    from onnxplace.target import format_target, parse_machine
+    from onnxplace.target.machines import parse_machine
+    from onnxplace.target.target_file import format_target
 
     if len(names) != 1:
         raise UsageError("U042", "--save-target writes one machine", hint="name it: --machine 8xH100-NVLink")
@@ -286,7 +287,7 @@ def announce_loop_compilation(quiet: bool) -> None:
     """Report on a terminal that loops are being compiled; nothing if `quiet`."""
     if quiet or is_quiet() or not is_terminal():
         return
-    from onnxplace.utils import on_compiling
+    from onnxplace.utils.jit import on_compiling
 
     on_compiling(
         lambda: print_text("compiling loops for this machine, once: they are kept for later commands", err=True)
@@ -342,7 +343,7 @@ def print_hint(text: str) -> None:
 
 def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
     """Print a note if this machine has too few cores for the bundle."""
-    from onnxplace.evaluation import find_core_shortage
+    from onnxplace.measure.trial import find_core_shortage
 
     if runtime != "simulated" and (note := find_core_shortage(bundle.manifest)):
         print_notes([note])
@@ -367,7 +368,7 @@ def suggest_command(path: Path, refused_by: str) -> str:
 
     It is a guess from names and folders. `refused_by` is the command that does not take it.
     """
-    from onnxplace.bundle import MANIFEST_FILE
+    from onnxplace.bundle.bundle import MANIFEST_FILE
 
     try:
         if path.is_dir():

@@ -331,7 +331,7 @@ def show_progress(json_: bool, first: str, *, similar: bool = False) -> Iterator
         first: The first step.
         similar: Whether all steps take about the same time.
     """
-    from onnxplace.utils import observe_progress
+    from onnxplace.utils.progress import observe_progress
 
     if is_quiet() or (json_ and not is_verbose()):
         yield None

@@ -23,8 +23,9 @@ from onnxplace.cli.shared_options import (
 from onnxplace.errors import format_name, format_names
 
 if TYPE_CHECKING:
-    from onnxplace.evaluation import OutputDifference, SizeComparison
-    from onnxplace.verification import Verification
+    from onnxplace.measure.compare import OutputDifference
+    from onnxplace.measure.size_comparison import SizeComparison
+    from onnxplace.session.verification import Verification
 
 
 @click.command(cls=GroupedCommand)
@@ -43,7 +44,7 @@ def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
     Exit 1 if they differ, or if BUNDLE refuses sizes that the model takes. Both carry their states on. Outputs that
     depend on random numbers are named: for these, only type, shape and finiteness must agree.
     """
-    from onnxplace.verification import verify as compare
+    from onnxplace.session.verification import verify as compare
 
     with show_progress(json_, "comparing") as display:
         result = compare(bundle, shape=parse_shape(shape), observer=display, **options)
@@ -115,7 +116,7 @@ def _format_error(difference: OutputDifference) -> str:
     """Return the error of an output, or why it has none."""
     if not difference.random_nodes:
         if math.isinf(difference.own_error):
-            from onnxplace.evaluation import UNREPEATABLE
+            from onnxplace.measure.compare import UNREPEATABLE
 
             return UNREPEATABLE
         relative = f"relative to its largest value {difference.max_rel_error:.3g}"

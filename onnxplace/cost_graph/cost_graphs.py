@@ -28,11 +28,12 @@ import numpy as np
 from onnxplace.cost_graph.data import CostGraph, TimedPlacement
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_value
 from onnxplace.facts import Profile, Source
-from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.plugins import blame_plugin, list_entries, load_plugin
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Target, require_device_limit
-from onnxplace.utils import format_path, parse_json, read_bytes, write_file
+from onnxplace.target.limits import require_device_limit
+from onnxplace.target.target import Device, Link, Target
+from onnxplace.utils.files import format_path, parse_json, read_bytes, write_file
 
 DEVICE_MODEL = "cost-graph"
 GZIP = b"\x1f\x8b"

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Profile
-from onnxplace.graph import Floats, Ints
+from onnxplace.graph.op_graph import Floats, Ints
 from onnxplace.state import State
-from onnxplace.target import Link, Target
-from onnxplace.utils import format_object
+from onnxplace.target.target import Link, Target
+from onnxplace.utils.quantities import format_object
 
 
 @dataclass(frozen=True)

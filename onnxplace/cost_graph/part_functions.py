@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from onnxplace.cost_graph.data import CostGraph, TimedPlacement
 from onnxplace.plugins import load_plugin
 from onnxplace.state import State
-from onnxplace.target import Target
+from onnxplace.target.target import Target
 
 if TYPE_CHECKING:
     import networkx

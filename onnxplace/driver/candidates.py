@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import (
     Emitted,
@@ -31,8 +31,9 @@ from onnxplace.facts import (
     Streaming,
     is_refused,
 )
-from onnxplace.model import Model
-from onnxplace.pipeline import Observer, Pipeline, Timing, find_plugin
+from onnxplace.model.model import Model
+from onnxplace.pipeline.pipeline import Observer, Pipeline, Timing
+from onnxplace.pipeline.registry import find_plugin
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.state import Pass, State
 

@@ -34,11 +34,12 @@ from onnxplace.driver.candidates import (
     set_options,
 )
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError
-from onnxplace.evaluation import RateTrial
 from onnxplace.facts import Placement, Profile, Recomputation, Routes, Shards, Streaming
-from onnxplace.model import Model
-from onnxplace.passes.profiling import MIN_STREAMED_BYTES
-from onnxplace.pipeline import OBJECTIVES, ObjectiveName, Observer, Timing
+from onnxplace.measure.rate_trial import RateTrial
+from onnxplace.model.model import Model
+from onnxplace.passes.profiling.streamed_nodes import MIN_STREAMED_BYTES
+from onnxplace.pipeline.pipeline import Observer, Timing
+from onnxplace.pipeline.select_placer import OBJECTIVES, ObjectiveName
 from onnxplace.plugins import ask_plugins
 from onnxplace.problem import (
     fits_single_device,
@@ -47,7 +48,8 @@ from onnxplace.problem import (
     predict_waiting_seconds,
 )
 from onnxplace.state import Pass
-from onnxplace.utils import budget_clock, format_bytes, format_milliseconds, format_time
+from onnxplace.utils.jit import budget_clock
+from onnxplace.utils.quantities import format_bytes, format_milliseconds, format_time
 
 Comparison = Literal["none", "one device", "steps", "requests in flight"]
 """What runs in a trial: only the bundle itself; one device too, where it should be faster; or all candidates, one step

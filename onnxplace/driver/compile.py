@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.staging import Staging, prepare_output, stage_output
 from onnxplace.driver.candidates import Candidate, Profiled, create_pass
 from onnxplace.driver.choose import (
     GIVEN_PASSES,
@@ -29,22 +30,22 @@ from onnxplace.driver.sources import ModelSource, bind_source, open_source
 from onnxplace.driver.step_parts import suggest_fixed_sizes
 from onnxplace.driver.trials import Compiled, finish_bundle
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError
-from onnxplace.evaluation import measure_error
 from onnxplace.facts import Placement, Profile, Routes, Streaming
-from onnxplace.machine import list_accelerators, measurement_cache, require_device, use_custom_operators
-from onnxplace.model import (
-    Model,
-    load as load_model,
-    require_linkable,
-    require_operators,
-    require_unchanged,
-    tensor_size,
-)
-from onnxplace.passes.profiling import MIN_STREAMED_BYTES
-from onnxplace.pipeline import OBJECTIVES, Pipeline, report_idle_devices, require_all_devices_used
+from onnxplace.machine import measurement_cache
+from onnxplace.machine.hardware import list_accelerators, require_device
+from onnxplace.machine.ort_sessions import use_custom_operators
+from onnxplace.measure.trial import measure_error
+from onnxplace.model.loading import load as load_model, require_linkable, require_unchanged
+from onnxplace.model.model import Model
+from onnxplace.model.operator_checks import require_operators
+from onnxplace.model.tensors import tensor_size
+from onnxplace.passes.profiling.streamed_nodes import MIN_STREAMED_BYTES
+from onnxplace.pipeline.pipeline import Pipeline
+from onnxplace.pipeline.select_placer import OBJECTIVES, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
-from onnxplace.target import Target
-from onnxplace.utils import require_different_files, require_writable, takes_fields_of
+from onnxplace.target.target import Target
+from onnxplace.utils.files import require_different_files, require_writable
+from onnxplace.utils.keywords import takes_fields_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto

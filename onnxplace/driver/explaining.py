@@ -10,10 +10,11 @@ import numpy as np
 from onnxplace.driver.candidates import Candidate, Result
 from onnxplace.errors import UsageError
 from onnxplace.facts import Groups, LayoutAlternative, Placement, Profile, Schedule, is_refused
-from onnxplace.graph import Ints
-from onnxplace.model import Model, match_nodes, suggest_nodes
+from onnxplace.graph.op_graph import Ints
+from onnxplace.model.model import Model
+from onnxplace.model.node_metadata import match_nodes, suggest_nodes
 from onnxplace.problem import describe_shortage, device_seconds
-from onnxplace.simulation import Simulation, simulate
+from onnxplace.simulation.simulator import Simulation, simulate
 from onnxplace.state import State
 
 

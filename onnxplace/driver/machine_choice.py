@@ -10,8 +10,9 @@ from pathlib import Path
 
 from onnxplace.driver.plan import Plan, PlannedStrategy
 from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value
-from onnxplace.target import Machine, parse_machine, read_toml
-from onnxplace.utils import format_milliseconds
+from onnxplace.target.machines import Machine, parse_machine
+from onnxplace.target.target_file import read_toml
+from onnxplace.utils.quantities import format_milliseconds
 
 SECONDS_PER_HOUR, REQUESTS = 3600, 1_000_000
 

@@ -11,34 +11,30 @@ from typing import Literal
 
 import numpy as np
 
-from onnxplace.cost_graph import CostGraph
+from onnxplace.cost_graph.data import CostGraph
 from onnxplace.errors import Diagnostic, InfeasibleError, InputError, format_count, suggest_nearest
 from onnxplace.facts import Groups, Placement, Schedule
-from onnxplace.graph import Floats, Ints, Longs
-from onnxplace.pipeline import (
+from onnxplace.graph.op_graph import Floats, Ints, Longs
+from onnxplace.pipeline.pipeline import Pipeline, Timing
+from onnxplace.pipeline.select_placer import (
     BAECHI,
     USE_FEWER_DEVICES,
     ObjectiveName,
-    PassSpec,
-    Pipeline,
-    Timing,
     choose_placer,
     report_idle_devices,
     require_all_devices_used,
 )
+from onnxplace.pipeline.text_form import PassSpec
 from onnxplace.problem import bound_step_seconds
-from onnxplace.reports import PlacedGraph, describe_placement, embed_page
+from onnxplace.reports.page_data import PlacedGraph, describe_placement
+from onnxplace.reports.page_rendering import embed_page
 from onnxplace.state import State
-from onnxplace.target import LinkModel, Target, require_device_limit
-from onnxplace.utils import (
-    budget_clock,
-    format_bytes,
-    format_first,
-    format_milliseconds,
-    format_object,
-    read_json,
-    takes_fields_of,
-)
+from onnxplace.target.limits import require_device_limit
+from onnxplace.target.target import LinkModel, Target
+from onnxplace.utils.files import read_json
+from onnxplace.utils.jit import budget_clock
+from onnxplace.utils.keywords import takes_fields_of
+from onnxplace.utils.quantities import format_bytes, format_first, format_milliseconds, format_object
 
 Grouping = Literal["none", "given", "coplace", "given+coplace"]
 Adjustment = Literal["compute", "memory", "majority"]

@@ -31,14 +31,16 @@ from onnxplace.driver.settings import EFFORTS, CompileSettings, Effort, choose_s
 from onnxplace.driver.sources import bind_source, open_source
 from onnxplace.driver.step_parts import StepPart, list_step_parts, suggest_fixed_sizes
 from onnxplace.errors import Diagnostic
-from onnxplace.evaluation import report_core_shortage
 from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
-from onnxplace.feeds import Array
-from onnxplace.model import Model, StateRequest, load
-from onnxplace.pipeline import Observer, Pipeline, make_pass
+from onnxplace.feeds.feeds import Array
+from onnxplace.measure.trial import report_core_shortage
+from onnxplace.model.loading import load
+from onnxplace.model.model import Model
+from onnxplace.model.state_binding import StateRequest
+from onnxplace.pipeline.pipeline import Observer, Pipeline, make_pass
 from onnxplace.state import Pass, State
-from onnxplace.target import Target
-from onnxplace.utils import format_milliseconds, format_object, format_time
+from onnxplace.target.target import Target
+from onnxplace.utils.quantities import format_milliseconds, format_object, format_time
 
 # How long each placement of stages is searched.
 STAGES_SECONDS: Mapping[Effort, float] = {"low": 0.2, "default": 2, "high": 10}

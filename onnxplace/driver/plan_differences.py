@@ -6,11 +6,14 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.driver.plan import Plan
 from onnxplace.errors import UsageError, format_name
-from onnxplace.reports import Comparison, Quantity, compare_figures, compare_pages, describe_bundle
-from onnxplace.utils import format_bytes, format_milliseconds, read_json
+from onnxplace.reports.differences import compare_figures, compare_pages
+from onnxplace.reports.page_data import describe_bundle
+from onnxplace.reports.page_records import Comparison, Quantity
+from onnxplace.utils.files import read_json
+from onnxplace.utils.quantities import format_bytes, format_milliseconds
 
 _WHERE = "--diff"
 

@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnxplace.errors import UsageError, format_value
-from onnxplace.feeds import Array
-from onnxplace.machine import available_memory_bytes, local_target
-from onnxplace.model import StateRequest
-from onnxplace.pipeline import (
-    BAECHI,
-    OBJECTIVES,
-    ObjectiveName,
-    Observer,
-    Pipeline,
-    choose_placer,
-    make_pass,
-)
+from onnxplace.feeds.feeds import Array
+from onnxplace.machine.hardware import available_memory_bytes, local_target
+from onnxplace.model.state_binding import StateRequest
+from onnxplace.pipeline.pipeline import Observer, Pipeline, make_pass
+from onnxplace.pipeline.select_placer import BAECHI, OBJECTIVES, ObjectiveName, choose_placer
 from onnxplace.state import Pass
-from onnxplace.target import Target, parse_bytes, parse_machine, parse_memory, read_target
+from onnxplace.target.machines import parse_machine
+from onnxplace.target.parsing import parse_bytes, parse_memory
+from onnxplace.target.target import Target
+from onnxplace.target.target_file import read_target
 
 Effort = Literal["low", "default", "high"]
 # What an effort sets of passes, unless the user sets it.

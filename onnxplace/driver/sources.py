@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnxplace.errors import Diagnostic, ModelError, UsageError, format_names
-from onnxplace.model import Model, StateRequest, bind, bind_states, recognise_decoder, try_states
+from onnxplace.model.decoders import recognise_decoder, try_states
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
+from onnxplace.model.state_binding import StateRequest, bind_states
 from onnxplace.plugins import ask_plugins
-from onnxplace.utils import temporary_folder
+from onnxplace.utils.file_locks import temporary_folder
 
 if TYPE_CHECKING:
     from onnx import ModelProto

@@ -13,12 +13,12 @@ from onnxplace.driver.candidates import Candidate, Strategy, create_pass, predic
 from onnxplace.driver.choose import MIN_GAIN
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule, Segments, Source, Streaming
-from onnxplace.model import Model
-from onnxplace.passes.profiling import device_peaks
+from onnxplace.model.model import Model
+from onnxplace.passes.profiling.roofline import device_peaks
 from onnxplace.problem import device_seconds, predict_waiting_seconds
-from onnxplace.reports import PlacedStep, divide_chain
-from onnxplace.simulation import memory_share
-from onnxplace.utils import format_milliseconds
+from onnxplace.reports.step_analysis import PlacedStep, divide_chain
+from onnxplace.simulation.simulated_contention import memory_share
+from onnxplace.utils.quantities import format_milliseconds
 
 # For a hint, that is too long much earlier.
 MAX_HINTED_NODES = 5_000

@@ -13,34 +13,34 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, Staging
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.staging import Staging
 from onnxplace.driver.candidates import Candidate, Strategy, create_pass, predict
 from onnxplace.driver.choose import Comparison, format_rate, report_plain_session
 from onnxplace.driver.settings import CompileSettings
 from onnxplace.errors import Diagnostic, Figure, OnnxplaceError
-from onnxplace.evaluation import (
-    RateTrial,
+from onnxplace.facts import Groups, Placement, Profile, Schedule, Segments, Source, is_refused
+from onnxplace.feeds.feeds import Array
+from onnxplace.graph.op_graph import Floats
+from onnxplace.machine import measurement_cache
+from onnxplace.measure.host_nodes import report_host_nodes
+from onnxplace.measure.rate_trial import RateTrial, apply_rate_trial, choose_in_flight, run_rate_trials
+from onnxplace.measure.trial import (
     Trial,
-    apply_rate_trial,
     apply_trial,
-    choose_in_flight,
     find_trial_doubt,
     find_trial_obstacle,
     replace_manifest,
     report_doubt,
-    report_host_nodes,
-    run_rate_trials,
     run_trials,
 )
-from onnxplace.facts import Groups, Placement, Profile, Schedule, Segments, Source, is_refused
-from onnxplace.feeds import Array
-from onnxplace.graph import Floats
-from onnxplace.machine import measurement_cache
-from onnxplace.model import Model
-from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices
+from onnxplace.model.model import Model
+from onnxplace.pipeline.pipeline import Pipeline, Timing
+from onnxplace.pipeline.select_placer import OBJECTIVES, report_idle_devices
 from onnxplace.problem import bound_speedup, commit_placement, placement_problem, predict_single_device_seconds
 from onnxplace.state import State
-from onnxplace.utils import format_milliseconds, progress_part
+from onnxplace.utils.progress import progress_part
+from onnxplace.utils.quantities import format_milliseconds
 
 # A strategy takes the place of one that the prediction prefers only if its step is clearly shorter.
 CLEAR_RATIO = 0.98

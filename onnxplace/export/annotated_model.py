@@ -12,12 +12,16 @@ from pathlib import Path
 
 from onnx import DeviceConfigurationProto, ModelProto, TensorProto
 
-from onnxplace.bundle import Manifest, order_segments
+from onnxplace.bundle.bundle_simulation import order_segments
+from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import Diagnostic
 from onnxplace.export.exporting import note_routes
 from onnxplace.export.merging import build_whole_model, collect_initializers
 from onnxplace.export.segment_models import BundleModels, list_producers
-from onnxplace.model import DEVICE_KEY, MAX_INLINE_BYTES, WeightFile, tensor_size
+from onnxplace.model.device_metadata import DEVICE_KEY
+from onnxplace.model.model import MAX_INLINE_BYTES
+from onnxplace.model.tensors import tensor_size
+from onnxplace.model.weights import WeightFile
 
 CONFIGURATION = "onnxplace"
 MIN_IR_VERSION = 11

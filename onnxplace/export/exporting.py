@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace._version import __version__
-from onnxplace.bundle import EXPORT_FILE, EXPORT_FORMAT, Bundle, Manifest, prepare_output, stage_output
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import Manifest
+from onnxplace.bundle.staging import EXPORT_FILE, EXPORT_FORMAT, prepare_output, stage_output
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_count, format_names, suggest_nearest
 from onnxplace.export.segment_models import BundleModels
-from onnxplace.pipeline import list_options
+from onnxplace.pipeline.registry import list_options
 from onnxplace.plugins import blame_plugin, list_entries, load_plugin
-from onnxplace.utils import cannot_write_error, disk_error, format_path
+from onnxplace.utils.files import cannot_write_error, disk_error, format_path
 
 
 class ExportOptions(dict[str, Any]):

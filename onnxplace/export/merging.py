@@ -10,20 +10,17 @@ from pathlib import Path
 
 from onnx import GraphProto, ModelProto, NodeProto, StringStringEntryProto, TensorProto, helper
 
-from onnxplace.bundle import Bundle, Manifest
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import Diagnostic, UsageError, format_count
 from onnxplace.export.segment_models import BundleModels, SegmentModel, describe_values
-from onnxplace.model import MAX_INLINE_BYTES, WeightFile, tensor_size
-from onnxplace.training_step import TRAINING_KEY
-from onnxplace.utils import (
-    cannot_write_error,
-    claim_name,
-    format_path,
-    hold_file_lock,
-    require_writable,
-    sweep_leftovers,
-    write_refused_error,
-)
+from onnxplace.model.model import MAX_INLINE_BYTES
+from onnxplace.model.tensors import tensor_size
+from onnxplace.model.weights import WeightFile
+from onnxplace.model_metadata import TRAINING_KEY
+from onnxplace.utils.file_locks import hold_file_lock, sweep_leftovers
+from onnxplace.utils.files import cannot_write_error, format_path, require_writable, write_refused_error
+from onnxplace.utils.names import claim_name
 
 DATA_ENDING = ".data"
 

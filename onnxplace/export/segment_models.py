@@ -10,21 +10,14 @@ from pathlib import Path
 
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from onnxplace.bundle import (
-    SEGMENTS_FOLDER,
-    WHOLE_MODEL_FILE,
-    Bundle,
-    InitialRecord,
-    InputRecord,
-    Manifest,
-    OutputRecord,
-    SegmentRecord,
-    order_segments,
-)
+from onnxplace.bundle.bundle import SEGMENTS_FOLDER, WHOLE_MODEL_FILE, Bundle
+from onnxplace.bundle.bundle_simulation import order_segments
+from onnxplace.bundle.manifest import InitialRecord, InputRecord, Manifest, OutputRecord, SegmentRecord
 from onnxplace.errors import BundleError
-from onnxplace.model import WeightFile, embed_tensor, make_reference, parse_type, tensor_size
-from onnxplace.target import Device
-from onnxplace.utils import progress_part, report_progress
+from onnxplace.model.tensors import embed_tensor, make_reference, parse_type, tensor_size
+from onnxplace.model.weights import WeightFile
+from onnxplace.target.target import Device
+from onnxplace.utils.progress import progress_part, report_progress
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from onnxplace.errors import FeedError, InputError, format_one_line
 from onnxplace.feeds.feeds import Array, Declared
-from onnxplace.utils import open_input, write_file
+from onnxplace.utils.files import open_input, write_file
 
 # The header of a zip file has 16 bits for the length of a name.
 MAX_NAME_BYTES = (1 << 16) - 1

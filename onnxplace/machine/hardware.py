@@ -10,21 +10,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from onnxplace.devices import (
-    SHORT_NAMES,
-    DeviceAddress,
-    Hardware,
-    find_kind,
-    is_isolated,
-    list_kind_names,
-    list_unused_hardware,
-    resolve_short_name,
-)
 from onnxplace.errors import PluginError, TargetError
 from onnxplace.machine.measurement_cache import processor
-from onnxplace.ort import import_onnxruntime, list_installed_wheels
-from onnxplace.target import Device, DeviceSpec, Target, parse_devices, split_host
-from onnxplace.utils import count_free_bytes, find_core_limit, list_cores, run_in_child
+from onnxplace.target.device_kinds import DeviceAddress, Hardware
+from onnxplace.target.hosts import split_host
+from onnxplace.target.kind_table import SHORT_NAMES, find_kind, is_isolated, list_kind_names, resolve_short_name
+from onnxplace.target.parsing import DeviceSpec, parse_devices
+from onnxplace.target.target import Device, Target
+from onnxplace.target.unused_hardware import list_unused_hardware
+from onnxplace.utils.control_groups import count_free_bytes, find_core_limit, list_cores
+from onnxplace.utils.ort import import_onnxruntime, list_installed_wheels
+from onnxplace.utils.subprocesses import run_in_child
 
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
 RUNTIME_BYTES = 141 << 20

@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from onnxplace.utils import start_thread
+from onnxplace.utils.threads import start_thread
 
 # If a first interrupt takes longer than this, a message says that a second one ends the process.
 NOTICE_SECONDS = 2.0
@@ -203,7 +203,7 @@ def run_interruptibly(run: Callable[..., Any], names: Any, feeds: Any) -> Any:
 
     Ctrl-C ends it at the next node, and raises as usual.
     """
-    from onnxplace.ort import import_onnxruntime
+    from onnxplace.utils.ort import import_onnxruntime
 
     options = import_onnxruntime().RunOptions()
     with interruptible(lambda: setattr(options, "terminate", True)):

@@ -26,7 +26,6 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from onnxplace.devices import DeviceAddress, is_isolated
 from onnxplace.errors import ExecutionError
 from onnxplace.machine.ort_sessions import (
     CPU,
@@ -38,8 +37,11 @@ from onnxplace.machine.ort_sessions import (
     open_session as open_session_here,
 )
 from onnxplace.machine.ort_values import make_array_runner, to_ort_value, to_python
-from onnxplace.ort import import_onnxruntime
-from onnxplace.utils import start_child, start_thread
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.kind_table import is_isolated
+from onnxplace.utils.ort import import_onnxruntime
+from onnxplace.utils.subprocesses import start_child
+from onnxplace.utils.threads import start_thread
 
 # How often a caller that waits looks whether its run is to end.
 POLL_SECONDS = 0.02

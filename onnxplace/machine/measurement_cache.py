@@ -30,7 +30,8 @@ import numpy as np
 from onnxplace._version import __version__
 from onnxplace.errors import OnnxplaceError
 from onnxplace.machine.repeated_runs import MAX_SLOWDOWN, find_least_reference_seconds
-from onnxplace.utils import find_core_limit, write_file
+from onnxplace.utils.control_groups import find_core_limit
+from onnxplace.utils.files import write_file
 
 # Part of every key, next to our version: raise it when the measurements, or their format, change.
 VERSION = 2

@@ -19,12 +19,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from onnxplace.devices import DeviceAddress, ProviderLock, find_kind
 from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line, format_value
 from onnxplace.machine.interrupts import interruptible
 from onnxplace.machine.session_errors import explain_session_error, find_written_folder
-from onnxplace.ort import import_onnxruntime
-from onnxplace.utils import find_core_limit, run_in_threads
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.kind_table import find_kind
+from onnxplace.target.provider_lock import ProviderLock
+from onnxplace.utils.control_groups import find_core_limit
+from onnxplace.utils.ort import import_onnxruntime
+from onnxplace.utils.threads import run_in_threads
 
 # ------------------------------------------------------------------ sessions of providers that are not safe for threads
 

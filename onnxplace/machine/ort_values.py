@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnxplace.errors import ModelError, format_names, format_one_line
 from onnxplace.machine.interrupts import run_interruptibly
 from onnxplace.machine.ort_sessions import is_foreign_error, make_session_options, open_session
-from onnxplace.ort import import_onnxruntime
+from onnxplace.utils.ort import import_onnxruntime
 
 Array = NDArray[Any]
 

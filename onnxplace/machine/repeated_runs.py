@@ -23,8 +23,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from onnxplace.graph import Floats, Longs
-from onnxplace.utils import find_core_limit, report_progress
+from onnxplace.graph.op_graph import Floats, Longs
+from onnxplace.utils.control_groups import find_core_limit
+from onnxplace.utils.progress import report_progress
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnxplace.errors import ModelError, OnnxplaceError, UsageError, format_one_line
-from onnxplace.utils import disk_error
+from onnxplace.utils.files import disk_error
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto

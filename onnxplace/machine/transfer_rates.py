@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from onnxplace.devices import find_kind
 from onnxplace.machine.hardware import find_measurement_obstacle
 from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.measurement_cache import key, processor, read, write
 from onnxplace.machine.ort_sessions import make_session_options
 from onnxplace.machine.repeated_runs import RepeatPolicy
-from onnxplace.target import Device, Target, default_link, read_catalogue
+from onnxplace.target.catalogue import read_catalogue
+from onnxplace.target.kind_table import find_kind
+from onnxplace.target.target import Device, Target, default_link
 
 READ_PIECE_BYTES = 16 << 20
 """Of a file, which are read at once."""

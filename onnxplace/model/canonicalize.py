@@ -33,8 +33,8 @@ from onnx import (
 from onnx.inliner import inline_local_functions
 
 from onnxplace.errors import MAX_LISTED, ModelError, format_names
-from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
-from onnxplace.graph import order_items
+from onnxplace.feeds.dimensions import MAX_DIMENSION, MAX_RANK
+from onnxplace.graph.op_graph import order_items
 from onnxplace.model.nested_graphs import (
     has_subgraphs,
     is_tensor_constant,
@@ -56,7 +56,7 @@ from onnxplace.model.tensors import (
     require_shape,
     tensor_size,
 )
-from onnxplace.utils import claim_name
+from onnxplace.utils.names import claim_name
 
 
 @dataclass

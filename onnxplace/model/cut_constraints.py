@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import NodeProto, TensorProto, TypeProto
 
-from onnxplace.graph import Ints, find_root
+from onnxplace.graph.op_graph import Ints, find_root
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import has_subgraphs
 from onnxplace.model.tensors import read_tensor_bytes

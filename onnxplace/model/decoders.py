@@ -21,13 +21,18 @@ import numpy as np
 from onnx import TensorProto, ValueInfoProto
 
 from onnxplace.errors import Diagnostic, ModelError, OnnxplaceError, UsageError, format_names
-from onnxplace.feeds import Array, Declared, random_feeds
-from onnxplace.machine import available_memory_bytes, make_runner, make_session_options, open_session
+from onnxplace.feeds.feeds import Array, Declared
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.machine.hardware import available_memory_bytes
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.machine.ort_values import make_runner
 from onnxplace.model.lineage import RANDOM_OPERATORS
 from onnxplace.model.model import Model, declaration_of, store_for_session
 from onnxplace.model.state_binding import OPTION, StateRequest, bind_states
 from onnxplace.model.tensors import tensor_size
-from onnxplace.utils import find_largest_error, temporary_folder
+from onnxplace.utils.differences import find_largest_error
+from onnxplace.utils.file_locks import temporary_folder
 
 LLM_OPTION = "--llm"
 # Input -> output whose value it takes in the next call; the first spelling whose output exists counts.

@@ -12,7 +12,7 @@ from onnx import NodeDeviceConfigurationProto, NodeProto
 from onnxplace.errors import InputError, format_value
 from onnxplace.model.canonicalize import canonicalize
 from onnxplace.model.loading import parse_model, read_metadata, read_model_file
-from onnxplace.utils import format_path
+from onnxplace.utils.files import format_path
 
 DEVICE_KEY = "onnxplace.device"
 """Metadata of a node: the id of its device, which viewers such as Netron show."""

@@ -17,9 +17,8 @@ from onnxplace.model.node_metadata import name_with_module
 from onnxplace.model.operator_checks import note_known_functions
 from onnxplace.model.tensors import find_external_range, find_repository, relocate_external_data, take_fingerprint
 from onnxplace.model.weights import build_link_error, has_external_file
-from onnxplace.model_metadata import ModelMetadata
-from onnxplace.training_step import read_training_step
-from onnxplace.utils import open_input
+from onnxplace.model_metadata import ModelMetadata, read_training_step
+from onnxplace.utils.files import open_input
 
 
 def load(source: str | Path | ModelProto, *, may_lack_weights: bool = False) -> Model:

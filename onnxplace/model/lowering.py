@@ -12,16 +12,15 @@ import numpy as np
 from onnx import TensorProto, TypeProto, ValueInfoProto, helper
 
 from onnxplace.errors import ModelError, suggest_nearest
-from onnxplace.feeds import (
+from onnxplace.feeds.dimensions import (
     MAX_DIMENSION,
-    Array,
-    check_feeds,
     complete_dimensions,
     dimension_keys,
     dimensions_of_feeds,
     symbols_of_dimension,
 )
-from onnxplace.graph import Csr, OpGraph
+from onnxplace.feeds.feeds import Array, check_feeds
+from onnxplace.graph.op_graph import Csr, OpGraph
 from onnxplace.model.model import Model, declaration_of
 from onnxplace.model.tensors import find_unknown_element, is_known_shape, packed_size, read_shape_entries, tensor_size
 

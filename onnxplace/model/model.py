@@ -29,14 +29,15 @@ from onnx import (
 )
 
 from onnxplace.errors import Diagnostic
-from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
+from onnxplace.feeds.dimensions import resolve_shapes
+from onnxplace.feeds.feeds import Array, Declared
+from onnxplace.feeds.synthetic import random_feeds
 from onnxplace.model.empty_axes import FATAL_OPERATORS, MIN_GUARDED_OPSET, guard_empty_axes
 from onnxplace.model.nested_graphs import captured_names, iterate_reads, iterate_subgraphs, walk_nodes
 from onnxplace.model.shape_inference import infer_shapes
 from onnxplace.model.tensors import Fingerprint, embed_part, format_type, read_shape_entries, strip_data, tensor_size
 from onnxplace.model.weights import WeightFile
-from onnxplace.model_metadata import ModelMetadata
-from onnxplace.training_step import TrainingStep
+from onnxplace.model_metadata import ModelMetadata, TrainingStep
 
 if TYPE_CHECKING:
     from onnxplace.state import State

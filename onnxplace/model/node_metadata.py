@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from onnx import NodeProto
 
 from onnxplace.errors import suggest_nearest
-from onnxplace.utils import match_names
+from onnxplace.utils.names import match_names
 
 # The metadata in which PyTorch's exporter records the modules of a node, outermost first, and after them its own name:
 # "['', 'model', 'model.norm', 'mul_3']", and ": a.Llama/model: a.Model/model.norm: a.Norm/mul_3: aten.mul.Tensor".

@@ -9,10 +9,12 @@ from functools import cache, lru_cache
 from onnx import AttributeProto, FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, defs, helper
 
 from onnxplace.errors import Diagnostic, ExecutionError, ModelError, format_names, suggest_nearest
-from onnxplace.machine import LIBRARY_HINT, list_operator_libraries, make_session_options, open_session
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import list_operator_libraries, make_session_options
+from onnxplace.machine.session_errors import LIBRARY_HINT
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import walk_nodes
-from onnxplace.ort import import_onnxruntime
+from onnxplace.utils.ort import import_onnxruntime
 
 # -------------------------------------------------------------------------------------------------- definitions of ONNX
 

@@ -9,11 +9,11 @@ from types import MappingProxyType
 from onnx import TensorProto, TypeProto
 
 from onnxplace.errors import ModelError, UsageError, suggest_nearest
-from onnxplace.feeds import Declared, describe_input
+from onnxplace.feeds.feeds import Declared, describe_input
 from onnxplace.model.model import Model, declaration_of
 from onnxplace.model.tensors import format_type, read_shape_entries
-from onnxplace.training_step import TRAINING_KEY, TrainingStep
-from onnxplace.utils import match_stars
+from onnxplace.model_metadata import TRAINING_KEY, TrainingStep
+from onnxplace.utils.names import match_stars
 
 OPTION = "--state"
 

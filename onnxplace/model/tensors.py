@@ -15,7 +15,7 @@ import numpy as np
 from onnx import TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 
 from onnxplace.errors import ModelError, format_one_line
-from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
+from onnxplace.feeds.dimensions import MAX_DIMENSION, MAX_RANK
 
 # Bytes of files are read in pieces of this size, so that a large weight never has to fit into memory.
 READ_BYTES = 16 << 20

@@ -10,9 +10,10 @@ from onnxplace.errors import BrokenPassError, InfeasibleError, OnnxplaceError, U
 from onnxplace.facts import Placement, Schedule
 from onnxplace.pipeline.registry import find_plugin
 from onnxplace.pipeline.text_form import PassSpec, build_pass, format_pipeline, make_spec, parse_pipeline
-from onnxplace.plugins import BUILTIN, list_entries
+from onnxplace.plugins import list_entries
 from onnxplace.state import Fact, Pass, State
-from onnxplace.utils import budget_clock, report_time_limit
+from onnxplace.utils.jit import budget_clock
+from onnxplace.utils.progress import report_time_limit
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ def _check_declaration(step: Pass, state: State, before: dict[type, Fact], after
 
 def _suggest_providers(kind: type) -> str:
     """Return a hint at the passes that provide a fact."""
-    plugins: dict[str, type[Pass]] = {name: find_plugin("passes", name) for name in BUILTIN["passes"]}
+    own = [name for name, entry in list_entries("passes").items() if not entry.distribution]
+    plugins: dict[str, type[Pass]] = {name: find_plugin("passes", name) for name in own}
     names = [name for name, plugin in plugins.items() if kind in plugin.provides and kind not in plugin.requires]
     return f"put {' or '.join(names)} before it" if names else f"a plugin must provide {kind.__name__}"

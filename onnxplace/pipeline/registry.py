@@ -13,12 +13,12 @@ from onnxplace.errors import PluginError, UsageError
 from onnxplace.plugins import list_entries, load_plugin
 
 if TYPE_CHECKING:
-    from onnxplace.runtime import Runtime
+    from onnxplace.runtime.interface import Runtime
 
 
 def find_plugin(kind: Literal["passes", "runtimes"], name: str) -> type:
     """Import and return the class behind a name; raises UsageError or PluginError."""
-    from onnxplace.runtime import Runtime
+    from onnxplace.runtime.interface import Runtime
     from onnxplace.state import Pass
 
     plugin, entry = load_plugin(kind, name)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from onnxplace.errors import format_count
 from onnxplace.facts import LayoutAlternative
-from onnxplace.utils import format_time
+from onnxplace.utils.quantities import format_time
 
 # Smaller differences are none.
 MIN_SECONDS = 1e-9

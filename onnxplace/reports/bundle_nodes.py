@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from onnxplace.bundle import COSTS_FILE, WHOLE_MODEL_FILE, Bundle
+from onnxplace.bundle.bundle import COSTS_FILE, WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import OnnxplaceError
-from onnxplace.model import find_module_path, infer_shapes, iterate_reads, list_own_nodes, normalize_module
+from onnxplace.model.empty_axes import list_own_nodes
+from onnxplace.model.nested_graphs import iterate_reads
+from onnxplace.model.node_metadata import find_module_path, normalize_module
+from onnxplace.model.shape_inference import infer_shapes
 from onnxplace.reports.layer_tree import NODE_PART, LayerNode, name_layer, name_segment, sort_forward
 from onnxplace.reports.page_records import NodeEdges, SegmentSummary
-from onnxplace.utils import read_json
+from onnxplace.utils.files import read_json
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto, TensorShapeProto

@@ -12,11 +12,12 @@ import numpy as np
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from onnxplace.errors import InputError, format_count
-from onnxplace.graph import Floats, Longs
+from onnxplace.graph.op_graph import Floats, Longs
 from onnxplace.reports.page_records import MemoryCurve, MemoryItem, Timeline, TimelineRow
 from onnxplace.reports.step_analysis import PlacedStep
-from onnxplace.simulation import MemoryChanges, list_memory_changes
-from onnxplace.utils import format_bytes, format_path, read_json
+from onnxplace.simulation.simulator import MemoryChanges, list_memory_changes
+from onnxplace.utils.files import format_path, read_json
+from onnxplace.utils.quantities import format_bytes
 
 # ----------------------------------------------------------------------------------------- timelines of simulated steps
 

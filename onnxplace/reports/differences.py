@@ -10,7 +10,7 @@ from typing import Literal
 from onnxplace.reports.layer_tree import name_layer
 from onnxplace.reports.page_records import ComparedQuantity, Comparison, PageData, Quantity, Table
 from onnxplace.reports.verdict import MIN_SHARE, RATE_LABEL
-from onnxplace.utils import format_bytes, format_time
+from onnxplace.utils.quantities import format_bytes, format_time
 
 # Layers that a row names.
 MAX_LISTED_LAYERS = 3

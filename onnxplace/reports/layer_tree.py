@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby, pairwise
 from typing import Any
 
-from onnxplace.graph import order_items
+from onnxplace.graph.op_graph import order_items
 from onnxplace.reports.page_records import LayerTree
 
 Edges = Collection[tuple[int, int]]

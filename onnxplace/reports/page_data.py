@@ -8,19 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from onnxplace.bundle import (
-    Bundle,
-    Manifest,
-    build_weight_stream,
-    describe_step,
-    list_routes,
-    list_working_devices,
-)
-from onnxplace.cost_graph import CostGraph
+from onnxplace.bundle.bundle import Bundle, describe_step
+from onnxplace.bundle.bundle_routes import list_routes, list_working_devices
+from onnxplace.bundle.bundle_simulation import build_weight_stream
+from onnxplace.bundle.manifest import Manifest
+from onnxplace.cost_graph.data import CostGraph
 from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Schedule, is_refused
-from onnxplace.graph import Ints, OpGraph
-from onnxplace.pipeline import parse_pipeline
+from onnxplace.graph.op_graph import Ints, OpGraph
+from onnxplace.pipeline.text_form import parse_pipeline
 from onnxplace.reports.bundle_nodes import read_nodes
 from onnxplace.reports.charts import draw_memory, draw_step, read_trace
 from onnxplace.reports.layer_tree import LayerNode, build_layer_tree, name_layer
@@ -40,8 +36,8 @@ from onnxplace.reports.page_records import (
 from onnxplace.reports.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
 from onnxplace.reports.text import count_streamed_bytes
 from onnxplace.reports.verdict import RATE_LABEL, ReportContext, judge_step
-from onnxplace.simulation import WeightStream
-from onnxplace.utils import format_bytes, format_time
+from onnxplace.simulation.weight_streams import WeightStream
+from onnxplace.utils.quantities import format_bytes, format_time
 
 # What times follow from.
 FROM_TRIAL, FROM_COSTS = "from trial", "from node costs"

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace._version import __version__
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import UsageError
-from onnxplace.pipeline import Observer
+from onnxplace.pipeline.pipeline import Observer
 from onnxplace.reports.differences import compare_pages
 from onnxplace.reports.page_data import describe_bundle
 from onnxplace.reports.page_records import Comparison, MemoryCurve, PageData
-from onnxplace.utils import format_bytes, format_time, require_different_files, require_writable, write_file
+from onnxplace.utils.files import require_different_files, require_writable, write_file
+from onnxplace.utils.quantities import format_bytes, format_time
 
 # Template, style and scripts of the page.
 PAGE_FOLDER = Path(__file__).parent / "page"

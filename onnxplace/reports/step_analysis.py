@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from onnxplace.bundle import Manifest, build_segment_graph, build_weight_stream
+from onnxplace.bundle.bundle_simulation import build_segment_graph, build_weight_stream
+from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import format_count
-from onnxplace.graph import Floats, Ints, OpGraph
+from onnxplace.graph.op_graph import Floats, Ints, OpGraph
 from onnxplace.reports.page_records import Bound, ChainPart, Crossing
-from onnxplace.simulation import Simulation, WeightStream, simulate, simulate_stream
-from onnxplace.target import Target
-from onnxplace.utils import format_time
+from onnxplace.simulation.simulator import Simulation, simulate, simulate_stream
+from onnxplace.simulation.weight_streams import WeightStream
+from onnxplace.target.target import Target
+from onnxplace.utils.quantities import format_time
 
 
 @dataclass(frozen=True)

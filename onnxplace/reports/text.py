@@ -6,17 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from onnxplace.errors import format_count, format_name, format_names
-from onnxplace.utils import format_bytes, format_milliseconds
+from onnxplace.utils.quantities import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
-    from onnxplace.bundle import (
-        Bundle,
-        Manifest,
-        RepeatRecord,
-        ShardedKindRecord,
-        ShardingRecord,
-        TrainingRecord,
-    )
+    from onnxplace.bundle.bundle import Bundle
+    from onnxplace.bundle.manifest import Manifest, RepeatRecord, ShardedKindRecord, ShardingRecord, TrainingRecord
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -75,8 +69,8 @@ def compile_summary(bundle: Bundle) -> str:
 
 def _format_steps(manifest: Manifest) -> list[str]:
     """Return a line about the step, and what is known with requests in flight."""
-    from onnxplace.bundle import describe_step
-    from onnxplace.pipeline import OBJECTIVES  # imports what placing needs, and other texts do not
+    from onnxplace.bundle.bundle import describe_step
+    from onnxplace.pipeline.select_placer import OBJECTIVES  # imports what placing needs, and other texts do not
 
     predicted, trial = manifest.predicted, manifest.trial
     lines = [describe_step(manifest)]
@@ -130,7 +124,7 @@ def _format_openings(manifest: Manifest) -> list[str]:
 
 def _format_routes(manifest: Manifest) -> list[str]:
     """Return a line that says which copies requests may take; none if there is one route."""
-    from onnxplace.bundle import list_routes
+    from onnxplace.bundle.bundle_routes import list_routes
 
     routes = list_routes(manifest)
     if len(routes) == 1:
@@ -142,7 +136,7 @@ def _format_routes(manifest: Manifest) -> list[str]:
 
 def describe_copies(manifest: Manifest) -> str:
     """Return what is there several times, as in `2 copies of the model`."""
-    from onnxplace.bundle import list_routes
+    from onnxplace.bundle.bundle_routes import list_routes
 
     routes = list_routes(manifest)
     devices = {home: {route.devices[home] for route in routes} for home in routes[0].devices}

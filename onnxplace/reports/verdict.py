@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnxplace.graph import Floats
+from onnxplace.graph.op_graph import Floats
 from onnxplace.reports.page_records import Advice, AttemptGroup, Bound, Verdict
 from onnxplace.reports.step_analysis import PlacedStep
-from onnxplace.simulation import WeightStream, simulate_stream
-from onnxplace.target import Target
-from onnxplace.utils import format_time
+from onnxplace.simulation.simulator import simulate_stream
+from onnxplace.simulation.weight_streams import WeightStream
+from onnxplace.target.target import Target
+from onnxplace.utils.quantities import format_time
 
 # Smaller shares of a step are no advice, and smaller differences of two no reason.
 MIN_SHARE = 0.02

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_part
+from onnxplace.utils.jit import compiled_part
 
 # A time in which a channel is free. Entry `d` begins the chain of device `d`; the last one counts the entries in use.
 GAP = np.dtype([("begin", np.float64), ("end", np.float64), ("next", np.int64)], align=True)

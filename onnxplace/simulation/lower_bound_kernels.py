@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import heap_pop, heap_push
-from onnxplace.utils import compiled_part, linear_in_place, linear_loop
+from onnxplace.graph.graph_kernels import heap_pop, heap_push
+from onnxplace.utils.jit import compiled_part, linear_in_place, linear_loop
 
 Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.simulation.lower_bound_kernels import (
     best_threshold,
     compute_heads,
@@ -19,7 +19,7 @@ from onnxplace.simulation.lower_bound_kernels import (
     is_connected,
     new_neighbourhood,
 )
-from onnxplace.target import Target
+from onnxplace.target.target import Target
 
 # Head lengths that are combined with every tail length.
 MAX_HEAD_LEVELS = 16

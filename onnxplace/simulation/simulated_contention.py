@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.graph import Floats, Ints, OpGraph, sum_alive, sum_by
+from onnxplace.graph.lifetimes import sum_alive
+from onnxplace.graph.op_graph import Floats, Ints, OpGraph, sum_by
 from onnxplace.simulation.simulator import Simulation, simulate
 from onnxplace.simulation.weight_streams import WeightStream
-from onnxplace.target import Shared, Target
+from onnxplace.target.target import Shared, Target
 
 # Rounds end when times change by less than this share of the step. Each round leaves less than 1 - 1 / slowdown of the
 # error.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.graph.op_graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.simulation.channel_kernels import GAP
 from onnxplace.simulation.step_kernels import (
     DEVICE,
@@ -23,7 +23,7 @@ from onnxplace.simulation.step_kernels import (
     run_events,
 )
 from onnxplace.simulation.weight_streams import SETTLING_STEPS, WeightStream
-from onnxplace.target import LINK_MODELS, Target
+from onnxplace.target.target import LINK_MODELS, Target
 
 
 @dataclass(frozen=True)

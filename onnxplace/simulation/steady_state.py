@@ -14,10 +14,10 @@ from typing import Literal
 
 import numpy as np
 
-from onnxplace.graph import Floats, Ints, OpGraph, sum_by
+from onnxplace.graph.op_graph import Floats, Ints, OpGraph, sum_by
 from onnxplace.simulation.simulated_contention import busy_slowdowns
-from onnxplace.target import LinkModel, Target
-from onnxplace.utils import LinearProgram
+from onnxplace.target.target import LinkModel, Target
+from onnxplace.utils.linear_programs import LinearProgram
 
 Count = Literal["max", "sum"]
 """Whether devices compute while they transfer (`max`), or do one after the other (`sum`)."""

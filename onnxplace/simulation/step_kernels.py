@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Bools, Floats, Ints, Longs
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
 from onnxplace.simulation.channel_kernels import book_transfer, open_channels
-from onnxplace.utils import linear_in_place
+from onnxplace.utils.jit import linear_in_place
 
 # The state of a device in `run_events`.
 DEVICE = np.dtype(

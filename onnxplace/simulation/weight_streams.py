@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Floats, Ints, Longs
+from onnxplace.graph.op_graph import Floats, Ints, Longs
 
 # Weights are aligned to pages within a pool.
 PAGE_BYTES = 4096

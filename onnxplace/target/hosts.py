@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Iterable, Sequence, Set
 from itertools import permutations
 
-from onnxplace.devices import is_known_kind
 from onnxplace.errors import TargetError, format_names, format_value, suggest_nearest
+from onnxplace.target.kind_table import is_known_kind
 
 # Labels of letters, digits and inner hyphens, joined by dots: names of DNS and IPv4 addresses.
 _LABEL = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onnxplace.devices import SHORT_NAMES, find_kind, is_known_kind, list_kind_names
 from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value, suggest_nearest
 from onnxplace.target.hosts import require_host_name, require_hosts_on_all, split_host
+from onnxplace.target.kind_table import SHORT_NAMES, find_kind, is_known_kind, list_kind_names
 from onnxplace.target.limits import MAX_INDEX, MAX_MEMORY_BYTES, require_device_limit
 
 

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.devices import ISOLATE, DeviceAddress, find_kind
 from onnxplace.errors import MAX_LISTED, TargetError, format_count, format_names, format_value, suggest_nearest
+from onnxplace.target.device_kinds import ISOLATE, DeviceAddress
 from onnxplace.target.hosts import (
     ALL_TO_ALL,
     PER_HOST,
@@ -23,6 +23,7 @@ from onnxplace.target.hosts import (
     require_links,
     split_host,
 )
+from onnxplace.target.kind_table import find_kind
 from onnxplace.target.limits import (
     MAX_BYTES_PER_SECOND,
     MAX_CORES,
@@ -36,7 +37,7 @@ from onnxplace.target.limits import (
     require_number,
 )
 from onnxplace.target.parsing import parse_device_id, require_device_options
-from onnxplace.utils import format_bytes, format_first, format_object
+from onnxplace.utils.quantities import format_bytes, format_first, format_object
 
 LinkModel = Literal["duplex", "parallel", "sequential"]
 LINK_MODELS: tuple[LinkModel, ...] = ("duplex", "parallel", "sequential")

@@ -15,7 +15,7 @@ from onnxplace.errors import InputError, TargetError, format_names, format_one_l
 from onnxplace.target.hosts import ALL_TO_ALL, PER_HOST
 from onnxplace.target.limits import require_device_limit
 from onnxplace.target.target import LINK_MODELS, Device, Link, Shared, Target
-from onnxplace.utils import read_text
+from onnxplace.utils.files import read_text
 
 Record = TypeVar("Record")
 # The tables and values at the top level of a target file.

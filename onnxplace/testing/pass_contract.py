@@ -23,11 +23,13 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source
-from onnxplace.graph import Csr, Ints, OpGraph
-from onnxplace.pipeline import build_pass, make_pass as make_named_pass, make_spec, parse_pipeline, run_pass
-from onnxplace.simulation import lower_bound_seconds, simulate
+from onnxplace.graph.op_graph import Csr, Ints, OpGraph
+from onnxplace.pipeline.pipeline import make_pass as make_named_pass, run_pass
+from onnxplace.pipeline.text_form import build_pass, make_spec, parse_pipeline
+from onnxplace.simulation.lower_bounds import lower_bound_seconds
+from onnxplace.simulation.simulator import simulate
 from onnxplace.state import Pass, State
-from onnxplace.target import LINK_MODELS, Device, Link, LinkModel, Target
+from onnxplace.target.target import LINK_MODELS, Device, Link, LinkModel, Target
 from onnxplace.testing.runtime_contract import require
 
 # All random times are multiples of this power of two, so that their sums are exact in any order.

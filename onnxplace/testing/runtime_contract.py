@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import ExecutionError, FeedError, UsageError
-from onnxplace.feeds import Array
-from onnxplace.pipeline import make_pass, make_spec
-from onnxplace.runtime import Result, Runtime, RuntimeSession
-from onnxplace.target import Device, Target
-from onnxplace.utils import temporary_folder
+from onnxplace.feeds.feeds import Array
+from onnxplace.pipeline.pipeline import make_pass
+from onnxplace.pipeline.text_form import make_spec
+from onnxplace.runtime.interface import Result, Runtime, RuntimeSession
+from onnxplace.target.target import Device, Target
+from onnxplace.utils.file_locks import temporary_folder
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -124,7 +125,7 @@ def compile_placed(
         state: pairs of a state's output and input.
         sizes: of symbolic dimensions.
     """
-    from onnxplace.driver import compile_model
+    from onnxplace.driver.compile import compile_model
 
     folder.mkdir(parents=True)
     device_map = folder / "map.json"

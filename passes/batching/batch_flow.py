@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, numpy_helper
 
-from onnxplace.bundle import BatchingRecord
+from onnxplace.bundle.manifest import BatchingRecord
 from onnxplace.errors import OnnxplaceError
-from onnxplace.feeds import complete_dimensions, dimension_keys, symbols_of_dimension
-from onnxplace.model import Model, declaration_of, has_subgraphs
+from onnxplace.feeds.dimensions import complete_dimensions, dimension_keys, symbols_of_dimension
+from onnxplace.model.model import Model, declaration_of
+from onnxplace.model.nested_graphs import has_subgraphs
 from onnxplace.passes.batching.batch_propagation_rules import (
     MOVES_ROWS,
     SHIFTS_ROWS,
@@ -41,14 +42,10 @@ from onnxplace.passes.batching.batch_propagation_rules import (
     read_sizes,
     shift_rows,
 )
-from onnxplace.passes.sharding import (
-    NodeView,
-    TensorFacts,
-    infer_shapes_and_values,
-    is_unrepeatable,
-    read_constants,
-    split_words,
-)
+from onnxplace.passes.sharding.rules.node_views import NodeView, split_words
+from onnxplace.passes.sharding.space.known_shapes import infer_shapes_and_values
+from onnxplace.passes.sharding.space.strategy_space import is_unrepeatable
+from onnxplace.passes.sharding.space.tensor_facts import TensorFacts, read_constants
 
 # How a batch flows through a model: which axis of each value holds the requests, one after the other.
 

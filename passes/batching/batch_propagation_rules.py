@@ -10,17 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto
 
-from onnxplace.passes.sharding import (
-    RESHAPES,
-    AxisRule,
-    Division,
-    Layout,
-    NodeView,
-    Shape,
-    equal_parts,
-    list_axis_rules,
-    reshape_layout,
-)
+from onnxplace.passes.sharding.rules.axis_rules import AxisRule
+from onnxplace.passes.sharding.rules.layouts import Division, Layout
+from onnxplace.passes.sharding.rules.node_views import NodeView, Shape
+from onnxplace.passes.sharding.rules.reshape_rules import RESHAPES, equal_parts, reshape_layout
+from onnxplace.passes.sharding.rules.rule_table import list_axis_rules
 
 # Numbers of the rows in a batch: `Range` over the batch, by which exporters pick from each row.
 #

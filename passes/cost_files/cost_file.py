@@ -21,10 +21,13 @@ from numpy.typing import NDArray
 
 from onnxplace.errors import Diagnostic, InputError, ModelError, format_value
 from onnxplace.facts import REFUSED_SECONDS, Profile, Quality, Source
-from onnxplace.model import Model, build_op_graph, infer_static_shapes, value_bytes
-from onnxplace.passes.profiling import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX_WHOLE_SECONDS, fingerprints
-from onnxplace.target import MAX_SECONDS, Target
-from onnxplace.utils import read_json, read_text
+from onnxplace.model.lowering import build_op_graph, infer_static_shapes, value_bytes
+from onnxplace.model.model import Model
+from onnxplace.passes.profiling.profile_model import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX_WHOLE_SECONDS
+from onnxplace.passes.profiling.repeated_layers import fingerprints
+from onnxplace.target.limits import MAX_SECONDS
+from onnxplace.target.target import Target
+from onnxplace.utils.files import read_json, read_text
 
 CostEntry = Mapping[str, Any]
 

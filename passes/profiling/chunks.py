@@ -16,11 +16,11 @@ from onnx import ValueInfoProto, helper
 
 from onnxplace.errors import OnnxplaceError
 from onnxplace.facts import Quality, Repeat
-from onnxplace.graph import Csr, Ints, OpGraph
-from onnxplace.model import Model
+from onnxplace.graph.op_graph import Csr, Ints, OpGraph
+from onnxplace.model.model import Model
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
 from onnxplace.passes.profiling.repeated_layers import wiring
-from onnxplace.utils import progress_part
+from onnxplace.utils.progress import progress_part
 
 # By position of a node in its chunk, and of the output at the node.
 _OutputSlot = tuple[int, int]

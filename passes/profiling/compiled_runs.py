@@ -17,23 +17,22 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.devices import ISOLATE, DeviceAddress, find_kind, is_isolated
 from onnxplace.errors import Diagnostic, OnnxplaceError, format_count
 from onnxplace.facts import REFUSED_SECONDS, is_refused
-from onnxplace.graph import Bools, Floats, Ints, OpGraph
-from onnxplace.machine import (
-    RepeatPolicy,
-    list_taken_nodes,
-    make_runner,
-    make_session_options,
-    open_session,
-    pin_thread,
-)
-from onnxplace.model import Model, join_quantised_units, store_for_session
+from onnxplace.graph.op_graph import Bools, Floats, Ints, OpGraph
+from onnxplace.machine.isolated_sessions import list_taken_nodes, open_session
+from onnxplace.machine.ort_sessions import make_session_options, pin_thread
+from onnxplace.machine.ort_values import make_runner
+from onnxplace.machine.repeated_runs import RepeatPolicy
+from onnxplace.model.cut_constraints import join_quantised_units
+from onnxplace.model.model import Model, store_for_session
 from onnxplace.passes.profiling.chunks import extract_nodes, list_outputs, name_outputs
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions, run_repeatedly
-from onnxplace.target import Device
-from onnxplace.utils import progress_part, temporary_folder
+from onnxplace.target.device_kinds import ISOLATE, DeviceAddress
+from onnxplace.target.kind_table import find_kind, is_isolated
+from onnxplace.target.target import Device
+from onnxplace.utils.file_locks import temporary_folder
+from onnxplace.utils.progress import progress_part
 
 # Operators that a note lists at most.
 MAX_LISTED_OPERATORS = 5

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from onnxplace.graph import Bools, Floats, Ints
-from onnxplace.model import Model
+from onnxplace.graph.op_graph import Bools, Floats, Ints
+from onnxplace.model.model import Model
 
 # Suffixes that ONNX Runtime appends to make a name unique, and to the value of a kernel for blocked layouts; and the
 # kernels that it inserts to change a layout.

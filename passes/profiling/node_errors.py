@@ -15,13 +15,19 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto
 
-from onnxplace.devices import DeviceAddress
 from onnxplace.errors import OnnxplaceError
-from onnxplace.graph import Bools, Floats, Ints, OpGraph, sum_by
-from onnxplace.machine import available_cores, make_runner, make_session_options, open_session
-from onnxplace.model import Model, rename_reads, store_for_session
+from onnxplace.graph.op_graph import Bools, Floats, Ints, OpGraph, sum_by
+from onnxplace.machine.hardware import available_cores
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.machine.ort_values import make_runner
+from onnxplace.model.model import Model, store_for_session
+from onnxplace.model.nested_graphs import rename_reads
 from onnxplace.passes.profiling.chunks import cut_into_chunks, extract_nodes, list_last_readers, list_outputs
-from onnxplace.utils import progress_part, relative_error, temporary_folder
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.utils.differences import relative_error
+from onnxplace.utils.file_locks import temporary_folder
+from onnxplace.utils.progress import progress_part
 
 Values = Mapping[str, Any]
 # Weights and values of a part of the model, all of which are held at once.

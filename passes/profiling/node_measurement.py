@@ -20,25 +20,26 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.facts import Quality
-from onnxplace.graph import Floats, Ints
-from onnxplace.machine import (
-    BUSY_WAITING_SHARE,
-    IsolatedSession,
-    RepeatPolicy,
-    Runs,
-    find_disk_full,
+from onnxplace.graph.op_graph import Floats, Ints
+from onnxplace.machine.isolated_sessions import IsolatedSession, open_session
+from onnxplace.machine.ort_sessions import (
     list_operator_libraries,
-    make_runner,
     make_session_options,
-    open_session,
     pin_thread,
     use_custom_operators,
 )
-from onnxplace.model import Model, packed_size, store_for_session
+from onnxplace.machine.ort_values import make_runner
+from onnxplace.machine.repeated_runs import BUSY_WAITING_SHARE, RepeatPolicy, Runs
+from onnxplace.machine.session_errors import find_disk_full
+from onnxplace.model.model import Model, store_for_session
+from onnxplace.model.tensors import packed_size
 from onnxplace.passes.profiling.kernel_attribution import PROFILER_SECONDS, attribute_kernels, remove_overhead
-from onnxplace.utils import progress_part, run_in_child, temporary_folder
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.kind_table import find_kind
+from onnxplace.utils.file_locks import temporary_folder
+from onnxplace.utils.progress import progress_part
+from onnxplace.utils.subprocesses import run_in_child
 
 Feeds = Mapping[str, NDArray[Any]]
 # Unmeasured runs of each series: this many, or fewer once they have taken this time.

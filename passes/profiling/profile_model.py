@@ -12,18 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from onnxplace.devices import find_kind
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import REFUSED_SECONDS, Profile, Quality, Repeat, Source
-from onnxplace.graph import Floats, Ints, OpGraph
-from onnxplace.machine import (
-    DOUBTFUL_WAITING_SHARE,
-    MIN_RUNS,
-    list_operator_libraries,
-    measurement_cache,
-)
-from onnxplace.model import Model, build_op_graph
-from onnxplace.ort import import_onnxruntime
+from onnxplace.graph.op_graph import Floats, Ints, OpGraph
+from onnxplace.machine import measurement_cache
+from onnxplace.machine.ort_sessions import list_operator_libraries
+from onnxplace.machine.repeated_runs import DOUBTFUL_WAITING_SHARE, MIN_RUNS
+from onnxplace.model.lowering import build_op_graph
+from onnxplace.model.model import Model
 from onnxplace.passes.profiling.chunks import cut_into_chunks, has_repeated_chunks, measure_chunks, session_bytes
 from onnxplace.passes.profiling.compiled_runs import RunMeasurer
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
@@ -35,7 +31,9 @@ from onnxplace.passes.profiling.repeated_layers import (
     small_integer_bytes,
 )
 from onnxplace.passes.profiling.roofline import device_peaks, estimate_seconds
-from onnxplace.target import Device
+from onnxplace.target.kind_table import find_kind
+from onnxplace.target.target import Device
+from onnxplace.utils.ort import import_onnxruntime
 
 # Of one value or weight, and of all together: sums of such amounts are still 64-bit integers.
 MAX_BYTES = 1 << 50

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_part, linear_loop
+from onnxplace.utils.jit import compiled_part, linear_loop
 
 
 @compiled_part

@@ -10,8 +10,9 @@ import numpy as np
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, numpy_helper
 
 from onnxplace.facts import Repeat
-from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph
-from onnxplace.model import Model, tensor_size
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph
+from onnxplace.model.model import Model
+from onnxplace.model.tensors import tensor_size
 from onnxplace.passes.profiling.repeat_kernels import find_runs
 
 Shapes = Mapping[str, Sequence[int]]

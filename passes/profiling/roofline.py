@@ -14,11 +14,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from onnx import NodeProto, TensorProto, numpy_helper, parser
 
-from onnxplace.devices import find_kind
-from onnxplace.graph import Floats
-from onnxplace.machine import RepeatPolicy, make_session_options, open_session, pin_thread
-from onnxplace.model import Model, iterate_subgraphs, list_quantised_kernels, tensor_size, value_bytes
-from onnxplace.target import Device
+from onnxplace.graph.op_graph import Floats
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options, pin_thread
+from onnxplace.machine.repeated_runs import RepeatPolicy
+from onnxplace.model.cut_constraints import list_quantised_kernels
+from onnxplace.model.lowering import value_bytes
+from onnxplace.model.model import Model
+from onnxplace.model.nested_graphs import iterate_subgraphs
+from onnxplace.model.tensors import tensor_size
+from onnxplace.target.kind_table import find_kind
+from onnxplace.target.target import Device
 
 
 @dataclass(frozen=True)

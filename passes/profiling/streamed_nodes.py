@@ -28,26 +28,25 @@ from pydantic import TypeAdapter
 
 from onnxplace.errors import OnnxplaceError
 from onnxplace.facts import Profile, Source
-from onnxplace.feeds import Declared, random_feeds
-from onnxplace.graph import Csr, Floats, Ints
-from onnxplace.machine import (
-    RepeatPolicy,
-    Runs,
-    available_cores,
-    find_measurement_obstacle,
-    make_runner,
-    make_session_options,
-    measurement_cache,
-    open_session,
-    pin_thread,
-)
-from onnxplace.model import Model, WeightFile, format_type, store_for_session
+from onnxplace.feeds.feeds import Declared
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.graph.op_graph import Csr, Floats, Ints
+from onnxplace.machine import measurement_cache
+from onnxplace.machine.hardware import available_cores, find_measurement_obstacle
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options, pin_thread
+from onnxplace.machine.ort_values import make_runner
+from onnxplace.machine.repeated_runs import RepeatPolicy, Runs
+from onnxplace.model.model import Model, store_for_session
+from onnxplace.model.tensors import format_type
+from onnxplace.model.weights import WeightFile
 from onnxplace.passes.profiling.chunks import extract_nodes, name_outputs
 from onnxplace.passes.profiling.compiled_runs import describe_run
 from onnxplace.passes.profiling.profile_model import describe_class
 from onnxplace.passes.profiling.repeated_layers import fingerprints
-from onnxplace.target import Device
-from onnxplace.utils import progress_part, temporary_folder
+from onnxplace.target.target import Device
+from onnxplace.utils.file_locks import temporary_folder
+from onnxplace.utils.progress import progress_part
 
 MIN_STREAMED_BYTES = 1 << 20
 """Smaller weights stay on their devices: each input of a segment takes time as well."""

@@ -11,8 +11,11 @@ from onnx import NodeProto
 
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Original, Profile, Recomputation, is_refused
-from onnxplace.graph import Floats, Ints
-from onnxplace.model import RANDOM_OPERATORS, Model, build_op_graph, has_subgraphs
+from onnxplace.graph.op_graph import Floats, Ints
+from onnxplace.model.lineage import RANDOM_OPERATORS
+from onnxplace.model.lowering import build_op_graph
+from onnxplace.model.model import Model
+from onnxplace.model.nested_graphs import has_subgraphs
 from onnxplace.passes.recomputation.clone_choice import CloneChoice, TurnProblem, choose_clones, held_bytes
 from onnxplace.passes.recomputation.cloned_model import clone_profile, find_ranks, write_clones
 from onnxplace.passes.recomputation.memory_order import order_for_memory

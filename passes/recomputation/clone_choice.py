@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph
 from onnxplace.passes.recomputation.clone_kernels import buffer_spans, place_clones
 
 # Nodes that one step of the search adds together. Each step is rated by a pass over the whole graph.

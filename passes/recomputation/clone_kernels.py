@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from onnxplace.utils import in_place
+from onnxplace.utils.jit import in_place
 
 
 @in_place

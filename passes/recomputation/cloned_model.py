@@ -17,11 +17,13 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnxplace.facts import Profile
-from onnxplace.graph import Bools, Ints, Longs, OpGraph
-from onnxplace.model import Model, build_op_graph, rename_reads
+from onnxplace.graph.op_graph import Bools, Ints, Longs, OpGraph
+from onnxplace.model.lowering import build_op_graph
+from onnxplace.model.model import Model
+from onnxplace.model.nested_graphs import rename_reads
+from onnxplace.model_metadata import PARAMETER_KEY, PHASE_KEY
 from onnxplace.passes.recomputation.clone_choice import ClonedSchedule, TurnProblem
 from onnxplace.passes.recomputation.memory_order import find_branches
-from onnxplace.training_step import PARAMETER_KEY, PHASE_KEY
 
 # Late values nearer to each other than so many nodes open the same gates.
 SPACING_NODES = 16

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from onnxplace.graph import Bools, Csr, Ints, OpGraph, find_root
+from onnxplace.graph.op_graph import Bools, Csr, Ints, OpGraph, find_root
 from onnxplace.passes.recomputation.clone_choice import held_bytes
 
 # A node belongs to the update of a parameter, or to another branch of its own, if at most this share of all outputs,

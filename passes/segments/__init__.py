@@ -1,5 +1,1 @@
 """Segments: memory limits, boundary types, manifest."""
-
-from onnxplace._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__, __file__)

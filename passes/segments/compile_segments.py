@@ -15,16 +15,22 @@ from pathlib import Path
 import onnx
 from onnx import ModelProto, TensorProto, TypeProto, helper, numpy_helper
 
-from onnxplace.bundle import SEGMENTS_FOLDER, CompiledRecord, SegmentRecord, SizedRecord
-from onnxplace.devices import find_kind
+from onnxplace.bundle.bundle import SEGMENTS_FOLDER
+from onnxplace.bundle.manifest import CompiledRecord, SegmentRecord, SizedRecord
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.facts import Segment, Segments
-from onnxplace.machine import describe_optimiser, find_device_problem, make_session_options, open_session
-from onnxplace.model import Model, WeightFile, read_shape_entries
+from onnxplace.machine.hardware import describe_optimiser, find_device_problem
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.model.model import Model
+from onnxplace.model.tensors import read_shape_entries
+from onnxplace.model.weights import WeightFile
 from onnxplace.passes.segments.segment_predictions import list_device_maps
 from onnxplace.state import State
-from onnxplace.target import Device
-from onnxplace.utils import report_progress, temporary_folder
+from onnxplace.target.kind_table import find_kind
+from onnxplace.target.target import Device
+from onnxplace.utils.file_locks import temporary_folder
+from onnxplace.utils.progress import report_progress
 
 
 @dataclass(frozen=True)

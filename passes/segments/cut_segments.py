@@ -13,15 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.bundle import Step
+from onnxplace.bundle.manifest import Step
 from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Placement, Profile, Schedule, Segment, Segments
-from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
-from onnxplace.model import Model
+from onnxplace.graph.op_graph import Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.model.model import Model
 from onnxplace.passes.segments.memory_limits import SegmentPlan, simulate_segments
-from onnxplace.simulation import DEVICE, GAP
+from onnxplace.simulation.channel_kernels import GAP
+from onnxplace.simulation.step_kernels import DEVICE
 from onnxplace.state import State
-from onnxplace.target import LINK_MODELS, Target
+from onnxplace.target.target import LINK_MODELS, Target
 
 # Steps of the loop that merges, at most; beyond, the segments stay as they are cut.
 MAX_WORK = 2_000_000_000

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from onnx import TypeProto
 
-from onnxplace.bundle import (
+from onnxplace.bundle.manifest import (
     SCHEMA_VERSION,
     InitialRecord,
     InputRecord,
@@ -28,17 +28,12 @@ from onnxplace.bundle import (
     WeightRecord,
 )
 from onnxplace.facts import Placement, Prediction, Profile, Routes, Segments, Shards, Streaming
-from onnxplace.machine import describe_optimiser
-from onnxplace.model import (
-    Model,
-    declaration_of,
-    format_type,
-    list_custom_operators,
-    read_shape_entries,
-    says_unknown,
-)
+from onnxplace.machine.hardware import describe_optimiser
+from onnxplace.model.model import Model, declaration_of
+from onnxplace.model.operator_checks import list_custom_operators
+from onnxplace.model.tensors import format_type, read_shape_entries, says_unknown
+from onnxplace.model_metadata import Phase
 from onnxplace.state import State
-from onnxplace.training_roles import Phase
 
 _Shape = tuple[int | str | None, ...]
 

@@ -13,10 +13,12 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_alive, sum_by
+from onnxplace.graph.lifetimes import sum_alive
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.passes.segments.streamed_blocks import find_stream
 from onnxplace.problem import describe_shortage, device_seconds
-from onnxplace.simulation import Simulation, simulate_stream, simulate_with_contention
+from onnxplace.simulation.simulated_contention import simulate_with_contention
+from onnxplace.simulation.simulator import Simulation, simulate_stream
 from onnxplace.state import State
 
 # Each round cuts every segment that holds too much at least in two; single nodes are the last resort.

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.graph import Floats, Ints, Longs
-from onnxplace.simulation import book_transfer, open_channels
-from onnxplace.utils import compiled_loop, compiled_part
+from onnxplace.graph.op_graph import Floats, Ints, Longs
+from onnxplace.simulation.channel_kernels import book_transfer, open_channels
+from onnxplace.utils.jit import compiled_loop, compiled_part
 
 
 class SegmentQueues(NamedTuple):

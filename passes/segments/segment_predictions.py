@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onnxplace.bundle import DeviceRecord, Predicted
+from onnxplace.bundle.manifest import DeviceRecord, Predicted
 from onnxplace.facts import (
     Clusters,
     Groups,
@@ -20,7 +20,7 @@ from onnxplace.facts import (
     Segments,
     Streaming,
 )
-from onnxplace.graph import Ints
+from onnxplace.graph.op_graph import Ints
 from onnxplace.problem import (
     fits_single_device,
     list_transfer_bytes,
@@ -29,12 +29,9 @@ from onnxplace.problem import (
     predict_step_seconds,
     predict_waiting_seconds,
 )
-from onnxplace.simulation import (
-    device_weights,
-    predict_python_seconds,
-    predict_request_rates,
-    simulate_with_contention,
-)
+from onnxplace.simulation.simulated_contention import simulate_with_contention
+from onnxplace.simulation.simulator import device_weights
+from onnxplace.simulation.steady_state import predict_python_seconds, predict_request_rates
 from onnxplace.state import State
 
 

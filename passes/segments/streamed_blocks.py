@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from onnxplace.facts import Placement, Profile, Streaming
-from onnxplace.graph import Csr, Ints
-from onnxplace.simulation import WeightStream, find_distances, measure_block
+from onnxplace.graph.op_graph import Csr, Ints
+from onnxplace.simulation.weight_streams import WeightStream, find_distances, measure_block
 from onnxplace.state import State
 
 # So many blocks fit into a pool: while one is read by a run, the next ones arrive.

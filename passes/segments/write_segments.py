@@ -15,33 +15,25 @@ from typing import Any
 
 from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper
 
-from onnxplace.bundle import (
+from onnxplace.bundle.bundle import (
     COSTS_FILE,
     MANIFEST_FILE,
     SEGMENTS_FOLDER,
     WEIGHTS_FILE,
     WHOLE_MODEL_FILE,
-    BatchingRecord,
-    FileRecord,
-    InitialRecord,
-    SegmentRecord,
-    WeightRecord,
     compute_sha256,
     describe_linked_file,
     external_data_options,
 )
+from onnxplace.bundle.manifest import BatchingRecord, FileRecord, InitialRecord, SegmentRecord, WeightRecord
 from onnxplace.errors import Diagnostic, ModelError, OnnxplaceError, format_count
 from onnxplace.facts import Original, Prediction, Profile, Segment, Segments, Streaming, WeightSource
-from onnxplace.machine import make_session_options, open_session
-from onnxplace.model import (
-    Model,
-    WeightFile,
-    find_scales_to_protect,
-    format_type,
-    parse_type,
-    read_shape_entries,
-    store_for_session,
-)
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.model.cut_constraints import find_scales_to_protect
+from onnxplace.model.model import Model, store_for_session
+from onnxplace.model.tensors import format_type, parse_type, read_shape_entries
+from onnxplace.model.weights import WeightFile
 from onnxplace.passes.segments.compile_segments import (
     KnownValues,
     compile_segments,
@@ -52,7 +44,8 @@ from onnxplace.passes.segments.compile_segments import (
 )
 from onnxplace.passes.segments.fill_manifest import build_manifest
 from onnxplace.state import State
-from onnxplace.utils import report_progress, temporary_folder
+from onnxplace.utils.file_locks import temporary_folder
+from onnxplace.utils.progress import report_progress
 
 
 def infer_boundary_types(model: Model, names: Iterable[str]) -> dict[str, TypeProto]:

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.graph import Floats, Ints, Longs
-from onnxplace.utils import LinearProgram
+from onnxplace.graph.op_graph import Floats, Ints, Longs
+from onnxplace.utils.linear_programs import LinearProgram
 
 RESIDENT, HOST, DISK = range(3)
 """Where the weights of a slot are: on its device, in the host's memory, or on disk."""

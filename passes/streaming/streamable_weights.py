@@ -10,12 +10,12 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxplace.facts import Profile
-from onnxplace.graph import Bools, Floats, Ints, Longs, sum_by
-from onnxplace.model import Model
-from onnxplace.passes.profiling import MIN_STREAMED_BYTES
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, sum_by
+from onnxplace.model.model import Model
+from onnxplace.passes.profiling.streamed_nodes import MIN_STREAMED_BYTES
 from onnxplace.passes.streaming.source_program import RESIDENT, Choice, SourceProblem
 from onnxplace.problem import PlacementProblem
-from onnxplace.simulation import PAGE_BYTES, measure_block
+from onnxplace.simulation.weight_streams import PAGE_BYTES, measure_block
 
 # Types whose elements are no whole bytes, or no bytes at all: ONNX Runtime takes them as constants only.
 _CONSTANT_TYPES = frozenset(

@@ -7,17 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from onnxplace.bundle import StreamRecord
+from onnxplace.bundle.manifest import StreamRecord
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Original, Placement, Profile, Streaming, WeightSource
-from onnxplace.graph import Bools, Csr, Floats, Ints, OpGraph
-from onnxplace.passes.segments import cut_blocks, cut_into_segments, simulate_segments
+from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, OpGraph
+from onnxplace.passes.segments.cut_segments import cut_into_segments
+from onnxplace.passes.segments.memory_limits import simulate_segments
+from onnxplace.passes.segments.streamed_blocks import cut_blocks
 from onnxplace.passes.streaming.source_program import DISK, HOST, Choice
 from onnxplace.passes.streaming.streamable_weights import StreamableWeights
 from onnxplace.problem import commit_placement, placement_problem
-from onnxplace.simulation import measure_block
+from onnxplace.simulation.weight_streams import measure_block
 from onnxplace.state import State
-from onnxplace.utils import format_bytes
+from onnxplace.utils.quantities import format_bytes
 
 _SOURCES: Mapping[int, WeightSource] = {HOST: "host", DISK: "disk"}
 

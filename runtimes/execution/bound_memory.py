@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 from onnx import parser
 
-from onnxplace.devices import DeviceAddress, DeviceMemory, find_kind
-from onnxplace.machine import (
-    GuardedSession,
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import GuardedSession, make_session_options
+from onnxplace.machine.ort_values import (
     is_copyable_tensor,
     is_native_type,
-    make_session_options,
-    open_session,
     to_ort_value,
     to_ort_value_if_possible,
     to_python,
 )
 from onnxplace.runtimes.execution.host_memory import run_bound
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.device_memory import DeviceMemory
+from onnxplace.target.kind_table import find_kind
 
 _PROBE = '<ir_version: 8, opset_import: ["": 17]> probe (float[1] x) => (float[1] y) { y = Neg(x) }'
 

@@ -14,9 +14,9 @@ import numpy as np
 from onnx import helper
 
 from onnxplace.errors import ExecutionError, format_one_line
-from onnxplace.machine import count_bytes, is_native_type
-from onnxplace.ort import import_onnxruntime
+from onnxplace.machine.ort_values import count_bytes, is_native_type
 from onnxplace.runtimes.execution.failures import is_out_of_memory
+from onnxplace.utils.ort import import_onnxruntime
 
 # What the memory of enqueued devices needs of a driver: streams, events, memory and asynchronous copies.
 

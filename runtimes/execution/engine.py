@@ -32,18 +32,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import ExecutionError
-from onnxplace.feeds import Array
-from onnxplace.machine import end_openings, find_processes, interruptible, prepare_interrupts, require_interpreter
-from onnxplace.runtime import CopyStatus, Result, forked_session_error, run_timeout_error
+from onnxplace.feeds.feeds import Array
+from onnxplace.machine.interrupts import interruptible, prepare_interrupts
+from onnxplace.machine.isolated_sessions import find_processes
+from onnxplace.machine.ort_sessions import end_openings, require_interpreter
+from onnxplace.runtime.interface import CopyStatus, Result, forked_session_error, run_timeout_error
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.host_memory import HostMemory, return_freed_memory
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
 from onnxplace.runtimes.execution.segments import Fallback, OpenRoute, OpenSegment, PlacedDevice, choose_route
 from onnxplace.runtimes.execution.wakeups import CALLERS
 from onnxplace.runtimes.execution.workers import Worker, WorkerThread, WorkLoop
-from onnxplace.utils import start_thread
+from onnxplace.utils.threads import start_thread
 
 # The ends of all engines of a process: at the end of the interpreter, and in a forked child.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from onnxplace.bundle import Manifest, SegmentRecord, Step
+from onnxplace.bundle.manifest import Manifest, SegmentRecord, Step
 from onnxplace.errors import ExecutionError, format_one_line
 
 # How ONNX Runtime and C++ report that memory ran out.

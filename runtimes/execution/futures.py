@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
-from onnxplace.runtime import Result
-from onnxplace.utils import call_guarded
+from onnxplace.runtime.interface import Result
+from onnxplace.utils.threads import call_guarded
 
 # A condition variable that Ctrl-C cannot break.
 #

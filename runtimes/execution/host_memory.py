@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.devices import DeviceMemory
-from onnxplace.machine import (
+from onnxplace.machine.ort_values import (
     is_copyable_tensor,
     is_native_array,
     is_native_type,
@@ -22,7 +21,8 @@ from onnxplace.machine import (
     to_ort_value_if_possible,
     to_python,
 )
-from onnxplace.ort import import_onnxruntime
+from onnxplace.target.device_memory import DeviceMemory
+from onnxplace.utils.ort import import_onnxruntime
 
 # One memory arena for all sessions on the CPU.
 #

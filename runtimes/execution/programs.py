@@ -10,10 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from onnxplace.bundle import Bundle, Step
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import Step
 from onnxplace.errors import OnnxplaceError
-from onnxplace.machine import count_bytes, is_foreign_error
-from onnxplace.runtime import Event, EventKind
+from onnxplace.machine.ort_sessions import is_foreign_error
+from onnxplace.machine.ort_values import count_bytes
+from onnxplace.runtime.interface import Event, EventKind
 from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
 from onnxplace.runtimes.execution.requests import CancelledError, Request, StateTable
 from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice

@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from onnxplace.bundle import Bundle, Step
-from onnxplace.devices import DeviceMemory
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import Step
 from onnxplace.errors import FeedError
-from onnxplace.feeds import Array, check_shape
-from onnxplace.ort import import_onnxruntime
-from onnxplace.runtime import Event
+from onnxplace.feeds.feeds import Array, check_shape
+from onnxplace.runtime.interface import Event
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture, WaitList
 from onnxplace.runtimes.execution.segments import OpenRoute
 from onnxplace.runtimes.execution.wakeups import WakeupFlag
+from onnxplace.target.device_memory import DeviceMemory
+from onnxplace.utils.ort import import_onnxruntime
 
 # Carried states: values that one request leaves on its device for the next.
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, SegmentRecord, SizedRecord, list_routes
-from onnxplace.devices import DeviceAddress, DeviceMemory, find_kind, import_memory, is_isolated
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.bundle_routes import list_routes
+from onnxplace.bundle.manifest import SegmentRecord, SizedRecord
 from onnxplace.errors import (
     BundleError,
     Diagnostic,
@@ -26,25 +27,24 @@ from onnxplace.errors import (
     NoteWarning,
     OnnxplaceError,
 )
-from onnxplace.machine import (
-    assign_cores,
-    available_cores,
-    describe_optimiser,
-    is_absent,
-    is_native_type,
+from onnxplace.machine.hardware import assign_cores, available_cores, describe_optimiser
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import (
     make_session_options,
     open_in_threads,
-    open_session,
     pin_thread,
-    to_ort_value_if_possible,
-    to_python,
     uses_optimisations,
     without_optimisations,
 )
-from onnxplace.ort import build_one_node_model
+from onnxplace.machine.ort_values import is_absent, is_native_type, to_ort_value_if_possible, to_python
 from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory
-from onnxplace.target import Device
-from onnxplace.utils import call_guarded, format_milliseconds
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.device_memory import DeviceMemory
+from onnxplace.target.kind_table import find_kind, import_memory, is_isolated
+from onnxplace.target.target import Device
+from onnxplace.utils.ort import build_one_node_model
+from onnxplace.utils.quantities import format_milliseconds
+from onnxplace.utils.threads import call_guarded
 
 MAX_PATTERN_BYTES = 4 << 20
 

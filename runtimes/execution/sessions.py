@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
-from onnxplace.feeds import Array
-from onnxplace.runtime import CopyStatus, Result, RuntimeSession, SessionStates
+from onnxplace.feeds.feeds import Array
+from onnxplace.runtime.interface import CopyStatus, Result, RuntimeSession, SessionStates
 from onnxplace.runtimes.execution.engine import Engine
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.requests import CarriedStates

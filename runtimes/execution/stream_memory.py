@@ -23,10 +23,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from onnx import helper
 
-from onnxplace.devices import DeviceAddress, DeviceMemory
 from onnxplace.errors import ExecutionError, format_one_line
-from onnxplace.feeds import numpy_type
-from onnxplace.machine import (
+from onnxplace.feeds.feeds import numpy_type
+from onnxplace.machine.ort_values import (
     is_copyable_tensor,
     is_native_array,
     to_ort_value,
@@ -47,6 +46,8 @@ from onnxplace.runtimes.execution.device_streams import (
 )
 from onnxplace.runtimes.execution.failures import is_out_of_memory
 from onnxplace.runtimes.execution.weight_loader import Block, Extent, PooledWeight, ReadPiece, WeightPool
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.device_memory import DeviceMemory
 
 # Copies through page-locked memory go in pieces, so that one is on its way while the next one is filled.
 PIECE_BYTES = 4 << 20

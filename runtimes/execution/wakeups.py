@@ -17,7 +17,7 @@ from itertools import combinations
 
 import numpy as np
 
-from onnxplace.bundle import Manifest
+from onnxplace.bundle.manifest import Manifest
 from onnxplace.runtimes.execution.segments import PlacedDevice
 
 CALLERS = "callers"

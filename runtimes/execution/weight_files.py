@@ -26,9 +26,11 @@ from functools import cache
 from io import FileIO
 from pathlib import Path
 
-from onnxplace.bundle import SEGMENTS_FOLDER, WEIGHTS_FILE, Bundle, FileRecord
-from onnxplace.devices import DeviceAddress, is_isolated
+from onnxplace.bundle.bundle import SEGMENTS_FOLDER, WEIGHTS_FILE, Bundle
+from onnxplace.bundle.manifest import FileRecord
 from onnxplace.errors import ExecutionError
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.kind_table import is_isolated
 
 # Reading this many bytes takes hundreds of times as long as looking at their file.
 MIN_WATCHED_BYTES = 1 << 20

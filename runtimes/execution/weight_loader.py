@@ -23,15 +23,18 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, WeightRecord, list_routes
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.bundle_routes import list_routes
+from onnxplace.bundle.manifest import WeightRecord
 from onnxplace.errors import ExecutionError, format_one_line
-from onnxplace.feeds import numpy_type
-from onnxplace.machine import READ_PIECE_BYTES, drop_pages, is_native_type, to_ort_value
+from onnxplace.feeds.feeds import numpy_type
+from onnxplace.machine.ort_values import is_native_type, to_ort_value
+from onnxplace.machine.transfer_rates import READ_PIECE_BYTES, drop_pages
 from onnxplace.runtimes.execution.failures import is_out_of_memory
 from onnxplace.runtimes.execution.requests import Request
 from onnxplace.runtimes.execution.segments import PlacedDevice
 from onnxplace.runtimes.execution.weight_files import WeightFiles
-from onnxplace.simulation import PAGE_BYTES, PoolLayout, measure_block
+from onnxplace.simulation.weight_streams import PAGE_BYTES, PoolLayout, measure_block
 
 # Blocks: what is read, and where it lies in the pool.
 

@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from onnxplace.machine import is_foreign_error, pin_thread
-from onnxplace.runtime import Result
+from onnxplace.machine.ort_sessions import is_foreign_error, pin_thread
+from onnxplace.runtime.interface import Result
 from onnxplace.runtimes.execution.failures import (
     describe_output_failure,
     describe_step_failure,

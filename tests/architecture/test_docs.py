@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from onnxplace.cost_graph import read_cost_graph
+from onnxplace.cost_graph.cost_graphs import read_cost_graph
 from onnxplace_formats.graph_attributes import KNOWN
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +145,7 @@ def test_facts_are_where_the_documentation_says():
 
 
 def test_the_example_pass_in_the_documentation_keeps_its_declaration():
-    from onnxplace.testing import check_pass
+    from onnxplace.testing.pass_contract import check_pass
 
     code = next(block for block in read_examples("passes.md", "python") if "class Cheapest" in block)
     namespace: dict[str, object] = {"__name__": "documented"}

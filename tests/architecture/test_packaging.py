@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.test_wings import MODULES
+from tests.architecture.test_rooms import MODULES
 
 ROOT = Path(__file__).parents[2]
 # Those of `plugins/` that are parts of this distribution.

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.architecture.test_code_lines import count_code_lines
-from tests.architecture.test_wings import MODULES, read_imports
+from tests.architecture.test_rooms import MODULES, read_imports
 
 HOME = "passes.sharding"
 FLOORS = ("rules", "space", "choose", "apply")

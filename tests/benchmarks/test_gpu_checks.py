@@ -6,7 +6,7 @@ import pytest
 
 import onnxplace
 from benchmarks import gpu_checks
-from onnxplace.devices.cuda import Cuda
+from onnxplace.target.cuda import Cuda
 from tests.support.fake_streams import FakeDriver, register_fake_kind, use_fake_driver
 
 

@@ -9,7 +9,9 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # for what benchmarks share with each other
 
 from benchmarks import _sharding_models as models, sharding
-from onnxplace.model import bind, bind_states, load
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.state_binding import bind_states
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,14 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.cost_graph import GENERATORS
-from onnxplace.driver import compile_model, place_cost_graph, replace_devices
-from onnxplace.reports import PageData, PlacedGraph, describe_bundle, describe_placement, render_page
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.compile import compile_model
+from onnxplace.driver.place import place_cost_graph, replace_devices
 from onnxplace.reports.layer_tree import LayerNode, build_layer_tree
-from onnxplace.reports.page_records import NodeEdges
+from onnxplace.reports.page_data import PlacedGraph, describe_bundle, describe_placement
+from onnxplace.reports.page_records import NodeEdges, PageData
+from onnxplace.reports.page_rendering import render_page
 from tests.browser.chromium import Browser, open_browser
 from tests.report.test_page import HOSTILE
 from tests.support.dynamo_models import dynamo_model

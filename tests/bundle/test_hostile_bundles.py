@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 from onnx import TensorProto, helper
 
 import onnxplace
-from onnxplace.bundle import MANIFEST_FILE, bundle as bundle_module
-from onnxplace.bundle.bundle import compute_sha256
+from onnxplace.bundle import bundle as bundle_module
+from onnxplace.bundle.bundle import MANIFEST_FILE, compute_sha256
 from tests.conftest import branches
 from tests.support.endless import endless_bundle, feeds
 from tests.support.fuzzing import fuzzed, read_or_refused, texts_of

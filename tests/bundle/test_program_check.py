@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.bundle import Step
+from onnxplace.bundle.manifest import Step
 from onnxplace.bundle.manifest_checks import check_programs
 from onnxplace.errors import BundleError
 from tests.support.fuzzing import fuzzed

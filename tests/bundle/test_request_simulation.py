@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.bundle import Manifest, SubmittedRequest, list_routes, simulate_manifest, simulate_requests
+from onnxplace.bundle.bundle_routes import list_routes
+from onnxplace.bundle.bundle_simulation import SubmittedRequest, simulate_manifest, simulate_requests
+from onnxplace.bundle.manifest import Manifest
 from tests.support.small_programs import Node, SmallModel, make_ping_pong, make_random_model
 
 

@@ -11,19 +11,12 @@ from hypothesis import given, settings, strategies as st
 from onnx import parser
 
 import onnxplace
-from onnxplace.bundle import (
-    Bundle,
-    RouteRecord,
-    extract_device_part,
-    list_route_devices,
-    list_routes,
-    move_to_route,
-    record_crossing_values,
-    sum_device_seconds,
-)
+from onnxplace.bundle.bundle import Bundle, extract_device_part, record_crossing_values
+from onnxplace.bundle.bundle_routes import list_route_devices, list_routes, move_to_route, sum_device_seconds
+from onnxplace.bundle.manifest import RouteRecord
 from onnxplace.bundle.manifest_checks import check_programs, check_routes
 from onnxplace.errors import BundleError
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.bundle.test_slices import FEEDS, MAP, TOWERS
 
 DEVICES = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")

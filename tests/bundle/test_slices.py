@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from onnx import parser
 
 import onnxplace
-from onnxplace.bundle import Bundle, extract_device_part, list_crossing_values, record_crossing_values
+from onnxplace.bundle.bundle import Bundle, extract_device_part, list_crossing_values, record_crossing_values
 from onnxplace.bundle.manifest_checks import check_programs
-from onnxplace.pipeline import find_plugin
+from onnxplace.pipeline.registry import find_plugin
 from tests.support.random_models import RandomModel, random_models, reference
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, placements
 

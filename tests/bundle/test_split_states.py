@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from onnxplace.bundle import ShardingRecord, SplitStateRecord, SplitStates
+from onnxplace.bundle.manifest import ShardingRecord, SplitStateRecord
 from onnxplace.bundle.manifest_checks import list_split_faults
+from onnxplace.bundle.split_states import SplitStates
 from onnxplace.errors import FeedError
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import onnxplace
-import onnxplace.session
+import onnxplace.session.inference_session
 from onnxplace.bundle import staging
 from onnxplace.errors import BundleError, UsageError
 from tests.bundle.staging_checks import names
@@ -217,7 +217,7 @@ def test_unusual_names_are_accepted(run_cli, place, fast_pipeline, monkeypatch, 
 )
 def test_unwritable_files_are_refused_before_any_work(run_cli, place, bundle_copy, monkeypatch, command, name):
     monkeypatch.chdir(place)
-    monkeypatch.setattr(onnxplace.session, "load", lambda *_: pytest.fail("worked"))
+    monkeypatch.setattr(onnxplace.session.inference_session, "load", lambda *_: pytest.fail("worked"))
     monkeypatch.setattr("onnxplace.driver.compile._run_pipeline", lambda *_: pytest.fail("worked"))
     result = run_cli(*command, name)
     assert (result.code, result.out) == (2, "")

@@ -6,10 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from onnxplace.bundle import (
-    Bundle,
+from onnxplace.bundle.bundle import Bundle, extract_device_part
+from onnxplace.bundle.bundle_simulation import (
     SubmittedRequest,
-    extract_device_part,
     predict_interval_seconds,
     predict_weight_wait_seconds,
     simulate_manifest,

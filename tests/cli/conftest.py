@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.machine import find_device_problem
-from onnxplace.target import Device
+from onnxplace.machine.hardware import find_device_problem
+from onnxplace.target.target import Device
 from tests.support.bad_input import contents
 
 

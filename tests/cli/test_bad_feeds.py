@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxplace.cli import main
+from onnxplace.cli.app import main
 from tests.support.bad_input import parse_graph, store
 
 pytestmark = pytest.mark.usefixtures("no_gpus")

@@ -9,10 +9,11 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.cli.app import cli
-from onnxplace.cost_graph import GENERATORS
-from onnxplace.driver import place_cost_graph
-from onnxplace.model import load
-from onnxplace.target import Device, Target, format_target
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import place_cost_graph
+from onnxplace.model.loading import load
+from onnxplace.target.target import Device, Target
+from onnxplace.target.target_file import format_target
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 

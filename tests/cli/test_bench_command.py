@@ -12,10 +12,12 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 import onnxplace
-from onnxplace import benchmark
 from onnxplace.errors import Diagnostic
-from onnxplace.evaluation import Speedup, Timings, compute_speedup, memory_use, replace_manifest, trial
-from onnxplace.evaluation.memory_use import can_measure_memory
+from onnxplace.measure import memory_use, trial
+from onnxplace.measure.compare import Speedup, Timings, compute_speedup
+from onnxplace.measure.memory_use import can_measure_memory
+from onnxplace.measure.trial import replace_manifest
+from onnxplace.session import benchmark
 from tests.conftest import FAST_PIPELINE
 from tests.support.state_checks import APART, START, STATES, feeds, sums
 from tests.support.trace_checks import check_format, check_requests, list_events

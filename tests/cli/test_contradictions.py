@@ -7,10 +7,10 @@ import pytest
 from onnx import parser
 
 from onnxplace.errors import MAX_LISTED
-from onnxplace.model import load
-from onnxplace.pipeline import Pipeline
+from onnxplace.model.loading import load
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.conftest import FAST_PIPELINE
 
 FOLDED = """

@@ -9,12 +9,12 @@ import pytest
 from onnx import numpy_helper, parser
 
 import onnxplace
-from onnxplace.bundle import Bundle, compute_sha256
-from onnxplace.devices import Hardware
+from onnxplace.bundle.bundle import Bundle, compute_sha256
 from onnxplace.errors import ExecutionError
-from onnxplace.evaluation import difference_causes
-from onnxplace.evaluation.size_comparison import compare_at_another_size
+from onnxplace.measure import difference_causes
+from onnxplace.measure.size_comparison import compare_at_another_size
 from onnxplace.runtimes.execution.sessions import EngineSession
+from onnxplace.target.device_kinds import Hardware
 from tests.bundle.test_hostile_bundles import edit
 from tests.conftest import FAST_PIPELINE
 from tests.support.commands import only_json

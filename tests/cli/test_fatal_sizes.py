@@ -14,7 +14,8 @@ from onnx import numpy_helper, parser
 
 import onnxplace
 from onnxplace.errors import ExecutionError, ModelError
-from onnxplace.evaluation import Compare, choose_step_inputs, compare_in_child
+from onnxplace.measure.size_comparison import Compare, compare_in_child
+from onnxplace.measure.step_inputs import choose_step_inputs
 from tests.conftest import FAST_PIPELINE
 from tests.support.commands import only_json
 

@@ -17,19 +17,24 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.cli.shared_options import parse_shape
-from onnxplace.cost_graph import read_cost_graph
+from onnxplace.cost_graph.cost_graphs import read_cost_graph
 from onnxplace.driver import place
 from onnxplace.facts import Profile
-from onnxplace.feeds import read_npz
+from onnxplace.feeds.npz import read_npz
 from onnxplace.machine import measurement_cache
-from onnxplace.model import Model, bind, bind_states, load
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
+from onnxplace.model.state_binding import bind_states
 from onnxplace.passes.coplace import Coplace
-from onnxplace.passes.cost_files import format_costs, format_costs_csv
+from onnxplace.passes.cost_files.cost_file import format_costs, format_costs_csv
 from onnxplace.passes.profile import ProfileCosts
 from onnxplace.passes.profiling.profile_model import recall_measurement, store_measurement
-from onnxplace.pipeline import Pipeline, run_pass
+from onnxplace.pipeline.pipeline import Pipeline, run_pass
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Shared, Target, format_target, parse_devices, parse_memory, read_target
+from onnxplace.target.parsing import parse_devices, parse_memory
+from onnxplace.target.target import Device, Link, Shared, Target
+from onnxplace.target.target_file import format_target, read_target
 from onnxplace.utils import names
 from tests.cli.test_contradictions import states_model
 from tests.conftest import FAST_PIPELINE, branches

@@ -8,9 +8,10 @@ import onnx
 import pytest
 from onnx import parser
 
-from onnxplace.driver import plan_model
-from onnxplace.target import parse_machine, read_target
-from onnxplace.utils import format_milliseconds
+from onnxplace.driver.plan import plan_model
+from onnxplace.target.machines import parse_machine
+from onnxplace.target.target_file import read_target
+from onnxplace.utils.quantities import format_milliseconds
 
 # At 4096 rows, a machine's speed is longer than the start of a kernel.
 TEXT = """<ir_version: 8, opset_import: ["": 17]>

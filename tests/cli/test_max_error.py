@@ -9,7 +9,7 @@ from onnx import numpy_helper, parser
 
 import onnxplace
 from onnxplace.driver import compile as compile_module
-from onnxplace.evaluation import run_trials
+from onnxplace.measure.trial import run_trials
 from tests.conftest import FAST_PIPELINE
 from tests.support.bad_input import SHAPE
 from tests.support.commands import only_json

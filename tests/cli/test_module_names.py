@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from tests.support.commands import node_names, only_json
 from tests.support.dynamo_models import dynamo_model
 

@@ -24,11 +24,12 @@ from onnx import TensorProto, helper, parser
 import onnxplace
 from onnxplace.cli import app, terminal
 from onnxplace.errors import ExecutionError, FeedError
-from onnxplace.feeds import Declared, require_storable, write_npz
+from onnxplace.feeds.feeds import Declared
+from onnxplace.feeds.npz import require_storable, write_npz
 from tests.conftest import FAST_PIPELINE, Ran, branches
 from tests.support.random_placements import RandomPlacement, compiled_with
 
-PYTHON = (sys.executable, "-c", "from onnxplace.cli import entry; entry()")
+PYTHON = (sys.executable, "-c", "from onnxplace.cli.app import entry; entry()")
 FULL = Path("/dev/full")
 TIMEOUT_SECONDS = 300
 Cli = Callable[..., Ran]
@@ -183,7 +184,7 @@ sys.meta_path.insert(0, Finder())
 @pytest.mark.parametrize("is_module", [False, True], ids=["script", "module"])
 def test_signals_during_imports_leave_no_traceback(tmp_path: Path, is_module: bool, name: str, code: int, json_: bool):
     (tmp_path / "sitecustomize.py").write_text(EARLY_SIGNAL.replace("NAME", name))
-    (tmp_path / "onnxplace").write_text("from onnxplace.cli import entry\nentry()")
+    (tmp_path / "onnxplace").write_text("from onnxplace.cli.app import entry\nentry()")
     command = [sys.executable, *(("-m", "onnxplace") if is_module else (str(tmp_path / "onnxplace"),)), "passes"]
     root = str(Path(onnxplace.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), root))}
@@ -334,7 +335,7 @@ def test_names_are_refused_before_anything_is_run(tmp_path: Path, run_cli: Cli, 
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     bundle = compiled_with(proto, RandomPlacement((0, 1)), tmp_path)
     assert run_cli("run", bundle.path).code == 0
-    monkeypatch.setattr("onnxplace.session.InferenceSession", None)  # a session would fail
+    monkeypatch.setattr("onnxplace.session.inference_session.InferenceSession", None)  # a session would fail
     result = run_cli("run", bundle.path, "--outputs", tmp_path / "out.npz")
     assert result.code == 2
     assert result.err.startswith("error[U032] output 'y.npy'")

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from onnxplace.cli import main, terminal
-from onnxplace.utils import observe_progress, progress_part, report_progress, report_time_limit
+from onnxplace.cli import terminal
+from onnxplace.cli.app import main
+from onnxplace.utils.progress import observe_progress, progress_part, report_progress, report_time_limit
 from tests.support.commands import FAST, load_all_commands
 from tests.support.terminals import run_on_terminal
 

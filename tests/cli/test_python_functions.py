@@ -10,10 +10,10 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.cost_graph import GENERATORS
-from onnxplace.driver import place_cost_graph
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import place_cost_graph
 from onnxplace.facts import Placement
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 FUNCTIONS = [onnxplace.plan, onnxplace.verify, onnxplace.bench, onnxplace.report, onnxplace.compile]

@@ -7,8 +7,8 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.driver import compile_model
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import InfeasibleError, UsageError
 from tests.support.training_models import ReferenceTrainer, draw_batch, make_mlp
 

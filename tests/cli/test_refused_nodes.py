@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from tests.passes.placement.test_refused import model
 from tests.support.commands import only_json
 

@@ -8,11 +8,12 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.bundle import SplitStateRecord
-from onnxplace.evaluation import choose_step_inputs, run_trials
-from onnxplace.feeds import random_feeds
-from onnxplace.ort import import_onnxruntime
+from onnxplace.bundle.manifest import SplitStateRecord
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.measure.step_inputs import choose_step_inputs
+from onnxplace.measure.trial import run_trials
 from onnxplace.runtimes.execution.sessions import EngineSession
+from onnxplace.utils.ort import import_onnxruntime
 from tests.support.chains import cached_decoder, exported_decoder, mlp
 from tests.support.commands import only_json
 from tests.support.state_checks import STATES, sums

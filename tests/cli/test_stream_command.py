@@ -8,8 +8,8 @@ import pytest
 from onnx import numpy_helper, parser
 
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.driver import compile_model
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import InfeasibleError, UsageError
 
 LAYERS, WIDTH = 6, 512
@@ -33,7 +33,7 @@ def chain(tmp_path_factory):
 @pytest.fixture(scope="module")
 def costs(chain, tmp_path_factory):
     """A cost file of the chain: 100 us a product."""
-    from onnxplace.cli import main
+    from onnxplace.cli.app import main
 
     path = tmp_path_factory.mktemp("costs") / "costs.json"
     command = ["compile", chain, "-o", path.with_name("c.bundle"), "--devices", "cpu:0", "--save-costs", path]

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import onnxplace
-from onnxplace.cli import app, main
+from onnxplace.cli import app
+from onnxplace.cli.app import main
 from onnxplace.cli.shared_options import print_notes
 from onnxplace.errors import Diagnostic
-from onnxplace.utils import format_bytes
+from onnxplace.utils.quantities import format_bytes
 from tests.support.commands import FAST, load_all_commands
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
@@ -121,7 +122,7 @@ def test_loop_compilation_is_announced_once_on_a_terminal(
     import numba
 
     from onnxplace.cli.shared_options import announce_loop_compilation
-    from onnxplace.utils import on_compiling
+    from onnxplace.utils.jit import on_compiling
 
     on_compiling(lambda: None)
     announce_loop_compilation(False)

@@ -8,14 +8,16 @@ import networkx
 import numpy as np
 import pytest
 
-from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph
-from onnxplace.cost_graph.cost_graphs import MAX_COST
-from onnxplace.driver import replace_devices
+from onnxplace.cost_graph.cost_graphs import MAX_COST, parse_cost_graph, read_cost_graph
+from onnxplace.cost_graph.part_functions import from_networkx
+from onnxplace.driver.place import replace_devices
 from onnxplace.errors import FeedError, InputError, TargetError, UsageError
-from onnxplace.feeds import read_npz
-from onnxplace.pipeline import Pipeline
-from onnxplace.target import Device, Link, Shared, Target, parse_devices, read_target
+from onnxplace.feeds.npz import read_npz
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.target.limits import MAX_DEVICES
+from onnxplace.target.parsing import parse_devices
+from onnxplace.target.target import Device, Link, Shared, Target
+from onnxplace.target.target_file import read_target
 from tests.cli.test_fuzz_inputs import HEADERS, with_header
 from tests.machine.test_damaged_cache import QUALITY
 

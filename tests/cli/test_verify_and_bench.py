@@ -8,7 +8,7 @@ import onnx.parser
 import pytest
 
 import onnxplace
-from onnxplace.bundle import predict_serial_seconds
+from onnxplace.bundle.bundle_simulation import predict_serial_seconds
 from tests.conftest import branches
 from tests.support.commands import only_json
 

@@ -11,8 +11,8 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.errors import ExecutionError
-from onnxplace.evaluation import size_comparison, trial
-from onnxplace.evaluation.size_comparison import list_other_sizes
+from onnxplace.measure import size_comparison, trial
+from onnxplace.measure.size_comparison import list_other_sizes
 from onnxplace.runtimes.execution.sessions import EngineSession
 from tests.conftest import FAST_PIPELINE
 from tests.support.commands import only_json

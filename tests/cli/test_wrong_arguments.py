@@ -3,7 +3,7 @@
 import pytest
 
 from onnxplace.cli import app
-from onnxplace.utils import disk_error
+from onnxplace.utils.files import disk_error
 from tests.support.commands import only_json
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")

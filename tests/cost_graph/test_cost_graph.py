@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from onnxplace import InfeasibleError, InputError
-from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph, to_networkx
-from onnxplace.driver import evaluate_placement, place_cost_graph, replace_devices
+from onnxplace.cost_graph.cost_graphs import parse_cost_graph, read_cost_graph
+from onnxplace.cost_graph.part_functions import from_networkx, to_networkx
+from onnxplace.driver.place import evaluate_placement, place_cost_graph, replace_devices
 from onnxplace.facts import Placement
-from onnxplace.pipeline import Pipeline
-from onnxplace.target import Device, Target
+from onnxplace.pipeline.pipeline import Pipeline
+from onnxplace.target.target import Device, Target
 
 
 def fork(**changes):

@@ -9,12 +9,14 @@ from onnxplace.driver.candidates import Candidate, Profiled, Strategy, predict
 from onnxplace.driver.explaining import explain_subjects, find_subjects
 from onnxplace.errors import UsageError
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.model import Model, bind, load
-from onnxplace.pipeline import Pipeline, make_pass
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
+from onnxplace.pipeline.pipeline import Pipeline, make_pass
 from onnxplace.problem import device_seconds
-from onnxplace.simulation import simulate
+from onnxplace.simulation.simulator import simulate
 from onnxplace.state import State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.support.chains import mlp
 
 # Two towers, which two devices share; the nodes that read `w` may be kept together.

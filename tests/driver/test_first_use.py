@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxplace.cost_graph import GENERATORS
-from onnxplace.driver import place_cost_graph
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import place_cost_graph
 from onnxplace.simulation.step_kernels import device_peaks
 from onnxplace.utils import jit
 
@@ -43,8 +43,8 @@ import sys
 from numba.core.registry import CPUDispatcher
 from onnx import parser
 from onnxplace import compile
-from onnxplace.cost_graph import GENERATORS
-from onnxplace.driver import place_cost_graph
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import place_cost_graph
 from onnxplace.utils import jit
 
 jit.MAX_INTERPRETED_ELEMENTS = int(sys.argv[3])

@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 from onnx import parser
 
-from onnxplace.driver import compile_model
+from onnxplace.driver.compile import compile_model
 from onnxplace.facts import Segments
-from onnxplace.model import bind, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Target, split_host
+from onnxplace.target.hosts import split_host
+from onnxplace.target.target import Device, Link, Target
 from tests.support.chains import mlp
 
 DEVICES = ("a/cpu:0", "a/cpu:1", "b/cpu:0", "b/cpu:1")

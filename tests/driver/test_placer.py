@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from onnxplace.cost_graph import GENERATORS, parse_cost_graph
-from onnxplace.driver import evaluate_placement, place_cost_graph, replace_devices
+from onnxplace.cost_graph.cost_graphs import parse_cost_graph
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import evaluate_placement, place_cost_graph, replace_devices
 from onnxplace.driver.settings import CompileSettings
 from onnxplace.errors import InfeasibleError, UsageError
-from onnxplace.pipeline import Pipeline, choose_placer
+from onnxplace.pipeline.pipeline import Pipeline
+from onnxplace.pipeline.select_placer import choose_placer
 from onnxplace.utils import jit
 from tests.support.commands import only_json
 

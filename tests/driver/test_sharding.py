@@ -7,9 +7,9 @@ import onnx
 import pytest
 from onnx import parser
 
-from onnxplace.driver import compile_model
-from onnxplace.target import Device, Link, Target
-from onnxplace.utils import format_milliseconds
+from onnxplace.driver.compile import compile_model
+from onnxplace.target.target import Device, Link, Target
+from onnxplace.utils.quantities import format_milliseconds
 from tests.conftest import branches
 from tests.support.chains import mlp
 

@@ -13,11 +13,14 @@ from onnxplace.driver.choose import list_copied_stages, list_sharded, list_simpl
 from onnxplace.driver.step_parts import list_step_parts, suggest_fixed_sizes
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Profile, Schedule, Source
-from onnxplace.model import bind, bind_states, load
-from onnxplace.pipeline import Pipeline, make_pass
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.state_binding import bind_states
+from onnxplace.pipeline.pipeline import Pipeline, make_pass
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Target, parse_machine
-from onnxplace.utils import format_milliseconds
+from onnxplace.target.machines import parse_machine
+from onnxplace.target.target import Device, Link, Target
+from onnxplace.utils.quantities import format_milliseconds
 from tests.support.chains import mlp
 from tests.support.random_models import random_models
 

@@ -17,10 +17,10 @@ from onnxplace.driver.candidates import (
 from onnxplace.driver.choose import list_copied_stages, list_simple, make_throughput_objective
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Routes
-from onnxplace.model import bind
-from onnxplace.pipeline import Pipeline
+from onnxplace.model.lowering import bind
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Target
+from onnxplace.target.target import Device, Link, Target
 from tests.support.chains import mlp
 
 REST = "coplace{join=never},fuse,stages{seconds=1},split"
@@ -36,7 +36,7 @@ def make_target(count: int, memory: int = 1 << 30, cores: int = 1) -> Target:
 
 
 def profiled(target: Target, layers: int = 3) -> Profiled:
-    from onnxplace.model import load
+    from onnxplace.model.loading import load
 
     state = State(target).with_facts(bind(load(mlp(layers=layers)), {}, {}))
     front = Pipeline.parse("optimize,profile{estimate=true}").passes

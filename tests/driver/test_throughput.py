@@ -9,15 +9,17 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.bundle import list_routes
-from onnxplace.driver import compile_model, trials
+from onnxplace.bundle.bundle_routes import list_routes
+from onnxplace.driver import trials
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import ExecutionError, InfeasibleError
-from onnxplace.evaluation import RateTrial, trial as step_trial
-from onnxplace.evaluation.trial import count_process_bytes
+from onnxplace.measure import trial as step_trial
+from onnxplace.measure.rate_trial import RateTrial
+from onnxplace.measure.trial import count_process_bytes
 from onnxplace.passes import profile
-from onnxplace.passes.profiling import PeakRates
-from onnxplace.reports import compile_summary
-from onnxplace.target import Device, Target
+from onnxplace.passes.profiling.roofline import PeakRates
+from onnxplace.reports.text import compile_summary
+from onnxplace.target.target import Device, Target
 from tests.driver.test_strategies import make_target
 from tests.support.chains import mlp
 from tests.support.state_checks import STATES, sums

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 from onnx import ModelProto
 
-from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
+from onnxplace.bundle.bundle import WHOLE_MODEL_FILE, Bundle
 from tests.end_to_end.split_checks import ALTERNATING, Check, parsed
 from tests.support.random_models import Feeds, reference, run_plain
 from tests.support.random_placements import assert_same, compiled_with, run_together

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from onnx import ModelProto, TensorProto, numpy_helper, parser
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from tests.support.random_models import Feeds, reference
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with
 

@@ -10,11 +10,11 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.bundle.bundle import compute_sha256
-from onnxplace.driver import compile_model
+from onnxplace.bundle.bundle import Bundle, compute_sha256
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import BundleError, UsageError
-from onnxplace.model import WeightFile, weights as weights_module
+from onnxplace.model import weights as weights_module
+from onnxplace.model.weights import WeightFile
 from tests.end_to_end.weight_checks import both_devices, chain, compiled, saved
 
 
@@ -109,7 +109,8 @@ def test_a_linked_bundle_holds_no_weights_and_computes_the_same(linked, tmp_path
 
 
 def test_plain_onnxruntime_loads_linked_segments_with_one_option(linked):
-    from onnxplace.machine import make_session_options, open_session
+    from onnxplace.machine.isolated_sessions import open_session
+    from onnxplace.machine.ort_sessions import make_session_options
 
     bundle, weights = linked
     assert list(bundle.session_entries.values()) == [str(weights.parent)]

@@ -13,9 +13,9 @@ import pytest
 from onnx import ModelProto, parser
 
 import onnxplace
-from onnxplace.bundle import MANIFEST_FILE
+from onnxplace.bundle.bundle import MANIFEST_FILE
 from onnxplace.errors import ModelError
-from onnxplace.machine import list_operator_libraries, make_session_options, use_custom_operators
+from onnxplace.machine.ort_sessions import list_operator_libraries, make_session_options, use_custom_operators
 from tests.conftest import Ran
 
 X = np.array([[1, -2, 3], [-4, 5, -6]], dtype=np.float32)

@@ -12,7 +12,7 @@ from onnx import parser
 
 import models
 import onnxplace
-from onnxplace.evaluation.compare import compare_output
+from onnxplace.measure.compare import compare_output
 
 COMPILED = {"batch": 3, "seq": 11}
 SIZES = [(2, 16), (1, 1), (5, 7), (1, 33), (3, 2), (2, 16), (0, 4), (4, 1)]

@@ -19,8 +19,8 @@ import pytest
 import models
 import onnxplace
 import onnxplace.model.model
-from onnxplace.evaluation.compare import compare_output
-from onnxplace.machine import local_target
+from onnxplace.machine.hardware import local_target
+from onnxplace.measure.compare import compare_output
 from tests.support.narrow_models import WIDE, narrow_model
 
 # Placers by the number of devices. Any placer makes of one device what `single` makes; cuts of the others are alike.

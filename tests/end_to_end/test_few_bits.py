@@ -13,16 +13,17 @@ import pytest
 from onnx import ModelProto, parser
 
 import onnxplace
-from onnxplace.devices import DeviceAddress
-from onnxplace.driver import compile_model
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import FeedError
-from onnxplace.evaluation.compare import compare_output
-from onnxplace.feeds import Declared, check_feeds, random_feeds
-from onnxplace.feeds.feeds import numpy_type
-from onnxplace.model import infer_static_shapes, load, value_bytes
+from onnxplace.feeds.feeds import Declared, check_feeds, numpy_type
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.measure.compare import compare_output
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import infer_static_shapes, value_bytes
 from onnxplace.passes.profiling.chunks import measure_chunks
 from onnxplace.passes.profiling.node_measurement import MeasurementOptions
 from onnxplace.passes.profiling.profile_model import ModelStructure
+from onnxplace.target.device_kinds import DeviceAddress
 from tests.conftest import Ran
 from tests.support.random_placements import RandomPlacement, compiled_with, run_together
 

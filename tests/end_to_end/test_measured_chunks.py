@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 from onnx import parser
 
-from onnxplace.devices import DeviceAddress
 from onnxplace.facts import Profile, Source
-from onnxplace.machine import local_target
-from onnxplace.model import bind, build_op_graph, infer_static_shapes, load, value_bytes
-from onnxplace.passes.profiling import MeasurementOptions, chunks, find_repeats, node_kinds
-from onnxplace.pipeline import Pipeline
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, build_op_graph, infer_static_shapes, value_bytes
+from onnxplace.passes.profiling import chunks
+from onnxplace.passes.profiling.node_measurement import MeasurementOptions
+from onnxplace.passes.profiling.repeated_layers import find_repeats, node_kinds
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
+from onnxplace.target.device_kinds import DeviceAddress
 from tests.end_to_end.weight_checks import chain, saved
 
 
@@ -96,7 +99,7 @@ def test_chunks_that_cannot_run_alone_are_estimated_with_their_readers(monkeypat
         return None if piece.start == 3 else actual(model, piece, *rest)
 
     monkeypatch.setattr(chunks, "_run_chunk", failing)
-    monkeypatch.setattr(chunks, "_chunk_key", lambda *_: object())  # no chunk is measured in place of another
+    monkeypatch.setattr(chunks, "wiring", lambda *_: object())  # no chunk is measured in place of another
     state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(small_target().with_facts(model))
     profile = state[Profile]
     assert (profile.sources["cpu/1"] == Source.ESTIMATED).tolist() == [False] * 3 + [True] * 9

@@ -14,19 +14,21 @@ import onnxruntime
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
-from onnxplace.driver import compile_model
-from onnxplace.evaluation import ModelComparison, rounds_to_few_values, size_comparison
+from onnxplace.bundle.bundle import WHOLE_MODEL_FILE, Bundle
+from onnxplace.driver.compile import compile_model
 from onnxplace.machine import ort_sessions
-from onnxplace.model import join_quantised_units, load
+from onnxplace.measure import size_comparison
+from onnxplace.measure.compare import ModelComparison, rounds_to_few_values
+from onnxplace.model.cut_constraints import join_quantised_units
+from onnxplace.model.loading import load
 from onnxplace.passes.coplace import Coplace
 from onnxplace.passes.emit import Emit
 from onnxplace.passes.fuse import Fuse
 from onnxplace.passes.optimize import Optimize
 from onnxplace.passes.profile import ProfileCosts
 from onnxplace.passes.split import Split
-from onnxplace.pipeline import Pipeline
-from onnxplace.target import Device, Link, Target
+from onnxplace.pipeline.pipeline import Pipeline
+from onnxplace.target.target import Device, Link, Target
 from tests.support.random_models import run_plain
 from tests.support.random_placements import RandomPlacement, run_together
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import onnxplace
-from onnxplace.bundle import WEIGHTS_FILE
+from onnxplace.bundle.bundle import WEIGHTS_FILE
 from tests.end_to_end.split_checks import Check, X, parsed, weight
 
 # ---------------------------------------------------------------------------------------------- one node and its values

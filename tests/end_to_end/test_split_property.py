@@ -12,7 +12,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, assume, given, note, settings, strategies as st
 from onnx import printer
 
-from onnxplace.bundle import WHOLE_MODEL_FILE
+from onnxplace.bundle.bundle import WHOLE_MODEL_FILE
 from onnxplace.machine.ort_sessions import Level
 from tests.support.random_models import RandomModel, random_models, reference, run_plain
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, placements, run_together

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from onnx import ModelProto, TensorProto, external_data_helper, helper
 
-from onnxplace.bundle import Bundle
-from onnxplace.model import load
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.model.loading import load
 from tests.end_to_end.split_checks import ALTERNATING, TRUE_AND_FALSE, Check, X, parsed, weight
 from tests.support.random_models import Feeds, run_plain
 from tests.support.random_placements import assert_same, compiled_with, run_together

@@ -10,9 +10,9 @@ import onnxruntime
 import pytest
 
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.evaluation import apply_trial, run_trials
-from onnxplace.evaluation.memory_use import measure_memory
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.measure.memory_use import measure_memory
+from onnxplace.measure.trial import apply_trial, run_trials
 from onnxplace_hosts.ranks import opening
 from tests.support.large_chains import LAYERS, PIPELINE, compile_chain, feed_chain, write_chain
 

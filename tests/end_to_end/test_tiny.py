@@ -21,9 +21,9 @@ from onnx import TensorProto, helper, numpy_helper, parser, printer
 
 import models
 import tiny
-from onnxplace.graph import Csr, OpGraph
-from onnxplace.simulation import simulate
-from onnxplace.target import Device, Link, Target
+from onnxplace.graph.op_graph import Csr, OpGraph
+from onnxplace.simulation.simulator import simulate
+from onnxplace.target.target import Device, Link, Target
 
 SCRIPT = Path(tiny.__file__)
 SIZE = 4

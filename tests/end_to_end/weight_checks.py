@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxplace.bundle import Bundle
-from onnxplace.driver import compile_model
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.driver.compile import compile_model
 
 SPLIT = "optimize,profile{estimate=true},coplace{join=never,device_map=MAP},m-etf,split,emit"
 

@@ -9,8 +9,8 @@ import pytest
 from onnx import parser
 
 from decoder import decoder
-from onnxplace.bundle import Bundle
-from onnxplace.driver import compile_model
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.driver.compile import compile_model
 
 DECODER_SHAPE = {"batch": 1, "seq": 3, "past": 5}
 SUMS = """

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle
-from onnxplace.evaluation import choose_step_inputs
-from onnxplace.machine import make_session_options, open_session
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.measure.step_inputs import choose_step_inputs
 from tests.support.random_placements import assert_same
 
 

@@ -17,10 +17,11 @@ from onnx import numpy_helper, parser, printer
 
 import models
 import onnxplace
-from onnxplace.bundle import WHOLE_MODEL_FILE
-from onnxplace.driver import compile_model
-from onnxplace.evaluation.compare import compare_output
-from onnxplace.export import describe_merged, merge_bundle, merging
+from onnxplace.bundle.bundle import WHOLE_MODEL_FILE
+from onnxplace.driver.compile import compile_model
+from onnxplace.export import merging
+from onnxplace.export.merging import describe_merged, merge_bundle
+from onnxplace.measure.compare import compare_output
 from tests.conftest import FAST_PIPELINE
 from tests.end_to_end.split_checks import ALTERNATING
 from tests.end_to_end.weight_checks import chain, compiled as compile_chain, saved
@@ -277,7 +278,7 @@ def test_an_interrupt_at_a_rename_leaves_both_files_or_none(ending, is_renamed, 
 def test_the_command_imports_onnx_runtime_never(compiled, tmp_path):
     """A bundle for GPUs can be merged anywhere."""
     code = (
-        "import sys; from onnxplace.cli import main; "
+        "import sys; from onnxplace.cli.app import main; "
         f"code = main(['merge', {str(compiled)!r}, '-o', {str(tmp_path / 'm.onnx')!r}, '--json']); "
         "print('onnxruntime' in sys.modules, file=sys.stderr); sys.exit(code)"
     )

@@ -5,8 +5,8 @@ import json
 import onnx
 import pytest
 
-from onnxplace.driver import compile_model
-from onnxplace.export import export_bundle
+from onnxplace.driver.compile import compile_model
+from onnxplace.export.exporting import export_bundle
 from tests.export.samples import assert_same_outputs, draw_feeds, run_file
 from tests.support.chains import mlp
 from tests.support.commands import node_names

@@ -14,16 +14,20 @@ from onnx import TensorProto, helper, parser
 import onnxplace
 from onnxplace.cli.shared_options import parse_shape
 from onnxplace.errors import FeedError, ModelError, UsageError
-from onnxplace.feeds import Declared, dimensions_of_feeds, drop_derived_sizes, random_feeds
 from onnxplace.feeds.dimensions import (
     MAX_LENGTH,
     NoSizeError,
     complete_sizes,
+    dimensions_of_feeds,
+    drop_derived_sizes,
     evaluate,
     parse_size,
     symbols_of,
 )
-from onnxplace.model import bind, load
+from onnxplace.feeds.feeds import Declared
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 
@@ -347,7 +351,7 @@ def test_carried_states_grow_and_so_does_the_mask(run_cli, arguments, tmp_path):
 
 
 def test_zero_states_take_sizes_of_expressions_from_their_symbols():
-    from onnxplace.feeds import zero_feeds
+    from onnxplace.feeds.synthetic import zero_feeds
 
     cache = [Declared("cache", "tensor(float)", ("batch", "2*(past + seq)"))]
     assert zero_feeds(cache, {"batch": 1, "past": 3, "seq": 1})["cache"].shape == (1, 8)

@@ -5,7 +5,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.errors import FeedError
-from onnxplace.feeds import Declared, check_feeds, describe_input, dimension_keys, numpy_type, random_feeds, read_npz
+from onnxplace.feeds.dimensions import dimension_keys
+from onnxplace.feeds.feeds import Declared, check_feeds, describe_input, numpy_type
+from onnxplace.feeds.npz import read_npz
+from onnxplace.feeds.synthetic import random_feeds
 
 NUMERIC = {
     "tensor(float)": "f4",

@@ -12,14 +12,16 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 import onnxplace
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.manifest import ShardingRecord, StateRecord
-from onnxplace.drop_in import RequestChecks
 from onnxplace.errors import FeedError
-from onnxplace.evaluation.step_inputs import choose_step_inputs
-from onnxplace.feeds import dimension_keys
-from onnxplace.model import bind, declaration_of, load
+from onnxplace.feeds.dimensions import dimension_keys
+from onnxplace.measure.step_inputs import choose_step_inputs
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import declaration_of
 from onnxplace.model.tensors import says_unknown
+from onnxplace.session.run_arguments import RequestChecks
 from tests.support.random_models import reference
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
 

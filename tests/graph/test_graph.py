@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.graph import Csr, OpGraph, sum_alive, sum_by
-from onnxplace.simulation import simulate
-from onnxplace.testing import random_graph
+from onnxplace.graph.lifetimes import sum_alive
+from onnxplace.graph.op_graph import Csr, OpGraph, sum_by
+from onnxplace.simulation.simulator import simulate
+from onnxplace.testing.pass_contract import random_graph
 from tests.support.reference_simulator import even_target, graph_of
 
 thorough = settings(deadline=None, derandomize=True, max_examples=300)

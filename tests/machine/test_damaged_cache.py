@@ -11,14 +11,16 @@ import pytest
 
 import onnxplace
 from onnxplace.errors import Diagnostic
-from onnxplace.evaluation import trial
-from onnxplace.evaluation.cached_trials import recall_trials
 from onnxplace.facts import Profile, Quality
-from onnxplace.machine import local_target, measurement_cache
-from onnxplace.model import bind, load
-from onnxplace.passes.profiling import Measurement
+from onnxplace.machine import measurement_cache
+from onnxplace.machine.hardware import local_target
+from onnxplace.measure import trial
+from onnxplace.measure.cached_trials import recall_trials
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.passes.profiling.node_measurement import Measurement
 from onnxplace.passes.profiling.profile_model import recall_measurement, store_measurement
-from onnxplace.pipeline import Pipeline
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
 
 NODES = 3

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from onnx import TensorProto, helper
 
-from onnxplace.devices import DeviceAddress
 from onnxplace.errors import ExecutionError, ModelError
-from onnxplace.machine import find_device_problem, find_processes, make_session_options, open_session
-from onnxplace.machine.isolated_sessions import DeviceProcess
-from onnxplace.machine.ort_sessions import create_session_options, describe_session_options
+from onnxplace.machine.hardware import find_device_problem
+from onnxplace.machine.isolated_sessions import DeviceProcess, find_processes, open_session
+from onnxplace.machine.ort_sessions import create_session_options, describe_session_options, make_session_options
 from onnxplace.machine.ort_values import is_native_array, to_ort_value, to_python
-from onnxplace.target import Device
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.target import Device
 from tests.support.fault_checks import wait_until
 from tests.support.faulty_plugin import install_faulty_kind
 from tests.support.isolated import list_children
@@ -202,9 +202,9 @@ def test_a_process_is_not_opened_again_with_other_files(tmp_path):
 def test_the_process_ends_if_this_one_is_killed():
     script = """
 import psutil, sys
-from onnxplace.devices import DeviceAddress
+from onnxplace.target.device_kinds import DeviceAddress
 from onnxplace.machine import make_session_options, open_session
-from onnxplace.ort import build_one_node_model
+from onnxplace.utils.ort import build_one_node_model
 address = DeviceAddress("cpu", 0, options={"isolate": "true"})
 session = open_session(build_one_node_model(), make_session_options(()), address)
 print(psutil.Process().children()[0].pid, flush=True)

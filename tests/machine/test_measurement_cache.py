@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from onnxplace.facts import Profile, Source
-from onnxplace.machine import local_target, measurement_cache
-from onnxplace.model import Model, bind, load
-from onnxplace.passes.profiling import MeasurementOptions
-from onnxplace.pipeline import Pipeline
+from onnxplace.machine import measurement_cache
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
+from onnxplace.passes.profiling.node_measurement import MeasurementOptions
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,11 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 from onnxplace.errors import ExecutionError, ModelError
-from onnxplace.machine import find_disk_full, make_runner, make_session_options, open_session, session_errors
-from onnxplace.machine.session_errors import explain_session_error
+from onnxplace.machine import session_errors
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.machine.ort_values import make_runner
+from onnxplace.machine.session_errors import explain_session_error, find_disk_full
 
 ROOT = Path(__file__).parents[2]
 HEADER = '<ir_version: 8, opset_import: ["": 17]>'
@@ -88,7 +91,7 @@ def build_chain(count: int, width: int) -> onnx.ModelProto:
 SMALL_FILES = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-from onnxplace.cli import main
+from onnxplace.cli.app import main
 sys.exit(main(sys.argv[1:]))
 """
 

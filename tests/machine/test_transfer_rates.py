@@ -6,8 +6,11 @@ import os
 import numpy as np
 import pytest
 
-from onnxplace.machine import find_host_rate, local_target, measure_read_rate, measurement_cache, transfer_rates
-from onnxplace.target import Device, Link, Target, parse_machine
+from onnxplace.machine import measurement_cache, transfer_rates
+from onnxplace.machine.hardware import local_target
+from onnxplace.machine.transfer_rates import find_host_rate, measure_read_rate
+from onnxplace.target.machines import parse_machine
+from onnxplace.target.target import Device, Link, Target
 
 MIB = 1 << 20
 CPU, GPU = Device("cpu:0", 1 << 30), Device("cuda:0", 1 << 30, model="NVIDIA H100 PCIe")

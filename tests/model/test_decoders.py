@@ -10,8 +10,10 @@ from onnx import parser
 import onnxplace
 from decoder import decoder
 from onnxplace.errors import ModelError, UsageError
-from onnxplace.feeds import Declared
-from onnxplace.model import declaration_of, load, recognise_decoder
+from onnxplace.feeds.feeds import Declared
+from onnxplace.model.decoders import recognise_decoder
+from onnxplace.model.loading import load
+from onnxplace.model.model import declaration_of
 from tests.support.decoders import LAYERS, SIZES, optimum_decoder, rename
 
 CACHES = [f"{layer}.{part}" for layer in range(LAYERS) for part in ("key", "value")]

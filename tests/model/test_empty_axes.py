@@ -7,7 +7,7 @@ import pytest
 from onnx import ModelProto, helper, parser
 
 import onnxplace
-from onnxplace.bundle import WHOLE_MODEL_FILE
+from onnxplace.bundle.bundle import WHOLE_MODEL_FILE
 from onnxplace.errors import ExecutionError
 from onnxplace.model.empty_axes import ENDS_PROCESS
 from onnxplace.reports.bundle_nodes import read_nodes

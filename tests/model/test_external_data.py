@@ -14,7 +14,7 @@ import pytest
 from onnx import AttributeProto, ModelProto, NodeProto, SparseTensorProto, TensorProto, helper, numpy_helper
 
 from onnxplace import OnnxplaceError
-from onnxplace.model import load
+from onnxplace.model.loading import load
 from onnxplace.passes.segments import write_segments
 from plugins.training.tests.test_trainer import compile_model as compile_training
 from tests.conftest import Ran, branches

@@ -9,9 +9,10 @@ from onnx import ModelProto
 
 import onnxplace
 from onnxplace import OnnxplaceError
-from onnxplace.feeds import dimension_keys, symbols_of_dimension
-from onnxplace.model import declaration_of, load
-from onnxplace.target import Device, Target
+from onnxplace.feeds.dimensions import dimension_keys, symbols_of_dimension
+from onnxplace.model.loading import load
+from onnxplace.model.model import declaration_of
+from onnxplace.target.target import Device, Target
 from tests.support.broken_models import alter_model, build_originals, damage_bytes
 from tests.support.fuzzing import fuzzed
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from onnx import parser
 
-from onnxplace.driver import Compiled, compile_model
-from onnxplace.target import Device, Target
+from onnxplace.driver.compile import compile_model
+from onnxplace.driver.trials import Compiled
+from onnxplace.target.target import Device, Target
 
 GPUS = (Device("cuda:0", 1 << 30, model="G"), Device("cuda:1", 1 << 30, model="G"))
 HEADER = '<ir_version: 9, opset_import: ["": 18, "ai.onnx.ml": 1]>'

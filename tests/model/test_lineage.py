@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from onnx import ModelProto, numpy_helper, parser
 
-from onnxplace.evaluation import OutputDifference
-from onnxplace.evaluation.compare import compare_output
-from onnxplace.model import Lineage, is_quantising, output_lineages
+from onnxplace.measure.compare import OutputDifference, compare_output
+from onnxplace.model.lineage import Lineage, is_quantising, output_lineages
 from tests.conftest import Ran
 from tests.support.random_placements import RandomPlacement, compiled_with
 
@@ -103,7 +102,7 @@ def test_float16_on_the_way_to_a_float32_output_widens_the_tolerance(
 ):
     bundle = compiled_with(build_half_precision_model(), RandomPlacement((0, 1)), tmp_path)
     # The difference depends on the kernels of this machine: use the one of a bug report.
-    from onnxplace.evaluation import compare
+    from onnxplace.measure import compare
 
     seen: list[OutputDifference] = []
 

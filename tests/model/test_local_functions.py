@@ -13,7 +13,7 @@ from onnx import AttributeProto, ModelProto, helper, numpy_helper, parser
 
 from onnxplace.driver.sources import ModelSource, bind_source
 from onnxplace.errors import ModelError
-from onnxplace.model import load
+from onnxplace.model.loading import load
 from tests.support.random_functions import SIZE, draw_model
 from tests.support.random_models import reference
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together

@@ -9,7 +9,8 @@ import pytest
 from onnx import ModelProto, helper, numpy_helper, parser
 
 import onnxplace
-from onnxplace.model import bind, infer_static_shapes, load
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, infer_static_shapes
 from tests.support.random_models import run_plain
 from tests.support.random_placements import RandomPlacement, compiled_with
 

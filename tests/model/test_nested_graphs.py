@@ -13,10 +13,10 @@ import pytest
 from onnx import ModelProto, TensorProto, external_data_helper, helper, numpy_helper, parser
 
 from onnxplace.errors import ModelError, UsageError
-from onnxplace.model import Model, captured_names, load
-from onnxplace.model.nested_graphs import rename_reads
-from onnxplace.passes.profiling import estimate_seconds
-from onnxplace.passes.profiling.roofline import MAX_ITERATIONS
+from onnxplace.model.loading import load
+from onnxplace.model.model import Model
+from onnxplace.model.nested_graphs import captured_names, rename_reads
+from onnxplace.passes.profiling.roofline import MAX_ITERATIONS, estimate_seconds
 from tests.support.random_models import Feeds, reference
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
 
@@ -285,7 +285,7 @@ def test_nested_functions_with_subgraphs_and_other_opsets_are_cut(tmp_path: Path
 
 
 def test_a_device_map_cannot_place_nodes_of_a_subgraph(tmp_path: Path):
-    from onnxplace.driver import compile_model
+    from onnxplace.driver.compile import compile_model
 
     model = parse_model(
         """graph (float[2, 3] x) => (float[2, 3] y) <int64 m = {3}> {

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 from onnx import NodeProto
 
-from onnxplace.model import find_module_path, list_aliases, load, match_nodes, suggest_nodes
+from onnxplace.model.loading import load
+from onnxplace.model.node_metadata import find_module_path, list_aliases, match_nodes, suggest_nodes
 from tests.support.dynamo_models import KEYS, dynamo_model
 
 # As torch 2.9 writes it.

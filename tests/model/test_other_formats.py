@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxplace.model import load
+from onnxplace.model.loading import load
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 

@@ -19,8 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
-from onnxplace.model import find_scales_to_protect, load
+from onnxplace.bundle.bundle import WHOLE_MODEL_FILE, Bundle
+from onnxplace.model.cut_constraints import find_scales_to_protect
+from onnxplace.model.loading import load
 from tests.support.random_models import run_plain
 from tests.support.random_placements import RandomPlacement, compiled_with, placements, run_together
 

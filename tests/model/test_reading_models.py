@@ -8,8 +8,9 @@ from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper, 
 
 import onnxplace
 from onnxplace import FeedError, ModelError
-from onnxplace.feeds import Declared, check_feeds
-from onnxplace.model import bind, build_op_graph, load
+from onnxplace.feeds.feeds import Declared, check_feeds
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, build_op_graph
 from tests.support.model_texts import IF, X, find_then_branch, parse_graph
 from tests.support.random_models import run_plain
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together

@@ -11,7 +11,9 @@ import onnx
 import pytest
 from onnx import ModelProto, numpy_helper, parser
 
-from onnxplace.model import bind, infer_shapes, infer_static_shapes, load
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, infer_static_shapes
+from onnxplace.model.shape_inference import infer_shapes
 
 WEIGHTS = """int64[1] s = {0}, int64[1] e = {-1}, int64[1] a = {2}, int64[1] back = {-1}, int64[1] two = {2},
     int64[6] pads = {0, 0, -2, 0, 0, -2}, int64[2, 2] places = {0, 0, 1, 1}, bool yes = {1}"""

@@ -7,7 +7,7 @@ from onnx import parser
 
 from onnxplace.driver.sources import ModelSource, bind_source
 from onnxplace.errors import ModelError
-from onnxplace.model import load
+from onnxplace.model.loading import load
 from tests.support.decoders import optimum_decoder, rename
 
 HEAD = '<ir_version: 10, opset_import: ["": 23, "com.microsoft": 1]> g '

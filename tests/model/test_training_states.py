@@ -10,8 +10,9 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 from onnxplace.errors import ModelError, UsageError
-from onnxplace.model import bind_states, load
-from onnxplace.training_step import TRAINING_KEY
+from onnxplace.model.loading import load
+from onnxplace.model.state_binding import bind_states
+from onnxplace.model_metadata import TRAINING_KEY
 from tests.support.training_models import OPTIMIZERS, make_mlp
 
 Edit = Callable[[dict[str, Any]], None]

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import onnxplace
-from onnxplace.devices import DeviceAddress
-from onnxplace.machine import list_taken_nodes, make_session_options, open_session
+from onnxplace.machine.isolated_sessions import list_taken_nodes, open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.target.device_kinds import DeviceAddress
 from tests.conftest import FAST_PIPELINE, Ran
 from tests.support.commands import only_json
 from tests.support.npu_models import NPU, fixed_branches
@@ -81,7 +82,7 @@ def test_json_is_alone_on_stdout_although_the_simulator_greets_there(bundle_path
 def test_stdout_of_a_session_that_is_opened_before_any_probe_is_clean(bundle_path):
     code = """
 import sys
-from onnxplace.devices import DeviceAddress
+from onnxplace.target.device_kinds import DeviceAddress
 from onnxplace.machine import make_session_options, open_session
 open_session(sys.argv[1], make_session_options([0]), DeviceAddress("qnn/npu", 0))
 print("opened")

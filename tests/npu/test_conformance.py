@@ -4,8 +4,9 @@ import zlib
 
 import pytest
 
-from onnxplace.devices import DeviceAddress
-from onnxplace.machine import list_taken_nodes, make_session_options, open_session
+from onnxplace.machine.isolated_sessions import list_taken_nodes, open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.target.device_kinds import DeviceAddress
 from tests.support.conformance import Case, PlainSession, case, names, outcome, placements_on
 from tests.support.npu_models import NPU
 

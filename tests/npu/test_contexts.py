@@ -9,9 +9,11 @@ from hypothesis import given, settings, strategies as st
 from onnx import numpy_helper, parser
 
 import onnxplace
-from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.errors import NoteWarning
-from onnxplace.machine import list_taken_nodes, make_session_options, open_session
+from onnxplace.machine.isolated_sessions import list_taken_nodes, open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.kind_table import find_kind
 from tests.support.random_models import run_plain
 
 PIPELINE = "optimize,profile{estimate=true},coplace{device_map=%s},m-etf,split,emit"

@@ -3,7 +3,7 @@
 import pytest
 
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.testing import check_runtime
+from onnxplace.testing.runtime_contract import check_runtime
 
 
 @pytest.mark.parametrize("devices", [("qnn/npu:0", "cpu:0"), ("cpu:0", "qnn/npu:0"), ("qnn/npu:0",)], ids=",".join)

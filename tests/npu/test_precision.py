@@ -7,14 +7,16 @@ import pytest
 
 import models
 import onnxplace
-from onnxplace.driver import compile_model
+from onnxplace.driver.compile import compile_model
 from onnxplace.facts import Profile
-from onnxplace.machine import local_target
-from onnxplace.model import Model, bind, load
-from onnxplace.passes.profiling import measure_errors
-from onnxplace.pipeline import Pipeline
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
+from onnxplace.passes.profiling.node_errors import measure_errors
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.utils import run_in_child
+from onnxplace.utils.subprocesses import run_in_child
 
 pytestmark = pytest.mark.slow
 DEVICES = "qnn/npu:0{precision=float16},cpu:0"

@@ -9,8 +9,9 @@ import pytest
 from onnx import ModelProto, numpy_helper, parser
 
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.evaluation import host_nodes, report_host_nodes
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.measure import host_nodes
+from onnxplace.measure.host_nodes import report_host_nodes
 from tests.conftest import FAST_PIPELINE
 from tests.support.commands import only_json
 

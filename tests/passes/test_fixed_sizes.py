@@ -7,8 +7,10 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.errors import FeedError
-from onnxplace.machine import local_target
-from onnxplace.model import Model, bind, load
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
 from onnxplace.passes.optimize import Optimize
 from onnxplace.state import State
 

@@ -5,12 +5,13 @@ import pytest
 
 from onnxplace.errors import InfeasibleError, TargetError, UsageError
 from onnxplace.facts import Profile, is_refused
-from onnxplace.machine import local_target
-from onnxplace.model import bind, load
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
 from onnxplace.passes import limit_errors
-from onnxplace.pipeline import Pipeline, make_pass
+from onnxplace.pipeline.pipeline import Pipeline, make_pass
 from onnxplace.state import State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.conftest import branches
 from tests.support.half_device import half_kind as half_kind
 

@@ -9,10 +9,12 @@ from onnx import TensorProto, helper
 
 from onnxplace.errors import UsageError
 from onnxplace.facts import Original, Profile, Recomputation, Source
-from onnxplace.machine import local_target
-from onnxplace.model import Model, bind, build_op_graph, infer_static_shapes, load, value_bytes
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, build_op_graph, infer_static_shapes, value_bytes
+from onnxplace.model.model import Model
 from onnxplace.passes.recompute import Recompute
-from onnxplace.simulation import simulate
+from onnxplace.simulation.simulator import simulate
 from onnxplace.state import State
 from tests.support.random_models import RandomModel, random_models, reference
 from tests.support.training_models import draw_batch, make_mlp, make_recurrent, make_transformer, make_two_tower

@@ -6,11 +6,12 @@ import pytest
 import onnxplace
 from onnxplace.errors import InfeasibleError, OnnxplaceError, UsageError
 from onnxplace.facts import Routes, Segments
-from onnxplace.model import bind, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.simulation.steady_state import HANDOVER_SECONDS
 from onnxplace.state import State
-from onnxplace.target import Device, Shared, Target
+from onnxplace.target.target import Device, Shared, Target
 from tests.conftest import branches
 from tests.support.chains import mlp
 

@@ -10,11 +10,10 @@ import pytest
 
 from onnxplace.errors import BrokenPassError, Diagnostic, InfeasibleError, OnnxplaceError, PluginError, UsageError
 from onnxplace.facts import Emitted
-from onnxplace.model import Model
-from onnxplace.pipeline import Pipeline, make_pass, run_pass
-from onnxplace.pipeline.pipeline import find_stale_facts
+from onnxplace.model.model import Model
+from onnxplace.pipeline.pipeline import Pipeline, find_stale_facts, make_pass, run_pass
 from onnxplace.state import Fact, Pass, State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from onnxplace.utils import jit
 
 TARGET = Target((Device("cpu:0", 1000), Device("cpu:1", 1000)))

@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 
 from onnxplace.cli import app
-from onnxplace.pipeline import find_plugin
+from onnxplace.pipeline.registry import find_plugin
 from onnxplace.plugins import list_entries
-from onnxplace.testing import check_pass, check_runtime
+from onnxplace.testing.pass_contract import check_pass
+from onnxplace.testing.runtime_contract import check_runtime
 from tests.conftest import FAST_PIPELINE, Ran
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ DISTRIBUTION = "onnxplace-round-robin"
 # Several commands in one process, because each process takes a second.
 DRIVER = """
 import contextlib, io, json, sys
-from onnxplace.cli import main
+from onnxplace.cli.app import main
 results = []
 for arguments in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
@@ -431,7 +432,7 @@ MODULES = {
     "harmless": """
 import click
 from onnxplace import Pass
-from onnxplace.devices import DeviceKind
+from onnxplace.target.device_kinds import DeviceKind
 
 
 def function():
@@ -484,7 +485,7 @@ PACED = """
 import time
 import click
 from onnxplace import Runtime
-from onnxplace.pipeline import create_runtime
+from onnxplace.pipeline.registry import create_runtime
 
 
 class Paced(Runtime):

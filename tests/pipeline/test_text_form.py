@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.errors import UsageError
-from onnxplace.pipeline import PassSpec, Pipeline, build_pass, format_pipeline, make_spec, parse_pipeline
+from onnxplace.pipeline.pipeline import Pipeline
+from onnxplace.pipeline.text_form import PassSpec, build_pass, format_pipeline, make_spec, parse_pipeline
 from onnxplace.plugins import BUILTIN
 from onnxplace.state import Pass, State
 

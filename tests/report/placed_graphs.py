@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from onnxplace.cost_graph import GENERATORS, CostGraph
-from onnxplace.driver import replace_devices
+from onnxplace.cost_graph.data import CostGraph
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import replace_devices
 from onnxplace.reports.step_analysis import PlacedStep
-from onnxplace.simulation import simulate
+from onnxplace.simulation.simulator import simulate
 
 
 def draw_graph(nodes: int, seed: int, devices: int = 3, kind: str = "layered") -> CostGraph:

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.facts import LayoutAlternative
-from onnxplace.reports import compare_pages, describe_bundle, describe_layouts, render_page
+from onnxplace.reports.alternatives import describe_layouts
+from onnxplace.reports.differences import compare_pages
 from onnxplace.reports.layer_tree import LayerNode, build_layer_tree
+from onnxplace.reports.page_data import describe_bundle
+from onnxplace.reports.page_rendering import render_page
 
 
 def test_a_row_of_layouts_names_some_neighbours_and_counts_the_others():

@@ -10,19 +10,15 @@ from html.parser import HTMLParser
 import onnx
 import pytest
 
-from onnxplace.bundle import (
-    Bundle,
-    ShardedKindRecord,
-    ShardingRecord,
-    describe_step,
-    simulate_manifest,
-)
-from onnxplace.driver import compile_model
+from onnxplace.bundle.bundle import Bundle, describe_step
+from onnxplace.bundle.bundle_simulation import simulate_manifest
+from onnxplace.bundle.manifest import ShardedKindRecord, ShardingRecord
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import Diagnostic, UsageError
-from onnxplace.evaluation.trial import Trial, apply_trial
-from onnxplace.reports import build_page_json, describe_bundle, render_page
+from onnxplace.measure.trial import Trial, apply_trial
+from onnxplace.reports.page_data import describe_bundle
 from onnxplace.reports.page_records import Advice, Entry, MemoryItem, Note, Quantity
-from onnxplace.reports.page_rendering import group_memory
+from onnxplace.reports.page_rendering import build_page_json, group_memory, render_page
 from tests.support.dynamo_models import dynamo_model
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}<!--"

@@ -5,8 +5,9 @@ import json
 import onnx
 import pytest
 
-from onnxplace.cost_graph import GENERATORS, write_cost_graph
-from onnxplace.driver import place_cost_graph
+from onnxplace.cost_graph.cost_graphs import write_cost_graph
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import place_cost_graph
 
 
 def test_a_report_is_written_and_named(run_cli, compiled, tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings, strategies as st
 from onnxplace.reports.charts import MAX_LINKS, MAX_POINTS, draw_memory, draw_step
 from onnxplace.reports.layer_tree import MAX_CHILDREN, LayerNode, build_layer_tree, name_layer, name_segment
 from onnxplace.reports.step_analysis import explain_step, list_crossings
-from onnxplace.simulation import simulate
+from onnxplace.simulation.simulator import simulate
 from tests.report.placed_graphs import draw_graph, place_at_random
 
 KINDS = st.sampled_from(["layered", "wide", "chains", "two_tower"])

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.bundle import Bundle
-from onnxplace.reports import compare_pages, describe_bundle
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.reports.differences import compare_pages
+from onnxplace.reports.page_data import describe_bundle
 from onnxplace.reports.page_records import Attempt, AttemptGroup, Bound, Entry, Quantity
 from onnxplace.reports.step_analysis import PlacedStep, explain_step
 from onnxplace.reports.verdict import MIN_SHARE, RATE_LABEL, ReportContext, judge_step
-from onnxplace.simulation import simulate
+from onnxplace.simulation.simulator import simulate
 from tests.report.placed_graphs import draw_graph, place_at_random
 
 COSTS = ReportContext("from node costs")

@@ -13,16 +13,18 @@ from hypothesis import given, settings, strategies as st
 from onnx import numpy_helper, parser
 
 import onnxplace
-from onnxplace.driver import compile_model
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import FeedError, UsageError
 from onnxplace.facts import Groups, Placement, Profile, Schedule
-from onnxplace.model import bind, bind_states, load as load_model
-from onnxplace.pipeline import Pipeline, make_pass
+from onnxplace.model.loading import load as load_model
+from onnxplace.model.lowering import bind
+from onnxplace.model.state_binding import bind_states
+from onnxplace.pipeline.pipeline import Pipeline, make_pass
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.runtimes.execution.host_memory import HostMemory
 from onnxplace.runtimes.execution.requests import CarriedStates, StateTable
 from onnxplace.state import Pass, State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.support.state_checks import APART, ON_ONE, START, STATES, compile_sums, feeds, new_reference, pipeline, sums
 
 # Tests that tests/streams and tests/webgpu collect too, with bundles for other devices.

@@ -11,11 +11,11 @@ import pytest
 from onnx import parser
 
 import onnxplace
-from onnxplace.driver import compile_model
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import BundleError, NoteWarning
-from onnxplace.evaluation.cached_trials import build_trial_key
-from onnxplace.machine import without_optimisations
-from onnxplace.reports import compile_summary
+from onnxplace.machine.ort_sessions import without_optimisations
+from onnxplace.measure.cached_trials import build_trial_key
+from onnxplace.reports.text import compile_summary
 from tests.support.static_device import static_kind
 
 PIPELINE = "optimize,profile{estimate=true},coplace,single,split,emit"

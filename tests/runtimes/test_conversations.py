@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import onnxplace
-from onnxplace.runtime import Runtime, RuntimeSession
-from onnxplace.runtimes.execution import EngineSession
+from onnxplace.runtime.interface import Runtime, RuntimeSession
+from onnxplace.runtimes.execution.sessions import EngineSession
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.testing import check_runtime
+from onnxplace.testing.runtime_contract import check_runtime
 from tests.support.chains import cached_decoder
 from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, wait_until
 from tests.support.ping_pong import PingPong, compile_ping_pong, make_feeds, make_start

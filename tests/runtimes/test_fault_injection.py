@@ -11,9 +11,9 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.errors import ExecutionError
-from onnxplace.runtimes.execution import HostMemory
 from onnxplace.runtimes.execution.failures import describe_segment_failure
 from onnxplace.runtimes.execution.futures import ResultFuture
+from onnxplace.runtimes.execution.host_memory import HostMemory
 from onnxplace.runtimes.execution.requests import Request
 from tests.support.endless import feeds
 from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, raise_in, read_resident_bytes

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import onnxplace
-from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT
+from onnxplace.runtime.interface import DEFAULT_MAX_IN_FLIGHT
 from onnxplace.runtimes.execution import engine as engine_module, workers as workers_module
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from tests.support.endless import expected, feeds

@@ -10,9 +10,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import onnxplace
-from onnxplace.bundle import MANIFEST_FILE
+from onnxplace.bundle.bundle import MANIFEST_FILE
 from onnxplace.errors import ExecutionError, FeedError, UsageError
-from onnxplace.runtime import RuntimeSession
+from onnxplace.runtime.interface import RuntimeSession
 from tests.support.state_checks import ON_ONE, STATES, feeds, sums
 from tests.support.training_models import ReferenceTrainer, draw_batch, make_mlp
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from onnx import parser
 
-from onnxplace.bundle import WHOLE_MODEL_FILE
+from onnxplace.bundle.bundle import WHOLE_MODEL_FILE
 from onnxplace.errors import ModelError
-from onnxplace.machine import (
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import (
     make_session_options,
     open_in_threads,
-    open_session,
     uses_optimisations,
     without_optimisations,
 )

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from onnx import ModelProto, helper, numpy_helper, parser
 
 import onnxplace
-from onnxplace.machine import describe_optimiser
+from onnxplace.machine.hardware import describe_optimiser
 from onnxplace.runtimes.execution import segments as segments_module
 
 pytestmark = pytest.mark.skipif(not describe_optimiser(), reason="nothing is kept where the processor is unknown")

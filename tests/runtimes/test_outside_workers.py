@@ -7,13 +7,17 @@ from contextlib import suppress
 
 import pytest
 
-from onnxplace.bundle import WHOLE_MODEL_FILE
+from onnxplace.bundle.bundle import WHOLE_MODEL_FILE
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from onnxplace.ort import import_onnxruntime
-from onnxplace.runtime import Event, Runtime
-from onnxplace.runtimes.execution import Engine, EngineSession, OpenRoute, PlacedDevice, Worker, engine
-from onnxplace.target import Device
-from onnxplace.testing import check_runtime
+from onnxplace.runtime.interface import Event, Runtime
+from onnxplace.runtimes.execution import engine
+from onnxplace.runtimes.execution.engine import Engine
+from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice
+from onnxplace.runtimes.execution.sessions import EngineSession
+from onnxplace.runtimes.execution.workers import Worker
+from onnxplace.target.target import Device
+from onnxplace.testing.runtime_contract import check_runtime
+from onnxplace.utils.ort import import_onnxruntime
 from tests.support.endless import endless_bundle, feeds
 from tests.support.fault_checks import HUNG_SECONDS
 

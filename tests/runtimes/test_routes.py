@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 import onnxplace
-from onnxplace.driver import compile_model
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import ExecutionError
 from onnxplace.machine import hardware
 from onnxplace.passes.emit import Emit
@@ -18,9 +18,9 @@ from onnxplace.passes.optimize import Optimize
 from onnxplace.passes.profile import ProfileCosts
 from onnxplace.passes.replicate import Replicate
 from onnxplace.passes.split import Split
-from onnxplace.pipeline import Pipeline
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.runtimes.execution.segments import choose_route
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.bundle.test_routes import copied
 from tests.support.copies import compile_copies, make_feeds
 from tests.support.random_models import random_models, reference

@@ -13,10 +13,10 @@ import pytest
 from onnx import TensorProto, helper
 
 import onnxplace
-from onnxplace.bundle import simulate_manifest
+from onnxplace.bundle.bundle_simulation import simulate_manifest
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.runtimes.simulated import Simulated
-from onnxplace.testing import check_runtime
+from onnxplace.testing.runtime_contract import check_runtime
 from tests.support.fault_checks import read_resident_bytes
 
 
@@ -34,7 +34,7 @@ def bundle(compiled):
 
 
 def make_feeds(bundle, seed):
-    from onnxplace.feeds import random_feeds
+    from onnxplace.feeds.synthetic import random_feeds
 
     return random_feeds(bundle.inputs, bundle.manifest.dimensions, seed)
 

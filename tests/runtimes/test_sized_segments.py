@@ -20,8 +20,8 @@ from onnx import TensorProto, helper, parser
 
 import onnxplace
 from onnxplace.errors import ModelError, NoteWarning
-from onnxplace.evaluation.size_comparison import compare_at_another_size
-from onnxplace.feeds import zero_feeds
+from onnxplace.feeds.synthetic import zero_feeds
+from onnxplace.measure.size_comparison import compare_at_another_size
 from tests.support.commands import only_json
 from tests.support.random_models import random_models, reference
 from tests.support.random_placements import assert_same, compiled_with, placements

@@ -14,9 +14,10 @@ import decoder as decoder_example
 import onnxplace
 from decoder import decoder, generate
 from onnxplace.errors import ExecutionError, FeedError, ModelError, UsageError
-from onnxplace.evaluation import StepInputs
-from onnxplace.feeds import Declared
-from onnxplace.model import bind_states, load as load_model
+from onnxplace.feeds.feeds import Declared
+from onnxplace.measure.step_inputs import StepInputs
+from onnxplace.model.loading import load as load_model
+from onnxplace.model.state_binding import bind_states
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from tests.support.state_checks import START, compile_sums, feeds, pipeline, sums
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.cost_graph import parse_cost_graph
-from onnxplace.simulation import simulate, simulate_with_contention
-from onnxplace.simulation.simulated_contention import memory_share
-from onnxplace.target import Device, Link, Shared, Target
+from onnxplace.cost_graph.cost_graphs import parse_cost_graph
+from onnxplace.simulation.simulated_contention import memory_share, simulate_with_contention
+from onnxplace.simulation.simulator import simulate
+from onnxplace.target.target import Device, Link, Shared, Target
 
 
 def machine(count: int, **slower: float) -> Target:

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.graph import Csr
-from onnxplace.simulation import heads_and_tails, lower_bound_seconds, node_bytes, simulate
-from onnxplace.target import LINK_MODELS
-from onnxplace.testing import TICK_SECONDS, random_graph, random_target
+from onnxplace.graph.op_graph import Csr
+from onnxplace.simulation.lower_bounds import heads_and_tails, lower_bound_seconds, node_bytes
+from onnxplace.simulation.simulator import simulate
+from onnxplace.target.target import LINK_MODELS
+from onnxplace.testing.pass_contract import TICK_SECONDS, random_graph, random_target
 from tests.simulation.test_simulate import random_order
 from tests.support.reference_simulator import even_target, graph_of
 

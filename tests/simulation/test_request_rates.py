@@ -4,12 +4,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.cost_graph import GENERATORS
+from onnxplace.cost_graph.part_functions import GENERATORS
 from onnxplace.facts import Profile
 from onnxplace.problem import device_seconds
-from onnxplace.simulation import predict_python_seconds, predict_request_rates, steady_state_loads
-from onnxplace.simulation.steady_state import HANDOVER_SECONDS, QUEUED_REQUEST_SECONDS, Loads, divide_requests
-from onnxplace.target import Device, Link, Shared, Target
+from onnxplace.simulation.steady_state import (
+    HANDOVER_SECONDS,
+    QUEUED_REQUEST_SECONDS,
+    Loads,
+    divide_requests,
+    predict_python_seconds,
+    predict_request_rates,
+    steady_state_loads,
+)
+from onnxplace.target.target import Device, Link, Shared, Target
 
 
 def load(*compute: float) -> Loads:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.graph import OpGraph
-from onnxplace.simulation import Simulation, device_weights, lower_bound_seconds, simulate
-from onnxplace.target import LINK_MODELS, Target
-from onnxplace.testing import TICK_SECONDS, random_graph, random_target
+from onnxplace.graph.op_graph import OpGraph
+from onnxplace.simulation.lower_bounds import lower_bound_seconds
+from onnxplace.simulation.simulator import Simulation, device_weights, simulate
+from onnxplace.target.target import LINK_MODELS, Target
+from onnxplace.testing.pass_contract import TICK_SECONDS, random_graph, random_target
 from tests.support.reference_simulator import CannotRunError, even_target, graph_of, reference_simulate
 
 # Times are exact (TICK_SECONDS), so everything is compared for equality.

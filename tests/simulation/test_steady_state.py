@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.simulation import list_transfers, steady_state_loads
-from onnxplace.target import LINK_MODELS
-from onnxplace.testing import random_graph, random_target
+from onnxplace.simulation.steady_state import list_transfers, steady_state_loads
+from onnxplace.target.target import LINK_MODELS
+from onnxplace.testing.pass_contract import random_graph, random_target
 from tests.support.reference_simulator import even_target, graph_of
 
 thorough = settings(deadline=None, derandomize=True, max_examples=150)

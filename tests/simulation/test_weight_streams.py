@@ -6,17 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.simulation import (
-    PAGE_BYTES,
-    PoolLayout,
-    Simulation,
-    WeightStream,
-    find_distances,
-    measure_block,
-    simulate,
-    simulate_stream,
-)
-from onnxplace.testing import TICK_SECONDS
+from onnxplace.simulation.simulator import Simulation, simulate, simulate_stream
+from onnxplace.simulation.weight_streams import PAGE_BYTES, PoolLayout, WeightStream, find_distances, measure_block
+from onnxplace.testing.pass_contract import TICK_SECONDS
 from tests.simulation.test_simulate import placed_graphs
 from tests.support.reference_simulator import even_target, graph_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.pipeline import find_plugin
+from onnxplace.pipeline.registry import find_plugin
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]

@@ -3,7 +3,7 @@
 import pytest
 
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.testing import check_runtime
+from onnxplace.testing.runtime_contract import check_runtime
 from tests.support.fake_streams import FakeDriver, use_fake_driver
 
 DEVICES = [("fake:0", "fake:1"), ("fake:0/0", "fake:0/1"), ("fake:0", "cpu:0"), ("cpu:0", "fake:0"), ("fake:0",)]

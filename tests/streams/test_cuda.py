@@ -14,14 +14,15 @@ import onnxruntime
 import pytest
 
 import onnxplace
-from onnxplace.devices import DeviceAddress, kind_table
-from onnxplace.devices.cuda import Cuda
 from onnxplace.runtimes.execution import cuda_memory
 from onnxplace.runtimes.execution.cuda_memory import CudaDriver, CudaMemory
 from onnxplace.runtimes.execution.device_streams import Driver, DriverError
 from onnxplace.runtimes.execution.stream_memory import StreamMemory
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.testing import check_runtime
+from onnxplace.target import kind_table
+from onnxplace.target.cuda import Cuda
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.testing.runtime_contract import check_runtime
 from tests.support.fake_streams import FakeGpu
 
 # ------------------------------------------------------------------------------------------------------- the driver

@@ -5,7 +5,7 @@ import pytest
 from onnx import parser
 
 import onnxplace
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.runtimes import test_faults
 from tests.runtimes.conftest import hook_errors as hook_errors, session as session
 from tests.support.endless import endless_bundle, feeds

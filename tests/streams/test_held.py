@@ -10,9 +10,10 @@ import pytest
 from onnx import parser
 
 import onnxplace
-from onnxplace.devices import DeviceAddress
-from onnxplace.machine import make_session_options, open_session
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
 from onnxplace.runtimes.execution.stream_memory import SessionPlaces
+from onnxplace.target.device_kinds import DeviceAddress
 from tests.support.fake_streams import FakeDriver, FakeMemory, use_fake_driver
 
 SIZE = 16

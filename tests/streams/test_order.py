@@ -7,10 +7,13 @@ import pytest
 from onnx import helper, numpy_helper, parser
 
 import onnxplace
-from onnxplace.devices import DeviceKind, device_kinds
-from onnxplace.machine import make_session_options, open_session, ort_sessions
+from onnxplace.machine import ort_sessions
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
 from onnxplace.runtimes.execution import stream_memory
-from onnxplace.target import Device, Target
+from onnxplace.target import device_kinds
+from onnxplace.target.device_kinds import DeviceKind
+from onnxplace.target.target import Device, Target
 from tests.support.fake_streams import FakeDriver, use_fake_driver
 from tests.support.fault_checks import HUNG_SECONDS
 from tests.support.state_checks import pipeline

@@ -16,7 +16,7 @@ import os, resource, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts us in the background ignores it
 if "LIMIT" in os.environ:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["LIMIT"]),) * 2)
-from onnxplace.cli import main
+from onnxplace.cli.app import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, helper
 
-from onnxplace.bundle import BatchingRecord as BatchAxes
-from onnxplace.model import bind, load
-from onnxplace.passes.batching import find_batch_axes
+from onnxplace.bundle.manifest import BatchingRecord as BatchAxes
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.passes.batching.batch_flow import find_batch_axes
 from tests.support.random_models import reference
 from tests.support.random_placements import assert_same
 

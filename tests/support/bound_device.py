@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
-from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, ProviderLock
+from onnxplace.target.device_kinds import DeviceAddress, DeviceKind, Hardware
+from onnxplace.target.provider_lock import ProviderLock
 from tests.support.half_device import offer_kind
 
 
@@ -16,7 +17,7 @@ class Bound(DeviceKind):
     name: ClassVar[str] = "bound"
     title: ClassVar[str] = "device that only sessions reach"
     providers: ClassVar[Mapping[str, str]] = {"cpu": "CPUExecutionProvider"}
-    memory: ClassVar[str] = "onnxplace.runtimes.execution:BoundMemory"
+    memory: ClassVar[str] = "onnxplace.runtimes.execution.bound_memory:BoundMemory"
     lock: ClassVar[ProviderLock | None] = ProviderLock()
     operations_per_second: ClassVar[float] = 80e9
     memory_bytes_per_second: ClassVar[float] = 16e9

@@ -10,8 +10,8 @@ import pytest
 
 import onnxplace
 from onnxplace.cli.app import cli
-from onnxplace.ort import import_onnxruntime
 from onnxplace.plugins import list_entries
+from onnxplace.utils.ort import import_onnxruntime
 from tests.conftest import FAST_PIPELINE, Ran, branches
 
 SHAPE = ("--shape", "batch=4")

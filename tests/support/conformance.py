@@ -32,13 +32,14 @@ from onnx.backend.test.loader import DATA_DIR, load_model_tests
 from onnx.backend.test.runner import Runner
 
 import onnxplace
-from onnxplace.devices import DeviceAddress, find_kind
-from onnxplace.driver import compile_model
-from onnxplace.machine import to_ort_value, to_python
+from onnxplace.driver.compile import compile_model
+from onnxplace.machine.ort_values import to_ort_value, to_python
 from onnxplace.model.model import MAX_IR_VERSION
 from onnxplace.model.nested_graphs import rename_reads
 from onnxplace.state import Pass
-from onnxplace.target import Device, Target
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.kind_table import find_kind
+from onnxplace.target.target import Device, Target
 from tests.support.fault_checks import HUNG_SECONDS
 from tests.support.random_placements import RandomPlacement
 
@@ -320,7 +321,7 @@ def _plain_passes(found: Case, model: ModelProto, device_id: str) -> bool:
 
 def run_placed(found: Case, model: ModelProto, forced: Forced) -> None:
     """Compile a model with a forced placement, run all its data; raises AssertionError if a result is another one."""
-    from onnxplace.pipeline import Pipeline
+    from onnxplace.pipeline.pipeline import Pipeline
 
     ids = forced.device_ids or tuple(f"cpu:{index}" for index in range(forced.devices))
     devices = tuple(Device(device_id, 1 << 34) for device_id in ids)
@@ -342,7 +343,7 @@ def run_placed(found: Case, model: ModelProto, forced: Forced) -> None:
 
 def compile_on_two_devices(found: Case, feeds: Mapping[str, Any], path: Path) -> onnxplace.Bundle:
     """Return the bundle of a case whose nodes are on two devices in random order."""
-    from onnxplace.pipeline import Pipeline
+    from onnxplace.pipeline.pipeline import Pipeline
 
     chosen = np.random.default_rng(zlib.crc32(found.name.encode())).integers(0, 2, 16).tolist()
     steps = [Pipeline.parse(text).passes for text in ("profile{estimate=true}", "split,emit")]

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 
 import onnxplace
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.conftest import branches
 
 COPIES = "optimize,profile{estimate=true},coplace{join=never},single,split,replicate{routes=cpu:1},emit"

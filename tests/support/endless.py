@@ -9,7 +9,7 @@ import numpy as np
 from onnx import ModelProto, parser
 
 import onnxplace
-from onnxplace.target import Target
+from onnxplace.target.target import Target
 
 # `limit` rounds on one device, then one node on the other; both devices have an output.
 ENDLESS = """

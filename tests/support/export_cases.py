@@ -14,8 +14,9 @@ import onnx
 import onnxruntime
 
 import onnxplace
-from onnxplace.machine import to_ort_value, to_python
-from onnxplace.reports import describe_bundle, render_page
+from onnxplace.machine.ort_values import to_ort_value, to_python
+from onnxplace.reports.page_data import describe_bundle
+from onnxplace.reports.page_rendering import render_page
 from tests.support.conformance import (
     Case,
     Outcome,

@@ -23,9 +23,10 @@ from typing import Any, ClassVar
 import numpy as np
 import onnxruntime
 
-from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, kind_table
 from onnxplace.runtimes.execution.device_streams import DeviceTensor, Driver, DriverError, RunOutput
 from onnxplace.runtimes.execution.stream_memory import SessionPlaces, StreamMemory
+from onnxplace.target import kind_table
+from onnxplace.target.device_kinds import DeviceAddress, DeviceKind, Hardware
 
 # Negative and far from what tests compute with, in every type.
 POISON = 0xCB

@@ -17,10 +17,11 @@ import numpy as np
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
 import onnxplace
-from onnxplace.bundle import Step
+from onnxplace.bundle.manifest import Step
 from onnxplace.errors import ExecutionError, FeedError, OnnxplaceError, RunTimeoutError
 from onnxplace.runtimes import onnxruntime as runtime_module
-from onnxplace.runtimes.execution import Engine, drop_last_frees
+from onnxplace.runtimes.execution.engine import Engine
+from onnxplace.runtimes.execution.programs import drop_last_frees
 from tests.support.fault_checks import HUNG_SECONDS, raise_in
 from tests.support.small_programs import SmallModel, Talker
 

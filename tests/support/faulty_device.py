@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onnxplace.devices import DeviceAddress, DeviceKind, Hardware
-from onnxplace.runtimes.execution import HostMemory
+from onnxplace.runtimes.execution.host_memory import HostMemory
+from onnxplace.target.device_kinds import DeviceAddress, DeviceKind, Hardware
 
 FAULTS = ("none", "corrupts", "late", "feeds", "raises", "hangs", "kills", "quits", "aborts", "exits")
 

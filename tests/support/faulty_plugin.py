@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.devices import kind_table
+from onnxplace.target import kind_table
 from tests.pipeline.test_plugins import install
 
 SOURCE = Path(__file__).parent / "faulty_device.py"

@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, TensorProto, ValueInfoProto, numpy_helper
 
-from onnxplace.model import Model, bind, load, output_lineages
+from onnxplace.model.lineage import output_lineages
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
 from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.rules.layouts import Division, Layout
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy

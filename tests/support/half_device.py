@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, ProviderLock, kind_table
-from onnxplace.machine import to_python
-from onnxplace.runtimes.execution import HostMemory
+from onnxplace.machine.ort_values import to_python
+from onnxplace.runtimes.execution.host_memory import HostMemory
+from onnxplace.target import kind_table
+from onnxplace.target.device_kinds import DeviceAddress, DeviceKind, Hardware
+from onnxplace.target.provider_lock import ProviderLock
 
 NAME = "Half 1"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import onnxplace
 from onnxplace.bundle.staging import sweep_output
-from onnxplace.driver import compile_model
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import UsageError
 from onnxplace.utils import renames
 

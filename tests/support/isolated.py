@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from onnxplace.machine import IsolatedSession
+from onnxplace.machine.isolated_sessions import IsolatedSession
 
 
 def list_children() -> list[psutil.Process]:

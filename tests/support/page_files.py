@@ -15,8 +15,8 @@ from onnx import parser
 
 import models
 import onnxplace
-from onnxplace.cost_graph import parse_cost_graph, write_cost_graph
-from onnxplace.driver import place_cost_graph
+from onnxplace.cost_graph.cost_graphs import parse_cost_graph, write_cost_graph
+from onnxplace.driver.place import place_cost_graph
 from tests.conftest import FAST_PIPELINE, branches
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import numpy as np
 from onnx import parser
 
 import onnxplace
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.support.state_checks import pipeline
 
 PING_PONG = """

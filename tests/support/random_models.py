@@ -33,8 +33,7 @@ from onnx import (
     parser,
 )
 
-from onnxplace.machine import make_session_options
-from onnxplace.machine.ort_sessions import Level
+from onnxplace.machine.ort_sessions import Level, make_session_options
 
 Array = NDArray[Any]
 Feeds = dict[str, Any]

@@ -17,21 +17,20 @@ from onnx import ModelProto
 
 import onnxplace
 import onnxplace.runtimes.execution.segments as runtime
-from onnxplace.bundle import Bundle
-from onnxplace.driver import compile_model
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.driver.compile import compile_model
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.machine import make_session_options
-from onnxplace.machine.ort_sessions import Level
+from onnxplace.machine.ort_sessions import Level, make_session_options
 from onnxplace.passes.coplace import Coplace
 from onnxplace.passes.emit import Emit
 from onnxplace.passes.fuse import Fuse
 from onnxplace.passes.optimize import Optimize
 from onnxplace.passes.profile import ProfileCosts
 from onnxplace.passes.split import Split
-from onnxplace.pipeline import Pipeline
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import Pass, State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.support.fault_checks import HUNG_SECONDS
 from tests.support.random_models import Feeds
 

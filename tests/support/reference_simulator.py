@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import networkx
 import numpy as np
 
-from onnxplace.graph import Csr, OpGraph
-from onnxplace.target import Device, Link, LinkModel, Target, default_link
+from onnxplace.graph.op_graph import Csr, OpGraph
+from onnxplace.target.target import Device, Link, LinkModel, Target, default_link
 
 Moment = tuple[float, float]
 """A time, and a position among the events of that time."""

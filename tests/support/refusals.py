@@ -6,7 +6,7 @@ from types import MappingProxyType
 import numpy as np
 
 from onnxplace.facts import REFUSED_SECONDS, Placement, Profile, is_refused
-from onnxplace.graph import Bools
+from onnxplace.graph.op_graph import Bools
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 

@@ -9,7 +9,9 @@ from random import Random
 import onnx
 from onnx import ModelProto
 
-from onnxplace.model import Model, bind, load
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, ShardedModelWriter
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
 from onnxplace.passes.sharding.rules.layouts import REPLICATED, Division, Layout

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import parser
 
 import onnxplace
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 
 Arrays = dict[str, NDArray[np.float32]]
 SIZE = 4

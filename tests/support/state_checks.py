@@ -9,7 +9,7 @@ import onnx
 from onnx import parser
 
 import onnxplace
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 
 # `total` adds up, `log` doubles and grows; the rows that `pick` takes may not be there, so that a run can fail.
 SUMS = """

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import onnx
 
-from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, kind_table
+from onnxplace.target import kind_table
+from onnxplace.target.device_kinds import DeviceAddress, DeviceKind, Hardware
 
 BINARY = b"compiled by static" * 100
 
@@ -23,7 +24,7 @@ class Static(DeviceKind):
     name: ClassVar[str] = "static"
     title: ClassVar[str] = "device of static shapes"
     providers: ClassVar[Mapping[str, str]] = {"cpu": "CPUExecutionProvider"}
-    memory: ClassVar[str] = "onnxplace.runtimes.execution:HostMemory"
+    memory: ClassVar[str] = "onnxplace.runtimes.execution.host_memory:HostMemory"
     needs_static_shapes: ClassVar[bool] = True
     operations_per_second: ClassVar[float] = 80e9
     memory_bytes_per_second: ClassVar[float] = 16e9

@@ -10,9 +10,12 @@ from onnx import ModelProto
 
 import onnxplace
 from onnxplace.facts import Profile
-from onnxplace.machine import local_target
-from onnxplace.model import Model, StateRequest, bind, bind_states, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
+from onnxplace.model.state_binding import StateRequest, bind_states
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
 from tests.support.training_models import ReferenceTrainer, draw_batch
 

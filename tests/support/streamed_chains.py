@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper, parser
 
 import onnxplace
-from onnxplace.bundle import StreamRecord
+from onnxplace.bundle.manifest import StreamRecord
 from onnxplace.facts import Placement, Profile, Segments, Streaming
 from onnxplace.passes.split import Split
 from onnxplace.state import State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 
 Arrays = dict[str, NDArray[np.float32]]
 ROWS = 2

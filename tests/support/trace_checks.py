@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from onnxplace.bundle import Manifest, list_routes
+from onnxplace.bundle.bundle_routes import list_routes
+from onnxplace.bundle.manifest import Manifest
 
 Entry = Mapping[str, Any]
 PROCESSES = {1: "measured", 2: "predicted"}

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, StringStringEntryProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from onnxplace.training_step import MODULE_KEY, PARAMETER_KEY, PHASE_KEY, TRAINING_KEY, Phase
+from onnxplace.model_metadata import MODULE_KEY, PARAMETER_KEY, PHASE_KEY, TRAINING_KEY, PhaseName
 
 Array = NDArray[Any]
 Optimizer = Literal["sgd", "momentum", "adam", "adamw"]
@@ -54,7 +54,7 @@ class StepBuilder:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     parameters: list[str] = field(default_factory=list)
     tape: list[Recorded] = field(default_factory=list)
-    phase: Phase = "forward"
+    phase: PhaseName = "forward"
     module: str = ""
     parameter_of_node: str = ""
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from onnx import ModelProto
 
-from onnxplace.bundle import Bundle
-from onnxplace.driver import compile_model
-from onnxplace.target import Device, Link, Target
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.driver.compile import compile_model
+from onnxplace.target.target import Device, Link, Target
 
 # Two names of this machine.
 HOSTS = ("localhost", "127.0.0.1")

@@ -9,21 +9,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.errors import TargetError
-from onnxplace.machine import local_target
+from onnxplace.machine.hardware import local_target
 from onnxplace.passes.segments.cut_segments import name_segments
-from onnxplace.target import (
-    Device,
-    Link,
-    Shared,
-    Target,
-    default_link,
-    format_target,
-    parse_devices,
-    parse_memory,
-    read_target,
-    require_host_name,
-    split_host,
-)
+from onnxplace.target.hosts import require_host_name, split_host
+from onnxplace.target.parsing import parse_devices, parse_memory
+from onnxplace.target.target import Device, Link, Shared, Target, default_link
+from onnxplace.target.target_file import format_target, read_target
 
 host_names = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,5}[a-z0-9])?(\.[a-z0-9]{1,4})?", fullmatch=True)
 local_ids = st.sampled_from(["cpu:0", "cpu:17", "cuda:0", "cuda:1/2", "webgpu:0"])

@@ -4,7 +4,10 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from onnxplace.errors import TargetError
-from onnxplace.target import DATA_TYPES, Device, Link, Target, format_target, parse_machine, read_catalogue, read_target
+from onnxplace.target.catalogue import read_catalogue
+from onnxplace.target.machines import parse_machine
+from onnxplace.target.target import DATA_TYPES, Device, Link, Target
+from onnxplace.target.target_file import format_target, read_target
 
 CATALOGUE = read_catalogue()
 GPUS = [name for name, item in CATALOGUE.devices.items() if item.fabrics]

@@ -7,21 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.devices import find_kind, list_kind_names
 from onnxplace.errors import TargetError, UsageError
-from onnxplace.target import (
-    LINK_MODELS,
-    Device,
-    DeviceSpec,
-    Link,
-    Target,
-    default_link,
-    format_target,
-    parse_bytes,
-    parse_devices,
-    parse_memory,
-    read_target,
-)
+from onnxplace.target.kind_table import find_kind, list_kind_names
+from onnxplace.target.parsing import DeviceSpec, parse_bytes, parse_devices, parse_memory
+from onnxplace.target.target import LINK_MODELS, Device, Link, Target, default_link
+from onnxplace.target.target_file import format_target, read_target
 
 device_ids = st.builds("{}:{}".format, st.sampled_from(list_kind_names()), st.integers(0, 99))
 id_lists = st.lists(device_ids, min_size=1, max_size=5, unique=True)

@@ -9,9 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onnxplace.machine import available_cores, make_session_options, measurement_cache, pin_thread
+from onnxplace.machine import measurement_cache
+from onnxplace.machine.hardware import available_cores
+from onnxplace.machine.ort_sessions import make_session_options, pin_thread
 from onnxplace.machine.repeated_runs import RepeatPolicy, Stopwatch, find_typical_seconds
-from onnxplace.utils import control_groups, count_free_bytes, find_core_limit
+from onnxplace.utils import control_groups
+from onnxplace.utils.control_groups import count_free_bytes, find_core_limit
 
 GIB = 1 << 30
 # Lines of /proc/self/mountinfo: the root of the hierarchy that is mounted, the folder, and the kind of file system.
@@ -310,7 +313,7 @@ def test_in_a_real_group_one_device_is_offered_and_devices_says_why(real_group):
     script = f"""
 import os
 open({str(real_group / "cgroup.procs")!r}, "w").write(str(os.getpid()))
-from onnxplace.cli import entry
+from onnxplace.cli.app import entry
 entry()"""
     command = [sys.executable, "-c", script, "devices"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

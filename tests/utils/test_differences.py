@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from onnxplace.evaluation.compare import compare_output, find_worst
-from onnxplace.model import Lineage
-from onnxplace.utils import find_largest_error
+from onnxplace.measure.compare import compare_output, find_worst
+from onnxplace.model.lineage import Lineage
+from onnxplace.utils.differences import find_largest_error
 
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 

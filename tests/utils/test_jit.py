@@ -9,10 +9,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from onnxplace.utils import budget_clock, jit, linear_in_place, linear_loop, on_compiling
+from onnxplace.utils import jit
+from onnxplace.utils.jit import budget_clock, linear_in_place, linear_loop, on_compiling
 
 CALLER = """
-from onnxplace.utils import compiled_loop
+from onnxplace.utils.jit import compiled_loop
 from kept_parts import one_more
 
 @compiled_loop
@@ -20,7 +21,7 @@ def run(x):
     return one_more(x)
 """
 PART = """
-from onnxplace.utils import compiled_part
+from onnxplace.utils.jit import compiled_part
 
 @compiled_part
 def one_more(x):

@@ -9,7 +9,7 @@ SCRIPT = """
 import os
 import sys
 import highspy
-from onnxplace.utils import run_highs
+from onnxplace.utils.linear_programs import run_highs
 
 program = highspy.HighsLp()
 program.num_col_, program.col_cost_, program.col_lower_, program.col_upper_ = 2, [1.0, 1.0], [2.0, 3.0], [9.0, 9.0]
@@ -39,7 +39,7 @@ def test_an_earlier_run_with_more_threads_changes_nothing(threads):
 def test_a_first_run_prints_nothing():
     script = """
 import highspy
-from onnxplace.utils import run_highs
+from onnxplace.utils.linear_programs import run_highs
 program = highspy.HighsLp()
 program.num_col_, program.col_cost_, program.col_lower_, program.col_upper_ = 1, [1.0], [2.0], [9.0]
 run_highs(program)
@@ -53,7 +53,7 @@ def test_an_interrupt_stops_a_program_that_takes_long():
     script = """
 import signal, threading
 import highspy, numpy as np
-from onnxplace.utils import run_highs
+from onnxplace.utils.linear_programs import run_highs
 
 rows, columns = 6, 60
 weights = np.random.default_rng(0).integers(1, 100, (rows, columns))

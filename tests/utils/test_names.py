@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.errors import UsageError
-from onnxplace.utils import match_names, match_stars, names
+from onnxplace.utils import names
+from onnxplace.utils.names import match_names, match_stars
 from tests.conftest import branches
 
 NAMES = ["encoder/0/MatMul", "encoder/1/MatMul", "decoder.0.attn", "a+b", "a" * 40, ""]

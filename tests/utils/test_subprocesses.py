@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from onnxplace.errors import ExecutionError, FeedError
-from onnxplace.utils import ChildProcess, run_in_child, start_child, sweep_leftovers
+from onnxplace.utils.file_locks import sweep_leftovers
+from onnxplace.utils.subprocesses import ChildProcess, run_in_child, start_child
 
 
 def double(job: int) -> tuple[int, int]:
@@ -168,7 +169,7 @@ def test_a_started_child_is_ended_with_its_block(tmp_path):
 def test_a_started_child_ends_when_its_parent_was_killed(tmp_path):
     script = (
         "import sys, time; from pathlib import Path; from tests.utils.test_subprocesses import write_parent\n"
-        "from onnxplace.utils import start_child\n"
+        "from onnxplace.utils.subprocesses import start_child\n"
         "with start_child(write_parent, Path(sys.argv[1])): time.sleep(300)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

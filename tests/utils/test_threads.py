@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from onnxplace.utils import run_in_threads
+from onnxplace.utils.threads import run_in_threads
 
 
 def test_results_come_in_the_order_of_the_jobs():

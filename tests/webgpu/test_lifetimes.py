@@ -9,7 +9,8 @@ import onnxruntime
 import pytest
 
 import onnxplace
-from onnxplace.devices import DeviceAddress, find_kind
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.kind_table import find_kind
 from tests.support.fault_checks import HUNG_SECONDS
 from tests.support.ping_pong import compile_ping_pong, make_feeds, make_start
 

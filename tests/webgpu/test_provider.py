@@ -12,12 +12,13 @@ import pytest
 from onnx import parser
 
 import onnxplace
-from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.errors import TargetError
-from onnxplace.machine import local_target
-from onnxplace.model import load
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
 from onnxplace.passes.profiling.node_measurement import MeasurementOptions
 from onnxplace.runtimes.execution.bound_memory import BoundValue
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.kind_table import find_kind
 from tests.conftest import Ran
 from tests.support.commands import only_json
 
@@ -55,7 +56,7 @@ def test_the_target_has_memory_and_other_indices_are_refused():
 
 
 def test_without_a_driver_the_reason_is_reported_and_nothing_else_is_printed():
-    source = "import sys; from onnxplace.cli import main; sys.exit(main(['devices', '--json']))"
+    source = "import sys; from onnxplace.cli.app import main; sys.exit(main(['devices', '--json']))"
     result = run_python(source, VK_DRIVER_FILES="/nowhere", VK_ICD_FILENAMES="/nowhere")
     accelerators = only_json(Ran(result.returncode, result.stdout, ""))["accelerators"]
     (gpu,) = [item for item in accelerators if item["id"] != "qnn/npu:0"]
@@ -139,7 +140,7 @@ def test_failed_runs_keep_nothing_that_is_freed_after_their_session(devices):
     source = f"""
 import gc
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.testing import check_runtime
+from onnxplace.testing.runtime_contract import check_runtime
 for _ in range(3):
     check_runtime(OnnxRuntime, devices={devices})
     gc.collect()

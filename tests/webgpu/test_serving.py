@@ -7,7 +7,7 @@ import pytest
 from onnx import numpy_helper
 
 import onnxplace
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.conftest import FAST_PIPELINE, branches
 from tests.support.fault_checks import HUNG_SECONDS
 

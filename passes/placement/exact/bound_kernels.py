@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from onnxplace.passes.placement.exact.state_kernels import NEVER, count_bits
-from onnxplace.utils import compiled_loop, compiled_part, in_place
+from onnxplace.utils.jit import compiled_loop, compiled_part, in_place
 
 
 @compiled_part

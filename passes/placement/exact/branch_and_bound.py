@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.exact.bound_kernels import compute_distances, compute_far_tails, fill_level
 from onnxplace.passes.placement.exact.branch_kernels import (
     Children,
@@ -27,7 +27,7 @@ from onnxplace.passes.placement.exact.branch_kernels import (
 )
 from onnxplace.passes.placement.exact.state_kernels import NEVER
 from onnxplace.problem import PlacementProblem, interchangeable_devices
-from onnxplace.simulation import heads_and_tails, node_bytes
+from onnxplace.simulation.lower_bounds import heads_and_tails, node_bytes
 
 # A set of nodes is the bits of one integer of 64 bits; all tuples of destinations are enumerated.
 MAX_NODES, MAX_DEVICES = 62, 4

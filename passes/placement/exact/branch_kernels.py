@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onnxplace.graph import Bools, Floats, Ints, Longs
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
 from onnxplace.passes.placement.exact.bound_kernels import bound_state
 from onnxplace.passes.placement.exact.state_kernels import NEVER, apply_action, is_next_device
-from onnxplace.utils import compiled_loop, compiled_part
+from onnxplace.utils.jit import compiled_loop, compiled_part
 
 # A new state is compared with at most so many states that have the same hash.
 MAX_COMPARISONS = 256

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from onnxplace.graph import Ints
+from onnxplace.graph.op_graph import Ints
 from onnxplace.passes.placement.exact.branch_and_bound import (
     MAX_DEVICES,
     MAX_NODES,
@@ -22,20 +22,11 @@ from onnxplace.passes.placement.exact.branch_and_bound import (
     build_tables,
 )
 from onnxplace.passes.placement.exact.branch_kernels import ProblemTables
-from onnxplace.passes.placement.search import (
-    BlockPlan,
-    Budget,
-    PlacerPlan,
-    SearchSpace,
-    coarsen,
-    compose_blocks,
-    decompose_series,
-    evaluate_candidate,
-    explore,
-    published_plans,
-)
+from onnxplace.passes.placement.search.placement_search import Budget, SearchSpace, coarsen, evaluate_candidate, explore
+from onnxplace.passes.placement.search.portfolio import PlacerPlan, published_plans
+from onnxplace.passes.placement.search.series_blocks import BlockPlan, compose_blocks, decompose_series
 from onnxplace.problem import PlacementProblem
-from onnxplace.simulation import lower_bound_seconds
+from onnxplace.simulation.lower_bounds import lower_bound_seconds
 
 # Relative difference of times that are equal except for rounding.
 ROUNDING = 1e-9

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_part, in_place
+from onnxplace.utils.jit import compiled_part, in_place
 
 # Later than any time of a step, and finite.
 NEVER = 1e300

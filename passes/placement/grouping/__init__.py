@@ -1,5 +1,1 @@
 """Groups of nodes that share a device, and contracting them."""
-
-from onnxplace._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -14,9 +14,9 @@ import heapq
 
 import numpy as np
 
-from onnxplace.graph import cluster_edges
+from onnxplace.graph.graph_kernels import cluster_edges
 from onnxplace.passes.placement.grouping.group_kernels import find_root, number_sets
-from onnxplace.utils import compiled_part, linear_loop
+from onnxplace.utils.jit import compiled_part, linear_loop
 
 
 @compiled_part

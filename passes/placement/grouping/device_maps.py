@@ -23,18 +23,12 @@ from onnxplace.errors import (
     format_value,
     suggest_nearest,
 )
-from onnxplace.graph import Ints, OpGraph
-from onnxplace.model import (
-    SPLITS_KEY,
-    DeviceMetadata,
-    list_aliases,
-    match_nodes,
-    normalize_module,
-    read_device_metadata,
-    suggest_nodes,
-)
-from onnxplace.target import Target
-from onnxplace.utils import format_path, match_names, parse_json, read_json
+from onnxplace.graph.op_graph import Ints, OpGraph
+from onnxplace.model.device_metadata import SPLITS_KEY, DeviceMetadata, read_device_metadata
+from onnxplace.model.node_metadata import list_aliases, match_nodes, normalize_module, suggest_nodes
+from onnxplace.target.target import Target
+from onnxplace.utils.files import format_path, parse_json, read_json
+from onnxplace.utils.names import match_names
 
 # What accelerate calls a device, apart from numbers and ids.
 BARE_KINDS = ("cpu", "cuda", "disk")

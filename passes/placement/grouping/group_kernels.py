@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_loop, linear_in_place, linear_loop
+from onnxplace.utils.jit import compiled_loop, linear_in_place, linear_loop
 
 
 @linear_in_place

@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 
 from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Groups, Profile, Shards, is_refused
-from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph
-from onnxplace.model import HostValue, Model, find_host_values, match_nodes, suggest_nodes
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph
+from onnxplace.model.cut_constraints import HostValue, find_host_values
+from onnxplace.model.model import Model
+from onnxplace.model.node_metadata import match_nodes, suggest_nodes
+from onnxplace.model_metadata import TrainingRoles
 from onnxplace.passes.placement.grouping.device_maps import (
     format_list,
     match_removed,
@@ -35,8 +38,7 @@ from onnxplace.passes.placement.grouping.group_kernels import (
 )
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
-from onnxplace.target import Target
-from onnxplace.training_roles import TrainingRoles
+from onnxplace.target.target import Target
 
 Join = Literal["worth", "always", "never"]
 Backward = Literal["free", "follow"]

@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Schedule
-from onnxplace.graph import Csr, Floats, Ints, Longs, sum_by
+from onnxplace.graph.op_graph import Csr, Floats, Ints, Longs, sum_by
 from onnxplace.passes.placement.list_scheduling.scheduler_kernels import list_schedule
 from onnxplace.passes.placement.list_scheduling.scheduler_records import new_queues, start_plan
 from onnxplace.problem import (
@@ -26,7 +26,7 @@ from onnxplace.problem import (
     sort_by_start,
     tighten_limits,
 )
-from onnxplace.simulation import device_weights
+from onnxplace.simulation.simulator import device_weights
 from onnxplace.state import State
 
 # Plans with ever tighter limits, while the simulated peak exceeds what the plan had counted. Each is simulated.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_part, linear_in_place
+from onnxplace.utils.jit import compiled_part, linear_in_place
 
 # After any tick.
 NEVER = 1 << 62

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
+from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs
 from onnxplace.problem import PlacementProblem
-from onnxplace.target import LINK_MODELS
+from onnxplace.target.target import LINK_MODELS
 
 # Upper bound on the ticks of any plan; sums of two such fit into 64 bits.
 MAX_TICKS = 1 << 61

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.errors import ExecutionError
-from onnxplace.graph import Floats, Ints, sum_by
+from onnxplace.graph.op_graph import Floats, Ints, sum_by
 from onnxplace.problem import PlacementProblem
-from onnxplace.utils import LinearProgram
+from onnxplace.utils.linear_programs import LinearProgram
 
 # Tolerance of the solver around 0 and 1.
 TOLERANCE = 1e-6

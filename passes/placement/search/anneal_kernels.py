@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
+from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs
 from onnxplace.passes.placement.search.decode_kernels import AHEAD, FROM_THERE, decode
 from onnxplace.problem import PlacementProblem
-from onnxplace.utils import compiled_part, in_place, linear_in_place, random_uniform
+from onnxplace.utils.jit import compiled_part, in_place, linear_in_place
+from onnxplace.utils.random_kernels import random_uniform
 
 
 class Atoms(NamedTuple):

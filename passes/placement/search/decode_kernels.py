@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Floats, Ints, Longs, OpGraph, heap_pop, heap_push
-from onnxplace.simulation import GAP, book_transfer, open_channels
-from onnxplace.target import LINK_MODELS, Target
-from onnxplace.utils import compiled_part, in_place
+from onnxplace.graph.graph_kernels import heap_pop, heap_push
+from onnxplace.graph.op_graph import Floats, Ints, Longs, OpGraph
+from onnxplace.simulation.channel_kernels import GAP, book_transfer, open_channels
+from onnxplace.target.target import LINK_MODELS, Target
+from onnxplace.utils.jit import compiled_part, in_place
 
 # What delayed the start of a node: nothing, the node ahead of it on its device, an input from the same device, or an
 # input from another one.

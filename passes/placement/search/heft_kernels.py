@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Bools, Csr, Floats, Ints
+from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints
 from onnxplace.passes.placement.search.decode_kernels import Wiring
 from onnxplace.problem import PlacementProblem
-from onnxplace.utils import compiled_part, linear_in_place
+from onnxplace.utils.jit import compiled_part, linear_in_place
 
 
 def critical_path_plan(problem: PlacementProblem, wiring: Wiring, weight: float) -> tuple[Ints, Floats]:

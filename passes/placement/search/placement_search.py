@@ -16,9 +16,11 @@ from functools import cached_property
 
 import numpy as np
 
-from onnxplace.graph import Floats, Ints
-from onnxplace.passes.placement.grouping import contract, first_equal, join_light_groups, number_sets
-from onnxplace.passes.placement.list_scheduling import generate_plans as list_plans
+from onnxplace.graph.op_graph import Floats, Ints
+from onnxplace.passes.placement.grouping.contraction_kernels import contract
+from onnxplace.passes.placement.grouping.group_kernels import join_light_groups, number_sets
+from onnxplace.passes.placement.grouping.node_groups import first_equal
+from onnxplace.passes.placement.list_scheduling.list_planner import generate_plans as list_plans
 from onnxplace.passes.placement.search.anneal_kernels import (
     BEST_MAKESPAN,
     PROPOSALS,
@@ -32,7 +34,7 @@ from onnxplace.passes.placement.search.anneal_kernels import (
 from onnxplace.passes.placement.search.decode_kernels import Wiring, build_wiring, decode, new_scratch, run_order
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
 from onnxplace.problem import PlacementProblem, sort_by_start
-from onnxplace.utils import run_in_threads
+from onnxplace.utils.threads import run_in_threads
 
 # The most work of a node on each coarser level, as a share of one device's even part of all work.
 WORK_SHARES = (0.01, 0.03, 0.1, 0.3)

@@ -15,8 +15,9 @@ import numpy as np
 
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Schedule
-from onnxplace.graph import Floats, Ints
-from onnxplace.passes.placement.list_scheduling import favourite_children, fill_devices, find_best_plan, transfer_edges
+from onnxplace.graph.op_graph import Floats, Ints
+from onnxplace.passes.placement.list_scheduling.list_planner import fill_devices, find_best_plan
+from onnxplace.passes.placement.list_scheduling.sct_favourites import favourite_children, transfer_edges
 from onnxplace.passes.placement.search.placement_search import (
     Budget,
     Candidate,
@@ -39,7 +40,7 @@ from onnxplace.problem import (
     simulate_plan,
     sort_by_start,
 )
-from onnxplace.simulation import lower_bound_seconds
+from onnxplace.simulation.lower_bounds import lower_bound_seconds
 from onnxplace.state import State
 
 # The linear program of m-SCT takes 0.3 s at 3 000 nodes and 7 s at 20 000.

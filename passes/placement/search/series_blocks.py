@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from onnxplace.facts import REFUSED_SECONDS, is_refused
-from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, find_root
+from onnxplace.graph.op_graph import Csr, Floats, Ints, Longs, OpGraph, find_root
 from onnxplace.problem import PlacementProblem, interchangeable_devices, sort_by_start
 
 # More memory than any block needs.

@@ -1,5 +1,1 @@
 """Pipeline stages: ideals, dynamic programs, local search."""
-
-from onnxplace._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.graph.op_graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.stages.ideal_kernels import generate_orders
 from onnxplace.passes.placement.stages.local_search_kernels import LocalSearch, MoveCosts
 from onnxplace.passes.placement.stages.stage_dp import (
@@ -38,8 +38,8 @@ from onnxplace.passes.placement.stages.stage_kernels import (
     new_scratch,
 )
 from onnxplace.problem import PlacementProblem, tighten_limits
-from onnxplace.simulation import list_transfers, steady_state_loads
-from onnxplace.utils import budget_clock
+from onnxplace.simulation.steady_state import list_transfers, steady_state_loads
+from onnxplace.utils.jit import budget_clock
 
 Stage = tuple[int, int, int]
 """The ideal before, the ideal after, and the kind of device."""

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from onnxplace.graph import Csr, Ints, OpGraph
-from onnxplace.utils import compiled_loop
+from onnxplace.graph.op_graph import Csr, Ints, OpGraph
+from onnxplace.utils.jit import compiled_loop
 
 
 def find_inseparable(graph: OpGraph, group: Ints) -> Ints:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.graph.op_graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.stages.stage_kernels import PARALLEL, SEQUENTIAL, SUM, TRAFFIC, combine_loads
-from onnxplace.utils import compiled_loop, compiled_part, in_place
+from onnxplace.utils.jit import compiled_loop, compiled_part, in_place
 
 # The generator of compiled loops takes seeds of 32 bits.
 MAX_SEED = (1 << 32) - 1

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.graph.op_graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.passes.placement.stages.ideal_kernels import enumerate_ideals, find_inseparable, invert_additions
 from onnxplace.passes.placement.stages.stage_kernels import (
     TRAFFIC,
@@ -27,7 +27,7 @@ from onnxplace.passes.placement.stages.stage_kernels import (
     mark_possible,
 )
 from onnxplace.problem import PlacementProblem, find_equal_devices
-from onnxplace.utils import budget_clock
+from onnxplace.utils.jit import budget_clock
 
 # Added to the bytes of each crossing value: of splits with equal traffic, the one with fewer values wins.
 CROSSING_BYTES = 2.0**-16

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Bools, Floats, Ints, Longs
-from onnxplace.utils import compiled_loop, in_place
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
+from onnxplace.utils.jit import compiled_loop, in_place
 
 DUPLEX, SEQUENTIAL, PARALLEL, SUM, TRAFFIC = range(5)
 """Rules for the load of a stage from its compute, sends and receives; see `combine_loads`."""

@@ -14,11 +14,11 @@ from typing import Literal
 
 import numpy as np
 
-from onnxplace.bundle import ShardedKindRecord, SplitStateRecord
+from onnxplace.bundle.manifest import ShardedKindRecord, SplitStateRecord
 from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Original, Profile, Shards, Source, is_refused
-from onnxplace.graph import Floats, Ints
-from onnxplace.model import Model
+from onnxplace.graph.op_graph import Floats, Ints
+from onnxplace.model.model import Model
 from onnxplace.passes.sharding.apply.derived_facts import annotate_model, build_whole_model, scale_profile
 from onnxplace.passes.sharding.apply.group_choice import GroupChoice, GroupProblem, describe_strategy
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, write_sharded_model
@@ -31,7 +31,7 @@ from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.problem import device_seconds, fits_single_device, placement_problem
 from onnxplace.state import State
-from onnxplace.target import Target
+from onnxplace.target.target import Target
 
 # A sharded step is worth its exchanges only if it is clearly shorter than that of one device.
 CLEAR_GAIN = 0.99

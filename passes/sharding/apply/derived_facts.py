@@ -24,9 +24,10 @@ from onnx import (
 )
 
 from onnxplace.facts import Profile
-from onnxplace.graph import Floats, Ints, Longs
-from onnxplace.model import Model, build_op_graph, value_bytes
-from onnxplace.passes.placement.grouping import Union, first_equal
+from onnxplace.graph.op_graph import Floats, Ints, Longs
+from onnxplace.model.lowering import build_op_graph, value_bytes
+from onnxplace.model.model import Model
+from onnxplace.passes.placement.grouping.node_groups import Union, first_equal
 from onnxplace.passes.sharding.apply.exchanges import list_slice_arguments
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, StateLayout
 from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
@@ -36,7 +37,7 @@ from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.space.sharding_costs import WorkCosts
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 from onnxplace.problem import device_seconds
-from onnxplace.target import Target
+from onnxplace.target.target import Target
 
 CONFIGURATION = "onnxplace"
 """Name of the device configuration."""

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from onnxplace.model import (
+from onnxplace.model.tensors import (
     embed_tensor,
     make_reference,
     make_tensor_part,

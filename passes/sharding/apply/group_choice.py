@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from onnxplace.facts import LayoutAlternative
-from onnxplace.model import Model
+from onnxplace.model.model import Model
 from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout

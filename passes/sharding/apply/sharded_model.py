@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from onnxplace.model import Model, has_subgraphs, iterate_reads, iterate_subgraphs, rename_reads
+from onnxplace.model.model import Model
+from onnxplace.model.nested_graphs import has_subgraphs, iterate_reads, iterate_subgraphs, rename_reads
 from onnxplace.passes.sharding.apply.exchanges import ExchangeWriter, NodeOrigin, shard_weight
 from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout

@@ -20,8 +20,8 @@ from itertools import combinations
 
 import numpy as np
 
-from onnxplace.graph import Csr, Longs
-from onnxplace.model import build_op_graph
+from onnxplace.graph.op_graph import Csr, Longs
+from onnxplace.model.lowering import build_op_graph
 from onnxplace.passes.sharding.choose.elimination import Factor, order_factor
 from onnxplace.passes.sharding.choose.factor_network import Holding
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_part, in_place, random_uniform
+from onnxplace.utils.jit import compiled_part, in_place
+from onnxplace.utils.random_kernels import random_uniform
 
 # A change of a variable, to undo it.
 CHANGE = np.dtype([("variable", np.int64), ("old_value", np.int64)], align=True)

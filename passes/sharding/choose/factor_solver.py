@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import sum_alive
+from onnxplace.graph.lifetimes import sum_alive
 from onnxplace.passes.sharding.choose.elimination import Factor, eliminate_exactly, evaluate
 from onnxplace.passes.sharding.choose.factor_kernels import add_prices, add_usage, pass_messages
 from onnxplace.passes.sharding.choose.factor_network import (

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onnxplace.graph import Floats
+from onnxplace.graph.op_graph import Floats
 from onnxplace.passes.sharding.choose.elimination import Factor, Solution, evaluate, minimise
 from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, FactorSolution
 

@@ -20,17 +20,13 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, ValueInfoProto, defs, helper, numpy_helper
 
 from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
-from onnxplace.machine import make_session_options, open_session
-from onnxplace.model import (
-    FRAGILE_INPUTS,
-    Model,
-    find_misjudged_values,
-    has_subgraphs,
-    infer_static_shapes,
-    packed_size,
-    read_shape_entries,
-    walk_nodes,
-)
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.model.lowering import infer_static_shapes
+from onnxplace.model.model import Model, find_misjudged_values
+from onnxplace.model.nested_graphs import has_subgraphs, walk_nodes
+from onnxplace.model.shape_inference import FRAGILE_INPUTS
+from onnxplace.model.tensors import packed_size, read_shape_entries
 from onnxplace.passes.sharding.rules.node_views import Shape, split_words
 from onnxplace.passes.sharding.space.subgraph_models import build_subgraph_model, is_steady, list_subgraphs
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnxplace.graph import Floats
-from onnxplace.model import packed_size
-from onnxplace.passes.profiling import PeakRates, count_moved_bytes, count_operations, device_peaks
+from onnxplace.graph.op_graph import Floats
+from onnxplace.model.tensors import packed_size
+from onnxplace.passes.profiling.roofline import PeakRates, count_moved_bytes, count_operations, device_peaks
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.rules.node_views import NodeView, Shape
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy, local_shapes
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 
 # At this rate a core reads weights while others read too: larger models do not stay in caches between inferences. Rows
 # of BERT's products took 6.1 ms a layer on two cores, with all weights read by both, and 5.0 ms where they stay cached.

@@ -16,7 +16,9 @@ from dataclasses import replace
 from onnx import NodeProto
 
 from onnxplace.errors import UsageError, format_value, suggest_nearest
-from onnxplace.model import RANDOM_OPERATORS, has_subgraphs, iterate_subgraphs, match_nodes, suggest_nodes
+from onnxplace.model.lineage import RANDOM_OPERATORS
+from onnxplace.model.nested_graphs import has_subgraphs, iterate_subgraphs
+from onnxplace.model.node_metadata import match_nodes, suggest_nodes
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.rules.node_views import NodeView
 from onnxplace.passes.sharding.space.node_strategies import (
@@ -28,7 +30,7 @@ from onnxplace.passes.sharding.space.node_strategies import (
 )
 from onnxplace.passes.sharding.space.subgraph_strategies import list_subgraph_strategies
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
-from onnxplace.utils import parse_json, read_json
+from onnxplace.utils.files import parse_json, read_json
 
 # More cuts of one axis would only slow the choice down.
 _MAX_CUTS = 6

@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from onnx import GraphProto, TensorProto, ValueInfoProto, helper
 
-from onnxplace.model import Model, captured_names, is_tensor_constant, iterate_subgraphs
+from onnxplace.model.model import Model
+from onnxplace.model.nested_graphs import captured_names, is_tensor_constant, iterate_subgraphs
 from onnxplace.passes.sharding.rules.node_views import Shape
 
 # Before this opset, a Scan has one more axis, of a batch.

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
 from onnxplace.errors import OnnxplaceError
-from onnxplace.feeds import complete_dimensions, symbols_of_dimension
-from onnxplace.model import Model, find_misjudged_values, has_subgraphs, packed_size, read_shape_entries
+from onnxplace.feeds.dimensions import complete_dimensions, symbols_of_dimension
+from onnxplace.model.model import Model, find_misjudged_values
+from onnxplace.model.nested_graphs import has_subgraphs
+from onnxplace.model.tensors import packed_size, read_shape_entries
 from onnxplace.passes.sharding.rules.node_views import NodeView, Shape
 from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes, infer_with_runtime
 

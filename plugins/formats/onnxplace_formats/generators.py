@@ -17,8 +17,9 @@ from typing import Literal
 
 import numpy as np
 
-from onnxplace.cost_graph import CostGraph, assemble_cost_graph
-from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.cost_graph.cost_graphs import assemble_cost_graph
+from onnxplace.cost_graph.data import CostGraph
+from onnxplace.graph.op_graph import Csr, Floats, Ints, Longs, OpGraph
 
 MACHINE = MappingProxyType(
     {

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.cost_graph import CostGraph, describe_item, is_real, note_missing_costs, parse_cost_graph
+from onnxplace.cost_graph.cost_graphs import describe_item, is_real, note_missing_costs, parse_cost_graph
+from onnxplace.cost_graph.data import CostGraph
 from onnxplace.errors import Diagnostic, InputError, format_value
 from onnxplace.facts import REFUSED_SECONDS, Profile, Source
-from onnxplace.graph import Csr, Floats, OpGraph
-from onnxplace.target import Target
-from onnxplace.utils import parse_json
+from onnxplace.graph.op_graph import Csr, Floats, OpGraph
+from onnxplace.target.target import Target
+from onnxplace.utils.files import parse_json
 
 NODE_NUMBERS = ("weights_bytes", "workspace_bytes", "output_bytes", "topo_order")
 KNOWN = frozenset({

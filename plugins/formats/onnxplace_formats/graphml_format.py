@@ -8,7 +8,7 @@ import re
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from onnxplace.cost_graph import CostGraph, GraphFormat, TimedPlacement
+from onnxplace.cost_graph.data import CostGraph, GraphFormat, TimedPlacement
 from onnxplace.errors import InputError, format_value
 from onnxplace.state import State
 from onnxplace_formats.graph_attributes import KNOWN, AttributedGraph, convert_attributed_graph

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnxplace.cost_graph import CostGraph, TimedPlacement
+from onnxplace.cost_graph.data import CostGraph, TimedPlacement
 from onnxplace.errors import InputError, format_value
 from onnxplace.facts import Groups, Placement, Profile, Schedule, is_refused
-from onnxplace.graph import Floats, Ints, OpGraph, sum_by
+from onnxplace.graph.op_graph import Floats, Ints, OpGraph, sum_by
 from onnxplace.state import State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from onnxplace_formats.graph_attributes import AttributedGraph, convert_attributed_graph
 
 if TYPE_CHECKING:

@@ -8,11 +8,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from onnxplace.bundle import Manifest
+from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_names, format_value
-from onnxplace.export import BundleModels, SegmentModel, note_routes, require_one_host, write_segment_files
-from onnxplace.target import Device
-from onnxplace.utils import format_path, read_json
+from onnxplace.export.exporting import note_routes, require_one_host
+from onnxplace.export.segment_models import BundleModels, SegmentModel, write_segment_files
+from onnxplace.target.target import Device
+from onnxplace.utils.files import format_path, read_json
 
 CONFIG_FILE = "genai_config.json"
 # More layers than any decoder has: a name is made for each.

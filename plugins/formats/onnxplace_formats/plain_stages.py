@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onnxplace.devices import find_kind
 from onnxplace.errors import Diagnostic
-from onnxplace.export import BundleModels, note_routes, require_one_host, write_segment_files
-from onnxplace.model import parse_type
-from onnxplace.target import Device
+from onnxplace.export.exporting import note_routes, require_one_host
+from onnxplace.export.segment_models import BundleModels, write_segment_files
+from onnxplace.model.tensors import parse_type
+from onnxplace.target.kind_table import find_kind
+from onnxplace.target.target import Device
 
 PLAN_FILE, SCRIPT_FILE = "stages.json", "run.py"
 # Parts of the names of element types that numpy does not have.

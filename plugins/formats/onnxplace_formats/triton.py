@@ -14,11 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onnxplace.bundle import MANIFEST_FILE, InputRecord, Manifest, OutputRecord, SegmentRecord, list_routes
+from onnxplace.bundle.bundle import MANIFEST_FILE
+from onnxplace.bundle.bundle_routes import list_routes
+from onnxplace.bundle.manifest import InputRecord, Manifest, OutputRecord, SegmentRecord
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_names, suggest_nearest
-from onnxplace.export import BundleModels, list_producers, require_one_host, write_segment_files
-from onnxplace.target import Device
-from onnxplace.utils import claim_name, progress_part, report_progress
+from onnxplace.export.exporting import require_one_host
+from onnxplace.export.segment_models import BundleModels, list_producers, write_segment_files
+from onnxplace.target.target import Device
+from onnxplace.utils.names import claim_name
+from onnxplace.utils.progress import progress_part, report_progress
 from onnxplace_formats.plain_stages import is_numpy_type
 
 CONFIG_FILE, MODEL_FILE, SCRIPT_FILE = "config.pbtxt", "model.onnx", "model.py"

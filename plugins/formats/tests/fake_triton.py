@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from google.protobuf import json_format, text_format
 
-from onnxplace.machine import make_session_options, open_session
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
 
 FLAG_START, FLAG_END, FLAG_FINAL = 1, 2, 1
 

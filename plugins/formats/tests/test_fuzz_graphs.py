@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph, to_networkx, write_cost_graph
-from onnxplace.driver import place, place_cost_graph
+from onnxplace.cost_graph.cost_graphs import parse_cost_graph, read_cost_graph, write_cost_graph
+from onnxplace.cost_graph.part_functions import from_networkx, to_networkx
+from onnxplace.driver import place
+from onnxplace.driver.place import place_cost_graph
 from plugins.formats.tests.test_graph_files import BOMB, GRAPHML, OUTSIDE
 from tests.cost_graph.test_cost_graph import fork
 from tests.support.fuzzing import JUNK, ODD, fuzzed, read_or_refused, spliced

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.cost_graph import GENERATORS
-from onnxplace.driver import place_cost_graph
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import place_cost_graph
 from onnxplace.facts import Source
-from onnxplace.graph import Csr, OpGraph
+from onnxplace.graph.op_graph import Csr, OpGraph
 from onnxplace_formats.generators import MACHINE, MAX_TOTAL_BYTES, chains, layered, recurrent, wide
 from tests.support.reference_simulator import connect_nodes
 

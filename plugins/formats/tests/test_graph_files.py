@@ -10,8 +10,9 @@ import tracemalloc
 import networkx
 import pytest
 
-from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph, write_cost_graph
-from onnxplace.driver import place_cost_graph
+from onnxplace.cost_graph.cost_graphs import parse_cost_graph, read_cost_graph, write_cost_graph
+from onnxplace.cost_graph.part_functions import from_networkx
+from onnxplace.driver.place import place_cost_graph
 from onnxplace.errors import InputError, UsageError
 from onnxplace_formats import graphml
 from plugins.formats.tests.test_networkx import everything, two_nodes

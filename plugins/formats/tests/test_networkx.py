@@ -9,23 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from onnxplace.cost_graph import (
-    GENERATORS,
-    CostGraph,
-    from_networkx,
-    parse_cost_graph,
-    read_cost_graph,
-    to_networkx,
-    write_cost_graph,
-)
-from onnxplace.driver import evaluate_placement, place_cost_graph
+from onnxplace.cost_graph.cost_graphs import parse_cost_graph, read_cost_graph, write_cost_graph
+from onnxplace.cost_graph.data import CostGraph
+from onnxplace.cost_graph.part_functions import GENERATORS, from_networkx, to_networkx
+from onnxplace.driver.place import evaluate_placement, place_cost_graph
 from onnxplace.errors import InputError
 from onnxplace.facts import Profile
-from onnxplace.graph import Csr, OpGraph
-from onnxplace.model import bind, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.graph.op_graph import Csr, OpGraph
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Target
+from onnxplace.target.target import Device, Link, Target
 from tests.conftest import branches
 from tests.cost_graph.test_cost_graph import fork
 from tests.support.fuzzing import read_or_refused

@@ -8,10 +8,10 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.driver import compile_model
-from onnxplace.export import ExportOptions, export_bundle
-from onnxplace.target import Device, Target
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.driver.compile import compile_model
+from onnxplace.export.exporting import ExportOptions, export_bundle
+from onnxplace.target.target import Device, Target
 from tests.support.chains import mlp
 
 TOKENS = [3, 1, 4, 1, 5]

@@ -35,7 +35,7 @@ def test_the_core_has_its_generators_under_the_public_name():
 def test_help_loads_none_of_its_formats():
     script = f"""
 import sys
-from onnxplace.cli import main
+from onnxplace.cli.app import main
 codes = [main(["--help"]), main(["export", "--help"]), main(["place", "--help"])]
 print(codes, [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
 """

@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnx import parser
 
 import onnxplace
-from onnxplace.driver import compile_model
-from onnxplace.export import export_bundle
-from onnxplace.feeds import numpy_type, write_npz
-from onnxplace.target import Device
-from onnxplace.utils import observe_progress
+from onnxplace.driver.compile import compile_model
+from onnxplace.export.exporting import export_bundle
+from onnxplace.feeds.feeds import numpy_type
+from onnxplace.feeds.npz import write_npz
+from onnxplace.target.target import Device
+from onnxplace.utils.progress import observe_progress
 from onnxplace_formats import plain_stages
 from tests.end_to_end.split_checks import ALTERNATING
 from tests.export.samples import draw_feeds, run_file

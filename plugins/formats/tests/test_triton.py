@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnx import parser
 
 import onnxplace
-from onnxplace.bundle import Bundle
-from onnxplace.driver import compile_model
-from onnxplace.export import ExportOptions, export_bundle
-from onnxplace.target import Device, Target
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.driver.compile import compile_model
+from onnxplace.export.exporting import ExportOptions, export_bundle
+from onnxplace.target.target import Device, Target
 from plugins.formats.tests.fake_triton import FLAG_END, FLAG_START, Ensemble, PythonModel, load_protobufs, read_config
 from tests.bundle.test_routes import copied
 from tests.export.samples import draw_feeds, run_file

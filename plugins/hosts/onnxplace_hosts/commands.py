@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli import FiniteNumber, as_json, print_json, print_text, show_progress, target_output_option
+from onnxplace.cli.shared_options import FiniteNumber, as_json, print_json, print_text, target_output_option
+from onnxplace.cli.terminal import show_progress
 from onnxplace.errors import format_count
-from onnxplace.reports import format_table
-from onnxplace.utils import format_bytes, require_writable, write_file
+from onnxplace.reports.text import format_table
+from onnxplace.utils.files import require_writable, write_file
+from onnxplace.utils.quantities import format_bytes
 
 if TYPE_CHECKING:
     from onnxplace_hosts.survey import HostLink, HostSurvey
@@ -62,7 +64,7 @@ def hosts(
     With -o, write a target of all of them for `compile --target` and `plan --target`. Every host needs onnxplace[mpi]
     of the same version at the same path. Messages are neither encrypted nor authenticated: use trusted networks only.
     """
-    from onnxplace.target import format_target
+    from onnxplace.target.target_file import format_target
     from onnxplace_hosts.connection import Connection
     from onnxplace_hosts.host_lists import parse_hosts
     from onnxplace_hosts.survey import DEFAULT_SECONDS, survey_hosts

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version as find_package_ver
 
 from onnxplace import __version__
 from onnxplace.errors import OnnxplaceError, TargetError
-from onnxplace.utils import keep_stdout
+from onnxplace.utils.standard_output import keep_stdout
 
 # Packages besides onnxplace that have to be equal on all hosts: they exchange messages and open the same segments.
 PACKAGES = ("mpi4py", "mpich", "openmpi")
@@ -22,15 +22,15 @@ def describe_host(devices: str) -> dict[str, object]:
     Args:
         devices: Devices of this machine, such as `cpu:0,cpu:1`; empty for the default ones.
     """
-    from onnxplace.machine import local_target
-    from onnxplace.target import format_target
+    from onnxplace.machine.hardware import local_target
+    from onnxplace.target.target_file import format_target
 
     return {"versions": list_versions(), "target": format_target(local_target(devices or None).with_all_links())}
 
 
 def list_versions() -> dict[str, str]:
     """Return the versions of all that has to be equal on hosts that work together; empty for what is not installed."""
-    from onnxplace.ort import import_onnxruntime
+    from onnxplace.utils.ort import import_onnxruntime
 
     return {
         "onnxplace": __version__,

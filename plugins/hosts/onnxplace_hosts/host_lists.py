@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onnxplace.errors import TargetError, UsageError, format_value
-from onnxplace.target import require_host_name
-from onnxplace.utils import read_text
+from onnxplace.target.hosts import require_host_name
+from onnxplace.utils.files import read_text
 
 MAX_HOSTS, MAX_SLOTS = 64, 1024
 # Commas outside of brackets separate hosts: `node[1-3,7],gpu01`.

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import UsageError
-from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
+from onnxplace.runtime.interface import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
 from onnxplace_hosts.connection import Connection
 from onnxplace_hosts.ranks.cluster import Cluster, LedCluster, RemoteCluster, find_job, plan_job, serve_rank
 from onnxplace_hosts.ranks.rank_plans import RankPlan, plan_copies, plan_ranks, require_copy_count

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.calibration import LinkFit, fit_link
 from onnxplace.errors import ExecutionError, TargetError, UsageError
-from onnxplace.target import Link, Target, default_link, read_target
-from onnxplace.utils import report_time_limit
+from onnxplace.measure.link_fit import LinkFit, fit_link
+from onnxplace.target.target import Link, Target, default_link
+from onnxplace.target.target_file import read_target
+from onnxplace.utils.progress import report_time_limit
 from onnxplace_hosts.connection import INSTALL_HINT, Connection, find_launcher
 from onnxplace_hosts.describe_host import require_versions
 

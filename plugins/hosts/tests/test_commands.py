@@ -4,7 +4,7 @@ import pytest
 
 import onnxplace
 from onnxplace.cli.app import load_plugin_command
-from onnxplace.pipeline import create_runtime, list_options
+from onnxplace.pipeline.registry import create_runtime, list_options
 from onnxplace.plugins import list_entries
 from onnxplace_hosts.commands import RUN_OPTIONS
 

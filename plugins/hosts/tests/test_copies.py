@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import onnxplace
-from onnxplace.runtime import Result, Runtime, RuntimeSession, SessionStates
-from onnxplace.runtimes.execution import ResultFuture
+from onnxplace.runtime.interface import Result, Runtime, RuntimeSession, SessionStates
+from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.testing import check_runtime
+from onnxplace.testing.runtime_contract import check_runtime
 from onnxplace_hosts.replicas import copies
 from onnxplace_hosts.replicas.replicated_session import ReplicatedSession
 from tests.support.fault_checks import wait_until

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from ml_dtypes import bfloat16
 
 import onnxplace
-from onnxplace.runtimes.execution import ProgramLoop
+from onnxplace.runtimes.execution.programs import ProgramLoop
 from onnxplace_hosts.ranks import links as links_module, rank_loop, rank_process
 from onnxplace_hosts.ranks.data_planes import DeviceArray
 from onnxplace_hosts.ranks.frames import Frame

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import onnxplace
-from onnxplace.testing import check_runtime
+from onnxplace.testing.runtime_contract import check_runtime
 from onnxplace_hosts.mpi import Mpi
 from tests.support.endless import endless_bundle, expected, feeds
 from tests.support.ranks import await_gone, find_ranks, read_rank_ids

@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 import onnxplace
-from onnxplace.ort import import_onnxruntime
+from onnxplace.utils.ort import import_onnxruntime
 from onnxplace_hosts import mpi
 from onnxplace_hosts.connection import Connection
 from onnxplace_hosts.ranks import opening

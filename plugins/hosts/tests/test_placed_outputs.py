@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from onnx import parser
 
-from onnxplace.machine import make_session_options, open_session
-from onnxplace.ort import import_onnxruntime
-from onnxplace.runtimes.execution import OpenSegment, PlacedDevice, open_routes
-from onnxplace.target import Device
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice, open_routes
+from onnxplace.target.target import Device
+from onnxplace.utils.ort import import_onnxruntime
 from onnxplace_hosts.ranks import placed_outputs
 from onnxplace_hosts.ranks.placed_outputs import place_outputs, place_segment
 from onnxplace_hosts.ranks.shared_blocks import MIN_PLACED_BYTES

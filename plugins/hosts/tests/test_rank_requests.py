@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from onnx import TensorProto, helper
 
 import onnxplace
-from onnxplace.runtimes.execution import PlacedDevice, open_routes
+from onnxplace.runtimes.execution.segments import PlacedDevice, open_routes
 from onnxplace_hosts.ranks.frames import Frame, decode_values, encode_values
 from onnxplace_hosts.ranks.opening import Opening
 from onnxplace_hosts.ranks.rank_loop import MAX_IN_PROGRESS, RankLoop

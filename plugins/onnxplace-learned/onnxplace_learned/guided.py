@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.search import Budget, PlacerPlan, published_plans, search_and_commit
+from onnxplace.passes.placement.search.placement_search import Budget
+from onnxplace.passes.placement.search.portfolio import PlacerPlan, published_plans, search_and_commit
 from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 from onnxplace_learned.policies.guided_policy import default_policy_path, plan_with_policy, read_guided_policy

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.errors import InputError, format_value
-from onnxplace.utils import format_path
+from onnxplace.utils.files import format_path
 from onnxplace_training import map_arrays, write_arrays
 
 # In the metadata of every policy.

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.cost_graph import GENERATORS, read_cost_graph, write_cost_graph
-from onnxplace.driver import place_cost_graph
+from onnxplace.cost_graph.cost_graphs import read_cost_graph, write_cost_graph
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import place_cost_graph
 from onnxplace.errors import UsageError
-from onnxplace.graph import Csr, OpGraph
+from onnxplace.graph.op_graph import Csr, OpGraph
 from onnxplace_learned.graphs.architectures import ARCHITECTURES, LayerGraph
 from onnxplace_learned.graphs.graph_sets import FAMILIES, GraphSet, choose_side, draw_graphs, graph_fingerprint
 from plugins.formats.tests.test_generators import described, seconds

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.simulation import simulate
-from onnxplace.testing import TICK_SECONDS
+from onnxplace.simulation.simulator import simulate
+from onnxplace.testing.pass_contract import TICK_SECONDS
 from onnxplace_learned.policies.batch_simulator import BatchSimulator
 from tests.simulation.test_simulate import placed_graphs, random_order, seeds, thorough
 from tests.support.reference_simulator import even_target, graph_of

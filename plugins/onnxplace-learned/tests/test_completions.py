@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings, strategies as st
 from learned_support.environments import environments
 from onnxplace.passes.placement.search.placement_search import decode_candidate
 from onnxplace.problem import placement_problem
-from onnxplace.testing import random_state
+from onnxplace.testing.pass_contract import random_state
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.placeto_kernels import EXCESS_PENALTY, MAX_COST
 from onnxplace_learned.policies.placeto_learning import (

@@ -11,7 +11,7 @@ from learned_support.environments import environments
 from learned_support.plain_policy import reach, score
 from onnxplace.passes.placement.search.placement_search import decode_candidate
 from onnxplace.problem import placement_problem
-from onnxplace.testing import random_state
+from onnxplace.testing.pass_contract import random_state
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.placeto_kernels import EXCESS_PENALTY, MAX_COST
 from onnxplace_learned.policies.placeto_network import Shape, split_parameters

@@ -8,12 +8,12 @@ from hypothesis import given, settings, strategies as st
 
 from learned_support.learned_placers import check_fits_wherever_a_published_placer_does, without_hash
 from learned_support.plain_guided import choose_devices
-from onnxplace.cost_graph import GENERATORS
-from onnxplace.driver import place_cost_graph, replace_devices
+from onnxplace.cost_graph.part_functions import GENERATORS
+from onnxplace.driver.place import place_cost_graph, replace_devices
 from onnxplace.errors import InfeasibleError, InputError, UsageError
 from onnxplace.facts import Groups, Profile
 from onnxplace.problem import placement_problem
-from onnxplace.testing import check_pass, random_state
+from onnxplace.testing.pass_contract import check_pass, random_state
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.guided import Guided
 from onnxplace_learned.policies.guided_policy import (

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from onnxplace.cost_graph import read_cost_graph
+from onnxplace.cost_graph.cost_graphs import read_cost_graph
 from onnxplace.errors import InputError
-from onnxplace.target import parse_machine, read_target
+from onnxplace.target.machines import parse_machine
+from onnxplace.target.target_file import read_target
 from onnxplace_learned.commands.learning_options import learning_options
 from onnxplace_learned.graphs.graph_sets import FAMILIES, GraphSet, graph_fingerprint
 from onnxplace_learned.policy_training.learning_graphs import draw_mixture, draw_problems, read_problems

@@ -11,7 +11,7 @@ from learned_support.plain_guided import choose_devices
 from onnxplace.errors import InputError, UsageError
 from onnxplace.facts import Groups, Profile
 from onnxplace.problem import placement_problem
-from onnxplace.testing import random_state
+from onnxplace.testing.pass_contract import random_state
 from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.policies.guided_gradients import imitation_loss, make_example, score_examples
 from onnxplace_learned.policies.guided_policy import (

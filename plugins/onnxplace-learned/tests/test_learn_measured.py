@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed; .ci/training has it")
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import Diagnostic, ExecutionError, InfeasibleError, InputError, UsageError
 from onnxplace.facts import Placement, Profile
-from onnxplace.pipeline import make_pass, run_pass
+from onnxplace.pipeline.pipeline import make_pass, run_pass
 from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.placeto_learning import Learner, Settings, read_policy, update_from_ends, write_policy

@@ -11,10 +11,10 @@ pytest.importorskip("torch", reason="PyTorch is not installed; .ci/training has 
 
 from onnxplace.errors import InputError, UsageError
 from onnxplace.facts import Schedule
-from onnxplace.passes.placement.search import published_plans
-from onnxplace.pipeline import run_pass
+from onnxplace.passes.placement.search.portfolio import published_plans
+from onnxplace.pipeline.pipeline import run_pass
 from onnxplace.problem import placement_problem
-from onnxplace.testing import random_state
+from onnxplace.testing.pass_contract import random_state
 from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.placeto import Placeto
 from onnxplace_learned.policies.environment import Environment

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from learned_support.learned_placers import check_fits_wherever_a_published_placer_does
-from onnxplace.driver import place_cost_graph, replace_devices
+from onnxplace.driver.place import place_cost_graph, replace_devices
 from onnxplace.errors import InfeasibleError, InputError, UsageError
 from onnxplace.facts import Groups, Profile
 from onnxplace.passes.placement.search.placement_search import decode_candidate
 from onnxplace.problem import placement_problem
-from onnxplace.testing import check_pass, random_state
+from onnxplace.testing.pass_contract import check_pass, random_state
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.placeto import Placeto
 from onnxplace_learned.policies.environment import ORDERS, Environment, visit_nodes

@@ -12,10 +12,10 @@ from click.shell_completion import ShellComplete
 
 import onnxplace_learned
 from onnxplace.cli.app import cli
-from onnxplace.pipeline import find_plugin
+from onnxplace.pipeline.registry import find_plugin
 from onnxplace.plugins import OFFERED, list_entries
 from onnxplace.state import Pass
-from onnxplace.utils import read_field_docs
+from onnxplace.utils.docstrings import read_field_docs
 
 PACKAGE = Path(onnxplace_learned.__file__).parent
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if ">>>" in path.read_text(encoding="utf-8")]

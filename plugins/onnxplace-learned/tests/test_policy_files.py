@@ -13,8 +13,8 @@ from learned_support.learned_placers import without_hash
 from onnxplace.errors import InputError, UsageError
 from onnxplace.facts import Profile
 from onnxplace.problem import placement_problem
-from onnxplace.target import Target
-from onnxplace.testing import random_state
+from onnxplace.target.target import Target
+from onnxplace.testing.pass_contract import random_state
 from onnxplace_learned.policies.placeto_learning import (
     Learner,
     read_learner,

@@ -6,9 +6,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed; .ci/training has it")
 
 from learned_support.plain_policy import score
-from onnxplace.driver import place_cost_graph
+from onnxplace.driver.place import place_cost_graph
 from onnxplace.problem import placement_problem
-from onnxplace.testing import random_state
+from onnxplace.testing.pass_contract import random_state
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.placeto_gradients import PlacetoDecisions, policy_gradient, score_with_torch

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from onnxplace.cli import terminal
-from onnxplace.utils import observe_progress
+from onnxplace.utils.progress import observe_progress
 from onnxplace_learned.policy_training import training_loop
 from onnxplace_learned.policy_training.training_loop import TrainingLoop
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings, strategies as st
 torch = pytest.importorskip("torch", reason="PyTorch is not installed; .ci/training has it")
 
 from learned_support.learned_placers import check_fits_wherever_a_published_placer_does
-from onnxplace.driver import place_cost_graph, replace_devices
+from onnxplace.driver.place import place_cost_graph, replace_devices
 from onnxplace.errors import InputError, UsageError
 from onnxplace.facts import Groups, Profile
 from onnxplace.problem import PlacementProblem, placement_problem, sort_by_start
-from onnxplace.testing import check_pass, random_state
+from onnxplace.testing.pass_contract import check_pass, random_state
 from onnxplace_learned.go import Go
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.hierarchical import Hierarchical

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from onnxplace.errors import format_value
-from onnxplace.utils import parse_json
+from onnxplace.utils.files import parse_json
 from onnxplace_serving.metrics import format_metrics
 from onnxplace_serving.served_models import VERSION, Limits, RequestError, ServedModel, ServedModels
 from onnxplace_serving.tensors import (

@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli import (
-    BUNDLE_PATH,
+from onnxplace.cli.completion import BUNDLE_PATH
+from onnxplace.cli.help import GroupedCommand
+from onnxplace.cli.shared_options import (
     FiniteNumber,
-    GroupedCommand,
     as_json,
     note_core_shortage,
     print_hint,
     print_json,
     print_notes,
     print_text,
-    show_progress,
     with_operator_libraries,
     with_runtime,
 )
+from onnxplace.cli.terminal import show_progress
 from onnxplace.errors import Diagnostic, UsageError, format_names
 
 if TYPE_CHECKING:
     import asyncio
 
-    from onnxplace.bundle import Bundle
-    from onnxplace.serving import Batching
+    from onnxplace.bundle.bundle import Bundle
+    from onnxplace.session.batched_session import Batching
     from onnxplace_serving.served_models import Limits, ServedModel
 
 # Names that URLs, metrics and clients take as they are: no path of dots, and not `/v2/models/stats`.
@@ -114,8 +114,8 @@ def name_models(bundles: tuple[Path, ...]) -> dict[str, Path]:
 
 def read_limits(options: Mapping[str, Any]) -> Limits:
     """Return the limits that the options give; raises UsageError."""
-    from onnxplace.serving import check_in_flight
-    from onnxplace.target import parse_bytes
+    from onnxplace.session.batched_session import check_in_flight
+    from onnxplace.target.parsing import parse_bytes
     from onnxplace_serving.served_models import Limits
 
     in_flight, size = check_in_flight(options["max_in_flight"], "--max-in-flight"), parse_bytes(options["max_request"])
@@ -126,8 +126,8 @@ def open_models(
     paths: Mapping[str, Path], limits: Limits, options: Mapping[str, Any], json_: bool
 ) -> list[ServedModel]:
     """Open all bundles, and run them if they are to be warm; after a failure, those that are open are closed."""
-    from onnxplace.serving import Batching
-    from onnxplace.session import load
+    from onnxplace.session.batched_session import Batching
+    from onnxplace.session.inference_session import load
     from onnxplace_serving.served_models import require_servable
 
     batching = Batching(options["max_batch"], options["max_delay"])
@@ -154,8 +154,8 @@ def open_model(
     name: str, bundle: Bundle, limits: Limits, batching: Batching, session_options: Mapping[str, Any]
 ) -> ServedModel:
     """Open a bundle; its requests are joined if that is proven right, and a note says so if it is not."""
-    from onnxplace.serving import require_batching
-    from onnxplace.session import InferenceSession
+    from onnxplace.session.batched_session import require_batching
+    from onnxplace.session.inference_session import InferenceSession
     from onnxplace_serving.served_models import ServedModel
 
     joins, more = batching.max_batch > 1, {"max_in_flight": limits.max_in_flight, **session_options}

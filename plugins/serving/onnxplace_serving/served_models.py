@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from onnxplace import __version__
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import InputError, OnnxplaceError, RunTimeoutError, format_one_line, format_value, suggest_nearest
-from onnxplace.feeds import Array, Declared, random_feeds
-from onnxplace.runtime import CopyStatus, Event, Result
+from onnxplace.feeds.feeds import Array, Declared
+from onnxplace.feeds.synthetic import random_feeds
+from onnxplace.runtime.interface import CopyStatus, Event, Result
 from onnxplace_serving.tensors import name_datatype, read_optional
 
-LOGGER = logging.getLogger("onnxplace.serving")
+LOGGER = logging.getLogger("onnxplace.session")
 # The statuses of HTTP of requests that fail: their names in metrics, and what gRPC calls them.
 STATUSES = {
     400: ("invalid", "INVALID_ARGUMENT"),

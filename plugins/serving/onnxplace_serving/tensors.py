@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from onnxplace.errors import FeedError, format_value, suggest_nearest
-from onnxplace.feeds import MAX_DIMENSION, MAX_RANK, Array, Declared, check_feeds, numpy_type
+from onnxplace.feeds.dimensions import MAX_DIMENSION, MAX_RANK
+from onnxplace.feeds.feeds import Array, Declared, check_feeds, numpy_type
 
 # Types that the protocol does not call by ONNX's name in capitals.
 _NAMES = {"float": "FP32", "double": "FP64", "float16": "FP16", "bfloat16": "BF16", "string": "BYTES"}

@@ -17,7 +17,7 @@ import tritonclient.grpc
 from onnx import parser
 
 import onnxplace
-from onnxplace.feeds import Declared
+from onnxplace.feeds.feeds import Declared
 from onnxplace_serving.served_models import Limits
 from onnxplace_serving.server import listen
 from onnxplace_serving.tensors import read_raw

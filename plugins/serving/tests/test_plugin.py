@@ -32,7 +32,7 @@ def test_its_command_is_listed_with_those_of_the_core_and_described(run_cli):
 def test_help_loads_none_of_its_packages():
     script = f"""
 import sys
-from onnxplace.cli import main
+from onnxplace.cli.app import main
 codes = [main(["--help"]), main(["serve", "--help"])]
 print(codes, [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
 """

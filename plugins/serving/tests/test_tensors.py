@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
 from onnxplace.errors import FeedError
-from onnxplace.feeds import Declared, numpy_type
+from onnxplace.feeds.feeds import Declared, numpy_type
 from onnxplace_serving.tensors import read_inputs, read_list, read_raw, write_list, write_raw
 
 NUMBERS = ("bool", "int8", "uint16", "int32", "int64", "uint64", "float16", "float", "double", "complex64")

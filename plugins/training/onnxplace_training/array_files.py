@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.errors import InputError, UsageError
-from onnxplace.utils import format_path, open_input, write_file
+from onnxplace.utils.files import format_path, open_input, write_file
 
 # Type in the file -> numpy's name; those of ml_dtypes last.
 DTYPES: Final = {

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import FeedError, UsageError, suggest_nearest
-from onnxplace.feeds import Array, Declared, describe_input, read_npz
-from onnxplace.utils import format_path, start_thread
+from onnxplace.feeds.feeds import Array, Declared, describe_input
+from onnxplace.feeds.npz import read_npz
+from onnxplace.utils.files import format_path
+from onnxplace.utils.threads import start_thread
 
 
 class BatchSampler:

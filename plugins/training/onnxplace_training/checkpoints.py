@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnxplace.bundle import Manifest, TrainingRecord
+from onnxplace.bundle.manifest import Manifest, TrainingRecord
 from onnxplace.errors import InputError, format_names
-from onnxplace.feeds import Array, numpy_type
-from onnxplace.utils import format_path
+from onnxplace.feeds.feeds import Array, numpy_type
+from onnxplace.utils.files import format_path
 from onnxplace_training.array_files import map_arrays, write_arrays
 
 FORMAT = "onnxplace checkpoint"

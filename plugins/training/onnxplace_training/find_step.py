@@ -13,9 +13,11 @@ import numpy as np
 from onnx import TypeProto
 
 from onnxplace.errors import Diagnostic
-from onnxplace.graph import Bools, Ints, OpGraph
-from onnxplace.model import FLOAT_TYPES, Model, declaration_of, is_scalar, read_shape_entries
-from onnxplace.training_step import CarriedTensor, Parameter, TrainingStep
+from onnxplace.graph.op_graph import Bools, Ints, OpGraph
+from onnxplace.model.model import Model, declaration_of
+from onnxplace.model.state_binding import FLOAT_TYPES, is_scalar
+from onnxplace.model.tensors import read_shape_entries
+from onnxplace.model_metadata import CarriedTensor, Parameter, TrainingStep
 from onnxplace_training.role_kernels import MANY, NONE, label_ends, label_origins
 
 # Operators whose results have the elements of an input at the places that it has them: those of an optimiser's updates.

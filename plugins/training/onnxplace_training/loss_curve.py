@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace.errors import InputError, UsageError
-from onnxplace.utils import format_path, read_text, write_file
+from onnxplace.utils.files import format_path, read_text, write_file
 
 COLUMNS = ("step", "loss", "learning_rate", "seconds")
 PLOT_FORMATS = (".png", ".svg", ".pdf")

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TypeProto, helper, numpy_helper
 
 from onnxplace.errors import Diagnostic
-from onnxplace.graph import Bools, Ints, OpGraph
-from onnxplace.model import Model, read_shape_entries
-from onnxplace.passes.placement.grouping import spread_owners
-from onnxplace.training_roles import Phase, TrainingRoles
-from onnxplace.training_step import PARAMETER_KEY, PHASE_KEY, Labels, TrainingStep
+from onnxplace.graph.op_graph import Bools, Ints, OpGraph
+from onnxplace.model.model import Model
+from onnxplace.model.tensors import read_shape_entries
+from onnxplace.model_metadata import PARAMETER_KEY, PHASE_KEY, Labels, Phase, TrainingRoles, TrainingStep
+from onnxplace.passes.placement.grouping.node_groups import spread_owners
 from onnxplace_training.find_step import Flow, find_training_step, report_unusable_loss
 from onnxplace_training.role_kernels import MANY, NONE, assign_forward_nodes
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_part, linear_loop
+from onnxplace.utils.jit import compiled_part, linear_loop
 
 NONE = -1
 MANY = -2

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace.errors import UsageError
-from onnxplace.utils import open_input
+from onnxplace.utils.files import open_input
 
 
 def convert_torch(

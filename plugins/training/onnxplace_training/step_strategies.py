@@ -12,25 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.driver import (
+from onnxplace.driver.candidates import (
     Candidate,
     InfeasibleStrategy,
-    Objective,
     Profiled,
     Result,
     Strategy,
     create_pass,
-    list_ways,
     place_on_one_device,
     rank_texts,
 )
+from onnxplace.driver.choose import Objective, list_ways
 from onnxplace.errors import Diagnostic, Figure, UsageError
 from onnxplace.facts import Profile
-from onnxplace.model import Model
-from onnxplace.pipeline import BAECHI, OBJECTIVES, ObjectiveName
+from onnxplace.model.model import Model
+from onnxplace.pipeline.select_placer import BAECHI, OBJECTIVES, ObjectiveName
 from onnxplace.problem import predict_single_device_seconds
 from onnxplace.state import Pass, State
-from onnxplace.utils import format_bytes, format_milliseconds
+from onnxplace.utils.quantities import format_bytes, format_milliseconds
 
 # ------------------------------------------------------------------------------------------------- groupings
 

@@ -12,21 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onnxplace.cli import (
-    BUNDLE_PATH,
-    PATH,
-    GroupedCommand,
+from onnxplace.cli.completion import BUNDLE_PATH, PATH
+from onnxplace.cli.help import GroupedCommand
+from onnxplace.cli.shared_options import (
     as_json,
     note_core_shortage,
-    print_aside,
     print_json,
     print_notes,
     print_text,
-    show_progress,
     with_operator_libraries,
 )
+from onnxplace.cli.terminal import print_aside, show_progress
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError, format_name
-from onnxplace.utils import require_different_files, require_writable, write_each
+from onnxplace.utils.files import require_different_files, require_writable, write_each
 
 if TYPE_CHECKING:
     from onnxplace_training import BatchSampler, LossCurve, Schedule, StepResult, Trainer
@@ -81,7 +79,7 @@ def train(bundle: Path, json_: bool, **options: Any) -> None:
 
     Ctrl-C ends after the step in progress, and writes what was asked for. The same command with --resume continues.
     """
-    from onnxplace.session import load
+    from onnxplace.session.inference_session import load
     from onnxplace_training import BatchSampler, Trainer
 
     plan = TrainOptions(**{**options, "batch": options["batch"] or 0, "save_every": options["save_every"] or 0})

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, TrainingRecord
+from onnxplace.bundle.bundle import WHOLE_MODEL_FILE, Bundle
+from onnxplace.bundle.manifest import TrainingRecord
 from onnxplace.errors import UsageError, format_names
-from onnxplace.feeds import Array
-from onnxplace.utils import write_file
+from onnxplace.feeds.feeds import Array
+from onnxplace.utils.files import write_file
 from onnxplace_training.checkpoints import name_states
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _select_nodes(
     graph: GraphProto, outputs: tuple[str, ...], states: Mapping[str, Array]
 ) -> tuple[list[NodeProto], set[str]]:
     """Return the nodes that some values need, and all values that these nodes read; states need no nodes."""
-    from onnxplace.model import iterate_reads
+    from onnxplace.model.nested_graphs import iterate_reads
 
     needed, nodes = set(outputs), []
     for node in reversed(graph.node):
@@ -133,7 +134,7 @@ def _build_model(
     import onnx
     from onnx import numpy_helper
 
-    from onnxplace.model import infer_shapes
+    from onnxplace.model.shape_inference import infer_shapes
 
     graph, result = model.graph, onnx.ModelProto()
     result.ir_version, result.producer_name = model.ir_version, "onnxplace"

@@ -15,11 +15,12 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, Manifest, TrainingRecord
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import Manifest, TrainingRecord
 from onnxplace.errors import ExecutionError, FeedError, UsageError
-from onnxplace.feeds import Array, Declared, numpy_type
-from onnxplace.runtime import Result, choose_closing_timeout, unpicklable_error
-from onnxplace.session import InferenceSession, load
+from onnxplace.feeds.feeds import Array, Declared, numpy_type
+from onnxplace.runtime.interface import Result, choose_closing_timeout, unpicklable_error
+from onnxplace.session.inference_session import InferenceSession, load
 from onnxplace_training.batches import prefetch_batches
 from onnxplace_training.checkpoints import (
     Checkpoint,

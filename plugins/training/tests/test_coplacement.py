@@ -9,15 +9,17 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.driver import candidates, compile_model
+from onnxplace.driver import candidates
 from onnxplace.driver.candidates import Candidate, Profiled, Strategy
 from onnxplace.driver.choose import decide, make_latency_objective
+from onnxplace.driver.compile import compile_model
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Segments
-from onnxplace.model import bind_states, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.model.loading import load
+from onnxplace.model.state_binding import bind_states
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Target
+from onnxplace.target.target import Device, Link, Target
 from onnxplace_training.step_strategies import GROUPINGS, choose_cutting, choose_shortest
 from tests.support.training_models import (
     RECURRENT,

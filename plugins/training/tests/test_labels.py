@@ -9,7 +9,7 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.errors import FeedError
-from onnxplace.training_step import TRAINING_KEY
+from onnxplace.model_metadata import TRAINING_KEY
 from onnxplace_training import Trainer
 
 CLASSIFIER = """

@@ -44,7 +44,7 @@ def test_its_command_is_listed_with_those_of_the_core_and_described(run_cli):
 def test_help_and_the_question_whether_a_model_is_torchs_load_none_of_its_packages(tmp_path):
     script = f"""
 import sys
-from onnxplace.cli import main
+from onnxplace.cli.app import main
 codes = [main(["--help"]), main(["train", "--help"])]
 from onnxplace.plugins import load_plugin
 convert, _ = load_plugin("sources", "torch")

@@ -5,15 +5,18 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import onnxplace
-from onnxplace.driver import compile_model
+from onnxplace.driver.compile import compile_model
 from onnxplace.facts import Groups, Profile
-from onnxplace.graph import OpGraph
-from onnxplace.model import Model, bind_states, build_op_graph, infer_static_shapes, load, value_bytes
-from onnxplace.passes.placement.grouping import list_parameter_members
-from onnxplace.pipeline import Pipeline, make_pass, run_pass
+from onnxplace.graph.op_graph import OpGraph
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import build_op_graph, infer_static_shapes, value_bytes
+from onnxplace.model.model import Model
+from onnxplace.model.state_binding import bind_states
+from onnxplace.model_metadata import Phase, TrainingRoles
+from onnxplace.passes.placement.grouping.node_groups import list_parameter_members
+from onnxplace.pipeline.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.state import State
-from onnxplace.target import Device, Target
-from onnxplace.training_roles import Phase, TrainingRoles
+from onnxplace.target.target import Device, Target
 from onnxplace_training.recognise_step import recognise_training_step
 from tests.support.random_training_steps import make_random_step
 from tests.support.reference_simulator import even_target

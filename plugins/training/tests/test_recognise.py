@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from onnx import ModelProto, parser
 
-from onnxplace.graph import OpGraph
-from onnxplace.model import Model, bind, bind_states, build_op_graph, infer_static_shapes, load, value_bytes
-from onnxplace.pipeline import make_pass, run_pass
+from onnxplace.graph.op_graph import OpGraph
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, build_op_graph, infer_static_shapes, value_bytes
+from onnxplace.model.model import Model
+from onnxplace.model.state_binding import bind_states
+from onnxplace.model_metadata import Phase, TrainingRoles
+from onnxplace.pipeline.pipeline import make_pass, run_pass
 from onnxplace.state import State
-from onnxplace.target import Device, Target
-from onnxplace.training_roles import Phase, TrainingRoles
+from onnxplace.target.target import Device, Target
 from onnxplace_training.recognise_step import recognise_training_step
 from tests.support.training_models import (
     MOMENTS,

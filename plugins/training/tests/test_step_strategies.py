@@ -13,7 +13,8 @@ from random import Random
 import onnx
 import pytest
 
-from onnxplace.driver import compile_model, plan_model
+from onnxplace.driver.compile import compile_model
+from onnxplace.driver.plan import plan_model
 from onnxplace.errors import UsageError
 from tests.support.step_checks import assert_bundle_takes_the_same_steps
 from tests.support.training_models import (

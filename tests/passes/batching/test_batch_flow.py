@@ -14,9 +14,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, note, settings, strategies as st
 from onnx import ModelProto, printer
 
-from onnxplace.bundle import BatchingRecord
-from onnxplace.model import bind, bind_states, load
-from onnxplace.passes.batching import batch_flow, find_batch_axes
+from onnxplace.bundle.manifest import BatchingRecord
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.state_binding import bind_states
+from onnxplace.passes.batching import batch_flow
+from onnxplace.passes.batching.batch_flow import find_batch_axes
 from onnxplace.passes.sharding.rules.layouts import PARTIAL
 from onnxplace.passes.sharding.space.strategy_space import build_space
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts

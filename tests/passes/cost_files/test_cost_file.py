@@ -13,13 +13,15 @@ from onnx import parser
 
 from onnxplace.errors import InputError, ModelError
 from onnxplace.facts import Profile, Quality, Source, is_refused
-from onnxplace.machine import local_target
-from onnxplace.model import Model, bind, infer_static_shapes, load
-from onnxplace.passes.cost_files import format_costs, format_costs_csv, read_costs
-from onnxplace.passes.profiling import fingerprints
-from onnxplace.pipeline import Pipeline
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, infer_static_shapes
+from onnxplace.model.model import Model
+from onnxplace.passes.cost_files.cost_file import format_costs, format_costs_csv, read_costs
+from onnxplace.passes.profiling.repeated_layers import fingerprints
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
 g (float[batch, 8] x, float[8, 8] w) => (float[batch, 8] y, int64[2] s) {

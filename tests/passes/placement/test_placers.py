@@ -11,12 +11,12 @@ from hypothesis import given, settings, strategies as st
 
 from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source
-from onnxplace.graph import OpGraph
-from onnxplace.pipeline import Pipeline, make_pass, run_pass
+from onnxplace.graph.op_graph import OpGraph
+from onnxplace.pipeline.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import Pass, State
-from onnxplace.target import Device, Target
-from onnxplace.testing import check_pass, random_state
+from onnxplace.target.target import Device, Target
+from onnxplace.testing.pass_contract import check_pass, random_state
 from tests.support.reference_simulator import even_target, graph_of
 
 PLACERS = ("single", "m-topo", "m-etf")

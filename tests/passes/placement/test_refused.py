@@ -10,12 +10,13 @@ from onnx import ModelProto, parser
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Profile, Schedule, Shards, is_refused
-from onnxplace.model import bind, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import fits_single_device, predict_single_device_seconds, single_device_seconds
 from onnxplace.state import State
-from onnxplace.target import Device, Target
-from onnxplace.testing import random_state
+from onnxplace.target.target import Device, Target
+from onnxplace.testing.pass_contract import random_state
 from tests.support.chains import mlp
 from tests.support.refusals import list_misplaced, refuse, refuse_at_random
 

@@ -7,17 +7,19 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from onnx import parser
 
-from onnxplace.devices import DeviceAddress
 from onnxplace.errors import ModelError
 from onnxplace.facts import REFUSED_SECONDS, is_refused
-from onnxplace.graph import Bools, OpGraph
-from onnxplace.machine import open_session
-from onnxplace.model import bind, infer_static_shapes, load, value_bytes
-from onnxplace.passes.profiling import MeasurementOptions, compiled_runs
+from onnxplace.graph.op_graph import Bools, OpGraph
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, infer_static_shapes, value_bytes
+from onnxplace.passes.profiling import compiled_runs
 from onnxplace.passes.profiling.compiled_runs import RunMeasurer, list_runs
+from onnxplace.passes.profiling.node_measurement import MeasurementOptions
 from onnxplace.passes.profiling.profile_model import ModelStructure
-from onnxplace.target import Device
-from onnxplace.testing import random_graph
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.target import Device
+from onnxplace.testing.pass_contract import random_graph
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
 g (float[N, 8] x, float[8, 8] w) => (float[N, 8] y, float[N, 8] z) {

@@ -6,10 +6,13 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnx import numpy_helper, parser
 
 from onnxplace.errors import ModelError
-from onnxplace.machine import local_target
-from onnxplace.model import RANDOM_OPERATORS, bind, build_op_graph, infer_static_shapes, load, value_bytes
-from onnxplace.passes.profiling import choose_refused, measure_errors, node_errors
-from onnxplace.utils import relative_error
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.lineage import RANDOM_OPERATORS
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, build_op_graph, infer_static_shapes, value_bytes
+from onnxplace.passes.profiling import node_errors
+from onnxplace.passes.profiling.node_errors import choose_refused, measure_errors
+from onnxplace.utils.differences import relative_error
 from tests.support.half_device import half_kind as half_kind
 from tests.support.random_models import RandomModel, random_models, reference
 

@@ -12,20 +12,14 @@ from hypothesis import given, strategies as st
 from onnx import numpy_helper, parser
 
 import models
-from onnxplace.devices import DeviceAddress
 from onnxplace.facts import Groups, Profile, Source
-from onnxplace.machine import (
-    MIN_RUNS,
-    RepeatPolicy,
-    Runs,
-    local_target,
-    longest_wait,
-    open_session,
-    read_run_delays,
-    repeated_runs,
-)
-from onnxplace.model import load, store_for_session
-from onnxplace.passes.profiling import node_measurement, report_unknown_sizes
+from onnxplace.machine import repeated_runs
+from onnxplace.machine.hardware import local_target
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.repeated_runs import MIN_RUNS, RepeatPolicy, Runs, longest_wait, read_run_delays
+from onnxplace.model.loading import load
+from onnxplace.model.model import store_for_session
+from onnxplace.passes.profiling import node_measurement
 from onnxplace.passes.profiling.kernel_attribution import Attribution, attribute_kernels, remove_overhead
 from onnxplace.passes.profiling.node_measurement import (
     MeasurementOptions,
@@ -34,8 +28,10 @@ from onnxplace.passes.profiling.node_measurement import (
     profile,
     profile_blocking,
 )
-from onnxplace.pipeline import Pipeline
+from onnxplace.passes.profiling.profile_model import report_unknown_sizes
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
+from onnxplace.target.device_kinds import DeviceAddress
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +115,8 @@ def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
         "import models\n"
         "from onnxplace.model import load, store_for_session\n"
         "from onnxplace.passes.profiling.node_measurement import ProfilingJob, profile_blocking\n"
-        "from onnxplace.devices import DeviceAddress\n"
-        "from onnxplace.machine import RepeatPolicy\n"
+        "from onnxplace.target.device_kinds import DeviceAddress\n"
+        "from onnxplace.machine.repeated_runs import RepeatPolicy\n"
         "model = load(models.build('squeezenet'))\n"
         "source, entries = store_for_session(model, Path('.'))\n"
         "policy, device = RepeatPolicy(3, 0.1, 0.02), DeviceAddress('cpu', 0)\n"

@@ -9,12 +9,12 @@ from hypothesis import given, strategies as st
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from onnxplace.facts import Profile, Repeat
-from onnxplace.machine import local_target
-from onnxplace.model import bind, build_op_graph, infer_static_shapes, load, value_bytes
-from onnxplace.passes.profiling import find_repeats, node_kinds, pool_by_kind
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, build_op_graph, infer_static_shapes, value_bytes
 from onnxplace.passes.profiling.repeat_kernels import find_runs
-from onnxplace.passes.profiling.repeated_layers import substring_names
-from onnxplace.pipeline import Pipeline
+from onnxplace.passes.profiling.repeated_layers import find_repeats, node_kinds, pool_by_kind, substring_names
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, strategies as st
 from onnx import helper, parser
 
 from onnxplace.facts import Profile, Source
-from onnxplace.model import bind, infer_static_shapes, load
-from onnxplace.passes.profiling import (
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, infer_static_shapes
+from onnxplace.passes.profiling.roofline import (
     PeakRates,
     count_moved_bytes,
     count_operations,
@@ -18,9 +19,9 @@ from onnxplace.passes.profiling import (
     measure_peaks,
     typical_peaks,
 )
-from onnxplace.pipeline import Pipeline
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 
 SHAPES = {
     "x": (2, 3, 8, 8), "w": (6, 3, 5, 5), "y": (2, 6, 4, 4), "t": (3, 4, 5, 5), "up": (2, 4, 17, 17),

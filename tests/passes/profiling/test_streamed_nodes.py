@@ -12,13 +12,20 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from onnxplace.errors import ModelError
 from onnxplace.facts import Profile, Source
-from onnxplace.machine import local_target, make_session_options, measurement_cache, open_session
-from onnxplace.model import Model, bind, load, store_for_session, tensor_size
-from onnxplace.passes.profiling import MIN_STREAMED_BYTES, measure_streamed, streamed_nodes
-from onnxplace.passes.sharding import infer_shapes_and_values, infer_with_runtime
-from onnxplace.pipeline import Pipeline
+from onnxplace.machine import measurement_cache
+from onnxplace.machine.hardware import local_target
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model, store_for_session
+from onnxplace.model.tensors import tensor_size
+from onnxplace.passes.profiling import streamed_nodes
+from onnxplace.passes.profiling.streamed_nodes import MIN_STREAMED_BYTES, measure_streamed
+from onnxplace.passes.sharding.space.known_shapes import infer_shapes_and_values, infer_with_runtime
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target import Device
+from onnxplace.target.target import Device
 from tests.support.random_models import RandomModel, random_models, reference
 
 SIDE = 512

@@ -5,7 +5,8 @@ import pytest
 from onnx import ModelProto, NodeProto, TensorProto, TypeProto, helper
 
 from onnxplace import OnnxplaceError
-from onnxplace.model import format_type, load, parse_type
+from onnxplace.model.loading import load
+from onnxplace.model.tensors import format_type, parse_type
 from onnxplace.passes.segments.write_segments import infer_boundary_types
 from tests.support.random_models import reference
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together

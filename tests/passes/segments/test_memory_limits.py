@@ -11,14 +11,14 @@ from onnx import TensorProto, helper, save
 import onnxplace
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule, Segments
-from onnxplace.passes.segments import cut_into_segments, cut_within_limits
-from onnxplace.passes.segments.memory_limits import simulate_segments
+from onnxplace.passes.segments.cut_segments import cut_into_segments
+from onnxplace.passes.segments.memory_limits import cut_within_limits, simulate_segments
 from onnxplace.passes.split import Split
-from onnxplace.pipeline import run_pass
+from onnxplace.pipeline.pipeline import run_pass
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import State
-from onnxplace.target import Target
-from onnxplace.testing import random_state
+from onnxplace.target.target import Target
+from onnxplace.testing.pass_contract import random_state
 from tests.passes.placement.test_placers import state_of
 from tests.support.reference_simulator import even_target, graph_of
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.segments import cut_into_segments, merge_segments
+from onnxplace.passes.segments.cut_segments import cut_into_segments, merge_segments
 from onnxplace.passes.segments.memory_limits import simulate_segments
 from onnxplace.state import State
-from onnxplace.target import Target
-from onnxplace.testing import random_state
+from onnxplace.target.target import Target
+from onnxplace.testing.pass_contract import random_state
 from tests.passes.placement.test_placers import state_of
 from tests.passes.segments.test_memory_limits import commit_by_hand
 from tests.support.reference_simulator import even_target, graph_of

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import UsageError
 from onnxplace.facts import Emitted, Placement, Prediction
-from onnxplace.model import bind, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.conftest import branches
 
 PLACED = "optimize,profile{estimate=true},coplace{join=never},single,split"

@@ -10,13 +10,13 @@ import pytest
 from onnx import ModelProto, parser
 
 from benchmarks.sharding_scale import make_densenet, make_detr, make_inception, make_transformer
-from onnxplace.model import build_op_graph, value_bytes
+from onnxplace.model.lowering import build_op_graph, value_bytes
 from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
 from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
-from onnxplace.simulation import simulate
-from onnxplace.target import Device, Target
+from onnxplace.simulation.simulator import simulate
+from onnxplace.target.target import Device, Target
 from tests.support.shardable_models import make_model
 from tests.support.shardings import SHARES, make_costs, make_space
 

@@ -11,7 +11,7 @@ import pytest
 from onnxplace.passes.sharding.rules.convolution_rules import list_overlaps
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
-from onnxplace.target import Device, Link, Target
+from onnxplace.target.target import Device, Link, Target
 
 ROWS, COLUMNS = Layout(0, 1, 24), Layout(1, 1, 24)
 LAYOUTS = (REPLICATED, PARTIAL, ROWS, COLUMNS)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, parser
 
-from onnxplace.model import bind, load
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
 from onnxplace.passes.sharding.apply.exchanges import ExchangeWriter
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from onnx import ModelProto, TensorProto, parser
 
-from onnxplace.model import bind, load
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, Layout
 from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy

@@ -11,14 +11,16 @@ import pytest
 from onnx import ModelProto, parser
 
 from onnxplace.facts import Shards
-from onnxplace.model import Model, bind, load
-from onnxplace.passes.sharding import ShardingOptions, shard_state
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
+from onnxplace.passes.sharding.apply.apply_sharding import ShardingOptions, shard_state
 from onnxplace.passes.sharding.apply.group_choice import GroupChoice, describe_strategy
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
 from onnxplace.passes.sharding.space.sharding_costs import WorkCosts
-from onnxplace.pipeline import Pipeline
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.passes.sharding.test_choice import FAN, make_problem, price_choice
 from tests.support.chains import mlp
 from tests.support.shardable_models import make_model

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, note, settings, strategies as st
 from onnx import ModelProto, parser, printer
 
-from onnxplace.model import load
+from onnxplace.model.loading import load
 from tests.support.random_models import Feeds, RandomModel, random_models, reference, run_plain
 from tests.support.random_placements import assert_same
 from tests.support.shardable_models import make_model

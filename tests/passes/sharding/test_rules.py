@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from onnx import ModelProto, helper, parser
 
-from onnxplace.model import bind, load
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, Layout
 from onnxplace.passes.sharding.rules.rule_table import RULES, list_axis_rules
 from onnxplace.passes.sharding.space.strategy_space import build_space

@@ -14,10 +14,10 @@ import pytest
 from onnx import numpy_helper, parser
 
 import onnxplace
-from onnxplace.bundle import WHOLE_MODEL_FILE
-from onnxplace.driver import compile_model
+from onnxplace.bundle.bundle import WHOLE_MODEL_FILE
+from onnxplace.driver.compile import compile_model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.passes.sharding.test_random_sharding import assert_close, run_sizes
 from tests.support.random_models import run_plain
 from tests.support.shardable_models import make_model

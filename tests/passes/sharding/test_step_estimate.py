@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from onnx import numpy_helper, parser
 
-from onnxplace.model import load
+from onnxplace.model.loading import load
 from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem
 from onnxplace.passes.sharding.choose.step_estimate import estimate_step_seconds

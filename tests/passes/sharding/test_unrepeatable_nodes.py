@@ -3,7 +3,7 @@
 import pytest
 from onnx import helper
 
-from onnxplace.model import RANDOM_OPERATORS
+from onnxplace.model.lineage import RANDOM_OPERATORS
 from onnxplace.passes.sharding.space.strategy_space import is_unrepeatable
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from onnx import numpy_helper, parser
 
-from onnxplace.passes.profiling import PeakRates
+from onnxplace.passes.profiling.roofline import PeakRates
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, Layout
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.space.sharding_costs import (
@@ -17,7 +17,7 @@ from onnxplace.passes.sharding.space.sharding_costs import (
     rows_outside,
 )
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
-from onnxplace.target import Device
+from onnxplace.target.target import Device
 from tests.support.shardings import make_costs, make_space
 
 PEAKS = PeakRates(operations_per_second=1e9, bytes_per_second=1e9, kernel_seconds=1e-9)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.passes.streaming import choose_sources
-from onnxplace.passes.streaming.source_program import DISK, HOST, RESIDENT, SourceProblem
+from onnxplace.passes.streaming.source_program import DISK, HOST, RESIDENT, SourceProblem, choose_sources
 
 
 def make_problem(slots, devices=2, room=0.5, seed=0, kinds=3, pool=8 << 20):

@@ -11,14 +11,15 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from onnxplace.errors import InfeasibleError, OnnxplaceError
 from onnxplace.facts import Original, Placement, Profile, Schedule, Segments, Source, Streaming
-from onnxplace.model import bind, build_op_graph, infer_static_shapes, load, value_bytes
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, build_op_graph, infer_static_shapes, value_bytes
 from onnxplace.passes.stream import Stream
 from onnxplace.passes.streaming.source_program import DISK, RESIDENT, Choice
-from onnxplace.pipeline import Pipeline
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import predict_step_seconds, predict_waiting_seconds
-from onnxplace.simulation import PoolLayout, measure_block
+from onnxplace.simulation.weight_streams import PoolLayout, measure_block
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Target
+from onnxplace.target.target import Device, Link, Target
 from tests.support.random_models import RandomModel, random_models
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from llvmlite import ir
 
-from onnxplace.runtimes.execution import compile_function
+from onnxplace.runtimes.execution.compiled_wait import compile_function
 
 _NUMBER = ir.IntType(64)
 

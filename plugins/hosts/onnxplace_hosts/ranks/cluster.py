@@ -28,10 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, Manifest, list_route_devices
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.bundle_routes import list_route_devices
+from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import ExecutionError, InputError, TargetError, format_count
-from onnxplace.target import split_host
-from onnxplace.utils import start_thread
+from onnxplace.target.hosts import split_host
+from onnxplace.utils.threads import start_thread
 from onnxplace_hosts.connection import INSTALL_HINT, Connection, find_mpi_cause, find_rank_end
 from onnxplace_hosts.ranks.bridge import ALIVE_SECONDS, GREETING
 from onnxplace_hosts.ranks.driver_sockets import FrameSockets

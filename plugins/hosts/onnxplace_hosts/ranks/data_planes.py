@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
-from onnxplace.devices import DeviceMemory
-from onnxplace.machine import is_native_type
-from onnxplace.runtimes.execution import DeviceTensor, PlacedDevice, StreamValue
+from onnxplace.machine.ort_values import is_native_type
+from onnxplace.runtimes.execution.device_streams import DeviceTensor, StreamValue
+from onnxplace.runtimes.execution.segments import PlacedDevice
+from onnxplace.target.device_memory import DeviceMemory
 
 _LOOK_SECONDS = 1e-3
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxplace.errors import ExecutionError
-from onnxplace.machine import is_native_array
+from onnxplace.machine.ort_values import is_native_array
 from onnxplace_hosts.ranks.data_planes import DeviceArray, MpiBodies, wait_idly
 from onnxplace_hosts.ranks.frames import (
     BETWEEN_RANKS,

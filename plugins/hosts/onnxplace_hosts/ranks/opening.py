@@ -18,7 +18,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from onnxplace.bundle import Bundle, Manifest, SegmentRecord
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import Manifest, SegmentRecord
 from onnxplace.errors import (
     BundleError,
     ExecutionError,
@@ -29,9 +30,10 @@ from onnxplace.errors import (
     TargetError,
     UsageError,
 )
-from onnxplace.machine import list_operator_libraries, measurement_cache, uses_optimisations
-from onnxplace.model import iterate_tensors
-from onnxplace.utils import disk_error
+from onnxplace.machine import measurement_cache
+from onnxplace.machine.ort_sessions import list_operator_libraries, uses_optimisations
+from onnxplace.model.nested_graphs import iterate_tensors
+from onnxplace.utils.files import disk_error
 from onnxplace_hosts.connection import is_this_machine
 from onnxplace_hosts.describe_host import list_versions
 from onnxplace_hosts.ranks.frames import Frame

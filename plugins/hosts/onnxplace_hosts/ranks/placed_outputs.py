@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Bundle
-from onnxplace.machine import is_foreign_error
-from onnxplace.ort import import_onnxruntime
-from onnxplace.runtimes.execution import HostMemory, OpenRoute, OpenSegment
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.machine.ort_sessions import is_foreign_error
+from onnxplace.runtimes.execution.host_memory import HostMemory
+from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment
+from onnxplace.utils.ort import import_onnxruntime
 from onnxplace_hosts.ranks.shared_blocks import MIN_PLACED_BYTES
 
 Allocate = Callable[[Any, Any], Any]

@@ -21,31 +21,23 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.bundle import Step, list_routes
+from onnxplace.bundle.bundle_routes import list_routes
+from onnxplace.bundle.manifest import Step
 from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
 )
-from onnxplace.machine import require_device, use_custom_operators, without_optimisations
-from onnxplace.runtimes.execution import (
-    END_GRACE_SECONDS,
-    WEIGHTS_PART,
-    CancelledError,
-    CarriedStates,
-    Condition,
-    OpenRoute,
-    OpenSegment,
-    Outcome,
-    PlacedDevice,
-    ProgramLoop,
-    Request,
-    WorkerThread,
-    describe_step_failure,
-    exchanges_often,
-    find_cores,
-    open_routes,
-)
-from onnxplace.target import Device
+from onnxplace.machine.hardware import require_device
+from onnxplace.machine.ort_sessions import use_custom_operators, without_optimisations
+from onnxplace.runtimes.execution.engine import END_GRACE_SECONDS, WEIGHTS_PART
+from onnxplace.runtimes.execution.failures import describe_step_failure
+from onnxplace.runtimes.execution.futures import Outcome
+from onnxplace.runtimes.execution.programs import Condition, ProgramLoop
+from onnxplace.runtimes.execution.requests import CancelledError, CarriedStates, Request
+from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice, find_cores, open_routes
+from onnxplace.runtimes.execution.wakeups import exchanges_often
+from onnxplace.runtimes.execution.workers import WorkerThread
+from onnxplace.target.target import Device
 from onnxplace_hosts.describe_host import describe_error, list_versions, require_versions
 from onnxplace_hosts.ranks.data_planes import choose_plane
 from onnxplace_hosts.ranks.frames import Frame, decode_values, encode_values

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onnxplace.bundle import Manifest, list_route_devices
+from onnxplace.bundle.bundle_routes import list_route_devices
+from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import TargetError, UsageError, format_count, format_names
-from onnxplace.target import split_host
+from onnxplace.target.hosts import split_host
 from onnxplace_hosts.connection import is_this_machine
 from onnxplace_hosts.host_lists import HostSlots, parse_slots
 

@@ -22,8 +22,8 @@ from contextlib import suppress
 from typing import Any
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from onnxplace.machine import read_run_delays
-from onnxplace.runtimes.execution import Condition
+from onnxplace.machine.repeated_runs import read_run_delays
+from onnxplace.runtimes.execution.programs import Condition
 from onnxplace_hosts.describe_host import describe_error
 from onnxplace_hosts.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame, encode_value
 from onnxplace_hosts.ranks.launcher import connect_rank

@@ -19,20 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from onnxplace.bundle import Bundle, list_routes
-from onnxplace.devices import DeviceAddress, find_kind
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.bundle_routes import list_routes
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from onnxplace.runtime import Event, RuntimeSession
-from onnxplace.runtimes.execution import (
-    CancelledError,
-    Engine,
-    EngineSession,
-    HostMemory,
-    OpenRoute,
-    PlacedDevice,
-    Request,
-    Worker,
-)
+from onnxplace.runtime.interface import Event, RuntimeSession
+from onnxplace.runtimes.execution.engine import Engine
+from onnxplace.runtimes.execution.host_memory import HostMemory
+from onnxplace.runtimes.execution.requests import CancelledError, Request
+from onnxplace.runtimes.execution.segments import OpenRoute, PlacedDevice
+from onnxplace.runtimes.execution.sessions import EngineSession
+from onnxplace.runtimes.execution.workers import Worker
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.kind_table import find_kind
 from onnxplace_hosts.ranks.cluster import MAX_SILENT_SECONDS, NEW_SESSION_HINT, Cluster, make_clock_frame
 from onnxplace_hosts.ranks.frames import (
     SLICE_SECONDS,

@@ -13,7 +13,8 @@ import struct
 
 import numpy as np
 
-from onnxplace.runtimes.execution import NotifyAndWait, count_pauses
+from onnxplace.runtimes.execution.compiled_wait import NotifyAndWait
+from onnxplace.runtimes.execution.wakeups import count_pauses
 from onnxplace_hosts.ranks.atomic_counters import AddAndNotify, bind_load
 from onnxplace_hosts.ranks.shared_blocks import SharedBlock
 

@@ -18,9 +18,10 @@ from functools import cache, partial
 from typing import Protocol
 
 from onnxplace.errors import ExecutionError, InputError, OnnxplaceError
-from onnxplace.runtime import CopyStatus, RuntimeSession, forked_session_error
-from onnxplace.runtimes.execution import WaitList, WorkerThread
-from onnxplace.utils import call_guarded, start_thread
+from onnxplace.runtime.interface import CopyStatus, RuntimeSession, forked_session_error
+from onnxplace.runtimes.execution.futures import WaitList
+from onnxplace.runtimes.execution.workers import WorkerThread
+from onnxplace.utils.threads import call_guarded, start_thread
 
 # Pauses before a failed copy is tried again: the first one, and the longest; each is twice the one before.
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 60.0

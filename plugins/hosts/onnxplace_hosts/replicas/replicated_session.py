@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import ExecutionError, FeedError
-from onnxplace.feeds import Array
-from onnxplace.runtime import CopyStatus, Result, RuntimeSession, SessionStates, run_timeout_error
-from onnxplace.runtimes.execution import ResultFuture
+from onnxplace.feeds.feeds import Array
+from onnxplace.runtime.interface import CopyStatus, Result, RuntimeSession, SessionStates, run_timeout_error
+from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace_hosts.replicas.copies import Copy, CopyOpener, CopySet
 
 _LOST_HINT = "feed saved values, or start from the initial ones: session.reset_state()"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from onnxplace.cli import as_json, print_json, print_text
+from onnxplace.cli.shared_options import as_json, print_json, print_text
 from onnxplace.errors import format_count
 from onnxplace_learned.commands.learning_options import (
     FAMILY_HELP,
@@ -45,7 +45,7 @@ def learn() -> None:
 @as_json
 def families(json_: bool) -> None:
     """List the families of generated graphs."""
-    from onnxplace.reports import format_table
+    from onnxplace.reports.text import format_table
     from onnxplace_learned.graphs.graph_sets import FAMILIES
 
     if json_:
@@ -75,9 +75,9 @@ def graphs(
     *, family: str, count: int, nodes: int, backward: bool, side: Any, devices: int | None, output: Path, json_: bool
 ) -> None:
     """Write generated cost graphs as GraphML, for `onnxplace place` and `onnxplace learn placeto --graphs`."""
-    from onnxplace.cost_graph import write_cost_graph
-    from onnxplace.driver import replace_devices
-    from onnxplace.utils import cannot_write_error
+    from onnxplace.cost_graph.cost_graphs import write_cost_graph
+    from onnxplace.driver.place import replace_devices
+    from onnxplace.utils.files import cannot_write_error
     from onnxplace_learned.graphs.graph_sets import GraphSet, draw_graphs
 
     drawn = draw_graphs(GraphSet(family, count, nodes, side, backward))
@@ -229,7 +229,7 @@ def _train(
 
 def _learn_measured(request: LearnRequest, options: PlacetoOptions) -> None:
     """Train with measured rewards, and print what was learned."""
-    from onnxplace.machine import local_target
+    from onnxplace.machine.hardware import local_target
     from onnxplace_learned.policy_training.measured_training import MeasuredTraining
 
     if request.target is None:  # the devices have to exist

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli import (
+from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     parse_shape,
@@ -19,13 +19,13 @@ from onnxplace.cli import (
     print_text,
     seed_option,
     shape_option,
-    show_progress,
     with_machine,
 )
+from onnxplace.cli.terminal import show_progress
 from onnxplace.errors import UsageError, format_count, suggest_nearest
 
 if TYPE_CHECKING:
-    from onnxplace.target import Target
+    from onnxplace.target.target import Target
     from onnxplace_learned.policy_training.learning_graphs import LearningGraph
     from onnxplace_learned.policy_training.training_loop import LearnResult
 
@@ -184,9 +184,10 @@ def _choose_devices(devices: str, target: Path | None, machine: str | None) -> t
         UsageError: Devices are given in two ways.
         TargetError: A device, the file or the machine is wrong.
     """
-    from onnxplace.driver import require_one_target
-    from onnxplace.machine import local_target
-    from onnxplace.target import parse_machine, read_target
+    from onnxplace.driver.settings import require_one_target
+    from onnxplace.machine.hardware import local_target
+    from onnxplace.target.machines import parse_machine
+    from onnxplace.target.target_file import read_target
 
     source = click.get_current_context().get_parameter_source("devices")
     require_one_target(devices if source is not None and source.name != "DEFAULT" else None, target, machine)

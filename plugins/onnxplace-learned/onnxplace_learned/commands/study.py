@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from onnxplace.cli import announce_loop_compilation, as_json, print_json, print_text, show_progress
+from onnxplace.cli.shared_options import announce_loop_compilation, as_json, print_json, print_text
+from onnxplace.cli.terminal import show_progress
 from onnxplace.errors import UsageError, format_count
 from onnxplace_learned.commands.learning_options import FAMILY_HELP, MAX_DEVICES, require_choice
 
@@ -46,7 +47,7 @@ def traversal(
     the study of Wang et al. (arXiv 2201.09676), there are 50 episodes on 3 devices, and only the order differs. Ctrl-C
     leaves the rows so far in F.csv, for --resume.
     """
-    from onnxplace.machine import available_cores
+    from onnxplace.machine.hardware import available_cores
     from onnxplace_learned.graphs.architectures import ARCHITECTURES
     from onnxplace_learned.policies.environment import ORDERS, Order
     from onnxplace_learned.policy_training.order_study import StudyOptions, run_study, summarise_study
@@ -86,7 +87,7 @@ def traversal(
 
 def _print_families(families: Sequence[FamilyStudy], rows: Sequence[StudyRow]) -> None:
     """Print a table per family, with its recommendation."""
-    from onnxplace.reports import format_table
+    from onnxplace.reports.text import format_table
 
     print_text(f"steps relative to one device, geometric means of {format_count(len(rows), 'training')}")
     for item in families:

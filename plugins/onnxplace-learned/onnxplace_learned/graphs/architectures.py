@@ -19,8 +19,9 @@ from typing import Protocol
 
 import numpy as np
 
-from onnxplace.cost_graph import CostGraph, assemble_cost_graph
-from onnxplace.graph import Csr, Ints, OpGraph
+from onnxplace.cost_graph.cost_graphs import assemble_cost_graph
+from onnxplace.cost_graph.data import CostGraph
+from onnxplace.graph.op_graph import Csr, Ints, OpGraph
 
 # A GPU that reaches 6 TFLOP/s in float32 and 500 GB/s, with 5 us for each launch.
 OPERATIONS_PER_SECOND, MEMORY_BYTES_PER_SECOND, LAUNCH_SECONDS = 6e12, 500e9, 5e-6

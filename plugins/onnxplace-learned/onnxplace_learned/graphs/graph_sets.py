@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from onnxplace.cost_graph import GENERATORS, CostGraph
+from onnxplace.cost_graph.data import CostGraph
+from onnxplace.cost_graph.part_functions import GENERATORS
 from onnxplace.errors import UsageError, suggest_nearest
-from onnxplace.graph import Csr, OpGraph
+from onnxplace.graph.op_graph import Csr, OpGraph
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 
 Side = Literal["train", "test"]

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Bools, Floats, Ints, Longs
-from onnxplace.simulation import (
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
+from onnxplace.simulation.step_kernels import (
     BufferUses,
     EventState,
     LiveSpans,
@@ -24,7 +24,7 @@ from onnxplace.simulation import (
     device_peaks,
     run_events,
 )
-from onnxplace.utils import compiled_part, in_place
+from onnxplace.utils.jit import compiled_part, in_place
 
 
 class BatchGraph(NamedTuple):

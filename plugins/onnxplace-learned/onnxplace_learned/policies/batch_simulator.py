@@ -8,9 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.simulation import BLOCK, DEVICE, GAP
-from onnxplace.target import LINK_MODELS, Target
+from onnxplace.graph.op_graph import Floats, Ints, Longs, OpGraph
+from onnxplace.simulation.channel_kernels import GAP
+from onnxplace.simulation.step_kernels import DEVICE
+from onnxplace.simulation.weight_streams import BLOCK
+from onnxplace.target.target import LINK_MODELS, Target
 from onnxplace_learned.policies.batch_kernels import (
     BatchGraph,
     BatchScratch,

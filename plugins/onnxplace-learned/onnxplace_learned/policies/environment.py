@@ -15,11 +15,14 @@ import networkx
 import numpy as np
 
 from onnxplace.errors import InfeasibleError
-from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
-from onnxplace.passes.placement.list_scheduling import find_best_plan
-from onnxplace.passes.placement.search import Candidate, SearchSpace, evaluate_candidate, new_scratch, published_plans
+from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs
+from onnxplace.passes.placement.list_scheduling.list_planner import find_best_plan
+from onnxplace.passes.placement.search.decode_kernels import new_scratch
+from onnxplace.passes.placement.search.placement_search import Candidate, SearchSpace, evaluate_candidate
+from onnxplace.passes.placement.search.portfolio import published_plans
 from onnxplace.problem import PlacementProblem
-from onnxplace.simulation import device_weights, heads_and_tails
+from onnxplace.simulation.lower_bounds import heads_and_tails
+from onnxplace.simulation.simulator import device_weights
 from onnxplace_learned.policies.batch_simulator import BatchSimulator, new_batch_scratch, new_memory_scratch
 from onnxplace_learned.policies.placeto_kernels import (
     FIXED_FEATURES,

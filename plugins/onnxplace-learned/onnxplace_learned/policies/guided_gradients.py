@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Bools, Ints, Longs
+from onnxplace.graph.op_graph import Bools, Ints, Longs
 from onnxplace_learned.policies.guided_kernels import ScheduleTrace
 from onnxplace_learned.policies.guided_policy import GuidedGraph
 from onnxplace_learned.policies.placeto_kernels import Singles

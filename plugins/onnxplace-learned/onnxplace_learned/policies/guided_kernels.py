@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.graph import Bools, Floats, Ints, Longs
-from onnxplace.passes.placement.search import arrival_time, settle_group
-from onnxplace.utils import compiled_part, in_place
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
+from onnxplace.passes.placement.search.heft_kernels import arrival_time, settle_group
+from onnxplace.utils.jit import compiled_part, in_place
 from onnxplace_learned.policies.placeto_kernels import Singles
 
 # Features of a device for a group that is being placed.

@@ -17,17 +17,13 @@ from typing import Any
 import numpy as np
 
 from onnxplace.errors import InputError
-from onnxplace.graph import Csr, Floats, Ints, Longs, sum_by
-from onnxplace.passes.placement.list_scheduling import transfer_edges
-from onnxplace.passes.placement.search import (
-    Candidate,
-    PlacerPlan,
-    SearchSpace,
-    empty_plan,
-    evaluate_candidate,
-)
+from onnxplace.graph.op_graph import Csr, Floats, Ints, Longs, sum_by
+from onnxplace.passes.placement.list_scheduling.sct_favourites import transfer_edges
+from onnxplace.passes.placement.search.heft_kernels import empty_plan
+from onnxplace.passes.placement.search.placement_search import Candidate, SearchSpace, evaluate_candidate
+from onnxplace.passes.placement.search.portfolio import PlacerPlan
 from onnxplace.problem import PlacementProblem, interchangeable_devices
-from onnxplace.utils import format_path
+from onnxplace.utils.files import format_path
 from onnxplace_learned.policies.guided_kernels import (
     DEVICE_FEATURES,
     Choice,

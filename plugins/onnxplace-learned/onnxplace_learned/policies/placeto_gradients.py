@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onnxplace.graph import Bools, Floats, Ints
+from onnxplace.graph.op_graph import Bools, Floats, Ints
 from onnxplace_learned.policies.placeto_kernels import (
     ANCESTOR,
     ANCESTORS,

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Bools, Floats, Ints, Longs
-from onnxplace.passes.placement.search import Scratch, Wiring, decode
-from onnxplace.utils import compiled_part, in_place
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
+from onnxplace.passes.placement.search.decode_kernels import Scratch, Wiring, decode
+from onnxplace.utils.jit import compiled_part, in_place
 from onnxplace_learned.policies.batch_kernels import (
     BatchGraph,
     BatchScratch,

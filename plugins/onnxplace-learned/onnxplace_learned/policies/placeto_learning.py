@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from onnxplace.errors import UsageError
-from onnxplace.graph import Bools, Floats, Ints, Longs
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
 from onnxplace.problem import PlacementProblem
 from onnxplace_learned.policies.environment import Environment, Episode
 from onnxplace_learned.policies.placeto_gradients import PlacetoDecisions, policy_gradient

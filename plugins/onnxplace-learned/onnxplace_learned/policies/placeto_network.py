@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from onnxplace.graph import Ints, Longs
+from onnxplace.graph.op_graph import Ints, Longs
 from onnxplace_learned.policies.environment import Order, Reward, Start
 from onnxplace_learned.policies.placeto_kernels import FIXED_FEATURES, LAYERS, Network, Singles
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Schedule
-from onnxplace.graph import Ints
-from onnxplace.passes.placement.search import PlacerPlan, SearchSpace, coarsen, evaluate_candidate, published_plans
+from onnxplace.graph.op_graph import Ints
+from onnxplace.passes.placement.search.placement_search import SearchSpace, coarsen, evaluate_candidate
+from onnxplace.passes.placement.search.portfolio import PlacerPlan, published_plans
 from onnxplace.problem import (
     PlacementProblem,
     commit_placement,

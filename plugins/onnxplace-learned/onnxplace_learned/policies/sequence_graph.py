@@ -9,10 +9,11 @@ from zlib import crc32
 
 import numpy as np
 
-from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, sum_by
-from onnxplace.passes.placement.search import coarsen, decode, new_scratch, run_order
+from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs, sum_by
+from onnxplace.passes.placement.search.decode_kernels import decode, new_scratch, run_order
+from onnxplace.passes.placement.search.placement_search import coarsen
 from onnxplace.problem import PlacementProblem
-from onnxplace.simulation import heads_and_tails
+from onnxplace.simulation.lower_bounds import heads_and_tails
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.placeto_kernels import MAX_COST, Singles
 from onnxplace_learned.policies.placing import coarsen_to

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxplace.errors import format_value
-from onnxplace.graph import Floats, Longs
+from onnxplace.graph.op_graph import Floats, Longs
 from onnxplace_learned.policies.placeto_kernels import Singles
 from onnxplace_learned.policies.placeto_learning import take_adam_step
 from onnxplace_learned.policies.sequence_graph import Scores

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from onnxplace.errors import InputError, UsageError
-from onnxplace.graph import Ints
+from onnxplace.graph.op_graph import Ints
 from onnxplace.problem import PlacementProblem
 from onnxplace_learned.policies.placing import MAX_KEPT, PolicyResult, Visited
 from onnxplace_learned.policies.sequence_graph import SequenceGraph

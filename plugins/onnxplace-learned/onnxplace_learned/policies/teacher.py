@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxplace.graph import Ints
-from onnxplace.passes.placement.search import (
-    Budget,
-    SearchSpace,
-    coarsen,
-    evaluate_candidate,
-    explore,
-    plan_blocks,
-    published_plans,
-)
+from onnxplace.graph.op_graph import Ints
+from onnxplace.passes.placement.search.placement_search import Budget, SearchSpace, coarsen, evaluate_candidate, explore
+from onnxplace.passes.placement.search.portfolio import plan_blocks, published_plans
 from onnxplace.problem import PlacementProblem
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from onnxplace.errors import InputError
-from onnxplace.utils import require_writable
+from onnxplace.utils.files import require_writable
 from onnxplace_learned.policies.guided_gradients import Example, imitation_loss, make_example
 from onnxplace_learned.policies.guided_policy import (
     MOMENTS,

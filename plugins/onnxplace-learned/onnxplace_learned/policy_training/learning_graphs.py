@@ -9,17 +9,19 @@ from types import MappingProxyType
 
 import numpy as np
 
-from onnxplace.cost_graph import CostGraph, read_cost_graph
-from onnxplace.driver import apply_target, replace_devices
+from onnxplace.cost_graph.cost_graphs import read_cost_graph
+from onnxplace.cost_graph.data import CostGraph
+from onnxplace.driver.place import apply_target, replace_devices
 from onnxplace.errors import InputError
 from onnxplace.facts import Profile
-from onnxplace.machine import local_target
-from onnxplace.model import bind, load
-from onnxplace.pipeline import Pipeline
+from onnxplace.machine.hardware import local_target
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import PlacementProblem, placement_problem
 from onnxplace.state import State
-from onnxplace.target import Target
-from onnxplace.utils import format_path
+from onnxplace.target.target import Target
+from onnxplace.utils.files import format_path
 from onnxplace_learned.graphs.architectures import ARCHITECTURES
 from onnxplace_learned.graphs.graph_sets import GraphSet, draw_graphs, graph_fingerprint
 

@@ -15,14 +15,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import InfeasibleError, InputError, OnnxplaceError, UsageError
-from onnxplace.evaluation import find_trial_obstacle, is_doubtful, run_trials
 from onnxplace.facts import Emitted, Profile
-from onnxplace.graph import Ints
-from onnxplace.model import Model
-from onnxplace.pipeline import Pipeline, make_pass
-from onnxplace.utils import read_json, temporary_folder, write_each, write_file
+from onnxplace.graph.op_graph import Ints
+from onnxplace.measure.trial import find_trial_obstacle, is_doubtful, run_trials
+from onnxplace.model.model import Model
+from onnxplace.pipeline.pipeline import Pipeline, make_pass
+from onnxplace.utils.file_locks import temporary_folder
+from onnxplace.utils.files import read_json, write_each, write_file
 from onnxplace_learned.policies.environment import Environment
 from onnxplace_learned.policies.placeto_learning import Learner, Update, update_from_ends
 from onnxplace_learned.policies.placeto_network import Policy, Shape, hash_names

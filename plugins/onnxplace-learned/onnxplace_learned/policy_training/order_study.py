@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from onnxplace.errors import InputError
-from onnxplace.graph import Floats
-from onnxplace.utils import format_path, read_text, require_writable, write_file
+from onnxplace.graph.op_graph import Floats
+from onnxplace.utils.files import format_path, read_text, require_writable, write_file
 from onnxplace_learned.graphs.graph_sets import GraphSet
 from onnxplace_learned.policies.environment import ORDERS, Order, Start
 from onnxplace_learned.policies.placeto_network import Policy, Shape

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onnxplace.graph import Ints
+from onnxplace.graph.op_graph import Ints
 from onnxplace_learned.policies.environment import Environment, Order, Start
 from onnxplace_learned.policies.placeto_learning import (
     Learner,

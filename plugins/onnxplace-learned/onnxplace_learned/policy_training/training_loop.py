@@ -22,16 +22,9 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from onnxplace.errors import InputError, UsageError, format_count
-from onnxplace.utils import (
-    budget_clock,
-    format_path,
-    read_text,
-    report_progress,
-    report_time_limit,
-    require_writable,
-    write_each,
-    write_file,
-)
+from onnxplace.utils.files import format_path, read_text, require_writable, write_each, write_file
+from onnxplace.utils.jit import budget_clock
+from onnxplace.utils.progress import report_progress, report_time_limit
 from onnxplace_learned.policy_training.learning_graphs import LearningGraph
 from onnxplace_learned.pytorch import require_torch
 

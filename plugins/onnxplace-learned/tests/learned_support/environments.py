@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from onnxplace.facts import Groups, Profile
 from onnxplace.problem import placement_problem
-from onnxplace.testing import random_state
+from onnxplace.testing.pass_contract import random_state
 from onnxplace_learned.policies.environment import Environment
 
 STARTS = ("several", "m-etf", "first-device")

@@ -2,7 +2,7 @@
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Schedule
-from onnxplace.pipeline import make_pass, run_pass
+from onnxplace.pipeline.pipeline import make_pass, run_pass
 from onnxplace.state import Pass, State
 from onnxplace_training.array_files import HASH_KEY
 

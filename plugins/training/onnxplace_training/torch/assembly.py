@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from onnx import ModelProto, StringStringEntryProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from onnxplace.training_step import TRAINING_KEY, CarriedTensor, InferencePart, Parameter, TrainingStep
+from onnxplace.model_metadata import TRAINING_KEY, CarriedTensor, InferencePart, Parameter, TrainingStep
 from onnxplace_training.torch.builder import BACKWARD, FORWARD, UPDATE, GraphBuilder, mark_owners
 from onnxplace_training.torch.operators.random_numbers import mix_seed
 from onnxplace_training.torch.optimizers import OptimizerPlan, UpdateWriter, write_clipping

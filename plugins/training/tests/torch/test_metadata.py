@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed; .ci/training has it")
 
 import onnxplace
-from onnxplace.training_step import TRAINING_KEY, read_training_step
+from onnxplace.model_metadata import TRAINING_KEY, read_training_step
 from onnxplace_training import export_training_step
 from plugins.training.tests.support import torch_models
 from plugins.training.tests.support.torch_models import OPTIMIZERS
@@ -118,9 +118,11 @@ def test_a_bundle_for_two_devices_computes_the_same_steps(name, tmp_path):
 
 
 def test_optimize_keeps_names_and_metadata(gpt, tmp_path):
-    from onnxplace.machine import local_target
-    from onnxplace.model import Model, bind, load
-    from onnxplace.pipeline import Pipeline
+    from onnxplace.machine.hardware import local_target
+    from onnxplace.model.loading import load
+    from onnxplace.model.lowering import bind
+    from onnxplace.model.model import Model
+    from onnxplace.pipeline.pipeline import Pipeline
     from onnxplace.state import State
 
     onnx.save(gpt, tmp_path / "step.onnx")

@@ -74,6 +74,7 @@ def test_other_names_do_not_exist():
 
     exports = ["convert_to_onnx", "export_training_step"]
     running = ["BatchSampler", "LossCurve", "Schedule", "StepResult", "Trainer", "make_schedule", "require_plot_format"]
-    assert onnxplace_training.__all__ == sorted(exports + running)
+    files = ["ArrayFile", "map_arrays", "write_arrays"]
+    assert onnxplace_training.__all__ == sorted(exports + running + files)
     with pytest.raises(AttributeError):
         _ = onnxplace_training.nothing

@@ -18,11 +18,11 @@ from onnxplace.passes.placement.exact.branch_and_bound import (
     reachable,
 )
 from onnxplace.passes.placement.exact.state_kernels import apply_action
-from onnxplace.pipeline import make_pass, run_pass
+from onnxplace.pipeline.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem
-from onnxplace.simulation import lower_bound_seconds
-from onnxplace.target import LINK_MODELS
-from onnxplace.testing import check_pass, random_state
+from onnxplace.simulation.lower_bounds import lower_bound_seconds
+from onnxplace.target.target import LINK_MODELS
+from onnxplace.testing.pass_contract import check_pass, random_state
 from tests.passes.placement.test_placers import state_of
 from tests.support.reference_simulator import even_target, graph_of
 

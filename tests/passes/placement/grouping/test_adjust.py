@@ -9,12 +9,13 @@ from hypothesis import given, settings, strategies as st
 
 from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source
-from onnxplace.graph import OpGraph
-from onnxplace.pipeline import Pipeline, make_pass, run_pass
+from onnxplace.graph.op_graph import OpGraph
+from onnxplace.pipeline.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.problem import device_seconds
-from onnxplace.simulation import lower_bound_seconds, simulate
+from onnxplace.simulation.lower_bounds import lower_bound_seconds
+from onnxplace.simulation.simulator import simulate
 from onnxplace.state import State
-from onnxplace.testing import check_pass, random_state
+from onnxplace.testing.pass_contract import check_pass, random_state
 from tests.support.reference_simulator import even_target, graph_of
 
 thorough = settings(deadline=None, derandomize=True, max_examples=150)

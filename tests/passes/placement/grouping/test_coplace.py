@@ -11,11 +11,11 @@ from networkx import connected_components
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source
-from onnxplace.graph import Csr, OpGraph
-from onnxplace.pipeline import Pipeline, make_pass, run_pass
+from onnxplace.graph.op_graph import Csr, OpGraph
+from onnxplace.pipeline.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.problem import device_seconds, placement_problem
 from onnxplace.state import State
-from onnxplace.testing import check_pass, random_state
+from onnxplace.testing.pass_contract import check_pass, random_state
 from tests.support.reference_simulator import connect_nodes, even_target, graph_of
 
 thorough = settings(deadline=None, derandomize=True, max_examples=150)

@@ -8,9 +8,9 @@ import pytest
 from onnx import parser
 
 import onnxplace
-from onnxplace.model import read_device_metadata
+from onnxplace.model.device_metadata import read_device_metadata
 from onnxplace.passes.placement.grouping.device_maps import read_pins
-from onnxplace.target import Device, Target
+from onnxplace.target.target import Device, Target
 from tests.support.reference_simulator import graph_of
 
 NAMES = ("/model/embed/Gather", "/model/layers.0/mlp/MatMul", "/model/layers.1/mlp/MatMul", "/model/norm/Mul", "logits")

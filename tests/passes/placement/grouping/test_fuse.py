@@ -6,11 +6,11 @@ from hypothesis import given, settings, strategies as st
 from networkx import is_connected, number_connected_components
 
 from onnxplace.facts import Clusters, Groups, Profile
-from onnxplace.graph import Csr, OpGraph
+from onnxplace.graph.op_graph import Csr, OpGraph
 from onnxplace.passes.fuse import contract_groups
-from onnxplace.pipeline import make_pass, run_pass
+from onnxplace.pipeline.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem
-from onnxplace.testing import check_pass, random_state
+from onnxplace.testing.pass_contract import check_pass, random_state
 from tests.support.reference_simulator import connect_nodes, graph_of
 
 thorough = settings(deadline=None, derandomize=True, max_examples=200)

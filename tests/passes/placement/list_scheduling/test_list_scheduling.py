@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.cost_graph import parse_cost_graph
+from onnxplace.cost_graph.cost_graphs import parse_cost_graph
 from onnxplace.errors import InfeasibleError
-from onnxplace.passes.placement.list_scheduling import fill_devices, find_best_plan, plan
+from onnxplace.passes.placement.list_scheduling.list_planner import fill_devices, find_best_plan, plan
 from onnxplace.problem import PlacementProblem, placement_problem, sort_by_start
 from onnxplace.state import State
 

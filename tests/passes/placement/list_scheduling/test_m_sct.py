@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.passes.m_sct import MSct
-from onnxplace.passes.placement.list_scheduling import favourite_children
-from onnxplace.passes.placement.list_scheduling.sct_favourites import Edges, solve_relaxation
-from onnxplace.testing import check_pass
+from onnxplace.passes.placement.list_scheduling.sct_favourites import Edges, favourite_children, solve_relaxation
+from onnxplace.testing.pass_contract import check_pass
 
 
 def edges(*pairs):

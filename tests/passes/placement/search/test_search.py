@@ -7,18 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.cost_graph import GENERATORS
+from onnxplace.cost_graph.part_functions import GENERATORS
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Profile, Schedule
-from onnxplace.passes.placement.search import (
-    Budget,
-    SearchSpace,
-    coarsen,
-    evaluate_candidate,
-    explore,
-    placement_search,
-    portfolio,
-)
+from onnxplace.passes.placement.search import placement_search, portfolio
 from onnxplace.passes.placement.search.anneal_kernels import (
     BIASED_NODE,
     CHAIN_LENGTH,
@@ -33,16 +25,21 @@ from onnxplace.passes.placement.search.decode_kernels import build_wiring, decod
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
 from onnxplace.passes.placement.search.placement_search import (
     WORK_SHARES,
+    Budget,
     Explored,
+    SearchSpace,
+    coarsen,
     decode_candidate,
+    evaluate_candidate,
+    explore,
     improve,
     place_on_one_device,
     project,
 )
-from onnxplace.pipeline import Pipeline, make_pass, run_pass
+from onnxplace.pipeline.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.problem import placement_problem
-from onnxplace.target import LINK_MODELS, Device, Target
-from onnxplace.testing import check_pass, random_state
+from onnxplace.target.target import LINK_MODELS, Device, Target
+from onnxplace.testing.pass_contract import check_pass, random_state
 from tests.passes.placement.test_placers import state_of
 from tests.support.reference_simulator import even_target, graph_of
 

@@ -8,14 +8,13 @@ from hypothesis import given, settings, strategies as st
 
 from onnxplace.facts import Groups, Profile, Schedule
 from onnxplace.passes.placement.exact.branch_and_bound import branch_and_bound_search, build_tables
-from onnxplace.passes.placement.search import Budget, compose_blocks, decompose_series
-from onnxplace.passes.placement.search.placement_search import place_on_one_device
+from onnxplace.passes.placement.search.placement_search import Budget, place_on_one_device
 from onnxplace.passes.placement.search.portfolio import plan_blocks
-from onnxplace.passes.placement.search.series_blocks import isolate_block
-from onnxplace.pipeline import make_pass, run_pass
+from onnxplace.passes.placement.search.series_blocks import compose_blocks, decompose_series, isolate_block
+from onnxplace.pipeline.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem
-from onnxplace.target import LINK_MODELS
-from onnxplace.testing import random_state
+from onnxplace.target.target import LINK_MODELS
+from onnxplace.testing.pass_contract import random_state
 from tests.passes.placement.exact.test_exact import brute_force, gap_said
 from tests.passes.placement.test_placers import state_of
 from tests.support.reference_simulator import even_target, graph_of

@@ -9,11 +9,11 @@ from hypothesis import assume, given, settings, strategies as st
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
 from onnxplace.passes.fit import Fit
-from onnxplace.pipeline import make_pass, run_pass
+from onnxplace.pipeline.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem
-from onnxplace.simulation import list_transfers
-from onnxplace.target import Device, Target
-from onnxplace.testing import check_pass, random_state
+from onnxplace.simulation.steady_state import list_transfers
+from onnxplace.target.target import Device, Target
+from onnxplace.testing.pass_contract import check_pass, random_state
 from tests.passes.placement.test_placers import state_of
 from tests.support.reference_simulator import even_target, graph_of
 

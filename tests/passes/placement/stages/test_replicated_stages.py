@@ -8,10 +8,10 @@ from hypothesis import given, settings, strategies as st
 
 from onnxplace.errors import UsageError
 from onnxplace.facts import Placement, Profile
-from onnxplace.graph import Csr, OpGraph
+from onnxplace.graph.op_graph import Csr, OpGraph
 from onnxplace.passes.stages import Stages
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Target
+from onnxplace.target.target import Device, Link, Target
 
 
 def chain_state(costs: list[float], devices: int) -> State:

@@ -12,11 +12,11 @@ from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
 from onnxplace.passes.placement.stages.ideal_kernels import find_inseparable
 from onnxplace.passes.placement.stages.stage_dp import build_chain_lattice, enumerate_lattice
 from onnxplace.passes.stages import Stages
-from onnxplace.pipeline import Pipeline, run_pass
+from onnxplace.pipeline.pipeline import Pipeline, run_pass
 from onnxplace.problem import placement_problem
-from onnxplace.simulation import steady_state_loads
-from onnxplace.target import LINK_MODELS, Device, Link, Target
-from onnxplace.testing import check_pass, random_graph, random_state
+from onnxplace.simulation.steady_state import steady_state_loads
+from onnxplace.target.target import LINK_MODELS, Device, Link, Target
+from onnxplace.testing.pass_contract import check_pass, random_graph, random_state
 from tests.passes.placement.test_placers import state_of
 from tests.support.reference_simulator import even_target, graph_of
 

@@ -1,5 +1,0 @@
-"""The self-check of a machine: `onnxplace doctor`."""
-
-from onnxplace._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__, __file__)

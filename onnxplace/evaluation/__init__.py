@@ -1,5 +1,0 @@
-"""Run bundles: trials, comparison with the whole model, measured devices and memory."""
-
-from onnxplace._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,0 +1,58 @@
+"""Nodes of a bundle's segments that its devices leave to the host."""
+
+from __future__ import annotations
+
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import SegmentRecord
+from onnxplace.errors import Diagnostic, OnnxplaceError, format_count
+from onnxplace.machine.hardware import find_device_problem
+from onnxplace.machine.isolated_sessions import list_taken_nodes, open_session
+from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.target.kind_table import find_kind
+from onnxplace.target.target import Device
+
+
+def report_host_nodes(bundle: Bundle) -> list[Diagnostic]:
+    """Return a note for each device of this machine that leaves nodes of its segments to the host.
+
+    Their results are right, but their time is not what was planned. Only providers that compile are asked, and not
+    those that may leave nodes to the host (`fallback=true`). The compiled model of a segment lists them; without one, a
+    session does.
+    """
+    notes = []
+    for device in bundle.target.devices:
+        records = [record for record in bundle.manifest.segments if record.device == device.id]
+        is_asked = device.compiles and device.options.get("fallback") != "true"
+        if not (records and is_asked) or find_device_problem(device):
+            continue
+        left = [node for record in records for node in _list_host_nodes(bundle, record, device)]
+        if left:
+            message = f"the host computes {format_count(len(left), 'node')} of its segments, such as {left[0]}"
+            hint = f"measure the costs here; to allow it, and to count its time: {device.id}{{fallback=true}}"
+            notes.append(Diagnostic("C007", message, where=device.id, hint=hint))
+    return notes
+
+
+def _list_host_nodes(bundle: Bundle, record: SegmentRecord, device: Device) -> list[str]:
+    """Return the nodes of a segment, as operator and name, that its provider does not take."""
+    # With static shapes, one size stands for all. The host computes sizes that a segment does not have, and notes that.
+    file = (record.sized or (record,))[0].file
+    made_for = find_kind(device.kind).describe_compiler(device.address)
+    for item in record.compiled:
+        if (item.source, item.made_for) == (file, made_for):  # its nodes of EPContext stand for those that are taken
+            return [text for text in _list_nodes(bundle, item.files[0]).values() if not text.startswith("EPContext ")]
+    entries = {**bundle.session_entries, "session.record_ep_graph_assignment_info": "1"}
+    try:
+        session = open_session(bundle.file(file), make_session_options([0], "none", entries), device.address, file)
+    except OnnxplaceError:  # reported by the trial, or when the bundle is opened
+        return []
+    taken = list_taken_nodes(session, device.address)
+    return [text for name, text in _list_nodes(bundle, file).items() if name not in taken]
+
+
+def _list_nodes(bundle: Bundle, file: str) -> dict[str, str]:
+    """Return operator and name of each node of a file, by its name."""
+    import onnx
+
+    nodes = onnx.load(bundle.file(file), load_external_data=False).graph.node
+    return {node.name: f"{node.op_type} {node.name!r}" for node in nodes}

@@ -1,0 +1,194 @@
+"""Run bundles with several requests in flight, to measure the time between results and the segments' times."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.bundle_routes import list_route_devices
+from onnxplace.bundle.manifest import Manifest
+from onnxplace.bundle.split_states import SplitStates
+from onnxplace.feeds.feeds import Array
+from onnxplace.machine.hardware import available_cores
+from onnxplace.machine.repeated_runs import Stopwatch, find_typical_seconds, read_run_delays
+from onnxplace.measure.cached_trials import RequestCount, Seconds, Share, measure_once
+from onnxplace.measure.compare import open_reference
+from onnxplace.measure.trial import measure_segment_seconds
+from onnxplace.pipeline.registry import create_runtime
+from onnxplace.runtime.interface import Event, Result
+from onnxplace.runtime.timelines import find_medians
+from onnxplace.utils.progress import report_progress
+
+MAX_REQUESTS_IN_FLIGHT = 8
+# A worker waits for its core while the thread that submits requests uses it, and longer if other programs do, too.
+MAX_WAITING_SHARE = 0.1
+# Turns of each bundle, and the least time and results of a turn that count.
+TURNS, TURN_SECONDS = 5, 0.25
+# Results that count in a turn, for each request in flight.
+RESULTS_PER_REQUEST = 2
+# The least runs of a plain session, of which the first ones fill caches.
+PLAIN_RUNS = 9
+
+
+@dataclass(frozen=True)
+class RateTrial:
+    """Measured times of a bundle with requests in flight."""
+
+    interval_seconds: Seconds
+    """Median time between two results over the turns in which workers waited least for a core."""
+    segment_seconds: Mapping[str, Seconds]
+    """Median time of each segment on its devices, while the others work on other requests."""
+    in_flight: Annotated[int, Field(ge=1, le=MAX_REQUESTS_IN_FLIGHT)]
+    """Number of requests in flight."""
+    requests: RequestCount
+    """Number of requests that counted."""
+    waiting: Share
+    """Share of the time of these turns in which a worker waited for a core."""
+    plain_seconds: Seconds
+    """Median time of the model in one session with all cores; 0 if that is not comparable: with GPUs, or too large."""
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Return whether other work on the machine may have slowed the trial."""
+        return self.waiting > MAX_WAITING_SHARE
+
+
+def choose_in_flight(manifest: Manifest) -> int:
+    """Return the number of requests in flight of a trial: twice the number of devices, at most eight."""
+    return min(2 * max(len(list_route_devices(manifest)), 1), MAX_REQUESTS_IN_FLIGHT)
+
+
+def run_rate_trials(
+    bundles: Sequence[Bundle], feeds: Mapping[str, Array], in_flight: int, *, cached: bool = True
+) -> tuple[RateTrial, ...]:
+    """Run bundles in turns with requests in flight, for about two seconds each or a few results per request.
+
+    Earlier measurements of equal segments and feeds are reused if `cached`. Raises ExecutionError if a segment fails,
+    TargetError if a device is missing.
+    """
+
+    def measure() -> tuple[RateTrial, ...]:
+        runtime = create_runtime("onnxruntime")
+        with ExitStack() as stack:
+            streams = []
+            for bundle in bundles:
+                session = stack.enter_context(runtime.open(bundle, trace=True))
+                start = partial(session.submit, SplitStates(bundle.manifest).cut_feeds(feeds))
+                streams.append(RequestStream(start, in_flight))
+            turns: list[list[Turn]] = [[] for _ in bundles]
+            for number in range(1, TURNS + 1):
+                for own, stream in zip(turns, streams):
+                    own.append(stream.take_turn())
+                report_progress(number, TURNS)
+        plain_seconds = _time_plain_session(bundles[0], feeds)
+        return tuple(_summarise(own, in_flight, plain_seconds) for own in turns)
+
+    return measure_once(RateTrial, ["rates", str(in_flight)], bundles, feeds, cached, True, measure)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A span with requests in flight all the time."""
+
+    seconds: float
+    results: int
+    events: tuple[Sequence[Event], ...]
+    """Events of each result."""
+    waiting: float
+    """Share of the time in which a worker waited for a core."""
+
+    @property
+    def interval_seconds(self) -> float:
+        """Return the time between two results."""
+        return self.seconds / self.results
+
+
+class RequestStream:
+    """Keeps a number of requests in flight: each result starts the next request."""
+
+    def __init__(self, start: Callable[[], Future[Result]], in_flight: int) -> None:
+        self._start, self._in_flight = start, in_flight
+        self._finished: queue.SimpleQueue[tuple[float, Future[Result]]] = queue.SimpleQueue()
+
+    def take_turn(self) -> Turn:
+        """Run requests for a turn; the first results, while requests start, and the last ones do not count.
+
+        Raises the error of a request that fails.
+        """
+        for _ in range(self._in_flight):
+            self._submit()
+        for _ in range(self._in_flight):
+            began, _ = self._await_result()
+            self._submit()
+        events: list[Sequence[Event]] = []
+        stopwatch, last, results = Stopwatch(_read_worker_delays), began, 0
+        while results < RESULTS_PER_REQUEST * self._in_flight or last - began < TURN_SECONDS:
+            # Whole rounds: results of copies come in groups.
+            for _ in range(self._in_flight):
+                last, result = self._await_result()
+                self._submit()
+                results += 1
+                events.append(result.events)
+        stopwatch.stop()
+        for _ in range(self._in_flight):
+            self._await_result()
+        return Turn(last - began, results, tuple(events), max(stopwatch.waiting_share, 0.0))
+
+    def _submit(self) -> None:
+        future = self._start()
+        future.add_done_callback(lambda finished: self._finished.put((time.perf_counter(), finished)))
+
+    def _await_result(self) -> tuple[float, Result]:
+        """Return when the next request finished, and its result; raises its error."""
+        finished, future = self._finished.get()
+        return finished, future.result()
+
+
+def _summarise(turns: Sequence[Turn], in_flight: int, plain_seconds: float) -> RateTrial:
+    """Return medians over the turns in which workers waited least for a core."""
+    turns = sorted(turns, key=lambda turn: turn.waiting)[: (len(turns) + 1) // 2]
+    return RateTrial(
+        interval_seconds=float(np.median([turn.interval_seconds for turn in turns])),
+        segment_seconds=find_medians(measure_segment_seconds(events) for turn in turns for events in turn.events),
+        in_flight=in_flight,
+        requests=sum(turn.results for turn in turns),
+        waiting=float(np.median([turn.waiting for turn in turns])),
+        plain_seconds=plain_seconds,
+    )
+
+
+def _time_plain_session(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
+    """Return the median time of the whole model in one session with all cores, one request after the other."""
+    if not bundle.manifest.predicted.single_device_fits or any(item.kind != "cpu" for item in bundle.target.devices):
+        return 0.0
+    run, times = open_reference(bundle, None, available_cores()), list[float]()
+    while len(times) < PLAIN_RUNS or sum(times) < TURN_SECONDS:
+        began = time.perf_counter()
+        run(feeds)
+        times.append(time.perf_counter() - began)
+    return find_typical_seconds(times)
+
+
+def _read_worker_delays() -> dict[str, int]:
+    """Return the run delays of all threads except this one, which workers may keep from a core at any time."""
+    own = str(threading.get_native_id())
+    return {thread: delay for thread, delay in read_run_delays(pool=True).items() if thread != own}
+
+
+def apply_rate_trial(manifest: Manifest, trial: RateTrial) -> Manifest:
+    """Return a manifest that predicts the measured time between two results."""
+    predicted = manifest.predicted.model_copy(update={"interval_seconds": trial.interval_seconds})
+    updates = {"interval_seconds": trial.interval_seconds, "in_flight": trial.in_flight}
+    record = manifest.trial.model_copy(update=updates) if manifest.trial else None
+    return manifest.model_copy(update={"predicted": predicted, "trial": record})

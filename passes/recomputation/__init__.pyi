@@ -1,1 +1,0 @@
-from onnxplace.passes.recomputation.apply_recomputation import recompute_state as recompute_state
