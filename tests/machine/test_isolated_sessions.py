@@ -203,7 +203,8 @@ def test_the_process_ends_if_this_one_is_killed():
     script = """
 import psutil, sys
 from onnxplace.target.device_kinds import DeviceAddress
-from onnxplace.machine import make_session_options, open_session
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
 from onnxplace.utils.ort import build_one_node_model
 address = DeviceAddress("cpu", 0, options={"isolate": "true"})
 session = open_session(build_one_node_model(), make_session_options(()), address)

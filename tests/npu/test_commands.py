@@ -83,7 +83,8 @@ def test_stdout_of_a_session_that_is_opened_before_any_probe_is_clean(bundle_pat
     code = """
 import sys
 from onnxplace.target.device_kinds import DeviceAddress
-from onnxplace.machine import make_session_options, open_session
+from onnxplace.machine.isolated_sessions import open_session
+from onnxplace.machine.ort_sessions import make_session_options
 open_session(sys.argv[1], make_session_options([0]), DeviceAddress("qnn/npu", 0))
 print("opened")
 """

@@ -198,7 +198,8 @@ def folding_model(tmp_path_factory):
 
 
 OPENING = """
-    from onnxplace.machine import make_session_options, open_in_threads, open_session
+    from onnxplace.machine.isolated_sessions import open_session
+    from onnxplace.machine.ort_sessions import make_session_options, open_in_threads
     try:
         print("ready", flush=True)
         open_in_threads([lambda: open_session({path!r}, make_session_options([0]))] * {threads})

@@ -113,7 +113,8 @@ def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
     script.write_text(
         "from pathlib import Path\n"
         "import models\n"
-        "from onnxplace.model import load, store_for_session\n"
+        "from onnxplace.model import load\n"
+        "from onnxplace.model.model import store_for_session\n"
         "from onnxplace.passes.profiling.node_measurement import ProfilingJob, profile_blocking\n"
         "from onnxplace.target.device_kinds import DeviceAddress\n"
         "from onnxplace.machine.repeated_runs import RepeatPolicy\n"
