@@ -1,4 +1,4 @@
-"""Helpers for all other wings: files, file locks, compiled loops, processes, progress, names, linear programs."""
+"""Helpers for all other rooms: files, file locks, compiled loops, processes, progress, names, linear programs."""
 
 from typing import TYPE_CHECKING
 

@@ -36,8 +36,8 @@ HEAVY = (
 )
 
 
-def test_only_wings_that_make_models_import_onnx_at_module_level():
-    """In other wings of `onnxplace/`, functions that need onnx import it."""
+def test_only_rooms_that_make_models_import_onnx_at_module_level():
+    """In other rooms of `onnxplace/`, functions that need onnx import it."""
     linked = {ROOT / "onnxplace" / "passes", ROOT / "onnxplace" / "runtimes"}
     paths = [path for path in (ROOT / "onnxplace").rglob("*.py") if linked.isdisjoint(path.parents)]
     pattern = re.compile(r"^(import onnx\b|from onnx\b)", re.MULTILINE)

@@ -1,6 +1,6 @@
 """Whatever is in a file of GraphML: it is read, or refused as bad input, and nothing else happens.
 
-`ONNXPLACE_EXAMPLES=3000 pytest tests/cost_graph/test_fuzz_graphs.py` tries more, and others each time.
+`ONNXPLACE_EXAMPLES=3000 pytest plugins/formats/tests/test_fuzz_graphs.py` tries more, and others each time.
 """
 
 import gzip

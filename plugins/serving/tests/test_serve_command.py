@@ -1,4 +1,4 @@
-"""The command `onnxplace serve`, as far as it ends by itself; tests/serving has the server."""
+"""The command `onnxplace serve`, as far as it ends by itself; test_server.py has the server."""
 
 import asyncio
 import re
