@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnx import TensorProto, helper
 
+import onnxplace
 from onnxplace.errors import UsageError
 from onnxplace.facts import Original, Profile, Recomputation, Source
 from onnxplace.machine.hardware import local_target
@@ -156,3 +157,20 @@ def test_a_limit_that_is_no_size_is_refused(limit):
     with pytest.raises(UsageError, match="expected bytes or fit") as caught:
         Recompute(limit=limit).run(make_state(make_mlp("sgd")))
     assert caught.value.code == "U005"
+
+
+def test_a_model_whose_operators_were_split_can_be_recomputed(tmp_path):
+    """Once a defect: what `shard` says of devices is gone after it, and the file asked for it."""
+    text = """<ir_version: 8, opset_import: ["": 17]> g (float[4, 64] x) => (float[4, 64] y) {
+        first = Relu(x) a = MatMul(x, v) b = Relu(a) c = MatMul(b, w) d = Exp(c) e = Sum(d, first) y = Add(e, c)
+    }"""
+    proto = onnx.parser.parse_model(text)
+    for name, shape in {"v": (64, 256), "w": (256, 64)}.items():
+        array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    passes = (
+        "optimize,profile{estimate=true},shard{weights=least},recompute{limit=1},coplace{join=never},m-etf,split,emit"
+    )
+    bundle = onnxplace.compile(proto, tmp_path / "b", devices="cpu:0,cpu:1", pipeline=passes, trial=False)
+    assert {segment.device for segment in bundle.manifest.segments} == {"cpu:0", "cpu:1"}
+    assert onnxplace.verify(bundle).equal
