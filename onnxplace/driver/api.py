@@ -1,4 +1,4 @@
-"""The Python interface: compile a model, plan, report; `session.py` runs what was compiled."""
+"""The Python interface: compile a model, plan, report; `onnxplace/session/` runs what was compiled."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class DeviceKind(ABC):
     providers: ClassVar[Mapping[str, str]]
     """Value of the device option `provider` -> ONNX Runtime's execution provider; the first one is the default."""
     memory: ClassVar[str]
-    """`module:class` of its memory, a subclass of `onnxplace.target.DeviceMemory`."""
+    """`module:class` of its memory, a subclass of `onnxplace.devices.DeviceMemory`."""
     is_host: ClassVar[bool] = False
     """Whether it has processor cores, and its values lie in the host's memory."""
     is_divisible: ClassVar[bool] = False

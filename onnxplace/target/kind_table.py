@@ -92,7 +92,7 @@ def find_kind(name: str) -> DeviceKind:
         message = f"cannot be loaded: {type(problem).__name__}: {problem}"
         raise PluginError("G001", message, where=where, hint=hint) from problem
     if not isinstance(plugin, type) or not issubclass(plugin, DeviceKind):
-        hint = "it must subclass onnxplace.target.DeviceKind"
+        hint = "it must subclass onnxplace.devices.DeviceKind"
         raise PluginError("G001", f"{point.value} is not a DeviceKind", where=where, hint=hint)
     if missing := getattr(plugin, "__abstractmethods__", None):
         raise PluginError("G001", f"{point.value} does not define {', '.join(sorted(missing))}", where=where)

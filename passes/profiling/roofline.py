@@ -36,7 +36,7 @@ class PeakRates:
     kernel_seconds: float
     """The least that a kernel takes."""
     type_operations_per_second: Mapping[str, float] = field(default_factory=dict)
-    """Of further types of numbers, by the names of `onnxplace.target.DATA_TYPES`."""
+    """Of further types of numbers, by the names of `DATA_TYPES` in `onnxplace/target/target.py`."""
 
     def operations_of(self, node: NodeProto, types: Mapping[str, int]) -> float:
         """Return the rate for the element types of a node's inputs; that of float32 for types without a rate."""
