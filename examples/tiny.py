@@ -15,8 +15,8 @@ r"""Read this first: onnxplace in one file, from an ONNX model to two devices th
 A `State` holds what is known about a model, as facts. A pass takes a state and returns one with more facts; nothing is
 altered. The passes are here in the order in which they run, then what runs their result: read from top to bottom.
 
-Parts have the names of the real ones, and a comment at the end of each says where that is, and why it is longer. Here a model
-has static shapes and no control flow, and a device is a core of this machine.
+Parts have the names of the real ones, and a comment at the end of each says where that is, and why it is longer. Here a
+model has static shapes and no control flow, and a device is a core of this machine.
 """
 
 from __future__ import annotations

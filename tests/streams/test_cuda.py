@@ -237,10 +237,10 @@ class DirectGpu(FakeGpu):
 
 @pytest.fixture
 def direct_kind(monkeypatch):
-    import_path = kind_table._import
+    import_path = kind_table.import_by_path
     own = {"direct kind": DirectGpu, DirectGpu.memory: DirectMemory}
     monkeypatch.setitem(kind_table.BUILTIN_KINDS, "direct", "direct kind")
-    monkeypatch.setattr(kind_table, "_import", lambda path: own[path] if path in own else import_path(path))
+    monkeypatch.setattr(kind_table, "import_by_path", lambda path: own[path] if path in own else import_path(path))
     yield
     kind_table.find_kind.cache_clear()
 
