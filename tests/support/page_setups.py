@@ -157,6 +157,7 @@ SETUPS: Mapping[str, Setup] = {
     "examples/README.md": setup("examples"),
     "examples/plugin/README.md": setup(
         *("examples", "fixed/model.onnx"),
+        before="printf 'a b 5\\na c 5\\n' > graph.edges",
         replaced={"pip install ./": "pip install -q --no-deps --no-build-isolation --target plugins ./"},
         PYTHONPATH="plugins",
     ),
