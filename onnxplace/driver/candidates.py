@@ -22,7 +22,7 @@ from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import (
     Emitted,
     Layouts,
-    Original,
+    MicroBatches,
     Placement,
     Profile,
     Routes,
@@ -31,7 +31,6 @@ from onnxplace.facts import (
     Streaming,
     is_refused,
 )
-from onnxplace.model.model import Model
 from onnxplace.pipeline.pipeline import Observer, Pipeline, Timing
 from onnxplace.pipeline.registry import find_plugin
 from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
@@ -132,7 +131,7 @@ class Candidate:
     @property
     def is_rewritten(self) -> bool:
         """Return whether operators or batches are split."""
-        return Shards in self.state and self.state[Original].model is not self.state[Model]
+        return MicroBatches in self.state or (Shards in self.state and self.state[Shards].ways > 1)
 
     @property
     def unsharded(self) -> State:

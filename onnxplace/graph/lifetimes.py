@@ -1,7 +1,7 @@
 """What is alive over a sequence of positions: intervals, and the sizes that add up in them.
 
-Memory accounts (simulated devices, segments, recomputation, layouts) and cuts of pipelines all ask this: of items that
-live from one position to another, how much is there at each position? With four nodes in a sequence,
+Accounts of memory (segments, layouts, contention) and cuts of pipelines ask this: of items that live from one position
+to another, how much is there at each position? With four nodes in a sequence,
 
     value   size   alive at       positions   0  1  2  3
     a       5      0, 1, 2        a           5  5  5

@@ -9,12 +9,13 @@ from onnx import TensorProto, helper
 
 import onnxplace
 from onnxplace.errors import UsageError
-from onnxplace.facts import Original, Profile, Recomputation, Source
+from onnxplace.facts import Original, Profile, Recomputation, Shards, Source
 from onnxplace.machine.hardware import local_target
 from onnxplace.model.loading import load
 from onnxplace.model.lowering import bind, build_op_graph, infer_static_shapes, value_bytes
 from onnxplace.model.model import Model
 from onnxplace.passes.recompute import Recompute
+from onnxplace.passes.shard import Shard
 from onnxplace.simulation.simulator import simulate
 from onnxplace.state import State
 from tests.support.random_models import RandomModel, random_models, reference
@@ -174,3 +175,14 @@ def test_a_model_whose_operators_were_split_can_be_recomputed(tmp_path):
     bundle = onnxplace.compile(proto, tmp_path / "b", devices="cpu:0,cpu:1", pipeline=passes, trial=False)
     assert {segment.device for segment in bundle.manifest.segments} == {"cpu:0", "cpu:1"}
     assert onnxplace.verify(bundle).equal
+
+
+def test_the_original_of_what_was_recomputed_stays_where_nothing_is_split():
+    """It is the reference of the bundle, and other compilations use its costs."""
+    before = make_state(make_mlp("sgd"))
+    recomputed = Recompute(limit="0").run(before)
+    assert recomputed[Recomputation].is_changed
+    after = Shard().run(recomputed)
+    assert after[Shards].ways == 1
+    assert after[Original].model is before[Model]
+    assert after[Original].profile is before[Profile]

@@ -206,7 +206,7 @@ def _shares(seconds: Floats) -> tuple[float, ...]:
 def _leave_whole(state: State) -> State:
     """Return the state as it is, with the fact that nothing is sharded."""
     free = np.full(len(state[Profile].graph), -1, dtype=np.int32)
-    return state.with_facts(Shards(device=free), Original(state[Model], state[Profile]))
+    return state.with_facts(Shards(device=free), Original.of(state))
 
 
 def _report_no_gain(alone: float, best: GroupChoice) -> Diagnostic:
