@@ -223,7 +223,7 @@ def _merge_devices(problem: PlacementProblem, replicas: Sequence[int]) -> Placem
     return replace(
         problem,
         seconds=seconds,
-        target=replace(target, devices=devices, links=tuple(links), shared=()),
+        target=replace(target, devices=devices, links=tuple(links), shared=(), pools=()),
         limit_bytes=np.array(limits, dtype=np.int64),
         pinned=np.where(problem.pinned >= 0, group_of[problem.pinned], -1).astype(problem.pinned.dtype),
     )

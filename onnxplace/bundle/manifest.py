@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from onnxplace.errors import Diagnostic
 from onnxplace.feeds.dimensions import MAX_DIMENSION, MAX_RANK
 from onnxplace.model_metadata import ModelMetadata, TrainingStep
-from onnxplace.target.target import Device, Link, LinkModel, Shared, Target
+from onnxplace.target.target import Device, Link, LinkModel, Pool, Shared, Target
 
 SCHEMA_VERSION = "1.0"
 
@@ -357,10 +357,11 @@ class TargetRecord(Record):
     links: tuple[Link, ...]
     link_model: LinkModel
     shared: tuple[Shared, ...] = ()
+    pools: tuple[Pool, ...] = ()
 
     def target(self) -> Target:
         """Return them as a target; raises TargetError if they are invalid."""
-        return Target(self.devices, self.links, self.link_model, self.shared)
+        return Target(self.devices, self.links, self.link_model, self.shared, self.pools)
 
 
 class Manifest(Record):

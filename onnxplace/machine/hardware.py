@@ -12,11 +12,11 @@ from typing import Any
 
 from onnxplace.errors import PluginError, TargetError
 from onnxplace.machine.measurement_cache import processor
-from onnxplace.target.device_kinds import DeviceAddress, Hardware
+from onnxplace.target.device_kinds import THREADS, DeviceAddress, Hardware
 from onnxplace.target.hosts import split_host
 from onnxplace.target.kind_table import SHORT_NAMES, find_kind, is_isolated, list_kind_names, resolve_short_name
-from onnxplace.target.parsing import DeviceSpec, parse_devices
-from onnxplace.target.target import Device, Target
+from onnxplace.target.parsing import DeviceSpec, name_whole, parse_devices
+from onnxplace.target.target import Device, Pool, Target
 from onnxplace.target.unused_hardware import list_unused_hardware
 from onnxplace.utils.control_groups import count_free_bytes, find_core_limit, list_cores
 from onnxplace.utils.ort import import_onnxruntime, list_installed_wheels
@@ -44,7 +44,7 @@ def available_memory_bytes() -> int:
 
 
 def divide_cores(count: int) -> list[int]:
-    """Return the number of cores of each CPU device, at least one."""
+    """Return the number of cores of each processor, at least one."""
     share, extra = divmod(len(available_cores()), count)
     return [max(share + (index < extra), 1) for index in range(count)]
 
@@ -87,26 +87,65 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
         message = f"{specs[0].id} is a device of host {host}; expected devices of this machine"
         hint = "leave the host out, or describe several hosts in a file for --target (docs/target.md)"
         raise TargetError("T005", message, where="--devices", hint=hint)
-    hosts = [spec.id for spec in specs if find_kind(spec.id.partition(":")[0]).is_host]
-    core_counts = dict(zip(hosts, divide_cores(len(hosts)) if hosts else ()))
-    usable_bytes = max(available_memory_bytes() - RUNTIME_BYTES, 0)
-    host_bytes = int(usable_bytes * (1 - HEADROOM_SHARE)) // max(len(hosts), 1)
-    sharers = Counter(spec.id.partition("/")[0] for spec in specs)
-    return Target(
-        tuple(
-            Device(spec.id, host_bytes, cores=core_counts[spec.id], options=spec.options)
-            if spec.id in core_counts
-            else _describe_accelerator(spec, sharers[spec.id.partition("/")[0]])
-            for spec in specs
-        )
-    )
+    addresses = [DeviceAddress.of(spec.id) for spec in specs]
+    with_cores = [address for address in addresses if find_kind(address.kind).has_cores]
+    numbers = sorted({number for address in with_cores for number in _list_processors(address)})
+    core_counts = dict(zip(numbers, divide_cores(len(numbers)) if numbers else ()))
+    usable_bytes = int(max(available_memory_bytes() - RUNTIME_BYTES, 0) * (1 - HEADROOM_SHARE))
+    whole = Counter((address.kind, address.index) for address in addresses if not isinstance(address.part, str))
+    described = list[Device]()
+    for spec, address in zip(specs, addresses):
+        own = [n for n in _list_processors(address) if n in core_counts] if find_kind(address.kind).has_cores else []
+        device = Device(spec.id, usable_bytes * len(own) // max(len(numbers), 1), options=spec.options)
+        if own:
+            cores = int(spec.options.get(THREADS, 0)) or sum(core_counts[n] for n in own)
+            device = replace(device, cores=cores, processors=tuple(f"cpu:{n}" for n in own))
+        if not device.is_host:
+            device = _describe_accelerator(device, max(whole[address.kind, address.index], 1))
+        described.append(device)
+    return _join_processors(tuple(described))
+
+
+def _list_processors(address: DeviceAddress) -> range:
+    """Return the numbers of the processors that a device with cores computes on."""
+    return range(address.index, (address.index if address.last is None else address.last) + 1)
+
+
+def _join_processors(devices: tuple[Device, ...]) -> Target:
+    """Return devices that share processors and memory where they are the same hardware, and else have their own."""
+    names = [device.processors or (name_whole(device.id),) for device in devices]
+    uses = Counter(name for row in names for name in row)
+    shares = [len(row) > 1 or any(uses[name] > 1 for name in row) for row in names]
+    devices = tuple(replace(d, processors=row if shared else ()) for d, row, shared in zip(devices, names, shares))
+    if not any(shares):
+        return Target(devices)
+    groups: dict[str, list[Device]] = {}
+    for device in devices:
+        groups.setdefault("host" if device.has_cores else name_whole(device.id), []).append(device)
+    # Logical devices that are parts have their shares of the memory already.
+    pools = [
+        Pool(tuple(device.id for device in group), _count_pool_bytes(group))
+        for group in groups.values()
+        if len(group) > 1 and any(device.processors for device in group)
+    ]
+    return Target(devices, pools=tuple(pools))
+
+
+def _count_pool_bytes(devices: Sequence[Device]) -> int:
+    """Return what devices of one memory may use together: what those have that share no processor."""
+    free, total = set[str](), 0
+    for device in sorted(devices, key=lambda item: len(item.processors)):
+        if not free & set(device.processors):
+            free |= set(device.processors)
+            total += device.memory_bytes
+    return total
 
 
 def resolve_device(spec: DeviceSpec) -> DeviceSpec:
     """Return the device of this machine that is meant by `npu:0`, if there is one; other devices as they are."""
     address = DeviceAddress.of(spec.id) if not split_host(spec.id)[0] else None
     found = resolve_short_name(address.kind, address.index) if address and address.kind in SHORT_NAMES else None
-    return replace(spec, id=f"{found[0]}:{found[1]}") if found else spec
+    return replace(spec, id=replace(address, kind=found[0], index=found[1]).id) if address and found else spec
 
 
 def list_default_device_ids() -> tuple[str, ...]:
@@ -118,12 +157,11 @@ def list_default_device_ids() -> tuple[str, ...]:
     return ("cpu:0", "cpu:1")[: len(available_cores())]
 
 
-def _describe_accelerator(spec: DeviceSpec, sharers: int) -> Device:
-    """Return a GPU, or one of several logical devices that share it, as a device.
+def _describe_accelerator(device: Device, sharers: int) -> Device:
+    """Return a GPU, or one of several logical devices that share it, with its name and memory.
 
     Raises TargetError if it cannot be used.
     """
-    device = Device(spec.id, 0, options=spec.options)
     require_device(device)
     hardware = find_hardware(device)
     if hardware is None:
@@ -133,6 +171,8 @@ def _describe_accelerator(spec: DeviceSpec, sharers: int) -> Device:
             where=device.id,
             hint="pip install nvidia-ml-py, or describe the machine with --target",
         )
+    if device.has_cores:  # its memory is the host's
+        return replace(device, model=hardware.name)
     usable_bytes = int(hardware.free_bytes * (1 - HEADROOM_SHARE)) // sharers
     return replace(device, memory_bytes=usable_bytes, model=hardware.name)
 
@@ -140,7 +180,8 @@ def _describe_accelerator(spec: DeviceSpec, sharers: int) -> Device:
 def find_hardware(device: Device) -> Hardware | None:
     """Return the GPU of this machine behind a device, if its driver lists it."""
     listed = find_kind(device.kind).list_hardware()
-    return next((hardware for hardware in listed if hardware.index == device.address.index), None)
+    index = 0 if device.has_cores else device.address.index  # all processors are one piece of hardware
+    return next((hardware for hardware in listed if hardware.index == index), None)
 
 
 def find_device_problem(device: Device) -> str | None:

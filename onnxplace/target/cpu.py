@@ -16,6 +16,7 @@ class Cpu(DeviceKind):
     providers: ClassVar[Mapping[str, str]] = {"cpu": "CPUExecutionProvider"}
     memory: ClassVar[str] = "onnxplace.runtimes.execution.host_memory:HostMemory"
     is_host: ClassVar[bool] = True
+    has_cores: ClassVar[bool] = True
     # Deliberately round, as for all kinds: these order placements, they do not predict step times.
     operations_per_second: ClassVar[float] = 40e9
     memory_bytes_per_second: ClassVar[float] = 8e9

@@ -12,6 +12,10 @@ from onnxplace.utils.ort import import_onnxruntime
 
 # The option of all devices that puts their sessions in their own process.
 ISOLATE = "isolate"
+# The option of devices on processor cores: how many of them compute.
+THREADS = "threads"
+# Options that begin with this are those of the execution provider, as they are: `option.device_memory_limit`.
+PROVIDER_OPTION = "option."
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,19 @@ class DeviceAddress:
 
     kind: str
     index: int
-    part: int | None = None
-    """Which logical device of it: `cuda:0/1` is part 1 of GPU 0. None for the whole device."""
+    part: int | str | None = None
+    """Which logical device of it: `cuda:0/1` is part 1 of GPU 0, and `cuda:0/tf32` the same GPU with other options.
+
+    None for the whole device.
+    """
+    last: int | None = None
+    """The last index of several processors that one session has: `cpu:0-3` has those of four devices."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of the device, such as `provider=tensorrt`."""
     memory_bytes: int = 0
     """The limit of its memory; 0 for none."""
+    cores: int = 0
+    """Of the processor that it computes with; 0 where that has no cores, or all of them are used."""
     owner: str = ""
     """The session that has its own process for it, which is opened again after its death; empty for none."""
 
@@ -37,13 +48,16 @@ class DeviceAddress:
         1
         """
         kind, _, number = device_id.partition(":")
-        index, slash, part = number.partition("/")
-        return DeviceAddress(kind, int(index), int(part) if slash else None)
+        indices, slash, part = number.partition("/")
+        first, dash, last = indices.partition("-")
+        variant = (int(part) if part.isdecimal() else part) if slash else None
+        return DeviceAddress(kind, int(first), variant, int(last) if dash else None)
 
     @property
     def id(self) -> str:
-        """Return the name, as in `cuda:0` or `cuda:0/1`."""
-        return f"{self.kind}:{self.index}" + (f"/{self.part}" if self.part is not None else "")
+        """Return the name, as in `cuda:0`, `cuda:0/1` or `cpu:0-3`."""
+        indices = f"{self.index}" + (f"-{self.last}" if self.last is not None else "")
+        return f"{self.kind}:{indices}" + (f"/{self.part}" if self.part is not None else "")
 
 
 @dataclass(frozen=True)
@@ -79,7 +93,9 @@ class DeviceKind(ABC):
     memory: ClassVar[str]
     """`module:class` of its memory, a subclass of `onnxplace.devices.DeviceMemory`."""
     is_host: ClassVar[bool] = False
-    """Whether it has processor cores, and its values lie in the host's memory."""
+    """Whether it is ONNX Runtime's own provider on processor cores, and its values lie in the host's memory."""
+    has_cores: ClassVar[bool] = False
+    """Whether it computes on cores of the processor, as hosts do; `openvino/cpu:1` has those of `cpu:1`."""
     is_divisible: ClassVar[bool] = False
     """Whether one may stand for several logical devices, `cuda:0/0` and `cuda:0/1`."""
     isolates: ClassVar[bool] = False
@@ -107,8 +123,9 @@ class DeviceKind(ABC):
 
     @property
     def options(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the options of a device of this kind with their values, the default first."""
-        own = {"provider": tuple(self.providers)} if len(self.providers) > 1 else {}
+        """Return the options of a device of this kind with their values, the default first; none for a number."""
+        own: dict[str, tuple[str, ...]] = {"provider": tuple(self.providers)} if len(self.providers) > 1 else {}
+        own |= {THREADS: ()} if self.has_cores else {}
         return {**own, **self.value_options, ISOLATE: ("true", "false") if self.isolates else ("false", "true")}
 
     def provider(self, options: Mapping[str, str]) -> str:
@@ -149,7 +166,8 @@ class DeviceKind(ABC):
             address: The device.
             provider_options: More options of the device's execution providers.
         """
-        own = [(name, {**entries, **provider_options}) for name, entries in self.list_providers(address)]
+        more = {**list_provider_options(address.options), **provider_options}
+        own = [(name, {**entries, **more}) for name, entries in self.list_providers(address)]
         # Without `enable_fallback`, ONNX Runtime would print the reason of a fallback to the CPU, and go on.
         providers = [*own, "CPUExecutionProvider"]
         return import_onnxruntime().InferenceSession(model, options, providers=providers, enable_fallback=0)
@@ -181,3 +199,13 @@ class DeviceKind(ABC):
     def binding(self, address: DeviceAddress) -> tuple[str, int]:
         """Return the type and number of the device to which ONNX Runtime binds outputs."""
         return address.kind, address.index
+
+
+def list_provider_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Return those options of a device that are its execution provider's own.
+
+    >>> list_provider_options({"precision": "float16", "option.enable_skip_layer_norm_strict_mode": "1"})
+    {'enable_skip_layer_norm_strict_mode': '1'}
+    """
+    own = (name for name in options if name.startswith(PROVIDER_OPTION))
+    return {name.removeprefix(PROVIDER_OPTION): options[name] for name in own}

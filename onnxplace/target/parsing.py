@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value, suggest_nearest
+from onnxplace.target.device_kinds import PROVIDER_OPTION, THREADS
 from onnxplace.target.hosts import require_host_name, require_hosts_on_all, split_host
 from onnxplace.target.kind_table import SHORT_NAMES, find_kind, is_known_kind, list_kind_names
-from onnxplace.target.limits import MAX_INDEX, MAX_MEMORY_BYTES, require_device_limit
+from onnxplace.target.limits import MAX_CORES, MAX_INDEX, MAX_MEMORY_BYTES, require_device_limit
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device as the user names it: `cuda:0`, `cuda:0/1` or `cuda:0{provider=tensorrt}`."""
+    """A device as the user names it: `cuda:0`, `cuda:0/1`, `cpu:0-3` or `cuda:0{provider=tensorrt}`."""
 
     id: str
     options: Mapping[str, str] = field(default_factory=dict)
@@ -38,21 +39,31 @@ def _parse_local_id(text: str, where: str) -> str:
     kind, _, number = text.partition(":")
     if not is_known_kind(kind):
         raise _unknown_device_error(text, kind, number, where)
-    index, slash, part = number.partition("/")
+    indices, slash, part = number.partition("/")
+    index, dash, last = indices.partition("-")
     if not _is_number(index):
         hint = f"write {kind}:0 for the first one"
         raise TargetError("T005", f"device {text!r} has no index", where=where, hint=hint)
+    if dash and not (find_kind(kind).has_cores and _is_number(last) and int(index) < int(last)):
+        message = f"device {text!r} cannot be several processors"
+        raise TargetError("T005", message, where=where, hint=f"write {kind}:{index}; cpu:0-3 is one of ascending cores")
+    if slash and _VARIANT.fullmatch(part):
+        return f"{kind}:{'-'.join(str(int(item)) for item in (index, last) if item)}/{part}"
     if slash and not find_kind(kind).is_divisible:
         message = f"device {text!r} cannot be one of several on {kind}:{index}"
         raise TargetError("T005", message, where=where, hint=f"write {kind}:{index}, or further indices")
     if slash and not _is_number(part):
         hint = f"write {kind}:{index}/0 for the first logical device of {kind}:{index}"
         raise TargetError("T005", f"device {text!r} has no number after the slash", where=where, hint=hint)
-    numbers = [item.lstrip("0") or "0" for item in (index, part) if item]
+    numbers = [item.lstrip("0") or "0" for item in (index, last, part)]
     if any(len(item) > len(str(MAX_INDEX)) for item in numbers):
         message = f"expected an index of at most {MAX_INDEX}, got device {format_value(text)}"
         raise TargetError("T005", message, where=where)
-    return f"{kind}:{'/'.join(numbers)}"
+    return f"{kind}:{numbers[0]}" + (f"-{numbers[1]}" if dash else "") + (f"/{numbers[2]}" if slash else "")
+
+
+# What follows the slash in the id of a device that is another way to use the same hardware: `cuda:0/tf32`.
+_VARIANT = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 
 
 def _is_number(text: str) -> bool:
@@ -86,7 +97,7 @@ def parse_device_spec(text: str, where: str = "--devices") -> DeviceSpec:
         hint = f"write {device_id}{{name=value}}"
         raise TargetError("T005", f"the options of device {text!r} have no end", where=where, hint=hint)
     options = {}
-    for item in filter(None, (item.strip() for item in rest[:-1].split(","))):
+    for item in filter(None, map(str.strip, _split(rest[:-1]))):
         key, equals, value = item.partition("=")
         if not equals or key.strip() in options:
             message = f"expected options as name=value, each once, got {format_value(item)}"
@@ -98,11 +109,20 @@ def parse_device_spec(text: str, where: str = "--devices") -> DeviceSpec:
 
 def require_device_options(device_id: str, options: Mapping[str, str], where: str) -> None:
     """Raise TargetError unless a device of this kind has these options with these values."""
-    allowed = find_kind(split_host(device_id)[1].partition(":")[0]).options
+    kind = find_kind(split_host(device_id)[1].partition(":")[0])
+    allowed = kind.options
     for name, value in options.items():
+        if name.startswith(PROVIDER_OPTION) and not kind.is_host:
+            continue  # only the provider knows them; opening it checks them
+        if name == THREADS and kind.has_cores:
+            if not _is_number(value) or not 0 < int(value[: len(str(MAX_CORES)) + 1]) <= MAX_CORES:
+                message = f"expected a number of 1 to {MAX_CORES} threads, got {format_value(value)}"
+                raise TargetError("T005", message, where=where)
+            continue
         if name not in allowed:
             message = f"{device_id} has no option {format_value(name)}"
-            hint = suggest_nearest(name, allowed) if allowed else "write it without options"
+            hint = suggest_nearest(name, allowed)
+            hint += "" if kind.is_host else f"; one of its provider's own is written {PROVIDER_OPTION}{name}"
             raise TargetError("T005", message, where=where, hint=hint)
         if value not in allowed[name]:
             message = f"expected one of {', '.join(allowed[name])} for {name}, got {format_value(value)}"
@@ -115,11 +135,10 @@ def parse_devices(text: str | Sequence[str], where: str = "--devices") -> tuple[
     >>> [device.id for device in parse_devices("cuda:0, cpu:1")]
     ['cuda:0', 'cpu:1']
     """
-    # Commas within braces separate options.
-    items = re.split(r",(?![^{}]*\})", text) if isinstance(text, str) else list(text)
+    items = _split(text) if isinstance(text, str) else list(text)
     items = [item.strip() for item in items if item.strip()]
     require_device_limit(len(items), where)
-    devices = tuple(parse_device_spec(item, where) for item in items)
+    devices = _name_variants([parse_device_spec(item, where) for item in _write_spans(items)])
     ids = [device.id for device in devices]
     if not ids:
         raise TargetError("T005", "the list of devices is empty", where=where, hint="try --devices cpu:0,cpu:1")
@@ -132,12 +151,78 @@ def parse_devices(text: str | Sequence[str], where: str = "--devices") -> tuple[
     return devices
 
 
+def _split(text: str) -> list[str]:
+    """Return the parts of a text between the commas that are in no braces, brackets and quotes.
+
+    >>> _split('a{b={"c": 1, "d": "}"},e=1},f')
+    ['a{b={"c": 1, "d": "}"},e=1}', 'f']
+    """
+    pieces = re.findall(r'"(?:[^"\\]|\\.)*"|.', text, re.DOTALL)
+    parts, depth = [""], 0
+    for piece in pieces:
+        depth += (piece in ("{", "[")) - (piece in ("}", "]"))
+        if piece == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return parts
+
+
+def _write_spans(items: Sequence[str]) -> list[str]:
+    """Return the texts of devices, with `cpu` as all processors of the list: `cpu:0-1` beside `cpu:0,cpu:1`."""
+    named = [re.match(r"[^{]*:([0-9]{1,6})(?:-([0-9]{1,6}))?", item) for item in items]
+    # The others may be GPUs: only devices with cores have processors of these numbers.
+    numbers = [int(n) for m in named if m and _has_cores(m[0].partition(":")[0]) for n in m.groups() if n] or [0]
+    span = str(min(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)}-{max(numbers)}"
+    return [re.sub(r"^([^:{]+)", rf"\1:{span}", item) if _has_cores(item.partition("{")[0]) else item for item in items]
+
+
+def _has_cores(name: str) -> bool:
+    return ":" not in name and is_known_kind(name) and name not in SHORT_NAMES and find_kind(name).has_cores
+
+
+def _name_variants(devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
+    """Return devices of which those that are named again, with other options, are called after these.
+
+    >>> _name_variants([DeviceSpec("cuda:0"), DeviceSpec("cuda:0", {"precision": "tf32"})])[1].id
+    'cuda:0/tf32'
+    """
+    named = list[DeviceSpec]()
+    for device in devices:
+        twins = [item for item in named if name_whole(item.id) == device.id]
+        if twins and all(item.options != device.options for item in twins):
+            device = replace(device, id=name_variant(device.id, device.options))
+        named.append(device)
+    return tuple(named)
+
+
+def name_variant(device_id: str, options: Mapping[str, str]) -> str:
+    """Return the id of a device as another way to use the same hardware, after its options.
+
+    >>> name_variant("openvino/cpu:0", {"precision": "bfloat16"}), name_variant("cpu:0", {"isolate": "true"})
+    ('openvino/cpu:0/bfloat16', 'cpu:0/isolate')
+    """
+    words = [name if value == "true" else value for name, value in options.items()]
+    text = re.sub(r"[^a-z0-9_.-]+", "-", "-".join(words).lower()).strip("-.") or "plain"
+    return f"{device_id}/{text if text[0].isalpha() else f'with-{text}'}"[: len(device_id) + 60]
+
+
+def name_whole(device_id: str) -> str:
+    """Return the id of the hardware of a device, of which it may be a part or another way to use it.
+
+    >>> name_whole("openvino/cpu:0/bfloat16"), name_whole("cuda:0")
+    ('openvino/cpu:0', 'cuda:0')
+    """
+    kind, colon, number = device_id.rpartition(":")
+    return kind + colon + number.partition("/")[0]
+
+
 def _require_whole_or_parts(ids: Sequence[str], where: str) -> None:
     """Raise TargetError if a device is named both as a whole and in parts."""
     for device_id in ids:
         local_id = split_host(device_id)[1]
-        whole = device_id[: len(device_id) - len(local_id)] + local_id.partition("/")[0]
-        if whole != device_id and whole in ids:
+        whole = device_id[: len(device_id) - len(local_id)] + name_whole(local_id)
+        if whole != device_id and whole in ids and _is_number(device_id[len(whole) + 1 :]):
             message = f"{whole} is named as a whole and in parts"
             hint = f"name either {whole}, or its parts {whole}/0,{whole}/1"
             raise TargetError("T005", message, where=f"{where} {','.join(ids)}", hint=hint)

@@ -10,19 +10,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import json
 import os
 import pkgutil
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from typing import Any, ClassVar
 
 from onnxplace.errors import OnnxplaceError, UsageError, format_one_line
-from onnxplace.target.device_kinds import DeviceAddress, DeviceKind, Hardware
+from onnxplace.target.device_kinds import DeviceAddress, DeviceKind, Hardware, list_provider_options
 from onnxplace.target.provider_lock import ProviderLock
 from onnxplace.target.webgpu import WEBGPU_LOCK
 from onnxplace.utils.control_groups import count_free_bytes
@@ -50,8 +51,11 @@ class ProviderRecord:
     needs_static_shapes: bool = False
     compiles: bool = True
     """Whether it makes one kernel of neighbouring nodes."""
-    computes_in: Mapping[str, str] = field(default_factory=dict)
-    """By type of device, the type that float32 is computed in, if it is another one."""
+    computes_in: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By type of device, the types that float32 can be computed in, the default first; float32 where none is named."""
+    sets_options: Callable[[str, str, int], Mapping[str, str]] | None = None
+    """Returns the provider's options for a type of device, the type that float32 is computed in, and a number of
+    threads, which is 0 for devices without cores."""
     caches_contexts: bool = False
     """Whether it writes compiled models (EPContext nodes)."""
     lock: ProviderLock | None = None
@@ -60,7 +64,18 @@ class ProviderRecord:
     """Whether its library is loaded in its own process first, in case that ends the process."""
 
 
-_ON_FLOAT16 = {"npu": "float16", "gpu": "float16", "igpu": "float16"}
+_ON_FLOAT16 = {"npu": ("float16",), "gpu": ("float16",), "igpu": ("float16",)}
+
+
+def _set_openvino(kind: str, precision: str, threads: int) -> Mapping[str, str]:
+    """Return options of OpenVINO, which by itself computes float32 in the fastest type of the hardware."""
+    names = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+    entries = {} if kind == "npu" else {"INFERENCE_PRECISION_HINT": names[precision]}
+    if threads:
+        entries["INFERENCE_NUM_THREADS"] = str(threads)
+    return {"load_config": json.dumps({kind.removeprefix("i").upper(): entries})} if entries else {}
+
+
 RECORDS = {
     "qnn": ProviderRecord(
         "Qualcomm",
@@ -70,7 +85,18 @@ RECORDS = {
         computes_in=_ON_FLOAT16,
         caches_contexts=True,
     ),
-    "openvino": ProviderRecord("Intel", types=("npu", "gpu", "cpu"), computes_in=_ON_FLOAT16, caches_contexts=True),
+    "openvino": ProviderRecord(
+        "Intel",
+        types=("npu", "gpu", "cpu"),
+        computes_in={
+            "npu": ("float16",),
+            "gpu": ("float32", "float16"),
+            "igpu": ("float32", "float16"),
+            "cpu": ("float32", "bfloat16"),
+        },
+        sets_options=_set_openvino,
+        caches_contexts=True,
+    ),
     "webgpu": ProviderRecord(types=("gpu",), compiles=False, lock=WEBGPU_LOCK),
     "nv-tensorrt-rtx": ProviderRecord("NVIDIA", types=("gpu",), caches_contexts=True),
     "vitisai": ProviderRecord(
@@ -284,7 +310,7 @@ class ProviderKind(DeviceKind):
         import psutil
 
         memory, loaded, devices = psutil.virtual_memory(), load_provider(self.family), self._devices
-        count = 1 if self._is_built_in or not loaded.devices else len(devices)
+        count = 1 if self._is_built_in or not loaded.devices or self.has_cores else len(devices)
         return tuple(
             Hardware(
                 index=index,
@@ -303,16 +329,22 @@ class ProviderKind(DeviceKind):
     def _devices(self) -> Sequence[Any]:
         return load_provider(self.family).devices.get(self.type, ())
 
+    def _number(self, address: DeviceAddress) -> int:
+        """Return which of the provider's devices it is; all processors are the first."""
+        return 0 if self.has_cores else address.index
+
     @property
     def _is_built_in(self) -> bool:
         return not has_library(self.family) and _is_built_in(self.family)
 
     def describe(self, index: int) -> str:
         """Return a human-readable text: vendor, type and version of a device."""
+        index = 0 if self.has_cores else index
         if index >= len(self._devices):
             return self.title
         device = self._devices[index]
-        name = dict(device.device.metadata).get("Description") or f"{device.ep_vendor} {_TITLES[self.type]}"
+        said = dict(device.device.metadata).get("Description") or dict(device.ep_metadata).get("FULL_DEVICE_NAME")
+        name = said or f"{device.ep_vendor} {_TITLES[self.type]}"
         return name + (", simulated on the processor" if load_provider(self.family).is_simulator else "")
 
     def find_problem(self, address: DeviceAddress) -> str | None:
@@ -323,7 +355,7 @@ class ProviderKind(DeviceKind):
             loaded = load_provider(self.family)
             if loaded.problem:
                 return loaded.problem
-            if address.index >= len(self._devices):
+            if self._number(address) >= len(self._devices):
                 offered = [
                     f"{self.family}/{name}:{i}" for name, items in loaded.devices.items() for i in range(len(items))
                 ]
@@ -351,8 +383,8 @@ class ProviderKind(DeviceKind):
         """Return ONNX Runtime's session on the device that its provider listed."""
         if self._is_built_in:
             return super().create_session(model, options, address, provider_options)
-        more = {**self._provider_options(address), **provider_options}
-        options.add_provider_for_devices([self._devices[address.index]], more)
+        more = {**self._provider_options(address), **list_provider_options(address.options), **provider_options}
+        options.add_provider_for_devices([self._devices[self._number(address)]], more)
         with _hold_greeting(self.family):
             return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
 
@@ -371,14 +403,16 @@ class ProviderKind(DeviceKind):
     def precision(self, address: DeviceAddress) -> str:
         """Return the type in which it computes float32."""
         # QNN's simulator adds and multiplies in float32, but Softmax and normalisation have errors of float16.
-        return address.options.get("precision", find_record(self.family).computes_in.get(self.type, "float32"))
+        usual = find_record(self.family).computes_in.get(self.type, ("float32",))[0]
+        return address.options.get("precision", usual)
 
     def describe_compiler(self, address: DeviceAddress) -> str:
         """Return provider, hardware, ONNX Runtime, precision and options, if the provider writes compiled models."""
         if self._is_built_in or not find_record(self.family).caches_contexts:
             return ""
-        version, hardware = load_provider(self.family).version, self._devices[address.index].device
+        version, hardware = load_provider(self.family).version, self._devices[self._number(address)].device
         options = {"precision": self.precision(address), **self._provider_options(address)}
+        options |= list_provider_options(address.options)
         software = f"{self.family} {version}, onnxruntime {import_onnxruntime().__version__}"
         device = f"{self.describe(address.index)} ({hardware.vendor_id:x}:{hardware.device_id:x})"
         return ", ".join([software, device, *(f"{key}={value}" for key, value in options.items())])
@@ -386,6 +420,8 @@ class ProviderKind(DeviceKind):
     def _provider_options(self, address: DeviceAddress) -> dict[str, str]:
         if self._is_built_in:
             return {"device_id": str(address.index)} if self.type == "gpu" else {}
+        if (sets_options := find_record(self.family).sets_options) is not None:
+            return dict(sets_options(self.type, self.precision(address), address.cores))
         if self.family != "qnn":
             return {}
         options = {"backend_type": "htp" if self.type == "npu" else "gpu"}  # a library next to the provider's own
@@ -396,7 +432,11 @@ class ProviderKind(DeviceKind):
     def shares_memory(self, index: int) -> bool:
         """Return whether the provider names no memory of a device, or the device is part of the processor."""
         own = import_onnxruntime().OrtDeviceMemoryType.DEFAULT
-        return self.type == "igpu" or any(item.memory_info(own) is None for item in self._devices[index : index + 1])
+        return (
+            self.type == "igpu"
+            or self.has_cores
+            or any(item.memory_info(own) is None for item in self._devices[index : index + 1])
+        )
 
     def find_link(self, first: int, second: int) -> str:
         """Return `memory`: values of two devices of one provider lie in the host's memory."""
@@ -441,6 +481,7 @@ def make_provider_kind(name: str) -> DeviceKind:
     hint = f"pip install {_package(family)}" if family else ""
     if record.built_in:
         hint = f"it is in the wheel {record.package}, which has to be the only wheel of ONNX Runtime"
+    precisions = tuple(record.computes_in.get(kind, ())) if family != "qnn" else ("float32", "float16")
     fields: dict[str, Any] = {
         "name": name,
         "title": f"{record.vendor} {_TITLES[kind]}".strip() + f" by {family}" * bool(family),
@@ -450,9 +491,10 @@ def make_provider_kind(name: str) -> DeviceKind:
         "lock": record.lock,
         **({"memory": "onnxplace.runtimes.execution.bound_memory:BoundMemory"} if record.lock else {}),
         "needs_static_shapes": record.needs_static_shapes,
+        "has_cores": kind == "cpu",
         "compiles": record.compiles,
         "value_options": {
-            **({"precision": ("float32", "float16")} if family == "qnn" else {}),
+            **({"precision": precisions} if len(precisions) > 1 else {}),
             **({"fallback": ("false", "true")} if record.compiles else {}),
         },
         "operations_per_second": rates[0],

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.errors import MAX_LISTED, TargetError, format_count, format_names, format_value, suggest_nearest
-from onnxplace.target.device_kinds import ISOLATE, DeviceAddress
+from onnxplace.target.device_kinds import ISOLATE, PROVIDER_OPTION, THREADS, DeviceAddress
 from onnxplace.target.hosts import (
     ALL_TO_ALL,
     PER_HOST,
@@ -67,7 +67,7 @@ class Device:
     memory_bytes: int
     """Memory that a placement may use."""
     cores: int = 1
-    """Processor cores of a CPU device; 1 for a GPU."""
+    """Processor cores that it computes with; 1 for a GPU."""
     model: str = ""
     """Name of the hardware, for GPUs; costs are equal on devices of one kind and model."""
     segment_seconds: float = SEGMENT_SECONDS
@@ -86,9 +86,17 @@ class Device:
     """The least that an operator takes, for estimates; 0 for what is typical of its kind."""
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Options of its kind, such as `provider`: `tensorrt` for a GPU."""
+    processors: tuple[str, ...] = ()
+    """Names of the processors that it computes on, by default one of its own.
+
+    A processor runs one node at a time. Devices that have one in common take turns; a device with several, such as one
+    session on all cores, runs a node when all of them are free.
+    """
 
     def __post_init__(self) -> None:
         parse_device_id(self.id, "a device")
+        if len(set(self.processors)) < len(self.processors) or not all(self.processors):
+            raise TargetError("T007", "expected names of processors, each once", where=self.id)
         require_device_options(self.id, self.options, self.id)
         require_number(self, "memory_bytes", self.id, 0, MAX_MEMORY_BYTES, whole=True)
         require_number(self, "cores", self.id, 1, MAX_CORES, whole=True)
@@ -120,8 +128,13 @@ class Device:
 
     @property
     def is_host(self) -> bool:
-        """Return whether it is a set of processor cores."""
+        """Return whether it is a set of processor cores, by ONNX Runtime's own provider."""
         return find_kind(self.kind).is_host
+
+    @property
+    def has_cores(self) -> bool:
+        """Return whether it computes on processor cores, whoever provides it."""
+        return find_kind(self.kind).has_cores
 
     @property
     def needs_static_shapes(self) -> bool:
@@ -141,18 +154,22 @@ class Device:
     @property
     def address(self) -> DeviceAddress:
         """Return what ONNX Runtime has to know about it, on its host."""
-        return replace(DeviceAddress.of(split_host(self.id)[1]), options=self.options, memory_bytes=self.memory_bytes)
+        address, cores = DeviceAddress.of(split_host(self.id)[1]), self.cores if self.has_cores else 0
+        return replace(address, options=self.options, memory_bytes=self.memory_bytes, cores=cores)
 
     @property
     def cost_class(self) -> str:
         """Return the key of node costs: `cpu/2` (two cores), `cuda/NVIDIA H100`, `cuda/NVIDIA H100/tensorrt`."""
         name = f"cpu/{self.cores}" if self.kind == "cpu" else f"{self.kind}/{self.model or 'unknown'}"
+        name += f"/{self.cores}" if self.has_cores and self.kind != "cpu" else ""
         if not self.options:
             return name
         defaults = find_kind(self.kind).options
-        values = [(key, value) for key, value in sorted(self.options.items()) if value != defaults[key][0]]
-        # Nodes are measured within the process of an isolated device, and cost the same there.
-        return "/".join([name, *(key if value == "true" else value for key, value in values if key != ISOLATE)])
+        # Nodes are measured within the process of an isolated device, and cost the same there; threads are its cores.
+        values = [item for item in sorted(self.options.items()) if item[0] not in (ISOLATE, THREADS)]
+        values = [(key, value) for key, value in values if value not in defaults.get(key, ())[:1]]
+        own = {key: f"{key.removeprefix(PROVIDER_OPTION)}={value}" for key, value in values if key not in defaults}
+        return "/".join([name, *(own.get(key) or (key if value == "true" else value) for key, value in values)])
 
 
 @dataclass(frozen=True)
@@ -198,11 +215,30 @@ class Shared:
         for name in ("memory_slowdown", "compute_slowdown"):
             require_number(self, name, where, 1, MAX_SLOWDOWN)
         require_number(self, "memory_bytes_per_second", where, 0, MAX_BYTES_PER_SECOND)
-        if len(set(self.devices)) < max(len(self.devices), 2):
-            raise TargetError("T007", "expected two or more devices, each named once", where=where)
-        if len({split_host(name)[0] for name in self.devices}) > 1:
-            message = f"expected devices of one host, got devices of {format_names(list_hosts(self.devices))}"
-            raise TargetError("T007", message, where=where, hint="write an entry for each host")
+        _require_group(self.devices, where)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices that take their memory from one pool, such as the processor and the integrated GPU of a laptop."""
+
+    devices: tuple[str, ...]
+    memory_bytes: int
+    """What all of them together may use."""
+
+    def __post_init__(self) -> None:
+        where = f"pool {', '.join(map(str, self.devices[:MAX_LISTED]))}"
+        require_number(self, "memory_bytes", where, 0, MAX_MEMORY_BYTES, whole=True)
+        _require_group(self.devices, where)
+
+
+def _require_group(devices: tuple[str, ...], where: str) -> None:
+    """Raise TargetError unless a group has two or more devices of one host, each once."""
+    if len(set(devices)) < max(len(devices), 2):
+        raise TargetError("T007", "expected two or more devices, each named once", where=where)
+    if len({split_host(name)[0] for name in devices}) > 1:
+        message = f"expected devices of one host, got devices of {format_names(list_hosts(devices))}"
+        raise TargetError("T007", message, where=where, hint="write an entry for each host")
 
 
 @dataclass(frozen=True)
@@ -215,6 +251,8 @@ class Target:
     link_model: LinkModel = "duplex"
     shared: tuple[Shared, ...] = ()
     """Devices that slow each other down."""
+    pools: tuple[Pool, ...] = ()
+    """Devices that share their memory: the sum of what they hold keeps the limit of the pool."""
     _position: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -228,11 +266,16 @@ class Target:
         require_hosts_on_all(list(position), "target")
         require_hosts_together(list(position), "target")
         require_links(list(position), [(link.source, link.destination) for link in self.links])
-        for entry in self.shared:
+        entries: tuple[Shared | Pool, ...] = (*self.shared, *self.pools)
+        for entry in entries:
             for device_id in entry.devices:
                 if device_id not in position:
-                    message = f"the shared entry names an unknown device: {device_id!r}"
+                    message = f"the {type(entry).__name__.lower()} entry names an unknown device: {device_id!r}"
                     raise TargetError("T007", message, where="target", hint=suggest_nearest(device_id, position))
+        pooled = [device_id for pool in self.pools for device_id in pool.devices]
+        if len(set(pooled)) < len(pooled):
+            twice = next(name for name in pooled if pooled.count(name) > 1)
+            raise TargetError("T007", f"{twice} is in two pools", where="target", hint="name it in one of them")
         object.__setattr__(self, "_position", position)
 
     def __repr__(self) -> str:
@@ -242,6 +285,30 @@ class Target:
         groups = [f"{format_names(ids, quoted=False)}: {kind}" for kind, ids in kinds.items()]
         given = f"{format_count(len(self.links), 'link')} given, {self.link_model}"
         return format_object(f"Target of {format_count(len(self.devices), 'device')}", format_first(groups), given)
+
+    @cached_property
+    def processors(self) -> NDArray[np.bool_]:
+        """Return [device, processor]: whether the device computes on the processor."""
+        names = [[f"{d.host}/{name}".lstrip("/") for name in d.processors] or [d.id] for d in self.devices]
+        every = dict.fromkeys(name for row in names for name in row)
+        return np.array([[name in row for name in every] for row in names])
+
+    @property
+    def shares_processors(self) -> bool:
+        """Return whether some devices cannot compute at the same time."""
+        return bool((self.processors.sum(axis=0) > 1).any())
+
+    def choose_devices(self, device_ids: Collection[str]) -> Target:
+        """Return the target with these devices only, in their order here."""
+        kept = [device for device in self.devices if device.id in device_ids]
+        ends = {*(device.id for device in kept), *(device.host for device in kept), ALL_TO_ALL, PER_HOST}
+
+        def restrict(entries: Iterable[Any]) -> tuple[Any, ...]:
+            kept = [(item, tuple(name for name in item.devices if name in ends)) for item in entries]
+            return tuple(replace(item, devices=names) for item, names in kept if len(names) > 1)
+
+        links = tuple(link for link in self.links if link.source in ends and link.destination in ends)
+        return replace(self, devices=tuple(kept), links=links, shared=restrict(self.shared), pools=restrict(self.pools))
 
     @property
     def hosts(self) -> tuple[str, ...]:

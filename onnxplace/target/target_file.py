@@ -14,12 +14,12 @@ from typing import TypeVar
 from onnxplace.errors import InputError, TargetError, format_names, format_one_line, format_value, suggest_nearest
 from onnxplace.target.hosts import ALL_TO_ALL, PER_HOST
 from onnxplace.target.limits import require_device_limit
-from onnxplace.target.target import LINK_MODELS, Device, Link, Shared, Target
+from onnxplace.target.target import LINK_MODELS, Device, Link, Pool, Shared, Target
 from onnxplace.utils.files import read_text
 
 Record = TypeVar("Record")
 # The tables and values at the top level of a target file.
-_ENTRIES = ("devices", "links", "link_model", "shared")
+_ENTRIES = ("devices", "links", "link_model", "shared", "pools")
 # Numbers of devices or hosts, in ids of several equal devices: `cuda:[0-7]`.
 _RANGE = re.compile(r"\[([0-9]{1,4})-([0-9]{1,4})\]")
 
@@ -61,14 +61,20 @@ def _parse_target(data: dict[str, object]) -> Target:
     if model not in LINK_MODELS:
         raise ValueError(f"expected one of {format_names(LINK_MODELS)} for link_model, got {format_value(model)}")
     data = {**data, "devices": _expand_devices(data.get("devices")), "links": _expand_links(data.get("links", []))}
-    shared = _parse_records(data, "shared", Shared)
-    return Target(_parse_records(data, "devices", Device), _parse_records(data, "links", Link), model, shared)
+    devices, links = _parse_records(data, "devices", Device), _parse_records(data, "links", Link)
+    return Target(devices, links, model, _parse_records(data, "shared", Shared), _parse_records(data, "pools", Pool))
 
 
 def _expand_devices(entries: object) -> object:
-    """Return the tables of devices, an entry for each of `cuda:[0-7]`."""
+    """Return the tables of devices, an entry for each of `cuda:[0-7]`; `processor` is one of `processors`."""
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         return [] if entries is None else entries
+    entries = [
+        {**{name: value for name, value in entry.items() if name != "processor"}, "processors": [entry["processor"]]}
+        if "processor" in entry and "processors" not in entry
+        else entry
+        for entry in entries
+    ]
     return [{**e, "id": i} if "id" in e else e for e in entries for i in _expand_ids(e.get("id"))]
 
 
@@ -137,10 +143,11 @@ def format_target(target: Target, *, compact: bool = False) -> str:
     id = "cpu:0"
     """
     lines = [f'link_model = "{target.link_model}"', ""]
-    tables: tuple[tuple[str, Sequence[Device | Link | Shared]], ...] = (
+    tables: tuple[tuple[str, Sequence[Device | Link | Shared | Pool]], ...] = (
         ("[[devices]]", target.devices),
         ("[[links]]", target.links),
         ("[[shared]]", target.shared),
+        ("[[pools]]", target.pools),
     )
     for heading, records in tables:
         for entries in map(_list_entries, records) if not compact else _list_compact_entries(records):
@@ -148,7 +155,7 @@ def format_target(target: Target, *, compact: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _list_entries(record: Device | Link | Shared) -> dict[str, object]:
+def _list_entries(record: Device | Link | Shared | Pool) -> dict[str, object]:
     """Return the fields of a record, as a file has them."""
     entries = {item.name: getattr(record, item.name) for item in fields(record)}
     if isinstance(record, Link) and record.source in (ALL_TO_ALL, PER_HOST):
@@ -157,7 +164,7 @@ def _list_entries(record: Device | Link | Shared) -> dict[str, object]:
     return entries
 
 
-def _list_compact_entries(records: Sequence[Device | Link | Shared]) -> list[dict[str, object]]:
+def _list_compact_entries(records: Sequence[Device | Link | Shared | Pool]) -> list[dict[str, object]]:
     """Return the fields of records that differ from defaults; of equal devices in a row, one record for all."""
     keyed = []
     for position, record in enumerate(records):

@@ -69,6 +69,7 @@ def build_manifest(
             links=target.with_all_links().links,
             link_model=target.link_model,
             shared=target.shared,
+            pools=target.pools,
         ),
         inputs=tuple(InputRecord(**asdict(declaration_of(value, model))) for value in model.inputs),
         outputs=_output_records(model, types),

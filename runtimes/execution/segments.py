@@ -81,10 +81,18 @@ class PlacedDevice:
             call_guarded(warnings.warn, NoteWarning(note))
 
 
-def find_cores(devices: Iterable[Device]) -> dict[str, tuple[int, ...]]:
-    """Return the cores of each CPU device of one host, by its id."""
-    cpus = [device for device in devices if device.is_host]
-    return dict(zip([device.id for device in cpus], assign_cores([device.cores for device in cpus])))
+def find_cores(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
+    """Return the cores of each device of one host that computes on cores, by its id: those of its processors."""
+    processors = {device.id: device.processors or (device.id,) for device in devices if device.has_cores}
+    sizes: dict[str, int] = {}
+    for device in sorted((item for item in devices if item.has_cores), key=lambda item: len(processors[item.id])):
+        names = processors[device.id]
+        for name in names:  # one that only wider devices have is an equal part of theirs
+            sizes[name] = max(sizes.get(name, 0), device.cores if len(names) == 1 else 0) or device.cores // len(names)
+    order = dict.fromkeys(name for names in processors.values() for name in names)
+    cores = dict(zip(order, assign_cores([max(sizes[name], 1) for name in order])))
+    joined = {key: [core for name in names for core in cores[name]] for key, names in processors.items()}
+    return {device.id: tuple(joined[device.id][: device.cores]) for device in devices if device.has_cores}
 
 
 class OpenSegment:

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from onnxplace.errors import TargetError, UsageError
 from onnxplace.target.kind_table import find_kind, list_kind_names
 from onnxplace.target.parsing import DeviceSpec, parse_bytes, parse_devices, parse_memory
-from onnxplace.target.target import LINK_MODELS, Device, Link, Target, default_link
+from onnxplace.target.target import LINK_MODELS, Device, Link, Pool, Target, default_link
 from onnxplace.target.target_file import format_target, read_target
 
 device_ids = st.builds("{}:{}".format, st.sampled_from(list_kind_names()), st.integers(0, 99))
@@ -82,7 +82,6 @@ def test_a_repeated_device_is_refused(ids):
         ("cpus:0", ("'cpus:0'", "did you mean 'cpu:0'?")),
         ("cuad:0", ("'cuad:0'", "did you mean 'cuda:0'?")),
         ("tpu", ("'tpu'", "cpu:0")),
-        ("cpu", ("'cpu'", "cpu:0")),
         ("cpu:", ("'cpu:'", "cpu:0")),
         ("cuda:-1", ("'cuda:-1'", "cuda:0")),
         ("cpu:0,cpu:x", ("'cpu:x'", "cpu:0")),
@@ -133,7 +132,12 @@ def test_devices_have_parts_and_options(text, device, options):
         ("2", ("T005", "unknown device '2'", "name each device, as in cpu:0,cpu:1")),
         ("cpu:0/0", ("T005", "cannot be one of several on cpu:0")),
         ("cuda:0/", ("T005", "no number after the slash", "cuda:0/0")),
-        ("cuda:0/x", ("T005", "no number after the slash")),
+        ("cuda:0/X", ("T005", "no number after the slash")),
+        ("cpu:1-0", ("T005", "cannot be several processors", "cpu:0-3")),
+        ("cuda:0-1", ("T005", "cannot be several processors")),
+        ("cpu:0{threads=0}", ("T005", "expected a number of 1 to", "threads")),
+        ("cpu:0{option.x=1}", ("T005", "has no option 'option.x'")),
+        ("cuda:0{tf32=1}", ("T005", "has no option 'tf32'", "option.tf32")),
         ("cuda:0,cuda:0/1", ("T005", "as a whole and in parts", "cuda:0/0,cuda:0/1")),
         ("cuda:0/1,cuda:0/01", ("T005", "twice")),
     ],
@@ -143,6 +147,71 @@ def test_bad_parts_and_options_are_refused(text, words):
         parse_devices(text)
     for word in words:
         assert word in str(caught.value)
+
+
+def list_named(text):
+    return [(spec.id, dict(spec.options)) for spec in parse_devices(text)]
+
+
+def test_a_kind_with_cores_stands_for_all_processors_that_are_named():
+    assert list_named("cpu:0,cpu:2,cpu") == [("cpu:0", {}), ("cpu:2", {}), ("cpu:0-2", {})]
+    assert list_named("cpu{threads=2}") == [("cpu:0", {"threads": "2"})]
+    address = Device("cpu:00-03", 1).address
+    assert (address.index, address.last, address.id) == (0, 3, "cpu:0-3")
+
+
+def test_a_device_that_is_named_again_with_options_is_another_way_to_use_it():
+    _, (variant, options) = list_named("cuda:0,cuda:0{provider=tensorrt}")
+    assert (variant, options) == ("cuda:0/tensorrt", {"provider": "tensorrt"})
+    address = Device(variant, 1, options=options).address
+    assert (address.index, address.part, address.id) == (0, "tensorrt", variant)
+
+
+def test_options_of_a_provider_are_taken_as_they_are():
+    text = 'cuda:0{option.a={"CPU": {"X": "}", "Y": 1}},option.b=2},cpu:0'
+    assert list_named(text)[0] == ("cuda:0", {"option.a": '{"CPU": {"X": "}", "Y": 1}}', "option.b": "2"})
+    device = Device("cuda:0", 1, model="H100", options={"option.b": "2"})
+    assert device.cost_class == "cuda/H100/b=2"
+
+
+def test_devices_share_processors_by_name_on_their_host():
+    devices = (
+        Device("a/cpu:0", 1),
+        Device("a/cuda:0", 1, processors=("cpu:0",)),
+        Device("b/cpu:0", 1, processors=("x", "y")),
+        Device("b/cpu:1", 1, processors=("y",)),
+    )
+    target = Target(devices, (Link("all-to-all", "all-to-all", 0, 1),))
+    assert target.processors.astype(int).tolist() == [[1, 0, 0], [1, 0, 0], [0, 1, 1], [0, 0, 1]]
+    assert target.shares_processors
+    assert not Target((Device("cpu:0", 1), Device("cpu:1", 1))).shares_processors
+
+
+@pytest.mark.parametrize(
+    ("pools", "words"),
+    [
+        ([Pool(("cpu:0", "cpu:2"), 1)], "unknown device: 'cpu:2'"),
+        ([Pool(("cpu:0", "cpu:1"), 1)] * 2, "cpu:0 is in two pools"),
+    ],
+)
+def test_a_pool_names_devices_of_the_target_once(pools, words):
+    with pytest.raises(TargetError, match=words):
+        Target((Device("cpu:0", 1), Device("cpu:1", 1)), pools=tuple(pools))
+    with pytest.raises(TargetError, match="two or more"):
+        Pool(("cpu:0",), 1)
+
+
+def test_chosen_devices_keep_their_links_and_pools():
+    devices = tuple(Device(f"cpu:{n}", 8) for n in range(3))
+    target = Target(
+        devices,
+        (Link("cpu:0", "cpu:2", 1, 1), Link("cpu:0", "cpu:1", 1, 1)),
+        pools=(Pool(("cpu:0", "cpu:1", "cpu:2"), 9),),
+    )
+    chosen = target.choose_devices(["cpu:2", "cpu:0"])
+    assert [device.id for device in chosen.devices] == ["cpu:0", "cpu:2"]
+    assert chosen.links == target.links[:1]
+    assert chosen.pools == (Pool(("cpu:0", "cpu:2"), 9),)
 
 
 def test_options_are_part_of_the_cost_class_unless_they_are_the_default():
@@ -422,3 +491,28 @@ def test_a_missing_link_is_noted_when_other_links_are_given(run_cli, monkeypatch
         result = run_cli("compile", model_file, *options)
         assert result.code == 0, result.err
         assert ("note[T013] cpu:1 -> cpu:0: " in result.err) == (count == 1)
+
+
+def test_processors_and_pools_are_read_and_written(tmp_path):
+    text = """
+[[devices]]
+id = "cpu:0"
+memory_bytes = 8
+processor = "core0"
+[[devices]]
+id = "cpu:0-1"
+memory_bytes = 8
+processors = ["core0", "core1"]
+options = {threads = "2"}
+[[pools]]
+devices = ["cpu:0", "cpu:0-1"]
+memory_bytes = 12
+"""
+    path = tmp_path / "target.toml"
+    path.write_text(text, encoding="utf-8")
+    target = read_target(path)
+    assert [device.processors for device in target.devices] == [("core0",), ("core0", "core1")]
+    assert target.pools == (Pool(("cpu:0", "cpu:0-1"), 12),)
+    for compact in (False, True):
+        path.write_text(format_target(target, compact=compact), encoding="utf-8")
+        assert read_target(path) == target

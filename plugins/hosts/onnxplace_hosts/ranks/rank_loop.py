@@ -287,7 +287,7 @@ def open_rank(opening: Opening, links: Links, fetch: Fetch) -> RankLoop:
     target = bundle.target
     device = target.devices[target.position(name)]
     _require_local(device)
-    cores = find_cores(item for item in target.devices if item.host == device.host)
+    cores = find_cores([item for item in target.devices if item.host == device.host])
     placed = PlacedDevice(device, cores.get(name, ()))
     # A device may take the place of others on further routes: it opens the segments of all these.
     homes = {home for route in list_routes(bundle.manifest) for home, item in route.devices.items() if item == name}
