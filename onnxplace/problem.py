@@ -102,14 +102,17 @@ class PlacementProblem:
 
 
 def interchangeable_devices(problem: PlacementProblem) -> Ints:
-    """Return, per device, the first device with which swapping it changes no cost, no limit, no pin and no link."""
+    """Return, per device, the first device with which swapping it changes nothing.
+
+    That is no cost, limit, pin or link, and no device with which it shares a processor.
+    """
     devices = np.arange(len(problem.limit_bytes))
     pins = np.where(np.isin(devices, problem.pinned), devices, -1)
     costs = np.column_stack([problem.seconds, problem.limit_bytes, pins])
-    return find_equal_devices(costs, *problem.target.link_arrays())
+    return find_equal_devices(costs, *problem.target.link_arrays(), problem.target.conflicts)
 
 
-def find_equal_devices(costs: Floats, *links: Floats) -> Ints:
+def find_equal_devices(costs: Floats, *links: Floats | Bools) -> Ints:
     """Return, per device, the first one with equal costs ([device, anything]) and links ([device, device])."""
     first = np.arange(len(costs), dtype=np.int32)
     for b in range(len(costs)):

@@ -181,6 +181,12 @@ def _search_widening(best: Incumbent, width: int, deadline: float, max_width: in
     # Where a transfer may fill a gap of an incoming channel, sums and maxima along the actions are no bound on it.
     proofs = [tables, tables._replace(receives=True, delays=True)][: 1 + tables.one_channel]
     relaxations = [tables._replace(receives=True)] * has_shared_channels
+    if best.problem.target.shares_processors:
+        # Where nodes take turns, one that is ready later may end sooner, so that no state dominates. Turns follow from
+        # when values arrive, which is exact without shared channels; and of nodes at one time, if all take time.
+        turns = 1 + bool((best.problem.seconds > 0).all())
+        in_turn = tables._replace(receives=has_shared_channels, in_turn=turns, patient=True)
+        (relaxations if has_shared_channels else proofs).append(in_turn)
     graph, limit_bytes = best.problem.graph, best.problem.limit_bytes
     # Some device might have to hold more than its limit.
     if graph.total_weight_bytes + (graph.value_bytes.sum() + graph.workspace_bytes.sum()) > limit_bytes.min():
