@@ -298,6 +298,12 @@ class Target:
         """Return whether some devices cannot compute at the same time."""
         return bool((self.processors.sum(axis=0) > 1).any())
 
+    @cached_property
+    def conflicts(self) -> NDArray[np.bool_]:
+        """Return [device, device]: whether they have a processor in common, as each device has with itself."""
+        processors = self.processors.astype(np.float32)  # numpy multiplies booleans slowly
+        return processors @ processors.T > 0
+
     def choose_devices(self, device_ids: Collection[str]) -> Target:
         """Return the target with these devices only, in their order here."""
         kept = [device for device in self.devices if device.id in device_ids]
