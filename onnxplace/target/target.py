@@ -288,10 +288,13 @@ class Target:
 
     @cached_property
     def processors(self) -> NDArray[np.bool_]:
-        """Return [device, processor]: whether the device computes on the processor."""
+        """Return [device, processor]: whether the device computes on the processor.
+
+        Processors that the same devices compute on count as one.
+        """
         names = [[f"{d.host}/{name}".lstrip("/") for name in d.processors] or [d.id] for d in self.devices]
-        every = dict.fromkeys(name for row in names for name in row)
-        return np.array([[name in row for name in every] for row in names])
+        users = dict.fromkeys(tuple(name in row for row in names) for own in names for name in own)
+        return np.array(list(zip(*users)))
 
     @property
     def shares_processors(self) -> bool:

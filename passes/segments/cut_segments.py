@@ -259,7 +259,6 @@ def merge_segments(state: State, nodes: Sequence[Ints]) -> list[Ints]:
         sends.seconds,
         *sends.needs.arrays,
         LINK_MODELS.index(state.target.link_model),
-        state.target.conflicts if state.target.shares_processors else np.zeros((0, 0), dtype=bool),
     )
     devices = len(state.target.devices)
     records, gaps = np.zeros(devices, DEVICE), np.zeros(devices + len(sends.destination) + 1, GAP)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
+from onnxplace.graph.op_graph import Floats, Ints, Longs
 from onnxplace.simulation.channel_kernels import book_transfer, open_channels
 from onnxplace.utils.jit import compiled_loop, compiled_part
 
@@ -42,8 +42,6 @@ class SegmentQueues(NamedTuple):
     """Values that are sent and that a segment reads."""
     link_model: int
     """Index into LINK_MODELS."""
-    conflicts: Bools
-    """[device, device]: whether they share a processor; empty where no two devices do."""
 
 
 @compiled_part
@@ -53,11 +51,9 @@ def _run(work, joined, records, gaps, arrival, sequence):
     A block is a segment and the segments behind it, on its device, that are `joined`. It starts once all values have
     arrived that a segment in it needs from other devices, and its values leave at its end, over the links as in
     `onnxplace.simulation`. Fills `arrival` per value that is sent, and `sequence` with all segments, in an order in
-    which their blocks can run. Blocks take the processors of their devices in the order in which they could start.
+    which their blocks can run.
     """
     devices = len(work.queue_starts) - 1
-    # Per device: when its next block is ready, how long that takes and where it ends; when its processors are free.
-    ready, length, stop, free = np.empty(devices), np.empty(devices), np.empty(devices, np.int64), np.zeros(devices)
     for send in range(len(arrival)):
         arrival[send] = -1.0
     for d in range(devices):
@@ -68,7 +64,7 @@ def _run(work, joined, records, gaps, arrival, sequence):
         # Of the blocks that can run, the one that ends first.
         chosen, chosen_finish, chosen_end = -1, np.inf, 0
         for d in range(devices):
-            first, ready[d] = records[d].head, np.inf
+            first = records[d].head
             if first == work.queue_starts[d + 1]:
                 continue
             # A block pays for one call, its segments for the rest of their time.
@@ -80,14 +76,8 @@ def _run(work, joined, records, gaps, arrival, sequence):
                     # A value that nobody has sent yet keeps the block from running.
                     start = max(start, arrival[work.needs[k]] if arrival[work.needs[k]] >= 0.0 else np.inf)
                 end += 1
-            ready[d], length[d], stop[d] = start, total, end
-        for d in range(devices):
-            finish = max(ready[d], free[d]) + length[d] if ready[d] < np.inf else np.inf
-            for e in range(len(work.conflicts)):
-                if work.conflicts[d, e] and (ready[e] < ready[d] or (ready[e] == ready[d] and e < d)):
-                    finish = np.inf  # the other one is before it
-            if finish < chosen_finish:
-                chosen, chosen_finish, chosen_end = d, finish, stop[d]
+            if start + total < chosen_finish:
+                chosen, chosen_finish, chosen_end = d, start + total, end
         if chosen < 0:
             break
         # Send the block's values at its end, segment by segment, as links become free.
@@ -101,8 +91,6 @@ def _run(work, joined, records, gaps, arrival, sequence):
                 arrival[send] = begin + seconds
                 makespan = max(makespan, arrival[send])
         records[chosen].free, records[chosen].head = chosen_finish, chosen_end
-        for d in range(len(work.conflicts)):
-            free[d] = max(free[d], chosen_finish) if work.conflicts[chosen, d] else free[d]
         makespan = max(makespan, chosen_finish)
     return makespan if done == len(work.queue) else np.inf
 

@@ -73,6 +73,7 @@ class BatchSimulator:
             workspace_bytes=graph.workspace_bytes,
             latency=latency,
             per_byte=per_byte,
+            conflicts=self.target.conflicts,
             link_model=LINK_MODELS.index(self.target.link_model),
             waiting=np.bincount(
                 graph.inputs.rows[graph.producer[graph.inputs.items] >= 0], minlength=len(graph)
