@@ -111,7 +111,7 @@ def build_tables(problem: PlacementProblem) -> ProblemTables:
     # Permutations that only exchange interchangeable devices, and ordered choices of destinations for one value.
     all_shuffles = np.array(list(permutations(range(devices))), dtype=np.int32)
     shuffles = all_shuffles[(interchangeable[all_shuffles] == interchangeable).all(axis=1)]
-    uses = np.unique(problem.target.processors, axis=1).astype(np.int64)
+    uses = problem.target.processors.astype(np.int64)
     tuples = [[*p, *[-1] * (devices - k)] for k in range(devices) for p in permutations(range(devices), k)]
     return ProblemTables(
         devices=devices, group=problem.group.astype(np.int32), group_mask=group_mask, group_bytes=weight_bytes,

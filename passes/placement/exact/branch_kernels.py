@@ -53,7 +53,7 @@ class ProblemTables(NamedTuple):
     conflicts: Bools
     """[device, device]: whether they share a processor."""
     uses: Longs
-    """Per device, the processors that it computes on as bits; those that the same devices use count as one."""
+    """Per device, the processors that it computes on, as bits."""
     seconds: Floats
     least: Floats
     least_work: Floats
