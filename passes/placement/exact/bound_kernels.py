@@ -271,7 +271,7 @@ def bound_state(reals, ints, mask, tables, early, arrival):
         best = max(best, fill_level(opening, 0, opening[0], 0.0, total) + tables.tail[node])
         load_and_tail = max(load_and_tail, (opening_seconds + total) / used + tables.tail[node])
         # Processors that the node needs wherever it runs.
-        for p in range(processors):
+        for p in range(processors if needed else 0):
             if (needed >> p) & 1:
                 own_load[p] += shortest
                 best = max(best, own_load[p] + tables.tail[node])
