@@ -1,13 +1,25 @@
 """Devices that share processors take turns: steps by hand, rules checked node by node, rates, contention and bounds."""
 
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from onnxplace.bundle.bundle_simulation import (
+    SubmittedRequest,
+    predict_interval_seconds,
+    simulate_manifest,
+    simulate_requests,
+)
+from onnxplace.driver.compile import compile_model
+from onnxplace.passes.emit import Emit
+from onnxplace.passes.optimize import Optimize
+from onnxplace.passes.profile import ProfileCosts
+from onnxplace.passes.split import Split
+from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import bound_speedup
 from onnxplace.simulation.lower_bounds import lower_bound_seconds
 from onnxplace.simulation.simulated_contention import busy_slowdowns, simulate_with_contention
@@ -18,6 +30,7 @@ from onnxplace.target.target import LINK_MODELS, Device, Shared, Target
 from onnxplace.testing.pass_contract import TICK_SECONDS, random_graph, random_target
 from tests.simulation.test_simulate import placed_graphs, random_order, run
 from tests.simulation.test_weight_streams import list_inputs_seconds
+from tests.support.random_placements import RandomPlacement
 from tests.support.reference_simulator import even_target, graph_of, share_at_random, share_processors
 
 thorough = settings(deadline=None, derandomize=True, max_examples=300)
@@ -235,3 +248,38 @@ def test_processors_of_the_same_devices_count_as_one():
     target = share_processors(even_target(3), "a b", "b a c", "d")
     assert target.processors.astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     assert target.conflicts.astype(int).tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+
+
+# ---------------------------------------------------------------------------------------------------- bundles
+
+
+def test_the_predictions_of_a_bundle_have_devices_take_turns(run_cli, model_file, tmp_path):
+    placement = RandomPlacement((0, 1, 2, 0), (0,))
+    target = Target(tuple(Device(name, 1 << 30) for name in ("cpu:0", "cpu:1", "cpu:0-1")))
+    target = share_processors(target, "cpu:0", "cpu:1", "cpu:0 cpu:1")
+    steps = (Optimize(), ProfileCosts(estimate=True), placement, Split(), Emit())
+    bundle = compile_model(
+        model_file, tmp_path / "b", target=target, shape={"batch": 4}, pipeline=Pipeline(steps)
+    ).bundle
+    manifest = bundle.manifest
+    assert {segment.device for segment in manifest.segments} == {"cpu:0", "cpu:1", "cpu:0-1"}
+    step = simulate_manifest(manifest)
+    predicted = manifest.predicted
+    assert predicted.lower_bound_seconds <= step.makespan_seconds
+    assert step.makespan_seconds + predicted.request_seconds == pytest.approx(predicted.step_seconds)
+    busy = {item.id: item.compute_seconds for item in manifest.devices}
+    most = busy["cpu:0-1"] + max(busy["cpu:0"], busy["cpu:1"])
+    assert predict_interval_seconds(manifest) >= most
+    result = run_cli("run", bundle.path, "--runtime", "simulated", "--trace", tmp_path / "trace.json")
+    assert result.code == 0, result.err
+    # With requests in flight, what runs on the span excludes all else, and results come no faster than the interval.
+    requests = simulate_requests(manifest, [SubmittedRequest(0.0) for _ in range(8)])
+    device = [segment.device for segment in manifest.segments]
+    runs = sorted(
+        (start, finish, home)
+        for request in requests
+        for start, finish, home in zip(request.start_seconds, request.finish_seconds, device)
+    )
+    for (_, finish, home), (start, _, other) in combinations(runs, 2):
+        assert start >= finish or {home, other} == {"cpu:0", "cpu:1"}
+    assert requests[-1].end_seconds >= 8 * most
