@@ -127,6 +127,8 @@ def build_wiring(graph: OpGraph, seconds: Floats, target: Target) -> Wiring:
 def new_scratch(wiring: Wiring) -> Scratch:
     """Return arrays for simulations of a graph."""
     nodes, devices = len(wiring.order), len(wiring.latency)
+    records = np.zeros(devices, DEVICE)
+    records["shares"] = wiring.conflicts.sum(axis=0) > 1
     return Scratch(
         bottom=np.zeros(nodes),
         key=np.zeros(nodes),
@@ -140,7 +142,7 @@ def new_scratch(wiring: Wiring) -> Scratch:
         sequence=np.zeros(nodes, dtype=np.int32),
         ready_heap=np.zeros((devices, nodes), dtype=np.int32),
         future_heap=np.zeros((devices, nodes), dtype=np.int32),
-        devices=np.zeros(devices, DEVICE),
+        devices=records,
         gaps=np.zeros(devices + len(wiring.readers) + 1, GAP),
     )
 
@@ -207,10 +209,7 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
         record.ends, record.wake = np.inf, np.inf
         record.running, record.last, record.stamp = -1, -1, -1
         record.ready, record.future = 0, 0
-        record.shares, record.asks, record.taken = 0, 0, 0.0
-        for other in range(devices):
-            if other != d and wiring.conflicts[d, other]:
-                record.shares = 1
+        record.asks, record.taken = 0, 0.0
     open_channels(scratch.gaps, devices)
     # Count the inputs that each node waits for, and set its urgency.
     traffic = 0.0

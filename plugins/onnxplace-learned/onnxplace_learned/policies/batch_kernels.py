@@ -109,11 +109,8 @@ def simulate_one(graph, device, order, scratch, start, finish):
         record = scratch.devices[d]
         # Counting sort by device: `head` is where the next node goes, until the queues are full.
         record.head, record.running, record.stamp, record.touched = scratch.queue_starts[d], -1, -1, 1
+        record.asks = 0
         record.free, record.sending, record.receiving, record.arrival, record.taken = 0.0, 0.0, 0.0, 0.0, 0.0
-        record.shares, record.asks = 0, 0
-        for other in range(devices):
-            if other != d and graph.conflicts[d, other]:
-                record.shares = 1
     for position in range(count):
         node = order[position]
         d = device[node]
