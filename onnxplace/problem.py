@@ -102,14 +102,14 @@ class PlacementProblem:
 
 
 def interchangeable_devices(problem: PlacementProblem) -> Ints:
-    """Return, per device, the first device with which swapping it changes no cost, no limit, no pin and no link."""
+    """Return, per device, the first one with which swapping it changes no cost, limit, pin, link or conflict."""
     devices = np.arange(len(problem.limit_bytes))
     pins = np.where(np.isin(devices, problem.pinned), devices, -1)
     costs = np.column_stack([problem.seconds, problem.limit_bytes, pins])
-    return find_equal_devices(costs, *problem.target.link_arrays())
+    return find_equal_devices(costs, *problem.target.link_arrays(), problem.target.conflicts)
 
 
-def find_equal_devices(costs: Floats, *links: Floats) -> Ints:
+def find_equal_devices(costs: Floats, *links: Floats | Bools) -> Ints:
     """Return, per device, the first one with equal costs ([device, anything]) and links ([device, device])."""
     first = np.arange(len(costs), dtype=np.int32)
     for b in range(len(costs)):
@@ -195,12 +195,14 @@ def bound_speedup(profile: Profile, target: Target) -> float:
     """Return how many times as fast as the best single device all devices can be, by the costs of nodes.
 
     That is the work on the best one over the time in which all together, each at its own speed, do it without
-    transfers. It is infinite where the costs show no limit, such as where each device refuses some node.
+    transfers. Of devices that share processors, the best one for a node counts on each processor. It is infinite where
+    the costs show no limit, such as where each device refuses some node.
     """
-    seconds = device_seconds(profile, target)
+    seconds, processors = device_seconds(profile, target), target.processors
     seconds = np.where(is_refused(seconds), np.inf, seconds)
     with np.errstate(divide="ignore", invalid="ignore"):
-        together = float((1 / (1 / seconds).sum(axis=0)).sum())
+        rates = 1 / (seconds * processors.sum(axis=1)[:, None])
+        together = float((1 / np.stack([rates[users].max(axis=0) for users in processors.T]).sum(axis=0)).sum())
     best = float(seconds.sum(axis=1).min(initial=np.inf))
     return best / together if 0 < together < np.inf else np.inf
 

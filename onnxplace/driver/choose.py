@@ -208,7 +208,7 @@ def list_device_sets(target: Target) -> list[tuple[str, ...]]:
     """
     if not target.shares_processors:
         return [()]
-    ways, rivals = target.processors.sum(axis=1), target.processors @ target.processors.T.astype(int) > 0
+    ways, rivals = np.array([max(len(item.processors), 1) for item in target.devices]), target.conflicts
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, device in enumerate(target.devices):
         if ways[index] == 1 and rivals[index].sum() > 1:

@@ -110,12 +110,15 @@ def list_crossings(step: PlacedStep) -> tuple[Crossing, ...]:
 
 
 def find_device_predecessors(step: PlacedStep) -> list[int]:
-    """Return, for each node, the one that its device runs before it, or -1."""
-    previous, last = [-1] * len(step.graph), dict[int, int]()
-    device = step.device.tolist()
-    for node in step.order.tolist():
-        previous[node] = last.get(device[node], -1)
-        last[device[node]] = node
+    """Return, for each node, the one that its device, or a processor of it, runs before it, or -1."""
+    previous, last = [-1] * len(step.graph), [-1] * len(step.device_names)
+    device, start, finish = step.device.tolist(), step.simulation.start_seconds, step.simulation.finish_seconds
+    conflicts = [np.flatnonzero(row).tolist() for row in step.target.conflicts]
+    for node in step.order[np.lexsort((finish[step.order], start[step.order]))].tolist():
+        previous[node] = last[device[node]]
+        for other in conflicts[device[node]]:
+            if last[other] < 0 or finish[last[other]] <= finish[node]:
+                last[other] = node
     return previous
 
 

@@ -167,8 +167,8 @@ def compute_heads(order, producer, in_starts, ins, least, send, has_channels, ne
 
 
 @linear_in_place
-def best_threshold(by_tail, levels, head, tail, work, devices):
-    """Return the largest head level + work / devices + tail, over nodes with at least that head and that tail."""
+def best_threshold(by_tail, levels, head, tail, work, processors):
+    """Return the largest head level + work / processors + tail, over nodes with at least that head and that tail."""
     # Nodes come by falling tail, so that `total` is the work with at least the tail of the current one.
     best = 0.0
     for k in range(len(levels)):
@@ -177,7 +177,7 @@ def best_threshold(by_tail, levels, head, tail, work, devices):
             node = by_tail[i]
             if head[node] >= levels[k]:
                 total += work[node]
-                best = max(best, levels[k] + total / devices + tail[node])
+                best = max(best, levels[k] + total / processors + tail[node])
     return best
 
 

@@ -1,7 +1,7 @@
 """Lower bounds on the makespan of any placement.
 
-All bounds are for the causal simulator and hold in each of its link models. Each relaxes something: that devices
-compute one node at a time, that values have to be sent, or both except around one node.
+All bounds are for the causal simulator and hold in each of its link models. Each relaxes something: that processors
+run one node at a time, that values have to be sent, or both except around one node.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def lower_bound_seconds(
     """Return a lower bound on the makespan: the largest of several cheap bounds. O((N + E) log N).
 
     - the longest way through one node (`heads_and_tails`);
-    - heads, work and tails: what starts after `a` and has `b` to come must share all devices in between; what is
-      `pinned` to one device (device per group, -1 where free; `group` per node), or in one group, must share that one;
-    - all work, spread over devices of different speed as well as a fractional placement can;
+    - heads, work and tails: what starts after `a` and has `b` to come must share all processors in between; what is
+      `pinned` to one processor (device per group, -1 where free; `group` per node), or in one group, must share that;
+    - all work, spread over processors by devices of different speed as well as a fractional placement can;
     - where no device can hold everything, or pins disagree: the cheapest edge to cut, with what is before and after.
 
     `seconds` is [device, node]. Without a target, transfers and memory are left out.
@@ -92,17 +92,23 @@ def lower_bound_seconds(
     if not len(graph):
         return 0.0
     reach = heads_and_tails(graph, seconds, target)
-    bound = max(reach.longest_seconds, _threshold_bound(reach.least, reach, len(seconds)))
-    # Devices of one speed need no dual: the mean load is the bound.
-    if (seconds != seconds[0]).any():
-        bound = max(bound, _fractional_bound(seconds))
+    processors = np.eye(len(seconds), dtype=bool) if target is None else target.processors
+    used = processors.sum(axis=1)
+    # A node takes at least this much of the time of all processors.
+    work = (seconds * used[:, None]).min(axis=0)
+    bound = max(reach.longest_seconds, _threshold_bound(work, reach, processors.shape[1]))
+    # Devices of one speed and one processor need no dual: the mean load is the bound.
+    if (seconds != seconds[0]).any() or used.max() > 1:
+        bound = max(bound, _fractional_bound(seconds, processors))
     pinned_device = (
         pinned[group] if group is not None and pinned is not None else np.full(len(graph), -1, dtype=np.int32)
     )
     devices = np.unique(pinned_device[pinned_device >= 0])
-    # Nodes that must share a device run one after the other: their work is not divided by the number of devices.
-    for device in devices.tolist():
-        bound = max(bound, _threshold_bound(np.where(pinned_device == device, seconds[device], 0.0), reach, 1))
+    pinned_seconds = seconds[pinned_device, np.arange(len(graph))]
+    # Nodes that must share a processor run one after the other: their work is not divided by the number of processors.
+    for users in processors[:, processors[devices].any(axis=0)].T:
+        is_user = (pinned_device >= 0) & users[pinned_device]
+        bound = max(bound, _threshold_bound(np.where(is_user, pinned_seconds, 0.0), reach, 1))
     for is_member in _heaviest_groups(reach.least, group):
         bound = max(bound, _threshold_bound(np.where(is_member, reach.least, 0.0), reach, 1))
     if target is not None:
@@ -112,15 +118,15 @@ def lower_bound_seconds(
     return bound
 
 
-def _threshold_bound(work: Floats, reach: Reach, devices: int) -> float:
-    """Return the largest `a + work / devices + b` over what has a head of at least `a` and a tail of at least `b`."""
+def _threshold_bound(work: Floats, reach: Reach, processors: int) -> float:
+    """Return the largest `a + work / processors + b` over what has a head of at least `a` and a tail of `b`."""
     busy = np.flatnonzero(work > 0).astype(np.int64)
     if not len(busy):
         return 0.0
     # All tails, but only some heads: the loop takes their product.
     levels = np.unique(np.quantile(reach.head[busy], np.linspace(0, 1, MAX_HEAD_LEVELS), method="lower"))
     by_tail = busy[np.argsort(-reach.tail[busy], kind="stable")]
-    return float(best_threshold(by_tail, levels, reach.head, reach.tail, work, devices))
+    return float(best_threshold(by_tail, levels, reach.head, reach.tail, work, processors))
 
 
 def _heaviest_groups(least: Floats, group: Ints | None) -> Iterator[Bools]:
@@ -133,23 +139,24 @@ def _heaviest_groups(least: Floats, group: Ints | None) -> Iterator[Bools]:
             yield group == heavy
 
 
-def _fractional_bound(seconds: Floats) -> float:
+def _fractional_bound(seconds: Floats, processors: Bools) -> float:
     """Return a bound on the largest load of any fractional placement.
 
-    For weights `p` of the devices that sum to one, the largest load is at least the sum over nodes of
-    `min_d p[d] * seconds[d]` (the dual of the linear program); the weights move towards the busier devices.
+    For weights of the processors that sum to one, and the sum `p[d]` of those of device `d`, the largest load is at
+    least the sum over nodes of `min_d p[d] * seconds[d]` (the dual of the linear program); the weights move towards the
+    busier processors.
     """
-    weight = np.full(len(seconds), 1 / len(seconds))
+    weight = np.full(processors.shape[1], 1 / processors.shape[1])
     best = 0.0
     for step in range(SUBGRADIENT_STEPS):
-        weighted = weight[:, None] * seconds
+        weighted = (processors @ weight)[:, None] * seconds
         cheapest = weighted.argmin(axis=0)
         best = max(best, float(weighted.min(axis=0).sum()))
-        load = sum_by(cheapest.astype(np.int32), seconds[cheapest, np.arange(len(cheapest))], len(seconds))
+        load = sum_by(cheapest.astype(np.int32), seconds[cheapest, np.arange(len(cheapest))], len(seconds)) @ processors
         if not load.sum():
             break
-        # Multiplicative weights: busier devices become dearer. Steps shrink, and any weights give a valid bound, so the
-        # best one of all steps counts.
+        # Multiplicative weights: busier processors become dearer. Steps shrink, and any weights give a valid bound, so
+        # the best one of all steps counts.
         weight = weight * np.exp((load / load.sum() - 1 / len(load)) * 2 / (1 + step))
         weight /= weight.sum()
     return best

@@ -51,13 +51,13 @@ def busy_slowdowns(graph: OpGraph, seconds: Floats, target: Target, busy: Floats
     """Return factors [device, node] for times of nodes, where each device is busy for a share of its time.
 
     The others of a shared memory count by the sum of their shares, as `simulate_with_contention` counts those that
-    compute at the same time.
+    compute at the same time. Devices with a common processor do not.
     """
     factors = np.ones_like(seconds)
     for entry in target.shared:
         members = _member_devices(target, entry)
         for member in members.tolist():
-            others = float(busy[members].sum() - busy[member])
+            others = float(busy[members].sum() - busy[members[target.conflicts[member, members]]].sum())
             factors[member] += others * (_slowdown_factors(graph, seconds[member], entry) - 1)
     return factors
 

@@ -157,7 +157,7 @@ def _execute(
     queue_starts = np.concatenate([[0], np.cumsum(np.bincount(queue_device, minlength=len(target.devices)))])
     devices = np.zeros(len(target.devices), DEVICE)
     devices["head"], devices["running"], devices["stamp"], devices["touched"] = queue_starts[:-1], -1, -1, 1
-    devices["loaded"] = stream.loaded_seconds
+    devices["loaded"], devices["shares"] = stream.loaded_seconds, target.conflicts.sum(axis=0) > 1
     max_transfers = len(readers.items)  # each reader gets a value once
     placed = PlacedGraph(
         queue_starts,
@@ -169,6 +169,7 @@ def _execute(
         *readers.arrays,
         latency,
         per_byte,
+        target.conflicts,
         LINK_MODELS.index(target.link_model),
     )
     state = EventState(

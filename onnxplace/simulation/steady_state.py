@@ -3,7 +3,7 @@
 The objective of Tarnawski, Phanishayee, Devanur, Mahajan and Nina Paravecino, "Efficient Algorithms for Device
 Placement of DNN Graph Operators" (NeurIPS 2020): a result comes out once per interval, and the interval is the largest
 load. Order and latency within one request do not matter. Where requests take one of several routes, a linear program
-divides them, such that no device and no channel has more than a second of work per second.
+divides them, such that no processor and no channel has more than a second of work per second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from onnxplace.graph.op_graph import Floats, Ints, OpGraph, sum_by
+from onnxplace.graph.op_graph import Bools, Floats, Ints, OpGraph, sum_by
 from onnxplace.simulation.simulated_contention import busy_slowdowns
 from onnxplace.target.target import LinkModel, Target
 from onnxplace.utils.linear_programs import LinearProgram
@@ -36,7 +36,7 @@ QUEUED_REQUEST_SECONDS, HANDOVER_SECONDS = 36e-6, 50e-6
 
 @dataclass(frozen=True)
 class Loads:
-    """Seconds that one request takes on each device and on its channels."""
+    """Seconds that one request takes on each device, its processors and its channels."""
 
     compute_seconds: Floats
     """Per device."""
@@ -46,24 +46,27 @@ class Loads:
     """Per device: its incoming transfers."""
     link_model: LinkModel
     count: Count
+    processors: Bools
+    """[device, processor]."""
 
     @property
     def by_resource(self) -> dict[str, Floats]:
-        """Return, per kind of resource, its load on each device in seconds.
+        """Return, per kind of resource, the load of each processor, or of each device's channel, in seconds.
 
         With `max`, computing is one resource, and so is each channel: two for each device in a duplex target, one
         in a sequential one, none in a parallel one, where transfers do not contend. With `sum`, compute, sends and
-        receives of a device are one load in any link model: the device itself is busy with all of them.
+        receives of a device are one load in any link model: its processors are busy with all of them.
         """
         if self.count == "sum":
-            return {"computes and transfers": self.compute_seconds + self.sent_seconds + self.received_seconds}
+            busy_seconds = self.compute_seconds + self.sent_seconds + self.received_seconds
+            return {"computes and transfers": busy_seconds @ self.processors}
         if self.link_model == "duplex":
             channels = {"sends": self.sent_seconds, "receives": self.received_seconds}
         elif self.link_model == "sequential":
             channels = {"sends and receives": self.sent_seconds + self.received_seconds}
         else:
             channels = {}
-        return {"computes": self.compute_seconds, **channels}
+        return {"computes": self.compute_seconds @ self.processors, **channels}
 
     @property
     def interval_seconds(self) -> float:
@@ -72,10 +75,17 @@ class Loads:
 
     @property
     def largest(self) -> tuple[int, str]:
-        """Return the device with the largest load, and its activity; the first of several."""
+        """Return the device with the largest load, and its activity; the first of several.
+
+        Of devices on the busiest processor, it is the one that computes longest.
+        """
         by_resource = self.by_resource
         activity = max(by_resource, key=lambda name: float(by_resource[name].max()))
-        return int(by_resource[activity].argmax()), activity
+        index = int(by_resource[activity].argmax())
+        if "computes" in activity:
+            users = np.flatnonzero(self.processors[:, index])
+            index = int(users[self.compute_seconds[users].argmax()])
+        return index, activity
 
 
 def steady_state_loads(graph: OpGraph, seconds: Floats, target: Target, device: Ints, count: Count = "max") -> Loads:
@@ -91,6 +101,7 @@ def steady_state_loads(graph: OpGraph, seconds: Floats, target: Target, device: 
         received_seconds=sum_by(destination, transfer_seconds, devices),
         link_model=target.link_model,
         count=count,
+        processors=target.processors,
     )
 
 
@@ -125,9 +136,9 @@ class RequestRates:
 def predict_request_rates(graph: OpGraph, seconds: Floats, target: Target, devices: Sequence[Ints]) -> RequestRates:
     """Return the largest rate of requests, and how they divide over routes.
 
-    The rate is bounded by devices and channels: each has one second per second. Where devices share memory, each slows
-    the others down by the share of its time in which it is busy. Rate and slowdowns depend on each other: they are a
-    fixed point. Equally good divisions are made even.
+    The rate is bounded by processors and channels: each has one second per second. Where devices share memory, each
+    slows the others down by the share of its time in which it is busy. Rate and slowdowns depend on each other: they
+    are a fixed point. Equally good divisions are made even.
 
     Args:
         graph: The nodes, such as segments.
@@ -175,7 +186,7 @@ def predict_python_seconds(target: Target, devices: Sequence[Ints | list[str]]) 
 
 
 def divide_requests(loads: Sequence[Loads]) -> Floats:
-    """Return requests per second on each route: the largest sum that devices and channels allow, else even.
+    """Return requests per second on each route: the largest sum that processors and channels allow, else even.
 
     A linear program, solved by HiGHS. Infinite loads, which no placement has, are not allowed.
     """

@@ -26,6 +26,9 @@ DEVICE = np.dtype(
         ("receiving", np.float64),
         ("arrival", np.float64),  # when the value `stamp` arrives
         ("loaded", np.float64),  # when the last block of weights has arrived
+        ("shares", np.int64),  # 1 if a processor of it is also that of another device
+        ("asks", np.int64),  # 1 if its running node does not have its processors yet
+        ("taken", np.float64),  # when the nodes have finished that asked for its processors
     ],
     align=True,
 )
@@ -50,6 +53,8 @@ class PlacedGraph(NamedTuple):
     latency: Floats
     """[source, destination], seconds."""
     per_byte: Floats
+    conflicts: Bools
+    """[device, device]: whether they have a processor in common."""
     link_model: int
     """0: each device has one outgoing and one incoming channel; 1: no contention; 2: one channel for both directions.
     """
@@ -117,6 +122,7 @@ def run_events(placed, state):
     sent to every other device that reads them, once each, first to the next one. Transfers are booked when they become
     ready, in that order, so none delays one that was ready before it. A device reads blocks of weights one after the
     other, in the sequence of its nodes, each as soon as its keeper has run; no node starts before its block is there.
+    Nodes of devices that share processors take them in the order in which they are ready to start.
     """
     queue_starts, queue, device = placed.queue_starts, placed.queue, placed.device
     out_starts, outs, read_starts, readers = placed.out_starts, placed.outs, placed.read_starts, placed.readers
@@ -139,19 +145,34 @@ def run_events(placed, state):
                         devices[d].loaded = max(devices[d].loaded, freed) + blocks[first].load
                         blocks[first].arrival = devices[d].loaded
                         start[first] = max(start[first], devices[d].loaded)
-                    finish[first] = start[first] + placed.seconds[first]
+                    # Where processors are shared, it asks for them at that time, as an event of its own.
+                    devices[d].asks = devices[d].shares
+                    finish[first] = start[first] + (0.0 if devices[d].shares > 0 else placed.seconds[first])
             devices[d].touched = 0
-        # Find the node that finishes next; of several, the one of least index.
-        node = -1
+        # Find the next event: a node finishes, else one asks for its processors; of several, the one of least index.
+        node, home = -1, -1
         for d in range(device_count):
             candidate = devices[d].running
             if candidate >= 0 and (
-                node < 0 or finish[candidate] < finish[node] or (finish[candidate] == finish[node] and candidate < node)
+                node < 0
+                or finish[candidate] < finish[node]
+                or (
+                    finish[candidate] == finish[node]
+                    and (devices[d].asks, candidate) < (devices[home].asks, devices[home].running)
+                )
             ):
-                node = candidate
+                node, home = candidate, d
         if node < 0:
             break
-        now, home = finish[node], device[node]
+        now = finish[node]
+        if devices[home].asks > 0:
+            devices[home].asks = 0
+            start[node] = max(now, devices[home].taken)
+            finish[node] = start[node] + placed.seconds[node]
+            for d in range(device_count):
+                if placed.conflicts[home, d]:
+                    devices[d].taken = max(devices[d].taken, finish[node])
+            continue
         devices[home].running = -1
         devices[home].free = now
         # Only devices that are touched are looked at again: this one, and those that receive something.

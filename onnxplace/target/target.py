@@ -288,10 +288,13 @@ class Target:
 
     @cached_property
     def processors(self) -> NDArray[np.bool_]:
-        """Return [device, processor]: whether the device computes on the processor."""
+        """Return [device, processor]: whether the device computes on the processor.
+
+        Processors that the same devices compute on count as one.
+        """
         names = [[f"{d.host}/{name}".lstrip("/") for name in d.processors] or [d.id] for d in self.devices]
-        every = dict.fromkeys(name for row in names for name in row)
-        return np.array([[name in row for name in every] for row in names])
+        users = dict.fromkeys(tuple(name in row for row in names) for own in names for name in own)
+        return np.array(list(zip(*users)))
 
     @property
     def shares_processors(self) -> bool:
@@ -305,6 +308,12 @@ class Target:
             names = device.processors or (device.id,)
             cores.update({name: max(cores.get(name, 0), device.cores // len(names)) for name in names})
         return sum(cores.values())
+
+    @cached_property
+    def conflicts(self) -> NDArray[np.bool_]:
+        """Return [device, device]: whether they have a processor in common, as each device has with itself."""
+        processors = self.processors.astype(np.float32)  # numpy multiplies booleans slowly
+        return processors @ processors.T > 0
 
     def choose_devices(self, device_ids: Collection[str]) -> Target:
         """Return the target with these devices only, in their order here."""

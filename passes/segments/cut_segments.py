@@ -258,10 +258,12 @@ def merge_segments(state: State, nodes: Sequence[Ints]) -> list[Ints]:
         sends.destination,
         sends.seconds,
         *sends.needs.arrays,
+        state.target.conflicts,
         LINK_MODELS.index(state.target.link_model),
     )
     devices = len(state.target.devices)
     records, gaps = np.zeros(devices, DEVICE), np.zeros(devices + len(sends.destination) + 1, GAP)
+    records["shares"] = state.target.conflicts.sum(axis=0) > 1
     joined, sequence = merge_neighbours(queues, _list_attempts(by_device, seconds), records, gaps)
     merged = _join(plan, joined.tolist(), sequence.tolist())
     after = simulate_segments(state, merged).simulation.makespan_seconds

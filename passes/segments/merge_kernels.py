@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onnxplace.graph.op_graph import Floats, Ints, Longs
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
 from onnxplace.simulation.channel_kernels import book_transfer, open_channels
 from onnxplace.utils.jit import compiled_loop, compiled_part
 
@@ -40,6 +40,8 @@ class SegmentQueues(NamedTuple):
     """Where the needs of each segment begin."""
     needs: Ints
     """Values that are sent and that a segment reads."""
+    conflicts: Bools
+    """[device, device]: whether they have a processor in common."""
     link_model: int
     """Index into LINK_MODELS."""
 
@@ -49,20 +51,21 @@ def _run(work, joined, records, gaps, arrival, sequence):
     """Run blocks of segments in simulated time; return the length of the step, infinity where devices wait forever.
 
     A block is a segment and the segments behind it, on its device, that are `joined`. It starts once all values have
-    arrived that a segment in it needs from other devices, and its values leave at its end, over the links as in
-    `onnxplace.simulation`. Fills `arrival` per value that is sent, and `sequence` with all segments, in an order in
-    which their blocks can run.
+    arrived that a segment in it needs from other devices, and its values leave at its end. Processors and links are
+    shared as in `onnxplace.simulation`. Fills `arrival` per value that is sent, and `sequence` with all segments, in an
+    order in which their blocks can run.
     """
     devices = len(work.queue_starts) - 1
     for send in range(len(arrival)):
         arrival[send] = -1.0
     for d in range(devices):
         records[d].head, records[d].free, records[d].sending, records[d].receiving = work.queue_starts[d], 0.0, 0.0, 0.0
+        records[d].asks, records[d].taken = records[d].shares, 0.0
     open_channels(gaps, devices)
     done, makespan = 0, 0.0
     while True:
-        # Of the blocks that can run, the one that ends first.
-        chosen, chosen_finish, chosen_end = -1, np.inf, 0
+        # Of the blocks that can run, the one that ends first, or asks first for processors that are shared.
+        chosen, chosen_finish, chosen_turn, chosen_end, chosen_total = -1, np.inf, 0, 0, 0.0
         for d in range(devices):
             first = records[d].head
             if first == work.queue_starts[d + 1]:
@@ -76,10 +79,19 @@ def _run(work, joined, records, gaps, arrival, sequence):
                     # A value that nobody has sent yet keeps the block from running.
                     start = max(start, arrival[work.needs[k]] if arrival[work.needs[k]] >= 0.0 else np.inf)
                 end += 1
-            if start + total < chosen_finish:
-                chosen, chosen_finish, chosen_end = d, start + total, end
+            # At one instant, blocks end first, then they ask by their index.
+            finish, turn = start if records[d].asks > 0 else start + total, records[d].asks * (work.queue[first] + 1)
+            if (finish, turn) < (chosen_finish, chosen_turn):
+                chosen, chosen_finish, chosen_turn, chosen_end, chosen_total = d, finish, turn, end, total
         if chosen < 0:
             break
+        if records[chosen].asks > 0:
+            # From now on its device is free when its processors are.
+            records[chosen].asks, records[chosen].free = 0, max(chosen_finish, records[chosen].taken)
+            for d in range(devices):
+                if work.conflicts[chosen, d]:
+                    records[d].taken = max(records[d].taken, records[chosen].free + chosen_total)
+            continue
         # Send the block's values at its end, segment by segment, as links become free.
         for position in range(records[chosen].head, chosen_end):
             segment = work.queue[position]
@@ -91,6 +103,7 @@ def _run(work, joined, records, gaps, arrival, sequence):
                 arrival[send] = begin + seconds
                 makespan = max(makespan, arrival[send])
         records[chosen].free, records[chosen].head = chosen_finish, chosen_end
+        records[chosen].asks = records[chosen].shares
         makespan = max(makespan, chosen_finish)
     return makespan if done == len(work.queue) else np.inf
 

@@ -526,15 +526,19 @@ def test_costs_above_what_one_device_takes_in_a_trial_are_unsure_and_forgotten(m
 
 def test_two_equal_devices_are_at_most_twice_as_fast_as_one():
     profile = SimpleNamespace(seconds={"a": np.array([1.0, 3.0]), "b": np.array([2.0, np.inf])})
-    devices = [SimpleNamespace(cost_class=name) for name in "aab"]
-    assert bound_speedup(profile, SimpleNamespace(devices=devices[:2])) == pytest.approx(2.0)
-    assert bound_speedup(profile, SimpleNamespace(devices=devices[:1])) == pytest.approx(1.0)
+
+    def target(*names):
+        devices = [SimpleNamespace(cost_class=name) for name in names]
+        return SimpleNamespace(devices=devices, processors=np.eye(len(devices), dtype=bool))
+
+    assert bound_speedup(profile, target("a", "a")) == pytest.approx(2.0)
+    assert bound_speedup(profile, target("a")) == pytest.approx(1.0)
     # Of the first node, the three do 2.5 in a second, of the second one, two do 2 / 3.
-    assert bound_speedup(profile, SimpleNamespace(devices=devices)) == pytest.approx(4 / (1 / 2.5 + 1.5))
-    assert bound_speedup(profile, SimpleNamespace(devices=devices[2:])) == np.inf
+    assert bound_speedup(profile, target("a", "a", "b")) == pytest.approx(4 / (1 / 2.5 + 1.5))
+    assert bound_speedup(profile, target("b")) == np.inf
     profile.seconds["b"][1] = REFUSED_SECONDS  # as profiles say it
-    assert bound_speedup(profile, SimpleNamespace(devices=devices)) == pytest.approx(4 / (1 / 2.5 + 1.5))
-    assert bound_speedup(profile, SimpleNamespace(devices=devices[2:])) == np.inf
+    assert bound_speedup(profile, target("a", "a", "b")) == pytest.approx(4 / (1 / 2.5 + 1.5))
+    assert bound_speedup(profile, target("b")) == np.inf
 
 
 def test_a_speedup_has_the_same_figures_in_the_summary_as_in_reports(model_file, tmp_path):

@@ -7,6 +7,7 @@ from onnxplace.cost_graph.part_functions import GENERATORS
 from onnxplace.driver.place import replace_devices
 from onnxplace.reports.step_analysis import PlacedStep
 from onnxplace.simulation.simulator import simulate
+from tests.support.reference_simulator import share_at_random
 
 
 def draw_graph(nodes: int, seed: int, devices: int = 3, kind: str = "layered") -> CostGraph:
@@ -14,10 +15,11 @@ def draw_graph(nodes: int, seed: int, devices: int = 3, kind: str = "layered") -
     return replace_devices(GENERATORS[kind](nodes, seed=seed), devices, 1 << 40)
 
 
-def place_at_random(graph: CostGraph, seed: int) -> PlacedStep:
-    """Return a step of a cost graph with its nodes on random devices."""
-    operators, target = graph.profile.graph, graph.target
-    device = np.random.default_rng(seed).integers(0, len(target.devices), len(operators)).astype(np.int32)
+def place_at_random(graph: CostGraph, seed: int, *, shared: bool = False) -> PlacedStep:
+    """Return a step of a cost graph with its nodes on random devices, which may share processors."""
+    operators, target, random = graph.profile.graph, graph.target, np.random.default_rng(seed)
+    device = random.integers(0, len(target.devices), len(operators)).astype(np.int32)
+    target = share_at_random(target, random) if shared else target
     seconds = np.stack([graph.profile.seconds[item.cost_class] for item in target.devices])
     return PlacedStep(
         graph=operators,

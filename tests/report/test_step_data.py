@@ -16,10 +16,12 @@ KINDS = st.sampled_from(["layered", "wide", "chains", "two_tower"])
 
 
 @settings(max_examples=25)
-@given(nodes=st.integers(2, 60), seed=st.integers(0, 10_000), kind=KINDS, devices=st.integers(1, 4))
-@example(nodes=31, seed=0, kind="wide", devices=4)  # transfers that fill gaps
-def test_a_report_agrees_with_the_simulated_step(nodes, seed, kind, devices):
-    step = place_at_random(draw_graph(nodes, seed, devices, kind), seed)
+@given(
+    nodes=st.integers(2, 60), seed=st.integers(0, 10_000), kind=KINDS, devices=st.integers(1, 4), shared=st.booleans()
+)
+@example(nodes=31, seed=0, kind="wide", devices=4, shared=False)  # transfers that fill gaps
+def test_a_report_agrees_with_the_simulated_step(nodes, seed, kind, devices, shared):
+    step = place_at_random(draw_graph(nodes, seed, devices, kind), seed, shared=shared)
     simulation, graph = step.simulation, step.graph
     timeline = draw_step(step, "from node costs", "")
     assert len(timeline.row) == len(graph) + len(simulation.transfers)

@@ -21,7 +21,7 @@ from onnxplace.target.target import Device, Link, Shared, Target
 
 def load(*compute: float) -> Loads:
     nothing = np.zeros(len(compute))
-    return Loads(np.array(compute), nothing, nothing, "duplex", "max")
+    return Loads(np.array(compute), nothing, nothing, "duplex", "max", np.eye(len(compute), dtype=bool))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ from onnxplace.simulation.lower_bounds import lower_bound_seconds
 from onnxplace.simulation.simulator import Simulation, device_weights, simulate
 from onnxplace.target.target import LINK_MODELS, Target
 from onnxplace.testing.pass_contract import TICK_SECONDS, random_graph, random_target
-from tests.support.reference_simulator import CannotRunError, even_target, graph_of, reference_simulate
+from tests.support.reference_simulator import (
+    CannotRunError,
+    even_target,
+    graph_of,
+    reference_simulate,
+    share_at_random,
+)
 
 # Times are exact (TICK_SECONDS), so everything is compared for equality.
 thorough = settings(deadline=None, derandomize=True, max_examples=400)
@@ -45,8 +51,11 @@ def sent(step: Simulation, graph: OpGraph) -> list[tuple[str, int, int, float, f
 
 
 @st.composite
-def placed_graphs(draw):
-    """Draw graph, seconds, target, device and order; few different times make many things happen at one instant."""
+def placed_graphs(draw, shared=False):
+    """Draw graph, seconds, target, device and order; few different times make many things happen at one instant.
+
+    With `shared`, devices share processors.
+    """
     seed, nodes, devices = draw(seeds), draw(st.integers(0, 20)), draw(st.integers(1, 4))
     random = np.random.default_rng(seed)
     graph = random_graph(seed, nodes, shuffled=draw(st.booleans()))
@@ -58,6 +67,7 @@ def placed_graphs(draw):
     if draw(st.booleans()):
         links = tuple(replace(link, latency_seconds=0.0, bytes_per_second=2.0**31) for link in target.links)
         target = replace(target, links=links)
+    target = share_at_random(target, random) if shared else target
     device = random.integers(0, devices, len(graph)).astype(np.int32)
     return graph, seconds, target, device, random_order(graph, random)
 
@@ -70,7 +80,7 @@ def _coarser(graph: OpGraph, random: np.random.Generator) -> OpGraph:
 
 
 @thorough
-@given(placed_graphs())
+@given(st.one_of(placed_graphs(), placed_graphs(shared=True)))
 def test_times_and_transfers_are_those_of_the_reference(case):
     graph, seconds, target, device, order = case
     step, reference = simulate(*case), reference_simulate(graph, seconds, target, device, order)
@@ -87,14 +97,14 @@ def test_times_and_transfers_are_those_of_the_reference(case):
 
 
 @thorough
-@given(placed_graphs())
+@given(st.one_of(placed_graphs(), placed_graphs(shared=True)))
 def test_peak_memory_is_that_of_the_reference(case):
     graph, seconds, target, device, order = case
     assert simulate(*case).peak_bytes.tolist() == reference_simulate(graph, seconds, target, device, order).peak_bytes
 
 
 @thorough
-@given(placed_graphs(), seeds)
+@given(st.one_of(placed_graphs(), placed_graphs(shared=True)), seeds)
 def test_an_order_is_refused_exactly_when_the_reference_cannot_run_it(case, seed):
     graph, seconds, target, device, _ = case
     order = np.random.default_rng(seed).permutation(len(graph)).astype(np.int32)
@@ -108,7 +118,7 @@ def test_an_order_is_refused_exactly_when_the_reference_cannot_run_it(case, seed
 
 
 @thorough
-@given(placed_graphs())
+@given(st.one_of(placed_graphs(), placed_graphs(shared=True)))
 def test_no_channel_carries_two_transfers_at_once_and_each_serves_in_order_of_readiness(case):
     target = case[2]
     t = simulate(*case).transfers
@@ -127,7 +137,7 @@ def test_no_channel_carries_two_transfers_at_once_and_each_serves_in_order_of_re
 
 
 @thorough
-@given(placed_graphs())
+@given(st.one_of(placed_graphs(), placed_graphs(shared=True)))
 def test_nodes_start_after_their_inputs_and_one_at_a_time_on_a_device(case):
     graph, seconds, _, device, order = case
     step = simulate(*case)
@@ -146,7 +156,7 @@ def test_nodes_start_after_their_inputs_and_one_at_a_time_on_a_device(case):
 
 
 @thorough
-@given(placed_graphs())
+@given(st.one_of(placed_graphs(), placed_graphs(shared=True)))
 def test_each_value_crosses_once_to_each_device_that_reads_it(case):
     graph, _, _, device, _ = case
     t = simulate(*case).transfers
@@ -189,7 +199,7 @@ def test_a_placement_on_one_device_sends_nothing_and_takes_the_sum_of_all_nodes(
 
 
 @thorough
-@given(placed_graphs())
+@given(st.one_of(placed_graphs(), placed_graphs(shared=True)))
 def test_simulating_is_deterministic_and_leaves_its_input_unchanged(case):
     _, seconds, _, device, order = case
     remaining = seconds.copy(), device.copy(), order.copy()

@@ -5,8 +5,12 @@ free and all it reads is there. When a node finishes, each of its values is sent
 it; a transfer is booked at that moment and starts when the channels it needs are free: behind all that the device sends
 and, if it has a channel of its own to receive, in the first time that is free there for so long.
 
+Processors. Where a device shares a processor, its next node asks for all processors of the device once the device is
+free and all it reads is there. It starts when all nodes have finished that asked for one of them before.
+
 Ties in time. Of nodes that finish at one instant, the one with the lowest number comes first; a node that takes no
-time joins them as soon as it has started. The values of one node are sent in order of their numbers, the copies of
+time joins them as soon as it has started. When none is left, of nodes that ask at that instant, the one with the lowest
+number does so. The values of one node are sent in order of their numbers, the copies of
 one value to the devices behind its own, in order of their numbers, then to those from the first on.
 
 Ties in memory. At one instant, on one device: first, sends that end let go of what they sent; then nodes, in schedule
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx
 import numpy as np
@@ -96,6 +100,11 @@ def _in_time(
 ) -> tuple[dict[int, float], dict[int, float], list[Transfer]]:
     """Run until no device can start its next node; returns when each node started and finished, and what was sent."""
     queues = {d: [n for n in plain.order if plain.device[n] == d] for d in range(plain.devices)}
+    processors = [device.processors or (device.id,) for device in target.devices]
+    every = [name for names in processors for name in names]
+    shares = [any(every.count(name) > 1 for name in names) for names in processors]
+    taken: dict[str, float] = {}
+    granted: dict[int, float] = {}
     free = dict.fromkeys(queues, 0.0)
     there: dict[Place, float] = {(v, d): 0.0 for v, p in enumerate(plain.producer) if p < 0 for d in queues}
     channels: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -103,15 +112,23 @@ def _in_time(
     finish: dict[int, float] = {}
     transfers: list[Transfer] = []
     while True:
-        able = []
+        events = []
         for d, queue in queues.items():
             if queue and all((v, d) in there for v in plain.reads[queue[0]]):
-                begin = max([free[d], *(there[v, d] for v in plain.reads[queue[0]])])
-                able.append((begin + float(seconds[d][queue[0]]), queue[0], begin))
-        if not able:
+                ready = max([free[d], *(there[v, d] for v in plain.reads[queue[0]])])
+                if shares[d] and queue[0] not in granted:
+                    events.append((ready, "to ask", queue[0], ready))
+                else:
+                    begin = granted.get(queue[0], ready)
+                    events.append((begin + float(seconds[d][queue[0]]), "it ends", queue[0], begin))
+        if not events:
             return start, finish, transfers
-        now, node, begin = min(able)
+        now, kind, node, begin = min(events)  # "it ends" comes before "to ask"
         home = plain.device[node]
+        if kind == "to ask":
+            granted[node] = max([now, *(taken.get(name, 0.0) for name in processors[home])])
+            taken |= dict.fromkeys(processors[home], granted[node] + float(seconds[home][node]))
+            continue
         queues[home].remove(node)
         start[node], finish[node], free[home] = begin, now, now
         for value in plain.makes[node]:
@@ -151,6 +168,19 @@ def _book(
     for channel in needed:
         channels.setdefault(channel, []).append((start, finish))
     return Transfer(value, source, destination, ready, start, finish)
+
+
+def share_processors(target: Target, *processors: str) -> Target:
+    """Return a target whose devices compute on these processors, such as `"a", "b", "a b"`."""
+    devices = zip(target.devices, processors, strict=True)
+    return replace(target, devices=tuple(replace(device, processors=tuple(names.split())) for device, names in devices))
+
+
+def share_at_random(target: Target, random: np.random.Generator) -> Target:
+    """Return a target whose devices compute on one or more of a few processors."""
+    names = "abcd"[: int(random.integers(1, 5))]
+    picks = [random.choice(list(names), int(random.integers(1, len(names) + 1)), replace=False) for _ in target.devices]
+    return share_processors(target, *(" ".join(pick) for pick in picks))
 
 
 def _link(target: Target, source: int, destination: int) -> Link:

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph.graph_kernels import heap_pop, heap_push
-from onnxplace.graph.op_graph import Floats, Ints, Longs, OpGraph
+from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph
 from onnxplace.simulation.channel_kernels import GAP, book_transfer, open_channels
 from onnxplace.target.target import LINK_MODELS, Target
 from onnxplace.utils.jit import compiled_part, in_place
 
-# What delayed the start of a node: nothing, the node ahead of it on its device, an input from the same device, or an
-# input from another one.
+# What delayed the start of a node: nothing, the node ahead of it on its device or on a processor of it, an input from
+# the same device, or an input from another one.
 NOTHING, AHEAD, FROM_HERE, FROM_THERE = range(4)
 
 
@@ -45,6 +45,8 @@ class Wiring(NamedTuple):
     per_byte: Floats
     call_seconds: Floats
     """Per device: the cost of a cut before or after a node."""
+    conflicts: Bools
+    """[device, device]: whether they have a processor in common."""
     link_model: int
 
 
@@ -52,7 +54,7 @@ class Wiring(NamedTuple):
 DEVICE = np.dtype(
     [
         ("free", np.float64),
-        ("ends", np.float64),  # when its running node finishes; infinity if it is idle
+        ("ends", np.float64),  # when its running node finishes, or asks for processors; infinity if it is idle
         ("wake", np.float64),  # when its next node could start; infinity while one runs
         ("sending", np.float64),
         ("receiving", np.float64),
@@ -62,6 +64,10 @@ DEVICE = np.dtype(
         ("ready", np.int64),  # number of nodes in its two heaps
         ("future", np.int64),
         ("stamp", np.int64),  # the value last sent to it or read there, or -1
+        ("shares", np.int64),  # 1 if a processor of it is also that of another device
+        ("asks", np.int64),  # 1 if its running node does not have its processors yet
+        ("taken", np.float64),  # when the nodes have finished that asked for its processors
+        ("holder", np.int64),  # the last of these nodes
     ],
     align=True,
 )
@@ -113,6 +119,7 @@ def build_wiring(graph: OpGraph, seconds: Floats, target: Target) -> Wiring:
         latency=latency,
         per_byte=per_byte,
         call_seconds=np.array([device.segment_seconds for device in target.devices]),
+        conflicts=target.conflicts,
         link_model=LINK_MODELS.index(target.link_model),
     )
 
@@ -120,6 +127,8 @@ def build_wiring(graph: OpGraph, seconds: Floats, target: Target) -> Wiring:
 def new_scratch(wiring: Wiring) -> Scratch:
     """Return arrays for simulations of a graph."""
     nodes, devices = len(wiring.order), len(wiring.latency)
+    records = np.zeros(devices, DEVICE)
+    records["shares"] = wiring.conflicts.sum(axis=0) > 1
     return Scratch(
         bottom=np.zeros(nodes),
         key=np.zeros(nodes),
@@ -133,7 +142,7 @@ def new_scratch(wiring: Wiring) -> Scratch:
         sequence=np.zeros(nodes, dtype=np.int32),
         ready_heap=np.zeros((devices, nodes), dtype=np.int32),
         future_heap=np.zeros((devices, nodes), dtype=np.int32),
-        devices=np.zeros(devices, DEVICE),
+        devices=records,
         gaps=np.zeros(devices + len(wiring.readers) + 1, GAP),
     )
 
@@ -200,6 +209,7 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
         record.ends, record.wake = np.inf, np.inf
         record.running, record.last, record.stamp = -1, -1, -1
         record.ready, record.future = 0, 0
+        record.asks, record.taken = 0, 0.0
     open_channels(scratch.gaps, devices)
     # Count the inputs that each node waits for, and set its urgency.
     traffic = 0.0
@@ -236,32 +246,16 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
             if record.ready > 0:
                 node = heap_pop(scratch.ready_heap[d], record.ready, scratch.key)
                 record.ready -= 1
-                begin = max(record.free, scratch.available[node])
-                # A path from here that ends too late ends the simulation.
-                if begin + scratch.bottom[node] > limit:
-                    return np.inf, 0.0
-                duration = wiring.seconds[d, node]
-                if wiring.call_seconds[d] > 0.0:
-                    duration += _call_seconds(wiring, device, node, d)
-                scratch.start[node] = begin
-                scratch.finish[node] = begin + duration
+                record.running = node
+                record.wake = np.inf
                 scratch.sequence[node] = started
                 started += 1
-                # Note what delayed the start: the search moves nodes along this chain.
-                if record.free > scratch.available[node] or (
-                    record.free == scratch.available[node] and scratch.last_input[node] < 0
-                ):
-                    scratch.blame[node] = record.last
-                    scratch.blame_kind[node] = AHEAD if record.last >= 0 else NOTHING
-                else:
-                    scratch.blame[node] = scratch.last_input[node]
-                    scratch.blame_kind[node] = NOTHING
-                    if scratch.blame[node] >= 0:
-                        scratch.blame_kind[node] = FROM_HERE if device[scratch.blame[node]] == d else FROM_THERE
-                record.running = node
-                record.ends = scratch.finish[node]
-                record.wake = np.inf
-                record.last = node
+                if record.shares > 0:
+                    # It asks for its processors at this time, behind nodes that finish then.
+                    record.ends, record.asks = now, 1
+                # A path from here that ends too late ends the simulation.
+                elif _start_node(wiring, device, d, scratch) + scratch.bottom[node] > limit:
+                    return np.inf, 0.0
             elif record.future > 0:
                 record.wake = scratch.available[scratch.future_heap[d, 0]]
         # Advance to the next event: a node finishes, or an input arrives at an idle device.
@@ -281,14 +275,20 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
         if woken:
             continue
         # Finish the node of lowest index that ends now, and send its values. Others follow after its device went on.
+        # Once none ends now, the node of lowest index that asks gets its processors.
         home = -1
         for d in range(devices):
-            if scratch.devices[d].ends == now and (
-                home < 0 or scratch.devices[d].running < scratch.devices[home].running
+            record = scratch.devices[d]
+            if record.ends == now and (
+                home < 0 or (record.asks, record.running) < (scratch.devices[home].asks, scratch.devices[home].running)
             ):
                 home = d
         sender = scratch.devices[home]
         node = sender.running
+        if sender.asks > 0:
+            if _start_node(wiring, device, home, scratch) + scratch.bottom[node] > limit:
+                return np.inf, 0.0
+            continue
         sender.running = -1
         sender.ends = np.inf
         sender.free = now
@@ -332,6 +332,41 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
                         if receiver.running < 0:
                             receiver.wake = min(receiver.wake, scratch.available[reader])
     return makespan, traffic
+
+
+@compiled_part
+def _start_node(wiring, device, d, scratch):
+    """Start the running node of a device once its processors are free, and return when that is."""
+    record = scratch.devices[d]
+    node = record.running
+    begin = max(max(record.free, scratch.available[node]), record.taken)
+    duration = wiring.seconds[d, node]
+    if wiring.call_seconds[d] > 0.0:
+        duration += _call_seconds(wiring, device, node, d)
+    scratch.start[node] = begin
+    scratch.finish[node] = begin + duration
+    # Note what delayed the start: the search moves nodes along this chain.
+    if begin > max(record.free, scratch.available[node]):
+        scratch.blame[node] = record.holder
+        scratch.blame_kind[node] = AHEAD
+    elif record.free > scratch.available[node] or (
+        record.free == scratch.available[node] and scratch.last_input[node] < 0
+    ):
+        scratch.blame[node] = record.last
+        scratch.blame_kind[node] = AHEAD if record.last >= 0 else NOTHING
+    else:
+        scratch.blame[node] = scratch.last_input[node]
+        scratch.blame_kind[node] = NOTHING
+        if scratch.blame[node] >= 0:
+            scratch.blame_kind[node] = FROM_HERE if device[scratch.blame[node]] == d else FROM_THERE
+    record.ends = scratch.finish[node]
+    record.last = node
+    if record.shares > 0:
+        record.asks = 0
+        for other in range(len(wiring.latency)):
+            if wiring.conflicts[d, other] and scratch.devices[other].taken < record.ends:
+                scratch.devices[other].taken, scratch.devices[other].holder = record.ends, node
+    return begin
 
 
 @compiled_part

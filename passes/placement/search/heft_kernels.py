@@ -2,7 +2,7 @@
 
 HEFT (Topcuoglu, Hariri and Wu, 2002) without insertion, on links that serve one transfer at a time. Nodes are placed in
 the order of their bottom levels. No level is below that of a reader, and ties go by topological position, so producers
-come first. The plan keeps when devices and channels are next free. Gaps before that stay empty: the plan is only the
+come first. The plan keeps when processors and channels are next free. Gaps before that stay empty: the plan is only the
 start of a search, whose simulation fills them. O(D (N + E) + N log N).
 """
 
@@ -39,7 +39,7 @@ def critical_path_plan(problem: PlacementProblem, wiring: Wiring, weight: float)
     return plan.device, plan.start
 
 
-# The state of a device in a plan: free bytes for weights, and when it and its channels are free.
+# The state of a device in a plan: free bytes for weights, and when its processors and its channels are free.
 DEVICE = np.dtype(
     [("free_bytes", np.int64), ("free", np.float64), ("sending", np.float64), ("receiving", np.float64)], align=True
 )
@@ -136,7 +136,7 @@ def earliest_finish(wiring, order, group, pinned, weight_starts, weights, weight
         plan.device[node] = best
         plan.start[node] = best_start
         plan.finish[node] = best_finish
-        plan.devices[best].free = best_finish
+        take_processors(wiring, best, best_finish, plan)
 
 
 @compiled_part
@@ -147,6 +147,14 @@ def settle_group(d, g, weight_starts, weights, weight_bytes, plan):
         if not plan.stored[d, weights[k]]:
             plan.stored[d, weights[k]] = True
             plan.devices[d].free_bytes -= weight_bytes[weights[k]]
+
+
+@compiled_part
+def take_processors(wiring, d, finish, plan):
+    """Take the processors of device `d` until a node finishes there."""
+    for other in range(len(plan.devices)):
+        if wiring.conflicts[d, other]:
+            plan.devices[other].free = max(plan.devices[other].free, finish)
 
 
 @compiled_part

@@ -12,7 +12,9 @@ from tests.support.reference_simulator import even_target, graph_of
 
 
 @thorough
-@given(placed_graphs(), seeds, st.integers(1, 5), st.booleans(), st.integers(1, 3))
+@given(
+    st.one_of(placed_graphs(), placed_graphs(shared=True)), seeds, st.integers(1, 5), st.booleans(), st.integers(1, 3)
+)
 def test_each_figure_equals_that_of_simulate(case, seed, count, is_one_order, threads):
     graph, seconds, target, _, order = case
     random = np.random.default_rng(seed)

@@ -7,20 +7,21 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.passes.segments import merge_kernels
 from onnxplace.passes.segments.cut_segments import cut_into_segments, merge_segments
 from onnxplace.passes.segments.memory_limits import simulate_segments
 from onnxplace.state import State
-from onnxplace.target.target import Target
 from onnxplace.testing.pass_contract import random_state
+from onnxplace.utils.jit import _copy_with_plain_callees
 from tests.passes.placement.test_placers import state_of
 from tests.passes.segments.test_memory_limits import commit_by_hand
-from tests.support.reference_simulator import even_target, graph_of
+from tests.support.reference_simulator import even_target, graph_of, share_at_random
 
 
 def with_call_seconds(state: State, seconds: float) -> State:
     """Return a state whose devices take some seconds for each call of a segment."""
     devices = tuple(replace(device, segment_seconds=seconds) for device in state.target.devices)
-    return State(Target(devices, state.target.links, state.target.link_model), state.facts)
+    return State(replace(state.target, devices=devices), state.facts)
 
 
 def cut(state: State) -> list[np.ndarray]:
@@ -65,9 +66,13 @@ def test_one_device_has_one_segment():
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
-@given(st.integers(0, 1 << 30), st.integers(1, 60), st.integers(2, 4), st.sampled_from([0.0, 1e-6, 1e-3]))
-def test_merged_segments_can_run_in_their_order_and_take_no_longer(seed, nodes, devices, call_seconds):
+@given(
+    st.integers(0, 1 << 30), st.integers(1, 60), st.integers(2, 4), st.sampled_from([0.0, 1e-6, 1e-3]), st.booleans()
+)
+def test_merged_segments_can_run_in_their_order_and_take_no_longer(seed, nodes, devices, call_seconds, shared):
     state = with_call_seconds(random_state(seed, nodes, devices, facts=(Profile, Placement, Schedule)), call_seconds)
+    if shared:
+        state = replace(state, target=share_at_random(state.target, np.random.default_rng(seed)))
     graph, before = state[Profile].graph, cut(state)
     after = merge_segments(state, before)
     assert len(after) <= len(before)
@@ -82,3 +87,23 @@ def test_merged_segments_can_run_in_their_order_and_take_no_longer(seed, nodes, 
     number = {node: index for index, members in enumerate(after) for node in members.tolist()}
     for node in range(nodes):
         assert all(number[other] <= number[node] for other in graph.predecessors[node].tolist())
+
+
+def test_merges_are_judged_by_the_step_that_the_simulator_says(monkeypatch):
+    judged, plainly = [], _copy_with_plain_callees(merge_kernels._run.py_func)
+
+    def run_unmerged(work, attempts, records, gaps):
+        arrival, sequence = np.zeros(len(work.destination)), np.zeros(len(work.queue), dtype=np.int64)
+        apart = np.zeros(len(work.queue), dtype=bool)
+        views = records.view(np.recarray), gaps.view(np.recarray)  # as compiled loops read them
+        judged.append(plainly(work, apart, *views, arrival, sequence))
+        return apart, sequence
+
+    monkeypatch.setattr(merge_kernels, "merge_neighbours", run_unmerged)
+    for seed in range(60):
+        state = random_state(seed, 40, 3, facts=(Profile, Placement, Schedule))
+        if seed % 3:
+            state = replace(state, target=share_at_random(state.target, np.random.default_rng(seed)))
+        before = cut(state)
+        merge_segments(state, before)
+        assert judged.pop() == pytest.approx(simulate_segments(state, before).simulation.makespan_seconds)

@@ -46,6 +46,8 @@ class BatchGraph(NamedTuple):
     workspace_bytes: Longs
     latency: Floats
     per_byte: Floats
+    conflicts: Bools
+    """[device, device]: whether they have a processor in common."""
     link_model: int
     waiting: Longs
     """Per node: the inputs that other nodes produce."""
@@ -107,7 +109,8 @@ def simulate_one(graph, device, order, scratch, start, finish):
         record = scratch.devices[d]
         # Counting sort by device: `head` is where the next node goes, until the queues are full.
         record.head, record.running, record.stamp, record.touched = scratch.queue_starts[d], -1, -1, 1
-        record.free, record.sending, record.receiving, record.arrival = 0.0, 0.0, 0.0, 0.0
+        record.asks = 0
+        record.free, record.sending, record.receiving, record.arrival, record.taken = 0.0, 0.0, 0.0, 0.0, 0.0
     for position in range(count):
         node = order[position]
         d = device[node]
@@ -122,7 +125,8 @@ def simulate_one(graph, device, order, scratch, start, finish):
         start[node], finish[node] = -1.0, -1.0
     placed = PlacedGraph(
         scratch.queue_starts, scratch.queue, device, scratch.own_seconds, graph.value_bytes, graph.out_starts,
-        graph.outs, graph.read_starts, graph.readers, graph.latency, graph.per_byte, graph.link_model,
+        graph.outs, graph.read_starts, graph.readers, graph.latency, graph.per_byte, graph.conflicts,
+        graph.link_model,
     )  # fmt: skip
     state = EventState(
         scratch.waiting, scratch.available, scratch.devices, scratch.gaps, scratch.blocks, start, finish,

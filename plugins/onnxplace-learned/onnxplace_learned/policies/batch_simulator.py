@@ -73,6 +73,7 @@ class BatchSimulator:
             workspace_bytes=graph.workspace_bytes,
             latency=latency,
             per_byte=per_byte,
+            conflicts=self.target.conflicts,
             link_model=LINK_MODELS.index(self.target.link_model),
             waiting=np.bincount(
                 graph.inputs.rows[graph.producer[graph.inputs.items] >= 0], minlength=len(graph)
@@ -117,7 +118,7 @@ class BatchSimulator:
     def _simulate_slice(self, devices: Ints, orders: Ints, part: slice, steps: BatchSteps) -> None:
         """Fill the results of some placements."""
         own_orders = orders[part] if len(orders) > 1 else orders
-        scratch = new_batch_scratch(self.graph, len(self.target.devices))
+        scratch = new_batch_scratch(self.graph, self.target)
         results = steps.start_seconds[part], steps.finish_seconds[part], steps.makespan_seconds[part]
         if steps.peak_bytes is None:
             simulate_many(self.arrays, devices[part], own_orders, scratch, *results)
@@ -127,16 +128,18 @@ class BatchSimulator:
             simulate_many_with_peaks(self.arrays, devices[part], own_orders, scratch, memory, *results, peaks)
 
 
-def new_batch_scratch(graph: OpGraph, devices: int) -> BatchScratch:
-    """Return arrays for simulations of a graph on so many devices."""
-    nodes, reads = len(graph), len(graph.inputs.items)
+def new_batch_scratch(graph: OpGraph, target: Target) -> BatchScratch:
+    """Return arrays for simulations of a graph on a target."""
+    nodes, reads, devices = len(graph), len(graph.inputs.items), len(target.devices)
+    records = np.zeros(devices, DEVICE)
+    records["shares"] = target.conflicts.sum(axis=0) > 1
     return BatchScratch(
         queue=np.zeros(nodes, dtype=np.int32),
         queue_starts=np.zeros(devices + 1, dtype=np.int64),
         own_seconds=np.zeros(nodes),
         waiting=np.zeros(nodes, dtype=np.int64),
         available=np.zeros(nodes),
-        devices=np.zeros(devices, DEVICE),
+        devices=records,
         gaps=np.zeros(devices + reads + 1, GAP),
         blocks=np.zeros(0, BLOCK),
         sent_nodes=np.zeros((3, reads), dtype=np.int32),

@@ -321,7 +321,7 @@ class Environment:
             search=new_scratch(self.space.wiring),
             bias=np.zeros(nodes),
             graph=self.simulator.arrays,
-            scratch=new_batch_scratch(graph, devices),
+            scratch=new_batch_scratch(graph, self.problem.target),
             memory=new_memory_scratch(graph, devices),
             order=np.zeros(nodes, dtype=np.int32),
             start=np.zeros(nodes),

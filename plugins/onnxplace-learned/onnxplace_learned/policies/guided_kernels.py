@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
-from onnxplace.passes.placement.search.heft_kernels import arrival_time, settle_group
+from onnxplace.passes.placement.search.heft_kernels import arrival_time, settle_group, take_processors
 from onnxplace.utils.jit import compiled_part, in_place
 from onnxplace_learned.policies.placeto_kernels import Singles
 
@@ -164,7 +164,7 @@ def schedule_by_policy(wiring, inputs, choice, draws, forced, plan, scratch, tra
         plan.device[node] = home
         plan.start[node] = begin
         plan.finish[node] = begin + wiring.seconds[home, node]
-        plan.devices[home].free = plan.finish[node]
+        take_processors(wiring, home, plan.finish[node], plan)
     return decisions
 
 

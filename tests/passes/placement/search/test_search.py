@@ -21,7 +21,14 @@ from onnxplace.passes.placement.search.anneal_kernels import (
     start_state,
     undo,
 )
-from onnxplace.passes.placement.search.decode_kernels import build_wiring, decode, new_scratch, run_order
+from onnxplace.passes.placement.search.decode_kernels import (
+    AHEAD,
+    NOTHING,
+    build_wiring,
+    decode,
+    new_scratch,
+    run_order,
+)
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
 from onnxplace.passes.placement.search.placement_search import (
     WORK_SHARES,
@@ -41,7 +48,7 @@ from onnxplace.problem import placement_problem
 from onnxplace.target.target import LINK_MODELS, Device, Target
 from onnxplace.testing.pass_contract import check_pass, random_state
 from tests.passes.placement.test_placers import state_of
-from tests.support.reference_simulator import even_target, graph_of
+from tests.support.reference_simulator import even_target, graph_of, share_at_random, share_processors
 
 FEW_PROPOSALS = {"seconds": "0", "proposals": "300"}
 seeds = st.integers(0, 2**32 - 1)
@@ -55,11 +62,12 @@ def without_calls(target, link_model):
 
 
 @st.composite
-def problems(draw, facts=(Profile,), tight=False):
+def problems(draw, facts=(Profile,), tight=False, shared=False):
     state = random_state(
         draw(seeds), draw(st.integers(1, 40)), draw(st.integers(1, 4)), facts=facts, tight=tight, pinned=True
     )
     target = without_calls(state.target, draw(st.sampled_from(LINK_MODELS)))
+    target = share_at_random(target, np.random.default_rng(draw(seeds))) if shared else target
     return placement_problem(replace(state, target=target))
 
 
@@ -90,16 +98,19 @@ def require_agreement(problem, seed, level_weight):
 
 
 @thorough
-@given(problems(), seeds, st.sampled_from([0.0, 1.0]))
+@given(st.one_of(problems(), problems(shared=True)), seeds, st.sampled_from([0.0, 1.0]))
 def test_what_the_search_scores_is_what_the_simulator_says(problem, seed, level_weight):
     require_agreement(problem, seed, level_weight)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("link_model", LINK_MODELS)
-def test_the_search_and_the_simulator_agree_on_nodes_that_take_no_time(link_model):
+def test_the_search_and_the_simulator_agree_on_nodes_that_take_no_time(link_model, shared):
     """Where most nodes take no time, many run at one instant on one device: their order is not in their times."""
     for seed in range(150):
-        state = random_state(seed, nodes=24, devices=2)
+        state = random_state(seed, nodes=24, devices=3 if shared else 2)
+        if shared:
+            state = replace(state, target=share_at_random(state.target, np.random.default_rng(seed)))
         profile = state[Profile]
         kept = np.arange(24) % 4 == seed % 4
         seconds = {name: np.where(kept, costs, 0.0) for name, costs in profile.seconds.items()}
@@ -109,7 +120,7 @@ def test_the_search_and_the_simulator_agree_on_nodes_that_take_no_time(link_mode
 
 
 @thorough
-@given(problems(), seeds, st.floats(0.2, 1.5))
+@given(st.one_of(problems(), problems(shared=True)), seeds, st.floats(0.2, 1.5))
 def test_a_simulation_stops_exactly_when_the_limit_is_exceeded(problem, seed, share):
     random = np.random.default_rng(seed)
     device, none = place_at_random(problem, random), np.zeros(len(problem.graph))
@@ -126,6 +137,23 @@ def test_more_urgent_nodes_run_first():
     assert scratch.start.tolist() == [0.0, 6.0, 1.0]
     _, scratch = score(problem, np.zeros(3, dtype=np.int32), np.array([0.0, 100.0, 0.0]))
     assert scratch.start.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_node_that_waited_for_its_processor_names_the_one_that_had_it():
+    graph = graph_of({"a": [], "b": [], "c": []})
+    problem = placement_problem(state_of(graph, [4.0, 1.0, 2.0], share_processors(even_target(3), "x", "y", "x y")))
+    (seconds, _), scratch = score(problem, np.array([0, 1, 2], dtype=np.int32), np.zeros(3))
+    assert seconds == 6.0
+    assert scratch.blame.tolist() == [-1, -1, 0]
+    assert scratch.blame_kind.tolist() == [NOTHING, NOTHING, AHEAD]
+
+
+def test_the_search_moves_work_from_a_busy_processor_to_an_idle_one():
+    graph = graph_of({f"n{index}": [] for index in range(8)})
+    for names, best in ((["x", "x", "y"], 4), (["x", "y", "x y"], 4), (["x", "x", "x"], 8)):
+        state = state_of(graph, [1.0] * 8, share_processors(even_target(3), *names))
+        done = run_pass(make_pass("multilevel", FEW_PROPOSALS), state)
+        assert done[Schedule].simulation.makespan_seconds == done[Schedule].lower_bound_seconds == best
 
 
 def test_a_cut_costs_a_call_on_both_sides():
@@ -249,7 +277,10 @@ def test_the_largest_values_are_joined_first_and_no_node_gets_too_much_work():
 
 
 @thorough
-@given(problems(facts=(Profile, Groups)), st.sampled_from([0.0, 0.5, 1.0]))
+@given(
+    st.one_of(problems(facts=(Profile, Groups)), problems(facts=(Profile, Groups), shared=True)),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
 def test_list_schedules_by_bottom_level_keep_groups_and_pins_and_run_inputs_first(problem, weight):
     device, start = critical_path_plan(problem, build_wiring(problem.graph, problem.seconds, problem.target), weight)
     assert (device >= 0).all()
@@ -259,6 +290,11 @@ def test_list_schedules_by_bottom_level_keep_groups_and_pins_and_run_inputs_firs
     assert ((pin < 0) | (pin == device)).all()
     before = problem.graph.predecessors
     assert (start[before.items] <= start[before.rows] + 1e-12).all()
+    for users in problem.target.processors.T:
+        own = np.flatnonzero(users[device])
+        own = own[np.lexsort((problem.seconds[device[own], own], start[own]))]
+        finish = start[own] + problem.seconds[device[own], own]
+        assert (start[own[1:]] >= finish[:-1] - 1e-12).all()
 
 
 def test_a_chain_stays_where_it_runs_fastest():
