@@ -18,7 +18,8 @@ class MTopo(Pass):
     Nodes are taken in topological order. A device is filled up to an equal share of all memory plus that of the
     largest group, never beyond its own limit; then the next device is filled. A group goes where its first node goes.
     As in the published code, a group's weights and largest workspace have to be below that mark beforehand, while all
-    its weights, outputs and workspaces count afterwards (docs/baechi.md).
+    its weights, outputs and workspaces count afterwards (docs/baechi.md). Of devices that share a processor, one is
+    filled; others take what it has no room for.
 
     Six nodes with outputs of equal size on two devices; one is filled up to half of the bytes and one node more:
 

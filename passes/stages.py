@@ -42,7 +42,8 @@ class Stages(Pass):
     (Tarnawski et al., NeurIPS 2020). They are optimal where there are under 50 000 ideals, all links are alike, the
     time suffices and the first answer fits the memory; otherwise they are the best of several topological orders,
     improved by local search. Receives are exact in the dynamic program. It counts sends to several later stages once,
-    so its optimum is a lower bound; a branch and bound closes the gap where there is one.
+    so its optimum is a lower bound; a branch and bound closes the gap where there is one. Of devices that share a
+    processor, one gets a stage.
 
     A chain with 2, 3 and 4 ms on two devices, where a transfer takes 1 ms at the same time:
 
@@ -107,7 +108,8 @@ class Stages(Pass):
         Limits are tightened if needed; one device is tried as well.
         """
         rule, devices = self._transfer_rule(problem), range(len(problem.target.devices))
-        splits = generate_splits(problem, rule, problem.limit_bytes, devices, deadline, self.seed)
+        parallel = _list_parallel_devices(problem)
+        splits = generate_splits(problem, rule, problem.limit_bytes, parallel, deadline, self.seed)
         plans = (self._commit_if_fitting(state, problem, device, bound) for device, bound, _ in splits)
         best = next((plan for plan in plans if plan is not None), None)
         allowed = [index for index in devices if np.isin(problem.pinned, (-1, index)).all()]
@@ -136,8 +138,10 @@ class Stages(Pass):
         """Move groups to lower the largest load, from the contiguous plan on."""
         limit = problem.limit_bytes
         local_search = build_group_search(problem, self._transfer_rule(problem), limit)
+        is_parallel = np.isin(np.arange(len(limit)), _list_parallel_devices(problem))
+        local_search.costs.seconds[~is_parallel] = np.inf
         home = local_search.costs.seconds.argmin(axis=0).astype(np.int32)
-        if best is not None:
+        if best is not None and is_parallel[best.device].all():
             home[problem.group] = best.device
         moves = min(MAX_MOVES, 200 * len(local_search.graph))
         for restart in range(RESTARTS):
@@ -185,6 +189,11 @@ class _StagePlan:
     """No contiguous split that fits has a smaller interval."""
 
 
+def _list_parallel_devices(problem: PlacementProblem) -> list[int]:
+    """Return the devices for stages: those that share no processor, and those that groups are pinned to."""
+    return sorted({*problem.target.independent_devices, *problem.pinned[problem.pinned >= 0].tolist()})
+
+
 def _find_first_devices(replicas: Sequence[int]) -> Ints:
     """Return the first device of each group of consecutive devices."""
     return np.concatenate([[0], np.cumsum(replicas)[:-1]]).astype(np.int32)
@@ -197,10 +206,13 @@ def _merge_devices(problem: PlacementProblem, replicas: Sequence[int]) -> Placem
     smallest one, since each holds the whole stage. Nodes that are pinned to a device outside of all groups fit nowhere.
     A group refuses what one of its devices refuses.
 
-    Raises UsageError if there are fewer devices than the groups need.
+    Raises UsageError if there are fewer devices than the groups need, or if two of them share a processor.
     """
-    target = problem.target
-    if sum(replicas) > len(target.devices):
+    target, count = problem.target, sum(replicas)
+    if target.conflicts[:count, :count].sum() > count:
+        message = f"stages on {' + '.join(map(str, replicas))} devices need devices that share no processor"
+        raise UsageError("U075", message, where="stages", hint="name such devices first, or use fewer")
+    if count > len(target.devices):
         message = f"stages on {' + '.join(map(str, replicas))} devices need {sum(replicas)}, there are"
         hint = "name more devices with --devices"
         raise UsageError("U075", f"{message} {len(target.devices)}", where="stages", hint=hint)

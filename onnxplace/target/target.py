@@ -315,6 +315,18 @@ class Target:
         processors = self.processors.astype(np.float32)  # numpy multiplies booleans slowly
         return processors @ processors.T > 0
 
+    @cached_property
+    def independent_devices(self) -> tuple[int, ...]:
+        """Return devices that can all compute at the same time, by index: no two of them share a processor.
+
+        Those of few processors are taken first, and those that come first: of `cpu:0,cpu:1,cpu:0-1`, the first two.
+        """
+        chosen = list[int]()
+        for device in np.argsort(self.processors.sum(axis=1), kind="stable").tolist():
+            if not self.conflicts[device, chosen].any():
+                chosen.append(device)
+        return tuple(sorted(chosen))
+
     def choose_devices(self, device_ids: Collection[str]) -> Target:
         """Return the target with these devices only, in their order here."""
         kept = [device for device in self.devices if device.id in device_ids]

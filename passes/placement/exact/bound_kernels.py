@@ -175,7 +175,7 @@ def bound_state(reals, ints, mask, tables, early, arrival):
     for more promising states.
     """
     devices, groups, count = tables.devices, len(tables.group_mask), len(tables.group)
-    base, promised = 1 + 4 * devices, groups + 2 * devices + 1
+    base, promised = 1 + 7 * devices, groups + 2 * devices + 1
     now = reals[0]
     best = now
     opening_of = np.full(devices, NEVER)
@@ -195,7 +195,7 @@ def bound_state(reals, ints, mask, tables, early, arrival):
                     added = tables.group_bytes[group] if (tables.group_mask[group] & mask) == 0 else 0.0
                     if reals[1 + 3 * devices + d] + added > tables.limit[d]:
                         continue
-                    begin = max(now, reals[1 + d])
+                    begin = max(max(now, reals[1 + d]), reals[1 + 4 * devices + d])
                     for k in range(tables.in_starts[node], tables.in_starts[node + 1]):
                         begin = max(begin, arrival[tables.ins[k], d])
                         # Each device that a value was sent to will read it. If it was sent to as many devices as it
@@ -238,30 +238,41 @@ def bound_state(reals, ints, mask, tables, early, arrival):
         # No node is left. The guide is a sum of three estimates, each of which is the bound then.
         return best, 3.0 * best
     best = max(best, _bound_by_joins(mask, opening, opening_of, early, tables))
+    # When processors can: devices that share some have less than one each.
+    processors = 0
+    for d in range(devices):
+        while tables.uses[d] >> processors:
+            processors += 1
+    own_load = np.full(processors, NEVER)
+    for d in range(devices):
+        for p in range(processors):
+            if (tables.uses[d] >> p) & 1:
+                own_load[p] = min(own_load[p], opening_of[d])
+    opening = np.sort(own_load)
     total = 0.0
     # The guide assumes that every device that can do something will: its idle time until now is lost.
     # It adds up the longest path, all loads, and loads with their tails.
-    longest_path, load_and_tail, opening_seconds, used_devices = best, 0.0, 0.0, 0
-    for k in range(devices):
+    longest_path, load_and_tail, opening_seconds, used = best, 0.0, 0.0, 0
+    for k in range(processors):
         if opening[k] < NEVER:
             opening_seconds += opening[k]
-            used_devices += 1
-    own_load = np.zeros(devices)
-    for d in range(devices):
-        own_load[d] = opening_of[d]
+            used += 1
     for position in range(count):
         node = tables.by_tail[position]
         if (mask >> node) & 1:
             continue
-        only_device = -1
+        needed, shortest = np.int64(-1), NEVER
         for d in range(devices):
             if early[node, d] < NEVER:
-                only_device = d if only_device == -1 else -2
-        total += tables.least[node]
-        # Spread the work over the devices that open first, as many of them as help.
+                needed &= tables.uses[d]
+                shortest = min(shortest, tables.seconds[d, node])
+        total += tables.least_work[node]
+        # Spread the work over the processors that open first, as many of them as help.
         best = max(best, fill_level(opening, 0, opening[0], 0.0, total) + tables.tail[node])
-        load_and_tail = max(load_and_tail, (opening_seconds + total) / used_devices + tables.tail[node])
-        if only_device >= 0:
-            own_load[only_device] += tables.seconds[only_device, node]
-            best = max(best, own_load[only_device] + tables.tail[node])
-    return best, longest_path + (opening_seconds + total) / used_devices + load_and_tail
+        load_and_tail = max(load_and_tail, (opening_seconds + total) / used + tables.tail[node])
+        # Processors that the node needs wherever it runs.
+        for p in range(processors if needed else 0):
+            if (needed >> p) & 1:
+                own_load[p] += shortest
+                best = max(best, own_load[p] + tables.tail[node])
+    return best, longest_path + (opening_seconds + total) / used + load_and_tail

@@ -111,12 +111,15 @@ def build_tables(problem: PlacementProblem) -> ProblemTables:
     # Permutations that only exchange interchangeable devices, and ordered choices of destinations for one value.
     all_shuffles = np.array(list(permutations(range(devices))), dtype=np.int32)
     shuffles = all_shuffles[(interchangeable[all_shuffles] == interchangeable).all(axis=1)]
+    uses = problem.target.processors.astype(np.int64)
     tuples = [[*p, *[-1] * (devices - k)] for k in range(devices) for p in permutations(range(devices), k)]
     return ProblemTables(
         devices=devices, group=problem.group.astype(np.int32), group_mask=group_mask, group_bytes=weight_bytes,
         node_bytes=needed_bytes, value_bytes=graph.value_bytes[inner].astype(np.float64),
         limit=problem.limit_bytes.astype(np.float64), allowed=_allowed(problem, weight_bytes, needed_bytes),
-        alike=interchangeable, seconds=problem.seconds, least=problem.seconds.min(axis=0), send=send,
+        alike=interchangeable, conflicts=problem.target.conflicts, uses=uses @ (1 << np.arange(uses.shape[1])),
+        seconds=problem.seconds, least=problem.seconds.min(axis=0), send=send,
+        least_work=(problem.seconds * uses.sum(axis=1, keepdims=True)).min(axis=0),
         order=graph.order, by_tail=np.argsort(-tail, kind="stable").astype(np.int32), tail=tail,
         in_starts=inputs.starts, ins=inputs.items, out_starts=outputs.starts, outs=outputs.items,
         read_starts=readers.starts, readers=readers.items, read_mask=_build_masks(readers, bits),
@@ -124,7 +127,7 @@ def build_tables(problem: PlacementProblem) -> ProblemTables:
         tuples=np.array(tuples, dtype=np.int32), shuffles=shuffles,
         free_links=problem.target.link_model == "parallel" or devices == 1,
         one_channel=problem.target.link_model == "sequential",
-        receives=False, delays=False, careful=False, patient=False,
+        receives=False, delays=False, in_turn=0, careful=False, patient=False,
     )  # fmt: skip
 
 
@@ -249,9 +252,9 @@ def branch_and_bound_search(
 
 def _root_layer(tables: ProblemTables) -> StateLayer:
     devices, groups, values = tables.devices, len(tables.group_mask), len(tables.read_mask)
-    reals = np.zeros((1, 1 + 4 * devices + values * devices))
+    reals = np.zeros((1, 1 + 7 * devices + values * devices))
     # No value is anywhere yet; no group has a device, and no device waits to send.
-    reals[:, 1 + 4 * devices :] = NEVER
+    reals[:, 1 + 7 * devices :] = NEVER
     ints = np.zeros((1, groups + 2 * devices + 1 + values), dtype=np.int32)
     ints[:, : groups + devices] = -1
     return StateLayer(reals, ints, np.zeros(1, dtype=np.int64), np.zeros(1))

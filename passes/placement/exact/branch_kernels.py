@@ -3,7 +3,8 @@
 A state is a step that is partly scheduled, one action after the other. It consists of
 
 - a row of floats: the time of the last action; then per device when it is free, when its outgoing and its incoming
-  channel are free, and the bytes of weights on it; then per value and device when the value arrives there;
+  channel are free, the bytes of weights on it, when other devices leave its processors, and when and for which node
+  one of those last asked for them; then per value and device when the value arrives there;
 - a row of integers: the device of each open group; per device the node whose values wait to be sent, and the index of
   the next of them; the devices in use as bits; per value, as bits, the devices it was sent to and not yet read on;
 - the set of started nodes, as bits of one integer.
@@ -49,8 +50,14 @@ class ProblemTables(NamedTuple):
     """[group, device]."""
     alike: Ints
     """Per device, the first device that it is interchangeable with."""
+    conflicts: Bools
+    """[device, device]: whether they share a processor."""
+    uses: Longs
+    """Per device, the processors that it computes on, as bits."""
     seconds: Floats
     least: Floats
+    least_work: Floats
+    """Per node, the least seconds of all processors together."""
     send: Floats
     """[value, source, destination], seconds."""
     order: Ints
@@ -84,6 +91,11 @@ class ProblemTables(NamedTuple):
     """Whether incoming channels count too."""
     delays: bool
     """Whether nodes may delay their sends, which keeps dominance correct with `receives`."""
+    in_turn: int
+    """1: nodes take a processor in the order in which they could start; 2: of two at a time, the first one too.
+
+    0: in any order, which is no later. Dominance does not know of turns.
+    """
     careful: bool
     """Whether values must fit into memory, roughly: this finds steps, but proves no bound."""
     patient: bool
@@ -187,6 +199,8 @@ def _dominates(reals, ints, state, other, shuffle, devices, groups):
             return False
         if reals[state, 1 + 3 * devices + d] > reals[other, 1 + 3 * devices + e]:
             return False
+        if max(reals[state, 1 + 4 * devices + d], now) > max(reals[other, 1 + 4 * devices + e], then):
+            return False
         if ints[state, groups + d] != ints[other, groups + e]:
             return False
         if ints[state, groups + devices + d] != ints[other, groups + devices + e]:
@@ -204,7 +218,7 @@ def _dominates(reals, ints, state, other, shuffle, devices, groups):
         if promised != ints[other, index]:
             return False
     # Values arrive no later.
-    for start in range(1 + 4 * devices, reals.shape[1], devices):
+    for start in range(1 + 7 * devices, reals.shape[1], devices):
         for d in range(devices):
             if max(reals[state, start + d], now) > max(reals[other, start + shuffle[d]], then):
                 return False
@@ -215,7 +229,7 @@ def _dominates(reals, ints, state, other, shuffle, devices, groups):
 def _hash_state(reals, ints, mask, tables):
     """Return a hash of started nodes, pending sends and locations; interchangeable devices do not affect it."""
     devices, groups = tables.devices, len(tables.group_mask)
-    base = 1 + 4 * devices
+    base = 1 + 7 * devices
     key = np.uint64(mask) * np.uint64(0x9E3779B97F4A7C15)
     # The keys of devices are added up, so their order does not count.
     for d in range(devices):

@@ -144,7 +144,7 @@ class BlockSearch:
             if not best.is_proven and now < deadline:
                 share = (deadline - now) / (len(self.distinct) - index)
                 _search_heuristically(best, [], HEURISTIC_SHARE * share, self.seed)
-                _search_widening(best, FIRST_WIDTH, now + share)
+                _search_widening(best, FIRST_WIDTH, now + share, is_whole=False)
         self.whole.raise_bound(sum(self.incumbents[index].bound_seconds for index in self.series.problem_indices))
         steps = [(best.device, best.order) for best in self.incumbents]
         self.whole.offer_step(*compose_blocks(self.whole.problem, self.series, steps, self._search_again))
@@ -170,10 +170,13 @@ def _search_heuristically(best: Incumbent, plans: Sequence[PlacerPlan], seconds:
     best.offer_step(shortest.device, shortest.order)
 
 
-def _search_widening(best: Incumbent, width: int, deadline: float, max_width: int = MAX_WIDTH) -> None:
+def _search_widening(
+    best: Incumbent, width: int, deadline: float, max_width: int = MAX_WIDTH, *, is_whole: bool = True
+) -> None:
     """Search wider and wider, by turns for proofs and, under relaxed bounds, for shorter steps.
 
-    Channels that several devices use are counted once leaving them out proves too little.
+    Channels that several devices use, and turns on shared processors, are counted once leaving them out proves too
+    little. Of a block, turns prove nothing: other nodes may delay the one that is in the way.
     """
     tables = build_tables(best.problem)
     # Two devices with a channel each way: transfers to one come from the other only, in the order they were sent.
@@ -181,6 +184,12 @@ def _search_widening(best: Incumbent, width: int, deadline: float, max_width: in
     # Where a transfer may fill a gap of an incoming channel, sums and maxima along the actions are no bound on it.
     proofs = [tables, tables._replace(receives=True, delays=True)][: 1 + tables.one_channel]
     relaxations = [tables._replace(receives=True)] * has_shared_channels
+    if best.problem.target.shares_processors:
+        # Where nodes take turns, one that is ready later may end sooner, so that no state dominates. Turns follow from
+        # when values arrive, which is exact without shared channels; and of nodes at one time, if all take time.
+        turns = 1 + bool((best.problem.seconds > 0).all())
+        in_turn = tables._replace(receives=has_shared_channels, in_turn=turns, patient=True)
+        (proofs if is_whole and not has_shared_channels else relaxations).append(in_turn)
     graph, limit_bytes = best.problem.graph, best.problem.limit_bytes
     # Some device might have to hold more than its limit.
     if graph.total_weight_bytes + (graph.value_bytes.sum() + graph.workspace_bytes.sum()) > limit_bytes.min():

@@ -84,7 +84,7 @@ def _delays_others(reals, home, destinations, tables):
 def apply_action(reals, ints, mask, action, tables):
     """Apply an action to a state in place; return the new set of started nodes, -1 if it is not allowed."""
     devices, groups, count = tables.devices, len(tables.group_mask), len(tables.group)
-    base, promised = 1 + 4 * devices, groups + 2 * devices + 1
+    base, promised = 1 + 7 * devices, groups + 2 * devices + 1
     if action < count * devices:
         # Start a node, when its inputs have arrived and its device is free.
         node, home = action // devices, action % devices
@@ -93,6 +93,13 @@ def apply_action(reals, ints, mask, action, tables):
         for k in range(tables.in_starts[node], tables.in_starts[node + 1]):
             earliest = max(earliest, reals[base + tables.ins[k] * devices + home])
         if earliest >= NEVER:
+            return np.int64(-1)
+        # Its processors are free once the nodes before it there have finished. In turn, none of those asked later.
+        ready, asked = earliest, 1 + 5 * devices + home
+        earliest = max(ready, reals[1 + 4 * devices + home])
+        if tables.in_turn > 0 and ready < reals[asked]:
+            return np.int64(-1)
+        if tables.in_turn > 1 and ready == reals[asked] and node < reals[asked + devices]:
             return np.int64(-1)
         if earliest < reals[0] and tables.seconds[home, node] > 0.0:
             return np.int64(-1)  # the same with an earlier start is another state, and no worse
@@ -116,6 +123,12 @@ def apply_action(reals, ints, mask, action, tables):
         finish = begin + tables.seconds[home, node]
         reals[0] = begin
         reals[1 + home] = finish
+        for d in range(devices):
+            if d != home and tables.conflicts[home, d]:
+                asked = 1 + 5 * devices + d
+                reals[asked - devices] = max(reals[asked - devices], finish)
+                if ready > reals[asked] or (ready == reals[asked] and node > reals[asked + devices]):
+                    reals[asked], reals[asked + devices] = ready, node
         mask |= np.int64(1) << node
         ints[group] = home if (tables.group_mask[group] & ~mask) != 0 else -1
         ints[groups + 2 * devices] |= 1 << home

@@ -59,8 +59,10 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
     reserved = np.zeros(len(problem.pinned), dtype=np.int64)
     np.maximum.at(reserved, problem.group, graph.workspace_bytes)
     reserved += device_weights(graph, problem.group, len(problem.pinned))
+    # Devices that take turns on a processor have one share: that of the first of them.
+    has_share = np.isin(np.arange(devices), problem.target.independent_devices)
     # An even share of all bytes, and room for one more group: so the last device is not left with the rest.
-    fill_bytes = int(need_bytes.sum()) // devices + int(need_bytes.max(initial=0))
+    fill_bytes = int(need_bytes.sum()) // int(has_share.sum()) + int(need_bytes.max(initial=0))
     weights = Csr.grouped(problem.group[graph.weights.rows], graph.weights.items, len(problem.pinned))
     used = np.zeros(devices, dtype=np.int64)
     stored = np.zeros((devices, len(graph.weight_bytes)), dtype=bool)
@@ -78,9 +80,10 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
             added_bytes = ~stored[:, group_weights] @ graph.weight_bytes[group_weights]
             within_limit = stored_bytes + added_bytes <= problem.limit_bytes
             is_open = within_limit & ((used + reserved[group] < fill_bytes) | (used == 0))
-            is_open &= takes[:, group]
+            is_open &= takes[:, group] & has_share
             destination = next((index for index in range(current, devices) if is_open[index]), -1)
-            if destination < 0 and not takes.all():  # even shares are not possible where devices refuse groups
+            # Even shares are not possible where devices refuse groups, or the rest of the memory is needed.
+            if destination < 0 and not (takes.all() and has_share.all()):
                 destination = next(iter(np.flatnonzero(within_limit & takes[:, group]).tolist()), -1)
             if destination < 0:
                 raise out_of_memory_error(problem, placer)

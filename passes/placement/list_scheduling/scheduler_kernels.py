@@ -74,7 +74,9 @@ def list_schedule(work, queues):
         work.nodes[node].device = d
         work.nodes[node].start = time
         work.nodes[node].finish = time + work.duration[d, node]
-        work.devices[d].free = work.nodes[node].finish
+        for e in range(devices):
+            if work.conflicts[d, e]:
+                work.devices[e].free = max(work.devices[e].free, work.nodes[node].finish)
         ready = complete_node(node, d, ready, work, queues)
         release_inputs(node, work, queues)
 

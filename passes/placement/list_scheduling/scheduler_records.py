@@ -63,7 +63,7 @@ DEVICE = np.dtype(
         ("limit", np.int64),
         ("admit", np.int64),  # bytes up to which it accepts further groups of several nodes
         ("used", np.int64),
-        ("free", np.int64),  # when its last node finishes
+        ("free", np.int64),  # when its last node, and those on its processors, finish
         ("sending", np.int64),  # when its outgoing channel is free
         ("receiving", np.int64),
         ("last", np.int64),  # the node placed on it last, or -1
@@ -94,6 +94,8 @@ class Work(NamedTuple):
     """Ticks per byte [source, destination]."""
     link_model: int
     """Index into LINK_MODELS."""
+    conflicts: Bools
+    """[device, device]: whether they share a processor, so that the later one of two nodes waits."""
 
 
 class Queues(NamedTuple):
@@ -170,6 +172,7 @@ def start_plan(problem: PlacementProblem, limit: Longs, extra: Longs, share: flo
         latency=latency / tick,
         per_byte=per_byte / tick,
         link_model=LINK_MODELS.index(problem.target.link_model),
+        conflicts=problem.target.conflicts,
     ), tick
 
 

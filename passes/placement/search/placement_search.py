@@ -73,7 +73,7 @@ def coarsen(problem: PlacementProblem) -> list[Level]:
     levels = [finest_level(problem)]
     if len(problem.target.devices) < 2:
         return levels
-    work = float(problem.seconds.min(axis=0).sum()) / len(problem.target.devices)
+    work = float(problem.seconds.min(axis=0).sum()) / len(problem.target.independent_devices)
     for share in WORK_SHARES:
         coarse = _coarsen_once(levels[-1].problem, share * work)
         # A level that is hardly smaller than the one below costs a search and shows nothing new.

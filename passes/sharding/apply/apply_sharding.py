@@ -125,17 +125,18 @@ def shard_state(state: State, options: ShardingOptions) -> State:
 def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> list[tuple[int, ...]]:
     """Return the groups of devices to try: the fastest two, four and so on, and as many as may be used.
 
-    With several stages there is one size: that of the groups.
+    No two of them share a processor. With several stages there is one size: that of the groups.
     """
-    # Each device of a group computes a part of every node, or the whole node.
-    totals = seconds.sum(axis=1)
-    order = [index for index in np.argsort(totals, kind="stable").tolist() if not is_refused(totals)[index]]
+    # Each device of a group computes a part of every node, or the whole node, at the same time.
+    totals, parallel = seconds.sum(axis=1), target.independent_devices
+    taking = [index for index in np.argsort(totals, kind="stable").tolist() if not is_refused(totals)[index]]
+    order = [index for index in taking if index in parallel]
     most = min(options.ways or len(order), len(order))
     if options.exact and options.stages == 1:
         return [tuple(sorted(order[:most]))] if most > 1 else []
     if options.stages != 1:
         group = tuple(sorted(order[: options.ways or len(order) // max(options.stages, 1)]))
-        return [group] if len(group) >= min(options.ways, len(target.devices)) else []
+        return [group] if len(group) >= min(options.ways, len(parallel)) else []
     sizes = sorted({size for size in (2, 4, 8, 16, 32) if size < most} | {most})
     return [tuple(sorted(order[:size])) for size in sizes if size > 1]
 
@@ -335,7 +336,7 @@ def list_stage_groups(target: Target, first: Sequence[int], stages: int) -> list
     if stages == 1:
         return groups
     kinds = sorted(target.devices[device].cost_class for device in first)
-    remaining = [index for index in range(len(target.devices)) if index not in set(first)]
+    remaining = [index for index in target.independent_devices if index not in set(first)]
     while len(remaining) >= len(first) and (stages == 0 or len(groups) < stages):
         group = tuple(remaining[: len(first)])
         if sorted(target.devices[device].cost_class for device in group) != kinds:

@@ -121,7 +121,7 @@ def _require_samples(model: Model, fixed: Model, count: int) -> dict[str, int]:
 def _choose(state: State, space: StrategySpace, seconds: Floats) -> tuple[LayoutChoice, WorkCosts, ExchangeCosts]:
     """Return the choice of what is computed in parts: as much as possible, with few values put together."""
     count = space.division.count
-    stages = min(max(len(state.target.devices), 2), count)
+    stages = min(max(len(state.target.independent_devices), 2), count)
     device = state.target.devices[0]
     peaks = peak_rates(device)
     work = WorkCosts(space, (peaks,) * count)
@@ -212,14 +212,15 @@ def _replica_speeds(state: State, count: int, replicas: int) -> list[float]:
 
     Raises UsageError unless devices and parts can be divided among the replicas.
     """
-    devices = len(state.target.devices)
+    usable = list(state.target.independent_devices)
+    devices = len(usable)
     if count < replicas:
         message = f"expected at least one micro-batch for each of {replicas} replicas, got {count}"
         raise UsageError("U075", message, where=_WHERE, hint=f"microbatch{{count={replicas},replicas={replicas}}}")
     if devices % replicas:
         message = f"expected a number of devices that {replicas} replicas can share evenly, got {devices}"
         raise UsageError("U075", message, where=_WHERE, hint="use another number of devices or of replicas")
-    totals = np.maximum(device_seconds(state[Profile], state.target).sum(axis=1), 1e-30)
+    totals = np.maximum(device_seconds(state[Profile], state.target)[usable].sum(axis=1), 1e-30)
     speeds: Floats = (1.0 / totals).reshape(replicas, -1).sum(axis=1)
     return [float(speed) for speed in speeds]
 

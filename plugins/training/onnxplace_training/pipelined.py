@@ -39,7 +39,8 @@ class Pipelined(Pass):
     With micro-batches (the pass `microbatch`), devices work on several parts of a batch at a time. Stages get about
     equal times, by the speeds of their devices; of several cuts near that, the one with the shortest simulated step is
     kept. With more stages than devices, stage s is on device s modulo their number (interleaved stages). Each replica
-    of `microbatch{replicas=N}` has its share of the devices, and the same stages.
+    of `microbatch{replicas=N}` has its share of the devices, and the same stages. One of the devices that share a
+    processor has stages.
 
     Two layers in two micro-batches; F and B are forward and backward nodes of a layer and a part:
 
@@ -67,7 +68,7 @@ class Pipelined(Pass):
         if not len(problem.graph):
             return commit_placement(state, problem, np.zeros(0, np.int32), np.zeros(0), self.name)
         batches = _read_parts(state)
-        stages = self.stages or len(state.target.devices) // batches.replicas
+        stages = self.stages or len(state.target.independent_devices) // batches.replicas
         is_backward = find_backward_nodes(state)
         seconds = problem.seconds.min(axis=0)
         layers = find_layers(problem.graph, seconds, problem.group, batches.source, is_backward)
@@ -87,9 +88,10 @@ class Pipelined(Pass):
         self, state: State, problem: PlacementProblem, layers: StepLayers, stage: Ints, batches: MicroBatches
     ) -> State | None:
         """Return the state with these stages, None if they do not fit."""
-        devices = len(state.target.devices) // batches.replicas  # of one replica
+        usable = np.array(state.target.independent_devices, dtype=np.int32)
+        devices = len(usable) // batches.replicas  # of one replica
         stages = int(stage.max()) + 1
-        device = (batches.replica * devices + stage % devices).astype(np.int32)
+        device = usable[batches.replica * devices + stage % devices]
         pinned = problem.pinned[problem.group]
         device = problem.avoid_refused(np.where(pinned >= 0, pinned, device).astype(np.int32))
         latency, per_byte = state.target.link_arrays()
@@ -121,6 +123,7 @@ def _read_parts(state: State) -> MicroBatches:
 def _shares(problem: PlacementProblem, stages: int, replicas: int) -> list[float]:
     """Return the share of the time of each stage, by the speed of its devices in all replicas."""
     totals: Floats = np.where(problem.refused, problem.seconds.min(axis=0), problem.seconds).sum(axis=1)
+    totals = totals[list(problem.target.independent_devices)]
     speeds = (1.0 / np.maximum(totals, 1e-30)).reshape(replicas, -1).sum(axis=0)
     return [float(speeds[stage % len(speeds)]) for stage in range(stages)]
 
