@@ -94,17 +94,18 @@ class Adjust(Pass):
         produced = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
         values = sum_by(problem.group[graph.producer[produced]], graph.value_bytes[produced], groups)
         first_error: InfeasibleError | None = None
-        for share in STAYING_SHARES:
-            home, unplaced = choose_devices(
-                sequence, ranking, problem.pinned, *weights.arrays, graph.weight_bytes,
-                (share * values).astype(np.int64), step, problem.limit_bytes,
-            )  # fmt: skip
-            if unplaced >= 0:
-                break
-            try:
-                return commit_placement(state, problem, home[problem.group], start_seconds, self.name)
-            except InfeasibleError as error:
-                first_error = first_error or error
+        for divided in problem.divide_pools():
+            for share in STAYING_SHARES:
+                home, unplaced = choose_devices(
+                    sequence, ranking, problem.pinned, *weights.arrays, graph.weight_bytes,
+                    (share * values).astype(np.int64), step, divided.limit_bytes,
+                )  # fmt: skip
+                if unplaced >= 0:
+                    break
+                try:
+                    return commit_placement(state, problem, home[problem.group], start_seconds, self.name)
+                except InfeasibleError as error:
+                    first_error = first_error or error
         raise first_error or self._no_room_error(problem, unplaced, int(weights_bytes[unplaced]), int(step[unplaced]))
 
     def _no_room_error(

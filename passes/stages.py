@@ -107,8 +107,11 @@ class Stages(Pass):
         Limits are tightened if needed; one device is tried as well.
         """
         rule, devices = self._transfer_rule(problem), range(len(problem.target.devices))
-        splits = generate_splits(problem, rule, problem.limit_bytes, devices, deadline, self.seed)
-        plans = (self._commit_if_fitting(state, problem, device, bound) for device, bound, _ in splits)
+        plans = (  # the bound of a split within divided pools does not hold for others
+            self._commit_if_fitting(state, problem, device, bound if divided is problem else 0.0)
+            for divided in problem.divide_pools()
+            for device, bound, _ in generate_splits(divided, rule, divided.limit_bytes, devices, deadline, self.seed)
+        )
         best = next((plan for plan in plans if plan is not None), None)
         allowed = [index for index in devices if np.isin(problem.pinned, (-1, index)).all()]
         single_devices = [np.full(len(problem.graph), index, dtype=np.int32) for index in allowed]
@@ -150,7 +153,7 @@ class Stages(Pass):
             better = self._commit_if_fitting(state, problem, candidate[problem.group], 0.0)
             if better is None:
                 step = problem.simulate(candidate[problem.group], problem.graph.order)
-                limit = tighten_limits(limit, problem.limit_bytes, problem.excess_bytes(step), restart + 1)
+                limit = tighten_limits(problem, limit, problem.limit_bytes, step, restart + 1)
             else:
                 best, home = better, candidate
         return None if best is None else _StagePlan(best.state, best.device, best.interval_seconds, 0.0)
@@ -223,7 +226,7 @@ def _merge_devices(problem: PlacementProblem, replicas: Sequence[int]) -> Placem
     return replace(
         problem,
         seconds=seconds,
-        target=replace(target, devices=devices, links=tuple(links), shared=(), pools=()),
+        target=replace(target.choose_devices([d.id for d in devices]), devices=devices, links=tuple(links), shared=()),
         limit_bytes=np.array(limits, dtype=np.int64),
         pinned=np.where(problem.pinned >= 0, group_of[problem.pinned], -1).astype(problem.pinned.dtype),
     )

@@ -231,6 +231,11 @@ class Pool:
         require_number(self, "memory_bytes", where, 0, MAX_MEMORY_BYTES, whole=True)
         _require_group(self.devices, where)
 
+    @property
+    def id(self) -> str:
+        """Return what errors call it."""
+        return f"the pool of {' and '.join(self.devices)}"
+
 
 def _require_group(devices: tuple[str, ...], where: str) -> None:
     """Raise TargetError unless a group has two or more devices of one host, each once."""
@@ -309,6 +314,35 @@ class Target:
 
         links = tuple(link for link in self.links if link.source in ends and link.destination in ends)
         return replace(self, devices=tuple(kept), links=links, shared=restrict(self.shared), pools=restrict(self.pools))
+
+    @property
+    def memories(self) -> tuple[Device | Pool, ...]:
+        """Return what has a limit of memory: all devices, then all pools."""
+        return (*self.devices, *self.pools)
+
+    @cached_property
+    def pool_of(self) -> NDArray[np.int64]:
+        """Return, per device, the index of its pool; the number of pools for a device with memory of its own."""
+        pools = {device_id: index for index, pool in enumerate(self.pools) for device_id in pool.devices}
+        return np.array([pools.get(device.id, len(self.pools)) for device in self.devices], dtype=np.int64)
+
+    @property
+    def limit_bytes(self) -> NDArray[np.int64]:
+        """Return, per device, what it may use while others of its pool use nothing."""
+        pools = [*(pool.memory_bytes for pool in self.pools), MAX_MEMORY_BYTES]
+        return np.array([min(d.memory_bytes, pools[index]) for d, index in zip(self.devices, self.pool_of)])
+
+    @property
+    def total_bytes(self) -> int:
+        """Return what all devices may use together."""
+        sums = [0] * (len(self.pools) + 1)
+        for index, size in zip(self.pool_of, self.limit_bytes.tolist()):
+            sums[index] += size
+        return sums[-1] + sum(min(size, pool.memory_bytes) for size, pool in zip(sums, self.pools))
+
+    def describe_memory(self) -> str:
+        """Return the limits of devices and pools, as a text."""
+        return ", ".join(f"{memory.id} ({memory.memory_bytes} bytes)" for memory in self.memories)
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -181,9 +181,9 @@ def _search_widening(best: Incumbent, width: int, deadline: float, max_width: in
     # Where a transfer may fill a gap of an incoming channel, sums and maxima along the actions are no bound on it.
     proofs = [tables, tables._replace(receives=True, delays=True)][: 1 + tables.one_channel]
     relaxations = [tables._replace(receives=True)] * has_shared_channels
-    graph, limit_bytes = best.problem.graph, best.problem.limit_bytes
-    # Some device might have to hold more than its limit.
-    if graph.total_weight_bytes + (graph.value_bytes.sum() + graph.workspace_bytes.sum()) > limit_bytes.min():
+    graph = best.problem.graph
+    # Some device or pool might have to hold more than its limit.
+    if best.problem.may_exceed(graph.total_weight_bytes + graph.value_bytes.sum() + graph.workspace_bytes.sum()):
         careful = tables._replace(receives=has_shared_channels, careful=True)
         patient = tables._replace(receives=has_shared_channels, patient=True)
         relaxations += [careful] if np.isfinite(best.makespan_seconds) else [careful, patient]

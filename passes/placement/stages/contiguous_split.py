@@ -168,8 +168,8 @@ def generate_splits(
         device = split.device[cuts.node].astype(np.int32)
         yield device, split.bound if attempt == 0 else 0.0, limit
         if resident == 1.0:
-            peak_bytes = problem.simulate(device, problem.graph.order).peak_bytes
-            limit = tighten_limits(limit, allowed, np.maximum(peak_bytes - allowed, 0), attempt + 1)
+            step = problem.simulate(device, problem.graph.order)
+            limit = tighten_limits(problem, limit, allowed, step, attempt + 1)
 
 
 def split_into_stages(cutting: Cutting, problem: PlacementProblem, deadline: float, seed: int) -> StageSplit | None:
