@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -112,10 +111,7 @@ class Fit(Pass):
         self, state: State, problem: PlacementProblem, devices: list[int], allowed: Longs, deadline: float
     ) -> State | None:
         """Return a split between devices within the `allowed` bytes, if found."""
-        for start, _, limit in chain.from_iterable(
-            generate_splits(problem, TRAFFIC, np.minimum(allowed, divided.limit_bytes), devices, deadline, self.seed)
-            for divided in problem.divide_pools()
-        ):
+        for start, _, limit in generate_splits(problem, TRAFFIC, allowed, devices, deadline, self.seed):
             for device in (self._lower_traffic(problem, start, limit, deadline), start):
                 after = self._commit_if_fitting(state, problem, device, allowed)
                 if after is not None:

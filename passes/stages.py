@@ -107,11 +107,8 @@ class Stages(Pass):
         Limits are tightened if needed; one device is tried as well.
         """
         rule, devices = self._transfer_rule(problem), range(len(problem.target.devices))
-        plans = (  # the bound of a split within divided pools does not hold for others
-            self._commit_if_fitting(state, problem, device, bound if divided is problem else 0.0)
-            for divided in problem.divide_pools()
-            for device, bound, _ in generate_splits(divided, rule, divided.limit_bytes, devices, deadline, self.seed)
-        )
+        splits = generate_splits(problem, rule, problem.limit_bytes, devices, deadline, self.seed)
+        plans = (self._commit_if_fitting(state, problem, device, bound) for device, bound, _ in splits)
         best = next((plan for plan in plans if plan is not None), None)
         allowed = [index for index in devices if np.isin(problem.pinned, (-1, index)).all()]
         single_devices = [np.full(len(problem.graph), index, dtype=np.int32) for index in allowed]

@@ -104,10 +104,8 @@ def simulate(
     weights = device_weights(graph, device, len(target.devices))
     changes = list_memory_changes(graph, device, order, start, finish, transfers, end)
     peak_bytes = _find_peaks(changes, np.arange(len(target.devices)), weights)
-    # Devices without a pool count as one more pool.
-    pool_peak_bytes = (
-        _find_peaks(changes, target.pool_of, weights)[: len(target.pools)] if target.pools else weights[:0]
-    )
+    pools = len(target.pools)  # devices without a pool count as one more
+    pool_peak_bytes = _find_peaks(changes, target.pool_of, weights)[:pools] if pools else weights[:0]
     return Simulation(
         start_seconds=start,
         finish_seconds=finish,

@@ -236,6 +236,10 @@ class Pool:
         """Return what errors call it."""
         return f"the pool of {' and '.join(self.devices)}"
 
+    def describe(self) -> str:
+        """Return its devices and its memory, as a text."""
+        return f"{', '.join(self.devices)} share {format_bytes(self.memory_bytes)}"
+
 
 def _require_group(devices: tuple[str, ...], where: str) -> None:
     """Raise TargetError unless a group has two or more devices of one host, each once."""
@@ -327,18 +331,21 @@ class Target:
         return np.array([pools.get(device.id, len(self.pools)) for device in self.devices], dtype=np.int64)
 
     @property
+    def pool_bytes(self) -> NDArray[np.float64]:
+        """Return the limit of each pool, and at last infinity, for devices with memory of their own."""
+        return np.array([*(pool.memory_bytes for pool in self.pools), np.inf])
+
+    @property
     def limit_bytes(self) -> NDArray[np.int64]:
         """Return, per device, what it may use while others of its pool use nothing."""
-        pools = [*(pool.memory_bytes for pool in self.pools), MAX_MEMORY_BYTES]
-        return np.array([min(d.memory_bytes, pools[index]) for d, index in zip(self.devices, self.pool_of)])
+        pool_bytes = self.pool_bytes[self.pool_of]
+        return np.array([min(d.memory_bytes, size) for d, size in zip(self.devices, pool_bytes)], dtype=np.int64)
 
     @property
     def total_bytes(self) -> int:
         """Return what all devices may use together."""
-        sums = [0] * (len(self.pools) + 1)
-        for index, size in zip(self.pool_of, self.limit_bytes.tolist()):
-            sums[index] += size
-        return sums[-1] + sum(min(size, pool.memory_bytes) for size, pool in zip(sums, self.pools))
+        sums = np.bincount(self.pool_of, self.limit_bytes, len(self.pools) + 1)
+        return int(np.minimum(sums, self.pool_bytes).sum())
 
     def describe_memory(self) -> str:
         """Return the limits of devices and pools, as a text."""
@@ -390,7 +397,7 @@ class Target:
         return latency, per_byte
 
     def limiting(self, limits: Mapping[str, int]) -> Target:
-        """Return this target with other memory limits (bytes by device id).
+        """Return this target with other memory limits (bytes by device id); pools keep theirs.
 
         >>> Target((Device("cpu:0", 1024),)).limiting({"cpu:0": 512}).devices[0].memory_bytes
         512

@@ -66,8 +66,7 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
     stored = np.zeros((devices, len(graph.weight_bytes)), dtype=bool)
     stored_bytes = np.zeros(devices, dtype=np.int64)
     group_device, takes = problem.pinned.copy(), ~problem.refused_groups
-    pool_of = problem.target.pool_of
-    pool_bytes = np.array([*(pool.memory_bytes for pool in problem.target.pools), np.inf])[pool_of]
+    target, pool_of = problem.target, problem.target.pool_of
     for group in np.flatnonzero(group_device >= 0).tolist():
         used[group_device[group]] += need_bytes[group]
         stored[group_device[group], weights[group]] = True
@@ -79,7 +78,7 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
             group_weights = weights[group]
             added_bytes = ~stored[:, group_weights] @ graph.weight_bytes[group_weights]
             within_limit = stored_bytes + added_bytes <= problem.limit_bytes
-            within_limit &= np.bincount(pool_of, stored_bytes)[pool_of] + added_bytes <= pool_bytes
+            within_limit &= (np.bincount(pool_of, stored_bytes)[pool_of] + added_bytes) <= target.pool_bytes[pool_of]
             is_open = within_limit & ((used + reserved[group] < fill_bytes) | (used == 0))
             is_open &= takes[:, group]
             destination = next((index for index in range(current, devices) if is_open[index]), -1)
