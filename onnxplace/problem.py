@@ -129,9 +129,10 @@ def find_excess(target: Target, limit_bytes: Longs, simulation: Simulation, part
     """
     excess: Longs = np.maximum(simulation.peak_bytes - limit_bytes, 0)
     for index, (pool, peak) in enumerate(zip(target.pools, simulation.pool_peak_bytes.tolist())):
-        parts = np.where(target.pool_of == index, part_bytes, 0)
+        members = target.pool_of == index
+        parts = members * (part_bytes if part_bytes[members].any() else 1)
         if peak > pool.memory_bytes:
-            shares = np.ceil((peak - pool.memory_bytes) * (parts / max(parts.sum(), 1)))
+            shares = np.ceil((peak - pool.memory_bytes) * (parts / parts.sum()))
             excess = np.maximum(excess, shares.astype(np.int64))
     return excess
 

@@ -113,9 +113,9 @@ class Adjust(Pass):
     ) -> InfeasibleError:
         """Return the error for a group that no device has room for."""
         name = problem.graph.names[int(np.argmax(problem.group == group))]
-        devices, pin = problem.target.devices, int(problem.pinned[group])
-        candidates = devices if pin < 0 else [devices[pin]]
-        ids = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in candidates)
+        memories, pin = problem.target.memories, int(problem.pinned[group])
+        candidates = memories if pin < 0 else memories[pin : pin + 1]
+        ids = ", ".join(f"{memory.id} ({memory.memory_bytes} bytes)" for memory in candidates)
         return InfeasibleError(
             "P001",
             f"the group of {name!r} fits on none of {ids} next to the groups before it: it has {weights_bytes} bytes "

@@ -139,6 +139,6 @@ class Stream(Pass):
         item = state.target.devices[device]
         message = (
             f"weights cannot stream in so little memory: {item.id} needs at least {int(needs[device])} bytes, of which "
-            f"{pool} for {purpose}, and may use {item.memory_bytes}"
+            f"{pool} for {purpose}, and may use {int(problem.limit_bytes[device])}"
         )
         return InfeasibleError("P066", message, where=self.name, hint="raise --max-memory, or add devices")

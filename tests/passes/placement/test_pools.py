@@ -11,7 +11,7 @@ from onnxplace.facts import Placement, Profile, Schedule, Segments
 from onnxplace.passes.placement.exact.exact_solver import solve_exactly
 from onnxplace.passes.split import Split
 from onnxplace.pipeline.pipeline import Pipeline, make_pass, run_pass
-from onnxplace.problem import interchangeable_devices, placement_problem
+from onnxplace.problem import find_excess, interchangeable_devices, placement_problem
 from onnxplace.state import State
 from onnxplace.target.target import Pool, Target
 from onnxplace.testing.pass_contract import random_state
@@ -163,3 +163,25 @@ def test_segments_are_cut_where_only_the_pool_lacks_memory():
         run_pass(Split(), smaller)
     with pytest.raises(ValueError, match="the pool of cpu:0 and cpu:1 needs 8 bytes of 7"):
         split[Segments].check(smaller)
+
+
+def test_a_model_that_fits_in_none_of_two_pools_is_refused():
+    state = chains(100)
+    state = state_of(state[Profile].graph, [1.0] * 4, even_target(4))
+    target = replace(state.target, pools=(Pool(("cpu:0", "cpu:1"), 310), Pool(("cpu:2", "cpu:3"), 150)))
+    with pytest.raises(InfeasibleError, match=r"the pool of cpu:0 and cpu:1 lacks 91 .* cpu:2 and cpu:3 lacks 251 "):
+        make_pass("single").run(State(target, state.facts))
+    check_limits(make_pass("m-etf").run(State(target, state.facts)))
+
+
+def test_what_a_pool_lacks_is_shared_by_what_its_devices_hold():
+    graph = graph_of({"a": [], "b": []}, weights={"a": ["v"], "b": ["w"]}, sizes={"a": 0, "b": 0, "v": 90, "w": 30})
+    state = state_of(graph, [1.0] * 2, even_target(3))
+    problem = placement_problem(State(pooled(state.target, [100] * 3, 100, 0, 1), state.facts))
+    step = problem.simulate(np.array([0, 1], dtype=np.int32), graph.order)
+    assert problem.excess_bytes(step).tolist() == [15, 5, 0]
+    no_bytes = np.zeros(3, dtype=np.int64)
+    assert find_excess(problem.target, problem.limit_bytes, step, no_bytes).tolist() == [10, 10, 0]
+    limits = [item.limit_bytes.tolist() for item in problem.divide_pools()]
+    assert limits == [[100, 100, 100], [50, 50, 100], [100, 0, 100], [0, 100, 100]]
+    assert len(list(placement_problem(state).divide_pools())) == 1
