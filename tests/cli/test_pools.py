@@ -90,3 +90,17 @@ def test_devices_lists_what_shares_memory(run_cli):
     result = run_cli("devices", "--devices", "cpu:0,cpu:1,cpu:0-1")
     assert re.search(r"^cpu:0, cpu:1, cpu:0-1 share \S+ [MG]iB$", result.out, re.MULTILINE)
     assert " share " not in run_cli("devices", "--devices", "cpu:0,cpu:1").out
+
+
+def test_cost_graphs_are_placed_within_the_pool_of_a_machine(run_cli, write_target, tmp_path):
+    # The GPU of an AI-PC may use 16 GB, its processor 32 GB, and both together 32 GB.
+    for node_bytes, code in ((7_900_000_000, 0), (8_500_000_000, 3)):
+        nodes = [{"id": name, "compute_time_us": 10, "memory_bytes": node_bytes} for name in "abcd"]
+        graph = {"devices": [{"id": 0, "memory_bytes": 1 << 30}], "nodes": nodes, "edges": []}
+        (write_target(1).parent / "graph.json").write_text(json.dumps(graph))
+        devices = dict.fromkeys("a", "webgpu:0") | dict.fromkeys("bcd", "cpu:0")
+        (tmp_path / "placement.json").write_text(json.dumps(devices))
+        placed = run_cli("place", "graph.json", "--machine", "AI-PC", "--json")
+        assert placed.code == code, placed.err
+        given = run_cli("place", "graph.json", "--machine", "AI-PC", "--placement", "placement.json", "--json")
+        assert json.loads(given.out)["feasible"] == (not code)
