@@ -116,8 +116,8 @@ class ProfileCosts(Pass):
     ) -> tuple[dict[str, Measurement], list[Diagnostic]]:
         """Measure each class of device that can be measured on this machine."""
         limits: dict[str, int] = {}
-        for device in state.target.devices:
-            limits[device.cost_class] = max(device.memory_bytes, limits.get(device.cost_class, 0))
+        for device, size in zip(state.target.devices, state.target.limit_bytes.tolist()):
+            limits[device.cost_class] = max(size, limits.get(device.cost_class, 0))
         measurements: dict[str, Measurement] = {}
         notes: list[Diagnostic] = []
         devices = {device.cost_class: device for device in state.target.devices}

@@ -224,6 +224,7 @@ def format_devices(about: Mapping[str, Any], target: Target) -> str:
             "",
             "used unless --devices says otherwise:",
             format_table(("device", "cores", "memory", "cost class"), rows),
+            *(pool.describe() for pool in target.pools),
         ]
     )
 
@@ -275,7 +276,11 @@ def format_catalogue(catalogue: Catalogue) -> str:
         latency = "-" if fabric.latency_seconds is None else f"{fabric.latency_seconds * 1e6:.2g} us"
         ends = "hosts" if fabric.family == "network" else "devices of a host"
         fabrics.append((fabric.name, ends, f"{fabric.bytes_per_second / 1e9:.4g}", latency))
-    whole = [f"{item.name}: {' and '.join(item.parts)}" for item in catalogue.devices.values() if item.parts]
+    whole = [
+        f"{item.name}: {' and '.join(item.parts)}, which share {format_bytes(item.memory_bytes)}"
+        for item in catalogue.devices.values()
+        if item.parts
+    ]
     return "\n".join(
         [
             format_table(("device", "kind", "memory", "GB/s", *types, "fabric"), devices, left=2),

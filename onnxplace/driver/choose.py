@@ -306,7 +306,7 @@ def decide_or_recompute(
 def _recompute_more_and_more(profiled: Profiled, observer: Observer | None) -> Iterator[Profiled]:
     """Yield the model with more and more values computed again, each time with a smaller peak of memory."""
     problem, peaks = placement_problem(profiled.state), set[int]()
-    total = int(problem.limit_bytes.sum())
+    total = problem.target.total_bytes
     has_one_device = len(profiled.state.target.devices) == 1
     for share in SHARES_OF_ONE if has_one_device else SHARES_OF_SEVERAL:
         limit = int(share * (total if has_one_device else min(total, int(problem.alone_bytes().min()))))

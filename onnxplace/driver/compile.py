@@ -245,16 +245,15 @@ def _report_spare_ways(ways: int | None, target: Target) -> list[Diagnostic]:
 
 def _require_memory(state: State, least_streamed: int | None) -> None:
     """Raise InfeasibleError if all devices together cannot hold the weights; larger ones than a size may stream."""
-    model, devices = state[Model], state.target.devices
+    model = state[Model]
     read = {name for names in model.reads for name in names if name in model.initializers}
     sizes = [tensor_size(model.initializers[name]) for name in read]
     held = sum(size for size in sizes if least_streamed is None or size < least_streamed)
-    lacking = held - sum(item.memory_bytes for item in devices)
+    lacking = held - state.target.total_bytes
     if lacking > 0:
-        limits = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in devices)
         raise InfeasibleError(
             "P002",
-            f"the weights need {lacking} bytes more than all devices have together: {limits}",
+            f"the weights need {lacking} bytes more than all devices have together: {state.target.describe_memory()}",
             where=model.name,
             hint="add devices, or raise --max-memory (a number without GiB or MiB is in bytes)",
         )

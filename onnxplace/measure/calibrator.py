@@ -236,7 +236,7 @@ def _build_target(
     one_channel = contention is not None and contention.copy.factor >= MIN_SHARED_CHANNEL_SLOWDOWN
     model: LinkModel = "sequential" if one_channel else target.link_model
     shared = _describe_sharing(_list_cpus(target), contention)
-    return Target(devices, tuple(measurement.link for measurement in links), model, shared)
+    return Target(devices, tuple(measurement.link for measurement in links), model, shared, target.pools)
 
 
 def _list_notes(links: Sequence[LinkMeasurement], contention: Contention | None) -> tuple[str, ...]:

@@ -231,6 +231,15 @@ class Pool:
         require_number(self, "memory_bytes", where, 0, MAX_MEMORY_BYTES, whole=True)
         _require_group(self.devices, where)
 
+    @property
+    def id(self) -> str:
+        """Return what errors call it."""
+        return f"the pool of {' and '.join(self.devices)}"
+
+    def describe(self) -> str:
+        """Return its devices and its memory, as a text."""
+        return f"{', '.join(self.devices)} share {format_bytes(self.memory_bytes)}"
+
 
 def _require_group(devices: tuple[str, ...], where: str) -> None:
     """Raise TargetError unless a group has two or more devices of one host, each once."""
@@ -340,6 +349,38 @@ class Target:
         return replace(self, devices=tuple(kept), links=links, shared=restrict(self.shared), pools=restrict(self.pools))
 
     @property
+    def memories(self) -> tuple[Device | Pool, ...]:
+        """Return what has a limit of memory: all devices, then all pools."""
+        return (*self.devices, *self.pools)
+
+    @cached_property
+    def pool_of(self) -> NDArray[np.int64]:
+        """Return, per device, the index of its pool; the number of pools for a device with memory of its own."""
+        pools = {device_id: index for index, pool in enumerate(self.pools) for device_id in pool.devices}
+        return np.array([pools.get(device.id, len(self.pools)) for device in self.devices], dtype=np.int64)
+
+    @property
+    def pool_bytes(self) -> NDArray[np.float64]:
+        """Return the limit of each pool, and at last infinity, for devices with memory of their own."""
+        return np.array([*(pool.memory_bytes for pool in self.pools), np.inf])
+
+    @property
+    def limit_bytes(self) -> NDArray[np.int64]:
+        """Return, per device, what it may use while others of its pool use nothing."""
+        pool_bytes = self.pool_bytes[self.pool_of]
+        return np.array([min(d.memory_bytes, size) for d, size in zip(self.devices, pool_bytes)], dtype=np.int64)
+
+    @property
+    def total_bytes(self) -> int:
+        """Return what all devices may use together."""
+        sums = np.bincount(self.pool_of, self.limit_bytes, len(self.pools) + 1)
+        return int(np.minimum(sums, self.pool_bytes).sum())
+
+    def describe_memory(self) -> str:
+        """Return the limits of devices and pools, as a text."""
+        return ", ".join(f"{memory.id} ({memory.memory_bytes} bytes)" for memory in self.memories)
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """Return the hosts of its devices, in their order; empty for one machine."""
         return list_hosts(device.id for device in self.devices)
@@ -385,7 +426,7 @@ class Target:
         return latency, per_byte
 
     def limiting(self, limits: Mapping[str, int]) -> Target:
-        """Return this target with other memory limits (bytes by device id).
+        """Return this target with other memory limits (bytes by device id); pools keep theirs.
 
         >>> Target((Device("cpu:0", 1024),)).limiting({"cpu:0": 512}).devices[0].memory_bytes
         512
