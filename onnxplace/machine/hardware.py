@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from onnxplace.errors import PluginError, TargetError
@@ -18,10 +19,12 @@ from onnxplace.target.kind_table import SHORT_NAMES, find_kind, is_isolated, lis
 from onnxplace.target.parsing import DeviceSpec, name_whole, parse_devices
 from onnxplace.target.target import Device, Pool, Target
 from onnxplace.target.unused_hardware import list_unused_hardware
-from onnxplace.utils.control_groups import count_free_bytes, find_core_limit, list_cores
+from onnxplace.utils.control_groups import count_cores, count_free_bytes, find_core_limit, list_cores
 from onnxplace.utils.ort import import_onnxruntime, list_installed_wheels
 from onnxplace.utils.subprocesses import run_in_child
 
+# Where the system tells the node of each core: tests have others.
+CORES_FOLDER = Path("/sys/devices/system/cpu")
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
 RUNTIME_BYTES = 141 << 20
 # Share of the memory that stays free for what a schedule does not count: structures of the sessions, holes in the
@@ -34,8 +37,7 @@ def available_cores() -> tuple[int, ...]:
 
     These are whole cores, at least one. A thread that pinned itself gets all of them too.
     """
-    cores = list_cores()
-    return tuple(cores[: max(int(min(find_core_limit(), len(cores)) + 0.01), 1)])
+    return tuple(list_cores()[: count_cores()])
 
 
 def available_memory_bytes() -> int:
@@ -49,20 +51,46 @@ def divide_cores(count: int) -> list[int]:
     return [max(share + (index < extra), 1) for index in range(count)]
 
 
+def find_node(core: int) -> int:
+    """Return the number of the node of memory that is near a core; 0 where the system does not say."""
+    nodes = (CORES_FOLDER / f"cpu{core}").glob("node[0-9]*")
+    return min((int(path.name.removeprefix("node")) for path in nodes), default=0)
+
+
 def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the cores of each CPU device.
+    """Return the cores of each CPU device, of one node of memory where one has enough.
 
     Devices share cores only if there are too few.
 
     Args:
         sizes: The number of cores of each device.
     """
-    cores = available_cores()
-    assignment, start = [], 0
-    for size in sizes:
-        assignment.append(tuple(cores[(start + offset) % len(cores)] for offset in range(min(size, len(cores)))))
-        start += size
+    node = {core: find_node(core) for core in available_cores()}
+    cores = sorted(node, key=lambda core: (node[core], core))
+    assignment, free = list[tuple[int, ...]](), list(cores)
+    for size in (min(size, len(cores)) for size in sizes):
+        if len(free) < size:
+            free += [core for core in cores if core not in free]
+        counts = Counter(node[core] for core in free)
+        near = next((number for number in sorted(counts) if counts[number] >= size), None)
+        chosen = [core for core in free if node[core] == near or near is None][:size]
+        assignment.append(tuple(chosen))
+        free = [core for core in free if core not in chosen]
     return assignment
+
+
+def find_cores(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
+    """Return the cores of each device of one host that computes on cores, by its id: those of its processors."""
+    processors = {device.id: device.processors or (device.id,) for device in devices if device.has_cores}
+    sizes: dict[str, int] = {}
+    for device in sorted((item for item in devices if item.has_cores), key=lambda item: len(processors[item.id])):
+        names = processors[device.id]
+        for name in names:  # one that only wider devices have is an equal part of theirs
+            sizes[name] = max(sizes.get(name, 0), device.cores if len(names) == 1 else 0) or device.cores // len(names)
+    order = dict.fromkeys(name for names in processors.values() for name in names)
+    cores = dict(zip(order, assign_cores([max(sizes[name], 1) for name in order])))
+    joined = {key: [core for name in names for core in cores[name]] for key, names in processors.items()}
+    return {device.id: tuple(joined[device.id][: device.cores]) for device in devices if device.has_cores}
 
 
 def local_target(devices: str | Sequence[str] | None = None) -> Target:
@@ -188,7 +216,8 @@ def find_device_problem(device: Device) -> str | None:
     """Return why ONNX Runtime cannot use a device on this machine; None if it can."""
     if device.host:
         return f"it is a device of host {device.host}, and this runtime uses devices of this machine only"
-    if not is_isolated(device.address) or device.is_host:
+    # One that is isolated for its cores only may be tried here, where it was tried before.
+    if not is_isolated(replace(device.address, cores=0)) or device.is_host:
         return _find_problem(device.address)
     return run_in_child(_find_problem, device.address, "the search for it", device.id)
 

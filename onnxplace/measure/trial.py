@@ -145,7 +145,12 @@ def report_core_shortage(target: Target, model: str) -> Diagnostic | None:
 
     Devices of several hosts do not run here.
     """
-    needed, available = sum(device.cores for device in target.devices if device.kind == "cpu"), len(available_cores())
+    cores, available = dict[str, int](), len(available_cores())
+    for device in sorted(target.devices, key=lambda item: len(item.processors)):
+        names = device.processors or (device.id,)
+        if device.kind == "cpu" and cores.keys().isdisjoint(names):  # else it has those of others
+            cores |= {**dict.fromkeys(names, 0), names[0]: device.cores}
+    needed = sum(cores.values())
     if target.hosts or needed <= available:
         return None
     message = f"its CPU devices have {needed} cores, this machine {available}: they compete for cores"

@@ -100,6 +100,8 @@ class DeviceKind(ABC):
     """Whether one may stand for several logical devices, `cuda:0/0` and `cuda:0/1`."""
     isolates: ClassVar[bool] = False
     """Whether sessions are in their own process by default: the provider is known to crash."""
+    isolates_on_cores: ClassVar[bool] = False
+    """Whether sessions on a part of the cores are in their own process by default: the provider pins threads itself."""
     value_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Further options of a device, with their values; the first one is the default."""
     lock: ClassVar[ProviderLock | None] = None

@@ -56,6 +56,8 @@ class ProviderRecord:
     sets_options: Callable[[str, str, int], Mapping[str, str]] | None = None
     """Returns the provider's options for a type of device, the type that float32 is computed in, and a number of
     threads, which is 0 for devices without cores."""
+    isolates_on_cores: bool = False
+    """Whether sessions of one process that compute on a core each disturb each other."""
     caches_contexts: bool = False
     """Whether it writes compiled models (EPContext nodes)."""
     lock: ProviderLock | None = None
@@ -95,6 +97,9 @@ RECORDS = {
             "cpu": ("float32", "bfloat16"),
         },
         sets_options=_set_openvino,
+        # Its runs pin the calling thread to a core that it chooses: two at once take twice as long, on one core
+        # (benchmarks/provider_cores.py).
+        isolates_on_cores=True,
         caches_contexts=True,
     ),
     "webgpu": ProviderRecord(types=("gpu",), compiles=False, lock=WEBGPU_LOCK),
@@ -469,7 +474,7 @@ _RATES = {
     "npu": (5e12, 50e9, 20e-6, 100e-6, 5e9),
     "gpu": (5e12, 200e9, 10e-6, 50e-6, 8e9),
     "igpu": (1e12, 50e9, 20e-6, 50e-6, 10e9),
-    "cpu": (40e9, 8e9, 5e-6, 50e-6, 10e9),
+    "cpu": (40e9, 8e9, 5e-6, 45e-6, 10e9),
 }
 
 
@@ -492,6 +497,7 @@ def make_provider_kind(name: str) -> DeviceKind:
         **({"memory": "onnxplace.runtimes.execution.bound_memory:BoundMemory"} if record.lock else {}),
         "needs_static_shapes": record.needs_static_shapes,
         "has_cores": kind == "cpu",
+        "isolates_on_cores": record.isolates_on_cores and kind == "cpu",
         "compiles": record.compiles,
         "value_options": {
             **({"precision": precisions} if len(precisions) > 1 else {}),

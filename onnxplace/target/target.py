@@ -392,8 +392,8 @@ def default_link(source: Device, destination: Device) -> Link:
     >>> default_link(Device("cpu:0", 1024), Device("cpu:1", 1024)).bytes_per_second
     10000000000.0
     """
-    kinds = (find_kind(source.kind), find_kind(destination.kind))
-    latency = max((kind.link_latency_seconds for kind in kinds if not kind.is_host), default=0.0)
-    rate = min((kind.link_bytes_per_second for kind in kinds if not kind.is_host), default=0.0)
+    kinds = [kind for kind in map(find_kind, (source.kind, destination.kind)) if not kind.has_cores]
+    latency = max((kind.link_latency_seconds for kind in kinds), default=0.0)
+    rate = min((kind.link_bytes_per_second for kind in kinds), default=0.0)
     host = find_kind("cpu")
     return Link(source.id, destination.id, latency or host.link_latency_seconds, rate or host.link_bytes_per_second)
