@@ -65,17 +65,17 @@ def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     Args:
         sizes: The number of cores of each device.
     """
-    node = {core: find_node(core) for core in available_cores()}
-    cores = sorted(node, key=lambda core: (node[core], core))
+    cores = sorted((find_node(core), core) for core in available_cores())
     assignment, free = list[tuple[int, ...]](), list(cores)
     for size in (min(size, len(cores)) for size in sizes):
         if len(free) < size:
-            free += [core for core in cores if core not in free]
-        counts = Counter(node[core] for core in free)
-        near = next((number for number in sorted(counts) if counts[number] >= size), None)
-        chosen = [core for core in free if node[core] == near or near is None][:size]
-        assignment.append(tuple(chosen))
-        free = [core for core in free if core not in chosen]
+            free += [place for place in cores if place not in free]
+        counts = Counter(node for node, _ in free)
+        node = next((number for number in sorted(counts) if counts[number] >= size), None)
+        chosen = sorted(free, key=lambda place: node is not None and place[0] != node)[:size]
+        assignment.append(tuple(core for _, core in chosen))
+        for place in chosen:
+            free.remove(place)
     return assignment
 
 
