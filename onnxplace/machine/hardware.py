@@ -11,12 +11,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from onnxplace.errors import PluginError, TargetError
+from onnxplace.errors import PluginError, TargetError, format_names, format_value, suggest_nearest
 from onnxplace.machine.measurement_cache import processor
 from onnxplace.target.device_kinds import THREADS, DeviceAddress, Hardware
 from onnxplace.target.hosts import split_host
-from onnxplace.target.kind_table import SHORT_NAMES, find_kind, is_isolated, list_kind_names, resolve_short_name
-from onnxplace.target.parsing import DeviceSpec, name_whole, parse_devices
+from onnxplace.target.kind_table import (
+    SHORT_NAMES,
+    find_kind,
+    is_isolated,
+    is_known_kind,
+    list_kind_names,
+    resolve_short_name,
+)
+from onnxplace.target.parsing import DeviceSpec, name_variant, name_whole, parse_devices
 from onnxplace.target.target import Device, Pool, Target
 from onnxplace.target.unused_hardware import list_unused_hardware
 from onnxplace.utils.control_groups import count_cores, count_free_bytes, find_core_limit, list_cores
@@ -79,6 +86,7 @@ def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return assignment
 
 
+<<<<<<< HEAD
 def find_cores(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
     """Return the cores of each device of one host that computes on cores, by its id: those of its processors."""
     processors = {device.id: device.processors or (device.id,) for device in devices if device.has_cores}
@@ -94,6 +102,11 @@ def find_cores(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
 
 
 def local_target(devices: str | Sequence[str] | None = None) -> Target:
+=======
+def local_target(
+    devices: str | Sequence[str] | None = None, providers: Sequence[str] = (), *, has_max_error: bool = False
+) -> Target:
+>>>>>>> main
     """Return a target of devices of this machine.
 
     By default, these are all usable GPUs of one built-in kind, or else two CPU devices, or one on a single core.
@@ -103,9 +116,13 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
 
     Args:
         devices: Device ids, such as `cuda:0,cuda:1`, with options, such as `cuda:0{provider=tensorrt}`.
+        providers: Further execution providers for the hardware of these devices, such as `openvino`, as further
+            devices with the same processors; with them, one that spans all processors, as one session on all cores.
+        has_max_error: Whether the faster types in which they compute float32 are further devices, too.
 
     Raises:
-        TargetError: A GPU does not exist, ONNX Runtime cannot use it, or a device names its host.
+        TargetError: A GPU does not exist, ONNX Runtime cannot use it, a device names its host, or none of them can be
+            used by a provider.
 
     >>> [device.id for device in local_target("cpu:0,cpu:1").devices]
     ['cpu:0', 'cpu:1']
@@ -115,6 +132,8 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
         message = f"{specs[0].id} is a device of host {host}; expected devices of this machine"
         hint = "leave the host out, or describe several hosts in a file for --target (docs/target.md)"
         raise TargetError("T005", message, where="--devices", hint=hint)
+    if providers or has_max_error:
+        specs = _add_alternatives(specs, providers, has_max_error=has_max_error)
     addresses = [DeviceAddress.of(spec.id) for spec in specs]
     with_cores = [address for address in addresses if find_kind(address.kind).has_cores]
     numbers = sorted({number for address in with_cores for number in _list_processors(address)})
@@ -134,6 +153,56 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
     return _join_processors(tuple(described))
 
 
+def _add_alternatives(specs: list[DeviceSpec], providers: Sequence[str], *, has_max_error: bool) -> list[DeviceSpec]:
+    """Return devices and further ways to use the same hardware: other providers, faster types, spans."""
+    ways = list(specs)
+    for provider in providers:
+        own = [way for spec in specs if (way := _use_provider(spec, provider)) is not None]
+        if not own:
+            from onnxplace.target.plugin_providers import RECORDS, list_families  # which other targets do not need
+
+            ids = format_names([spec.id for spec in specs], quoted=False)
+            hint = suggest_nearest(provider, (*RECORDS, *list_families(), "tensorrt"))
+            message = f"{format_value(provider)} is no other provider for {ids}"
+            raise TargetError("T005", message, where="--providers", hint=hint)
+        ways += own
+    for way in list(ways) if has_max_error else ():
+        if "precision" not in way.options:
+            for precision in find_kind(way.id.partition(":")[0]).options.get("precision", ())[1:]:
+                given = {"precision": precision}
+                ways.append(DeviceSpec(name_variant(way.id, given), {**way.options, **given}))
+    ways += _list_spans(ways)
+    return list({way.id: way for way in ways}.values())
+
+
+def _use_provider(spec: DeviceSpec, provider: str) -> DeviceSpec | None:
+    """Return a device as another provider uses it; None if it is none of that provider."""
+    address = DeviceAddress.of(spec.id)
+    kind, name = find_kind(address.kind), f"{provider}/cpu"
+    if kind.is_host and is_known_kind(name):
+        return DeviceSpec(replace(address, kind=name).id)
+    if provider in kind.options.get("provider", ()) and kind.provider(spec.options) != kind.providers[provider]:
+        given = {"provider": provider}
+        return DeviceSpec(name_variant(spec.id, given), {**spec.options, **given})
+    return None
+
+
+def _list_spans(specs: Sequence[DeviceSpec]) -> list[DeviceSpec]:
+    """Return, for devices with cores of one kind with equal options, one that has the cores of all."""
+    groups: dict[tuple[object, ...], list[DeviceSpec]] = {}
+    for spec in specs:
+        address = DeviceAddress.of(spec.id)
+        if find_kind(address.kind).has_cores and address.last is None:
+            groups.setdefault((address.kind, address.part, *sorted(spec.options.items())), []).append(spec)
+    spans = []
+    for group in groups.values():
+        numbers = sorted(DeviceAddress.of(spec.id).index for spec in group)
+        if 0 < numbers[-1] - numbers[0] == len(group) - 1:
+            span = replace(DeviceAddress.of(group[0].id), index=numbers[0], last=numbers[-1])
+            spans.append(replace(group[0], id=span.id))
+    return spans
+
+
 def _list_processors(address: DeviceAddress) -> range:
     """Return the numbers of the processors that a device with cores computes on."""
     return range(address.index, (address.index if address.last is None else address.last) + 1)
@@ -141,7 +210,9 @@ def _list_processors(address: DeviceAddress) -> range:
 
 def _join_processors(devices: tuple[Device, ...]) -> Target:
     """Return devices that share processors and memory where they are the same hardware, and else have their own."""
-    names = [device.processors or (name_whole(device.id),) for device in devices]
+    # Parts of a GPU stand for GPUs of their own.
+    own = [device.id if isinstance(device.address.part, int) else name_whole(device.id) for device in devices]
+    names = [device.processors or (name,) for device, name in zip(devices, own)]
     uses = Counter(name for row in names for name in row)
     shares = [len(row) > 1 or any(uses[name] > 1 for name in row) for row in names]
     devices = tuple(replace(d, processors=row if shared else ()) for d, row, shared in zip(devices, names, shares))

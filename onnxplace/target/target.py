@@ -298,6 +298,14 @@ class Target:
         """Return whether some devices cannot compute at the same time."""
         return bool((self.processors.sum(axis=0) > 1).any())
 
+    def count_cores(self) -> int:
+        """Return the cores that its devices compute on, those of a processor that several have once."""
+        cores: dict[str, int] = {}
+        for device in (item for item in self.devices if item.has_cores):
+            names = device.processors or (device.id,)
+            cores.update({name: max(cores.get(name, 0), device.cores // len(names)) for name in names})
+        return sum(cores.values())
+
     def choose_devices(self, device_ids: Collection[str]) -> Target:
         """Return the target with these devices only, in their order here."""
         kept = [device for device in self.devices if device.id in device_ids]
