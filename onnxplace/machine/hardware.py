@@ -86,7 +86,6 @@ def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return assignment
 
 
-<<<<<<< HEAD
 def find_cores(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
     """Return the cores of each device of one host that computes on cores, by its id: those of its processors."""
     processors = {device.id: device.processors or (device.id,) for device in devices if device.has_cores}
@@ -101,12 +100,9 @@ def find_cores(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
     return {device.id: tuple(joined[device.id][: device.cores]) for device in devices if device.has_cores}
 
 
-def local_target(devices: str | Sequence[str] | None = None) -> Target:
-=======
 def local_target(
     devices: str | Sequence[str] | None = None, providers: Sequence[str] = (), *, has_max_error: bool = False
 ) -> Target:
->>>>>>> main
     """Return a target of devices of this machine.
 
     By default, these are all usable GPUs of one built-in kind, or else two CPU devices, or one on a single core.
