@@ -11,9 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from onnxplace.errors import PluginError, TargetError, format_names, format_value, suggest_nearest
+from onnxplace.errors import OnnxplaceError, PluginError, TargetError, format_names, format_value, suggest_nearest
 from onnxplace.machine.measurement_cache import processor
-from onnxplace.target.device_kinds import THREADS, DeviceAddress, Hardware
+from onnxplace.machine.ort_sessions import make_session_options, open_session
+from onnxplace.target.device_kinds import PROVIDER_OPTION, THREADS, DeviceAddress, Hardware, list_provider_options
 from onnxplace.target.hosts import split_host
 from onnxplace.target.kind_table import (
     SHORT_NAMES,
@@ -24,10 +25,10 @@ from onnxplace.target.kind_table import (
     resolve_short_name,
 )
 from onnxplace.target.parsing import DeviceSpec, name_variant, name_whole, parse_devices
-from onnxplace.target.target import Device, Pool, Target
+from onnxplace.target.target import HAND_OVER_SECONDS, Device, Pool, Target
 from onnxplace.target.unused_hardware import list_unused_hardware
 from onnxplace.utils.control_groups import count_cores, count_free_bytes, find_core_limit, list_cores
-from onnxplace.utils.ort import import_onnxruntime, list_installed_wheels
+from onnxplace.utils.ort import build_one_node_model, import_onnxruntime, list_installed_wheels
 from onnxplace.utils.subprocesses import run_in_child
 
 # Where the system tells the node of each core: tests have others.
@@ -145,6 +146,8 @@ def local_target(
             device = replace(device, cores=cores, processors=tuple(f"cpu:{n}" for n in own))
         if not device.is_host:
             device = _describe_accelerator(device, max(whole[address.kind, address.index], 1))
+        if is_isolated(device.address):
+            device = replace(device, segment_seconds=device.segment_seconds + HAND_OVER_SECONDS)
         described.append(device)
     return _join_processors(tuple(described))
 
@@ -290,7 +293,13 @@ def find_device_problem(device: Device) -> str | None:
 
 
 def _find_problem(address: DeviceAddress) -> str | None:
-    return find_kind(address.kind).find_problem(address)
+    problem = find_kind(address.kind).find_problem(address)
+    if problem is None and list_provider_options(address.options):  # which only the provider knows
+        try:
+            open_session(build_one_node_model(), make_session_options(()), address)
+        except OnnxplaceError as refusal:
+            return refusal.message
+    return problem
 
 
 def find_measurement_obstacle(device: Device) -> str | None:
@@ -322,10 +331,18 @@ def require_device(device: Device, instead: str = "") -> None:
     if problem:
         if device.host:
             hints = ["use --runtime mpi, or compile for devices of this machine", instead]
+        elif find_device_problem(plain := _drop_provider_options(device)) is None and plain != device:
+            given = ", ".join(f"{name}={value}" for name, value in list_provider_options(device.options).items())
+            problem, hints = f"its provider refuses {given}: {problem}", ["its documentation lists options", instead]
         else:
             elsewhere = "to plan for a machine that is not here: --machine H100 (`onnxplace machines`)"
             hints = [_hint_install(device), "`onnxplace devices` lists all devices", instead, elsewhere]
         raise TargetError("T011", problem, where=device.id, hint="; ".join(filter(None, hints)))
+
+
+def _drop_provider_options(device: Device) -> Device:
+    options = {name: value for name, value in device.options.items() if not name.startswith(PROVIDER_OPTION)}
+    return replace(device, options=options)
 
 
 def _hint_install(device: Device) -> str:

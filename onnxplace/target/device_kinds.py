@@ -168,8 +168,11 @@ class DeviceKind(ABC):
             address: The device.
             provider_options: More options of the device's execution providers.
         """
-        more = {**list_provider_options(address.options), **provider_options}
-        own = [(name, {**entries, **more}) for name, entries in self.list_providers(address)]
+        first, given = self.provider(address.options), list_provider_options(address.options)
+        own = [
+            (name, {**entries, **(given if name == first else {}), **provider_options})
+            for name, entries in self.list_providers(address)
+        ]
         # Without `enable_fallback`, ONNX Runtime would print the reason of a fallback to the CPU, and go on.
         providers = [*own, "CPUExecutionProvider"]
         return import_onnxruntime().InferenceSession(model, options, providers=providers, enable_fallback=0)

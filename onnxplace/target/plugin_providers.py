@@ -227,8 +227,8 @@ def _load(family: str) -> LoadedProvider:
 
 
 def _strip_codes(problem: Exception) -> str:
-    """Return ONNX Runtime's message without what precedes it: places in its sources, numbers and names of errors."""
-    return re.sub(r".*\[ONNXRuntimeError\] : \d+ : \w+ : ", "", format_one_line(problem))
+    """Return ONNX Runtime's message without what precedes it: places in sources, numbers and names of errors."""
+    return re.sub(r".*\[ONNXRuntimeError\] : \d+ : \w+ : |Exception from \S+:\d+: ", "", format_one_line(problem))
 
 
 def _find_version(family: str, devices: Sequence[Any]) -> str:
@@ -388,7 +388,7 @@ class ProviderKind(DeviceKind):
         """Return ONNX Runtime's session on the device that its provider listed."""
         if self._is_built_in:
             return super().create_session(model, options, address, provider_options)
-        more = {**self._provider_options(address), **list_provider_options(address.options), **provider_options}
+        more = {**self._list_options(address), **provider_options}
         options.add_provider_for_devices([self._devices[self._number(address)]], more)
         with _hold_greeting(self.family):
             return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
@@ -416,11 +416,20 @@ class ProviderKind(DeviceKind):
         if self._is_built_in or not find_record(self.family).caches_contexts:
             return ""
         version, hardware = load_provider(self.family).version, self._devices[self._number(address)].device
-        options = {"precision": self.precision(address), **self._provider_options(address)}
-        options |= list_provider_options(address.options)
+        options = {"precision": self.precision(address), **self._list_options(address)}
         software = f"{self.family} {version}, onnxruntime {import_onnxruntime().__version__}"
         device = f"{self.describe(address.index)} ({hardware.vendor_id:x}:{hardware.device_id:x})"
         return ", ".join([software, device, *(f"{key}={value}" for key, value in options.items())])
+
+    def _list_options(self, address: DeviceAddress) -> dict[str, str]:
+        """Return our options with those that are given; of JSON such as OpenVINO's `load_config`, entry by entry."""
+        own, given = self._provider_options(address), list_provider_options(address.options)
+        for name in own.keys() & given.keys():
+            with contextlib.suppress(ValueError, AttributeError, TypeError):  # the provider says what is wrong with it
+                ours, theirs = json.loads(own[name]), json.loads(given[name])
+                both = {key: {**ours[key], **theirs[key]} for key in ours.keys() & theirs.keys()}
+                given[name] = json.dumps({**ours, **theirs, **both})
+        return {**own, **given}
 
     def _provider_options(self, address: DeviceAddress) -> dict[str, str]:
         if self._is_built_in:

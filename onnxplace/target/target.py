@@ -51,6 +51,8 @@ PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "int8")
 # longer (docs/measurements.md). The call takes the rest of SEGMENT_SECONDS, which `devices --calibrate` measures.
 SEGMENT_OVERHEAD_SECONDS = 35e-6
 SEGMENT_SECONDS = 40e-6
+# A call of a session in another process, and back (benchmarks/provider_cores.py).
+HAND_OVER_SECONDS = 150e-6
 # Overhead of each request. On several devices, waking the workers, which then wake the caller, comes on top.
 REQUEST_SECONDS, WAKING_SECONDS = 10e-6, 45e-6
 

@@ -245,7 +245,8 @@ def test_requests_of_four_threads_are_right_and_devices_take_turns(
                                 else talk.submit(feeds, model.outputs).result(HUNG_SECONDS)
                             )
                         except ExecutionError as problem:
-                            assert "injected" in str(problem)
+                            if "injected" not in str(problem):
+                                raise
                             continue
                         for name, value in model.step(feeds).items():
                             assert_same(result.outputs[name], value)
