@@ -37,7 +37,7 @@ from onnxplace.machine.ort_sessions import (
 )
 from onnxplace.machine.ort_values import is_absent, is_native_type, to_ort_value_if_possible, to_python
 from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory
-from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.device_kinds import ISOLATE, DeviceAddress
 from onnxplace.target.device_memory import DeviceMemory
 from onnxplace.target.kind_table import find_kind, import_memory, is_isolated
 from onnxplace.target.target import Device
@@ -58,7 +58,9 @@ class PlacedDevice:
         """Of which each runs one segment at a time."""
         self.kind = find_kind(device.kind)
         address = replace(device.address, owner=owner)
-        memory = IsolatedMemory if is_isolated(address) else import_memory(self.kind)
+        memory = import_memory(self.kind)
+        if is_isolated(address):  # said outright: where the main thread is pinned, all cores would be one
+            memory, address = IsolatedMemory, replace(address, options={**address.options, ISOLATE: "true"})
         self.memory: DeviceMemory = memory(address, cores)
         self.slow_openings: list[tuple[str, float]] = []
         """Why a segment was compiled again although it has a compiled model, and the seconds to open it."""
