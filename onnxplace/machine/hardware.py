@@ -6,7 +6,7 @@ import hashlib
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -89,16 +89,15 @@ def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 def find_cores(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
     """Return the cores of each device of one host that computes on cores, by its id: those of its processors."""
-    processors = {device.id: device.processors or (device.id,) for device in devices if device.has_cores}
+    with_cores = [device for device in devices if device.has_cores]
+    processors = {device.id: device.processors or (device.id,) for device in with_cores}
     sizes: dict[str, int] = {}
-    for device in sorted((item for item in devices if item.has_cores), key=lambda item: len(processors[item.id])):
+    for device in with_cores:
         names = processors[device.id]
-        for name in names:  # one that only wider devices have is an equal part of theirs
-            sizes[name] = max(sizes.get(name, 0), device.cores if len(names) == 1 else 0) or device.cores // len(names)
-    order = dict.fromkeys(name for names in processors.values() for name in names)
-    cores = dict(zip(order, assign_cores([max(sizes[name], 1) for name in order])))
+        sizes.update({name: max(sizes.get(name, 1), device.cores // len(names)) for name in names})
+    cores = dict(zip(sizes, assign_cores(list(sizes.values()))))
     joined = {key: [core for name in names for core in cores[name]] for key, names in processors.items()}
-    return {device.id: tuple(joined[device.id][: device.cores]) for device in devices if device.has_cores}
+    return {device.id: tuple(joined[device.id][: device.cores]) for device in with_cores}
 
 
 def local_target(
@@ -331,8 +330,8 @@ def require_device(device: Device, instead: str = "") -> None:
     if problem:
         if device.host:
             hints = ["use --runtime mpi, or compile for devices of this machine", instead]
-        elif find_device_problem(plain := _drop_provider_options(device)) is None and plain != device:
-            given = ", ".join(f"{name}={value}" for name, value in list_provider_options(device.options).items())
+        elif (own := list_provider_options(device.options)) and find_device_problem(_drop(device, own)) is None:
+            given = ", ".join(f"{name}={value}" for name, value in own.items())
             problem, hints = f"its provider refuses {given}: {problem}", ["its documentation lists options", instead]
         else:
             elsewhere = "to plan for a machine that is not here: --machine H100 (`onnxplace machines`)"
@@ -340,9 +339,10 @@ def require_device(device: Device, instead: str = "") -> None:
         raise TargetError("T011", problem, where=device.id, hint="; ".join(filter(None, hints)))
 
 
-def _drop_provider_options(device: Device) -> Device:
-    options = {name: value for name, value in device.options.items() if not name.startswith(PROVIDER_OPTION)}
-    return replace(device, options=options)
+def _drop(device: Device, own: Collection[str]) -> Device:
+    """Return a device without these options of its provider."""
+    names = {PROVIDER_OPTION + name for name in own}
+    return replace(device, options={name: value for name, value in device.options.items() if name not in names})
 
 
 def _hint_install(device: Device) -> str:
