@@ -17,7 +17,7 @@ from onnx import parser, save
 
 import onnxplace
 from onnxplace.bundle.bundle import Bundle
-from onnxplace.errors import ExecutionError, TargetError
+from onnxplace.errors import ExecutionError, FallbackWarning, TargetError
 from onnxplace.machine import hardware
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtimes.execution.segments import OpenSegment
@@ -25,6 +25,7 @@ from onnxplace.runtimes.execution.turns import Turn, TurnQueue
 from onnxplace.runtimes.execution.wakeups import choose_wakeups
 from tests.support.fault_checks import HUNG_SECONDS
 from tests.support.fault_injection import KINDS, inject, inject_at_each_place, list_faults
+from tests.support.isolated import list_children
 from tests.support.random_placements import assert_same
 from tests.support.small_programs import make_ping_pong, make_random_model
 
@@ -33,6 +34,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 NAMES = ("cpu:0", "cpu:1", "cpu:0-1")
 PROCESSORS = (("cpu:0",), ("cpu:1",), ("cpu:0", "cpu:1"))
+# A model whose nodes are on all three devices.
+TEXT = """<ir_version: 8, opset_import: ["": 17]> m (float[n] x) => (float[n] y) {
+    [a] a = Neg(x) [b] b = Relu(x) [c] c = Add(a, b) [d] d = Neg(c) [e] y = Add(d, a) }"""
+PLACES = {"a": "cpu:0", "b": "cpu:1", "c": "cpu:0-1", "d": "cpu:0", "e": "cpu:1"}
+FEEDS = {"x": np.arange(-2, 2, dtype=np.float32)}
+EXPECTED = -(np.maximum(FEEDS["x"], 0) - FEEDS["x"]) - FEEDS["x"]
 A, B, BOTH = frozenset("a"), frozenset("b"), frozenset("ab")
 
 
@@ -356,25 +363,48 @@ def test_values_between_devices_on_the_same_cores_are_not_copied(
         assert memories[0].keep(value) is not value
 
 
+def test_the_fallback_of_a_span_takes_turns_on_its_own_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = parser.parse_model(TEXT)
+    monkeypatch.setattr(hardware, "available_cores", lambda: (0, 1))
+    bundle = onnxplace.compile(
+        model,
+        tmp_path / "b",
+        devices="cpu:0,cpu:1,cpu{isolate=true}",
+        device_map=PLACES,
+        shape={"n": 4},
+        effort="low",
+        trial=False,
+    )
+    with onnxplace.InferenceSession(bundle, fallback="cpu:1") as session:
+        assert_same(session.run(["y"], FEEDS)[0], EXPECTED)
+        (child,) = list_children()
+        child.kill()
+        child.wait()
+        with pytest.warns(FallbackWarning, match="cpu:1 runs its segments"):
+            session.run(["y"], FEEDS)
+        device = session._session.engine._devices["cpu:0-1"]  # type: ignore[attr-defined]
+        assert (device.processors, device.cores) == ({"cpu:1"}, (1,))
+        for future in [session.submit(FEEDS, ["y"]) for _ in range(20)]:
+            assert_same(future.result(HUNG_SECONDS).outputs["y"], EXPECTED)
+
+
 # ----------------------------------------------------------------------------------------------------------- commands
 
 
 def test_a_device_map_may_use_a_processor_and_a_span_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Any
 ) -> None:
-    text = """<ir_version: 8, opset_import: ["": 17]> m (float[n] x) => (float[n] y) {
-        [a] a = Neg(x) [b] b = Relu(x) [c] c = Add(a, b) [d] d = Neg(c) [e] y = Add(d, a) }"""
-    save(parser.parse_model(text), tmp_path / "m.onnx")
-    places = {"a": "cpu:0", "b": "cpu:1", "c": "cpu:0-1", "d": "cpu:0", "e": "cpu:1"}
-    (tmp_path / "map.json").write_text(json.dumps(places))
+    save(parser.parse_model(TEXT), tmp_path / "m.onnx")
+    (tmp_path / "map.json").write_text(json.dumps(PLACES))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hardware, "available_cores", lambda: (0, 1))
     options = ["--device-map", "map.json", "--shape", "n=4", "--effort", "low", "--no-trial"]
     compiled = run_cli("compile", "m.onnx", "-o", "b", "--devices", "cpu:0,cpu:1,cpu", *options)
     assert compiled.code == 0, compiled
     assert {segment.device for segment in Bundle.open(tmp_path / "b").manifest.segments} == set(NAMES)
-    x = np.arange(-2, 2, dtype=np.float32)
     with onnxplace.InferenceSession("b") as session:
-        assert_same(session.run(["y"], {"x": x})[0], -(np.maximum(x, 0) - x) - x)
+        assert_same(session.run(["y"], FEEDS)[0], EXPECTED)
     assert run_cli("run", "b").code == 0
     assert run_cli("verify", "b").code == 0
