@@ -220,17 +220,17 @@ def format_devices(about: Mapping[str, Any], target: Target) -> str:
     from onnxplace.machine.hardware import find_cores, find_node
 
     cores = find_cores(target.devices)
-    nodes = {name: ", ".join(str(n) for n in sorted(set(map(find_node, own)))) for name, own in cores.items()}
-    header, is_uniform = ("device", "cores", "memory", "cost class", "node of memory"), len(set(nodes.values())) < 2
+    near = {name: ", ".join(str(n) for n in sorted(set(map(find_node, own)))) for name, own in cores.items()}
+    header, count = ("device", "cores", "memory", "cost class", "node of memory"), 4 + (len(set(near.values())) > 1)
     rows = [
-        (d.id, str(d.cores), format_bytes(d.memory_bytes), d.cost_class, nodes.get(d.id, "")) for d in target.devices
+        (d.id, str(d.cores), format_bytes(d.memory_bytes), d.cost_class, near.get(d.id, "")) for d in target.devices
     ]
     return "\n".join(
         [
             *lines,
             "",
             "used unless --devices says otherwise:",
-            format_table(header[: 5 - is_uniform], [row[: 5 - is_uniform] for row in rows]),
+            format_table(header[:count], [row[:count] for row in rows]),
         ]
     )
 

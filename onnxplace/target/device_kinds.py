@@ -168,11 +168,9 @@ class DeviceKind(ABC):
             address: The device.
             provider_options: More options of the device's execution providers.
         """
-        first, given = self.provider(address.options), list_provider_options(address.options)
-        own = [
-            (name, {**entries, **(given if name == first else {}), **provider_options})
-            for name, entries in self.list_providers(address)
-        ]
+        own = [(name, {**entries, **provider_options}) for name, entries in self.list_providers(address)]
+        for _, entries in own[:1]:  # those behind it, such as CUDA's behind TensorRT's, have other options
+            entries |= {**list_provider_options(address.options), **provider_options}
         # Without `enable_fallback`, ONNX Runtime would print the reason of a fallback to the CPU, and go on.
         providers = [*own, "CPUExecutionProvider"]
         return import_onnxruntime().InferenceSession(model, options, providers=providers, enable_fallback=0)
