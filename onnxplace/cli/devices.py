@@ -217,13 +217,20 @@ def format_devices(about: Mapping[str, Any], target: Target) -> str:
     ]
     if not about["accelerators"]:
         lines.append("no GPU or NPU found that has a provider")
-    rows = [(d.id, str(d.cores), format_bytes(d.memory_bytes), d.cost_class) for d in target.devices]
+    from onnxplace.machine.hardware import find_cores, find_node
+
+    cores = find_cores(target.devices)
+    near = {name: ", ".join(str(n) for n in sorted(set(map(find_node, own)))) for name, own in cores.items()}
+    header, count = ("device", "cores", "memory", "cost class", "node of memory"), 4 + (len(set(near.values())) > 1)
+    rows = [
+        (d.id, str(d.cores), format_bytes(d.memory_bytes), d.cost_class, near.get(d.id, "")) for d in target.devices
+    ]
     return "\n".join(
         [
             *lines,
             "",
             "used unless --devices says otherwise:",
-            format_table(("device", "cores", "memory", "cost class"), rows),
+            format_table(header[:count], [row[:count] for row in rows]),
             *(pool.describe() for pool in target.pools),
         ]
     )

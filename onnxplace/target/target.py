@@ -51,6 +51,8 @@ PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "int8")
 # longer (docs/measurements.md). The call takes the rest of SEGMENT_SECONDS, which `devices --calibrate` measures.
 SEGMENT_OVERHEAD_SECONDS = 35e-6
 SEGMENT_SECONDS = 40e-6
+# A call of a session in another process, and back (benchmarks/provider_cores.py).
+HAND_OVER_SECONDS = 150e-6
 # Overhead of each request. On several devices, waking the workers, which then wake the caller, comes on top.
 REQUEST_SECONDS, WAKING_SECONDS = 10e-6, 45e-6
 
@@ -462,8 +464,8 @@ def default_link(source: Device, destination: Device) -> Link:
     >>> default_link(Device("cpu:0", 1024), Device("cpu:1", 1024)).bytes_per_second
     10000000000.0
     """
-    kinds = (find_kind(source.kind), find_kind(destination.kind))
-    latency = max((kind.link_latency_seconds for kind in kinds if not kind.is_host), default=0.0)
-    rate = min((kind.link_bytes_per_second for kind in kinds if not kind.is_host), default=0.0)
+    kinds = [kind for kind in map(find_kind, (source.kind, destination.kind)) if not kind.has_cores]
+    latency = max((kind.link_latency_seconds for kind in kinds), default=0.0)
+    rate = min((kind.link_bytes_per_second for kind in kinds), default=0.0)
     host = find_kind("cpu")
     return Link(source.id, destination.id, latency or host.link_latency_seconds, rate or host.link_bytes_per_second)

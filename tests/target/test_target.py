@@ -249,6 +249,25 @@ def test_a_target_file_keeps_options(tmp_path):
     assert read_target(tmp_path / "t.toml") == target
 
 
+def test_options_in_a_target_file_may_be_numbers_and_tables(tmp_path):
+    path = tmp_path / "target.toml"
+    path.write_text(
+        """[[devices]]
+id = "openvino/cpu:0"
+memory_bytes = 1024
+[devices.options]
+threads = 1
+isolate = true
+"option.load_config" = {CPU = {NUM_STREAMS = "1"}}
+"""
+    )
+    options = read_target(path).devices[0].options
+    assert options == {"threads": "1", "isolate": "true", "option.load_config": '{"CPU": {"NUM_STREAMS": "1"}}'}
+    path.write_text(path.read_text().replace("threads = 1", "threads = 0.5"))
+    with pytest.raises(TargetError, match=r"expected a number of 1 to 65536 threads, got '0.5'"):
+        read_target(path)
+
+
 def test_links_of_unlike_devices_are_as_slow_as_the_slower_kind():
     cpu, gpu, web = Device("cpu:0", 1), Device("cuda:0", 1), Device("webgpu:0", 1)
     assert default_link(gpu, cpu).latency_seconds == default_link(cpu, gpu).latency_seconds == 20e-6
