@@ -31,9 +31,10 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_memory(state: State, simulation: Simulation) -> None:
-    """Raise ValueError if a simulated peak exceeds the memory of its device."""
-    for device, peak in zip(state.target.devices, simulation.peak_bytes):
-        require(int(peak) <= device.memory_bytes, f"{device.id} needs {int(peak)} bytes of {device.memory_bytes}")
+    """Raise ValueError if a simulated peak exceeds the memory of its device or pool."""
+    peaks = (*simulation.peak_bytes, *simulation.pool_peak_bytes)
+    for memory, peak in zip(state.target.memories, peaks):
+        require(int(peak) <= memory.memory_bytes, f"{memory.id} needs {int(peak)} bytes of {memory.memory_bytes}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- costs

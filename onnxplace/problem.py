@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,17 +96,52 @@ class PlacementProblem:
         peaks = [self.simulate(placement, self.graph.order).peak_bytes for placement in placements]
         return np.array([peaks[device][device] for device in devices])
 
-    def excess_bytes(self, simulation: Simulation) -> Longs:
-        """Return, per device, the bytes by which it exceeds its limit."""
-        excess: Longs = np.maximum(simulation.peak_bytes - self.limit_bytes, 0)
-        return excess
+    def excess_bytes(self, simulation: Simulation, allowed: Longs | None = None) -> Longs:
+        """Return, per device, the bytes beyond its limit, or beyond the `allowed` bytes, as `find_excess` does."""
+        allowed = self.limit_bytes if allowed is None else allowed
+        return find_excess(self.target, allowed, simulation, simulation.peak_bytes)
+
+    def may_exceed(self, needed_bytes: float) -> bool:
+        """Return whether a limit could be exceeded where each device holds at most so many bytes."""
+        pools = (pool.memory_bytes < needed_bytes * len(pool.devices) for pool in self.target.pools)
+        return bool((self.limit_bytes < needed_bytes).any()) or any(pools)
+
+    def divide_pools(self) -> Iterator[PlacementProblem]:
+        """Yield this problem, then with limits of devices whose sums keep those of pools: evenly, and one device each.
+
+        Plans within such limits keep the pools whenever their devices hold most.
+        """
+        yield self
+        pools = [np.flatnonzero(self.target.pool_of == index) for index in range(len(self.target.pools))]
+        for turn in range(-1, max(map(len, pools), default=-1)):
+            limit = self.limit_bytes.copy()
+            for members, pool in zip(pools, self.target.pools):
+                chosen = members if turn < 0 else members[[turn % len(members)]]
+                limit[np.setdiff1d(members, chosen)] = 0
+                limit[chosen] = np.minimum(limit[chosen], pool.memory_bytes // len(chosen))
+            yield replace(self, limit_bytes=limit)
+
+
+def find_excess(target: Target, limit_bytes: Longs, simulation: Simulation, part_bytes: Longs) -> Longs:
+    """Return, per device, the bytes by which its peak exceeds its limit, or its part of what its pool lacks if larger.
+
+    The devices of a pool have parts of that in proportion to `part_bytes`.
+    """
+    excess: Longs = np.maximum(simulation.peak_bytes - limit_bytes, 0)
+    for index, (pool, peak) in enumerate(zip(target.pools, simulation.pool_peak_bytes.tolist())):
+        members = target.pool_of == index
+        parts = members * (part_bytes if part_bytes[members].any() else 1)
+        if peak > pool.memory_bytes:
+            shares = np.ceil((peak - pool.memory_bytes) * (parts / parts.sum()))
+            excess = np.maximum(excess, shares.astype(np.int64))
+    return excess
 
 
 def interchangeable_devices(problem: PlacementProblem) -> Ints:
     """Return, per device, the first one with which swapping it changes no cost, limit, pin, link or conflict."""
     devices = np.arange(len(problem.limit_bytes))
     pins = np.where(np.isin(devices, problem.pinned), devices, -1)
-    costs = np.column_stack([problem.seconds, problem.limit_bytes, pins])
+    costs = np.column_stack([problem.seconds, problem.limit_bytes, pins, problem.target.pool_of])
     return find_equal_devices(costs, *problem.target.link_arrays(), problem.target.conflicts)
 
 
@@ -215,7 +251,6 @@ def placement_problem(state: State) -> PlacementProblem:
     """
     profile = state[Profile]
     graph, seconds = profile.graph, device_seconds(profile, state.target)
-    limits = np.array([device.memory_bytes for device in state.target.devices], dtype=np.int64)
     single = np.arange(len(graph), dtype=np.int32)
     group, pinned = single, np.full(len(graph), -1, dtype=np.int32)
     if Groups in state:
@@ -229,7 +264,7 @@ def placement_problem(state: State) -> PlacementProblem:
         graph=graph,
         seconds=seconds,
         target=state.target,
-        limit_bytes=limits,
+        limit_bytes=state.target.limit_bytes,
         group=group,
         pinned=pinned,
         members=single,
@@ -269,7 +304,7 @@ def commit_placement(
     _require_devices(state.target, device)
     require_taken(state, device[problem.members], placer)
     fine_device, order, simulation = simulate_plan(state, problem, device, start_seconds)
-    require_memory(state.target, simulation.peak_bytes, placer)
+    require_memory(state.target, simulation.peak_bytes, simulation.pool_peak_bytes, placer)
     groups = (state[Groups].group, state[Groups].pinned) if Groups in state else (None, None)
     bound = bound_step_seconds(state, simulation.makespan_seconds, *groups)
     bound = min(max(bound, bound_seconds), simulation.makespan_seconds)
@@ -286,12 +321,17 @@ def commit_if_fitting(
         return None
 
 
-def tighten_limits(limit: Longs, allowed: Longs, excess: Longs, attempt: int, *, everywhere: bool = False) -> Longs:
-    """Return smaller limits for planning again, after a plan within `limit` exceeded the `allowed` bytes.
+def tighten_limits(
+    problem: PlacementProblem, limit: Longs, allowed: Longs, step: Simulation, attempt: int, *, everywhere: bool = False
+) -> Longs:
+    """Return smaller limits for planning again, after a plan within `limit` exceeded the `allowed` bytes in a step.
 
     Later attempts (1, 2, ...) subtract more than the excess, and never less than a 64th of what is allowed. With
     `everywhere`, devices without excess lose that too: the next plan then differs even if what exceeds only moves.
     """
+    excess = problem.excess_bytes(step, allowed)
+    # A device of a pool that lacks memory may be far from its own limit.
+    limit = np.where(excess > 0, np.minimum(limit, step.peak_bytes), limit)
     less = np.where((excess > 0) | everywhere, np.maximum(attempt * excess, allowed // 64), 0)
     return np.maximum(limit - less, 0).astype(np.int64)
 
@@ -336,36 +376,36 @@ def require_taken(state: State, device: Ints, where: str) -> None:
         raise InfeasibleError("P004", message, where=where, hint=hint)
 
 
-def require_memory(target: Target, peak_bytes: Longs, placer: str) -> None:
-    """Raise InfeasibleError if a device needs more than its limit, naming devices and missing bytes."""
-    if shortage := describe_shortage(target, peak_bytes):
+def require_memory(target: Target, peak_bytes: Longs, pool_peak_bytes: Longs, placer: str) -> None:
+    """Raise InfeasibleError if a device or a pool needs more than its limit, naming devices and missing bytes."""
+    if shortage := describe_shortage(target, peak_bytes, pool_peak_bytes):
         raise InfeasibleError("P001", shortage, where=placer, hint=_HINT)
 
 
-def out_of_memory_error(problem: PlacementProblem, placer: str, peak_bytes: Longs | None = None) -> InfeasibleError:
+def out_of_memory_error(problem: PlacementProblem, placer: str) -> InfeasibleError:
     """Return the error for a model that does not fit the devices: names devices and missing bytes.
 
-    `peak_bytes` is the peak of the placer's best attempt on each device. Without one, it is that of the whole model on
-    each device alone.
+    What each device needs is its peak with the whole model on it alone; a pool, the least of those of its devices.
     """
-    if peak_bytes is None:
-        peak_bytes = problem.alone_bytes()
-    shortage = describe_shortage(problem.target, peak_bytes)
-    memory = "there is room on " + ", ".join(f"{d.id} ({d.memory_bytes} bytes)" for d in problem.target.devices)
-    missing = problem.graph.total_weight_bytes - int(problem.limit_bytes.sum())
+    target, peak_bytes = problem.target, problem.alone_bytes()
+    pools = np.array([peak_bytes[target.pool_of == index].min() for index in range(len(target.pools))], dtype=np.int64)
+    shortage = describe_shortage(target, peak_bytes, pools)
+    missing = problem.graph.total_weight_bytes - target.total_bytes
     reason = "this placer found no split that fits"
     if missing > 0:
         reason = f"all together lack {missing} bytes for the weights alone"
-    message = f"for the whole model {shortage or memory}; {reason}; {_describe_largest_group(problem)}"
+    needs = shortage or f"there is room on {target.describe_memory()}"
+    message = f"for the whole model {needs}; {reason}; {_describe_largest_group(problem)}"
     return InfeasibleError("P002", message, where=placer, hint=_HINT)
 
 
-def describe_shortage(target: Target, peak_bytes: Longs) -> str:
-    """Return which device lacks how many bytes, as a text; empty if none does."""
+def describe_shortage(target: Target, peak_bytes: Longs, pool_peak_bytes: Longs) -> str:
+    """Return which device or pool lacks how many bytes, as a text; empty if none does."""
+    peaks = (*peak_bytes.tolist(), *pool_peak_bytes.tolist())
     return "; ".join(
-        f"{device.id} lacks {int(peak) - device.memory_bytes} bytes (needs {int(peak)}, may use {device.memory_bytes})"
-        for device, peak in zip(target.devices, peak_bytes)
-        if peak > device.memory_bytes
+        f"{memory.id} lacks {peak - memory.memory_bytes} bytes (needs {peak}, may use {memory.memory_bytes})"
+        for memory, peak in zip(target.memories, peaks)
+        if peak > memory.memory_bytes
     )
 
 
@@ -377,7 +417,7 @@ def _describe_largest_group(problem: PlacementProblem) -> str:
     group = int(weight_bytes.argmax())
     size = int(weight_bytes[group])
     name = problem.graph.names[int(np.flatnonzero(problem.group == group)[0])]
-    largest = max(problem.target.devices, key=lambda device: device.memory_bytes)
-    missing = size - largest.memory_bytes
-    shortage = f", for which {largest.id} lacks {missing} bytes" if missing > 0 else ""
+    limits = problem.target.limit_bytes
+    missing, largest = size - int(limits.max()), problem.target.devices[int(limits.argmax())].id
+    shortage = f", for which {largest} lacks {missing} bytes" if missing > 0 else ""
     return f"the largest group that must stay together, at {name!r}, has {size} bytes of weights{shortage}"

@@ -94,17 +94,18 @@ class Adjust(Pass):
         produced = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
         values = sum_by(problem.group[graph.producer[produced]], graph.value_bytes[produced], groups)
         first_error: InfeasibleError | None = None
-        for share in STAYING_SHARES:
-            home, unplaced = choose_devices(
-                sequence, ranking, problem.pinned, *weights.arrays, graph.weight_bytes,
-                (share * values).astype(np.int64), step, problem.limit_bytes,
-            )  # fmt: skip
-            if unplaced >= 0:
-                break
-            try:
-                return commit_placement(state, problem, home[problem.group], start_seconds, self.name)
-            except InfeasibleError as error:
-                first_error = first_error or error
+        for divided in problem.divide_pools():
+            for share in STAYING_SHARES:
+                home, unplaced = choose_devices(
+                    sequence, ranking, problem.pinned, *weights.arrays, graph.weight_bytes,
+                    (share * values).astype(np.int64), step, divided.limit_bytes,
+                )  # fmt: skip
+                if unplaced >= 0:
+                    break
+                try:
+                    return commit_placement(state, problem, home[problem.group], start_seconds, self.name)
+                except InfeasibleError as error:
+                    first_error = first_error or error
         raise first_error or self._no_room_error(problem, unplaced, int(weights_bytes[unplaced]), int(step[unplaced]))
 
     def _no_room_error(
@@ -112,9 +113,9 @@ class Adjust(Pass):
     ) -> InfeasibleError:
         """Return the error for a group that no device has room for."""
         name = problem.graph.names[int(np.argmax(problem.group == group))]
-        devices, pin = problem.target.devices, int(problem.pinned[group])
-        candidates = devices if pin < 0 else [devices[pin]]
-        ids = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in candidates)
+        memories, pin = problem.target.memories, int(problem.pinned[group])
+        candidates = memories if pin < 0 else memories[pin : pin + 1]
+        ids = ", ".join(f"{memory.id} ({memory.memory_bytes} bytes)" for memory in candidates)
         return InfeasibleError(
             "P001",
             f"the group of {name!r} fits on none of {ids} next to the groups before it: it has {weights_bytes} bytes "

@@ -22,8 +22,9 @@ class Exact(Pass):
     It is a branch and bound: up to 62 nodes (after `fuse`) on 4 devices are searched state by state as the simulator
     runs them. Groups, pins, weights and the order of transfers are exact. Contention between transfers from different
     devices is added when the search without it is done and its bound is not met. The other placers and a search as that
-    of `multilevel` give a step to begin with; longer ones are cut off. Most values that wait in memory, and weights
-    that several groups read, are left out of the bounds; every step is simulated, and only steps that fit are taken.
+    of `multilevel` give a step to begin with; longer ones are cut off. Most values that wait in memory, weights that
+    several groups read, and pools of memory are left out of the bounds, which hold all the same: every step is
+    simulated, and only steps that fit are taken.
     The gap between bound and step is part of the result; when time is up, the best step so far is.
 
     Of a larger graph, blocks that any step goes through one after the other (parts of the longest path with the nodes

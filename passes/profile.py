@@ -12,7 +12,7 @@ from annotated_types import Ge
 from onnxplace.errors import Diagnostic, format_names
 from onnxplace.facts import Profile
 from onnxplace.graph.op_graph import Floats
-from onnxplace.machine.hardware import available_cores, find_measurement_obstacle
+from onnxplace.machine.hardware import assign_cores, available_cores, find_measurement_obstacle
 from onnxplace.model.cut_constraints import join_quantised_units
 from onnxplace.model.loading import require_weights
 from onnxplace.model.lowering import infer_static_shapes, value_bytes
@@ -116,8 +116,8 @@ class ProfileCosts(Pass):
     ) -> tuple[dict[str, Measurement], list[Diagnostic]]:
         """Measure each class of device that can be measured on this machine."""
         limits: dict[str, int] = {}
-        for device in state.target.devices:
-            limits[device.cost_class] = max(device.memory_bytes, limits.get(device.cost_class, 0))
+        for device, size in zip(state.target.devices, state.target.limit_bytes.tolist()):
+            limits[device.cost_class] = max(size, limits.get(device.cost_class, 0))
         measurements: dict[str, Measurement] = {}
         notes: list[Diagnostic] = []
         devices = {device.cost_class: device for device in state.target.devices}
@@ -128,7 +128,7 @@ class ProfileCosts(Pass):
                 message = f"costs are estimated from {basis}, not measured: {reason}"
                 notes.append(Diagnostic("C001", message, where=cost_class))
                 continue
-            cores = available_cores()[: device.cores]
+            (cores,) = assign_cores([device.cores])
             options = MeasurementOptions(
                 device=device.address,
                 cores=cores,

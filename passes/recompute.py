@@ -46,7 +46,7 @@ class Recompute(Pass):
 
     def _limit_bytes(self, target: Target) -> int:
         if self.limit == FIT:
-            total = sum(device.memory_bytes for device in target.devices)
+            total = target.total_bytes
             return total if len(target.devices) == 1 else int(SHARE_OF_SEVERAL * total)
         try:
             return parse_bytes(self.limit)

@@ -50,7 +50,10 @@ class Replicate(Pass):
             device_maps.append(device_map)
         after = state.with_facts(predict_routes(state, device_maps))
         peak_bytes = np.array([device.peak_bytes for device in predict_devices(after)])
-        if shortage := describe_shortage(state.target, peak_bytes):
+        # Devices of a pool work on requests of their own: all of them may hold most at one time.
+        pools = [peak_bytes[state.target.pool_of == index].sum() for index in range(len(state.target.pools))]
+        held = np.array(pools, dtype=np.int64) if self.routes else state[Segments].simulation.pool_peak_bytes
+        if shortage := describe_shortage(state.target, peak_bytes, held):
             hint = "name devices with more memory, raise --max-memory, or use fewer copies"
             raise InfeasibleError("P001", f"its copies do not fit: {shortage}", where=self.name, hint=hint)
         return after

@@ -44,6 +44,7 @@ class Single(Pass):
         fitting_devices = [index for index in candidates if not problem.excess_bytes(simulations[index]).any()]
         if not fitting_devices:
             needed_bytes = np.max([simulations[index].peak_bytes for index in candidates], axis=0)
-            require_memory(state.target, needed_bytes, self.name)
+            pool_bytes = np.max([simulations[index].pool_peak_bytes for index in candidates], axis=0)
+            require_memory(state.target, needed_bytes, pool_bytes, self.name)
         best = min(fitting_devices, key=lambda index: (simulations[index].makespan_seconds, index))
         return commit_placement(state, problem, devices[best], simulations[best].start_seconds, self.name)

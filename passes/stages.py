@@ -154,7 +154,7 @@ class Stages(Pass):
             better = self._commit_if_fitting(state, problem, candidate[problem.group], 0.0)
             if better is None:
                 step = problem.simulate(candidate[problem.group], problem.graph.order)
-                limit = tighten_limits(limit, problem.limit_bytes, problem.excess_bytes(step), restart + 1)
+                limit = tighten_limits(problem, limit, problem.limit_bytes, step, restart + 1)
             else:
                 best, home = better, candidate
         return None if best is None else _StagePlan(best.state, best.device, best.interval_seconds, 0.0)
@@ -235,7 +235,7 @@ def _merge_devices(problem: PlacementProblem, replicas: Sequence[int]) -> Placem
     return replace(
         problem,
         seconds=seconds,
-        target=replace(target, devices=devices, links=tuple(links), shared=(), pools=()),
+        target=replace(target.choose_devices([d.id for d in devices]), devices=devices, links=tuple(links), shared=()),
         limit_bytes=np.array(limits, dtype=np.int64),
         pinned=np.where(problem.pinned >= 0, group_of[problem.pinned], -1).astype(problem.pinned.dtype),
     )

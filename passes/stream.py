@@ -71,13 +71,14 @@ class Stream(Pass):
             candidates = sorted(size for size in sizes if size >= (largest if self.always else 1))
         rates, host = self._find_rates(state, weights), float(parse_bytes(self.host)) if self.host else np.inf
         if all(device.is_host for device in state.target.devices):  # they hold the rest in the same memory
-            host = max(host - float(problem.limit_bytes.sum()), 0.0)
+            host = max(host - float(state.target.total_bytes), 0.0)
         best: State | None = None
         least_seconds = np.inf
-        for pool in candidates:
-            after = self._choose(state, replace(weights, pool_bytes=pool), rates, host)
-            if after is not None and (seconds := predict_step(after)) < least_seconds:
-                best, least_seconds = after, seconds
+        for divided in problem.divide_pools():
+            for pool in candidates if best is None else ():
+                after = self._choose(state, replace(weights, problem=divided, pool_bytes=pool), rates, host)
+                if after is not None and (seconds := predict_step(after)) < least_seconds:
+                    best, least_seconds = after, seconds
         if best is None:
             raise self._describe_shortage(state, weights, rates, host)
         return best
@@ -138,6 +139,6 @@ class Stream(Pass):
         item = state.target.devices[device]
         message = (
             f"weights cannot stream in so little memory: {item.id} needs at least {int(needs[device])} bytes, of which "
-            f"{pool} for {purpose}, and may use {item.memory_bytes}"
+            f"{pool} for {purpose}, and may use {int(problem.limit_bytes[device])}"
         )
         return InfeasibleError("P066", message, where=self.name, hint="raise --max-memory, or add devices")

@@ -14,10 +14,10 @@ from typing import ClassVar
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.bundle_routes import list_route_devices
 from onnxplace.errors import UsageError
-from onnxplace.machine.hardware import local_target, require_device
+from onnxplace.machine.hardware import find_cores, local_target, require_device
 from onnxplace.runtime.interface import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
 from onnxplace.runtimes.execution.engine import Engine
-from onnxplace.runtimes.execution.segments import Fallback, PlacedDevice, find_cores, open_routes
+from onnxplace.runtimes.execution.segments import Fallback, PlacedDevice, open_routes
 from onnxplace.runtimes.execution.sessions import EngineSession
 from onnxplace.target.parsing import parse_device_spec
 

@@ -217,13 +217,21 @@ def format_devices(about: Mapping[str, Any], target: Target) -> str:
     ]
     if not about["accelerators"]:
         lines.append("no GPU or NPU found that has a provider")
-    rows = [(d.id, str(d.cores), format_bytes(d.memory_bytes), d.cost_class) for d in target.devices]
+    from onnxplace.machine.hardware import find_cores, find_node
+
+    cores = find_cores(target.devices)
+    near = {name: ", ".join(str(n) for n in sorted(set(map(find_node, own)))) for name, own in cores.items()}
+    header, count = ("device", "cores", "memory", "cost class", "node of memory"), 4 + (len(set(near.values())) > 1)
+    rows = [
+        (d.id, str(d.cores), format_bytes(d.memory_bytes), d.cost_class, near.get(d.id, "")) for d in target.devices
+    ]
     return "\n".join(
         [
             *lines,
             "",
             "used unless --devices says otherwise:",
-            format_table(("device", "cores", "memory", "cost class"), rows),
+            format_table(header[:count], [row[:count] for row in rows]),
+            *(pool.describe() for pool in target.pools),
         ]
     )
 
@@ -275,7 +283,11 @@ def format_catalogue(catalogue: Catalogue) -> str:
         latency = "-" if fabric.latency_seconds is None else f"{fabric.latency_seconds * 1e6:.2g} us"
         ends = "hosts" if fabric.family == "network" else "devices of a host"
         fabrics.append((fabric.name, ends, f"{fabric.bytes_per_second / 1e9:.4g}", latency))
-    whole = [f"{item.name}: {' and '.join(item.parts)}" for item in catalogue.devices.values() if item.parts]
+    whole = [
+        f"{item.name}: {' and '.join(item.parts)}, which share {format_bytes(item.memory_bytes)}"
+        for item in catalogue.devices.values()
+        if item.parts
+    ]
     return "\n".join(
         [
             format_table(("device", "kind", "memory", "GB/s", *types, "fabric"), devices, left=2),

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 # Groups in their order, with the parameters of all commands that belong there; others come last.
 GROUPS = {
-    "Devices": "devices target machine save_target max_memory links strict runtime fallback",
+    "Devices": "devices providers target machine save_target max_memory links strict runtime fallback",
     "Choice of a machine": "latency rate fit price",
     "Addresses": "host port grpc_port",
     "Sizes and inputs": (

@@ -113,8 +113,9 @@ def place(
     memory_bytes = parse_bytes(max_memory) if max_memory else None
     with show_progress(json_, "reading the graph") as display:
         cost_graph = read_cost_graph(graph, graph_format, len(target.devices) if target else devices)
-        cost_graph = apply_target(cost_graph, target) if target else cost_graph
-        cost_graph = replace_devices(cost_graph, devices, memory_bytes)
+        limits = {item.id: memory_bytes for item in target.devices} if target and memory_bytes is not None else {}
+        target = target.limiting(limits) if target else None
+        cost_graph = apply_target(cost_graph, target) if target else replace_devices(cost_graph, devices, memory_bytes)
         if display:
             display("placing", 0, 1)
         if placement:

@@ -82,7 +82,7 @@ def plan(
     from onnxplace.feeds.npz import read_npz
     from onnxplace.target.machines import parse_machine
 
-    require_one_target(options["devices"], options["target"], machine or None)
+    require_one_target(options["devices"], options["target"], machine or None, options["providers"])
     machines = {item.name: item for item in map(parse_machine, machine)}
     if not machines and (price or latency or rate or fit):
         message = "--price, --latency, --rate and --fit choose between machines"

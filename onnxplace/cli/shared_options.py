@@ -110,6 +110,12 @@ model_options = stack(
         help="Devices and links from a file, of this or another machine (docs/target.md).",
     ),
     click.option(
+        "--providers",
+        metavar="NAMES",
+        default="",
+        help="Further execution providers for the same hardware, such as openvino; each segment gets the fastest.",
+    ),
+    click.option(
         "--max-memory",
         metavar="16GiB",
         help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB,host=64GiB  [default: 90 % of the free memory]",

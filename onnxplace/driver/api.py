@@ -45,6 +45,8 @@ def compile(model: str | Path | ModelProto | Any, settings: CompileSettings) -> 
       nothing fits otherwise.
     - `stream`: "auto", "off", "always": weights come in time for the runs that read them, by default where no device
       holds the model; `pool`: "2GiB", the memory of each device for them (docs/streaming.md).
+    - `providers`: further execution providers for the hardware of the devices, such as `["openvino"]`: the fastest runs
+      each segment. With them, and with `max_error`, one session on all cores is considered, too.
     - `max_error`: 1e-3, the largest error of an output, relative to its largest magnitude; it bounds what less precise
       devices compute (docs/correctness.md).
     - `costs`: a cost file; `save_costs`: path of a new one; `cache`: whether earlier measurements may be used; `trial`:

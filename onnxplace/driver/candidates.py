@@ -8,7 +8,7 @@ milliseconds to seconds, a trial takes seconds of all devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -85,6 +85,11 @@ class Profiled:
         front = (*self.front, step)
         return replace(self, front=front, state=state, rest=tuple(rest), timings=self.timings + timings)
 
+    def choose_devices(self, device_ids: Collection[str]) -> Profiled:
+        """Return the model for some devices of its target; for all of them if none is named."""
+        chosen = self.state.target.choose_devices(device_ids) if device_ids else self.state.target
+        return replace(self, state=replace(self.state, target=chosen))
+
     def insert(self, step: Pass, observer: Observer | None) -> Profiled:
         """Return the model after one more pass, which changes it and its costs."""
         return replace(self, rest=(step, *self.rest)).advance(observer)
@@ -106,6 +111,8 @@ class Strategy:
     """Whether each device with room gets a copy of the whole model."""
     min_gain: float = 0.0
     """Share by which its step must be shorter than that of a strategy that needs no gain."""
+    devices: tuple[str, ...] = ()
+    """The only devices that it uses, where others are further ways to use the same hardware; empty for all."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +235,7 @@ def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = 
 
     Raises InfeasibleError if it does not fit, or if there is nothing to split or to copy.
     """
+    profiled = profiled.choose_devices(strategy.devices)
     placed = replace(profiled, rest=strategy.passes, timings=())
     while placed.rest:
         placed = placed.advance(observer)

@@ -33,7 +33,7 @@ from onnxplace.driver.candidates import (
     rank_texts,
     set_options,
 )
-from onnxplace.errors import Diagnostic, Figure, InfeasibleError
+from onnxplace.errors import Diagnostic, Figure, InfeasibleError, format_names
 from onnxplace.facts import Placement, Profile, Recomputation, Routes, Shards, Streaming
 from onnxplace.measure.rate_trial import RateTrial
 from onnxplace.model.model import Model
@@ -48,6 +48,8 @@ from onnxplace.problem import (
     predict_waiting_seconds,
 )
 from onnxplace.state import Pass
+from onnxplace.target.device_kinds import ISOLATE
+from onnxplace.target.target import Target
 from onnxplace.utils.jit import budget_clock
 from onnxplace.utils.quantities import format_bytes, format_milliseconds, format_time
 
@@ -127,6 +129,7 @@ def make_latency_objective(
     shard_metadata: bool = False,
     stream: Pass | None = None,
     stream_mode: str = "auto",
+    compares_sets: bool = False,
 ) -> Objective:
     """Return the objective of the least step.
 
@@ -136,39 +139,108 @@ def make_latency_objective(
         shard_metadata: Whether the pass `shard` writes ONNX's sharding specifications.
         stream: The placer that lets weights stream; None if they must not.
         stream_mode: `auto`, or `always`, which compares nothing with it.
+        compares_sets: Whether sets of devices that share processors are compared, also in a trial.
     """
 
     def propose(profiled: Profiled, results: Sequence[Result]) -> Iterator[Sequence[Strategy]]:
-        state, streamed = profiled.state, list_streamed(profiled, stream)
+        streamed = list_streamed(profiled, stream)
         if streamed and stream_mode == "always":
             yield streamed
             return
-        yield from whole.propose(profiled, results)
-        if may_shard and len(state.target.devices) > 1 and len(state[Profile].graph) <= MAX_NODES:
-            # A placement that only has to fit is kept if it does.
-            min_gain = 1.0 if profiled.placer.name == OBJECTIVES["fit"] else MIN_GAIN
-            passes = (create_pass("shard", metadata=shard_metadata), *profiled.rest)
-            yield [Strategy("sharding", "sharded", passes, min_gain=min_gain)]
+        sets = list_device_sets(profiled.state.target) if compares_sets else [()]
+        for ids in sets:
+            for strategies in _propose_on(profiled.choose_devices(ids), results, mixes=not ids and len(sets) > 1):
+                yield [restrict_strategy(strategy, ids, sets) for strategy in strategies]
         if streamed and needs_streaming(profiled, results):
             yield streamed
 
+    def _propose_on(part: Profiled, results: Sequence[Result], *, mixes: bool) -> Iterator[Sequence[Strategy]]:
+        yield from whole.propose(part, results)
+        state = part.state
+        is_shardable = len(state.target.devices) > 1 and not mixes and len(state[Profile].graph) <= MAX_NODES
+        if may_shard and is_shardable:
+            # A placement that only has to fit is kept if it does.
+            min_gain = 1.0 if part.placer.name == OBJECTIVES["fit"] else MIN_GAIN
+            passes = (create_pass("shard", metadata=shard_metadata), *part.rest)
+            yield [Strategy("sharding", "sharded", passes, min_gain=min_gain)]
+
     def choose(fitting: Sequence[Candidate]) -> list[Candidate]:
-        placed, others = _split_off_whole(fitting)
-        best = whole.choose(placed) if placed else []
-        return [min([*best, *others], key=lambda item: item.step_seconds / max(1 - item.strategy.min_gain, 1e-12))]
+        best = list[Candidate]()
+        for ids in dict.fromkeys(item.strategy.devices for item in fitting):
+            placed, others = _split_off_whole([item for item in fitting if item.strategy.devices == ids])
+            mine = [*(whole.choose(placed) if placed else []), *others]
+            best.append(min(mine, key=_weigh_step))
+        ranked = sorted(best, key=_weigh_step)
+        close = [item for item in ranked if _weigh_step(item) <= SET_RATIO * _weigh_step(ranked[0])]
+        return close[:MAX_TRIED]
 
     def describe(
         fitting: Sequence[Candidate], infeasible: Sequence[InfeasibleStrategy], kept: Candidate
     ) -> list[Diagnostic]:
         if kept.strategy.kind == "streamed":
             return [describe_streaming(kept, [item for item in fitting if item is not kept])]
+        if len({item.strategy.devices for item in fitting}) > 1:
+            return [_compare_sets(fitting, kept)]
         placed, others = _split_off_whole(fitting)
         best = whole.choose(placed)[0] if placed else None
         notes = whole.describe(placed, infeasible, kept) if kept.strategy.kind != "sharded" else []
         sharded = [item for item in others if item.strategy.kind == "sharded"]
         return [*notes, *(_compare_with_sharded(item, best, kept) for item in sharded)]
 
-    return Objective(propose, choose, describe, usual_kind="streamed" if stream else "placed", is_exploring=False)
+    usual_kind = "streamed" if stream else "placed"
+    return Objective(propose, choose, describe, "steps" if compares_sets else "none", usual_kind, is_exploring=False)
+
+
+# Devices that share processors. Predictions of sets of them are off by more than those of one set: kernels of other
+# providers are fused in other ways.
+SET_RATIO = 1.4
+
+
+def list_device_sets(target: Target) -> list[tuple[str, ...]]:
+    """Return sets of devices that are worth strategies of their own; the empty one is all of them.
+
+    If some share processors, these are the devices of each provider, type and options, side by side; each device that
+    has several processors, alone; and all, of which some take turns.
+
+    >>> from onnxplace.target.target import Device
+    >>> list_device_sets(Target((Device("cpu:0", 1), Device("cpu:1", 1))))
+    [()]
+    """
+    if not target.shares_processors:
+        return [()]
+    ways, rivals = np.array([max(len(item.processors), 1) for item in target.devices]), target.conflicts
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, device in enumerate(target.devices):
+        if ways[index] == 1 and rivals[index].sum() > 1:
+            options = {name: value for name, value in device.options.items() if name != ISOLATE}
+            groups.setdefault((device.kind, *sorted(options.items())), []).append(index)
+    others = np.flatnonzero((ways == 1) & (rivals.sum(axis=1) == 1)).tolist()
+    sides = [group for group in groups.values() if rivals[np.ix_(group, group)].sum() == len(group)]
+    spans = [[index] for index in np.flatnonzero(ways > 1).tolist()]
+    chosen = [*(sorted([*group, *others]) for group in sides), *spans]
+    return [*(tuple(target.devices[index].id for index in group) for group in chosen), ()]
+
+
+def restrict_strategy(strategy: Strategy, ids: tuple[str, ...], sets: Sequence[tuple[str, ...]]) -> Strategy:
+    """Return a strategy for one of several sets of devices, which its name tells from the others."""
+    if len(sets) == 1:
+        return strategy
+    where = format_names(ids, quoted=False) if ids else "all devices, of which some take turns"
+    return replace(strategy, name=f"{strategy.name} on {where}", devices=ids)
+
+
+def _weigh_step(item: Candidate) -> float:
+    """Return the predicted step with the gain that its strategy needs."""
+    return item.step_seconds / max(1 - item.strategy.min_gain, 1e-12)
+
+
+def _compare_sets(fitting: Sequence[Candidate], kept: Candidate) -> Diagnostic:
+    """Return the note about sets of devices that share processors."""
+    ranked = sorted(fitting, key=lambda item: item.step_seconds)
+    texts = rank_texts([f"{item.name}: {format_milliseconds(item.step_seconds)}" for item in ranked], 2 * MAX_TRIED)
+    figures = tuple(Figure(item.name, item.step_seconds) for item in ranked)
+    message = f"predicted steps: {'; '.join(texts)}: kept {kept.name}"
+    return Diagnostic("P062", message, figures=figures)
 
 
 def _propose_passes(profiled: Profiled, results: Sequence[Result]) -> Iterator[list[Strategy]]:
@@ -234,7 +306,7 @@ def decide_or_recompute(
 def _recompute_more_and_more(profiled: Profiled, observer: Observer | None) -> Iterator[Profiled]:
     """Yield the model with more and more values computed again, each time with a smaller peak of memory."""
     problem, peaks = placement_problem(profiled.state), set[int]()
-    total = int(problem.limit_bytes.sum())
+    total = problem.target.total_bytes
     has_one_device = len(profiled.state.target.devices) == 1
     for share in SHARES_OF_ONE if has_one_device else SHARES_OF_SEVERAL:
         limit = int(share * (total if has_one_device else min(total, int(problem.alone_bytes().min()))))

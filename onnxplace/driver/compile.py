@@ -69,7 +69,14 @@ def compile_with(model: str | Path | ModelProto | Any, settings: CompileSettings
     """Compile a model with a record of settings."""
     settings.check()
     steps = choose_pipeline(settings)
-    target = choose_target(settings.devices, settings.target, settings.max_memory, settings.machine)
+    target = choose_target(
+        settings.devices,
+        settings.target,
+        settings.max_memory,
+        settings.machine,
+        settings.providers,
+        has_max_error=settings.max_error is not None and settings.is_placement_open,
+    )
     for device in target.devices if settings.max_error else ():  # all of them run
         require_device(device)
     with open_source(model, settings.example_inputs) as source:
@@ -184,6 +191,7 @@ def _profile(profiled: Profiled, settings: CompileSettings) -> Profiled:
 def _choose_objective(settings: CompileSettings, profiled: Profiled) -> Objective:
     """Return what is compared: strategies, where the user left open how to use several devices, else few."""
     has_choice = settings.is_placement_open and len(profiled.state.target.devices) > 1
+    shares_processors = profiled.state.target.shares_processors
     if settings.objective == "throughput" and has_choice and settings.shard_ways in (None, 1):
         return make_throughput_objective(may_shard=settings.is_sharding_open)
     is_step = settings.objective == "step" and has_choice and settings.is_sharding_open
@@ -195,6 +203,7 @@ def _choose_objective(settings: CompileSettings, profiled: Profiled) -> Objectiv
         shard_metadata=settings.shard_metadata,
         stream=choose_streaming(settings, profiled.state.target),
         stream_mode=settings.stream,
+        compares_sets=settings.is_placement_open and settings.objective == "latency" and shares_processors,
     )
 
 
@@ -205,7 +214,7 @@ def _choose_comparison(settings: CompileSettings, objective: Objective, kept: Ca
     stages that the user asked for run with requests in flight.
     """
     placer = kept.state[Placement].placer
-    if objective.is_exploring:
+    if objective.is_exploring or objective.comparison == "steps":
         return objective.comparison
     if Routes in kept.state and kept.state[Routes].routes:
         return "requests in flight"
@@ -236,16 +245,15 @@ def _report_spare_ways(ways: int | None, target: Target) -> list[Diagnostic]:
 
 def _require_memory(state: State, least_streamed: int | None) -> None:
     """Raise InfeasibleError if all devices together cannot hold the weights; larger ones than a size may stream."""
-    model, devices = state[Model], state.target.devices
+    model = state[Model]
     read = {name for names in model.reads for name in names if name in model.initializers}
     sizes = [tensor_size(model.initializers[name]) for name in read]
     held = sum(size for size in sizes if least_streamed is None or size < least_streamed)
-    lacking = held - sum(item.memory_bytes for item in devices)
+    lacking = held - state.target.total_bytes
     if lacking > 0:
-        limits = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in devices)
         raise InfeasibleError(
             "P002",
-            f"the weights need {lacking} bytes more than all devices have together: {limits}",
+            f"the weights need {lacking} bytes more than all devices have together: {state.target.describe_memory()}",
             where=model.name,
             hint="add devices, or raise --max-memory (a number without GiB or MiB is in bytes)",
         )

@@ -151,7 +151,7 @@ def _list_devices(state: State, members: Ints) -> list[DeviceAlternative]:
                 step_seconds=step.makespan_seconds,
                 transfers=len(step.transfers),
                 transfer_bytes=int(graph.value_bytes[step.transfers.value].sum()),
-                problem=describe_shortage(target, step.peak_bytes),
+                problem=describe_shortage(target, step.peak_bytes, step.pool_peak_bytes),
             )
         )
     return sorted(alternatives, key=lambda other: (not other.is_kept, other.step_seconds is None, other.step_seconds))

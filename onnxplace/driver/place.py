@@ -25,7 +25,7 @@ from onnxplace.pipeline.select_placer import (
     require_all_devices_used,
 )
 from onnxplace.pipeline.text_form import PassSpec
-from onnxplace.problem import bound_step_seconds
+from onnxplace.problem import bound_step_seconds, find_excess
 from onnxplace.reports.page_data import PlacedGraph, describe_placement
 from onnxplace.reports.page_rendering import embed_page
 from onnxplace.state import State
@@ -212,7 +212,8 @@ def evaluate_placement(
     pinned = np.array([index[str(placement[str(node)])] for node in graph.ids], dtype=np.int32)
     single = np.arange(len(pinned), dtype=np.int32)
     roomy = graph.target.limiting({device.id: UNLIMITED_BYTES for device in graph.target.devices})
-    state = replace(graph, target=replace(roomy, link_model=links)).state()
+    pools = tuple(replace(pool, memory_bytes=UNLIMITED_BYTES) for pool in roomy.pools)
+    state = replace(graph, target=replace(roomy, link_model=links, pools=pools)).state()
     state = state.with_facts(Groups(single, pinned, ("",) * len(pinned)))
     start = budget_clock()
     state, timings = Pipeline.parse("m-etf").run(state)
@@ -230,12 +231,11 @@ def _build_result(
         require_all_devices_used(unused, USE_FEWER_DEVICES)
     schedule = state[Schedule]
     peaks = schedule.simulation.peak_bytes
-    fits = all(int(peak) <= device.memory_bytes for peak, device in zip(peaks, graph.target.devices))
     return PlacementResult(
         placer=placer,
         makespan_seconds=schedule.simulation.makespan_seconds,
         lower_bound_seconds=schedule.lower_bound_seconds,
-        feasible=fits,
+        feasible=not find_excess(graph.target, graph.target.limit_bytes, schedule.simulation, peaks).any(),
         peak_bytes=peaks,
         seconds=seconds,
         placement=graph.device_of(state[Placement].device),
@@ -275,7 +275,8 @@ def apply_target(graph: CostGraph, target: Target) -> CostGraph:
         sources=dict.fromkeys(classes, graph.profile.sources[first]),
     )
     ids = tuple(device.id for device in target.devices)
-    placed = Target(devices, links, target.link_model)
+    pools = tuple(replace(pool, devices=tuple(renamed[name] for name in pool.devices)) for pool in target.pools)
+    placed = Target(devices, links, target.link_model, pools=pools)
     return replace(graph, profile=profile, target=placed, device_ids=ids)
 
 

@@ -20,10 +20,12 @@ from onnxplace.driver.choose import (
     find_objective,
     format_rate,
     list_copied_stages,
+    list_device_sets,
     list_sharded,
     list_simple,
     list_streamed,
     needs_streaming,
+    restrict_strategy,
     stream_curve,
 )
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
@@ -131,6 +133,7 @@ def plan_model(
     devices: str | Sequence[str] | None = None,
     target: Target | str | Path | None = None,
     machine: str | None = None,
+    providers: str | Sequence[str] = (),
     max_memory: str | int | None = None,
     shape: Mapping[str, int] | None = None,
     inputs: Mapping[str, Array] | None = None,
@@ -152,6 +155,7 @@ def plan_model(
         devices: Devices of this machine; by default all GPUs, else two cores.
         target: Devices and links, of this or another machine, or their file, instead.
         machine: The name of a machine instead, such as 8xH100-NVLink.
+        providers: Further execution providers for the hardware of the devices, as for `compile`.
         max_memory: Limit of each device.
         shape: Sizes of symbolic dimensions.
         inputs: Arrays by name, for measurements.
@@ -175,7 +179,7 @@ def plan_model(
     """
     require_effort(effort)
     settings = CompileSettings(target=target, machine=machine, max_memory=max_memory, cache=cache)
-    target = choose_target(devices, target, max_memory, machine)
+    target = choose_target(devices, target, max_memory, machine, providers)
     is_estimated = estimate or effort == "low"
     options = {**EFFORTS[effort].get("profile", {}), "costs": str(costs), "cache": cache, "estimate": is_estimated}
     optimize, profile = make_pass("optimize", {"fixed_sizes": fixed_sizes}), make_pass("profile", options)
@@ -232,13 +236,23 @@ def _describe_request(model: Model) -> str:
 
 
 def _list_strategies(profiled: Profiled, results: Sequence[Result], effort: Effort) -> Iterator[Sequence[Strategy]]:
-    """Yield all strategies for requests in flight, and whole operators placed."""
-    one_device, *others = list_simple(profiled)
+    """Yield all strategies for requests in flight, and whole operators placed.
+
+    Of devices that share processors, all are for sets that compute side by side, and few for other sets.
+    """
     placer = make_pass("auto", EFFORTS[effort].get("auto", {}))
-    auto = Strategy("whole operators placed", "placed", profiled.replace_placer(placer))
-    yield [one_device, auto, *others] if others else [one_device]
-    yield from list_copied_stages(profiled, results)
-    yield list_sharded(profiled)
+    sets = list_device_sets(profiled.state.target)
+    for ids in sets:
+        part = profiled.choose_devices(ids)
+        one_device, *others = list_simple(part)
+        auto = Strategy("whole operators placed", "placed", part.replace_placer(placer))
+        if not ids and len(sets) > 1:
+            yield [restrict_strategy(auto, ids, sets)]
+            continue
+        rounds: list[Sequence[Strategy]] = [[one_device, auto, *others] if others else [one_device]]
+        rounds += [*([] if ids else list_copied_stages(part, results)), list_sharded(part)]
+        for strategies in rounds:
+            yield [restrict_strategy(item, ids, sets) for item in strategies]
 
 
 def _omit_copied_stages(results: Sequence[Result]) -> list[Result]:

@@ -44,6 +44,7 @@ class CompileSettings:
     devices: str | Sequence[str] | None = None
     target: Target | str | Path | None = None
     machine: str | None = None
+    providers: str | Sequence[str] = ()
     max_memory: str | int | None = None
     shape: Mapping[str, int | Sequence[int]] | None = None
     inputs: Mapping[str, Array] | None = None
@@ -137,7 +138,7 @@ class CompileSettings:
 
     def check(self) -> None:
         """Raise UsageError for wrong words and sizes, and for options that exclude each other."""
-        require_one_target(self.devices, self.target, self.machine)
+        require_one_target(self.devices, self.target, self.machine, self.providers)
         require_effort(self.effort)
         self._check_amounts()
         has_pipeline, ways = self.pipeline is not None, self.shard_ways
@@ -290,13 +291,16 @@ def choose_output(model: object, output: str | Path | None, steps: Pipeline) -> 
     return Path(model).with_suffix(".bundle")
 
 
-def require_one_target(devices: object, target: object, machine: object = None) -> None:
-    """Raise UsageError if devices are named in two ways."""
+def require_one_target(devices: object, target: object, machine: object = None, providers: object = ()) -> None:
+    """Raise UsageError if devices are named in two ways, or providers are for devices that are not here."""
     given = {"--devices": devices, "--target": target, "--machine": machine}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         hint = "name the devices in the target file" if machine is None else "`plan --save-target F` writes its target"
         raise UsageError("U042", f"{' and '.join(names)} exclude each other", hint=hint)
+    if providers and (target is not None or machine is not None):
+        message = f"--providers is for devices of this machine, and excludes {names[0]}"
+        raise UsageError("U042", message, hint="name further devices, with their processors, in the target file")
 
 
 def choose_target(
@@ -304,17 +308,21 @@ def choose_target(
     target: Target | str | Path | None,
     max_memory: str | int | None,
     machine: str | None = None,
+    providers: str | Sequence[str] = (),
+    *,
+    has_max_error: bool = False,
 ) -> Target:
     """Return the target, that of a file or of a machine's name, or devices of this machine, with memory limits.
 
     Raises UsageError if devices are given in two ways.
     """
-    require_one_target(devices, target, machine)
+    require_one_target(devices, target, machine, providers)
+    names = [name.strip() for name in providers.split(",")] if isinstance(providers, str) else list(providers)
     if machine is not None:
         target = parse_machine(machine).to_target()
     elif isinstance(target, (str, Path)):
         target = read_target(target)
-    target = target or local_target(devices)
+    target = target or local_target(devices, list(filter(None, names)), has_max_error=has_max_error)
     if not max_memory:
         return target
     limits = _parse_limits(max_memory, target)

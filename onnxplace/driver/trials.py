@@ -18,7 +18,7 @@ from onnxplace.bundle.staging import Staging
 from onnxplace.driver.candidates import Candidate, Strategy, create_pass, predict
 from onnxplace.driver.choose import Comparison, format_rate, report_plain_session
 from onnxplace.driver.settings import CompileSettings
-from onnxplace.errors import Diagnostic, Figure, OnnxplaceError
+from onnxplace.errors import Diagnostic, Figure, InfeasibleError, OnnxplaceError
 from onnxplace.facts import Groups, Placement, Profile, Schedule, Segments, Source, is_refused
 from onnxplace.feeds.feeds import Array
 from onnxplace.graph.op_graph import Floats
@@ -39,6 +39,8 @@ from onnxplace.pipeline.pipeline import Pipeline, Timing
 from onnxplace.pipeline.select_placer import OBJECTIVES, report_idle_devices
 from onnxplace.problem import bound_speedup, commit_placement, placement_problem, predict_single_device_seconds
 from onnxplace.state import State
+from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.target import Device, Target
 from onnxplace.utils.progress import progress_part
 from onnxplace.utils.quantities import format_milliseconds
 
@@ -133,9 +135,12 @@ class _Trials:
         # The kept bundle runs alone, too: its segments' times are those of one request at a time.
         with progress_part(int(compares), 1 + (compares or comparison == "one device")):
             kept, step = self._try_steps(kept)
-        if step and comparison == "one device" and _find_faster_device(kept, step.step_seconds, step):
+        if step and comparison == "one device":
             with progress_part(1, 2):
-                kept, step = self._compare_with_one_device(kept, step)
+                if _find_faster_device(kept, step.step_seconds, step):
+                    kept, step = self._compare_with(kept, step, "alone", _place_on_one_device)
+                if step.plain and step.plain.all_cores_seconds < CLEAR_ONE_DEVICE_RATIO * step.step_seconds:
+                    kept, step = self._compare_with(kept, step, "all", _place_on_all_cores)
         return kept, step, rate
 
     def _try_steps(self, candidate: Candidate) -> tuple[Candidate, Trial | None]:
@@ -210,7 +215,7 @@ class _Trials:
             return first.with_notes(report_doubt(what, max(trial.waiting for trial in trials), "step"))
         seconds = {item.name: trial.step_seconds for item, trial in zip(candidates, trials)}
         best = min(candidates, key=lambda item: seconds[item.name] * (CLEAR_RATIO if item is first else 1.0))
-        message = f"a training step, measured: {_list_times(seconds, format_milliseconds)}; kept {best.name}"
+        message = f"a step, measured: {_list_times(seconds, format_milliseconds)}; kept {best.name}"
         return best.with_notes(Diagnostic("P044", message, where="step"))
 
     def _compare_rates(self, candidates: Sequence[Candidate]) -> tuple[Candidate, RateTrial]:
@@ -260,10 +265,12 @@ class _Trials:
         is_changed = balanced.state[Placement].device.tolist() != stages.state[Placement].device.tolist()
         return balanced.write(self._staging.sibling_path("balanced")) if is_changed else None
 
-    def _compare_with_one_device(self, several: Candidate, step: Trial) -> tuple[Candidate, Trial]:
-        """Return the bundle on one device if faster, else the given one."""
+    def _compare_with(
+        self, several: Candidate, step: Trial, ending: str, place: Callable[[Candidate], Candidate]
+    ) -> tuple[Candidate, Trial]:
+        """Return the bundle that `place` puts on one device if faster, else the given one."""
         try:
-            single = _place_on_one_device(several).write(self._staging.sibling_path("alone"))
+            single = place(several).write(self._staging.sibling_path(ending))
             bundles = [several.bundle, single.bundle]
             if find_trial_obstacle(*bundles):
                 return several, step
@@ -303,6 +310,24 @@ def _place_on_one_device(several: Candidate) -> Candidate:
         return single
     notes = (*several.state.diagnostics, *single.state.diagnostics)
     return replace(single, state=replace(single.state, diagnostics=tuple(dict.fromkeys(notes))))
+
+
+def _place_on_all_cores(several: Candidate) -> Candidate:
+    """Return the model in one session on all cores, as a device that spans the processors of all CPU devices.
+
+    Its costs are measured now. Raises InfeasibleError where the processors are no devices in a row.
+    """
+    target, front = several.profiled.state.target, several.profiled.front
+    numbers = [DeviceAddress.of(device.id).index for device in target.devices if device.is_host]
+    if target.hosts or len(numbers) != len(target.devices) or not 0 < max(numbers) - min(numbers) == len(numbers) - 1:
+        raise InfeasibleError("P001", "the devices are not the processors of one machine", where="single")
+    names = tuple(f"cpu:{number}" for number in sorted(numbers))
+    memory = sum(device.memory_bytes for device in target.devices)
+    span = Device(f"cpu:{min(numbers)}-{max(numbers)}", memory, cores=target.count_cores(), processors=names)
+    before = replace(several.profiled.state, target=Target((span,)))
+    state, _ = Pipeline(tuple(step for step in front if step.name == "profile")).run(before)
+    passes = several.profiled.replace_placer(create_pass("single"))
+    return predict(Strategy("one device", "one device", passes), replace(several.profiled, state=state))
 
 
 def _balance(stages: Candidate, trial: RateTrial) -> Candidate:

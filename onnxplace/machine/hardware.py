@@ -6,22 +6,33 @@ import hashlib
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from onnxplace.errors import PluginError, TargetError
+from onnxplace.errors import OnnxplaceError, PluginError, TargetError, format_names, format_value, suggest_nearest
 from onnxplace.machine.measurement_cache import processor
-from onnxplace.target.device_kinds import THREADS, DeviceAddress, Hardware
+from onnxplace.machine.ort_sessions import make_session_options, open_session
+from onnxplace.target.device_kinds import PROVIDER_OPTION, THREADS, DeviceAddress, Hardware, list_provider_options
 from onnxplace.target.hosts import split_host
-from onnxplace.target.kind_table import SHORT_NAMES, find_kind, is_isolated, list_kind_names, resolve_short_name
-from onnxplace.target.parsing import DeviceSpec, name_whole, parse_devices
-from onnxplace.target.target import Device, Pool, Target
+from onnxplace.target.kind_table import (
+    SHORT_NAMES,
+    find_kind,
+    is_isolated,
+    is_known_kind,
+    list_kind_names,
+    resolve_short_name,
+)
+from onnxplace.target.parsing import DeviceSpec, name_variant, name_whole, parse_devices
+from onnxplace.target.target import HAND_OVER_SECONDS, Device, Pool, Target
 from onnxplace.target.unused_hardware import list_unused_hardware
-from onnxplace.utils.control_groups import count_free_bytes, find_core_limit, list_cores
-from onnxplace.utils.ort import import_onnxruntime, list_installed_wheels
+from onnxplace.utils.control_groups import count_cores, count_free_bytes, find_core_limit, list_cores
+from onnxplace.utils.ort import build_one_node_model, import_onnxruntime, list_installed_wheels
 from onnxplace.utils.subprocesses import run_in_child
 
+# Where the system tells the node of each core: tests have others.
+CORES_FOLDER = Path("/sys/devices/system/cpu")
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
 RUNTIME_BYTES = 141 << 20
 # Share of the memory that stays free for what a schedule does not count: structures of the sessions, holes in the
@@ -34,8 +45,7 @@ def available_cores() -> tuple[int, ...]:
 
     These are whole cores, at least one. A thread that pinned itself gets all of them too.
     """
-    cores = list_cores()
-    return tuple(cores[: max(int(min(find_core_limit(), len(cores)) + 0.01), 1)])
+    return tuple(list_cores()[: count_cores()])
 
 
 def available_memory_bytes() -> int:
@@ -49,23 +59,50 @@ def divide_cores(count: int) -> list[int]:
     return [max(share + (index < extra), 1) for index in range(count)]
 
 
+def find_node(core: int) -> int:
+    """Return the number of the node of memory that is near a core; 0 where the system does not say."""
+    nodes = (CORES_FOLDER / f"cpu{core}").glob("node[0-9]*")
+    return min((int(path.name.removeprefix("node")) for path in nodes), default=0)
+
+
 def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the cores of each CPU device.
+    """Return the cores of each CPU device, of one node of memory where one has enough.
 
     Devices share cores only if there are too few.
 
     Args:
         sizes: The number of cores of each device.
     """
-    cores = available_cores()
-    assignment, start = [], 0
-    for size in sizes:
-        assignment.append(tuple(cores[(start + offset) % len(cores)] for offset in range(min(size, len(cores)))))
-        start += size
+    cores = sorted((find_node(core), core) for core in available_cores())
+    assignment, free = list[tuple[int, ...]](), list(cores)
+    for size in (min(size, len(cores)) for size in sizes):
+        if len(free) < size:
+            free += [place for place in cores if place not in free]
+        counts = Counter(node for node, _ in free)
+        node = next((number for number in sorted(counts) if counts[number] >= size), None)
+        chosen = sorted(free, key=lambda place: node is not None and place[0] != node)[:size]
+        assignment.append(tuple(core for _, core in chosen))
+        for place in chosen:
+            free.remove(place)
     return assignment
 
 
-def local_target(devices: str | Sequence[str] | None = None) -> Target:
+def find_cores(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
+    """Return the cores of each device of one host that computes on cores, by its id: those of its processors."""
+    with_cores = [device for device in devices if device.has_cores]
+    processors = {device.id: device.processors or (device.id,) for device in with_cores}
+    sizes: dict[str, int] = {}
+    for device in with_cores:
+        names = processors[device.id]
+        sizes.update({name: max(sizes.get(name, 1), device.cores // len(names)) for name in names})
+    cores = dict(zip(sizes, assign_cores(list(sizes.values()))))
+    joined = {key: [core for name in names for core in cores[name]] for key, names in processors.items()}
+    return {device.id: tuple(joined[device.id][: device.cores]) for device in with_cores}
+
+
+def local_target(
+    devices: str | Sequence[str] | None = None, providers: Sequence[str] = (), *, has_max_error: bool = False
+) -> Target:
     """Return a target of devices of this machine.
 
     By default, these are all usable GPUs of one built-in kind, or else two CPU devices, or one on a single core.
@@ -75,9 +112,13 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
 
     Args:
         devices: Device ids, such as `cuda:0,cuda:1`, with options, such as `cuda:0{provider=tensorrt}`.
+        providers: Further execution providers for the hardware of these devices, such as `openvino`, as further
+            devices with the same processors; with them, one that spans all processors, as one session on all cores.
+        has_max_error: Whether the faster types in which they compute float32 are further devices, too.
 
     Raises:
-        TargetError: A GPU does not exist, ONNX Runtime cannot use it, or a device names its host.
+        TargetError: A GPU does not exist, ONNX Runtime cannot use it, a device names its host, or none of them can be
+            used by a provider.
 
     >>> [device.id for device in local_target("cpu:0,cpu:1").devices]
     ['cpu:0', 'cpu:1']
@@ -87,6 +128,8 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
         message = f"{specs[0].id} is a device of host {host}; expected devices of this machine"
         hint = "leave the host out, or describe several hosts in a file for --target (docs/target.md)"
         raise TargetError("T005", message, where="--devices", hint=hint)
+    if providers or has_max_error:
+        specs = _add_alternatives(specs, providers, has_max_error=has_max_error)
     addresses = [DeviceAddress.of(spec.id) for spec in specs]
     with_cores = [address for address in addresses if find_kind(address.kind).has_cores]
     numbers = sorted({number for address in with_cores for number in _list_processors(address)})
@@ -102,8 +145,60 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
             device = replace(device, cores=cores, processors=tuple(f"cpu:{n}" for n in own))
         if not device.is_host:
             device = _describe_accelerator(device, max(whole[address.kind, address.index], 1))
+        if is_isolated(device.address):
+            device = replace(device, segment_seconds=device.segment_seconds + HAND_OVER_SECONDS)
         described.append(device)
     return _join_processors(tuple(described))
+
+
+def _add_alternatives(specs: list[DeviceSpec], providers: Sequence[str], *, has_max_error: bool) -> list[DeviceSpec]:
+    """Return devices and further ways to use the same hardware: other providers, faster types, spans."""
+    ways = list(specs)
+    for provider in providers:
+        own = [way for spec in specs if (way := _use_provider(spec, provider)) is not None]
+        if not own:
+            from onnxplace.target.plugin_providers import RECORDS, list_families  # which other targets do not need
+
+            ids = format_names([spec.id for spec in specs], quoted=False)
+            hint = suggest_nearest(provider, (*RECORDS, *list_families(), "tensorrt"))
+            message = f"{format_value(provider)} is no other provider for {ids}"
+            raise TargetError("T005", message, where="--providers", hint=hint)
+        ways += own
+    for way in list(ways) if has_max_error else ():
+        if "precision" not in way.options:
+            for precision in find_kind(way.id.partition(":")[0]).options.get("precision", ())[1:]:
+                given = {"precision": precision}
+                ways.append(DeviceSpec(name_variant(way.id, given), {**way.options, **given}))
+    ways += _list_spans(ways)
+    return list({way.id: way for way in ways}.values())
+
+
+def _use_provider(spec: DeviceSpec, provider: str) -> DeviceSpec | None:
+    """Return a device as another provider uses it; None if it is none of that provider."""
+    address = DeviceAddress.of(spec.id)
+    kind, name = find_kind(address.kind), f"{provider}/cpu"
+    if kind.is_host and is_known_kind(name):
+        return DeviceSpec(replace(address, kind=name).id)
+    if provider in kind.options.get("provider", ()) and kind.provider(spec.options) != kind.providers[provider]:
+        given = {"provider": provider}
+        return DeviceSpec(name_variant(spec.id, given), {**spec.options, **given})
+    return None
+
+
+def _list_spans(specs: Sequence[DeviceSpec]) -> list[DeviceSpec]:
+    """Return, for devices with cores of one kind with equal options, one that has the cores of all."""
+    groups: dict[tuple[object, ...], list[DeviceSpec]] = {}
+    for spec in specs:
+        address = DeviceAddress.of(spec.id)
+        if find_kind(address.kind).has_cores and address.last is None:
+            groups.setdefault((address.kind, address.part, *sorted(spec.options.items())), []).append(spec)
+    spans = []
+    for group in groups.values():
+        numbers = sorted(DeviceAddress.of(spec.id).index for spec in group)
+        if 0 < numbers[-1] - numbers[0] == len(group) - 1:
+            span = replace(DeviceAddress.of(group[0].id), index=numbers[0], last=numbers[-1])
+            spans.append(replace(group[0], id=span.id))
+    return spans
 
 
 def _list_processors(address: DeviceAddress) -> range:
@@ -113,7 +208,9 @@ def _list_processors(address: DeviceAddress) -> range:
 
 def _join_processors(devices: tuple[Device, ...]) -> Target:
     """Return devices that share processors and memory where they are the same hardware, and else have their own."""
-    names = [device.processors or (name_whole(device.id),) for device in devices]
+    # Parts of a GPU stand for GPUs of their own.
+    own = [device.id if isinstance(device.address.part, int) else name_whole(device.id) for device in devices]
+    names = [device.processors or (name,) for device, name in zip(devices, own)]
     uses = Counter(name for row in names for name in row)
     shares = [len(row) > 1 or any(uses[name] > 1 for name in row) for row in names]
     devices = tuple(replace(d, processors=row if shared else ()) for d, row, shared in zip(devices, names, shares))
@@ -188,13 +285,20 @@ def find_device_problem(device: Device) -> str | None:
     """Return why ONNX Runtime cannot use a device on this machine; None if it can."""
     if device.host:
         return f"it is a device of host {device.host}, and this runtime uses devices of this machine only"
-    if not is_isolated(device.address) or device.is_host:
+    # One that is isolated for its cores only may be tried here, where it was tried before.
+    if not is_isolated(replace(device.address, cores=0)) or device.is_host:
         return _find_problem(device.address)
     return run_in_child(_find_problem, device.address, "the search for it", device.id)
 
 
 def _find_problem(address: DeviceAddress) -> str | None:
-    return find_kind(address.kind).find_problem(address)
+    problem = find_kind(address.kind).find_problem(address)
+    if problem is None and list_provider_options(address.options):  # which only the provider knows
+        try:
+            open_session(build_one_node_model(), make_session_options(()), address)
+        except OnnxplaceError as refusal:
+            return refusal.message
+    return problem
 
 
 def find_measurement_obstacle(device: Device) -> str | None:
@@ -226,10 +330,19 @@ def require_device(device: Device, instead: str = "") -> None:
     if problem:
         if device.host:
             hints = ["use --runtime mpi, or compile for devices of this machine", instead]
+        elif (own := list_provider_options(device.options)) and find_device_problem(_drop(device, own)) is None:
+            given = ", ".join(f"{name}={value}" for name, value in own.items())
+            problem, hints = f"its provider refuses {given}: {problem}", ["its documentation lists options", instead]
         else:
             elsewhere = "to plan for a machine that is not here: --machine H100 (`onnxplace machines`)"
             hints = [_hint_install(device), "`onnxplace devices` lists all devices", instead, elsewhere]
         raise TargetError("T011", problem, where=device.id, hint="; ".join(filter(None, hints)))
+
+
+def _drop(device: Device, own: Collection[str]) -> Device:
+    """Return a device without these options of its provider."""
+    names = {PROVIDER_OPTION + name for name in own}
+    return replace(device, options={name: value for name, value in device.options.items() if name not in names})
 
 
 def _hint_install(device: Device) -> str:

@@ -34,6 +34,7 @@ from onnxplace.machine.ort_sessions import (
     describe_session,
     describe_session_options,
     list_taken_nodes as list_taken_here,
+    may_pin,
     open_session as open_session_here,
 )
 from onnxplace.machine.ort_values import make_array_runner, to_ort_value, to_python
@@ -147,7 +148,11 @@ def serve_sessions(blocks: Sequence[int]) -> None:
 
 
 def _open(sessions: dict[int, Any], number: int, _: Any, source: Any, recipe: Any, *more: Any) -> Any:
-    sessions[number] = open_session_here(source, create_session_options(*recipe), *more)
+    options = create_session_options(*recipe)
+    if options.cores and may_pin():
+        with suppress(OSError):  # a core that is no longer available: slower, but not wrong
+            os.sched_setaffinity(0, options.cores)  # before the provider is loaded, whose threads have the same
+    sessions[number] = open_session_here(source, options, *more)
     return describe_session(sessions[number])
 
 

@@ -220,9 +220,9 @@ def make_session_options(
     if len(cores) > 1 and hasattr(os, "sched_setaffinity"):
         # The entry counts cores from 1, and leaves out the calling thread.
         affinities = ";".join(str(core + 1) for core in cores[1:])
-        all_entries.update({"session.intra_op_thread_affinities": affinities} if _may_pin() else {})
+        all_entries.update({"session.intra_op_thread_affinities": affinities} if may_pin() else {})
         all_entries["session.intra_op.spin_duration_us"] = str(SPIN_MICROSECONDS)
-    return create_session_options(properties, {**all_entries, **(entries or {})}, list_operator_libraries())
+    return create_session_options(properties, {**all_entries, **(entries or {})}, list_operator_libraries(), cores)
 
 
 @cache
@@ -231,10 +231,13 @@ def _options_class() -> Any:
     return type("SessionOptions", (import_onnxruntime().SessionOptions,), {})
 
 
-def create_session_options(properties: Mapping[str, Any], entries: Mapping[str, str], libraries: Sequence[str]) -> Any:
-    """Return options with these properties, entries of the configuration, and libraries of custom operators."""
+def create_session_options(
+    properties: Mapping[str, Any], entries: Mapping[str, str], libraries: Sequence[str], cores: Sequence[int]
+) -> Any:
+    """Return options with these properties, entries of the configuration, libraries of custom operators, and cores."""
     options = _options_class()()
-    options.entries, options.libraries = dict(entries), tuple(libraries)  # which ONNX Runtime does not tell
+    # ONNX Runtime does not tell these.
+    options.entries, options.libraries, options.cores = dict(entries), tuple(libraries), tuple(cores)
     for name, value in properties.items():
         setattr(options, name, value)
     for key, value in entries.items():
@@ -244,10 +247,10 @@ def create_session_options(properties: Mapping[str, Any], entries: Mapping[str, 
     return options
 
 
-def describe_session_options(options: Any) -> tuple[Mapping[str, Any], Mapping[str, str], Sequence[str]]:
+def describe_session_options(options: Any) -> tuple[Mapping[str, Any], Mapping[str, str], Sequence[str], Sequence[int]]:
     """Return the arguments of `create_session_options` for such options, also if properties were set later."""
     names = [name for name, item in vars(import_onnxruntime().SessionOptions).items() if isinstance(item, property)]
-    return {name: getattr(options, name) for name in names}, options.entries, options.libraries
+    return {name: getattr(options, name) for name in names}, options.entries, options.libraries, options.cores
 
 
 _openings_under_way = 0
@@ -408,7 +411,7 @@ def list_taken_nodes(session: Any, device: DeviceAddress) -> frozenset[str]:
     return frozenset(item for name in names for item in (name, re.sub(r"_token_\d+$", "", name)))
 
 
-def _may_pin() -> bool:
+def may_pin() -> bool:
     """Return whether threads can be kept on cores; all containers with a quota would take the same ones."""
     return hasattr(os, "sched_setaffinity") and math.isinf(find_core_limit())
 
@@ -416,7 +419,7 @@ def _may_pin() -> bool:
 @contextmanager
 def pin_thread(cores: Sequence[int]) -> Iterator[None]:
     """Keep the calling thread on the first of `cores` while inside."""
-    if not cores or not _may_pin():
+    if not cores or not may_pin():
         yield
         return
     previous = os.sched_getaffinity(0)

@@ -121,7 +121,14 @@ def calibrate(
 
 
 def _list_cpus(target: Target) -> tuple[str, ...]:
-    return tuple(device.id for device in target.devices if device.kind == "cpu")
+    """Return devices that compute on cores at once: of those that share a processor, ONNX Runtime's own comes first."""
+    chosen: dict[str, tuple[str, ...]] = {}
+    with_cores = [device for device in target.devices if device.has_cores]
+    for device in sorted(with_cores, key=lambda item: (len(item.processors), not item.is_host)):
+        names = device.processors or (device.id,)
+        if all(set(names).isdisjoint(others) for others in chosen.values()):
+            chosen[device.id] = names
+    return tuple(device.id for device in with_cores if device.id in chosen)
 
 
 def _measure(
@@ -235,8 +242,9 @@ def _build_target(
     )
     one_channel = contention is not None and contention.copy.factor >= MIN_SHARED_CHANNEL_SLOWDOWN
     model: LinkModel = "sequential" if one_channel else target.link_model
-    shared = _describe_sharing(_list_cpus(target), contention)
-    return Target(devices, tuple(measurement.link for measurement in links), model, shared)
+    # What slows cores down is their common memory, whoever computes on them.
+    shared = _describe_sharing(tuple(device.id for device in target.devices if device.has_cores), contention)
+    return replace(target, devices=devices, links=tuple(item.link for item in links), link_model=model, shared=shared)
 
 
 def _list_notes(links: Sequence[LinkMeasurement], contention: Contention | None) -> tuple[str, ...]:

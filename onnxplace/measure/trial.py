@@ -49,7 +49,6 @@ from onnxplace.measure.step_inputs import RepeatedStep
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Event, Result, Runtime, RuntimeSession
 from onnxplace.runtime.timelines import find_medians
-from onnxplace.target.hosts import split_host
 from onnxplace.target.target import Target
 from onnxplace.utils.control_groups import find_core_limit
 from onnxplace.utils.differences import relative_error
@@ -131,8 +130,8 @@ def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
 
 def count_process_bytes(manifest: Manifest) -> int:
     """Return the memory of a process that runs a bundle: its own, and weights and values on CPU devices."""
-    on_host = (device for device in manifest.devices if split_host(device.id)[1].startswith("cpu:"))
-    return RUNTIME_BYTES + sum(device.peak_bytes for device in on_host)
+    on_host = {device.id for device in manifest.target.devices if device.has_cores}
+    return RUNTIME_BYTES + sum(device.peak_bytes for device in manifest.devices if device.id in on_host)
 
 
 def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
@@ -141,11 +140,11 @@ def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
 
 
 def report_core_shortage(target: Target, model: str) -> Diagnostic | None:
-    """Return a note if the CPU devices of a target have more cores than this machine, or None.
+    """Return a note if the devices of a target on processor cores have more cores than this machine, or None.
 
     Devices of several hosts do not run here.
     """
-    needed, available = sum(device.cores for device in target.devices if device.kind == "cpu"), len(available_cores())
+    needed, available = target.count_cores(), len(available_cores())
     if target.hosts or needed <= available:
         return None
     message = f"its CPU devices have {needed} cores, this machine {available}: they compete for cores"
@@ -226,12 +225,14 @@ def run_trials(
 def _list_reference_cores(bundles: Sequence[Bundle]) -> tuple[tuple[int, ...], ...]:
     """Return the cores of one device, and all cores, if plain sessions can run the unsplit model here."""
     first = bundles[0].manifest
-    if first.streams or not first.segments or any(device.kind != "cpu" for device in first.target.devices):
+    if first.streams or not first.segments or not all(device.has_cores for device in first.target.devices):
         return ()
     weights = sum(item.bytes for item in (*first.files.values(), *first.linked.values()))
     if sum(count_process_bytes(bundle.manifest) for bundle in bundles) + 2 * weights > available_memory_bytes():
         return ()
-    cores, largest = available_cores(), max(device.cores for device in first.target.devices)
+    # A device that spans several processors is no single one, unless it is all there is.
+    usual = [item.cores for item in first.target.devices if len(item.processors) < 2]
+    cores, largest = available_cores(), max(usual or [item.cores for item in first.target.devices])
     return cores[:largest], cores
 
 

@@ -34,7 +34,7 @@ from onnxplace.reports.page_records import (
     Timeline,
 )
 from onnxplace.reports.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
-from onnxplace.reports.text import count_streamed_bytes
+from onnxplace.reports.text import count_streamed_bytes, list_pools
 from onnxplace.reports.verdict import RATE_LABEL, ReportContext, judge_step
 from onnxplace.simulation.weight_streams import WeightStream
 from onnxplace.utils.quantities import format_bytes, format_time
@@ -209,6 +209,8 @@ def _summarise(manifest: Manifest) -> Iterator[Quantity]:
     yield _quantify_count("Transfers in a step", manifest.transfers)
     yield _quantify_bytes("Sent in a step", manifest.transfer_bytes)
     yield _quantify_bytes("Memory, all devices at their peaks", sum(item.peak_bytes for item in manifest.devices))
+    for pool, size in list_pools(manifest):
+        yield _quantify_bytes(f"Memory: {pool.describe()}, and hold at most", size)
 
 
 def _quantify_time(label: str, seconds: float) -> Quantity:

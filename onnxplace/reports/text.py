@@ -11,6 +11,7 @@ from onnxplace.utils.quantities import format_bytes, format_milliseconds
 if TYPE_CHECKING:
     from onnxplace.bundle.bundle import Bundle
     from onnxplace.bundle.manifest import Manifest, RepeatRecord, ShardedKindRecord, ShardingRecord, TrainingRecord
+    from onnxplace.target.target import Pool
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -57,6 +58,7 @@ def compile_summary(bundle: Bundle) -> str:
             *_format_training(manifest.training),
             *_format_sharding(manifest.sharding),
             format_table(header[:columns], (row[:columns] for row in rows)),
+            *(f"{pool.describe()}, and hold at most {format_bytes(size)}" for pool, size in list_pools(manifest)),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({transfer_size})",
             *_format_streams(manifest),
             *_format_routes(manifest),
@@ -65,6 +67,12 @@ def compile_summary(bundle: Bundle) -> str:
             f"bundle: {bundle.path}",
         ]
     )
+
+
+def list_pools(manifest: Manifest) -> list[tuple[Pool, int]]:
+    """Return the pools of devices, each with a bound on the bytes that they hold at one time in a request."""
+    peaks = {device.id: device.peak_bytes for device in manifest.devices}
+    return [(pool, min(sum(map(peaks.__getitem__, pool.devices)), pool.memory_bytes)) for pool in manifest.target.pools]
 
 
 def _format_steps(manifest: Manifest) -> list[str]:

@@ -61,6 +61,8 @@ class Simulation:
     """Per device: the weights that its nodes read, each once."""
     peak_bytes: Longs
     """Per device: the most bytes at one time, weights included."""
+    pool_peak_bytes: Longs
+    """Per pool of the target: the most bytes of all its devices at one time. Each device has its own weights."""
     arrival_seconds: Floats
     """Per node: when its weights that stream have arrived; minus infinity where it has none, or they were there."""
 
@@ -101,8 +103,9 @@ def simulate(
     end = float(max(finish.max(initial=0.0), transfers.finish_seconds.max(initial=0.0)))
     weights = device_weights(graph, device, len(target.devices))
     changes = list_memory_changes(graph, device, order, start, finish, transfers, end)
-    live_bytes, peak_bytes = np.zeros((2, len(target.devices)), dtype=np.int64)
-    device_peaks(np.arange(len(changes.device)), changes.device, changes.change_bytes, live_bytes, peak_bytes)
+    peak_bytes = _find_peaks(changes, np.arange(len(target.devices)), weights)
+    pools = len(target.pools)  # devices without a pool count as one more
+    pool_peak_bytes = _find_peaks(changes, target.pool_of, weights)[:pools] if pools else weights[:0]
     return Simulation(
         start_seconds=start,
         finish_seconds=finish,
@@ -110,9 +113,18 @@ def simulate(
         makespan_seconds=end,
         compute_seconds=sum_by(device, own_seconds, len(target.devices)),
         weights_bytes=weights,
-        peak_bytes=weights + peak_bytes,
+        peak_bytes=peak_bytes,
+        pool_peak_bytes=pool_peak_bytes,
         arrival_seconds=arrival,
     )
+
+
+def _find_peaks(changes: MemoryChanges, memory: Longs, weights: Longs) -> Longs:
+    """Return the most bytes at one time in each memory, given the memory and the weights of each device."""
+    held, peaks = np.zeros((2, int(memory.max()) + 1), dtype=np.int64)
+    device_peaks(np.arange(len(changes.device)), memory[changes.device], changes.change_bytes, held, peaks)
+    np.add.at(peaks, memory, weights)
+    return peaks
 
 
 def simulate_stream(

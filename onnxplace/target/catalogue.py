@@ -29,6 +29,7 @@ class CatalogueDevice:
     """Name that the driver or the operating system reports."""
     cores: int = 1
     memory_bytes: int = 0
+    """Of a machine: what its devices share."""
     memory_bytes_per_second: float = 0.0
     rates: Mapping[str, float] = field(default_factory=dict)
     """Data type -> peak rate in operations per second, without sparsity; types that are not published are absent."""

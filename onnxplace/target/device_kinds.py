@@ -100,6 +100,8 @@ class DeviceKind(ABC):
     """Whether one may stand for several logical devices, `cuda:0/0` and `cuda:0/1`."""
     isolates: ClassVar[bool] = False
     """Whether sessions are in their own process by default: the provider is known to crash."""
+    isolates_on_cores: ClassVar[bool] = False
+    """Whether sessions on a part of the cores are in their own process by default: the provider pins threads itself."""
     value_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Further options of a device, with their values; the first one is the default."""
     lock: ClassVar[ProviderLock | None] = None
@@ -166,8 +168,9 @@ class DeviceKind(ABC):
             address: The device.
             provider_options: More options of the device's execution providers.
         """
-        more = {**list_provider_options(address.options), **provider_options}
-        own = [(name, {**entries, **more}) for name, entries in self.list_providers(address)]
+        own = [(name, {**entries, **provider_options}) for name, entries in self.list_providers(address)]
+        for _, entries in own[:1]:  # those behind it, such as CUDA's behind TensorRT's, have other options
+            entries |= {**list_provider_options(address.options), **provider_options}
         # Without `enable_fallback`, ONNX Runtime would print the reason of a fallback to the CPU, and go on.
         providers = [*own, "CPUExecutionProvider"]
         return import_onnxruntime().InferenceSession(model, options, providers=providers, enable_fallback=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from onnxplace.errors import PluginError
 from onnxplace.target.device_kinds import ISOLATE, DeviceAddress, DeviceKind
+from onnxplace.utils.control_groups import count_cores
 
 # Kinds by name, in the order in which the default devices of a machine are looked for.
 BUILTIN_KINDS = {
@@ -101,8 +102,9 @@ def find_kind(name: str) -> DeviceKind:
 
 def is_isolated(address: DeviceAddress) -> bool:
     """Return whether the sessions of a device are in their own process."""
-    is_option = address.options.get(ISOLATE, find_kind(address.kind).options[ISOLATE][0]) == "true"
-    return is_option or bool(address.owner)
+    kind = find_kind(address.kind)
+    is_default = kind.isolates or (kind.isolates_on_cores and 0 < address.cores < count_cores())
+    return address.options.get(ISOLATE, "true" if is_default else "false") == "true" or bool(address.owner)
 
 
 def import_memory(kind: DeviceKind) -> Any:

@@ -15,7 +15,7 @@ from onnxplace.errors import MAX_SHOWN, TargetError, format_value, suggest_neare
 from onnxplace.target.catalogue import NETWORK, CatalogueDevice, Fabric, read_catalogue
 from onnxplace.target.hosts import ALL_TO_ALL, PER_HOST
 from onnxplace.target.limits import MAX_DEVICES
-from onnxplace.target.target import Device, Link, Target, default_link
+from onnxplace.target.target import Device, Link, Pool, Target, default_link
 
 # Numbers are followed by an x, before a device: `2x8xh100nvlink`.
 _NUMBERS = re.compile(r"((?:[0-9]+x){0,2})(.+)")
@@ -54,7 +54,7 @@ class Machine:
         return (*devices, *(fabric for fabric in (self.fabric, self.network) if fabric))
 
     def to_target(self) -> Target:
-        """Return its devices and links.
+        """Return its devices, their links, and the pool of memory that the devices of one machine share.
 
         A link takes the latency of its hardware, where it is published, and that of handing a value over, which is the
         default of the kind of device.
@@ -64,7 +64,9 @@ class Machine:
         hosts = [f"node{number}/" for number in range(1, self.hosts + 1)] if self.network else [""]
         devices = tuple(_make_device(f"{host}{item}", part) for host in hosts for item, part in _number(parts))
         pairs = ((self.fabric, PER_HOST if self.network else ALL_TO_ALL), (self.network, ALL_TO_ALL))
-        return Target(devices, tuple(_make_link(fabric, ends, devices[0]) for fabric, ends in pairs if fabric))
+        links = tuple(_make_link(fabric, ends, devices[0]) for fabric, ends in pairs if fabric)
+        pool = (Pool(tuple(device.id for device in devices), self.device.memory_bytes),) if self.device.parts else ()
+        return Target(devices, links, pools=pool)
 
 
 def _number(parts: list[CatalogueDevice]) -> Iterator[tuple[str, CatalogueDevice]]:

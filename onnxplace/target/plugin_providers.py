@@ -56,6 +56,8 @@ class ProviderRecord:
     sets_options: Callable[[str, str, int], Mapping[str, str]] | None = None
     """Returns the provider's options for a type of device, the type that float32 is computed in, and a number of
     threads, which is 0 for devices without cores."""
+    isolates_on_cores: bool = False
+    """Whether sessions of one process that compute on a core each disturb each other."""
     caches_contexts: bool = False
     """Whether it writes compiled models (EPContext nodes)."""
     lock: ProviderLock | None = None
@@ -95,6 +97,9 @@ RECORDS = {
             "cpu": ("float32", "bfloat16"),
         },
         sets_options=_set_openvino,
+        # Its runs pin the calling thread to a core that it chooses: two at once take twice as long, on one core
+        # (benchmarks/provider_cores.py).
+        isolates_on_cores=True,
         caches_contexts=True,
     ),
     "webgpu": ProviderRecord(types=("gpu",), compiles=False, lock=WEBGPU_LOCK),
@@ -222,8 +227,8 @@ def _load(family: str) -> LoadedProvider:
 
 
 def _strip_codes(problem: Exception) -> str:
-    """Return ONNX Runtime's message without what precedes it: places in its sources, numbers and names of errors."""
-    return re.sub(r".*\[ONNXRuntimeError\] : \d+ : \w+ : ", "", format_one_line(problem))
+    """Return ONNX Runtime's message without what precedes it: places in sources, numbers and names of errors."""
+    return re.sub(r".*\[ONNXRuntimeError\] : \d+ : \w+ : |Exception from \S+:\d+: ", "", format_one_line(problem))
 
 
 def _find_version(family: str, devices: Sequence[Any]) -> str:
@@ -383,7 +388,7 @@ class ProviderKind(DeviceKind):
         """Return ONNX Runtime's session on the device that its provider listed."""
         if self._is_built_in:
             return super().create_session(model, options, address, provider_options)
-        more = {**self._provider_options(address), **list_provider_options(address.options), **provider_options}
+        more = {**self._list_options(address), **provider_options}
         options.add_provider_for_devices([self._devices[self._number(address)]], more)
         with _hold_greeting(self.family):
             return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
@@ -411,11 +416,20 @@ class ProviderKind(DeviceKind):
         if self._is_built_in or not find_record(self.family).caches_contexts:
             return ""
         version, hardware = load_provider(self.family).version, self._devices[self._number(address)].device
-        options = {"precision": self.precision(address), **self._provider_options(address)}
-        options |= list_provider_options(address.options)
+        options = {"precision": self.precision(address), **self._list_options(address)}
         software = f"{self.family} {version}, onnxruntime {import_onnxruntime().__version__}"
         device = f"{self.describe(address.index)} ({hardware.vendor_id:x}:{hardware.device_id:x})"
         return ", ".join([software, device, *(f"{key}={value}" for key, value in options.items())])
+
+    def _list_options(self, address: DeviceAddress) -> dict[str, str]:
+        """Return our options with those that are given; of JSON such as OpenVINO's `load_config`, entry by entry."""
+        own, given = self._provider_options(address), list_provider_options(address.options)
+        for name in own.keys() & given.keys():
+            with contextlib.suppress(ValueError, AttributeError, TypeError):  # the provider says what is wrong with it
+                ours, theirs = json.loads(own[name]), json.loads(given[name])
+                both = {key: {**ours[key], **theirs[key]} for key in ours.keys() & theirs.keys()}
+                given[name] = json.dumps({**ours, **theirs, **both})
+        return {**own, **given}
 
     def _provider_options(self, address: DeviceAddress) -> dict[str, str]:
         if self._is_built_in:
@@ -469,7 +483,7 @@ _RATES = {
     "npu": (5e12, 50e9, 20e-6, 100e-6, 5e9),
     "gpu": (5e12, 200e9, 10e-6, 50e-6, 8e9),
     "igpu": (1e12, 50e9, 20e-6, 50e-6, 10e9),
-    "cpu": (40e9, 8e9, 5e-6, 50e-6, 10e9),
+    "cpu": (40e9, 8e9, 5e-6, 45e-6, 10e9),
 }
 
 
@@ -492,6 +506,7 @@ def make_provider_kind(name: str) -> DeviceKind:
         **({"memory": "onnxplace.runtimes.execution.bound_memory:BoundMemory"} if record.lock else {}),
         "needs_static_shapes": record.needs_static_shapes,
         "has_cores": kind == "cpu",
+        "isolates_on_cores": record.isolates_on_cores and kind == "cpu",
         "compiles": record.compiles,
         "value_options": {
             **({"precision": precisions} if len(precisions) > 1 else {}),

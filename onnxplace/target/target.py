@@ -51,6 +51,8 @@ PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "int8")
 # longer (docs/measurements.md). The call takes the rest of SEGMENT_SECONDS, which `devices --calibrate` measures.
 SEGMENT_OVERHEAD_SECONDS = 35e-6
 SEGMENT_SECONDS = 40e-6
+# A call of a session in another process, and back (benchmarks/provider_cores.py).
+HAND_OVER_SECONDS = 150e-6
 # Overhead of each request. On several devices, waking the workers, which then wake the caller, comes on top.
 REQUEST_SECONDS, WAKING_SECONDS = 10e-6, 45e-6
 
@@ -231,6 +233,15 @@ class Pool:
         require_number(self, "memory_bytes", where, 0, MAX_MEMORY_BYTES, whole=True)
         _require_group(self.devices, where)
 
+    @property
+    def id(self) -> str:
+        """Return what errors call it."""
+        return f"the pool of {' and '.join(self.devices)}"
+
+    def describe(self) -> str:
+        """Return its devices and its memory, as a text."""
+        return f"{', '.join(self.devices)} share {format_bytes(self.memory_bytes)}"
+
 
 def _require_group(devices: tuple[str, ...], where: str) -> None:
     """Raise TargetError unless a group has two or more devices of one host, each once."""
@@ -301,6 +312,14 @@ class Target:
         """Return whether some devices cannot compute at the same time."""
         return bool((self.processors.sum(axis=0) > 1).any())
 
+    def count_cores(self) -> int:
+        """Return the cores that its devices compute on, those of a processor that several have once."""
+        cores: dict[str, int] = {}
+        for device in (item for item in self.devices if item.has_cores):
+            names = device.processors or (device.id,)
+            cores.update({name: max(cores.get(name, 0), device.cores // len(names)) for name in names})
+        return sum(cores.values())
+
     @cached_property
     def conflicts(self) -> NDArray[np.bool_]:
         """Return [device, device]: whether they have a processor in common, as each device has with itself."""
@@ -330,6 +349,38 @@ class Target:
 
         links = tuple(link for link in self.links if link.source in ends and link.destination in ends)
         return replace(self, devices=tuple(kept), links=links, shared=restrict(self.shared), pools=restrict(self.pools))
+
+    @property
+    def memories(self) -> tuple[Device | Pool, ...]:
+        """Return what has a limit of memory: all devices, then all pools."""
+        return (*self.devices, *self.pools)
+
+    @cached_property
+    def pool_of(self) -> NDArray[np.int64]:
+        """Return, per device, the index of its pool; the number of pools for a device with memory of its own."""
+        pools = {device_id: index for index, pool in enumerate(self.pools) for device_id in pool.devices}
+        return np.array([pools.get(device.id, len(self.pools)) for device in self.devices], dtype=np.int64)
+
+    @property
+    def pool_bytes(self) -> NDArray[np.float64]:
+        """Return the limit of each pool, and at last infinity, for devices with memory of their own."""
+        return np.array([*(pool.memory_bytes for pool in self.pools), np.inf])
+
+    @property
+    def limit_bytes(self) -> NDArray[np.int64]:
+        """Return, per device, what it may use while others of its pool use nothing."""
+        pool_bytes = self.pool_bytes[self.pool_of]
+        return np.array([min(d.memory_bytes, size) for d, size in zip(self.devices, pool_bytes)], dtype=np.int64)
+
+    @property
+    def total_bytes(self) -> int:
+        """Return what all devices may use together."""
+        sums = np.bincount(self.pool_of, self.limit_bytes, len(self.pools) + 1)
+        return int(np.minimum(sums, self.pool_bytes).sum())
+
+    def describe_memory(self) -> str:
+        """Return the limits of devices and pools, as a text."""
+        return ", ".join(f"{memory.id} ({memory.memory_bytes} bytes)" for memory in self.memories)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -377,7 +428,7 @@ class Target:
         return latency, per_byte
 
     def limiting(self, limits: Mapping[str, int]) -> Target:
-        """Return this target with other memory limits (bytes by device id).
+        """Return this target with other memory limits (bytes by device id); pools keep theirs.
 
         >>> Target((Device("cpu:0", 1024),)).limiting({"cpu:0": 512}).devices[0].memory_bytes
         512
@@ -413,8 +464,8 @@ def default_link(source: Device, destination: Device) -> Link:
     >>> default_link(Device("cpu:0", 1024), Device("cpu:1", 1024)).bytes_per_second
     10000000000.0
     """
-    kinds = (find_kind(source.kind), find_kind(destination.kind))
-    latency = max((kind.link_latency_seconds for kind in kinds if not kind.is_host), default=0.0)
-    rate = min((kind.link_bytes_per_second for kind in kinds if not kind.is_host), default=0.0)
+    kinds = [kind for kind in map(find_kind, (source.kind, destination.kind)) if not kind.has_cores]
+    latency = max((kind.link_latency_seconds for kind in kinds), default=0.0)
+    rate = min((kind.link_bytes_per_second for kind in kinds), default=0.0)
     host = find_kind("cpu")
     return Link(source.id, destination.id, latency or host.link_latency_seconds, rate or host.link_bytes_per_second)

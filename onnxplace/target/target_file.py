@@ -66,9 +66,14 @@ def _parse_target(data: dict[str, object]) -> Target:
 
 
 def _expand_devices(entries: object) -> object:
-    """Return the tables of devices, an entry for each of `cuda:[0-7]`; `processor` is one of `processors`."""
+    """Return the tables of devices, an entry for each of `cuda:[0-7]`; `processor` is one of `processors`.
+
+    Options that are no texts are those of JSON: numbers, and tables of a provider.
+    """
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         return [] if entries is None else entries
+    for options in [entry["options"] for entry in entries if isinstance(entry.get("options"), dict)]:
+        options |= {key: json.dumps(item, default=str) for key, item in options.items() if not isinstance(item, str)}
     entries = [
         {**{name: value for name, value in entry.items() if name != "processor"}, "processors": [entry["processor"]]}
         if "processor" in entry and "processors" not in entry

@@ -44,6 +44,12 @@ def find_core_limit() -> float:
     return min(limits) if min(limits) < len(list_cores()) else math.inf
 
 
+def count_cores() -> int:
+    """Return how many whole cores this process may use the time of, at least one."""
+    cores = len(list_cores())
+    return max(int(min(find_core_limit(), cores) + 0.01), 1)
+
+
 def count_free_bytes() -> int:
     """Return the free memory of the host, or as much as the groups still allow: pages of files that were read count."""
     import psutil

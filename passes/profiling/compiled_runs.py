@@ -30,7 +30,7 @@ from onnxplace.passes.profiling.chunks import extract_nodes, list_outputs, name_
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions, run_repeatedly
 from onnxplace.target.device_kinds import ISOLATE, DeviceAddress
 from onnxplace.target.kind_table import find_kind, is_isolated
-from onnxplace.target.target import Device
+from onnxplace.target.target import SEGMENT_SECONDS, Device
 from onnxplace.utils.file_locks import temporary_folder
 from onnxplace.utils.progress import progress_part
 
@@ -77,7 +77,9 @@ class RunMeasurer:
                 times[key] = REFUSED_SECONDS
                 problems.append(problem.message)
         # Each segment has the cost of its call from its device: here, it would count twice.
-        call_seconds = min([self.device.segment_seconds, *times.values()])
+        # The way to another process was not measured here.
+        own = SEGMENT_SECONDS if is_isolated(self.device.address) else self.device.segment_seconds
+        call_seconds = min([own, *times.values()])
         for key, nodes in zip(keys, runs):
             share = self.weights[nodes] / max(float(self.weights[nodes].sum()), 1e-30)
             computing = (times[key] - call_seconds) * share

@@ -75,8 +75,9 @@ def device_peaks(device: Device) -> PeakRates:
     """Return the peaks of a device: its own where its target gives them, else typical ones of its kind."""
     typical = typical_peaks(device.kind)
     cores = device.cores if device.is_host else 1
+    typical_rate = typical.operations_per_second * (1 if device.is_host else device.cores)
     return PeakRates(
-        operations_per_second=device.operations_per_second / cores or typical.operations_per_second,
+        operations_per_second=device.operations_per_second / cores or typical_rate,
         bytes_per_second=device.memory_bytes_per_second or typical.bytes_per_second,
         kernel_seconds=device.kernel_seconds or typical.kernel_seconds,
         type_operations_per_second={name: rate / cores for name, rate in device.type_operations_per_second.items()},

@@ -16,7 +16,7 @@ from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph.lifetimes import sum_alive
 from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.passes.segments.streamed_blocks import find_stream
-from onnxplace.problem import describe_shortage, device_seconds
+from onnxplace.problem import describe_shortage, device_seconds, find_excess
 from onnxplace.simulation.simulated_contention import simulate_with_contention
 from onnxplace.simulation.simulator import Simulation, simulate_stream
 from onnxplace.state import State
@@ -200,10 +200,10 @@ def cut_within_limits(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
         InfeasibleError: single nodes do not fit either; the error names a node.
     """
     plan = simulate_segments(state, nodes)
-    limits = np.array([device.memory_bytes for device in state.target.devices], dtype=np.int64)
     reserve: dict[int, int] = {}
     for _ in range(MAX_ROUNDS):
-        excess = plan.simulation.peak_bytes - limits
+        excess = _find_excess(state, plan)
+        limits = plan.simulation.peak_bytes - excess
         finer: dict[int, list[Ints]] = {}
         for device in np.flatnonzero(excess > 0).tolist():
             # The account node by node may miss some bytes; they are left free the next time.
@@ -214,7 +214,14 @@ def cut_within_limits(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
         plan = simulate_segments(
             state, [part for index, nodes in enumerate(plan.nodes) for part in finer.get(index, [nodes])]
         )
-    return plan if (plan.simulation.peak_bytes <= limits).all() else _cut_into_single_nodes(state, limits)
+    return _cut_into_single_nodes(state) if _find_excess(state, plan).any() else plan
+
+
+def _find_excess(state: State, plan: SegmentPlan) -> Longs:
+    """Return, per device, the bytes by which it exceeds its limit, or its part of what its pool lacks."""
+    simulation = plan.simulation  # cutting changes no weights
+    part_bytes = simulation.peak_bytes - simulation.weights_bytes
+    return find_excess(state.target, state.target.limit_bytes, simulation, part_bytes)
 
 
 def _refill_segments(state: State, plan: SegmentPlan, device: int, limit: int) -> dict[int, list[Ints]]:
@@ -247,20 +254,21 @@ def _refill_segments(state: State, plan: SegmentPlan, device: int, limit: int) -
     return parts
 
 
-def _cut_into_single_nodes(state: State, limits: Longs) -> SegmentPlan:
+def _cut_into_single_nodes(state: State) -> SegmentPlan:
     """Return each node as a segment; raises InfeasibleError if too large."""
     plan = simulate_segments(state, list(state[Schedule].order[:, None]))
-    peaks = plan.simulation.peak_bytes
-    if (peaks <= limits).all():
+    excess, simulation = _find_excess(state, plan), plan.simulation
+    if not excess.any():
         return plan
-    device, order = int(np.argmax(peaks - limits)), np.arange(len(plan.nodes), dtype=np.int32)
+    device, order = int(excess.argmax()), np.arange(len(plan.nodes), dtype=np.int32)
     memory = BufferLifetimes.simulated(plan.graph, plan.simulation, order, plan.device, device)
     largest = int(memory.nodes[memory.bytes_by_position().argmax()]) if len(memory.nodes) else -1
     name = plan.graph.names[largest] if largest >= 0 else ""
     raise InfeasibleError(
         "P001",
-        f"{describe_shortage(state.target, peaks)}; {state.target.devices[device].id} needs most while it "
-        f"runs node {name!r}, with each node in a segment of its own",
+        f"{describe_shortage(state.target, simulation.peak_bytes, simulation.pool_peak_bytes)}; "
+        f"{state.target.devices[device].id} needs most while it runs node {name!r}, with each node in a segment of its "
+        "own",
         where="split",
         hint="add devices, raise --max-memory, or try another --placer",
     )

@@ -103,7 +103,7 @@ class HostMemory(DeviceMemory):
     """Memory of the host.
 
     A received value is copied, as if devices had their own memories: links cost what they would cost, and a device
-    reads from memory near its cores.
+    reads from memory near its cores. Devices on the same cores share values.
     """
 
     def session_entries(self) -> dict[str, str]:
@@ -130,13 +130,10 @@ class HostMemory(DeviceMemory):
         return value
 
     def receive(self, sent: Any, source: DeviceMemory) -> Any:
-        """Return a copy; values other than plain tensors are shared, as they never change."""
+        """Return a copy, for other cores; values other than plain tensors are shared, as they never change."""
         if source.runs_ahead:  # the copy was enqueued when the value was sent
             return source.fetch(sent)
-        if not (is_native_array(sent) or is_copyable_tensor(sent)):
-            return sent
-        copied = np.array(to_python(sent))
-        return copied if is_native_array(copied) else to_ort_value(copied)
+        return self.keep(sent) if set(self.cores).isdisjoint(source.cores) else sent
 
     def read(self, sent: Any) -> Any:
         """Return a value as numpy."""
@@ -144,7 +141,10 @@ class HostMemory(DeviceMemory):
 
     def keep(self, value: Any) -> Any:
         """Return a copy: sequences and optionals may refer to memory of feeds."""
-        return self.receive(value, self)
+        if not (is_native_array(value) or is_copyable_tensor(value)):
+            return value
+        copied = np.array(to_python(value))
+        return copied if is_native_array(copied) else to_ort_value(copied)
 
 
 class IsolatedMemory(HostMemory):
@@ -164,6 +164,10 @@ class IsolatedMemory(HostMemory):
         """Close all sessions, to which the tracebacks of errors may still refer."""
         for session in self._sessions:
             session.close()
+
+    def receive(self, sent: Any, source: DeviceMemory) -> Any:
+        """Return the value itself: each run copies its inputs into the process."""
+        return source.fetch(sent) if source.runs_ahead else sent
 
     def run(
         self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any

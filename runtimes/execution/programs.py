@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from onnxplace.bundle.bundle import Bundle
@@ -19,6 +21,7 @@ from onnxplace.runtime.interface import Event, EventKind
 from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
 from onnxplace.runtimes.execution.requests import CancelledError, Request, StateTable
 from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice
+from onnxplace.runtimes.execution.turns import TurnQueue
 from onnxplace.runtimes.execution.wakeups import WakeupFlag
 from onnxplace.runtimes.execution.weight_files import WeightFiles
 
@@ -50,6 +53,9 @@ class ProgramLoop(ABC):
         self._devices = devices
         self._trace = trace
         self._wakeup_flags: dict[str, WakeupFlag] = {}
+        uses = Counter(name for device in devices.values() for name in device.processors)
+        self._turns = TurnQueue() if max(uses.values(), default=0) > 1 else None
+        """What devices that share processors wait for before a segment; None where none do."""
         self._routes = routes
         self._index_values()
         self._state_table = StateTable(bundle)
@@ -167,23 +173,35 @@ class ProgramLoop(ABC):
         if segment.record.streamed:
             loader = self._weight_loaders[device.id, request.route.programs[device.id]]
             self._take_weights(loader, segment, values, request)
-        start = time.perf_counter()
         try:
+            if self._turns is not None:
+                self._take_turn(self._turns, device, segment, request)
+            start = time.perf_counter()
             segment.run(values, request.kept_alive, request.options)
             if self._trace and device.memory.is_asynchronous:
                 device.memory.finish()  # so that the segment's event is its time on the device
-        except OnnxplaceError:
+        except (OnnxplaceError, CancelledError):
             raise
         except Exception as problem:
             if is_foreign_error(problem) and not is_out_of_memory(problem):
                 raise
             raise describe_segment_failure(problem, segment.record, self.bundle.manifest, device.id) from problem
         finally:
+            if self._turns is not None:  # also of work that is only enqueued: the device keeps its order
+                self._turns.leave((request.number, device.id))
             if loader is not None:
                 for name in segment.record.streamed:
                     values.pop(name, None)
                 loader.release(device.memory.checkpoint() if device.memory.runs_ahead else None)
         self._record(request, device, "run", segment.record.id, start)
+
+    def _take_turn(self, turns: TurnQueue, device: PlacedDevice, segment: OpenSegment, request: Request) -> None:
+        """Wait until the processors of a device are its own; raises CancelledError when the request has failed."""
+        start, home = time.perf_counter(), request.route.programs[device.id]
+        turn = turns.join((request.number, device.id), device.processors, partial(request.wake, home))
+        if not turn.has_begun:
+            request.await_turn(turn, home)
+            self._record(request, device, "wait", segment.record.id, start)
 
     def _take_weights(
         self, loader: WeightLoader, segment: OpenSegment, values: dict[str, Any], request: Request

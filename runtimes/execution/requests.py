@@ -14,6 +14,7 @@ from onnxplace.feeds.feeds import Array, check_shape
 from onnxplace.runtime.interface import Event
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture, WaitList
 from onnxplace.runtimes.execution.segments import OpenRoute
+from onnxplace.runtimes.execution.turns import Turn
 from onnxplace.runtimes.execution.wakeups import WakeupFlag
 from onnxplace.target.device_memory import DeviceMemory
 from onnxplace.utils.ort import import_onnxruntime
@@ -228,6 +229,19 @@ class Request:
                     return arrived.pop(value_name)
                 wakeup = wait_list.enter()
             wakeup.acquire()
+
+    def await_turn(self, turn: Turn, device: str) -> None:
+        """Sleep until a turn of a device's program has begun; raises CancelledError when the request has failed."""
+        while not turn.has_begun:
+            wakeup = self._wait_lists[device].enter()  # before the checks, so that no change is missed
+            if self.failure is not None:
+                raise CancelledError
+            if not turn.has_begun:
+                wakeup.acquire()
+
+    def wake(self, device: str) -> None:
+        """Wake the thread that follows a device's program, if it waits."""
+        self._wait_lists[device].wake()
 
     def fail(self, failure: BaseException) -> None:
         """End the request everywhere; the first failure is the one that is reported."""

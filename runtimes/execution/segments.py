@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from onnxplace.errors import (
     NoteWarning,
     OnnxplaceError,
 )
-from onnxplace.machine.hardware import assign_cores, available_cores, describe_optimiser
+from onnxplace.machine.hardware import available_cores, describe_optimiser, find_node
 from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.ort_sessions import (
     make_session_options,
@@ -38,7 +37,7 @@ from onnxplace.machine.ort_sessions import (
 )
 from onnxplace.machine.ort_values import is_absent, is_native_type, to_ort_value_if_possible, to_python
 from onnxplace.runtimes.execution.host_memory import HostMemory, IsolatedMemory, return_freed_memory
-from onnxplace.target.device_kinds import DeviceAddress
+from onnxplace.target.device_kinds import ISOLATE, DeviceAddress
 from onnxplace.target.device_memory import DeviceMemory
 from onnxplace.target.kind_table import find_kind, import_memory, is_isolated
 from onnxplace.target.target import Device
@@ -55,9 +54,13 @@ class PlacedDevice:
     def __init__(self, device: Device, cores: Sequence[int], owner: str = "") -> None:
         self.id = device.id
         self.cores = cores
+        self.processors = frozenset(device.processors or (device.id,))
+        """Of which each runs one segment at a time."""
         self.kind = find_kind(device.kind)
         address = replace(device.address, owner=owner)
-        memory = IsolatedMemory if is_isolated(address) else import_memory(self.kind)
+        memory = import_memory(self.kind)
+        if is_isolated(address):  # said outright: where the main thread is pinned, all cores would be one
+            memory, address = IsolatedMemory, replace(address, options={**address.options, ISOLATE: "true"})
         self.memory: DeviceMemory = memory(address, cores)
         self.slow_openings: list[tuple[str, float]] = []
         """Why a segment was compiled again although it has a compiled model, and the seconds to open it."""
@@ -79,20 +82,6 @@ class PlacedDevice:
             self.slow_openings.clear()
             note = Diagnostic("N012", message, where=self.id, hint="compile the model again on this machine")
             call_guarded(warnings.warn, NoteWarning(note))
-
-
-def find_cores(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
-    """Return the cores of each device of one host that computes on cores, by its id: those of its processors."""
-    processors = {device.id: device.processors or (device.id,) for device in devices if device.has_cores}
-    sizes: dict[str, int] = {}
-    for device in sorted((item for item in devices if item.has_cores), key=lambda item: len(processors[item.id])):
-        names = processors[device.id]
-        for name in names:  # one that only wider devices have is an equal part of theirs
-            sizes[name] = max(sizes.get(name, 0), device.cores if len(names) == 1 else 0) or device.cores // len(names)
-    order = dict.fromkeys(name for names in processors.values() for name in names)
-    cores = dict(zip(order, assign_cores([max(sizes[name], 1) for name in order])))
-    joined = {key: [core for name in names for core in cores[name]] for key, names in processors.items()}
-    return {device.id: tuple(joined[device.id][: device.cores]) for device in devices if device.has_cores}
 
 
 class OpenSegment:
@@ -256,6 +245,8 @@ def _open_fastest(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -
 def _open(bundle: Bundle, record: SegmentRecord, file: str, device: PlacedDevice) -> Any:
     """Return a session of a segment, whose model is in `file`, on its device."""
     entries = {**bundle.session_entries, **device.memory.session_entries()}
+    if len(device.processors) > 1:  # threads that spin after a run would keep others from their cores
+        entries["session.force_spinning_stop"] = "1"
     options = make_session_options(device.cores, entries=entries, keeps_order=record.keeps_order)
     # One block for all memory of a run saves an eighth of a call of 0.15 ms; on the CPU it comes on top of others.
     is_small = not device.kind.is_host or record.workspace_bytes <= MAX_PATTERN_BYTES
@@ -399,10 +390,10 @@ def _find_sharing_group(device: PlacedDevice) -> str:
     A session on one core has no threads: those of its callers compute. Weights are shared in one node of
     memory only, since others are slower to reach.
     """
-    if type(device.memory) is not HostMemory or len(device.cores) != 1:
+    if not device.kind.is_host or type(device.memory) is not HostMemory or len(device.cores) != 1:
         return device.id
-    nodes = sorted(path.name for path in Path(f"/sys/devices/system/cpu/cpu{device.cores[0]}").glob("node*"))
-    return f"cores of {', '.join(nodes)} {sorted(device.memory.address.options.items())}"
+    node, options = find_node(device.cores[0]), sorted(device.memory.address.options.items())
+    return f"cores of {node} {options}"
 
 
 def choose_route(routes: Sequence[OpenRoute], taken: Iterable[int]) -> OpenRoute:
@@ -450,7 +441,8 @@ class Fallback:
             raise ExecutionError("X016", message, where=device.id, hint=problem.hint) from failure
         for route, part in zip(routes, opened):
             route.segments.update(part.segments)
-        device.cores, device.kind, device.memory = stand_in.cores, stand_in.kind, stand_in.memory
+        device.cores, device.processors = stand_in.cores, stand_in.processors
+        device.kind, device.memory = stand_in.kind, stand_in.memory
         message = f"{failure.message}; {self._device.id} runs its segments from now on"
         call_guarded(warnings.warn, FallbackWarning(Diagnostic("X016", message, where=device.id)))
 

@@ -231,6 +231,8 @@ class WorkLoop(ProgramLoop):
         """Note that a device finished its part; the last device stores the states and completes the future."""
         if self.worker is not None and not self.worker.finished(request):
             return
+        if self._turns is not None:  # an interrupt may have kept the end of a segment from it
+            self._turns.leave((request.number, device))
         with self.lock:
             request.unfinished.discard(device)
             last = not request.unfinished and request.number in self._in_flight

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
     ("options", "expected_words"),
     [
         (("--devices", "cpus:0"), ("--devices", "'cpus:0'", "did you mean 'cpu:0'?")),
-        (("--devices", "cpu"), ("'cpu'", "index", "cpu:0")),
+        (("--devices", "cpu:"), ("'cpu:'", "index", "cpu:0")),
         (("--devices", "cpu:zero"), ("'cpu:zero'", "cpu:0")),
         (("--devices", ","), ("empty", "cpu:0")),
         (("--devices", "cpu:0,cpu:1,cpu:0"), ("twice", "cpu:0")),

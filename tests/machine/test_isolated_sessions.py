@@ -114,12 +114,9 @@ def test_optionals_may_be_absent(open_identity):
 def test_options_are_the_same_there(keeps_order):
     options = make_session_options((0, 1), "basic", {"session.disable_prepacking": "1"}, keeps_order=keeps_order)
     options.enable_mem_pattern = False
-    properties, entries, libraries = describe_session_options(options)
-    assert describe_session_options(create_session_options(properties, entries, libraries)) == (
-        properties,
-        entries,
-        libraries,
-    )
+    recipe = properties, entries, _, cores = describe_session_options(options)
+    assert describe_session_options(create_session_options(*recipe)) == recipe
+    assert cores == (0, 1)
     assert (properties["enable_mem_pattern"], properties["enable_mem_reuse"]) == (False, not keeps_order)
     assert entries["session.disable_prepacking"] == "1"
     for key, value in entries.items():

@@ -147,7 +147,8 @@ SETUPS: Mapping[str, Setup] = {
     "docs/target.md": setup(
         "model.onnx",
         replaced={"cuda:": "cuda:"},
-        after="for name in gpu hosts eight; do onnxplace plan model.onnx --target $name.toml --shape batch=8; done",
+        after="for name in gpu hosts eight shared; do\n"
+        "onnxplace plan model.onnx --target $name.toml --shape batch=8; done",
     ),
     "docs/terminal.md": setup(HOME=".", after="ls .zfunc/_onnxplace"),
     "docs/throughput.md": setup("fixed/model.onnx", prelude=INPUTS),

@@ -16,6 +16,7 @@ one value to the devices behind its own, in order of their numbers, then to thos
 Ties in memory. At one instant, on one device: first, sends that end let go of what they sent; then nodes, in schedule
 order, start (taking room for their values and workspace) and finish (letting go of what nobody needs any more); then
 room is taken for what starts to arrive. The model's inputs are there before all that, its outputs until after all.
+So it is on the devices of a pool together.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Step:
     transfers: list[Transfer]
     makespan: float
     peak_bytes: list[int]
+    pool_peak_bytes: list[int]
 
 
 class CannotRunError(Exception):
@@ -72,9 +74,12 @@ def reference_simulate(
     if len(finish) < len(plain.order):
         raise CannotRunError
     makespan = max([0.0, *finish.values(), *(t.finish for t in transfers)])
-    peaks = _peaks(plain, start, finish, transfers, makespan)
+    pools = [[target.position(name) for name in pool.devices] for pool in target.pools]
+    memories = [*([d] for d in range(plain.devices)), *pools]
+    peaks = _peaks(plain, start, finish, transfers, makespan, memories)
     nodes = range(len(plain.order))
-    return Step([start[n] for n in nodes], [finish[n] for n in nodes], transfers, makespan, peaks)
+    times = [start[n] for n in nodes], [finish[n] for n in nodes]
+    return Step(*times, transfers, makespan, peaks[: plain.devices], peaks[plain.devices :])
 
 
 class _Plain:
@@ -195,8 +200,9 @@ def _peaks(
     finish: Mapping[int, float],
     transfers: Sequence[Transfer],
     makespan: float,
+    memories: Sequence[Sequence[int]],
 ) -> list[int]:
-    """Return, per device, the most bytes held at any moment at which something new is held."""
+    """Return, per group of devices, the most bytes that they hold at any moment at which something new is held."""
     rank = {node: position for position, node in enumerate(plain.order)}
     begins = {node: (start[node], 2.0 * rank[node]) for node in start}
     ends = {node: (finish[node], 2.0 * rank[node] + 1) for node in finish}
@@ -209,11 +215,11 @@ def _peaks(
         merged.setdefault(_owner(plain, place, born), []).extend(moments)
     lives += [(place[1], plain.bytes[place[0]], born[place], max(moments)) for place, moments in merged.items()]
     peaks = []
-    for d in range(plain.devices):
-        weights = {w for node in plain.order if plain.device[node] == d for w in plain.weights[node]}
-        mine = [(room, birth, death) for home, room, birth, death in lives if home == d]
+    for devices in memories:
+        weights = {(plain.device[n], w) for n in plain.order if plain.device[n] in devices for w in plain.weights[n]}
+        mine = [(room, birth, death) for home, room, birth, death in lives if home in devices]
         stored = [sum(room for room, birth, death in mine if birth <= moment < death) for _, moment, _ in mine]
-        peaks.append(sum(plain.weight_bytes[w] for w in weights) + max(stored, default=0))
+        peaks.append(sum(plain.weight_bytes[w] for _, w in weights) + max(stored, default=0))
     return peaks
 
 

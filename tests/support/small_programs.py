@@ -67,9 +67,17 @@ class SmallModel:
             values[node.output] = {"Add": np.add, "Sub": np.subtract, "Neg": np.negative}[node.op](*arguments)
         return {name: values[name] for name in self.outputs}
 
-    def compile(self, folder: Path, names: Sequence[str] = ("cpu:0", "cpu:1", "cpu:2")) -> onnxplace.Bundle:
-        """Compile the model; nodes stay on their devices, which have these names."""
+    def compile(
+        self,
+        folder: Path,
+        names: Sequence[str] = ("cpu:0", "cpu:1", "cpu:2"),
+        processors: Sequence[tuple[str, ...]] = ((),) * 3,
+    ) -> onnxplace.Bundle:
+        """Compile the model; nodes stay on their devices, which have these names and processors."""
         names = names[: self.devices]
+        devices = [
+            Device(name, 1 << 30, cores=max(len(own), 1), processors=own) for name, own in zip(names, processors)
+        ]
         inputs = ", ".join(f"float[n] {name}" for name in ("x", *self.make_start(0)))
         outputs = ", ".join(f"float[n] {name}" for name in self.outputs)
         lines = "\n".join(f"[{n.output}] {n.output} = {n.op}({', '.join(n.inputs)})" for n in self.nodes)
@@ -81,7 +89,7 @@ class SmallModel:
         return onnxplace.compile(
             model,
             folder / "small.bundle",
-            target=Target(tuple(Device(name, 1 << 30) for name in names)),
+            target=Target(tuple(devices)),
             shape={"n": SIZE},
             state=[f"t{index}=s{index}" for index in range(self.states)],
             pipeline=f"profile{{estimate=true}},coplace{{join=never,device_map={json.dumps(str(device_map))}}},m-etf,split,emit",

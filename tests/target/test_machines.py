@@ -22,8 +22,8 @@ def test_every_figure_of_the_catalogue_has_a_source_and_a_date():
         if not item.parts:
             assert "float32" in item.rates
             assert set(item.rates) <= {"float32", *DATA_TYPES}
-            assert item.memory_bytes > 0
             assert item.memory_bytes_per_second > 0
+        assert item.memory_bytes > 0
     for fabric in CATALOGUE.fabrics.values():
         assert fabric.source.startswith("https://")
         assert fabric.bytes_per_second > 1e9
@@ -43,6 +43,16 @@ def test_every_device_is_a_machine_by_all_its_names(item):
         assert machine.device == item
         assert machine == parse_machine(machine.name)
         assert len(machine.to_target().devices) == max(len(item.parts), 1)
+
+
+def test_the_devices_of_an_ai_pc_share_its_memory():
+    machine = parse_machine("AI-PC")
+    target = machine.to_target()
+    (pool,) = target.pools
+    assert pool.devices == tuple(device.id for device in target.devices)
+    assert target.total_bytes == pool.memory_bytes == machine.device.memory_bytes == 32_000_000_000
+    assert sum(device.memory_bytes for device in target.devices) > pool.memory_bytes
+    assert parse_machine("2xL4").to_target().pools == ()
 
 
 @given(st.sampled_from(GPUS), st.integers(2, 5), st.integers(2, 4), st.sampled_from(NETWORKS), st.data())

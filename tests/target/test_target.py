@@ -249,6 +249,25 @@ def test_a_target_file_keeps_options(tmp_path):
     assert read_target(tmp_path / "t.toml") == target
 
 
+def test_options_in_a_target_file_may_be_numbers_and_tables(tmp_path):
+    path = tmp_path / "target.toml"
+    path.write_text(
+        """[[devices]]
+id = "openvino/cpu:0"
+memory_bytes = 1024
+[devices.options]
+threads = 1
+isolate = true
+"option.load_config" = {CPU = {NUM_STREAMS = "1"}}
+"""
+    )
+    options = read_target(path).devices[0].options
+    assert options == {"threads": "1", "isolate": "true", "option.load_config": '{"CPU": {"NUM_STREAMS": "1"}}'}
+    path.write_text(path.read_text().replace("threads = 1", "threads = 0.5"))
+    with pytest.raises(TargetError, match=r"expected a number of 1 to 65536 threads, got '0.5'"):
+        read_target(path)
+
+
 def test_links_of_unlike_devices_are_as_slow_as_the_slower_kind():
     cpu, gpu, web = Device("cpu:0", 1), Device("cuda:0", 1), Device("webgpu:0", 1)
     assert default_link(gpu, cpu).latency_seconds == default_link(cpu, gpu).latency_seconds == 20e-6
@@ -516,3 +535,29 @@ memory_bytes = 12
     for compact in (False, True):
         path.write_text(format_target(target, compact=compact), encoding="utf-8")
         assert read_target(path) == target
+
+
+def test_limits_and_totals_count_pools_once():
+    devices = tuple(Device(f"cpu:{index}", size) for index, size in enumerate((8, 20, 7, 1 << 60)))
+    target = Target(devices, pools=(Pool(("cpu:0", "cpu:1"), 12),))
+    assert target.limit_bytes.tolist() == [8, 12, 7, 1 << 60]
+    assert target.pool_of.tolist() == [0, 0, 1, 1]
+    assert target.choose_devices(("cpu:0", "cpu:1", "cpu:2")).total_bytes == 12 + 7
+    assert Target(devices[:3]).total_bytes == 35
+    # The limit of a device holds within its pool, which never has more than its devices may use.
+    limited = target.choose_devices(("cpu:0", "cpu:1")).limiting({"cpu:0": 4, "cpu:1": 4})
+    assert limited.total_bytes == 8
+    assert limited.pools[0].memory_bytes == 12
+    assert target.describe_memory().endswith("the pool of cpu:0 and cpu:1 (12 bytes)")
+    assert target.pools[0].describe() == "cpu:0, cpu:1 share 12 B"
+
+
+def test_the_target_with_a_pool_in_the_documentation_can_be_read(tmp_path):
+    text = (Path(__file__).parents[2] / "docs/target.md").read_text(encoding="utf-8")
+    block = text.split("## Shared processors and memory")[1].split("```toml\n")[1].split("```")[0]
+    (tmp_path / "t.toml").write_text(block)
+    target = read_target(tmp_path / "t.toml")
+    assert [device.id for device in target.devices] == ["cpu:0", "cpu:1", "cpu:0-1", "cpu:0-1/half", "webgpu:0"]
+    assert target.shares_processors
+    assert target.processors[2:4].tolist() == [[True, True, False], [True, True, False]]
+    assert target.total_bytes == target.pools[0].memory_bytes == 16 << 30

@@ -190,9 +190,9 @@ def _search_widening(
         turns = 1 + bool((best.problem.seconds > 0).all())
         in_turn = tables._replace(receives=has_shared_channels, in_turn=turns, patient=True)
         (proofs if is_whole and not has_shared_channels else relaxations).append(in_turn)
-    graph, limit_bytes = best.problem.graph, best.problem.limit_bytes
-    # Some device might have to hold more than its limit.
-    if graph.total_weight_bytes + (graph.value_bytes.sum() + graph.workspace_bytes.sum()) > limit_bytes.min():
+    graph = best.problem.graph
+    # Some device or pool might have to hold more than its limit.
+    if best.problem.may_exceed(graph.total_weight_bytes + graph.value_bytes.sum() + graph.workspace_bytes.sum()):
         careful = tables._replace(receives=has_shared_channels, careful=True)
         patient = tables._replace(receives=has_shared_channels, patient=True)
         relaxations += [careful] if np.isfinite(best.makespan_seconds) else [careful, patient]

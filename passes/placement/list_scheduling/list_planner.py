@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 
@@ -68,6 +68,7 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
     stored = np.zeros((devices, len(graph.weight_bytes)), dtype=bool)
     stored_bytes = np.zeros(devices, dtype=np.int64)
     group_device, takes = problem.pinned.copy(), ~problem.refused_groups
+    target, pool_of = problem.target, problem.target.pool_of
     for group in np.flatnonzero(group_device >= 0).tolist():
         used[group_device[group]] += need_bytes[group]
         stored[group_device[group], weights[group]] = True
@@ -79,6 +80,7 @@ def fill_devices(problem: PlacementProblem, placer: str = "m-topo") -> Ints:
             group_weights = weights[group]
             added_bytes = ~stored[:, group_weights] @ graph.weight_bytes[group_weights]
             within_limit = stored_bytes + added_bytes <= problem.limit_bytes
+            within_limit &= (np.bincount(pool_of, stored_bytes)[pool_of] + added_bytes) <= target.pool_bytes[pool_of]
             is_open = within_limit & ((used + reserved[group] < fill_bytes) | (used == 0))
             is_open &= takes[:, group] & has_share
             destination = next((index for index in range(current, devices) if is_open[index]), -1)
@@ -135,7 +137,7 @@ def find_best_plan(problem: PlacementProblem, favourite: Ints | None) -> tuple[I
         InfeasibleError: There is none.
     """
     for device, start in chain(generate_plans(problem, favourite, False), _generate_last_resorts(problem)):
-        if not _simulate_excess(problem, device, start).any():
+        if not problem.excess_bytes(problem.simulate(device, sort_by_start(problem.graph, start))).any():
             return device, start
     raise out_of_memory_error(problem, "m-etf")
 
@@ -149,15 +151,16 @@ def generate_plans(
     So the excess of a simulated plan is subtracted from the limit of the next one, mostly on devices that exceed it.
     """
     has_large_groups = len(problem.graph) > len(np.unique(problem.group))
-    for share in ADMISSION_SHARES if has_large_groups else ADMISSION_SHARES[:1]:
-        limit = problem.limit_bytes
+    shares = ADMISSION_SHARES if has_large_groups else ADMISSION_SHARES[:1]
+    for divided, share in product(problem.divide_pools(), shares):
+        limit = divided.limit_bytes
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            device, start = plan(problem, limit, favourite, reserve_peak, share)
+            device, start = plan(divided, limit, favourite, reserve_peak, share)
             if len(device) and device.min() < 0:
                 break
             yield device, start
-            excess = _simulate_excess(problem, device, start)
-            limit = tighten_limits(limit, problem.limit_bytes, excess, attempt, everywhere=True)
+            step = problem.simulate(device, sort_by_start(problem.graph, start))
+            limit = tighten_limits(divided, limit, divided.limit_bytes, step, attempt, everywhere=True)
 
 
 def _generate_last_resorts(problem: PlacementProblem) -> Iterator[tuple[Ints, Floats]]:
@@ -175,10 +178,6 @@ def _generate_last_resorts(problem: PlacementProblem) -> Iterator[tuple[Ints, Fl
 
 def _plan_in_order(problem: PlacementProblem, device: Ints) -> tuple[Ints, Floats]:
     return device, problem.simulate(device, problem.graph.order).start_seconds
-
-
-def _simulate_excess(problem: PlacementProblem, device: Ints, start: Floats) -> Longs:
-    return problem.excess_bytes(problem.simulate(device, sort_by_start(problem.graph, start)))
 
 
 def plan(

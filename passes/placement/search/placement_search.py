@@ -127,10 +127,10 @@ class SearchSpace:
 
     @cached_property
     def memory_binds(self) -> bool:
-        """Return whether some placement could exceed the memory of a device."""
+        """Return whether some placement could exceed the memory of a device or a pool."""
         graph = self.problem.graph
         max_bytes = graph.total_weight_bytes + int(graph.value_bytes.sum()) + int(graph.workspace_bytes.max(initial=0))
-        return bool((self.problem.limit_bytes < max_bytes).any())
+        return self.problem.may_exceed(max_bytes)
 
     def fits(self, device: Ints, order: Ints) -> bool:
         """Return whether devices take their nodes, and a placement fits into memory if it runs in this order."""
@@ -364,7 +364,7 @@ def _construct_candidate(space: SearchSpace) -> Candidate | None:
     # Placements that need no search: they are valid, and give the search a step to beat.
     problem = space.problem
     plans = [critical_path_plan(problem, space.wiring, weight) for weight in (0.0, 0.5, 1.0)]
-    plans += [next(list_plans(problem, None, False), plans[0])]
+    plans += [next(list_plans(divided, None, False), plans[0]) for divided in problem.divide_pools()]
     placements = [
         (device, sort_by_start(problem.graph, start)) for device, start in plans if device.min(initial=0) >= 0
     ]
@@ -387,8 +387,8 @@ def list_distinct_devices(problem: PlacementProblem) -> list[int]:
         return list(range(len(problem.target.devices)))
     first: dict[tuple[str, int], int] = {}
     # Pins tell devices apart; without them, one of each class and memory size is enough.
-    for index, device in enumerate(problem.target.devices):
-        first.setdefault((device.cost_class, device.memory_bytes), index)
+    for index, (device, size) in enumerate(zip(problem.target.devices, problem.limit_bytes.tolist())):
+        first.setdefault((device.cost_class, size), index)
     return list(first.values())
 
 

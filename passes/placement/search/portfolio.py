@@ -35,7 +35,6 @@ from onnxplace.passes.placement.search.series_blocks import BlockChain, BlockPla
 from onnxplace.problem import (
     PlacementProblem,
     commit_placement,
-    describe_shortage,
     out_of_memory_error,
     simulate_plan,
     sort_by_start,
@@ -247,7 +246,7 @@ def _simulate_if_fitting(
 ) -> list[SimulatedPlan]:
     """Return a plan with its simulated step, or nothing if it does not fit."""
     _, _, simulation = simulate_plan(state, problem, plan.device, plan.rank)
-    if describe_shortage(problem.target, simulation.peak_bytes) or problem.refuses(plan.device):
+    if problem.excess_bytes(simulation).any() or problem.refuses(plan.device):
         return []
     seconds = simulation.makespan_seconds
     if candidate and any(device.segment_seconds for device in problem.target.devices):

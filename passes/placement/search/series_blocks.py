@@ -120,7 +120,7 @@ def isolate_block(problem: PlacementProblem, block: Block) -> PlacementProblem:
     _, begins, rank = np.unique(problem.group[nodes], return_index=True, return_inverse=True)
     group: Ints = np.argsort(np.argsort(begins))[rank].astype(np.int32)
     pinned = problem.pinned[problem.group[nodes[np.sort(begins)]]]
-    target = problem.target.limiting({device.id: AMPLE_BYTES for device in problem.target.devices})
+    target = replace(problem.target, pools=()).limiting({device.id: AMPLE_BYTES for device in problem.target.devices})
     limits = np.full(len(target.devices), AMPLE_BYTES, dtype=np.int64)
     members = np.arange(len(nodes), dtype=np.int32)
     return PlacementProblem(_subgraph(problem.graph, nodes), seconds, target, limits, group, pinned, members)

@@ -158,18 +158,20 @@ def generate_splits(
     its own account. That leaves out most outputs at first, then counts more and more of them as staying on their
     device. Then limits are tightened by what the simulated step needs beyond the `allowed` bytes.
     """
-    limit = allowed
-    for attempt, resident in enumerate(RESIDENT_SHARES):
-        cuts = prepare_cuts(problem, rule, limit, tuple(devices), resident)
-        is_possible = bool(np.isfinite(cuts.seconds.min(axis=0)).all())
-        split = split_into_stages(cuts, problem, deadline, seed) if is_possible else None
-        if split is None:
-            return
-        device = split.device[cuts.node].astype(np.int32)
-        yield device, split.bound if attempt == 0 else 0.0, limit
-        if resident == 1.0:
-            peak_bytes = problem.simulate(device, problem.graph.order).peak_bytes
-            limit = tighten_limits(limit, allowed, np.maximum(peak_bytes - allowed, 0), attempt + 1)
+    for divided in problem.divide_pools():
+        limit = np.minimum(allowed, divided.limit_bytes)
+        for attempt, resident in enumerate(RESIDENT_SHARES):
+            cuts = prepare_cuts(problem, rule, limit, tuple(devices), resident)
+            is_possible = bool(np.isfinite(cuts.seconds.min(axis=0)).all())
+            split = split_into_stages(cuts, problem, deadline, seed) if is_possible else None
+            if split is None:
+                break
+            device = split.device[cuts.node].astype(np.int32)
+            # Within divided pools, others may have a smaller load.
+            yield device, split.bound if attempt == 0 and divided is problem else 0.0, limit
+            if resident == 1.0:
+                step = problem.simulate(device, problem.graph.order)
+                limit = tighten_limits(problem, limit, allowed, step, attempt + 1)
 
 
 def split_into_stages(cutting: Cutting, problem: PlacementProblem, deadline: float, seed: int) -> StageSplit | None:

@@ -170,7 +170,9 @@ def _build_problem(
     problem = ChoiceProblem(space, work.table(group_seconds, costs), costs)
     # Each stage has its share of the weights, and of the values.
     stages = len(list_stage_groups(target, group, options.stages))
-    limit = tuple(stages * target.devices[device].memory_bytes for device in group)
+    # The devices of a pool hold equal parts.
+    pooled = target.pool_bytes[target.pool_of] / np.bincount(target.pool_of)[target.pool_of]
+    limit = tuple(stages * int(min(target.devices[device].memory_bytes, pooled[device])) for device in group)
     return GroupProblem(group, work, problem, limit)
 
 
@@ -238,8 +240,9 @@ def _write(state: State, candidate: GroupChoice, options: ShardingOptions) -> _W
     stage = cut_into_stages(sharded.model, seconds[candidate.devices[0]], position, len(groups))
     device = np.array(groups, dtype=np.int32)[stage, position]
     problem = placement_problem(state.with_facts(profile))
-    peaks = problem.simulate(device, profile.graph.order).peak_bytes
-    return _Written(sharded, profile, device, len(groups), float((peaks / problem.limit_bytes).max()))
+    step = problem.simulate(device, profile.graph.order)
+    shares = [*(step.peak_bytes / problem.limit_bytes), *(step.pool_peak_bytes / target.pool_bytes[:-1])]
+    return _Written(sharded, profile, device, len(groups), float(max(shares)))
 
 
 def _apply(state: State, candidate: GroupChoice, written: _Written, options: ShardingOptions) -> State:

@@ -12,7 +12,8 @@ from functools import partial
 from typing import ClassVar
 
 from onnxplace.bundle.bundle import Bundle
-from onnxplace.errors import UsageError
+from onnxplace.bundle.bundle_routes import list_route_devices
+from onnxplace.errors import TargetError, UsageError
 from onnxplace.runtime.interface import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
 from onnxplace_hosts.connection import Connection
 from onnxplace_hosts.ranks.cluster import Cluster, LedCluster, RemoteCluster, find_job, plan_job, serve_rank
@@ -66,6 +67,10 @@ class Mpi(Runtime):
         Raises, before any process starts, UsageError or TargetError if the hosts do not fit the bundle or MPI is not
         installed; and ExecutionError if ranks end or take too long.
         """
+        if bundle.target.choose_devices(list_route_devices(bundle.manifest)).shares_processors:
+            message = "its devices share processors, on which they take turns within one process; a rank is one"
+            hint = "use --runtime onnxruntime, or compile for devices with processors of their own"
+            raise TargetError("K001", message, where=str(bundle.path), hint=hint)
         if self._replicas > 1:
             plans = plan_copies(bundle.manifest, self._hosts, self._replicas)
             copies = [

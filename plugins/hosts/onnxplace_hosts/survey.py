@@ -67,14 +67,17 @@ class HostSurvey:
     @property
     def target(self) -> Target:
         """Return the target of all devices of all hosts."""
-        devices, links = [], []
+        devices, links, pools = [], [], []
         for host in self.hosts:
             devices += [replace(item, id=f"{host.name}/{item.id}") for item in host.target.devices]
             links += [
                 replace(item, source=f"{host.name}/{item.source}", destination=f"{host.name}/{item.destination}")
                 for item in host.target.links
             ]
-        return Target(tuple(devices), (*links, *(link for pair in self.links for link in pair.to_links())))
+            for pool in host.target.pools:
+                pools.append(replace(pool, devices=tuple(f"{host.name}/{name}" for name in pool.devices)))
+        links += [link for pair in self.links for link in pair.to_links()]
+        return Target(tuple(devices), tuple(links), pools=tuple(pools))
 
 
 def survey_hosts(

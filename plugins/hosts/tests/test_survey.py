@@ -3,6 +3,7 @@
 import json
 import queue
 import threading
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from onnxplace.errors import ExecutionError, TargetError, UsageError
 from onnxplace.measure.link_fit import fit_link
-from onnxplace.target.target import Device, Target
+from onnxplace.target.target import Device, Pool, Target
 from onnxplace.target.target_file import format_target, read_target
 from onnxplace_hosts import survey as survey_module
 from onnxplace_hosts.connection import Connection, Mpich, OpenMpi, find_launcher
@@ -47,6 +48,13 @@ def test_a_survey_becomes_a_target_of_all_devices_and_links(tmp_path):
     assert target.list_assumed_links() == []
     (tmp_path / "cluster.toml").write_text(format_target(target))
     assert read_target(tmp_path / "cluster.toml") == target
+
+
+def test_pools_of_hosts_are_those_of_their_devices():
+    fit, host = fit_link([1, 10**6], [1e-5, 1.01e-3]), describe("b")
+    host = replace(host, target=replace(host.target, pools=(Pool(("cpu:0", "cpu:1"), 1 << 30),)))
+    survey = HostSurvey((describe("a"), host), (HostLink(("a", "b"), fit, 45e-6),))
+    assert survey.target.pools == (Pool(("b/cpu:0", "b/cpu:1"), 1 << 30),)
 
 
 def test_links_are_fitted_to_the_lower_quartile_of_each_size():

@@ -444,7 +444,10 @@ def has_room_for_copies(manifest: Manifest) -> bool:
     states: Counter[str] = Counter()
     for state in manifest.states:
         states[state.device] += manifest.values[state.input].bytes if state.input in manifest.values else 0
-    return all(item.peak_bytes + states[item.id] <= item.limit_bytes for item in manifest.devices)
+    needed = {item.id: item.peak_bytes + states[item.id] for item in manifest.devices}
+    has_room = all(needed[item.id] <= item.limit_bytes for item in manifest.devices)
+    pools = (sum(needed[name] for name in pool.devices) <= pool.memory_bytes for pool in manifest.target.pools)
+    return has_room and all(pools)
 
 
 # Learning rates over the steps of a run.

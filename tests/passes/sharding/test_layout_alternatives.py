@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from onnx import ModelProto, parser
 
@@ -19,8 +20,9 @@ from onnxplace.passes.sharding.apply.group_choice import GroupChoice, describe_s
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
 from onnxplace.passes.sharding.space.sharding_costs import WorkCosts
 from onnxplace.pipeline.pipeline import Pipeline
+from onnxplace.problem import placement_problem
 from onnxplace.state import State
-from onnxplace.target.target import Device, Target
+from onnxplace.target.target import Device, Pool, Target
 from tests.passes.sharding.test_choice import FAN, make_problem, price_choice
 from tests.support.chains import mlp
 from tests.support.shardable_models import make_model
@@ -126,6 +128,20 @@ def test_a_layout_with_which_weights_do_not_fit_is_impossible() -> None:
     kept, *others = explain_state(state, ShardingOptions()).list_alternatives("layer0_up", "w0")
     assert kept.layout != "replicated"
     assert {item.layout: item.seconds for item in others}["replicated"] is None
+
+
+def test_devices_of_a_pool_hold_their_parts_within_its_memory() -> None:
+    state = profile(mlp(layers=2, rows=64, width=512, inner=1024))
+    peaks = []
+    for pool_bytes in (1 << 40, 9_500_000):
+        pool = Pool(("cpu:0", "cpu:1"), pool_bytes)
+        sharded = shard_state(State(replace(state.target, pools=(pool,)), state.facts), EXACT)
+        problem = placement_problem(sharded)
+        step = problem.simulate(sharded[Shards].device, problem.graph.order)
+        assert np.bincount(sharded[Shards].device).min() > 0
+        peaks.append(int(step.pool_peak_bytes[0]))
+    # With room for more, each device has all weights.
+    assert peaks[1] <= 9_500_000 < peaks[0]
 
 
 def test_where_nothing_is_split_there_is_nothing_to_explain() -> None:

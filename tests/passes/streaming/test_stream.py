@@ -19,7 +19,7 @@ from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.problem import predict_step_seconds, predict_waiting_seconds
 from onnxplace.simulation.weight_streams import PoolLayout, measure_block
 from onnxplace.state import State
-from onnxplace.target.target import Device, Link, Target
+from onnxplace.target.target import Device, Link, Pool, Target
 from tests.support.random_models import RandomModel, random_models
 
 MIB = 1 << 20
@@ -286,3 +286,23 @@ def test_the_note_says_what_streams_what_stays_and_how_far_it_is_from_the_best_c
     assert "come from disk" in note.message
     assert "from the best choice" in note.message
     assert Stream.name == note.where
+
+
+@pytest.mark.parametrize("pool", [6, 9, 14, 40])
+def test_devices_of_a_pool_stream_within_its_memory(pool):
+    # An integrated GPU and its processor have 12 MiB of weights, and a pool that holds all of them or a part.
+    devices = replace(GPU, memory_bytes=40 * MIB), replace(HOST, memory_bytes=40 * MIB)
+    target = Target(devices, pools=(Pool(("cuda:0", "cpu:0"), pool * MIB),))
+    state = run(make_state(chain(), target))
+    simulation = state[Segments].simulation
+    assert simulation.pool_peak_bytes.tolist() <= [pool * MIB]
+    assert bool(state[Streaming].sources) == (pool < 14)
+    assert int(simulation.pool_peak_bytes[0]) > 2 * MIB
+
+
+def test_a_pool_without_room_for_a_stream_is_refused():
+    devices = replace(GPU, memory_bytes=40 * MIB), replace(HOST, memory_bytes=40 * MIB)
+    target = Target(devices, pools=(Pool(("cuda:0", "cpu:0"), MIB // 2),))
+    with pytest.raises(InfeasibleError) as caught:
+        run(make_state(chain(), target))
+    assert caught.value.code in ("P002", "P066")

@@ -27,14 +27,14 @@ from onnxplace.errors import (
     OnnxplaceError,
     TargetError,
 )
-from onnxplace.machine.hardware import require_device
+from onnxplace.machine.hardware import find_cores, require_device
 from onnxplace.machine.ort_sessions import use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution.engine import END_GRACE_SECONDS, WEIGHTS_PART
 from onnxplace.runtimes.execution.failures import describe_step_failure
 from onnxplace.runtimes.execution.futures import Outcome
 from onnxplace.runtimes.execution.programs import Condition, ProgramLoop
 from onnxplace.runtimes.execution.requests import CancelledError, CarriedStates, Request
-from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice, find_cores, open_routes
+from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice, open_routes
 from onnxplace.runtimes.execution.wakeups import exchanges_often
 from onnxplace.runtimes.execution.workers import WorkerThread
 from onnxplace.target.target import Device

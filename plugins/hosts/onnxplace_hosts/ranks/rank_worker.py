@@ -105,7 +105,7 @@ class RemoteDevice(PlacedDevice):
 
     def __init__(self, memory: RemoteMemory) -> None:
         self.id = ALL_RANKS
-        self.cores = ()
+        self.cores, self.processors = (), frozenset()
         self.kind = find_kind("cpu")
         self.memory = memory
 

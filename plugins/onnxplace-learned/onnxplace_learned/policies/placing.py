@@ -15,7 +15,6 @@ from onnxplace.passes.placement.search.portfolio import PlacerPlan, published_pl
 from onnxplace.problem import (
     PlacementProblem,
     commit_placement,
-    describe_shortage,
     out_of_memory_error,
     simulate_plan,
 )
@@ -178,4 +177,4 @@ def commit_devices(
 def _fits(state: State, problem: PlacementProblem, plan: PlacerPlan) -> bool:
     """Return whether a plan fits, with the nodes of contracted groups one by one."""
     _, _, simulation = simulate_plan(state, problem, plan.device, plan.rank)
-    return not describe_shortage(problem.target, simulation.peak_bytes)
+    return not problem.excess_bytes(simulation).any()
