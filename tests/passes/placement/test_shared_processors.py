@@ -14,6 +14,7 @@ from onnxplace.graph.op_graph import OpGraph
 from onnxplace.passes.placement.exact import exact_solver
 from onnxplace.passes.placement.exact.branch_and_bound import branch_and_bound_search, build_tables
 from onnxplace.pipeline.pipeline import Pipeline, make_pass, run_pass
+from onnxplace.pipeline.select_placer import report_idle_devices
 from onnxplace.problem import interchangeable_devices, placement_problem
 from onnxplace.state import State
 from onnxplace.target.target import Device, Link, Target
@@ -274,3 +275,12 @@ def test_stages_are_not_copied_to_devices_that_share_a_processor():
         run_pass(make_pass("stages", {"replicas": "1;2"}), state)
     after = run_pass(make_pass("stages", {"replicas": "1;1", "seconds": "1"}), state)
     assert set(after[Placement].device.tolist()) == {0, 1}
+
+
+def test_a_device_whose_processors_others_use_is_not_idle():
+    state = cores(chains(1, 2), [1] * 2, [0.9] * 2)
+    on_all_cores = run_pass(make_pass("single"), state)
+    assert set(on_all_cores[Placement].device.tolist()) == {2}
+    assert report_idle_devices(on_all_cores) == []
+    on_one_core = run_pass(make_pass("single"), cores(chains(1, 2), [1] * 2, [2] * 2))
+    assert [note.where for note in report_idle_devices(on_one_core)] == ["cpu:1"]
