@@ -339,7 +339,7 @@ class Target:
         return tuple(sorted(chosen))
 
     def choose_devices(self, device_ids: Collection[str]) -> Target:
-        """Return the target with these devices only, in their order here."""
+        """Return the target with these devices only, in their order here, and with the pools that still limit them."""
         kept = [device for device in self.devices if device.id in device_ids]
         ends = {*(device.id for device in kept), *(device.host for device in kept), ALL_TO_ALL, PER_HOST}
 
@@ -348,7 +348,10 @@ class Target:
             return tuple(replace(item, devices=names) for item, names in kept if len(names) > 1)
 
         links = tuple(link for link in self.links if link.source in ends and link.destination in ends)
-        return replace(self, devices=tuple(kept), links=links, shared=restrict(self.shared), pools=restrict(self.pools))
+        own = {device.id: device.memory_bytes for device in kept}
+        # A pool that holds what all of its devices may hold is no limit.
+        pools = [item for item in restrict(self.pools) if item.memory_bytes < sum(own[name] for name in item.devices)]
+        return replace(self, devices=tuple(kept), links=links, shared=restrict(self.shared), pools=tuple(pools))
 
     @property
     def memories(self) -> tuple[Device | Pool, ...]:
