@@ -58,8 +58,9 @@ class Exact(Pass):
         best = solve_exactly(problem, self.seconds, self.gap, self.seed)
         if not np.isfinite(best.makespan_seconds):
             raise out_of_memory_error(problem, self.name)
-        step = problem.simulate(best.device, best.order)
+        # Starts would not tell nodes that take no time from those after them.
+        rank = np.argsort(best.order).astype(np.float64)
         is_contracted = len(problem.graph) != len(problem.members)
         bound = 0.0 if is_contracted else best.bound_seconds
-        after = commit_placement(state, problem, best.device, step.start_seconds, self.name, bound)
+        after = commit_placement(state, problem, best.device, rank, self.name, bound)
         return after.with_notes(Diagnostic("P021", best.describe_proof(), where=self.name))

@@ -92,7 +92,7 @@ def _make_placer(spec: PassSpec) -> Pass:
 
 
 def report_idle_devices(state: State, names: Sequence[object] = ()) -> list[Diagnostic]:
-    """Return a note for each idle device.
+    """Return a note for each idle device: it gets no work, and none of its processors gets any by another device.
 
     There is none after `fit`, which aims at few devices. `names` are the device names of a cost graph, if any.
     """
@@ -101,7 +101,7 @@ def report_idle_devices(state: State, names: Sequence[object] = ()) -> list[Diag
     used = set(state[Placement].device.tolist())
     if Routes in state:
         used |= {device for route in state[Routes].routes for device in route.device.tolist()}
-    idle = [index for index in range(len(state.target.devices)) if index not in used]
+    idle = np.flatnonzero(~state.target.conflicts[:, sorted(used)].any(axis=1)).tolist()
     reason = _explain_idleness(state) if idle else ""
     return [
         Diagnostic(

@@ -104,3 +104,9 @@ def test_a_bundle_with_copies_says_so(tmp_path, run_cli):
     assert result.code == 0, result.err
     rows = {line.split()[0]: line.split() for line in result.out.splitlines() if line.startswith("cpu:")}
     assert all(float(row[1]) > 0 for row in rows.values()), "each device is measured on its route"
+
+
+def test_copies_on_one_processor_gain_nothing():
+    devices = tuple(Device(f"cpu:{i}", 1 << 30, processors=("core",)) for i in range(2))
+    alone = replicate("", Target(devices))[Routes]
+    assert replicate("cpu:1", Target(devices))[Routes].interval_seconds == pytest.approx(alone.interval_seconds)

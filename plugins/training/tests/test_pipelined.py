@@ -195,3 +195,8 @@ def test_no_node_starts_before_its_inputs_are_there(seed: int, nodes: int, sched
         for before in graph.predecessors[node].tolist():
             arrival = start[before] + seconds[device[before], before] + latency[device[before], device[node]]
             assert start[node] >= arrival
+
+
+def test_stages_are_on_devices_that_share_no_processor() -> None:
+    state = place(devices="cpu:0,cpu:1,cpu:0-1")
+    assert set(state[Placement].device.tolist()) == {0, 1}

@@ -14,12 +14,13 @@ from onnxplace.graph.op_graph import OpGraph
 from onnxplace.passes.placement.exact import exact_solver
 from onnxplace.passes.placement.exact.branch_and_bound import branch_and_bound_search, build_tables
 from onnxplace.pipeline.pipeline import Pipeline, make_pass, run_pass
+from onnxplace.pipeline.select_placer import report_idle_devices
 from onnxplace.problem import interchangeable_devices, placement_problem
 from onnxplace.state import State
 from onnxplace.target.target import Device, Link, Target
 from onnxplace.testing.pass_contract import random_state
 from tests.passes.placement.exact.test_exact import brute_force, gap_said, tiny_states
-from tests.passes.placement.test_placers import chains
+from tests.passes.placement.test_placers import chains, state_of
 from tests.support.reference_simulator import graph_of
 
 seeds = st.integers(0, 2**32 - 1)
@@ -145,14 +146,49 @@ def test_bounds_of_blocks_in_series_add_up_to_a_bound(state):
     assert solved.bound_seconds <= best * (1 + 1e-9)
 
 
+def in_turns(reads: dict[str, list[str]], seconds: list[float], pins: list[int]) -> State:
+    """Return a state of four devices, two on each of two processors, whose transfers take no time."""
+    devices = tuple(Device(f"cpu:{index}", 99, processors=(f"core{index // 2}",)) for index in range(4))
+    target = Target(devices, (Link("all-to-all", "all-to-all", 0.0, np.inf),), "parallel")
+    return state_of(graph_of(reads), seconds, target, list(range(len(pins))), pins)
+
+
 def test_a_node_that_asked_earlier_goes_first_and_that_is_proven():
-    # c is ready when x ends, before b; d needs b, and waits for c too. Any other order of turns would be shorter.
-    graph = graph_of({"a": [], "b": ["a"], "c": [], "d": ["b"]})
-    state = cores(graph, [2, 2, 9, 8], [9, 9, 9, 9], ("cpu:0", "cpu:1"))
-    one = tuple(replace(device, processors=("core",)) for device in state.target.devices)
-    after = run_pass(make_pass("exact", {"gap": "0"}), replace(state, target=replace(state.target, devices=one)))
-    assert after[Schedule].simulation.makespan_seconds == after[Schedule].lower_bound_seconds == 21
+    # b is ready at 2, and d needs it on another device; c is ready at 1, when a runs, so that b waits for c.
+    reads = {"p": [], "a": ["p"], "b": ["a"], "c": ["p"], "d": ["b"], "q": ["c", "d"]}
+    state = in_turns(reads, [1, 1, 1, 10, 10, 1], [0, 0, 0, 1, 2, 0])
+    after = run_pass(make_pass("exact", {"gap": "0"}), state)
+    assert after[Schedule].simulation.makespan_seconds == after[Schedule].lower_bound_seconds == 24
     assert gap_said(after).startswith("optimal:")
+
+
+def test_a_node_in_no_block_may_keep_one_from_asking_first():
+    # As above, but x may go before c on its device. The block without x takes 23 s from the end of p.
+    reads = {"p": [], "a": ["p"], "b": ["a"], "c": ["p"], "d": ["b"], "q": ["c", "d"], "x": ["b"]}
+    state = in_turns(reads, [1, 1, 1, 10, 10, 1, 1], [0, 0, 0, 1, 2, 0, 1])
+    problem = placement_problem(state)
+    step = problem.simulate(problem.pinned, np.array([0, 1, 2, 6, 3, 4, 5], dtype=np.int32))
+    assert step.makespan_seconds == 15
+    with mock.patch.object(exact_solver, "MAX_NODES", 6):
+        solved = exact_solver.solve_exactly(problem, 0.2, 0.0, 0)
+    assert solved.bound_seconds <= 15
+
+
+def test_a_node_of_lower_index_comes_second_if_a_node_of_no_time_lets_it_ask_later():
+    reads = {"a": ["c"], "b": [], "c": [], "d": ["b"]}
+    problem = placement_problem(in_turns(reads, [10, 1, 0, 10], [0, 1, 2, 3]))
+    tables = build_tables(problem)._replace(in_turn=1, patient=True)
+    result = branch_and_bound_search(problem, tables, np.inf, 1e-9, 1000, np.inf)
+    assert result.makespan_seconds == result.bound_seconds == 11
+
+
+def test_a_state_in_which_nodes_are_ready_earlier_may_be_worse():
+    state = random_state(125, 5, 2)
+    state = share(replace(state, target=replace(state.target, link_model="duplex")), [[0], [0]])
+    after = run_pass(make_pass("exact", {"gap": "0"}), state)
+    best = pytest.approx(brute_force(placement_problem(state)), rel=1e-9)
+    assert after[Schedule].simulation.makespan_seconds == best
+    assert after[Schedule].lower_bound_seconds == best
 
 
 def test_a_session_on_all_cores_runs_what_cannot_be_spread():
@@ -239,3 +275,12 @@ def test_stages_are_not_copied_to_devices_that_share_a_processor():
         run_pass(make_pass("stages", {"replicas": "1;2"}), state)
     after = run_pass(make_pass("stages", {"replicas": "1;1", "seconds": "1"}), state)
     assert set(after[Placement].device.tolist()) == {0, 1}
+
+
+def test_a_device_whose_processors_others_use_is_not_idle():
+    state = cores(chains(1, 2), [1] * 2, [0.9] * 2)
+    on_all_cores = run_pass(make_pass("single"), state)
+    assert set(on_all_cores[Placement].device.tolist()) == {2}
+    assert report_idle_devices(on_all_cores) == []
+    on_one_core = run_pass(make_pass("single"), cores(chains(1, 2), [1] * 2, [2] * 2))
+    assert [note.where for note in report_idle_devices(on_one_core)] == ["cpu:1"]

@@ -16,9 +16,15 @@ from onnx import numpy_helper, parser
 import onnxplace
 from onnxplace.bundle.bundle import WHOLE_MODEL_FILE
 from onnxplace.driver.compile import compile_model
+from onnxplace.facts import Shards
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
+from onnxplace.pipeline.pipeline import Pipeline
+from onnxplace.state import State
 from onnxplace.target.target import Device, Target
 from tests.passes.sharding.test_random_sharding import assert_close, run_sizes
+from tests.support.chains import mlp
 from tests.support.random_models import run_plain
 from tests.support.shardable_models import make_model
 from tests.support.shardings import choose_randomly
@@ -144,3 +150,13 @@ def test_mixtures_of_stacked_experts_are_split_by_expert(tmp_path: Path) -> None
         for tokens in (6, 1, 9):
             feeds = {"x": random.normal(size=(tokens, 16)).astype(np.float32)}
             assert_close(list(session.run(None, feeds)), run_plain(model.SerializeToString(), [feeds])[0], 1e-4)
+
+
+def test_operators_are_split_over_devices_that_share_no_processor() -> None:
+    processors = {"cpu:0": ("cpu:0",), "cpu:1": ("cpu:1",), "cpu:0-1": ("cpu:0", "cpu:1")}
+    for names in (("cpu:0", "cpu:1", "cpu:0-1"), ("cpu:0-1", "cpu:1", "cpu:0")):
+        devices = tuple(Device(name, 1 << 30, processors=processors[name]) for name in names)
+        state = State(Target(devices)).with_facts(bind(load(mlp()), {}, {}))
+        for options in ("weights=least", "weights=least,ways=3,exact=true"):
+            after = Pipeline.parse(f"optimize,profile{{estimate=true}},shard{{{options}}}").run(state)[0]
+            assert {names[device] for device in after[Shards].device} == {"cpu:0", "cpu:1"}
