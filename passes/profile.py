@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, ClassVar
 
+import numpy as np
 from annotated_types import Ge
 
-from onnxplace.errors import Diagnostic, format_names
-from onnxplace.facts import Profile
+from onnxplace.errors import Diagnostic, format_count, format_names
+from onnxplace.facts import REFUSED_SECONDS, Profile, is_refused
 from onnxplace.graph.op_graph import Floats
 from onnxplace.machine.hardware import available_cores, find_measurement_obstacle
 from onnxplace.model.cut_constraints import join_quantised_units
 from onnxplace.model.loading import require_weights
 from onnxplace.model.lowering import infer_static_shapes, value_bytes
 from onnxplace.model.model import Model
+from onnxplace.model.whole_numbers import find_changed_nodes
 from onnxplace.model_metadata import Phase
 from onnxplace.passes.cost_files.cost_file import format_costs, format_costs_csv, read_costs
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
@@ -30,6 +33,7 @@ from onnxplace.passes.profiling.roofline import device_peaks, estimate_seconds, 
 from onnxplace.passes.sharding.space.known_shapes import infer_shapes_and_values, infer_with_runtime
 from onnxplace.plugins import ask_plugins
 from onnxplace.state import Pass, State
+from onnxplace.target.kind_table import find_kind
 from onnxplace.target.target import Device, Target
 from onnxplace.utils.files import write_file
 from onnxplace.utils.progress import progress_part
@@ -105,7 +109,8 @@ class ProfileCosts(Pass):
         roles, more = answer or (None, [])
         if roles is not None:
             profile = replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)
-        after = state.with_facts(profile).with_notes(*notes, *more)
+        profile, found = _refuse_changed_types(profile, state[Model], state.target)
+        after = state.with_facts(profile).with_notes(*notes, *found, *more)
         if self.save:
             text = format_costs_csv(profile, state[Model]) if self.save.endswith(".csv") else format_costs(profile)
             write_file(Path(self.save), lambda stream: stream.write(text.encode()))
@@ -173,6 +178,32 @@ class ProfileCosts(Pass):
     def _uses_local_peaks(self, device: Device) -> bool:
         """Return whether estimates use peaks of this machine's processor: if the target does not give any."""
         return device.kind == "cpu" and not self.estimate and not device.operations_per_second
+
+
+def _refuse_changed_types(profile: Profile, model: Model, target: Target) -> tuple[Profile, list[Diagnostic]]:
+    """Return the profile where devices refuse nodes with types that they do not keep, and notes on what they compute.
+
+    Devices are asked what they compute, as far as they are on this machine.
+    """
+    seconds, notes = dict(profile.seconds), list[Diagnostic]()
+    for name, device in {item.cost_class: item for item in target.devices if not item.is_host}.items():
+        from onnxplace.machine.device_probe import probe_device  # not for CPUs alone
+
+        if (traits := probe_device(device)) is None:
+            continue
+        declared = find_kind(device.kind).precision(device.address)
+        if traits.least_precise not in ("", declared):
+            message = f"its options or its kind say {declared}, but {traits.describe()[0]}"
+            notes.append(Diagnostic("C009", message, where=device.id))
+        known = infer_shapes_and_values(model)[1] if traits.changes else {}
+        for kind, found in traits.changes.items():
+            refused = find_changed_nodes(model, kind, found, known) & ~is_refused(seconds[name])
+            if refused.any():
+                seconds[name] = np.where(refused, REFUSED_SECONDS, seconds[name])
+                nodes = f"{refused.sum()} of {format_count(len(refused), 'node')}"
+                message = f"{nodes} stay elsewhere, because it computes {kind} as {found}"
+                notes.append(Diagnostic("C008", message, where=device.id))
+    return replace(profile, seconds=MappingProxyType(seconds)), notes
 
 
 def _report_hosts(target: Target, cost_class: str) -> list[Diagnostic]:

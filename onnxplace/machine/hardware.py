@@ -102,6 +102,8 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
             device = replace(device, cores=cores, processors=tuple(f"cpu:{n}" for n in own))
         if not device.is_host:
             device = _describe_accelerator(device, max(whole[address.kind, address.index], 1))
+            found = find_precision(device)
+            device = replace(device, computes_in="" if found == device.precision else found)
         described.append(device)
     return _join_processors(tuple(described))
 
@@ -175,6 +177,16 @@ def _describe_accelerator(device: Device, sharers: int) -> Device:
         return replace(device, model=hardware.name)
     usable_bytes = int(hardware.free_bytes * (1 - HEADROOM_SHARE)) // sharers
     return replace(device, memory_bytes=usable_bytes, model=hardware.name)
+
+
+def find_precision(device: Device) -> str:
+    """Return the least precise type in which a device computes float32: as found on this machine, else as declared."""
+    if device.is_host:
+        return device.precision
+    from onnxplace.machine.device_probe import probe_device
+
+    traits = probe_device(device)
+    return (traits and traits.least_precise) or device.precision
 
 
 def find_hardware(device: Device) -> Hardware | None:
@@ -316,13 +328,16 @@ def _describe(device_id: str, hardware: Hardware, problem: str | None) -> dict[s
     }
     if ":" not in device_id:  # a plugin that cannot be loaded
         return described
+    from onnxplace.machine.device_probe import probe_device
+
     device = Device(device_id, 0)
-    kind = find_kind(device.kind)
+    kind, traits = find_kind(device.kind), None if problem else probe_device(device)
     return {
         **described,
         "name": hardware.name or kind.title,
         "provider": kind.provider({}),
         "precision": kind.precision(device.address),
+        "probed": traits and asdict(traits),
         "takes": [] if problem else kind.list_taken(device.address),
         "needs_static_shapes": kind.needs_static_shapes,
         "install_hint": _hint_install(device) if problem else "",

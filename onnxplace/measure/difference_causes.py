@@ -90,6 +90,8 @@ class _Chain:
 
     def _explain_device(self, on_cpu: Mapping[str, Any]) -> Explanation:
         """Return which segment, or else which device, has to be replaced by the CPU, where all of them suffice."""
+        from onnxplace.machine.device_probe import probe_device  # not for CPUs that are right
+
         last = bisect_left(range(1, len(self._names)), True, key=lambda count: self._try(self._names[:count])[0])
         segment, device = self._segments[last], self._segments[last].device
         if self._try({segment.id})[0]:
@@ -103,6 +105,9 @@ class _Chain:
         error = max(relative_error(value, on_cpu[name]) for name, value in outputs.items())
         nature = "float32 is less precise there" if error <= TOLERANCE["bfloat16"] else "values are wrong there"
         message = f"the error is gone when {subject}: {nature} ({segment.id} alone is off by {error:.2g})"
+        traits = probe_device(self._bundle.target.devices[self._bundle.target.position(device)])
+        if traits and (lines := traits.describe()):
+            message += f"; there, {', '.join(lines)}"
         return Explanation("device", message, _PLACE, *place)
 
     def _try(self, moved: Collection[str]) -> tuple[bool, dict[str, Any]]:
