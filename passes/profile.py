@@ -34,7 +34,7 @@ from onnxplace.passes.sharding.space.known_shapes import infer_shapes_and_values
 from onnxplace.plugins import ask_plugins
 from onnxplace.state import Pass, State
 from onnxplace.target.kind_table import find_kind
-from onnxplace.target.target import Device, Target
+from onnxplace.target.target import PRECISIONS, Device, Target
 from onnxplace.utils.files import write_file
 from onnxplace.utils.progress import progress_part
 
@@ -192,9 +192,8 @@ def _refuse_changed_types(profile: Profile, model: Model, target: Target) -> tup
         if (traits := probe_device(device)) is None:
             continue
         declared = find_kind(device.kind).precision(device.address)
-        if traits.least_precise not in ("", declared):
-            message = f"its options or its kind say {declared}, but {traits.describe()[0]}"
-            notes.append(Diagnostic("C009", message, where=device.id))
+        if traits.precision and PRECISIONS.index(traits.least_precise) > PRECISIONS.index(declared):
+            notes.append(Diagnostic("C009", f"{declared} is declared, but {traits.describe()[0]}", where=device.id))
         known = infer_shapes_and_values(model)[1] if traits.changes else {}
         for kind, found in traits.changes.items():
             refused = find_changed_nodes(model, kind, found, known) & ~is_refused(seconds[name])

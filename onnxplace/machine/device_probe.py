@@ -6,6 +6,7 @@ its provider takes count; the CPU computes the others.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,15 +30,15 @@ from onnxplace.utils.ort import import_onnxruntime
 
 # Largest error over the largest value, up to which results are of a type: about the geometric mean between what was
 # measured with that type and with the next. float32: up to 2e-6, float16 and TF32: 5e-4, bfloat16: 4e-3.
-_ERRORS = ((2e-5, "float32"), (1e-3, "tf32"), (2e-2, "bfloat16"), (np.inf, "int8"))
-# The same for types that are kept. Theirs are elementwise results, which are rounded once.
-_KEPT_ERRORS = {"double": 1e-12, "float16": 1e-3, "bfloat16": 6e-3}
+_SHORTER = ((2e-5, "float32"), (1e-3, "tf32"), (2e-2, "bfloat16"), (np.inf, "int8"))
+# One over the least whole number that a type does not hold, or not exactly.
+_NARROWER = ((0.0, ""), (2**-53, "float64"), (2**-31, "int32"), (2**-24, "float32"), (1.0, "few bits"))
+# The same for results that a type keeps, which are rounded once.
+_KEPT = {"double": (1e-12, ""), "float16": (1e-3, ""), "bfloat16": (6e-3, "")}
 # The largest error of numbers that are too large for float16, where they are not lost.
 _MAX_LARGE_ERROR = 0.1
-# The least whole number that a type does not hold, or not exactly; the first is for those that are kept.
-_WHOLE_LIMITS = ((np.inf, ""), (1 << 53, "float64"), (1 << 31, "int32"), (1 << 24, "float32"), (0, "float16"))
 # Values that an operator should pass as they are, in the order of the input `special`.
-_SPECIAL = {"NaN": np.nan, "infinities": np.inf, "negative zero": -0.0, "subnormal numbers": 1e-40}
+_SPECIAL = {"NaN": np.nan, "infinities": np.inf, "negative zero": -0.0, "subnormal numbers": 2**-130}
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ def probe_device(device: Device) -> DeviceTraits | None:
         return None
     kind, address = find_kind(device.kind), device.address
     options = sorted(item for item in device.options.items() if item[0] not in (ISOLATE, THREADS))
-    software = import_onnxruntime().__version__, *map(measurement_cache.file_described, kind.libraries)
-    names = kind.name, repr(options), hardware.name, hardware.version, measurement_cache.processor()
-    key = measurement_cache.key(("traits", *names, *software))
+    names = "traits", kind.name, hardware.name, measurement_cache.processor(), repr(options)
+    software = hardware.version, import_onnxruntime().__version__, os.environ.get("NVIDIA_TF32_OVERRIDE", "")
+    key = measurement_cache.key((*names, *software, *map(measurement_cache.file_described, kind.libraries)))
     with suppress(ValueError, KeyError):  # an entry that is damaged, or cannot be written
         if key not in _known and (entry := measurement_cache.read(key)):
             _known[key] = TypeAdapter(DeviceTraits).validate_python(entry["traits"])
@@ -97,33 +98,27 @@ def probe_device(device: Device) -> DeviceTraits | None:
 class _Case(NamedTuple):
     """A node that is run."""
 
+    type: str
     sort: str
-    """Of operators, in whose precision it counts; empty for none."""
     text: str
     """The node in ONNX's text form, without its output."""
-    type: str = "float"
 
 
-_ELEMENTWISE = ("Add(x, y)", "Mul(x, y)")
-_SORTS = {
+_TABLE = (
     # With a constant, which a provider may convert beforehand, and of two inputs.
-    "products": ("MatMul(x, weights)", "MatMul(x, z)"),
-    "convolutions": ("Conv(images, kernels)",),
-    "normalisation": ("LayerNormalization(x, scale)",),
-    "softmax": ("Softmax(x)",),
-    "elementwise": _ELEMENTWISE,
-}
-# Whether numbers pass that are too large for float16.
-_LARGE_PRODUCT, _LARGE = _Case("", "MatMul(large, one)"), _Case("", "Mul(large, one)")
-_KEEPING = _Case("", "Mul(special, one)")
-_WHOLE = ("Add(whole, zero)", "Mul(whole, one)", "Transpose(whole)")
-_OTHERS = {**dict.fromkeys(("int64", "int32", "uint8"), _WHOLE), "bool": ("And(whole, one)", "Not(whole)")}
-_CASES = (
-    *(_Case(sort, text) for sort, texts in _SORTS.items() for text in texts),
-    *(_LARGE_PRODUCT, _LARGE, _KEEPING),
-    *(_Case("", text, name) for name, texts in _OTHERS.items() for text in texts),
-    *(_Case("", text, name) for name in _KEPT_ERRORS for text in _ELEMENTWISE),
+    ("float", "products", "MatMul(x, weights)", "MatMul(x, z)"),
+    ("float", "convolutions", "Conv(images, kernels)"),
+    ("float", "normalisation", "LayerNormalization(x, scale)"),
+    ("float", "softmax", "Softmax(x)"),
+    ("float double float16 bfloat16", "elementwise", "Add(x, y)", "Mul(x, y)"),
+    ("float", "large products", "MatMul(large, one)"),
+    ("float", "large", "Mul(large, one)"),
+    ("float", "special", "Mul(special, one)"),
+    ("int64 int32 uint8", "whole", "Max(whole, whole)", "Mul(whole, one)", "Transpose(whole)"),
+    ("bool", "whole", "And(whole, one)", "Not(whole)"),
 )
+_SORTS = ("products", "convolutions", "normalisation", "softmax", "elementwise")
+_CASES = tuple(_Case(kind, sort, text) for kinds, sort, *texts in _TABLE for text in texts for kind in kinds.split())
 # The shapes of random inputs and weights: sums have 512 and 576 terms, so that shorter types show.
 _SHAPES = {"x": (32, 512), "y": (32, 512), "z": (512, 64), "images": (1, 64, 8, 8)}
 _CONSTANTS = {"weights": (512, 64), "scale": (512,), "kernels": (32, 64, 3, 3)}
@@ -132,7 +127,6 @@ _NUMBERS = {
     "special": [[*_SPECIAL.values()]],
     "whole": [[-6696874842932477345, ~(1 << 53), (1 << 31) + 5, (1 << 24) + 1], [~(1 << 11), 129, 1, 0]],
     "one": [[1.0]],
-    "zero": [[0.0]],
 }
 # A name of a value in the text of a node.
 _NAME = re.compile(r"\b[a-z]\w*")
@@ -141,32 +135,26 @@ _TYPES = {"float32": "float", "float64": "double"}
 
 def _examine(device: DeviceAddress) -> DeviceTraits:
     """Return what a device computes."""
-    results, precision, changes = _run(_CASES, device), dict[str, str](), dict[str, str]()
-    errors = {case: relative_error(*pair) for case, pair in results.items()}
-    for case, error in errors.items():
-        if case.sort:
-            found = next(name for limit, name in _ERRORS if error <= limit)
-            large = _LARGE_PRODUCT if case.sort in ("products", "convolutions") else _LARGE
-            found = "float16" if found != "float32" and errors.get(large, 0) > _MAX_LARGE_ERROR else found
-            precision[case.sort] = max(found, precision.get(case.sort, found), key=PRECISIONS.index)
-        elif case.type in _KEPT_ERRORS:
-            limits = ((_KEPT_ERRORS[case.type], ""), *_ERRORS)
-            changes[case.type] = changes.get(case.type) or next(name for limit, name in limits if error <= limit)
-        elif case.type != "float":
-            actual, expected = results[case]
-            wrong = abs(expected[actual != expected].astype(np.float64))
-            found = next(name for limit, name in _WHOLE_LIMITS if wrong.min(initial=np.inf) >= limit)
-            changes[case.type] = changes.get(case.type) or found
-    actual, expected = results.get(_KEEPING, np.zeros((2, 1, 0)))
-    # Subnormal numbers may be rounded; a NaN may have any sign.
-    same = np.isclose(actual, expected, rtol=0.5, atol=0, equal_nan=True)
-    same &= np.isnan(expected) | (np.signbit(actual) == np.signbit(expected))
-    return DeviceTraits(
-        precision=precision,
-        keeps=tuple(name for name, found in changes.items() if not found),
-        changes={name: found for name, found in changes.items() if found},
-        loses=tuple(name for name, is_same in zip(_SPECIAL, same[0]) if not is_same),
-    )
+    errors, lost = dict[tuple[str, str], float](), list[str]()
+    for (kind, sort, _), (actual, expected) in _run(_CASES, device).items():
+        error = relative_error(actual, expected)
+        if sort == "whole":
+            error = (1 / np.maximum(abs(expected[actual != expected].astype(float)), 1)).max(initial=0)
+        elif sort == "special":
+            pairs = zip(_SPECIAL, actual[0], expected[0])
+            lost = [name for name, value, right in pairs if f"{value:g}" != f"{right:g}"]
+        errors[kind, sort] = max(error, errors.get((kind, sort), 0.0))
+    precision, changes = dict[str, str](), dict[str, str]()
+    for (kind, sort), error in errors.items():
+        scale = _NARROWER if sort == "whole" else (_KEPT[kind], *_SHORTER) if kind in _KEPT else _SHORTER
+        found = next(name for limit, name in scale if error <= limit)
+        large = errors.get(("float", "large products" if sort in _SORTS[:2] else "large"), 0.0)
+        if kind != "float":
+            changes[kind] = found
+        elif sort in _SORTS:
+            precision[sort] = "float16" if found != "float32" and large > _MAX_LARGE_ERROR else found
+    keeps = tuple(name for name, found in changes.items() if not found)
+    return DeviceTraits(precision, keeps, {name: found for name, found in changes.items() if found}, tuple(lost))
 
 
 def _run(cases: Sequence[_Case], device: DeviceAddress) -> dict[_Case, tuple[Any, Any]]:
