@@ -193,7 +193,7 @@ def _refuse_changed_types(profile: Profile, model: Model, target: Target) -> tup
             continue
         declared = find_kind(device.kind).precision(device.address)
         if traits.precision and PRECISIONS.index(traits.least_precise) > PRECISIONS.index(declared):
-            notes.append(Diagnostic("C009", f"{declared} is declared, but {traits.describe()[0]}", where=device.id))
+            notes.append(Diagnostic("C009", f"{traits.describe()[0]}, where {declared} is declared", where=device.id))
         known = infer_shapes_and_values(model)[1] if traits.changes else {}
         for kind, found in traits.changes.items():
             refused = find_changed_nodes(model, kind, found, known) & ~is_refused(seconds[name])

@@ -83,14 +83,15 @@ def probe_device(device: Device) -> DeviceTraits | None:
     names = "traits", kind.name, hardware.name, measurement_cache.processor(), repr(options)
     software = hardware.version, import_onnxruntime().__version__, os.environ.get("NVIDIA_TF32_OVERRIDE", "")
     key = measurement_cache.key((*names, *software, *map(measurement_cache.file_described, kind.libraries)))
-    with suppress(ValueError, KeyError):  # an entry that is damaged, or cannot be written
+    with suppress(ValueError, KeyError):  # a damaged entry
         if key not in _known and (entry := measurement_cache.read(key)):
             _known[key] = TypeAdapter(DeviceTraits).validate_python(entry["traits"])
-        if key not in _known and find_device_problem(device) is None:
-            # Compilers may crash on nodes that they claim.
-            isolation = {ISOLATE: "true"} if kind.compiles else {}
-            _known[key] = traits = _examine(replace(address, options={**address.options, **isolation}))
-            if traits != DeviceTraits():
+    if key not in _known and find_device_problem(device) is None:
+        # Compilers may crash on nodes that they claim.
+        isolation = {ISOLATE: "true"} if kind.compiles else {}
+        _known[key] = traits = _examine(replace(address, options={**address.options, **isolation}))
+        if traits != DeviceTraits():
+            with suppress(ValueError):  # it cannot be written
                 measurement_cache.write(key, {"traits": asdict(traits)})
     return _known.get(key)
 

@@ -14,6 +14,8 @@ from onnxplace.model.model import Model
 MAX_INDEX = 1 << 31
 # Types that stand for others -> the magnitude below which they hold all whole numbers.
 _LIMITS = {"float64": 1 << 53, "int32": MAX_INDEX, "float32": 1 << 24}
+# Those of indices, for which numbers count as small if they are cast to one of these.
+_WHOLE = (TensorProto.INT64, TensorProto.INT32)
 # Types of few bits -> the magnitude below which their numbers are.
 _NARROW = {"BOOL": 2, "UINT8": 1 << 8, "INT8": 1 << 8, "UINT16": 1 << 16, "INT16": 1 << 16, "INT32": MAX_INDEX}
 # Operators -> those of their inputs that are indices or sizes: the operator fails with others than its data allow.
@@ -21,10 +23,11 @@ _INDICES = dict.fromkeys(("Gather", "GatherElements", "GatherND", "Reshape", "Ex
 _INDICES |= dict.fromkeys(("ScatterElements", "ScatterND", "Pad"), slice(1, 2))
 # The same of their outputs.
 _MADE_INDICES = {**dict.fromkeys(("Shape", "Size", "ArgMax", "ArgMin", "NonZero"), slice(1)), "TopK": slice(1, 2)}
-# Their results are about as large as their inputs, and the other way round; or smaller.
-_KEEPING = {*_INDICES, "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Concat", "Split", "Identity", "Where", "Cast"}
-_KEEPING |= {"Add", "Sub", "Neg", "Abs"}
-_LIMITING = {"Mod", "Min", "Max", "Clip", "Range", "ReduceMax", "ReduceMin"} | _KEEPING
+# Results of these have all elements of their inputs, or about as large ones.
+_KEEPING = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Concat", "Split", "Identity", "Expand", "Tile"}
+_KEEPING |= {"Add", "Sub", "Neg", "Abs", "Cast"}
+# Results of these have some of them.
+_LIMITING = {*_INDICES, "Where", "Mod", "Min", "Max", "Clip", "Range", "ReduceMax", "ReduceMin"} | _KEEPING
 
 
 def find_changed_nodes(model: Model, name: str, found: str, known: Mapping[str, TensorProto]) -> NDArray[np.bool_]:
@@ -50,22 +53,29 @@ def find_changed_nodes(model: Model, name: str, found: str, known: Mapping[str, 
 
 
 def _find_bounded(model: Model, types: Mapping[str, int], limit: int, known: Mapping[str, TensorProto]) -> set[str]:
-    """Return the names of values whose magnitude is below a limit, as far as the model tells; not all of few bits."""
+    """Return the names of values whose magnitude is below a limit, as far as the model tells."""
     narrow = {TensorProto.DataType.Value(name) for name, least in _NARROW.items() if least <= limit}
-    arrays = {"": np.zeros(0), **{name: numpy_helper.to_array(tensor) for name, tensor in known.items()}}
-    bounded = {x for x, item in arrays.items() if item.dtype.kind in "biuf" and (abs(item.astype(float)) < limit).all()}
+    tensors = {name: item for name, item in model.initializers.items() if not model.overridable(name)} | dict(known)
+    bounded = {"", *(name for name, kind in types.items() if kind in narrow)}
+    bounded |= {name for name, tensor in tensors.items() if _is_below(tensor, limit)}
+    used = set[str]()
     for node in model.nodes if limit >= MAX_INDEX else ():
-        bounded.update(node.input[_INDICES.get(node.op_type, slice(0))])
+        used.update(node.input[_INDICES.get(node.op_type, slice(0))])
         bounded.update(node.output[_MADE_INDICES.get(node.op_type, slice(0))])
-    before = 0
-    while before < len(bounded):
-        before = len(bounded)
+    before = -1
+    while before < len(bounded | used):
+        before = len(bounded | used)
         for node in model.nodes:
-            if node.op_type in _LIMITING and all(x in bounded or types.get(x) in narrow for x in node.input):
-                bounded.update(x for x in node.output if types.get(x) not in narrow)
+            if node.op_type in _LIMITING and (bounded | used).issuperset(node.input):
+                bounded.update(node.output)
         for node in reversed(model.nodes):
-            # Two large numbers may have a small difference. The condition of a Where has any source.
-            is_open = node.op_type in ("Add", "Sub") and bounded.isdisjoint(node.input)
-            if node.op_type in _KEEPING and bounded.issuperset(node.output) and not is_open:
-                bounded.update(x for x in node.input if types.get(x) != TensorProto.BOOL)
-    return bounded
+            # Two large numbers may have a small difference, and a large one may be cast to a small one.
+            is_open = node.op_type in ("Add", "Sub") and (bounded | used).isdisjoint(node.input)
+            if node.op_type in _KEEPING and used.issuperset(node.output) and not is_open:
+                used.update(name for name in node.input if types.get(name) in _WHOLE)
+    return bounded | used
+
+
+def _is_below(tensor: TensorProto, limit: int) -> bool:
+    is_read = tensor.data_type in _WHOLE and tensor.data_location != TensorProto.EXTERNAL
+    return is_read and bool((abs(numpy_helper.to_array(tensor).astype(float)) < limit).all())
