@@ -14,7 +14,7 @@ from annotated_types import Ge
 from onnxplace.errors import Diagnostic, format_count, format_names
 from onnxplace.facts import REFUSED_SECONDS, Profile, is_refused
 from onnxplace.graph.op_graph import Floats
-from onnxplace.machine.hardware import available_cores, find_measurement_obstacle
+from onnxplace.machine.hardware import available_cores, find_measurement_obstacle, probe_device
 from onnxplace.model.cut_constraints import join_quantised_units
 from onnxplace.model.loading import require_weights
 from onnxplace.model.lowering import infer_static_shapes, value_bytes
@@ -187,8 +187,6 @@ def _refuse_changed_types(profile: Profile, model: Model, target: Target) -> tup
     """
     seconds, notes = dict(profile.seconds), list[Diagnostic]()
     for name, device in {item.cost_class: item for item in target.devices if not item.is_host}.items():
-        from onnxplace.machine.device_probe import probe_device  # not for CPUs alone
-
         if (traits := probe_device(device)) is None:
             continue
         declared = find_kind(device.kind).precision(device.address)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -16,15 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import TypeAdapter
 
-from onnxplace.errors import OnnxplaceError
 from onnxplace.machine import measurement_cache
-from onnxplace.machine.hardware import available_cores, find_device_problem, find_hardware
 from onnxplace.machine.isolated_sessions import list_taken_nodes, open_session
 from onnxplace.machine.ort_sessions import make_session_options
 from onnxplace.machine.ort_values import make_runner
-from onnxplace.target.device_kinds import ISOLATE, THREADS, DeviceAddress
+from onnxplace.target.device_kinds import ISOLATE, THREADS, DeviceAddress, Hardware
 from onnxplace.target.kind_table import find_kind
 from onnxplace.target.target import PRECISIONS, Device
+from onnxplace.utils.control_groups import list_cores
 from onnxplace.utils.differences import relative_error
 from onnxplace.utils.ort import import_onnxruntime
 
@@ -37,6 +36,8 @@ _NARROWER = ((0.0, ""), (2**-53, "float64"), (2**-31, "int32"), (2**-24, "float3
 _KEPT = {"double": (1e-12, ""), "float16": (1e-3, ""), "bfloat16": (6e-3, "")}
 # The largest error of numbers that are too large for float16, where they are not lost.
 _MAX_LARGE_ERROR = 0.1
+# Sessions that are tried at most.
+MAX_SESSIONS = 24
 # Values that an operator should pass as they are, in the order of the input `special`.
 _SPECIAL = {"NaN": np.nan, "infinities": np.inf, "negative zero": -0.0, "subnormal numbers": 2**-130}
 
@@ -70,14 +71,13 @@ class DeviceTraits:
 _known: dict[str, DeviceTraits] = {}
 
 
-def probe_device(device: Device) -> DeviceTraits | None:
-    """Return what an accelerator of this machine computes; None for one that is not here, or cannot be used.
+def find_traits(
+    device: Device, hardware: Hardware, find_problem: Callable[[Device], str | None]
+) -> DeviceTraits | None:
+    """Return what a device computes; None if it has a problem.
 
     It is asked once for each device, its options, and the versions of its software; the cache keeps the answers.
     """
-    hardware = None if device.host or device.is_host else find_hardware(device)
-    if hardware is None or device.model not in ("", hardware.name):
-        return None
     kind, address = find_kind(device.kind), device.address
     options = sorted(item for item in device.options.items() if item[0] not in (ISOLATE, THREADS))
     names = "traits", kind.name, hardware.name, measurement_cache.processor(), repr(options)
@@ -86,7 +86,7 @@ def probe_device(device: Device) -> DeviceTraits | None:
     with suppress(ValueError, KeyError):  # a damaged entry
         if key not in _known and (entry := measurement_cache.read(key)):
             _known[key] = TypeAdapter(DeviceTraits).validate_python(entry["traits"])
-    if key not in _known and find_device_problem(device) is None:
+    if key not in _known and find_problem(device) is None:
         # Compilers may crash on nodes that they claim.
         isolation = {ISOLATE: "true"} if kind.compiles else {}
         _known[key] = traits = _examine(replace(address, options={**address.options, **isolation}))
@@ -111,12 +111,14 @@ _TABLE = (
     ("float", "convolutions", "Conv(images, kernels)"),
     ("float", "normalisation", "LayerNormalization(x, scale)"),
     ("float", "softmax", "Softmax(x)"),
-    ("float double float16 bfloat16", "elementwise", "Add(x, y)", "Mul(x, y)"),
+    ("float double float16", "elementwise", "Add(x, y)", "Mul(x, y)"),
     ("float", "large products", "MatMul(large, one)"),
     ("float", "large", "Mul(large, one)"),
     ("float", "special", "Mul(special, one)"),
     ("int64 int32 uint8", "whole", "Max(whole, whole)", "Mul(whole, one)", "Transpose(whole)"),
     ("bool", "whole", "And(whole, one)", "Not(whole)"),
+    # Last, since many have no such operators, and neither has the CPU.
+    ("bfloat16", "elementwise", "Add(x, y)", "Mul(x, y)"),
 )
 _SORTS = ("products", "convolutions", "normalisation", "softmax", "elementwise")
 _CASES = tuple(_Case(kind, sort, text) for kinds, sort, *texts in _TABLE for text in texts for kind in kinds.split())
@@ -137,7 +139,7 @@ _TYPES = {"float32": "float", "float64": "double"}
 def _examine(device: DeviceAddress) -> DeviceTraits:
     """Return what a device computes."""
     errors, lost = dict[tuple[str, str], float](), list[str]()
-    for (kind, sort, _), (actual, expected) in _run(_CASES, device).items():
+    for (kind, sort, _), (actual, expected) in _run(_CASES, device, []).items():
         error = relative_error(actual, expected)
         if sort == "whole":
             error = (1 / np.maximum(abs(expected[actual != expected].astype(float)), 1)).max(initial=0)
@@ -146,39 +148,43 @@ def _examine(device: DeviceAddress) -> DeviceTraits:
             lost = [name for name, value, right in pairs if f"{value:g}" != f"{right:g}"]
         errors[kind, sort] = max(error, errors.get((kind, sort), 0.0))
     precision, changes = dict[str, str](), dict[str, str]()
+    overflows = any(errors.get(("float", sort), 0.0) > _MAX_LARGE_ERROR for sort in ("large", "large products"))
     for (kind, sort), error in errors.items():
         scale = _NARROWER if sort == "whole" else (_KEPT[kind], *_SHORTER) if kind in _KEPT else _SHORTER
         found = next(name for limit, name in scale if error <= limit)
-        large = errors.get(("float", "large products" if sort in _SORTS[:2] else "large"), 0.0)
         if kind != "float":
             changes[kind] = found
         elif sort in _SORTS:
-            precision[sort] = "float16" if found != "float32" and large > _MAX_LARGE_ERROR else found
+            precision[sort] = "float16" if overflows and found in ("tf32", "bfloat16") else found
     keeps = tuple(name for name, found in changes.items() if not found)
     return DeviceTraits(precision, keeps, {name: found for name, found in changes.items() if found}, tuple(lost))
 
 
-def _run(cases: Sequence[_Case], device: DeviceAddress) -> dict[_Case, tuple[Any, Any]]:
+def _run(cases: Sequence[_Case], device: DeviceAddress, opened: list[Any]) -> dict[_Case, tuple[Any, Any]]:
     """Return what a device computes for those cases that it takes, and what it should.
 
-    A provider may fail with a graph, or refuse it, for one of its nodes: then its halves are tried.
+    A provider may fail with a graph, or refuse it, for one of its nodes: then its halves are tried. `opened` has the
+    sessions so far, which keep the process of an isolated device.
     """
     from onnx.reference import ReferenceEvaluator
 
-    options = make_session_options(available_cores()[:1], "none", {"session.record_ep_graph_assignment_info": "1"})
+    options = make_session_options(list_cores()[:1], "none", {"session.record_ep_graph_assignment_info": "1"})
     values = _list_values(cases)
     # Floats are compared with what double precision gives.
     wide = {name: item if item.dtype.kind in "iub" else item.astype(np.float64) for name, item in values.items()}
-    with suppress(OnnxplaceError):
+    if len(opened) == MAX_SESSIONS:
+        return {}
+    opened.append(None)
+    with suppress(Exception):  # a provider may fail in any way
         model = _build(cases, values)
-        session = open_session(model.SerializeToString(), options, device, device.id)
+        opened[-1] = session = open_session(model.SerializeToString(), options, device, device.id)
         feeds = {item.name: values[item.name] for item in model.graph.input}
         taken, results = list_taken_nodes(session, device), make_runner(session, device.id)(feeds)
         if taken:
             pairs = zip(results, ReferenceEvaluator(_build(cases, wide)).run(None, wide))
             return {case: pair for index, (case, pair) in enumerate(zip(cases, pairs)) if f"node{index}" in taken}
     halves = (cases[: len(cases) // 2], cases[len(cases) // 2 :]) if len(cases) > 1 else ()
-    return {case: pair for half in halves for case, pair in _run(half, device).items()}
+    return {case: pair for half in halves for case, pair in _run(half, device, opened).items()}
 
 
 def _list_values(cases: Sequence[_Case]) -> dict[str, Any]:

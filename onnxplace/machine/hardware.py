@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnxplace.errors import PluginError, TargetError
 from onnxplace.machine.measurement_cache import processor
@@ -21,6 +21,9 @@ from onnxplace.target.unused_hardware import list_unused_hardware
 from onnxplace.utils.control_groups import count_free_bytes, find_core_limit, list_cores
 from onnxplace.utils.ort import import_onnxruntime, list_installed_wheels
 from onnxplace.utils.subprocesses import run_in_child
+
+if TYPE_CHECKING:
+    from onnxplace.machine.device_probe import DeviceTraits
 
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
 RUNTIME_BYTES = 141 << 20
@@ -181,12 +184,18 @@ def _describe_accelerator(device: Device, sharers: int) -> Device:
 
 def find_precision(device: Device) -> str:
     """Return the least precise type in which a device computes float32: as found on this machine, else as declared."""
-    if device.is_host:
-        return device.precision
-    from onnxplace.machine.device_probe import probe_device
-
     traits = probe_device(device)
     return (traits and traits.least_precise) or device.precision
+
+
+def probe_device(device: Device) -> DeviceTraits | None:
+    """Return what an accelerator of this machine computes; None for one that is not here, or cannot be used."""
+    hardware = None if device.host or device.is_host else find_hardware(device)
+    if hardware is None or device.model not in ("", hardware.name):
+        return None
+    from onnxplace.machine.device_probe import find_traits  # not for CPUs alone
+
+    return find_traits(device, hardware, find_device_problem)
 
 
 def find_hardware(device: Device) -> Hardware | None:
@@ -328,8 +337,6 @@ def _describe(device_id: str, hardware: Hardware, problem: str | None) -> dict[s
     }
     if ":" not in device_id:  # a plugin that cannot be loaded
         return described
-    from onnxplace.machine.device_probe import probe_device
-
     device = Device(device_id, 0)
     kind, traits = find_kind(device.kind), None if problem else probe_device(device)
     return {

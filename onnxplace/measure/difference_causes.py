@@ -18,7 +18,7 @@ from onnxplace.bundle.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.bundle.bundle_simulation import order_segments
 from onnxplace.bundle.manifest import SegmentRecord
 from onnxplace.errors import NoteWarning, OnnxplaceError
-from onnxplace.machine.hardware import available_cores
+from onnxplace.machine.hardware import available_cores, probe_device
 from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.ort_sessions import make_session_options, without_optimisations
 from onnxplace.machine.ort_values import make_runner
@@ -90,8 +90,6 @@ class _Chain:
 
     def _explain_device(self, on_cpu: Mapping[str, Any]) -> Explanation:
         """Return which segment, or else which device, has to be replaced by the CPU, where all of them suffice."""
-        from onnxplace.machine.device_probe import probe_device  # not for CPUs that are right
-
         last = bisect_left(range(1, len(self._names)), True, key=lambda count: self._try(self._names[:count])[0])
         segment, device = self._segments[last], self._segments[last].device
         if self._try({segment.id})[0]:

@@ -7,8 +7,8 @@ import pytest
 
 from onnxplace.errors import ModelError
 from onnxplace.machine import device_probe, measurement_cache
-from onnxplace.machine.device_probe import DeviceTraits, probe_device
-from onnxplace.machine.hardware import find_precision, local_target
+from onnxplace.machine.device_probe import DeviceTraits
+from onnxplace.machine.hardware import find_precision, local_target, probe_device
 from onnxplace.target.target import Device
 from tests.support.lying_device import LIES, Lying, lying_kind as lying_kind
 
@@ -159,6 +159,7 @@ def test_a_device_that_answers_nothing_is_asked_again_by_the_next_process(monkey
         raise ModelError("M017", "out of order")
 
     monkeypatch.setattr(device_probe, "open_session", fail)
+    monkeypatch.setattr(device_probe, "MAX_SESSIONS", 3)
     assert ask(monkeypatch) == DeviceTraits()
     assert find_precision(Device("lying:0", 1)) == "float32"
     monkeypatch.undo()
