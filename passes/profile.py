@@ -48,8 +48,9 @@ class ProfileCosts(Pass):
     values of the same shapes cost the same: the median of their times.
 
     Costs come from a cost file if one is given, else from an earlier measurement, else from a measurement on a local
-    device of that class, else from a roofline estimate, which is marked as such (docs/costs.md). Needs a value for
-    every symbolic dimension.
+    device of that class, else from a roofline estimate, which is marked as such (docs/costs.md). Devices of this
+    machine that change numbers of a type refuse nodes that compute with them. Needs a value for every symbolic
+    dimension.
     """
 
     name: ClassVar[str] = "profile"
@@ -69,7 +70,7 @@ class ProfileCosts(Pass):
     cache: bool = True
     """Use earlier measurements of the same model, device and versions; new ones replace them in any case."""
     estimate: bool = False
-    """Estimate everything, measure nothing."""
+    """Estimate everything, measure nothing, and ask no device what it computes."""
     thorough: bool = False
     """Measure the whole model if it fits, also where its layers repeat, and always run it without the profiler too."""
     seed: Annotated[int, Ge(0)] = 0
@@ -109,7 +110,7 @@ class ProfileCosts(Pass):
         roles, more = answer or (None, [])
         if roles is not None:
             profile = replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)
-        profile, found = _refuse_changed_types(profile, state[Model], state.target)
+        profile, found = (profile, []) if self.estimate else _refuse_changed_types(profile, state[Model], state.target)
         after = state.with_facts(profile).with_notes(*notes, *found, *more)
         if self.save:
             text = format_costs_csv(profile, state[Model]) if self.save.endswith(".csv") else format_costs(profile)

@@ -115,7 +115,7 @@ _TABLE = (
     ("float", "large products", "MatMul(large, one)"),
     ("float", "large", "Mul(large, one)"),
     ("float", "special", "Mul(special, one)"),
-    ("int64 int32 uint8", "whole", "Max(whole, whole)", "Mul(whole, one)", "Transpose(whole)"),
+    ("int64 uint64 int32 uint32 uint8", "whole", "Max(whole, whole)", "Mul(whole, one)", "Transpose(whole)"),
     ("bool", "whole", "And(whole, one)", "Not(whole)"),
     # Last, since many have no such operators, and neither has the CPU.
     ("bfloat16", "elementwise", "Add(x, y)", "Mul(x, y)"),

@@ -13,7 +13,7 @@ from onnxplace.target.target import Device
 from tests.support.lying_device import LIES, Lying, lying_kind as lying_kind
 
 SORTS = ("products", "convolutions", "normalisation", "softmax", "elementwise")
-TYPES = {"double", "float16", "int64", "int32", "uint8", "bool"}
+TYPES = {"double", "float16", "int64", "uint64", "int32", "uint32", "uint8", "bool"}
 
 
 def ask(monkeypatch, *lies: str) -> DeviceTraits:
@@ -43,6 +43,7 @@ def test_the_type_that_float32_is_computed_in_is_found(monkeypatch, name):
     ("lie", "changes"),
     [
         ("int64 in int32", {"int64": "int32"}),
+        ("uint64 in int32", {"uint64": "int32"}),
         ("int64 in float64", {"int64": "float64"}),
         ("int32 in float32", {"int32": "float32"}),
         ("double in float32", {"double": "float32"}),
@@ -81,7 +82,7 @@ def test_several_lies_are_told_apart(monkeypatch):
 
 
 def test_all_lies_are_tried():
-    assert len(LIES) == 12  # those of the tests above
+    assert len(LIES) == 13  # those of the tests above
 
 
 def test_a_device_is_asked_once_and_the_answer_kept_on_disk(monkeypatch):

@@ -43,6 +43,7 @@ LIES: Mapping[str, Callable[[Any], Any]] = {
     "bfloat16": _round_to(ml_dtypes.bfloat16),
     "tf32": _round_to_tf32,
     "int64 in int32": _round_to(np.int32, np.int64),
+    "uint64 in int32": _round_to(np.int32, np.uint64),
     "int64 in float64": _round_to(np.float64, np.int64),
     "int32 in float32": _round_to(np.float32, np.int32),
     "double in float32": _round_to(np.float32, np.float64),
