@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge
 
-from onnxplace.errors import Diagnostic, format_count, format_names
+from onnxplace.errors import Diagnostic, format_names
 from onnxplace.facts import REFUSED_SECONDS, Profile, is_refused
 from onnxplace.graph.op_graph import Floats
 from onnxplace.machine.hardware import available_cores, find_measurement_obstacle, probe_device
@@ -198,8 +198,9 @@ def _refuse_changed_types(profile: Profile, model: Model, target: Target) -> tup
             refused = find_changed_nodes(model, kind, found, known) & ~is_refused(seconds[name])
             if refused.any():
                 seconds[name] = np.where(refused, REFUSED_SECONDS, seconds[name])
-                nodes = f"{refused.sum()} of {format_count(len(refused), 'node')}"
-                message = f"{nodes} stay elsewhere, because it computes {kind} as {found}"
+                message = (
+                    f"{refused.sum()} of {len(refused)} nodes stay elsewhere, because it computes {kind} as {found}"
+                )
                 notes.append(Diagnostic("C008", message, where=device.id))
     return replace(profile, seconds=MappingProxyType(seconds)), notes
 

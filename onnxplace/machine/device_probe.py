@@ -34,8 +34,6 @@ _SHORTER = ((2e-5, "float32"), (1e-3, "tf32"), (2e-2, "bfloat16"), (np.inf, "int
 _NARROWER = ((0.0, ""), (2**-53, "float64"), (2**-31, "int32"), (2**-24, "float32"), (1.0, "few bits"))
 # The same for results that a type keeps, which are rounded once.
 _KEPT = {"double": (1e-12, ""), "float16": (1e-3, ""), "bfloat16": (6e-3, "")}
-# The largest error of numbers that are too large for float16, where they are not lost.
-_MAX_LARGE_ERROR = 0.1
 # Sessions that are tried at most.
 MAX_SESSIONS = 24
 # Values that an operator should pass as they are, in the order of the input `special`.
@@ -112,15 +110,14 @@ _TABLE = (
     ("float", "normalisation", "LayerNormalization(x, scale)"),
     ("float", "softmax", "Softmax(x)"),
     ("float double float16", "elementwise", "Add(x, y)", "Mul(x, y)"),
-    ("float", "large products", "MatMul(large, one)"),
-    ("float", "large", "Mul(large, one)"),
+    # Numbers that float16 does not have.
+    ("float", "large", "MatMul(large, one)", "Mul(large, one)"),
     ("float", "special", "Mul(special, one)"),
     ("int64 uint64 int32 uint32 uint8", "whole", "Max(whole, whole)", "Mul(whole, one)", "Transpose(whole)"),
     ("bool", "whole", "And(whole, one)", "Not(whole)"),
     # Last, since many have no such operators, and neither has the CPU.
     ("bfloat16", "elementwise", "Add(x, y)", "Mul(x, y)"),
 )
-_SORTS = ("products", "convolutions", "normalisation", "softmax", "elementwise")
 _CASES = tuple(_Case(kind, sort, text) for kinds, sort, *texts in _TABLE for text in texts for kind in kinds.split())
 # The shapes of random inputs and weights: sums have 512 and 576 terms, so that shorter types show.
 _SHAPES = {"x": (32, 512), "y": (32, 512), "z": (512, 64), "images": (1, 64, 8, 8)}
@@ -148,13 +145,13 @@ def _examine(device: DeviceAddress) -> DeviceTraits:
             lost = [name for name, value, right in pairs if f"{value:g}" != f"{right:g}"]
         errors[kind, sort] = max(error, errors.get((kind, sort), 0.0))
     precision, changes = dict[str, str](), dict[str, str]()
-    overflows = any(errors.get(("float", sort), 0.0) > _MAX_LARGE_ERROR for sort in ("large", "large products"))
+    overflows = any(error > 0.1 for (_, sort), error in errors.items() if sort == "large")
     for (kind, sort), error in errors.items():
         scale = _NARROWER if sort == "whole" else (_KEPT[kind], *_SHORTER) if kind in _KEPT else _SHORTER
         found = next(name for limit, name in scale if error <= limit)
         if kind != "float":
             changes[kind] = found
-        elif sort in _SORTS:
+        elif sort not in ("large", "special"):
             precision[sort] = "float16" if overflows and found in ("tf32", "bfloat16") else found
     keeps = tuple(name for name, found in changes.items() if not found)
     return DeviceTraits(precision, keeps, {name: found for name, found in changes.items() if found}, tuple(lost))

@@ -47,7 +47,7 @@ class PeakRates:
 
 
 _INTEGERS = (TensorProto.INT8, TensorProto.UINT8)
-# Element type -> name of its rate. Products of float32 are of TF32, which ONNX Runtime's CUDA provider uses by default.
+# Element type -> name of its rate. That of TF32 stands for the type in which a device computes float32.
 _RATES: dict[int, str] = {
     TensorProto.FLOAT: "tf32",
     TensorProto.FLOAT16: "float16",
@@ -75,11 +75,15 @@ def device_peaks(device: Device) -> PeakRates:
     """Return the peaks of a device: its own where its target gives them, else typical ones of its kind."""
     typical = typical_peaks(device.kind)
     cores = device.cores if device.is_host else 1
+    operations = device.operations_per_second / cores or typical.operations_per_second
+    rates = {name: rate / cores for name, rate in device.type_operations_per_second.items()}
+    if "tf32" in rates:
+        rates["tf32"] = rates.get(device.precision, operations)
     return PeakRates(
-        operations_per_second=device.operations_per_second / cores or typical.operations_per_second,
+        operations_per_second=operations,
         bytes_per_second=device.memory_bytes_per_second or typical.bytes_per_second,
         kernel_seconds=device.kernel_seconds or typical.kernel_seconds,
-        type_operations_per_second={name: rate / cores for name, rate in device.type_operations_per_second.items()},
+        type_operations_per_second=rates,
     )
 
 
