@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,6 +31,7 @@ from _builder import GraphBuilder
 from decoder import decoder
 from light_models import light_model
 from onnxplace.driver.plan import plan_model
+from onnxplace.target.machines import parse_machine
 from transformer import transformer
 
 MLPERF_3_1 = "https://github.com/mlcommons/inference_results_v3.1/tree/eaf622a25c00f2b4b1d2c4f5b4f430570429d24a/closed/NVIDIA/results"
@@ -244,7 +245,11 @@ def write_network(name: str, folder: Path) -> Path:
 
 def estimate(path: Path, row: Published) -> float:
     """Return the estimated seconds of what a row has: the fastest strategy on its devices."""
-    plan = plan_model(path, machine=row.machine, shape=row.shape, estimate=True)
+    target = parse_machine(row.machine).to_target()
+    # What was published is computed in TF32 where the GPU has it; onnxplace's default is float32.
+    kinds = ["tf32" if "tf32" in device.type_operations_per_second else "" for device in target.devices]
+    devices = tuple(replace(device, computes_in=kind) for device, kind in zip(target.devices, kinds))
+    plan = plan_model(path, target=replace(target, devices=devices), shape=row.shape, estimate=True)
     possible = [item for item in plan.strategies if item.step_seconds is not None and item.devices == row.devices]
     return min(item.step_seconds or math.inf for item in possible)
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, ClassVar
 
+import numpy as np
 from annotated_types import Ge
 
 from onnxplace.errors import Diagnostic, format_names
-from onnxplace.facts import Profile
+from onnxplace.facts import REFUSED_SECONDS, Profile, is_refused
 from onnxplace.graph.op_graph import Floats
-from onnxplace.machine.hardware import assign_cores, available_cores, find_measurement_obstacle
+from onnxplace.machine.hardware import assign_cores, available_cores, find_measurement_obstacle, probe_device
 from onnxplace.model.cut_constraints import join_quantised_units
 from onnxplace.model.loading import require_weights
 from onnxplace.model.lowering import infer_static_shapes, value_bytes
 from onnxplace.model.model import Model
+from onnxplace.model.whole_numbers import find_changed_nodes
 from onnxplace.model_metadata import Phase
 from onnxplace.passes.cost_files.cost_file import format_costs, format_costs_csv, read_costs
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
@@ -30,7 +33,8 @@ from onnxplace.passes.profiling.roofline import device_peaks, estimate_seconds, 
 from onnxplace.passes.sharding.space.known_shapes import infer_shapes_and_values, infer_with_runtime
 from onnxplace.plugins import ask_plugins
 from onnxplace.state import Pass, State
-from onnxplace.target.target import Device, Target
+from onnxplace.target.kind_table import find_kind
+from onnxplace.target.target import PRECISIONS, Device, Target
 from onnxplace.utils.files import write_file
 from onnxplace.utils.progress import progress_part
 
@@ -44,8 +48,9 @@ class ProfileCosts(Pass):
     values of the same shapes cost the same: the median of their times.
 
     Costs come from a cost file if one is given, else from an earlier measurement, else from a measurement on a local
-    device of that class, else from a roofline estimate, which is marked as such (docs/costs.md). Needs a value for
-    every symbolic dimension.
+    device of that class, else from a roofline estimate, which is marked as such (docs/costs.md). Devices of this
+    machine that change numbers of a type refuse nodes that compute with them. Needs a value for every symbolic
+    dimension.
     """
 
     name: ClassVar[str] = "profile"
@@ -65,7 +70,7 @@ class ProfileCosts(Pass):
     cache: bool = True
     """Use earlier measurements of the same model, device and versions; new ones replace them in any case."""
     estimate: bool = False
-    """Estimate everything, measure nothing."""
+    """Estimate everything, measure nothing, and ask no device what it computes."""
     thorough: bool = False
     """Measure the whole model if it fits, also where its layers repeat, and always run it without the profiler too."""
     seed: Annotated[int, Ge(0)] = 0
@@ -105,7 +110,8 @@ class ProfileCosts(Pass):
         roles, more = answer or (None, [])
         if roles is not None:
             profile = replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)
-        after = state.with_facts(profile).with_notes(*notes, *more)
+        profile, found = (profile, []) if self.estimate else _refuse_changed_types(profile, state[Model], state.target)
+        after = state.with_facts(profile).with_notes(*notes, *found, *more)
         if self.save:
             text = format_costs_csv(profile, state[Model]) if self.save.endswith(".csv") else format_costs(profile)
             write_file(Path(self.save), lambda stream: stream.write(text.encode()))
@@ -173,6 +179,30 @@ class ProfileCosts(Pass):
     def _uses_local_peaks(self, device: Device) -> bool:
         """Return whether estimates use peaks of this machine's processor: if the target does not give any."""
         return device.kind == "cpu" and not self.estimate and not device.operations_per_second
+
+
+def _refuse_changed_types(profile: Profile, model: Model, target: Target) -> tuple[Profile, list[Diagnostic]]:
+    """Return the profile where devices refuse nodes with types that they do not keep, and notes on what they compute.
+
+    Devices are asked what they compute, as far as they are on this machine.
+    """
+    seconds, notes = dict(profile.seconds), list[Diagnostic]()
+    for name, device in {item.cost_class: item for item in target.devices if not item.is_host}.items():
+        if (traits := probe_device(device)) is None:
+            continue
+        declared = find_kind(device.kind).precision(device.address)
+        if traits.precision and PRECISIONS.index(traits.least_precise) > PRECISIONS.index(declared):
+            notes.append(Diagnostic("C009", f"{traits.describe()[0]}, where {declared} is declared", where=device.id))
+        known = infer_shapes_and_values(model)[1] if traits.changes else {}
+        for kind, found in traits.changes.items():
+            refused = find_changed_nodes(model, kind, found, known) & ~is_refused(seconds[name])
+            if refused.any():
+                seconds[name] = np.where(refused, REFUSED_SECONDS, seconds[name])
+                message = (
+                    f"{refused.sum()} of {len(refused)} nodes stay elsewhere, because it computes {kind} as {found}"
+                )
+                notes.append(Diagnostic("C008", message, where=device.id))
+    return replace(profile, seconds=MappingProxyType(seconds)), notes
 
 
 def _report_hosts(target: Target, cost_class: str) -> list[Diagnostic]:

@@ -238,13 +238,15 @@ def format_devices(about: Mapping[str, Any], target: Target) -> str:
 
 def _format_accelerator(item: Mapping[str, Any]) -> str:
     """Return name, memory and provider of an accelerator, what it cannot do, and what it lacks."""
+    from onnxplace.machine.device_probe import DeviceTraits
+
     free = f"{format_bytes(item['free_bytes'])} free"
     assumed = "" if item["problem"] else f"its memory is unknown: that of the host is assumed, {free}"
     name = ", ".join(filter(None, (item["name"], free if item["memory_is_known"] else assumed)))
     limits = [
         f"takes {', '.join(item['takes'])}" if item.get("takes") else "",
         "inputs of fixed sizes only" if item.get("needs_static_shapes") else "",
-        f"float32 is computed in {item['precision']}" if item.get("precision", "float32") != "float32" else "",
+        *(DeviceTraits(**item["probed"]).describe() if item.get("probed") else ()),
         f"NOT usable: {item['problem']}" if item["problem"] else "",
         item.get("install_hint", ""),
     ]

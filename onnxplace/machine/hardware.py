@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnxplace.errors import OnnxplaceError, PluginError, TargetError, format_names, format_value, suggest_nearest
 from onnxplace.machine.measurement_cache import processor
@@ -30,6 +30,9 @@ from onnxplace.target.unused_hardware import list_unused_hardware
 from onnxplace.utils.control_groups import count_cores, count_free_bytes, find_core_limit, list_cores
 from onnxplace.utils.ort import build_one_node_model, import_onnxruntime, list_installed_wheels
 from onnxplace.utils.subprocesses import run_in_child
+
+if TYPE_CHECKING:
+    from onnxplace.machine.device_probe import DeviceTraits
 
 # Where the system tells the node of each core: tests have others.
 CORES_FOLDER = Path("/sys/devices/system/cpu")
@@ -145,6 +148,8 @@ def local_target(
             device = replace(device, cores=cores, processors=tuple(f"cpu:{n}" for n in own))
         if not device.is_host:
             device = _describe_accelerator(device, max(whole[address.kind, address.index], 1))
+            found = find_precision(device)
+            device = replace(device, computes_in="" if found == device.precision else found)
         if is_isolated(device.address):
             device = replace(device, segment_seconds=device.segment_seconds + HAND_OVER_SECONDS)
         described.append(device)
@@ -272,6 +277,22 @@ def _describe_accelerator(device: Device, sharers: int) -> Device:
         return replace(device, model=hardware.name)
     usable_bytes = int(hardware.free_bytes * (1 - HEADROOM_SHARE)) // sharers
     return replace(device, memory_bytes=usable_bytes, model=hardware.name)
+
+
+def find_precision(device: Device) -> str:
+    """Return the least precise type in which a device computes float32: as found on this machine, else as declared."""
+    traits = probe_device(device)
+    return (traits and traits.least_precise) or device.precision
+
+
+def probe_device(device: Device) -> DeviceTraits | None:
+    """Return what an accelerator of this machine computes; None for one that is not here, or cannot be used."""
+    hardware = None if device.host or device.is_host else find_hardware(device)
+    if hardware is None or device.model not in ("", hardware.name):
+        return None
+    from onnxplace.machine.device_probe import find_traits  # not for CPUs alone
+
+    return find_traits(device, hardware, find_device_problem)
 
 
 def find_hardware(device: Device) -> Hardware | None:
@@ -430,12 +451,13 @@ def _describe(device_id: str, hardware: Hardware, problem: str | None) -> dict[s
     if ":" not in device_id:  # a plugin that cannot be loaded
         return described
     device = Device(device_id, 0)
-    kind = find_kind(device.kind)
+    kind, traits = find_kind(device.kind), None if problem else probe_device(device)
     return {
         **described,
         "name": hardware.name or kind.title,
         "provider": kind.provider({}),
         "precision": kind.precision(device.address),
+        "probed": traits and asdict(traits),
         "takes": [] if problem else kind.list_taken(device.address),
         "needs_static_shapes": kind.needs_static_shapes,
         "install_hint": _hint_install(device) if problem else "",

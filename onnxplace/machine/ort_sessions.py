@@ -404,6 +404,8 @@ def list_taken_nodes(session: Any, device: DeviceAddress) -> frozenset[str]:
 
     The session must have been opened with the entry `session.record_ep_graph_assignment_info` = 1.
     """
+    if isinstance(session, GuardedSession):
+        return session.call(lambda inner: list_taken_nodes(inner, device))
     provider = find_kind(device.kind).provider(device.options)
     groups = session.get_provider_graph_assignment_info()
     names = (node.name for group in groups if group.ep_name == provider for node in group.get_nodes())

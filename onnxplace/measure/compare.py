@@ -23,7 +23,7 @@ from onnxplace.bundle.bundle_routes import list_route_devices
 from onnxplace.bundle.split_states import SplitStates
 from onnxplace.errors import ModelError
 from onnxplace.feeds.feeds import Array, Declared, describe_input
-from onnxplace.machine.hardware import available_cores
+from onnxplace.machine.hardware import available_cores, find_precision
 from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.ort_sessions import Level, make_session_options, pin_thread, uses_optimisations
 from onnxplace.machine.ort_values import make_runner
@@ -206,7 +206,7 @@ def find_bundle_lineages(bundle: Bundle) -> dict[str, Lineage]:
 def list_precisions(bundle: Bundle) -> dict[str, str]:
     """Return the precision of each device that computes, by its name, the least precise first."""
     used = list_route_devices(bundle.manifest)
-    precisions = {device.id: device.precision for device in bundle.target.devices if device.id in used}
+    precisions = {device.id: find_precision(device) for device in bundle.target.devices if device.id in used}
     return dict(sorted(precisions.items(), key=lambda item: -PRECISIONS.index(item[1])))
 
 

@@ -18,7 +18,7 @@ from onnxplace.bundle.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.bundle.bundle_simulation import order_segments
 from onnxplace.bundle.manifest import SegmentRecord
 from onnxplace.errors import NoteWarning, OnnxplaceError
-from onnxplace.machine.hardware import available_cores
+from onnxplace.machine.hardware import available_cores, probe_device
 from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.ort_sessions import make_session_options, without_optimisations
 from onnxplace.machine.ort_values import make_runner
@@ -103,6 +103,9 @@ class _Chain:
         error = max(relative_error(value, on_cpu[name]) for name, value in outputs.items())
         nature = "float32 is less precise there" if error <= TOLERANCE["bfloat16"] else "values are wrong there"
         message = f"the error is gone when {subject}: {nature} ({segment.id} alone is off by {error:.2g})"
+        traits = probe_device(self._bundle.target.devices[self._bundle.target.position(device)])
+        if traits and (lines := traits.describe()):
+            message += f"; there, {', '.join(lines)}"
         return Explanation("device", message, _PLACE, *place)
 
     def _try(self, moved: Collection[str]) -> tuple[bool, dict[str, Any]]:

@@ -10,6 +10,10 @@ from typing import ClassVar
 from onnxplace.target.device_kinds import DeviceAddress, DeviceKind, Hardware
 from onnxplace.utils.ort import find_provider_problem
 
+# By provider, the default first. TensorRT uses TF32 where the GPU has it, and has no option against that
+# (onnxruntime #26029); int8 needs a table of calibration.
+_PRECISIONS = {"cuda": ("float32", "tf32"), "tensorrt": ("tf32", "float16", "bfloat16")}
+
 
 class Cuda(DeviceKind):
     """An NVIDIA GPU; runs and copies are enqueued on its streams."""
@@ -19,6 +23,7 @@ class Cuda(DeviceKind):
     providers: ClassVar[Mapping[str, str]] = {"cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
     memory: ClassVar[str] = "onnxplace.runtimes.execution.cuda_memory:CudaMemory"
     is_divisible: ClassVar[bool] = True
+    value_options: ClassVar[Mapping[str, tuple[str, ...]]] = {"precision": ("float32", "tf32", "float16", "bfloat16")}
     operations_per_second: ClassVar[float] = 15e12
     memory_bytes_per_second: ClassVar[float] = 800e9
     kernel_seconds: ClassVar[float] = 5e-6
@@ -39,13 +44,18 @@ class Cuda(DeviceKind):
             pynvml.nvmlInit()
         except Exception:  # noqa: BLE001 - without an answer of the driver, no GPU can be used
             return ()
-        gpus = []
+        gpus, driver = [], str(pynvml.nvmlSystemGetDriverVersion())
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory, name = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetName(handle)
             text = name if isinstance(name, str) else name.decode()
-            gpus.append(Hardware(index, text, int(memory.total), int(memory.free), vendor="NVIDIA"))
+            gpus.append(Hardware(index, text, int(memory.total), int(memory.free), vendor="NVIDIA", version=driver))
         return tuple(gpus)
+
+    def list_values(self, name: str, options: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the values of an option; the types that float32 can be computed in depend on the provider."""
+        values = super().list_values(name, options)
+        return _PRECISIONS.get(options.get("provider", "cuda"), values) if name == "precision" else values
 
     def find_problem(self, address: DeviceAddress) -> str | None:
         """Return why ONNX Runtime cannot use a GPU; None if it can."""
@@ -55,14 +65,17 @@ class Cuda(DeviceKind):
         """Return the CUDA provider, after TensorRT's where the device has it.
 
         The arena of a session grows by what is requested, not by powers of two, and a logical device's only up to its
-        limit: all devices of a GPU share its memory.
+        limit: all devices of a GPU share its memory. CUDA computes float32 as float32 unless TF32 is asked for.
         """
         options = {"device_id": str(address.index), "arena_extend_strategy": "kSameAsRequested"}
         if address.part is not None and address.memory_bytes:
             options["gpu_mem_limit"] = str(address.memory_bytes)
+        options["use_tf32"] = str(int(address.options.get("precision") == "tf32"))
         providers = [("CUDAExecutionProvider", options)]
         if self.provider(address.options) == "TensorrtExecutionProvider":
-            providers.insert(0, ("TensorrtExecutionProvider", {"device_id": str(address.index)}))
+            names, precision = {"float16": "trt_fp16_enable", "bfloat16": "trt_bf16_enable"}, self.precision(address)
+            own = {name: str(int(kind == precision)) for kind, name in names.items()}
+            providers.insert(0, ("TensorrtExecutionProvider", {"device_id": str(address.index), **own}))
         return providers
 
     def find_link(self, first: int, second: int) -> str:

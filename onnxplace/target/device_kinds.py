@@ -74,7 +74,7 @@ class Hardware:
     package: str = ""
     """What brings its execution provider, such as `onnxruntime-qnn`; empty for the package of ONNX Runtime itself."""
     version: str = ""
-    """Of the package."""
+    """Of the package; of the driver where there is none."""
 
 
 class DeviceKind(ABC):
@@ -139,7 +139,11 @@ class DeviceKind(ABC):
 
         It is `float32`, `tf32`, `float16`, `bfloat16` or `int8`: the device's option `precision`, if its kind has one.
         """
-        return address.options.get("precision", self.options.get("precision", ("float32",))[0])
+        return address.options.get("precision", (*self.list_values("precision", address.options), "float32")[0])
+
+    def list_values(self, name: str, options: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the values that an option may have next to others, the default first."""
+        return self.options.get(name, ())
 
     @abstractmethod
     def list_hardware(self) -> tuple[Hardware, ...]:

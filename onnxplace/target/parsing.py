@@ -124,9 +124,10 @@ def require_device_options(device_id: str, options: Mapping[str, str], where: st
             hint = suggest_nearest(name, allowed)
             hint += "" if kind.is_host else f"; one of its provider's own is written {PROVIDER_OPTION}{name}"
             raise TargetError("T005", message, where=where, hint=hint)
-        if value not in allowed[name]:
-            message = f"expected one of {', '.join(allowed[name])} for {name}, got {format_value(value)}"
-            raise TargetError("T005", message, where=where, hint=suggest_nearest(str(value), allowed[name]))
+        values = kind.list_values(name, options)
+        if value not in values:
+            message = f"expected one of {', '.join(values)} for {name}, got {format_value(value)}"
+            raise TargetError("T005", message, where=where, hint=suggest_nearest(str(value), values))
 
 
 def parse_devices(text: str | Sequence[str], where: str = "--devices") -> tuple[DeviceSpec, ...]:

@@ -110,6 +110,7 @@ RECORDS = {
         "VitisAIExecutionProvider",
         types=("npu",),
         needs_static_shapes=True,
+        computes_in={"npu": ("bfloat16",)},
         caches_contexts=True,
     ),
     "directml": ProviderRecord(
@@ -119,7 +120,12 @@ RECORDS = {
         "Apple", "onnxruntime for macOS", "CoreMLExecutionProvider", ("npu",), computes_in=_ON_FLOAT16
     ),
     "migraphx": ProviderRecord(
-        "AMD", "onnxruntime-migraphx for Linux with ROCm", "MIGraphXExecutionProvider", ("gpu",)
+        "AMD",
+        "onnxruntime-migraphx for Linux with ROCm",
+        "MIGraphXExecutionProvider",
+        ("gpu",),
+        computes_in={"gpu": ("float32", "float16")},
+        sets_options=lambda _, precision, threads: {"migraphx_fp16_enable": str(int(precision == "float16"))},
     ),
 }
 _UNKNOWN = ProviderRecord(types=("npu",), is_tried_in_child=True)
@@ -432,12 +438,11 @@ class ProviderKind(DeviceKind):
         return {**own, **given}
 
     def _provider_options(self, address: DeviceAddress) -> dict[str, str]:
-        if self._is_built_in:
-            return {"device_id": str(address.index)} if self.type == "gpu" else {}
+        options = {"device_id": str(address.index)} if self._is_built_in and self.type == "gpu" else {}
         if (sets_options := find_record(self.family).sets_options) is not None:
-            return dict(sets_options(self.type, self.precision(address), address.cores))
+            return {**options, **sets_options(self.type, self.precision(address), address.cores)}
         if self.family != "qnn":
-            return {}
+            return options
         options = {"backend_type": "htp" if self.type == "npu" else "gpu"}  # a library next to the provider's own
         if load_provider(self.family).is_simulator and address.options.get("precision") == "float16":
             options["soc_model"] = "60"  # a chip that computes in float16; the simulator's own computes in float32

@@ -94,11 +94,16 @@ class Device:
     A processor runs one node at a time. Devices that have one in common take turns; a device with several, such as one
     session on all cores, runs a node when all of them are free.
     """
+    computes_in: str = ""
+    """The least precise type in which it was found to compute float32; empty for what its kind and options declare."""
 
     def __post_init__(self) -> None:
         parse_device_id(self.id, "a device")
         if len(set(self.processors)) < len(self.processors) or not all(self.processors):
             raise TargetError("T007", "expected names of processors, each once", where=self.id)
+        if self.computes_in not in ("", *PRECISIONS):
+            message = f"expected one of {', '.join(PRECISIONS)} for computes_in, got {format_value(self.computes_in)}"
+            raise TargetError("T007", message, where=self.id)
         require_device_options(self.id, self.options, self.id)
         require_number(self, "memory_bytes", self.id, 0, MAX_MEMORY_BYTES, whole=True)
         require_number(self, "cores", self.id, 1, MAX_CORES, whole=True)
@@ -146,7 +151,7 @@ class Device:
     @property
     def precision(self) -> str:
         """Return the least precise type in which it computes values of float32."""
-        return find_kind(self.kind).precision(self.address)
+        return self.computes_in or find_kind(self.kind).precision(self.address)
 
     @property
     def compiles(self) -> bool:

@@ -47,7 +47,7 @@ class PeakRates:
 
 
 _INTEGERS = (TensorProto.INT8, TensorProto.UINT8)
-# Element type -> name of its rate. Products of float32 are of TF32, which ONNX Runtime's CUDA provider uses by default.
+# Element type -> name of its rate. That of TF32 stands for the type in which a device computes float32.
 _RATES: dict[int, str] = {
     TensorProto.FLOAT: "tf32",
     TensorProto.FLOAT16: "float16",
@@ -76,11 +76,15 @@ def device_peaks(device: Device) -> PeakRates:
     typical = typical_peaks(device.kind)
     cores = device.cores if device.is_host else 1
     typical_rate = typical.operations_per_second * (1 if device.is_host else device.cores)
+    operations = device.operations_per_second / cores or typical_rate
+    rates = {name: rate / cores for name, rate in device.type_operations_per_second.items()}
+    if "tf32" in rates:
+        rates["tf32"] = rates.get(device.precision, operations)
     return PeakRates(
-        operations_per_second=device.operations_per_second / cores or typical_rate,
+        operations_per_second=operations,
         bytes_per_second=device.memory_bytes_per_second or typical.bytes_per_second,
         kernel_seconds=device.kernel_seconds or typical.kernel_seconds,
-        type_operations_per_second={name: rate / cores for name, rate in device.type_operations_per_second.items()},
+        type_operations_per_second=rates,
     )
 
 

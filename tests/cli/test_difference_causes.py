@@ -41,7 +41,12 @@ SUM = """<ir_version: 8, opset_import: ["": 17]> sum (float[4] x, float[4] total
 
 @pytest.fixture
 def two_halves(monkeypatch):
-    """Let two devices that compute in float16 be taken for ones of float32, unless their option says otherwise."""
+    """Let two devices that compute in float16 be taken for ones of float32, unless their option says otherwise.
+
+    They compute in float32 while they are asked.
+    """
+    for module in ("machine.hardware", "measure.difference_causes", "passes.profile"):
+        monkeypatch.setattr(f"onnxplace.{module}.probe_device", lambda device: None)
     monkeypatch.setattr(Half, "value_options", {"precision": ("float32", "float16")})
     monkeypatch.setattr(Half, "list_hardware", lambda _: tuple(Hardware(i, NAME, 1 << 30, 1 << 30) for i in (0, 1)))
 

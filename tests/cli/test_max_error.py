@@ -123,6 +123,7 @@ def test_verify_reports_errors_beyond_the_precision_of_devices(run_cli, cancelli
     assert run_cli("verify", "cancelling.bundle").code == 1
     report = json.loads(run_cli("verify", "cancelling.bundle", "--json").out)
     assert report["outputs"][0]["max_rel_error"] > 0.02
+    assert "; there, float32 is computed in float16 (products, " in report["explanation"]["message"]
 
 
 def test_the_report_shows_in_which_type_devices_compute(run_cli, model_file, tmp_path):

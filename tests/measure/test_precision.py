@@ -8,7 +8,7 @@ from onnxplace.measure.compare import compare_output, find_bundle_lineages, list
 from onnxplace.target.device_kinds import DeviceAddress
 from onnxplace.target.kind_table import find_kind
 from tests.conftest import FAST_PIPELINE
-from tests.support.half_device import Half, half_kind as half_kind
+from tests.support.half_device import half_kind as half_kind
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def bundle(model_file, tmp_path):
     [("float32", 1e-3), ("tf32", 2e-2), ("float16", 2e-2), ("bfloat16", 5e-2), ("int8", 5e-2)],
 )
 def test_a_device_sets_the_tolerance_as_a_type_of_the_model_does(bundle, monkeypatch, precision, tolerance):
-    monkeypatch.setattr(Half, "precision", lambda self, address: precision)
+    monkeypatch.setattr("onnxplace.measure.compare.find_precision", lambda device: precision)
     lineage = find_bundle_lineages(bundle)["y"]
     for factor, is_equal in ((0.99, True), (1.01, False)):
         reference = np.float32([1.0, 2.0])

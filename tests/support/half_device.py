@@ -21,7 +21,8 @@ NAME = "Half 1"
 def round_to_half(value: Any) -> Any:
     """Return an array of float32 rounded to float16, and other values as they are."""
     is_single = isinstance(value, np.ndarray) and value.dtype == np.float32
-    return value.astype(np.float16).astype(np.float32) if is_single else value
+    with np.errstate(over="ignore"):
+        return value.astype(np.float16).astype(np.float32) if is_single else value
 
 
 class RoundingLock(ProviderLock):

@@ -318,5 +318,18 @@ def test_every_graph_that_providers_are_tried_with_runs():
 
 def test_devices_says_what_a_provider_takes(pretend_provider, run_cli, monkeypatch):
     pretend_provider({"QuantizeLinear"})
+    monkeypatch.setattr("onnxplace.machine.hardware.probe_device", lambda device: None)  # it runs in another process
     words = "takes elementwise operators, matrix products, convolutions, float16"
     assert words in run_cli("devices", "--devices", "cpu:0").out
+
+
+def test_migraphx_computes_float32_as_it_is_unless_float16_is_asked_for(monkeypatch):
+    kind = plugin_providers.make_provider_kind("migraphx/gpu")
+    monkeypatch.setattr(plugin_providers, "_is_built_in", lambda family: family == "migraphx")
+    for options, value in (({}, "0"), ({"precision": "float16"}, "1")):
+        ((_, entries),) = kind.list_providers(DeviceAddress("migraphx/gpu", 1, options=options))
+        assert entries == {"device_id": "1", "migraphx_fp16_enable": value}
+
+
+def test_an_npu_of_amd_computes_in_bfloat16_which_its_software_converts_to():
+    assert plugin_providers.make_provider_kind("vitisai/npu").precision(DeviceAddress("vitisai/npu", 0)) == "bfloat16"

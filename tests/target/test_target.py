@@ -243,6 +243,62 @@ def test_a_device_with_tensorrt_has_cuda_behind_it():
     assert providers == ["TensorrtExecutionProvider", "CUDAExecutionProvider"]
 
 
+def list_options(text: str) -> list[dict[str, str]]:
+    (spec,) = parse_devices(text)
+    return [
+        options for _, options in find_kind("cuda").list_providers(Device(spec.id, 1, options=spec.options).address)
+    ]
+
+
+def test_cuda_computes_float32_as_it_is_unless_another_type_is_asked_for():
+    assert list_options("cuda:0")[0]["use_tf32"] == "0"
+    assert list_options("cuda:0{precision=float32}") == list_options("cuda:0")
+    assert list_options("cuda:0{precision=tf32}")[0]["use_tf32"] == "1"
+    assert Device("cuda:0", 1).precision == "float32"
+    assert Device("cuda:0", 1, options={"precision": "tf32"}).precision == "tf32"
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "half", "brain"),
+    [
+        ("", "tf32", "0", "0"),
+        (",precision=float16", "float16", "1", "0"),
+        (",precision=bfloat16", "bfloat16", "0", "1"),
+    ],
+)
+def test_tensorrt_computes_in_shorter_types_when_asked(options, precision, half, brain):
+    tensorrt, cuda = list_options(f"cuda:0{{provider=tensorrt{options}}}")
+    assert (tensorrt["trt_fp16_enable"], tensorrt["trt_bf16_enable"], cuda["use_tf32"]) == (half, brain, "0")
+    (spec,) = parse_devices(f"cuda:0{{provider=tensorrt{options}}}")
+    assert Device(spec.id, 1, options=spec.options).precision == precision
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("cuda:0{precision=float16}", "float32, tf32"),
+        ("cuda:0{precision=float16,provider=cuda}", "float32, tf32"),
+        ("cuda:0{precision=float32,provider=tensorrt}", "tf32, float16, bfloat16"),
+        ("cuda:0{provider=tensorrt,precision=int8}", "tf32, float16, bfloat16"),
+        ("openvino/cpu:0{precision=float16}", "float32, bfloat16"),
+        ("migraphx/gpu:0{precision=bfloat16}", "float32, float16"),
+    ],
+)
+def test_a_precision_that_a_provider_does_not_have_is_refused_with_those_that_it_has(text, values):
+    with pytest.raises(TargetError, match=f"expected one of {values} for precision, got ") as caught:
+        parse_devices(text)
+    assert caught.value.code == "T005"
+
+
+def test_a_target_file_keeps_what_devices_were_found_to_compute_in(tmp_path):
+    target = Target((Device("cuda:0", 1, computes_in="tf32"), Device("cuda:1", 1)))
+    (tmp_path / "t.toml").write_text(format_target(target))
+    assert read_target(tmp_path / "t.toml") == target
+    assert [device.precision for device in target.devices] == ["tf32", "float32"]
+    with pytest.raises(TargetError, match=r"T007.*expected one of float32, tf32, .* for computes_in, got 'half'"):
+        Device("cuda:0", 1, computes_in="half")
+
+
 def test_a_target_file_keeps_options(tmp_path):
     target = Target((Device("cuda:0", 1, options={"provider": "tensorrt"}), Device("cuda:1/0", 1), Device("cpu:0", 1)))
     (tmp_path / "t.toml").write_text(format_target(target))

@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxplace.errors import ExecutionError, ModelError
 from onnxplace.feeds.feeds import Array
-from onnxplace.machine.hardware import local_target
+from onnxplace.machine.hardware import local_target, probe_device
 from onnxplace.session.inference_session import InferenceSession
 from onnxplace.target.parsing import parse_devices
 from onnxplace.target.target import Target
@@ -58,6 +58,11 @@ class CheckContext:
     def ids(self) -> tuple[str, ...]:
         """Return the ids of the devices."""
         return tuple(spec.id for spec in parse_devices(self.devices))
+
+    def list_changed_types(self) -> dict[str, str]:
+        """Return the types that a device does not keep, and those that it has instead: nodes with them go elsewhere."""
+        traits = filter(None, map(probe_device, self.make_target().devices))
+        return {name: found for item in traits for name, found in item.changes.items()}
 
     def make_target(self, memory_bytes: int | None = None) -> Target:
         """Return the devices, with a limit of memory instead of what is free."""

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from onnxplace._version import __version__
 from onnxplace.machine import measurement_cache
-from onnxplace.machine.hardware import available_cores, available_memory_bytes, require_device
+from onnxplace.machine.hardware import available_cores, available_memory_bytes, probe_device, require_device
 from onnxplace.target.device_kinds import DeviceAddress
 from onnxplace.target.kind_table import find_kind
 from onnxplace.testing.runtime_contract import parse_model
@@ -136,7 +136,7 @@ def check_find(context: CheckContext) -> Finding:
 
 
 def check_open(context: CheckContext) -> Finding:
-    """Open a session on a device and run it."""
+    """Open a session on a device and run it; ask the device what it computes."""
     (device,) = context.make_target().devices
     require_device(device)
     model = parse_model("opening (float[4] x) => (float[4] y) { y = Neg(x) }")
@@ -144,4 +144,6 @@ def check_open(context: CheckContext) -> Finding:
         (y,) = session.run(None, {"x": np.ones(4, np.float32)})
     require_same(y, np.full(4, -1, np.float32), "-x")
     detail = " ".join(filter(None, (device.model, f"{format_bytes(device.memory_bytes)} for models")))
-    return Finding(detail, {"memory_bytes": device.memory_bytes, "cores": device.cores})
+    traits = probe_device(device)
+    figures = {"memory_bytes": device.memory_bytes, "cores": device.cores, "computes": traits and asdict(traits)}
+    return Finding("; ".join((detail, *(traits.describe() if traits else ()))), figures)

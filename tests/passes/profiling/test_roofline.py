@@ -147,7 +147,7 @@ g ({kind}[256, 256] x, {kind}[256, 256] w) => ({result}[256, 256] y) {{ [mul] y 
 @pytest.mark.parametrize(
     ("kind", "product", "result", "rate"),
     [
-        ("float", "MatMul", "float", 2e9),  # TF32, where the device has it
+        ("float", "MatMul", "float", 1e9),
         ("float16", "MatMul", "float16", 4e9),
         ("bfloat16", "MatMul", "bfloat16", 5e9),
         ("int8", "MatMulInteger", "int32", 8e9),
@@ -161,6 +161,15 @@ def test_a_node_is_estimated_at_the_rate_of_its_own_type(kind, product, result, 
     device = Device("cuda:0", 1, operations_per_second=1e9, type_operations_per_second=rates, kernel_seconds=1e-9)
     seconds = estimate_seconds(model, infer_static_shapes(model), "cuda/unknown", device_peaks(device))
     assert seconds.tolist() == pytest.approx([2 * 256**3 / rate], rel=1e-3)
+
+
+@pytest.mark.parametrize(("precision", "rate"), [("float32", 1e9), ("tf32", 2e9)])
+def test_float32_is_estimated_at_the_rate_of_the_type_that_it_is_computed_in(precision, rate):
+    rates, options = {"tf32": 2e9, "float16": 4e9}, {"precision": precision}
+    device = Device("cuda:0", 1, operations_per_second=1e9, type_operations_per_second=rates, options=options)
+    assert device_peaks(device).type_operations_per_second == {**rates, "tf32": rate}
+    device = Device("cuda:0", 1, operations_per_second=1e9, type_operations_per_second=rates, computes_in="float16")
+    assert device_peaks(device).type_operations_per_second["tf32"] == 4e9
 
 
 QUANTISED = """<ir_version: 10, opset_import: ["": 21]>
