@@ -102,12 +102,13 @@ def test_hardware_that_is_not_there_is_refused_with_what_is(run_cli, model_file)
 
 
 @pytest.mark.slow
-def test_doctor_checks_the_processor(run_cli, tmp_path):
+def test_doctor_opens_the_processor_and_finds_nothing_wrong(run_cli, tmp_path):
+    """Within the time that it has: what is left is skipped."""
     output = tmp_path / "report.json"
     result = run_cli("doctor", "--devices", OPENVINO, "--seconds", "15", "--output", output)
-    checks = {item["check"]: item for item in json.loads(output.read_text())["checks"]}
-    assert result.code in (0, 1), result.err
-    assert [checks[name]["status"] for name in ("open", "contract")] == ["ok", "ok"], result.out
+    statuses = {item["check"]: item["status"] for item in json.loads(output.read_text())["checks"]}
+    assert statuses["open"] == "ok", result.out
+    assert "failed" not in statuses.values(), result.out
 
 
 TEXTS = """<ir_version: 9, opset_import: ["": 20]>
