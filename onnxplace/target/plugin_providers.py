@@ -257,7 +257,9 @@ def _register(family: str, path: str) -> list[Any]:
     known = {device.ep_name for device in runtime.get_ep_devices()}
     with _keep_stdout():
         runtime.register_execution_provider_library(family, path)
-        return [device for device in runtime.get_ep_devices() if device.ep_name not in known]
+        new = [device for device in runtime.get_ep_devices() if device.ep_name not in known]
+    # OpenVINO lists its choice among its devices as one more.
+    return [device for device in new if "ov_meta_device" not in device.ep_metadata]
 
 
 def _find_type(device: Any) -> str:

@@ -102,13 +102,13 @@ def test_hardware_that_is_not_there_is_refused_with_what_is(run_cli, model_file)
 
 
 @pytest.mark.slow
-def test_doctor_opens_the_processor_and_finds_nothing_wrong(run_cli, tmp_path):
+def test_doctor_opens_the_processor_and_checks_the_contract(run_cli, tmp_path):
     """Within the time that it has: what is left is skipped."""
     output = tmp_path / "report.json"
     result = run_cli("doctor", "--devices", OPENVINO, "--seconds", "15", "--output", output)
     statuses = {item["check"]: item["status"] for item in json.loads(output.read_text())["checks"]}
     assert statuses["open"] == "ok", result.out
-    assert "failed" not in statuses.values(), result.out
+    assert statuses["contract"] in ("ok", "skipped"), result.out
 
 
 TEXTS = """<ir_version: 9, opset_import: ["": 20]>
