@@ -97,6 +97,9 @@ class RunMeasurer:
         units = [name for name in dict.fromkeys(unit[self.graph.order].tolist()) if name not in barred]
         kind = {name: self.kinds[unit == name].tobytes() for name in units}
         names, problems, values, openable = frozenset[str](), list[str](), feeds, 0
+        every = list(np.arange(len(self.graph), dtype=np.int32)[:, None])
+        if barred:  # the others read their values
+            values = self._compute_inputs(every, feeds)
         count = len(units)
         while units:
             # The first `openable` units open together, the first `failing` do not.
@@ -113,7 +116,7 @@ class RunMeasurer:
             else:
                 failing = count
                 if values is feeds:
-                    values = self._compute_inputs(list(np.arange(len(self.graph), dtype=np.int32)[:, None]), feeds)
+                    values = self._compute_inputs(every, feeds)
             if failing - openable == 1:
                 problems += messages
                 culprit = kind[units[failing - 1]]

@@ -123,8 +123,14 @@ LOOP = """<ir_version: 9, opset_import: ["": 20]> g (int64 limit, float[n, 4] x)
     [last] y = Neg(b) }"""
 
 
+SEQUENCE = """<ir_version: 9, opset_import: ["": 20]> g (float[n, 4] x) => (float[n, 4] y) <int64 zero = {0}> {
+    [first] a = Relu(x) [pack] s = SequenceConstruct(a, x) [take] b = SequenceAt(s, zero) [last] y = Tanh(b) }"""
+
+
 @pytest.mark.parametrize(
-    ("text", "refused"), [(TEXTS, {"equal", "join"}), (LOOP, {"spin", "last"})], ids=["texts", "loop"]
+    ("text", "refused"),
+    [(TEXTS, {"equal", "join"}), (LOOP, {"spin", "last"}), (SEQUENCE, {"pack", "take"})],
+    ids=["texts", "loop", "sequence"],
 )
 def test_nodes_with_texts_and_values_of_unknown_rank_are_refused(run_cli, tmp_path, text, refused):
     """OpenVINO ends the process with texts or returns nothing, and takes a value of unknown rank for a number."""
