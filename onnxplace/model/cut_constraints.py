@@ -167,6 +167,20 @@ def classify_host_value(kind: TypeProto) -> str:
     return which.removesuffix("_type") if which in ("sequence_type", "optional_type", "map_type") else ""
 
 
+def list_uncompilable(model: Model) -> list[bool]:
+    """Return, per node, whether it has a value that providers which compile segments may misread.
+
+    These are the values that a GPU cannot hold, and those of unknown rank. OpenVINO ends the process with texts, or
+    loses their results, and takes an input of unknown rank for a number.
+    """
+    unclear = {
+        name
+        for name, kind in model.types.items()
+        if classify_host_value(kind) or (kind.HasField("tensor_type") and not kind.tensor_type.HasField("shape"))
+    }
+    return [not unclear.isdisjoint((*reads, *node.output)) for node, reads in zip(model.nodes, model.reads)]
+
+
 # ------------------------------------------------------------------------------------------------------------ precision
 
 

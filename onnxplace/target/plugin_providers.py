@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -64,6 +64,8 @@ class ProviderRecord:
     """Of a provider that is not safe for threads."""
     is_tried_in_child: bool = False
     """Whether its library is loaded in its own process first, in case that ends the process."""
+    is_hurt_by_failures: bool = False
+    """Whether a session is of no use after a run that failed."""
 
 
 _ON_FLOAT16 = {"npu": ("float16",), "gpu": ("float16",), "igpu": ("float16",)}
@@ -75,6 +77,10 @@ def _set_openvino(kind: str, precision: str, threads: int) -> Mapping[str, str]:
     entries = {} if kind == "npu" else {"INFERENCE_PRECISION_HINT": names[precision]}
     if threads:
         entries["INFERENCE_NUM_THREADS"] = str(threads)
+    if (
+        threads == 1
+    ):  # in the caller's thread: in a single one of its own, errors of sizes are lost, and old values returned
+        entries["NUM_STREAMS"] = "0"
     return {"load_config": json.dumps({kind.removeprefix("i").upper(): entries})} if entries else {}
 
 
@@ -101,6 +107,7 @@ RECORDS = {
         # (benchmarks/provider_cores.py).
         isolates_on_cores=True,
         caches_contexts=True,
+        is_hurt_by_failures=True,
     ),
     "webgpu": ProviderRecord(types=("gpu",), compiles=False, lock=WEBGPU_LOCK),
     "nv-tensorrt-rtx": ProviderRecord("NVIDIA", types=("gpu",), caches_contexts=True),
@@ -261,7 +268,9 @@ def _register(family: str, path: str) -> list[Any]:
     known = {device.ep_name for device in runtime.get_ep_devices()}
     with _keep_stdout():
         runtime.register_execution_provider_library(family, path)
-        return [device for device in runtime.get_ep_devices() if device.ep_name not in known]
+        new = [device for device in runtime.get_ep_devices() if device.ep_name not in known]
+    # OpenVINO lists its choice among its devices as one more.
+    return [device for device in new if "ov_meta_device" not in device.ep_metadata]
 
 
 def _find_type(device: Any) -> str:
@@ -304,6 +313,28 @@ def _keep_stdout() -> Iterator[None]:
             ctypes.CDLL(None).fflush(None)
         os.dup2(saved, 1)
         os.close(saved)
+
+
+class _RenewedSession:
+    """A session of ONNX Runtime that is opened anew after a run that failed.
+
+    After inputs whose sizes do not fit, OpenVINO's fails with all others of the sizes that it had before.
+    """
+
+    def __init__(self, open_session: Callable[[], Any]) -> None:
+        self._open, self._session = open_session, open_session()
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._session, name)
+        return partial(self._run, attribute) if name.startswith("run") else attribute
+
+    def _run(self, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return run(*arguments, **options)
+        except Exception:
+            with contextlib.suppress(Exception):  # its files may be gone
+                self._session = self._open()
+            raise
 
 
 class ProviderKind(DeviceKind):
@@ -396,8 +427,12 @@ class ProviderKind(DeviceKind):
             return super().create_session(model, options, address, provider_options)
         more = {**self._list_options(address), **provider_options}
         options.add_provider_for_devices([self._devices[self._number(address)]], more)
-        with _hold_greeting(self.family):
-            return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
+
+        def open_here() -> Any:
+            with _hold_greeting(self.family):
+                return import_onnxruntime().InferenceSession(model, options, enable_fallback=0)
+
+        return _RenewedSession(open_here) if find_record(self.family).is_hurt_by_failures else open_here()
 
     def provider(self, options: Mapping[str, str]) -> str:
         """Return the name that ONNX Runtime has for the provider."""

@@ -24,7 +24,7 @@ from onnxplace.machine.isolated_sessions import list_taken_nodes, open_session
 from onnxplace.machine.ort_sessions import make_session_options, pin_thread
 from onnxplace.machine.ort_values import make_runner
 from onnxplace.machine.repeated_runs import RepeatPolicy
-from onnxplace.model.cut_constraints import join_quantised_units
+from onnxplace.model.cut_constraints import join_quantised_units, list_uncompilable
 from onnxplace.model.model import Model, store_for_session
 from onnxplace.passes.profiling.chunks import extract_nodes, list_outputs, name_outputs
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions, run_repeatedly
@@ -95,9 +95,13 @@ class RunMeasurer:
         may do so for one of them, which is found in the same way.
         """
         unit = join_quantised_units(self.model, np.arange(len(self.graph), dtype=np.int32))
-        units = list(dict.fromkeys(unit[self.graph.order].tolist()))
+        barred = set(unit[list_uncompilable(self.model)].tolist())
+        units = [name for name in dict.fromkeys(unit[self.graph.order].tolist()) if name not in barred]
         kind = {name: self.kinds[unit == name].tobytes() for name in units}
         names, problems, values, openable = frozenset[str](), list[str](), feeds, 0
+        every = list(np.arange(len(self.graph), dtype=np.int32)[:, None])
+        if barred:  # the others read their values
+            values = self._compute_inputs(every, feeds)
         count = len(units)
         while units:
             # The first `openable` units open together, the first `failing` do not.
@@ -114,7 +118,7 @@ class RunMeasurer:
             else:
                 failing = count
                 if values is feeds:
-                    values = self._compute_inputs(list(np.arange(len(self.graph), dtype=np.int32)[:, None]), feeds)
+                    values = self._compute_inputs(every, feeds)
             if failing - openable == 1:
                 problems += messages
                 culprit = kind[units[failing - 1]]

@@ -12,6 +12,8 @@ from onnx import parser
 
 from onnxplace.driver.compile import compile_model
 from onnxplace.driver.trials import Compiled
+from onnxplace.model.cut_constraints import list_uncompilable
+from onnxplace.model.loading import load
 from onnxplace.target.target import Device, Target
 
 GPUS = (Device("cuda:0", 1 << 30, model="G"), Device("cuda:1", 1 << 30, model="G"))
@@ -102,3 +104,19 @@ def test_models_of_plain_tensors_get_no_note(tmp_path: Path):
     model = "graph (float[2, 3] x) => (float[2, 3] y) { [first] a = Neg(x) [last] y = Abs(a) }"
     compiled = compile_on(model, tmp_path, (*GPUS, Device("cpu:0", 1 << 30)), {"first": "cuda:0"})
     assert not [note for note in compiled.diagnostics if note.code == "G012"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("sequence", "pack take"), ("optional", "pack take"), ("string", "pack take")]
+)
+def test_providers_that_compile_segments_get_no_node_with_such_values(name, expected):
+    model = load(parser.parse_model(f"{HEADER} {MODELS[name]}"))
+    barred = [node.name for node, is_barred in zip(model.nodes, list_uncompilable(model)) if is_barred]
+    assert barred == expected.split()
+
+
+def test_providers_that_compile_segments_get_no_node_with_a_value_of_unknown_rank():
+    text = """graph (float[n, 4] x, int64[k] shape) => (float[a, b] y) {
+        [first] a = Neg(x) [second] b = Abs(a) [shape] c = Reshape(b, shape) [last] y = Relu(c) }"""
+    model = load(parser.parse_model(f"{HEADER} {text}"))
+    assert list_uncompilable(model) == [False, False, True, True]

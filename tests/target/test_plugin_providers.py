@@ -1,5 +1,6 @@
 """Providers that are packages or libraries: their names, those that people use, and libraries that cannot be loaded."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -333,3 +334,52 @@ def test_migraphx_computes_float32_as_it_is_unless_float16_is_asked_for(monkeypa
 
 def test_an_npu_of_amd_computes_in_bfloat16_which_its_software_converts_to():
     assert plugin_providers.make_provider_kind("vitisai/npu").precision(DeviceAddress("vitisai/npu", 0)) == "bfloat16"
+
+
+class FailingSession:
+    """A session whose run with other sizes fails, and all later ones, as OpenVINO's do."""
+
+    def __init__(self):
+        self.is_hurt = False
+
+    def run(self, names, feeds):
+        self.is_hurt |= feeds["x"] < 0
+        if self.is_hurt:
+            raise RuntimeError("sizes do not fit")
+        return [feeds["x"]]
+
+    def get_providers(self):
+        return ["OpenVINOExecutionProvider"]
+
+
+def test_a_session_that_failures_hurt_is_opened_anew():
+    opened = []
+
+    def open_session():
+        opened.append(FailingSession())
+        return opened[-1]
+
+    session = plugin_providers._RenewedSession(open_session)
+    assert session.get_providers() == ["OpenVINOExecutionProvider"]
+    for number in range(1, 4):
+        assert session.run(None, {"x": 1}) == [1]
+        with pytest.raises(RuntimeError, match="do not fit"):
+            session.run(None, {"x": -1})
+        assert len(opened) == number + 1
+
+
+def test_a_failure_is_raised_as_it_is_where_the_session_cannot_be_opened_anew():
+    sessions = [FailingSession()]
+    session = plugin_providers._RenewedSession(lambda: sessions.pop())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="do not fit"):
+            session.run(None, {"x": -1})
+
+
+def test_openvino_computes_in_the_caller_s_thread_where_it_has_one():
+    record = RECORDS["openvino"]
+    (text,) = record.sets_options("cpu", "float32", 1).values()
+    expected = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": "1", "NUM_STREAMS": "0"}
+    assert json.loads(text) == {"CPU": expected}
+    (text,) = record.sets_options("cpu", "bfloat16", 2).values()
+    assert json.loads(text) == {"CPU": {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": "2"}}

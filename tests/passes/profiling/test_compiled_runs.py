@@ -60,9 +60,11 @@ def test_runs_are_convex_and_of_one_sort_and_partition_the_nodes(seed, nodes, sh
         assert all(set(graph.predecessors[node].tolist()) <= done for node in run)  # runs can be computed in this order
 
 
-def measurer(monkeypatch: pytest.MonkeyPatch, refused: set[str], fallback: bool = False) -> RunMeasurer:
-    """Return the measurer of the model on a CPU whose provider refuses some nodes."""
-    model = bind(load(parser.parse_model(TEXT)), {"N": 4}, {})
+def measurer(
+    monkeypatch: pytest.MonkeyPatch, refused: set[str], fallback: bool = False, text: str = TEXT
+) -> RunMeasurer:
+    """Return the measurer of a model on a CPU whose provider refuses some nodes."""
+    model = bind(load(parser.parse_model(text)), {"N": 4}, {})
     shapes = infer_static_shapes(model)
     structure = ModelStructure.of(model, shapes, value_bytes(model, {**shapes, **model.input_shapes()}))
     names = frozenset(node.name for node in model.nodes) - refused
@@ -123,6 +125,23 @@ def test_with_fallback_refused_nodes_have_their_time_on_the_host(monkeypatch):
     assert devices == [("first", "qnn/npu"), ("erf", "cpu"), ("second", "qnn/npu")]
     assert not is_refused(measurement.seconds).any()
     assert note.message.startswith("takes 6 of 7 nodes, not 1 Erf")
+
+
+def test_nodes_with_values_that_are_no_tensors_are_refused_and_those_around_them_are_measured(monkeypatch):
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    g (float[N, 8] x) => (float[N, 8] y) <int64 zero = {0}> {
+        [first] a = Relu(x) [pack] s = SequenceConstruct(a, x) [take] b = SequenceAt(s, zero) [last] y = Tanh(b) }"""
+    ask = RunMeasurer._list_taken
+
+    def take_all_of(self, nodes, values):
+        return ask(self, nodes, values) & {self.graph.names[node] for node in nodes.tolist()}
+
+    monkeypatch.setattr(RunMeasurer, "_list_taken", take_all_of)
+    measured = measurer(monkeypatch, set(), text=text)
+    measurement, (note,) = measured.measure(measured.model.feeds())
+    is_left = dict(zip(measured.graph.names, is_refused(measurement.seconds).tolist()))
+    assert is_left == {"first": False, "pack": True, "take": True, "last": False}
+    assert note.message.startswith("takes 2 of 4 nodes, not 1 SequenceConstruct, 1 SequenceAt")
 
 
 def test_a_run_that_fails_is_refused_and_the_note_says_why(monkeypatch):
