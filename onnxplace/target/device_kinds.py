@@ -101,7 +101,7 @@ class DeviceKind(ABC):
     isolates: ClassVar[bool] = False
     """Whether sessions are in their own process by default: the provider is known to crash."""
     isolates_on_cores: ClassVar[bool] = False
-    """Whether sessions on a part of the cores are in their own process by default: the provider pins threads itself."""
+    """Whether sessions of several threads on a part of the cores have their own process: the provider pins threads."""
     value_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Further options of a device, with their values; the first one is the default."""
     lock: ClassVar[ProviderLock | None] = None

@@ -103,7 +103,8 @@ def find_kind(name: str) -> DeviceKind:
 def is_isolated(address: DeviceAddress) -> bool:
     """Return whether the sessions of a device are in their own process."""
     kind = find_kind(address.kind)
-    is_default = kind.isolates or (kind.isolates_on_cores and 0 < address.cores < count_cores())
+    # A single thread is the caller's, which is pinned.
+    is_default = kind.isolates or (kind.isolates_on_cores and 1 < address.cores < count_cores())
     return address.options.get(ISOLATE, "true" if is_default else "false") == "true" or bool(address.owner)
 
 

@@ -77,9 +77,9 @@ def _set_openvino(kind: str, precision: str, threads: int) -> Mapping[str, str]:
     entries = {} if kind == "npu" else {"INFERENCE_PRECISION_HINT": names[precision]}
     if threads:
         entries["INFERENCE_NUM_THREADS"] = str(threads)
-    if (
-        threads == 1
-    ):  # in the caller's thread: in a single one of its own, errors of sizes are lost, and old values returned
+    if threads == 1:
+        # It computes in the caller's thread. With a thread of its own, errors of sizes are lost and old values are
+        # returned, and the sessions of a process wait for each other.
         entries["NUM_STREAMS"] = "0"
     return {"load_config": json.dumps({kind.removeprefix("i").upper(): entries})} if entries else {}
 

@@ -142,3 +142,19 @@ def test_nodes_with_texts_and_values_of_unknown_rank_are_refused(run_cli, tmp_pa
     nodes = json.loads(costs.read_text())["nodes"]
     assert {name for name, node in nodes.items() if "refused" in node["seconds"].values()} == refused
     assert run_cli("verify", tmp_path / "b").code == 0
+
+
+def test_nodes_that_compute_with_whole_numbers_of_64_bits_are_refused(run_cli, tmp_path):
+    """OpenVINO computes them in 32 bits."""
+    text = """<ir_version: 9, opset_import: ["": 20]> g (int64[n] i, float[n] x) => (int64[n] j, float[n] y) {
+        [square] a = Mul(i, i) [sum] j = Add(a, i) [relu] y = Relu(x) }"""
+    onnx.save(parser.parse_model(text), tmp_path / "model.onnx")
+    costs, values = tmp_path / "costs.json", tmp_path / "values.npz"
+    np.savez(values, i=np.array([-6696874842932477345, 3 << 31, 1]), x=np.ones(3, dtype=np.float32))
+    arguments = ("--devices", f"cpu:0,{OPENVINO}", "--inputs", values, *QUICK, "--save-costs", costs)
+    compiled = run_cli("compile", tmp_path / "model.onnx", "-o", tmp_path / "b", *arguments)
+    assert compiled.code == 0, compiled.err
+    nodes = json.loads(costs.read_text())["nodes"]
+    refused = {name for name, node in nodes.items() if "refused" in node["seconds"].values()}
+    assert refused == {"square", "sum"}
+    assert run_cli("verify", tmp_path / "b", "--inputs", values).code == 0
