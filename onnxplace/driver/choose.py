@@ -225,8 +225,9 @@ def restrict_strategy(strategy: Strategy, ids: tuple[str, ...], sets: Sequence[t
     """Return a strategy for one of several sets of devices, which its name tells from the others."""
     if len(sets) == 1:
         return strategy
-    where = format_names(ids, quoted=False) if ids else "all devices, of which some take turns"
-    return replace(strategy, name=f"{strategy.name} on {where}", devices=ids)
+    if not ids:  # each change of devices is a call, and cold caches
+        return replace(strategy, name=f"{strategy.name} on devices that take turns", min_gain=MIN_GAIN)
+    return replace(strategy, name=f"{strategy.name} on {format_names(ids, quoted=False)}", devices=ids)
 
 
 def _weigh_step(item: Candidate) -> float:

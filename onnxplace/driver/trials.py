@@ -46,6 +46,8 @@ from onnxplace.utils.quantities import format_milliseconds
 
 # A strategy takes the place of one that the prediction prefers only if its step is clearly shorter.
 CLEAR_RATIO = 0.98
+# Of a disturbed trial, it counts only if it is shorter by this many times the share of the time that is in doubt.
+SURE_DOUBTS = 3
 # One device takes the place of several only below this ratio; timings of equal work differ by a few percent.
 CLEAR_ONE_DEVICE_RATIO = 0.97
 # So does one session on all cores, which saves at least this: less is the time of a call.
@@ -213,11 +215,13 @@ class _Trials:
         if len(candidates) == 1:
             return first
         trials = run_trials([item.bundle for item in candidates], self._feeds, cached=self._cache)
-        if any(trial.is_doubtful for trial in trials):
-            what = f"kept {first.name} by prediction: in a trial, steps"
-            return first.with_notes(report_doubt(what, max(trial.waiting for trial in trials), "step"))
         seconds = {item.name: trial.step_seconds for item, trial in zip(candidates, trials)}
         best = min(candidates, key=lambda item: seconds[item.name] * (CLEAR_RATIO if item is first else 1.0))
+        doubt = max(max(trial.waiting, trial.uncertainty) for trial in trials)
+        is_clear = seconds[best.name] * (1 + SURE_DOUBTS * doubt) < seconds[first.name]
+        if any(trial.is_doubtful for trial in trials) and not is_clear:
+            what = f"kept {first.name} by prediction: in a trial, steps"
+            return first.with_notes(report_doubt(what, max(trial.waiting for trial in trials), "step"))
         message = f"a step, measured: {_list_times(seconds, format_milliseconds)}; kept {best.name}"
         return best.with_notes(Diagnostic("P044", message, where="step"))
 
