@@ -34,7 +34,7 @@ from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.hardware import available_cores, local_target
 from onnxplace.machine.isolated_sessions import open_session
-from onnxplace.machine.ort_sessions import make_session_options, pin_thread
+from onnxplace.machine.ort_sessions import make_session_options
 from onnxplace.model.loading import load
 from onnxplace.utils.differences import relative_error
 
@@ -103,7 +103,6 @@ def compare(name: str, options: argparse.Namespace, folder: Path) -> str:
     bundle = onnxplace.compile(model, folder / f"{model.stem}.bundle", shape=shape or None, inputs=feeds, **settings)
     with ExitStack() as stack:
         session = stack.enter_context(onnxplace.InferenceSession(bundle.path))
-        stack.enter_context(pin_thread(available_cores()))
         names = [item.name for item in session.get_outputs()]
         runs: dict[str, Run] = {"bundle": lambda: session.run(names, feeds)}
         runs["onnxruntime"] = open_plain(model, "cpu:0", names, feeds)

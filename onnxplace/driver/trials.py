@@ -210,17 +210,20 @@ class _Trials:
         return kept if kept.strategy is first.strategy else kept.with_notes(*report_idle_devices(kept.state)), rate
 
     def _compare_steps(self, candidates: Sequence[Candidate]) -> Candidate:
-        """Return the candidate with the shortest step."""
-        first = candidates[0]
+        """Return the candidate with the shortest step.
+
+        In doubt, that is the one that the prediction prefers; of devices that share processors, the best one alone.
+        """
         if len(candidates) == 1:
-            return first
+            return candidates[0]
+        first = min(candidates, key=lambda item: item.devices) if candidates[-1].strategy.devices else candidates[0]
         trials = run_trials([item.bundle for item in candidates], self._feeds, cached=self._cache)
         seconds = {item.name: trial.step_seconds for item, trial in zip(candidates, trials)}
         best = min(candidates, key=lambda item: seconds[item.name] * (CLEAR_RATIO if item is first else 1.0))
         doubt = max(max(trial.waiting, trial.uncertainty) for trial in trials)
         is_clear = seconds[best.name] * (1 + SURE_DOUBTS * doubt) < seconds[first.name]
         if any(trial.is_doubtful for trial in trials) and not is_clear:
-            what = f"kept {first.name} by prediction: in a trial, steps"
+            what = f"kept {first.name}, since it is not clear which is faster: in a trial, steps"
             return first.with_notes(report_doubt(what, max(trial.waiting for trial in trials), "step"))
         message = f"a step, measured: {_list_times(seconds, format_milliseconds)}; kept {best.name}"
         return best.with_notes(Diagnostic("P044", message, where="step"))
