@@ -145,6 +145,9 @@ def local_target(
         device = Device(spec.id, usable_bytes * len(own) // max(len(numbers), 1), options=spec.options)
         if own:
             cores = int(spec.options.get(THREADS, 0)) or sum(core_counts[n] for n in own)
+            if cores > max(len(available_cores()), len(own)):
+                message = f"{THREADS}={cores} is more than the {len(available_cores())} cores of this machine"
+                raise TargetError("T005", message, where=spec.id, hint="name fewer, or describe another machine")
             device = replace(device, cores=cores, processors=tuple(f"cpu:{n}" for n in own))
         if not device.is_host:
             device = _describe_accelerator(device, max(whole[address.kind, address.index], 1))

@@ -225,7 +225,7 @@ def run_trials(
 def _list_reference_cores(bundles: Sequence[Bundle]) -> tuple[tuple[int, ...], ...]:
     """Return the cores of one device, and all cores, if plain sessions can run the unsplit model here."""
     first = bundles[0].manifest
-    if first.streams or not first.segments or not all(device.has_cores for device in first.target.devices):
+    if first.streams or not first.segments or any(device.kind != "cpu" for device in first.target.devices):
         return ()
     weights = sum(item.bytes for item in (*first.files.values(), *first.linked.values()))
     if sum(count_process_bytes(bundle.manifest) for bundle in bundles) + 2 * weights > available_memory_bytes():

@@ -52,6 +52,11 @@ def test_an_unknown_provider_is_refused_with_a_suggestion(other):
         onnxplace.plan("m.onnx", machine="H100", providers="other")
 
 
+def test_more_threads_than_cores_are_refused():
+    with pytest.raises(OnnxplaceError, match=r"threads=99 is more than the \d+ cores of this machine"):
+        local_target("cpu:0{threads=99}")
+
+
 def test_sets_of_devices_compute_side_by_side(other):
     target = local_target("cpu:0,cpu:1", ["other"])
     assert list_device_sets(target) == [
