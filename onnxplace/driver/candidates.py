@@ -8,6 +8,7 @@ milliseconds to seconds, a trial takes seconds of all devices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -268,7 +269,7 @@ def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:
         raise InfeasibleError("P001", reason, where="replicate")
     replicate = create_pass("replicate", routes=tuple(routes))
     state, _ = Pipeline((replicate,)).run(state)
-    name = f"{len(routes) + 1} copies of the model" if strategy.everywhere else strategy.name
+    name = re.sub(r"^\d+", str(len(routes) + 1), strategy.name) if strategy.everywhere else strategy.name
     return replace(strategy, name=name, passes=(*strategy.passes, replicate)), state
 
 
