@@ -50,8 +50,6 @@ CLEAR_RATIO = 0.98
 SURE_DOUBTS = 3
 # One device takes the place of several only below this ratio; timings of equal work differ by a few percent.
 CLEAR_ONE_DEVICE_RATIO = 0.97
-# So does one session on all cores, which saves at least this: less is the time of a call.
-MIN_SAVED_SECONDS = 10e-6
 # Balanced stages take the place of the best bundle only below this ratio of intervals.
 CLEAR_BALANCED_RATIO = 0.99
 # Stages are balanced again where they are at most this many times slower than the best.
@@ -143,7 +141,7 @@ class _Trials:
             with progress_part(1, 2):
                 if _find_faster_device(kept, step.step_seconds, step):
                     kept, step = self._compare_with(kept, step, "alone", _place_on_one_device)
-                least = min(CLEAR_ONE_DEVICE_RATIO * step.step_seconds, step.step_seconds - MIN_SAVED_SECONDS)
+                least = CLEAR_ONE_DEVICE_RATIO * step.step_seconds if step.step_seconds > MIN_JUDGED_SECONDS else 0.0
                 if step.plain and step.plain.all_cores_seconds < least:
                     kept, step = self._compare_with(kept, step, "all", _place_on_all_cores)
         return kept, step, rate

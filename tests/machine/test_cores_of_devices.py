@@ -172,8 +172,9 @@ def test_a_core_that_is_not_there_does_not_keep_a_process_from_opening() -> None
 @pytest.mark.parametrize(
     ("kind", "cores", "options", "expected"),
     [
-        ("openvino/cpu", 1, {}, True),
-        ("openvino/cpu", 1, {ISOLATE: "false"}, False),
+        ("openvino/cpu", 2, {}, True),
+        ("openvino/cpu", 1, {}, False),  # it computes in the caller's thread
+        ("openvino/cpu", 2, {ISOLATE: "false"}, False),
         ("openvino/cpu", 4, {}, False),  # all cores
         ("openvino/cpu", 0, {}, False),  # no target says that they are shared
         ("openvino/gpu", 1, {}, False),
@@ -189,8 +190,8 @@ def test_a_provider_that_pins_threads_itself_is_isolated_on_a_part_of_the_cores(
 
 
 def test_a_device_stays_isolated_where_the_main_thread_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kind_table, "count_cores", lambda: 2)
-    placed = segments.PlacedDevice(Device("openvino/cpu:0", 1 << 30, processors=("cpu:0",)), (0,))
+    monkeypatch.setattr(kind_table, "count_cores", lambda: 4)
+    placed = segments.PlacedDevice(Device("openvino/cpu:0", 1 << 30, cores=2, processors=("cpu:0",)), (0, 1))
     monkeypatch.setattr(kind_table, "count_cores", lambda: 1)
     assert is_isolated(placed.memory.address)
 
