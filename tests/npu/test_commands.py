@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 import onnxplace
@@ -13,6 +12,10 @@ from onnxplace.machine.isolated_sessions import list_taken_nodes, open_session
 from onnxplace.machine.ort_sessions import make_session_options
 from onnxplace.target.device_kinds import DeviceAddress
 from tests.conftest import FAST_PIPELINE, Ran
+from tests.support.command_checks import (
+    test_bench_measures_both as test_bench_measures_both,
+    test_run_writes_the_outputs as test_run_writes_the_outputs,
+)
 from tests.support.commands import only_json
 from tests.support.npu_models import NPU, fixed_branches
 
@@ -53,18 +56,6 @@ def test_the_npu_takes_every_node_of_its_segments(bundle_path):
             options = make_session_options([0], entries={"session.record_ep_graph_assignment_info": "1"})
             session = open_session(bundle.file(segment.file), options, DeviceAddress.of(NPU))
             assert len(list_taken_nodes(session, DeviceAddress.of(NPU))) >= segment.nodes
-
-
-def test_run_writes_the_outputs(run_cli, bundle_path, tmp_path):
-    result = run_cli("run", bundle_path, "--outputs", tmp_path / "outputs.npz")
-    assert result.code == 0, result.err
-    assert np.load(tmp_path / "outputs.npz")["y"].shape == (4, 64)
-
-
-def test_bench_measures_both(run_cli, bundle_path):
-    result = run_cli("bench", bundle_path, "--no-memory", "--repeat", "2", "--json")
-    assert result.code == 0, result.err
-    assert only_json(result)["bundle"]["median_seconds"] > 0
 
 
 @pytest.mark.parametrize("command", [["run"], ["verify"], ["bench", "--repeat", "2"]], ids=" ".join)

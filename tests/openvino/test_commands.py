@@ -11,6 +11,10 @@ from onnxplace.bundle.bundle import Bundle
 from onnxplace.machine.isolated_sessions import list_taken_nodes, open_session
 from onnxplace.machine.ort_sessions import make_session_options
 from tests.openvino.devices import OPENVINO, place
+from tests.support.command_checks import (
+    test_bench_measures_both as test_bench_measures_both,
+    test_run_writes_the_outputs as test_run_writes_the_outputs,
+)
 from tests.support.commands import only_json
 
 SECOND = "openvino/cpu:1"
@@ -45,18 +49,6 @@ def test_openvino_takes_every_node_of_its_segments(bundle_path):
             options = make_session_options([0], entries={"session.record_ep_graph_assignment_info": "1"})
             session = open_session(bundle.file(segment.file), options, device.address)
             assert len(list_taken_nodes(session, device.address)) >= segment.nodes
-
-
-def test_run_writes_the_outputs(run_cli, bundle_path, tmp_path):
-    result = run_cli("run", bundle_path, "--outputs", tmp_path / "outputs.npz")
-    assert result.code == 0, result.err
-    assert np.load(tmp_path / "outputs.npz")["y"].shape == (4, 64)
-
-
-def test_bench_measures_both(run_cli, bundle_path):
-    result = run_cli("bench", bundle_path, "--no-memory", "--repeat", "2", "--json")
-    assert result.code == 0, result.err
-    assert only_json(result)["bundle"]["median_seconds"] > 0
 
 
 def test_compile_with_measured_costs_makes_a_bundle_that_is_equal(run_cli, model_file, tmp_path):
