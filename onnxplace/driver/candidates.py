@@ -249,13 +249,7 @@ def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = 
         state = replace(state, diagnostics=notes)
     if strategy.everywhere or strategy.groups:
         strategy, state = _add_routes(strategy, state)
-    candidate, target = Candidate(strategy, profiled, state, placed.timings), profiled.state.target
-    used = tuple(target.devices[index].id for index in np.unique(state[Placement].device).tolist())
-    if strategy.kind != "placed" or strategy.devices or not target.shares_processors or not used:
-        return candidate
-    # The other devices are ways to use the same processors, which the bundle need not name.
-    fewer = predict(replace(strategy, devices=used), profiled, observer)
-    return fewer if fewer.step_seconds <= candidate.step_seconds else candidate
+    return Candidate(strategy, profiled, state, placed.timings)
 
 
 def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:

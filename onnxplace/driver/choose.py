@@ -165,7 +165,7 @@ def make_latency_objective(
             yield [Strategy("sharding", "sharded", passes, min_gain=min_gain)]
 
     def choose(fitting: Sequence[Candidate]) -> list[Candidate]:
-        best = list[Candidate]()
+        best, fitting = list[Candidate](), [_name_fewer_devices(item) for item in fitting] if compares_sets else fitting
         for ids in dict.fromkeys(item.strategy.devices for item in fitting):
             placed, others = _split_off_whole([item for item in fitting if item.strategy.devices == ids])
             mine = [*(whole.choose(placed) if placed else []), *others]
@@ -230,6 +230,16 @@ def restrict_strategy(strategy: Strategy, ids: tuple[str, ...], sets: Sequence[t
     if not ids:  # each change of devices is a call, and cold caches
         return replace(strategy, name=f"{strategy.name} on devices that take turns", min_gain=MIN_GAIN)
     return replace(strategy, name=f"{strategy.name} on {format_names(ids, quoted=False)}", devices=ids)
+
+
+def _name_fewer_devices(item: Candidate) -> Candidate:
+    """Return a candidate over all devices without those that get nothing: they are ways to use the same processors."""
+    target = item.state.target
+    used = tuple(target.devices[index].id for index in np.unique(item.state[Placement].device).tolist())
+    if item.strategy.kind != "placed" or item.strategy.devices or not used:
+        return item
+    fewer = predict(replace(item.strategy, devices=used), item.profiled)
+    return fewer if fewer.step_seconds <= item.step_seconds else item
 
 
 def _weigh_step(item: Candidate) -> float:

@@ -25,7 +25,7 @@ from onnxplace.target.kind_table import (
     resolve_short_name,
 )
 from onnxplace.target.parsing import DeviceSpec, name_variant, name_whole, parse_devices
-from onnxplace.target.target import HAND_OVER_SECONDS, Device, Pool, Target
+from onnxplace.target.target import HAND_OVER_SECONDS, Device, Pool, Target, count_cores_by_processor
 from onnxplace.target.unused_hardware import list_unused_hardware
 from onnxplace.utils.control_groups import count_cores, count_free_bytes, find_core_limit, list_cores
 from onnxplace.utils.ort import build_one_node_model, import_onnxruntime, list_installed_wheels
@@ -92,12 +92,8 @@ def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 def find_cores(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
     """Return the cores of each device of one host that computes on cores, by its id: those of its processors."""
-    with_cores = [device for device in devices if device.has_cores]
+    with_cores, sizes = [device for device in devices if device.has_cores], count_cores_by_processor(devices)
     processors = {device.id: device.processors or (device.id,) for device in with_cores}
-    sizes: dict[str, int] = {}
-    for device in with_cores:
-        names = processors[device.id]
-        sizes.update({name: max(sizes.get(name, 1), device.cores // len(names)) for name in names})
     cores = dict(zip(sizes, assign_cores(list(sizes.values()))))
     joined = {key: [core for name in names for core in cores[name]] for key, names in processors.items()}
     return {device.id: tuple(joined[device.id][: device.cores]) for device in with_cores}
@@ -174,7 +170,7 @@ def _add_alternatives(specs: list[DeviceSpec], providers: Sequence[str], *, has_
         ways += own
     for way in list(ways) if has_max_error else ():
         if "precision" not in way.options:
-            for precision in find_kind(way.id.partition(":")[0]).options.get("precision", ())[1:]:
+            for precision in find_kind(way.id.partition(":")[0]).list_values("precision", way.options)[1:]:
                 given = {"precision": precision}
                 ways.append(DeviceSpec(name_variant(way.id, given), {**way.options, **given}))
     ways += _list_spans(ways)
@@ -228,22 +224,11 @@ def _join_processors(devices: tuple[Device, ...]) -> Target:
     for device in devices:
         groups.setdefault("host" if device.has_cores else name_whole(device.id), []).append(device)
     # Logical devices that are parts have their shares of the memory already.
-    pools = [
-        Pool(tuple(device.id for device in group), _count_pool_bytes(group))
-        for group in groups.values()
-        if len(group) > 1 and any(device.processors for device in group)
-    ]
+    shared = [group for group in groups.values() if len(group) > 1 and any(device.processors for device in group)]
+    # Together, they may use what those have that share no processor.
+    sums = [sum(group[index].memory_bytes for index in Target(tuple(group)).independent_devices) for group in shared]
+    pools = [Pool(tuple(device.id for device in group), size) for group, size in zip(shared, sums)]
     return Target(devices, pools=tuple(pools))
-
-
-def _count_pool_bytes(devices: Sequence[Device]) -> int:
-    """Return what devices of one memory may use together: what those have that share no processor."""
-    free, total = set[str](), 0
-    for device in sorted(devices, key=lambda item: len(item.processors)):
-        if not free & set(device.processors):
-            free |= set(device.processors)
-            total += device.memory_bytes
-    return total
 
 
 def resolve_device(spec: DeviceSpec) -> DeviceSpec:

@@ -122,13 +122,9 @@ def calibrate(
 
 def _list_cpus(target: Target) -> tuple[str, ...]:
     """Return devices that compute on cores at once: of those that share a processor, ONNX Runtime's own comes first."""
-    chosen: dict[str, tuple[str, ...]] = {}
-    with_cores = [device for device in target.devices if device.has_cores]
-    for device in sorted(with_cores, key=lambda item: (len(item.processors), not item.is_host)):
-        names = device.processors or (device.id,)
-        if all(set(names).isdisjoint(others) for others in chosen.values()):
-            chosen[device.id] = names
-    return tuple(device.id for device in with_cores if device.id in chosen)
+    devices = sorted(target.devices, key=lambda item: not item.is_host)
+    chosen = {devices[index].id for index in replace(target, devices=tuple(devices)).independent_devices}
+    return tuple(device.id for device in target.devices if device.has_cores and device.id in chosen)
 
 
 def _measure(

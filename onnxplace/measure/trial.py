@@ -49,7 +49,7 @@ from onnxplace.measure.step_inputs import RepeatedStep
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Event, Result, Runtime, RuntimeSession
 from onnxplace.runtime.timelines import find_medians
-from onnxplace.target.target import Target
+from onnxplace.target.target import Target, count_cores_by_processor
 from onnxplace.utils.control_groups import find_core_limit
 from onnxplace.utils.differences import relative_error
 from onnxplace.utils.files import write_file
@@ -144,7 +144,7 @@ def report_core_shortage(target: Target, model: str) -> Diagnostic | None:
 
     Devices of several hosts do not run here.
     """
-    needed, available = target.count_cores(), len(available_cores())
+    needed, available = sum(count_cores_by_processor(target.devices).values()), len(available_cores())
     if target.hosts or needed <= available:
         return None
     message = f"its CPU devices have {needed} cores, this machine {available}: they compete for cores"

@@ -10,7 +10,7 @@ from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value, s
 from onnxplace.target.device_kinds import PROVIDER_OPTION, THREADS
 from onnxplace.target.hosts import require_host_name, require_hosts_on_all, split_host
 from onnxplace.target.kind_table import SHORT_NAMES, find_kind, is_known_kind, list_kind_names
-from onnxplace.target.limits import MAX_CORES, MAX_INDEX, MAX_MEMORY_BYTES, require_device_limit
+from onnxplace.target.limits import MAX_CORES, MAX_DEVICES, MAX_INDEX, MAX_MEMORY_BYTES, require_device_limit
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,24 @@ def _parse_local_id(text: str, where: str) -> str:
     if not _is_number(index):
         hint = f"write {kind}:0 for the first one"
         raise TargetError("T005", f"device {text!r} has no index", where=where, hint=hint)
-    if dash and not (find_kind(kind).has_cores and _is_number(last) and int(index) < int(last)):
+    numbers = [item.lstrip("0") or "0" for item in (index, last, part)]
+    if any(len(item) > len(str(MAX_INDEX)) for item in numbers if _is_number(item)):
+        message = f"expected an index of at most {MAX_INDEX}, got device {format_value(text)}"
+        raise TargetError("T005", message, where=where)
+    whole = f"{kind}:{numbers[0]}" + (f"-{numbers[1]}" if dash else "")
+    if dash and not (find_kind(kind).has_cores and _is_number(last) and 0 < int(last) - int(index) < MAX_DEVICES):
         message = f"device {text!r} cannot be several processors"
-        raise TargetError("T005", message, where=where, hint=f"write {kind}:{index}; cpu:0-3 is one of ascending cores")
+        hint = f"write {kind}:{index}; cpu:0-3 is one of four, and {MAX_DEVICES} is the most"
+        raise TargetError("T005", message, where=where, hint=hint)
     if slash and _VARIANT.fullmatch(part):
-        return f"{kind}:{'-'.join(str(int(item)) for item in (index, last) if item)}/{part}"
+        return f"{whole}/{part}"
     if slash and not find_kind(kind).is_divisible:
         message = f"device {text!r} cannot be one of several on {kind}:{index}"
         raise TargetError("T005", message, where=where, hint=f"write {kind}:{index}, or further indices")
     if slash and not _is_number(part):
         hint = f"write {kind}:{index}/0 for the first logical device of {kind}:{index}"
         raise TargetError("T005", f"device {text!r} has no number after the slash", where=where, hint=hint)
-    numbers = [item.lstrip("0") or "0" for item in (index, last, part)]
-    if any(len(item) > len(str(MAX_INDEX)) for item in numbers):
-        message = f"expected an index of at most {MAX_INDEX}, got device {format_value(text)}"
-        raise TargetError("T005", message, where=where)
-    return f"{kind}:{numbers[0]}" + (f"-{numbers[1]}" if dash else "") + (f"/{numbers[2]}" if slash else "")
+    return whole + (f"/{numbers[2]}" if slash else "")
 
 
 # What follows the slash in the id of a device that is another way to use the same hardware: `cuda:0/tf32`.

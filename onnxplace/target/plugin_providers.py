@@ -57,7 +57,7 @@ class ProviderRecord:
     """Returns the provider's options for a type of device, the type that float32 is computed in, and a number of
     threads, which is 0 for devices without cores."""
     isolates_on_cores: bool = False
-    """Whether sessions of one process that compute on a core each disturb each other."""
+    """Whether sessions of one process disturb each other that have several threads each, on a part of the cores."""
     caches_contexts: bool = False
     """Whether it writes compiled models (EPContext nodes)."""
     lock: ProviderLock | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -317,14 +317,6 @@ class Target:
         """Return whether some devices cannot compute at the same time."""
         return bool((self.processors.sum(axis=0) > 1).any())
 
-    def count_cores(self) -> int:
-        """Return the cores that its devices compute on, those of a processor that several have once."""
-        cores: dict[str, int] = {}
-        for device in (item for item in self.devices if item.has_cores):
-            names = device.processors or (device.id,)
-            cores.update({name: max(cores.get(name, 0), device.cores // len(names)) for name in names})
-        return sum(cores.values())
-
     @cached_property
     def conflicts(self) -> NDArray[np.bool_]:
         """Return [device, device]: whether they have a processor in common, as each device has with itself."""
@@ -445,6 +437,19 @@ class Target:
             self.position(device_id)
         devices = (replace(device, memory_bytes=limits.get(device.id, device.memory_bytes)) for device in self.devices)
         return replace(self, devices=tuple(devices))
+
+
+def count_cores_by_processor(devices: Sequence[Device]) -> dict[str, int]:
+    """Return the number of cores of each processor that devices of one host compute on, by its name.
+
+    >>> count_cores_by_processor([Device("cpu:0", 1, cores=2), Device("cpu:1", 1, cores=4, processors=("cpu:0", "x"))])
+    {'cpu:0': 2, 'x': 2}
+    """
+    cores: dict[str, int] = {}
+    for device in (item for item in devices if item.has_cores):
+        names = device.processors or (device.id,)
+        cores.update({name: max(cores.get(name, 1), device.cores // len(names)) for name in names})
+    return cores
 
 
 def request_overhead_seconds(devices: int) -> float:

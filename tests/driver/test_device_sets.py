@@ -7,8 +7,10 @@ import pytest
 import onnxplace
 from onnxplace.driver.choose import list_device_sets
 from onnxplace.errors import OnnxplaceError
+from onnxplace.machine import hardware
 from onnxplace.machine.hardware import local_target
-from onnxplace.target.target import Device, Pool, Target
+from onnxplace.target.parsing import DeviceSpec
+from onnxplace.target.target import Device, Pool, Target, count_cores_by_processor
 from tests.support.half_device import offer_kind
 from tests.support.other_cores import OtherCores
 
@@ -31,7 +33,7 @@ def test_a_provider_adds_devices_on_the_same_processors_and_spans(other):
     (pool,) = target.pools
     assert pool == Pool(tuple(list_ids(target)), target.devices[0].memory_bytes + target.devices[1].memory_bytes)
     assert [device.cores for device in target.devices] == [1, 1, 1, 1, 2, 2]
-    assert target.count_cores() == 2
+    assert sum(count_cores_by_processor(target.devices).values()) == 2
 
 
 def test_a_maximum_error_adds_the_faster_types_of_devices(other):
@@ -50,6 +52,17 @@ def test_an_unknown_provider_is_refused_with_a_suggestion(other):
     assert "openvino" in caught.value.hint
     with pytest.raises(OnnxplaceError, match="excludes `machine`"):
         onnxplace.plan("m.onnx", machine="H100", providers="other")
+
+
+@pytest.mark.parametrize(
+    ("options", "variants"),
+    [({}, ["cuda:0/tf32"]), ({"provider": "tensorrt"}, ["cuda:0/float16", "cuda:0/bfloat16"])],
+)
+def test_a_gpu_gets_the_faster_types_of_its_provider(options, variants):
+    ways = hardware._add_alternatives([DeviceSpec("cuda:0", options)], [], has_max_error=True)
+    assert [way.id for way in ways] == ["cuda:0", *variants]
+    for way in ways:
+        Device(way.id, 1, options=way.options)  # which refuses options that do not exist
 
 
 def test_more_threads_than_cores_are_refused():
