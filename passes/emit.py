@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -64,6 +64,4 @@ def _list_sizes(state: State) -> list[KnownValues]:
     """Return what follows from each of the compiled sizes, if a device needs static shapes."""
     if not any(device.needs_static_shapes for device in state.target.devices):
         return []
-    model = state[Model]
-    others = (replace(model, dimensions=sizes, samples={}) for sizes in model.other_sizes)
-    return [KnownValues(*infer_shapes_and_values(item)) for item in (model, *others)]
+    return [KnownValues(*infer_shapes_and_values(state[Model]))]

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
-from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
+from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.ort_sessions import make_session_options
 from onnxplace.model.cut_constraints import DEQUANTIZE, is_quantization_node
@@ -48,10 +48,6 @@ class Optimize(Pass):
 
     def run(self, state: State) -> State:
         before = state[Model]
-        if self.fixed_sizes and before.other_sizes:
-            message = f"--fixed-sizes takes one size, and --shape gives {1 + len(before.other_sizes)}"
-            hint = "give one size; or omit --fixed-sizes, and devices that need fixed sizes get a session for each"
-            raise UsageError("U042", message, where=before.name, hint=hint)
         model = _duplicate_dequantisers(_drop_unused(_fix_sizes(before) if self.fixed_sizes else before))
         foldable = _find_foldable(model, self.fold_up_to)
         notes: tuple[Diagnostic, ...] = ()

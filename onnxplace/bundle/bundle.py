@@ -5,6 +5,7 @@
     bundle/segments/cpu0-000.onnx   plain ONNX, one per segment
     bundle/segments/whole.onnx      the optimised model, unsplit, over the same weights
     bundle/segments/weights.bin     every weight once
+    bundle/plan1/                   a further plan, for other sizes: a bundle over the same weights
 
 Compiled with `--link-weights`, it holds no weights: they stay in the model's own files, in or below the folder that
 contains the bundle. Nothing in a bundle is executed except ONNX. No path in it may lead out of it, or out of that
@@ -164,7 +165,8 @@ class Bundle:
         models = [
             name for segment in manifest.segments for name in (segment.file, *(item.file for item in segment.sized))
         ]
-        for name in (WHOLE_MODEL_FILE, weights, *models, *sorted(bundle.compiled_files)):
+        plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
+        for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(bundle.compiled_files)):
             if name not in manifest.files:
                 raise BundleError(
                     "N002", f"expected {name!r} among the files of the manifest", where=str(path / MANIFEST_FILE)
@@ -196,7 +198,7 @@ class Bundle:
 
     def linked_file(self, name: str) -> Path:
         """Return the path of a linked weights file; raises BundleError if the name leads elsewhere."""
-        return self._resolve_inside(self._root.parent, name, "the folder that contains the bundle")
+        return self._resolve_inside(self._link_root, name, "the folder that contains the bundle")
 
     def _resolve_inside(self, folder: Path, name: str, folder_text: str) -> Path:
         # By os.path: methods of Path take three times as long, a quarter of the time to open many small segments.
@@ -216,9 +218,18 @@ class Bundle:
         return self.path.resolve()
 
     @property
+    def _link_root(self) -> Path:
+        return self._root.parents[self.manifest.link_levels - 1]
+
+    @cached_property
+    def plans(self) -> tuple[Bundle, ...]:
+        """Return this bundle and its plans for other sizes, which run as bundles of their own; raises BundleError."""
+        return (self, *(Bundle.open(self.file(name)) for name in self.manifest.plans))
+
+    @property
     def session_entries(self) -> dict[str, str]:
         """Return the session options by which ONNX Runtime finds linked weights."""
-        return external_data_options(self._root.parent) if self.manifest.linked else {}
+        return external_data_options(self._link_root) if self.manifest.linked else {}
 
     @property
     def target(self) -> Target:
@@ -400,6 +411,8 @@ def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
         raise BundleError("N009", message, where=str(file), hint=hint)
     # A copy, or a file that was only touched, has other times and the same bytes.
     is_same = (status.st_mtime_ns, status.st_ctime_ns) == (link.mtime_ns, link.ctime_ns)
+    if not link.mtime_ns:  # a file of the bundle around it
+        is_same = status.st_size > MAX_SMALL_FILE_BYTES
     if (check == "all" or not is_same) and compute_sha256(file) != link.sha256:
         message = "this weights file changed since the compile: its SHA-256 differs"
         raise BundleError("N009", message, where=str(file), hint=hint)

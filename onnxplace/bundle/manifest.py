@@ -320,6 +320,17 @@ class TrialRecord(Record):
     """Eight of ten turns had a speed-up over one device between the two."""
 
 
+class SizeRecord(Record):
+    """A size of requests: the step of each plan at it, by which a session chooses."""
+
+    dimensions: dict[str, Dimension]
+    """Sizes of symbolic dimensions."""
+    seconds: Annotated[tuple[Seconds | None, ...], Field(min_length=1)]
+    """Step of each plan, the bundle's own first; measured if there was a trial, None if it does not take the size."""
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0
+    """How often it is, next to others that were compiled for; 0 for a size between them."""
+
+
 class DeviceRecord(Record):
     """The compiler's prediction for one device in one inference.
 
@@ -345,7 +356,8 @@ class FileRecord(Record):
 class LinkRecord(FileRecord):
     """A weights file of the model that the bundle refers to, as it was when the model was compiled."""
 
-    mtime_ns: int
+    mtime_ns: int = 0
+    """0 for a file of the bundle around a plan, which is checked as the files of that bundle."""
     ctime_ns: int = 0
     """When the file or its attributes changed last, which no program can put back."""
 
@@ -414,6 +426,13 @@ class Manifest(Record):
     """What the ONNX file said of the model."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
+    plans: tuple[str, ...] = ()
+    """Folders of further plans for other sizes: bundles of the same model, which share its weights."""
+    sizes: tuple[SizeRecord, ...] = ()
+    """Sizes that it was compiled for, if there were several, and sizes between them."""
+    link_levels: Annotated[int, Field(ge=1, le=2)] = 1
+    """How many folders above the bundle's own the paths in `linked` begin: 2 in a plan of a bundle with linked weights.
+    """
 
     @property
     def step_seconds(self) -> float:

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +51,13 @@ class Staging:
     """Whether a bundle at `path` is replaced."""
     lock: FileLock
     kind: OutputKind = "bundle"
+    part: str = ""
+    """The name of one of several bundles that are built for `path`."""
+
+    def for_part(self, number: int) -> Staging:
+        """Return the staging of one of several bundles that are built for `path`."""
+        part = f"part{number:03}"
+        return replace(self, folder=self.lock.path_with_ending(part), part=part)
 
     def with_final_name(self, text: str) -> str:
         """Return a text with the unfinished bundle's name replaced by the finished one's."""
@@ -63,11 +70,11 @@ class Staging:
 
     def sibling_path(self, ending: str) -> Path:
         """Return another temporary path like `folder`, removed at the end unless it is placed."""
-        return self.lock.path_with_ending(ending)
+        return self.lock.path_with_ending(self.part + ending)
 
     def clear(self) -> None:
         """Remove what was built so far, which is not good enough."""
-        for path in self.folder.parent.glob(f"{self.lock.path.name}.*"):
+        for path in self.folder.parent.glob(f"{self.lock.path.name}.{self.part}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def place(self, folder: Path) -> None:

@@ -46,6 +46,14 @@ DETAILS = ("P040", "P060", "P062")
 @with_machine()
 @click.option("--costs", type=PATH, metavar="F", help="Costs measured elsewhere: JSON or CSV.")
 @click.option("--save-costs", type=PATH, metavar="F", help="Write the costs to a file: JSON or CSV.")
+@click.option(
+    "--plans",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Of several --shape, at most N plans.",
+)
 @click.option("--no-trial", is_flag=True, help="Do not run the compiled bundle.")
 @placer_option
 @objective_option
@@ -112,7 +120,7 @@ def compile(  # noqa: A001
     *,
     json_: bool,
     target: Path | None,
-    shape: str,
+    shape: tuple[str, ...],
     inputs: Path | None,
     pipeline: str | None,
     budget: float | None,

@@ -17,7 +17,7 @@ from onnxplace.cli.shared_options import (
     as_json,
     describe_note,
     model_options,
-    parse_shape,
+    parse_sizes,
     print_json,
     print_notes,
     print_text,
@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 @as_json
 def plan(
     model: Path | None, *, diff: tuple[Path, Path] | None, machine: tuple[str, ...], price: Path | None, fit: bool,
-    latency: str | None, rate: str | None, shape: str, inputs: Path | None, no_cache: bool, json_: bool, **options: Any
+    latency: str | None, rate: str | None, shape: tuple[str, ...], inputs: Path | None, no_cache: bool, json_: bool,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Predict latency, throughput and memory of MODEL for several ways to use the devices.
 
@@ -89,7 +90,7 @@ def plan(
         raise UsageError("U042", message, hint="name machines: --machine 2xL4 --machine H100")
     goals = parse_goals(latency, rate)
     prices = read_prices(price, machines) if price else None
-    arrays, sizes = read_npz(inputs) if inputs else None, parse_shape(shape)
+    arrays, sizes = read_npz(inputs) if inputs else None, parse_sizes(shape)
     announce_loop_compilation(json_)
     plans: dict[str, Plan] = {}
     with show_progress(json_, "reading the model") as observer:

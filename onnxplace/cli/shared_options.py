@@ -55,6 +55,8 @@ class FiniteNumber(click.FloatRange):
 
 # Any int64. The model limits sizes further.
 _SIZE = re.compile(r"[0-9]{1,18}")
+# Sizes with a weight behind them.
+_WEIGHTED = re.compile(r"(.*=\s*[0-9]+)\s*=\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*")
 
 
 def stack(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -84,7 +86,7 @@ seed_option = click.option(
 )
 objective_option = click.option(
     "--objective",
-    type=click.Choice(["latency", "throughput", "fit", "step"]),
+    type=click.Choice(["latency", "worst-ratio", "throughput", "fit", "step"]),
     default="latency",
     show_default=True,
     help="Least step time, most steps per second, least traffic of placements that fit, or least training step.",
@@ -120,7 +122,12 @@ model_options = stack(
         metavar="16GiB",
         help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB,host=64GiB  [default: 90 % of the free memory]",
     ),
-    shape_option,
+    click.option(
+        "--shape",
+        multiple=True,
+        metavar="batch=8,seq=128",
+        help="Sizes of symbolic dimensions; repeat it for several kinds of requests, batch=1=0.1 for a rare one.",
+    ),
     click.option(
         "--fixed-sizes", is_flag=True, help="Take the sizes of --shape alone: NPUs run more of the model then."
     ),
@@ -259,15 +266,20 @@ def parse_shape(text: str) -> dict[str, int]:
     >>> parse_shape("batch=8, min(a, b)=2")
     {'batch': 8, 'min(a, b)': 2}
     """
-    return {key: sizes[0] for key, sizes in parse_sizes(text, max_sizes=1).items()}
+    return {key: sizes[0] for key, sizes in _parse_sizes(text, max_sizes=1).items()}
 
 
-def parse_sizes(text: str, max_sizes: int = 1024) -> dict[str, tuple[int, ...]]:
-    """Read `batch=1,4,8,seq=128`, where dimensions may have several sizes.
+def parse_sizes(texts: Sequence[str]) -> list[tuple[dict[str, tuple[int, ...]], float]]:
+    """Read each `batch=1,4,8,seq=128=0.1`: dimensions, which may have several sizes, and a weight, by default 1.
 
-    >>> parse_sizes("batch=1,4, seq=128")
-    {'batch': (1, 4), 'seq': (128,)}
+    >>> parse_sizes(["batch=1,4, seq=128", "batch=8=0.1"])
+    [({'batch': (1, 4), 'seq': (128,)}, 1.0), ({'batch': (8,)}, 0.1)]
     """
+    matches = [(text, _WEIGHTED.fullmatch(text)) for text in texts]
+    return [(_parse_sizes(match[1] if match else text), float(match[2]) if match else 1.0) for text, match in matches]
+
+
+def _parse_sizes(text: str, max_sizes: int = 1024) -> dict[str, tuple[int, ...]]:
     sizes: dict[str, tuple[int, ...]] = {}
     for item in filter(None, (part.strip() for part in re.split(r",(?![^()]*\))", text))):
         key, _, size = item.rpartition("=")

@@ -30,11 +30,12 @@ def compile(model: str | Path | ModelProto | Any, settings: CompileSettings) -> 
     - `devices`: "cuda:0,cuda:1" or a list, of this machine; or `target`: devices of any machine, or their file; or
       `machine`: "8xH100-NVLink", a name of docs/machines.md; `max_memory`: "16GiB", or "cuda:0=16GiB,cpu:0=64GiB", or
       with "host=32GiB" too, the host's memory for weights that stream.
-    - `shape`: {"batch": 8}, sizes of symbolic dimensions, or {"batch": [1, 4, 8]}, of which devices with static shapes
-      get a session for each (docs/compiled-segments.md); `fixed_sizes`: take one size alone, as NPUs like it; `inputs`:
-      arrays by name, for measurements.
+    - `shape`: {"batch": 8}, sizes of symbolic dimensions; or several, [{"batch": 1}, ({"batch": 8}, 0.1)], each maybe
+      with a weight, how often it is, for which the bundle gets at most `plans` plans (docs/sizes.md); {"batch": [1, 4]}
+      is short for several; `fixed_sizes`: take these sizes alone, as NPUs like it; `inputs`: arrays by name, for
+      measurements.
     - `placer`: may carry options, "auto{seconds=10}"; default: the one for the `objective` ("latency", "throughput",
-      "fit"); `budget_seconds`: limit of its search; `seed`; `pipeline`: text of all passes, which replaces these.
+      "fit", "worst-ratio"); `budget_seconds`: limit of its search; `seed`; `pipeline`: text of all passes, which replaces these.
     - `effort`: "low": estimates and little search; "default"; "high": the whole model is measured even where layers
       repeat, the search takes all of its time, and the trial more steps (docs/costs.md).
     - `device_map`: {"encoder.*": "cpu:0"} or a file, `colocate`: regular expressions, `strict`: fail if a device

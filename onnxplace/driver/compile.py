@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from onnxplace.driver.choose import (
     make_latency_objective,
     make_throughput_objective,
 )
+from onnxplace.driver.plan_sets import join_sizes
 from onnxplace.driver.settings import (
     CompileSettings,
     choose_output,
@@ -26,10 +28,10 @@ from onnxplace.driver.settings import (
     choose_streaming,
     choose_target,
 )
-from onnxplace.driver.sources import ModelSource, bind_source, open_source
+from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source
 from onnxplace.driver.step_parts import suggest_fixed_sizes
 from onnxplace.driver.trials import Compiled, finish_bundle
-from onnxplace.errors import Diagnostic, InfeasibleError, ModelError
+from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile, Routes, Streaming
 from onnxplace.machine import measurement_cache
 from onnxplace.machine.hardware import list_accelerators, require_device
@@ -40,7 +42,7 @@ from onnxplace.model.model import Model
 from onnxplace.model.operator_checks import require_operators
 from onnxplace.model.tensors import tensor_size
 from onnxplace.passes.profiling.streamed_nodes import MIN_STREAMED_BYTES
-from onnxplace.pipeline.pipeline import Pipeline
+from onnxplace.pipeline.pipeline import Observer, Pipeline
 from onnxplace.pipeline.select_placer import OBJECTIVES, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
 from onnxplace.target.target import Target
@@ -88,25 +90,57 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
     path = choose_output(source.origin, settings.output, steps)
     # A file that is no model, and wrong sizes, are reported before an output that another model of this name has.
     model = load_model(source.path)
-    loaded, assumed = bind_source(
+    sized, assumed = bind_source(
         source, model, shape=settings.shape, inputs=settings.inputs, state=settings.state, llm=settings.llm
     )
+    loaded = sized[0].model
+    if len(sized) > 1:
+        _require_one_host(target, len(sized))
     swept = _prepare_paths(source.origin, path, steps, settings.force)
     with use_custom_operators(settings.custom_op_libraries):
         require_operators(loaded)
     notes = (*assumed, *_report_unused_gpus(target, settings.devices), *_report_assumed_links(target))
-    state = State(target).with_facts(loaded).with_notes(*notes)
+    states = [State(target).with_facts(item.model).with_notes(*notes) for item in sized]
     if settings.link_weights or getattr(steps.passes[-1], "link_weights", False):
         require_linkable(loaded, path)
     with stage_output(path, settings.force) as staging, use_custom_operators(settings.custom_op_libraries):
         try:
-            compiled = _run_pipeline(steps, state, staging, settings)
+            compiled = _compile_sizes(sized, states, steps, staging, settings)
         except ModelError:
             require_unchanged(loaded)  # ONNX Runtime may have read weights while another program wrote them
             raise
         staging.place(compiled.bundle.path)
     bundle = Bundle(path, compiled.bundle.manifest)
     return replace(compiled, bundle=bundle, diagnostics=(*swept, *compiled.diagnostics))
+
+
+def _compile_sizes(
+    sized: Sequence[SizedModel], states: Sequence[State], steps: Pipeline, staging: Staging, settings: CompileSettings
+) -> Compiled:
+    """Write the bundle that the user wants, for one size or for several."""
+    is_worst_ratio = settings.objective == "worst-ratio"
+    each = replace(settings, objective="latency") if is_worst_ratio else settings
+    if len(sized) == 1:
+        return _run_pipeline(steps, states[0], staging, each)
+    compiled = []
+    for number, state in enumerate(states):
+        part = replace(each, observer=_name_size(settings.observer, number, len(sized)))
+        compiled.append(_run_pipeline(steps, state, staging.for_part(number), part))
+    return join_sizes(compiled, sized, settings.plans, measures=settings.trial, is_worst_ratio=is_worst_ratio)
+
+
+def _name_size(observer: Observer | None, number: int, count: int) -> Observer | None:
+    """Return an observer of the passes for one of several sizes."""
+    if observer is None:
+        return None
+    return lambda name, position, total: observer(f"size {number + 1} of {count}: {name}", position, total)
+
+
+def _require_one_host(target: Target, sizes: int) -> None:
+    """Raise UsageError for several sizes on several hosts, whose processes run one plan."""
+    if target.hosts:
+        message = f"--shape gives {sizes} sizes, and several hosts run one plan"
+        raise UsageError("U042", message, where="--shape", hint="give the most frequent size; others run, too")
 
 
 def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) -> list[Diagnostic]:

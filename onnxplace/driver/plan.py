@@ -30,7 +30,7 @@ from onnxplace.driver.choose import (
 )
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
 from onnxplace.driver.settings import EFFORTS, CompileSettings, Effort, choose_streaming, choose_target, require_effort
-from onnxplace.driver.sources import bind_source, open_source
+from onnxplace.driver.sources import SizesRequest, bind_source, open_source
 from onnxplace.driver.step_parts import StepPart, list_step_parts, suggest_fixed_sizes
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
@@ -135,7 +135,7 @@ def plan_model(
     machine: str | None = None,
     providers: str | Sequence[str] = (),
     max_memory: str | int | None = None,
-    shape: Mapping[str, int] | None = None,
+    shape: SizesRequest = None,
     inputs: Mapping[str, Array] | None = None,
     state: StateRequest = (),
     llm: bool = False,
@@ -185,7 +185,8 @@ def plan_model(
     optimize, profile = make_pass("optimize", {"fixed_sizes": fixed_sizes}), make_pass("profile", options)
     with open_source(model) as source:
         loaded = load(source.path, may_lack_weights=True)
-        bound, notes = bind_source(source, loaded, shape=shape, inputs=inputs, state=state, llm=llm)
+        sized, notes = bind_source(source, loaded, shape=shape, inputs=inputs, state=state, llm=llm)
+        bound = sized[0].model
         is_measured = settings.target is None and settings.machine is None and not is_estimated
         shortage = report_core_shortage(target, bound.name) if is_measured else None
         notes = (*notes, *([shortage] if shortage else []))

@@ -46,7 +46,8 @@ class CompileSettings:
     machine: str | None = None
     providers: str | Sequence[str] = ()
     max_memory: str | int | None = None
-    shape: Mapping[str, int | Sequence[int]] | None = None
+    shape: Mapping[str, int | Sequence[int]] | Sequence[object] | None = None
+    plans: int = 3
     inputs: Mapping[str, Array] | None = None
     state: StateRequest = ()
     llm: bool = False
@@ -195,6 +196,9 @@ class CompileSettings:
                 raise UsageError("U042", message, where=where, hint=hint)
 
     def _check_amounts(self) -> None:
+        if self.plans < 1:
+            hint = "1 compiles one plan for all sizes of --shape"
+            raise UsageError("U005", f"expected 1 plan or more, got {self.plans}", where="--plans", hint=hint)
         if self.max_error is not None and not 0 < self.max_error < math.inf:
             hint = "1e-3 allows a thousandth of the largest value of each output"
             message = f"expected a number above 0, got {self.max_error:g}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 MODEL_FILE = "model.onnx"
+# How often a decoder is called for a token, next to a prompt.
+TOKENS_PER_PROMPT = 100.0
 # The folders of a model in which exporters put it, its own first.
 _SUBFOLDERS = ("", "onnx")
 # Files of models of Hugging Face's libraries that are not in ONNX.
@@ -105,42 +108,86 @@ def find_in_folder(folder: Path) -> ModelSource:
     return ModelSource(chosen, chosen, diagnostics=(note,))
 
 
+Sizes = Mapping[str, int | Sequence[int]]
+SizesRequest = Sizes | Sequence[object] | None
+"""Sizes of symbolic dimensions; or several, each alone or as a pair with its weight: how often it is."""
+
+
+@dataclass(frozen=True)
+class SizedModel:
+    """A model with the sizes of one kind of request, and how often these are next to others."""
+
+    model: Model
+    weight: float = 1.0
+
+
+def list_sizes(shape: SizesRequest) -> list[tuple[dict[str, int], float]]:
+    """Return the sizes of each kind of request with their weights; of dimensions with several sizes, all combinations.
+
+    Raises UsageError for a weight that is no number above 0.
+
+    >>> list_sizes({"batch": [1, 8]})
+    [({'batch': 1}, 1.0), ({'batch': 8}, 1.0)]
+    """
+    found = list[tuple[dict[str, int], float]]()
+    for item in [shape or {}] if isinstance(shape, Mapping) or not shape else shape:
+        sizes, weight = item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0)
+        is_number = isinstance(weight, (int, float)) and 0 < weight < math.inf
+        if not is_number or not isinstance(sizes, Mapping):
+            hint = 'such as [{"batch": 1}, ({"batch": 8}, 0.1)]; --shape batch=1 --shape batch=8=0.1'
+            raise UsageError(
+                "U005", f"expected sizes, or a pair of them and a weight, got {item!r}", where="--shape", hint=hint
+            )
+        choices = {
+            name: tuple(size) if isinstance(size, list | tuple) and size else (size,) for name, size in sizes.items()
+        }
+        found += [(dict(zip(choices, chosen)), float(weight)) for chosen in product(*choices.values())]
+    return found
+
+
 def bind_source(
     source: ModelSource,
     model: Model,
     *,
-    shape: Mapping[str, int | Sequence[int]] | None,
+    shape: SizesRequest,
     inputs: Mapping[str, Any] | None,
     state: StateRequest,
     llm: bool,
-) -> tuple[Model, tuple[Diagnostic, ...]]:
-    """Return a loaded model with sizes, samples and states, and notes on what was not given and is assumed.
+) -> tuple[list[SizedModel], tuple[Diagnostic, ...]]:
+    """Return a loaded model with sizes, samples and states, for each kind of request, and notes on what is assumed.
+
+    Of a decoder whose sizes are left open, the first one is a token, the second one a prompt.
 
     Args:
         source: Where the model is from.
         model: The model.
-        shape: Sizes of symbolic dimensions that the user gave; of several, costs are for the first.
+        shape: Sizes of symbolic dimensions that the user gave.
         inputs: Samples, which determine all sizes.
         state: Carried states that the user gave.
         llm: Whether states and sizes of a decoder are recognised.
     """
-    several = {
-        name: tuple(size) if isinstance(size, list | tuple) and size else (size,)
-        for name, size in (shape or {}).items()
-    }
-    given, notes = {name: sizes[0] for name, sizes in several.items()}, (*source.diagnostics, *model.notes)
+    requests, notes = list_sizes(shape), (*source.diagnostics, *model.notes)
+    if inputs and len(requests) > 1:
+        message = "--inputs has arrays of one size, and --shape gives several"
+        raise UsageError("U042", message, where="--shape", hint="omit one of the two")
     if llm:
-        decoder = recognise_decoder(model, state, given)
+        decoder = recognise_decoder(model, state, requests[0][0])
         by_hand = {output: name for name, output in bind_states(model, state).states.items()}
         bind_states(decoder.model, decoder.states)  # types and shapes are checked before they are tried
         notes = (*notes, decoder.note, *try_states(decoder, by_hand))
         model, state = decoder.model, decoder.states
-        given = given if inputs else dict(decoder.sizes)
-    assumed = {} if inputs or llm else {name: size for name, size in source.sizes.items() if name not in given}
-    if assumed:
+        if not inputs:
+            prompts = decoder.list_prompt_sizes(requests[0][0]) if len(requests) == 1 else []
+            requests = [(decoder.complete(sizes), weight) for sizes, weight in requests]
+            requests = [(sizes, TOKENS_PER_PROMPT * weight if prompts else weight) for sizes, weight in requests]
+            requests += [(sizes, 1.0) for sizes in prompts]
+    assumed = {} if inputs or llm else dict(source.sizes)
+    if assumed := {name: size for name, size in assumed.items() if any(name not in item for item, _ in requests)}:
         text = ", ".join(f"{name}={size}" for name, size in assumed.items())
         notes += (Diagnostic("M003", f"sizes of its example inputs hold: {text}", hint="--shape gives others"),)
-        given |= assumed
-    others = [{**given, **dict(zip(several, sizes))} for sizes in list(product(*several.values()))[1:]]
-    other_sizes = tuple(bind(model, sizes, inputs or {}).dimensions for sizes in others)
-    return bind_states(replace(bind(model, given, inputs or {}), other_sizes=other_sizes), state), notes
+    sized = [
+        SizedModel(bind_states(bind(model, {**assumed, **sizes}, inputs or {}), state), weight)
+        for sizes, weight in requests
+    ]
+    different = {tuple(sorted(item.model.dimensions.items())): item for item in reversed(sized)}
+    return [item for item in sized if item in different.values()], notes

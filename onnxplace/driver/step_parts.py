@@ -76,7 +76,7 @@ def suggest_fixed_sizes(kept: Candidate) -> list[Diagnostic]:
     least, profile = fixed + (now - fixed) / len(kept.state.target.devices), profiled.state[Profile]
     is_fixed = not model.dimensions or any(getattr(step, "fixed_sizes", False) for step in profiled.front)
     may_gain = least < (1 - MIN_GAIN) * now and len(profile.graph) <= MAX_HINTED_NODES
-    if is_fixed or model.other_sizes or profile.training or not may_gain:
+    if is_fixed or profile.training or not may_gain:
         return []
     try:
         passes = (create_pass("shard", fixed=True), *profiled.replace_placer(create_pass("auto", seconds=0.5)))

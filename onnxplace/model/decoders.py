@@ -78,6 +78,17 @@ class Decoder:
     symbols: Mapping[str, str]
     """Role -> name of its axes, or their size."""
 
+    def complete(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the sizes of a request, where those that are not given are of one step of one conversation."""
+        return {**self.sizes, **sizes}
+
+    def list_prompt_sizes(self, given: Mapping[str, int]) -> list[dict[str, int]]:
+        """Return the sizes of a prompt as long as the past of a step; nothing where sizes are fixed, or given."""
+        new, past = self.symbols.get(NEW, ""), self.symbols.get(PAST, "")
+        if new in given or not {new, past} <= self.sizes.keys():
+            return []
+        return [{**self.sizes, new: max(self.sizes[past], 1), past: 0}]
+
 
 def recognise_decoder(model: Model, request: StateRequest, sizes: Mapping[str, int]) -> Decoder:
     """Recognise states and axes of a decoder; those that the user gives are kept.

@@ -79,8 +79,6 @@ class Model:
     """SHA-256 of the model file, or of the serialised graph."""
     dimensions: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Sizes of symbolic dimensions for profiling; the model itself keeps them symbolic."""
-    other_sizes: tuple[Mapping[str, int], ...] = ()
-    """Further sizes of all symbolic dimensions, for which devices with static shapes get sessions, too."""
     samples: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
     """Inputs that the user gave to profile with."""
     states: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

@@ -16,12 +16,13 @@ from onnxplace.pipeline.text_form import PassSpec, parse_pipeline
 from onnxplace.plugins import OFFERED, list_entries
 from onnxplace.state import Pass, State
 
-ObjectiveName = Literal["latency", "throughput", "fit", "step"]
+ObjectiveName = Literal["latency", "worst-ratio", "throughput", "fit", "step"]
 OBJECTIVES: Mapping[ObjectiveName, str] = MappingProxyType(
-    {"latency": "auto", "throughput": "stages", "fit": "fit", "step": "auto"}
+    {"latency": "auto", "worst-ratio": "auto", "throughput": "stages", "fit": "fit", "step": "auto"}
 )
-"""The placer for each objective: least step time, most steps per second, least traffic of placements that fit, and
-least time of a training step, which is compared with other ways to use the devices."""
+"""The placer for each objective: least step time, of several sizes the least ratio to the best step of each, most steps
+per second, least traffic of placements that fit, and least time of a training step, which is compared with other ways
+to use the devices."""
 USE_FEWER_DEVICES = "ask for fewer with --devices N"
 """The hint for idle devices of a cost graph."""
 CHAIN_SHARE = 0.9

@@ -132,8 +132,8 @@ def recognise(text: str | onnx.ModelProto, states=(), context: int | None = 5):
     proto = parser.parse_model(text) if isinstance(text, str) else text
     symbols = {size.dim_param for value in proto.graph.input for size in value.type.tensor_type.shape.dim}
     sizes = {"e": context} if context and "e" in symbols else {}
-    model, notes = bind_source(ModelSource(proto, proto), load(proto), shape=sizes, inputs=None, state=states, llm=True)
-    return model.states, [note.message for note in notes[1:]]
+    sized, notes = bind_source(ModelSource(proto, proto), load(proto), shape=sizes, inputs=None, state=states, llm=True)
+    return sized[0].model.states, [note.message for note in notes[1:]]
 
 
 HOLD = {

@@ -1,0 +1,281 @@
+"""Choose the plans of a bundle that is compiled for several sizes, and put them together.
+
+Each size is compiled as if it were the only one. Then every plan runs at every size, in turns, and a set of few plans
+is chosen: the one with the least step over all sizes, of which each size takes the fastest. All plans of a set share
+the memory of the devices. At sizes between those that take different plans, the plans of the set run too, so that a
+session knows where one becomes faster than the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+
+from onnxplace.bundle.bundle import SEGMENTS_FOLDER, Bundle
+from onnxplace.bundle.manifest import InputRecord, Manifest, SizeRecord
+from onnxplace.driver.join_plans import join_plans
+from onnxplace.driver.sources import SizedModel
+from onnxplace.driver.trials import Compiled
+from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
+from onnxplace.feeds.dimensions import drop_derived_sizes
+from onnxplace.graph.op_graph import Floats
+from onnxplace.measure.trial import find_trial_obstacle, replace_manifest, run_trials
+from onnxplace.model.lowering import bind
+from onnxplace.utils.quantities import format_milliseconds
+
+# A further plan has to make the step of some size shorter by more than this, or it is not worth opening.
+MIN_PLAN_GAIN = 0.04
+# Sizes that are tried between two that take different plans: each halves the range in which the other one takes over.
+MAX_HALVINGS = 3
+# More sizes, each of which is compiled, are a mistake.
+MAX_SIZES = 32
+# States that move between plans pass through the host's memory, read and written.
+MOVED_BYTES_PER_SECOND = 2e9
+
+
+@dataclass(frozen=True)
+class PlanSet:
+    """Plans, and the step of the fastest one at each size."""
+
+    plans: tuple[int, ...]
+    seconds: Floats
+    loss: float
+
+    @staticmethod
+    def of(plans: Sequence[int], steps: Floats, weights: Floats, *, is_worst_ratio: bool) -> PlanSet:
+        """Return a set of plans with its weighted step, or its worst ratio to the best step of each size."""
+        seconds = steps[list(plans)].min(axis=0)
+        ratios = seconds / steps.min(axis=0)
+        return PlanSet(tuple(plans), seconds, float(ratios.max() if is_worst_ratio else seconds @ weights))
+
+
+def choose_plans(
+    steps: Floats,
+    weights: Floats,
+    most: int,
+    fits: Callable[[Sequence[int]], bool],
+    *,
+    move_seconds: float = 0.0,
+    is_worst_ratio: bool = False,
+) -> tuple[int, ...]:
+    """Return the plans that a bundle gets, by index: few, and nearly as fast as any `most` of them.
+
+    Args:
+        steps: Seconds of each plan at each size (plans, sizes), infinite where it does not run.
+        weights: How often each size is.
+        most: The largest number of plans.
+        fits: Whether the memory of the devices holds some plans together.
+        move_seconds: What it takes to move states from one plan to another.
+        is_worst_ratio: Whether the largest ratio to the best step of a size counts, instead of the weighted step.
+
+    Raises InfeasibleError if no set of plans takes all sizes.
+
+    >>> choose_plans(np.array([[1.0, 96.0], [2.0, 69.0]]), np.ones(2), 3, lambda plans: True)
+    (0, 1)
+    """
+    sets = [
+        PlanSet.of(plans, steps, weights, is_worst_ratio=is_worst_ratio)
+        for count in range(1, min(most, len(steps)) + 1)
+        for plans in combinations(range(len(steps)), count)
+        if fits(plans)
+    ]
+    # A switch comes with a request of the rarer kind; the time of a move is part of its step.
+    moves = [
+        replace(
+            item, loss=item.loss + (0.0 if is_worst_ratio else move_seconds * _count_switches(item, steps, weights))
+        )
+        for item in sets
+        if np.isfinite(item.seconds).all()
+    ]
+    if not moves:
+        message = "no plans take all sizes together within the memory of the devices"
+        raise InfeasibleError(
+            "P001", message, where="--shape", hint="raise --plans or --max-memory, or give fewer sizes"
+        )
+    best = min(moves, key=lambda item: (item.loss, len(item.plans)))
+    limit = 1 + MIN_PLAN_GAIN
+    enough = [item for item in moves if item.loss <= limit * best.loss and (item.seconds <= limit * best.seconds).all()]
+    return min(enough, key=lambda item: (len(item.plans), item.loss)).plans
+
+
+def _count_switches(item: PlanSet, steps: Floats, weights: Floats) -> float:
+    """Return how often requests that follow one another change the plan, at least."""
+    fastest = steps[list(item.plans)].argmin(axis=0)
+    shares = np.bincount(fastest, weights, len(item.plans))
+    return float(2 * (shares.sum() - shares.max()))
+
+
+def join_sizes(
+    compiled: Sequence[Compiled], sized: Sequence[SizedModel], most: int, *, measures: bool, is_worst_ratio: bool
+) -> Compiled:
+    """Return the bundle for several sizes, of what was compiled for each of them.
+
+    Args:
+        compiled: Bundles, each compiled for one size; all but the first one may be moved.
+        sized: The model with each size.
+        most: The largest number of plans.
+        measures: Whether the plans may run here.
+        is_worst_ratio: As for `choose_plans`.
+    """
+    distinct = list({_identify(item.bundle): item for item in reversed(compiled)}.values())
+    plans = [item for item in compiled if item in distinct]
+    bundles = [item.bundle for item in plans]
+    weights = np.array([item.weight for item in sized])
+    if len(plans) > 1 and measures:
+        measures = find_trial_obstacle(*bundles) is None
+    steps = np.stack([_find_steps(plans, compiled, index, sized[index], measures) for index in range(len(sized))], 1)
+    moved = sum(item.bytes for item in _list_states(bundles[0].manifest)) / MOVED_BYTES_PER_SECOND
+    chosen = choose_plans(
+        steps,
+        weights,
+        most,
+        lambda indices: fits_together([bundles[index].manifest for index in indices]),
+        move_seconds=moved,
+        is_worst_ratio=is_worst_ratio,
+    )
+    # Whoever knows nothing of plans runs the first one: it takes all sizes, with whole operators, if one does.
+    first = sorted(
+        chosen, key=lambda index: (not np.isfinite(steps[index]).all(), bool(bundles[index].manifest.sharding), index)
+    )
+    used = [bundles[index] for index in first]
+    records = [_record(item.model.dimensions, steps[first, index], item.weight) for index, item in enumerate(sized)]
+    if measures and len(used) > 1:
+        records += _measure_between(used, records, sized[0])
+    notes = dict.fromkeys(note for item in compiled for note in item.diagnostics)
+    note = _describe_choice(records[: len(sized)], len(first))
+    kept, diagnostics = plans[first[0]], (*notes, note)
+    updates: dict[str, Any] = {"diagnostics": (*kept.bundle.manifest.diagnostics, note)}
+    if len(used) == 1:
+        manifest = used[0].manifest.model_copy(update={**updates, "sizes": tuple(records)})
+        return replace(kept, bundle=replace_manifest(used[0], manifest), diagnostics=diagnostics)
+    updates["inputs"] = _merge_inputs([item.manifest for item in used])
+    timings = tuple(timing for item in compiled for timing in item.timings)
+    return replace(kept, bundle=join_plans(used, updates, records), timings=timings, diagnostics=diagnostics)
+
+
+def _identify(bundle: Bundle) -> tuple[object, ...]:
+    """Return what tells the plan of a bundle from others."""
+    manifest = bundle.manifest
+    segments = tuple(manifest.files[segment.file].sha256 for segment in manifest.segments)
+    sized = tuple(manifest.files[item.file].sha256 for segment in manifest.segments for item in segment.sized)
+    weights = manifest.files[f"{SEGMENTS_FOLDER}/weights.bin"].sha256
+    return (segments, sized, weights, manifest.model_dump_json(include={"programs", "states", "routes", "streams"}))
+
+
+def _find_steps(
+    plans: Sequence[Compiled], compiled: Sequence[Compiled], index: int, sized: SizedModel, measures: bool
+) -> Floats:
+    """Return the step of each plan at a size: measured in turns where they can run, else predicted."""
+    if measures:
+        return _measure([item.bundle for item in plans], sized.model.feeds(0))
+    own = _identify(compiled[index].bundle)
+    return np.array(
+        [item.bundle.manifest.step_seconds if _identify(item.bundle) == own else math.inf for item in plans]
+    )
+
+
+def _measure(bundles: Sequence[Bundle], feeds: Mapping[str, Any]) -> Floats:
+    """Return the step of each bundle with some inputs, in turns; infinite for one that does not take them."""
+    taking = [bundle for bundle in bundles if _takes(bundle, feeds)]
+    steps = dict(zip((bundle.path for bundle in taking), run_trials(taking, feeds))) if taking else {}
+    return np.array([steps[bundle.path].step_seconds if bundle.path in steps else math.inf for bundle in bundles])
+
+
+def _takes(bundle: Bundle, feeds: Mapping[str, Any]) -> bool:
+    """Return whether the inputs of a bundle, whose sizes may be fixed, have these sizes."""
+    return all(
+        item.name not in feeds or item.shape is None or len(item.shape) != np.ndim(feeds[item.name])
+        or all(not isinstance(size, int) or size == actual for size, actual in zip(item.shape, feeds[item.name].shape))
+        for item in bundle.inputs
+    )  # fmt: skip
+
+
+def fits_together(manifests: Sequence[Manifest]) -> bool:
+    """Return whether the devices hold the weights of several plans, and the values of any one of them."""
+    weights, values, limits = dict[str, int](), dict[str, int](), dict[str, int]()
+    for device in (device for manifest in manifests for device in manifest.devices):
+        weights[device.id] = weights.get(device.id, 0) + device.weights_bytes
+        values[device.id] = max(values.get(device.id, 0), device.peak_bytes - device.weights_bytes)
+        limits[device.id] = device.limit_bytes
+    return all(weights[name] + values[name] <= limits[name] for name in limits)
+
+
+def _list_states(manifest: Manifest) -> list[Any]:
+    values = {item.name: item.value for item in manifest.outputs}
+    return [manifest.values[values[item.output]] for item in manifest.states if values[item.output] in manifest.values]
+
+
+def _record(sizes: Mapping[str, int], seconds: Floats, weight: float = 0.0) -> SizeRecord:
+    steps = tuple(float(step) if math.isfinite(step) else None for step in seconds)
+    return SizeRecord(dimensions=dict(sizes), seconds=steps, weight=weight)
+
+
+def _measure_between(bundles: Sequence[Bundle], records: Sequence[SizeRecord], sized: SizedModel) -> list[SizeRecord]:
+    """Return sizes between those that take different plans, near the one at which the other plan takes over."""
+    found = list[SizeRecord]()
+    ordered = sorted(records, key=lambda item: min(filter(None, item.seconds), default=0.0))
+    for low, high in pairwise(ordered):
+        for _ in range(MAX_HALVINGS if None not in (*low.seconds, *high.seconds) else 0):
+            if _find_fastest(low) == _find_fastest(high):
+                break
+            middle = find_middle(low.dimensions, high.dimensions)
+            if middle in (low.dimensions, high.dimensions):
+                break
+            with suppress(OnnxplaceError):  # not every size is one of the model
+                model = bind(sized.model, middle, {})
+                record = _record(model.dimensions, _measure(bundles, model.feeds(0)))
+                found.append(record)
+                low, high = (record, high) if _find_fastest(record) == _find_fastest(low) else (low, record)
+                continue
+            break
+    return found
+
+
+def _find_fastest(record: SizeRecord) -> int:
+    return int(np.argmin([math.inf if step is None else step for step in record.seconds]))
+
+
+def find_middle(low: Mapping[str, int], high: Mapping[str, int]) -> dict[str, int]:
+    """Return sizes half way between others, on a logarithmic scale; what follows from them is left out.
+
+    >>> find_middle({"batch": 1, "seq": 8}, {"batch": 4, "seq": 128})
+    {'batch': 2, 'seq': 33}
+    """
+    middle = {name: round(math.sqrt((low[name] + 1) * (high[name] + 1)) - 1) for name in low}
+    return drop_derived_sizes(middle)
+
+
+def _merge_inputs(manifests: Sequence[Manifest]) -> tuple[InputRecord, ...]:
+    """Return the inputs of all plans: an axis has a size where it has the same one in each."""
+    first, *others = manifests
+    merged = []
+    for item in first.inputs:
+        shapes = [record.shape for manifest in others for record in manifest.inputs if record.name == item.name]
+        shape = item.shape
+        if shape is not None and all(other is not None and len(other) == len(shape) for other in shapes):
+            shape = tuple(
+                None if isinstance(entry, int) and any(other and other[axis] != entry for other in shapes) else entry
+                for axis, entry in enumerate(shape)
+            )
+        merged.append(item.model_copy(update={"shape": shape}))
+    return tuple(merged)
+
+
+def _describe_choice(records: Sequence[SizeRecord], count: int) -> Diagnostic:
+    """Return the note on the plans that were chosen, and their steps at each size."""
+    texts = []
+    for record in records:
+        sizes = ", ".join(f"{name}={size}" for name, size in drop_derived_sizes(record.dimensions).items())
+        steps = [math.inf if step is None else step for step in record.seconds]
+        best = int(np.argmin(steps))
+        others = [format_milliseconds(step) for index, step in enumerate(steps) if index != best and step < math.inf]
+        by = f" by plan {best + 1}" if count > 1 else ""
+        texts.append(f"{sizes}: {format_milliseconds(steps[best])}{by}" + (f" ({', '.join(others)})" if others else ""))
+    what = "one plan" if count == 1 else f"{count} plans"
+    return Diagnostic("P047", f"{what} for {len(records)} sizes: {'; '.join(texts)}", where="--shape")
