@@ -35,7 +35,8 @@ def compile(model: str | Path | ModelProto | Any, settings: CompileSettings) -> 
       is short for several; `fixed_sizes`: take these sizes alone, as NPUs like it; `inputs`: arrays by name, for
       measurements.
     - `placer`: may carry options, "auto{seconds=10}"; default: the one for the `objective` ("latency", "throughput",
-      "fit", "worst-ratio"); `budget_seconds`: limit of its search; `seed`; `pipeline`: text of all passes, which replaces these.
+      "fit", "worst-ratio"); `budget_seconds`: limit of its search; `seed`; `pipeline`: text of all passes, which
+      replaces these.
     - `effort`: "low": estimates and little search; "default"; "high": the whole model is measured even where layers
       repeat, the search takes all of its time, and the trial more steps (docs/costs.md).
     - `device_map`: {"encoder.*": "cpu:0"} or a file, `colocate`: regular expressions, `strict`: fail if a device
