@@ -6,6 +6,7 @@ around it. Bytes that this file lacks, such as parts of split operators, are app
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,13 @@ class _SharedWeights:
 
     def __init__(self, bundle: Bundle) -> None:
         self._path = bundle.path / SHARED_WEIGHTS
-        self._ranges: dict[tuple[int, int], None] = {}
-        """(length, offset) of each weight, in the order in which they are written."""
+        self._offsets = defaultdict[int, set[int]](set)
+        """Length of weights -> where each of them is."""
         for file in bundle.list_files(with_compiled=True):
             if file.endswith(".onnx"):
                 for tensor in _list_external(onnx.load(bundle.file(file), load_external_data=False)):
                     offset, length = read_external_range(tensor)
-                    self._ranges[length, offset] = None
+                    self._offsets[length].add(offset)
         self._bytes = _map(self._path)
 
     def take_over(self, folder: Path, manifest: Manifest) -> Manifest:
@@ -103,19 +104,20 @@ class _SharedWeights:
 
     def _place(self, data: Array) -> int:
         """Return where the file has these bytes, as a weight or as a part of one; they are appended if it has not."""
-        length = len(data)
-        for size, offset in self._ranges:
-            if length and size % length == 0 and size // length <= MAX_PARTS:
+        length, head = len(data), data[:PAGE_BYTES]
+        wholes = [size for size in self._offsets if 0 < length <= size <= MAX_PARTS * length and size % length == 0]
+        for size in sorted(wholes):
+            for offset in self._offsets[size]:
                 for start in range(offset, offset + size, length):
-                    found = self._bytes[start : start + length]
-                    if np.array_equal(found[:PAGE_BYTES], data[:PAGE_BYTES]) and np.array_equal(found, data):
+                    if np.array_equal(self._bytes[start : start + len(head)], head) and np.array_equal(
+                        self._bytes[start : start + length], data
+                    ):
                         return start
         start = -(-len(self._bytes) // PAGE_BYTES) * PAGE_BYTES
         with self._path.open("ab") as stream:
-            stream.write(bytes(start - len(self._bytes)))
-            stream.write(data.data)
+            stream.write(bytes(start - len(self._bytes)) + data.tobytes())
         self._bytes = _map(self._path)
-        self._ranges[length, start] = None
+        self._offsets[length].add(start)
         return start
 
 

@@ -167,11 +167,13 @@ def run_trials(
     runtime: Runtime | None = None,
     thorough: bool = False,
     plain: bool = False,
+    compares: bool = True,
 ) -> tuple[Trial, ...]:
     """Run bundles in turns until their medians are sure: five steps at least, nine of several or if `thorough`.
 
     If `plain`, and the memory suffices, the unsplit model of the first bundle takes turns with them: in one session
-    with the cores of one device, and in one with all cores.
+    with the cores of one device, and in one with all cores. If it `compares`, each bundle is compared with the unsplit
+    model at another size.
 
     Earlier measurements of equal segments and feeds are reused if `cached`. With a `runtime`, such as that for several
     hosts, its sessions run, and nothing is reused. Raises ExecutionError if a segment fails or a bundle differs from
@@ -212,13 +214,13 @@ def run_trials(
                 session.end()
         plain_ones = [plain_sessions[cores] for cores in references]
         times = [_compare_plain(session, *plain_ones) if plain_ones else None for session in tried]
-        notes = [compare_at_another_size(bundle) if is_local else () for bundle in bundles]
+        notes = [compare_at_another_size(bundle) if is_local and compares else () for bundle in bundles]
         return tuple(
             replace(session.summarise(), plain=times[index], size_notes=notes[index])
             for index, session in enumerate(tried)
         )
 
-    parts = [f"compared trial {is_sure}", *(f"plain {cores}" for cores in references)]
+    parts = [f"{'compared ' * compares}trial {is_sure}", *(f"plain {cores}" for cores in references)]
     return measure_once(Trial, parts, bundles, feeds, cached and is_local, is_local, measure)
 
 
