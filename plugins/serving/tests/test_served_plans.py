@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import onnxplace
+from decoder import decoder
 from onnxplace.bundle.manifest import SizeRecord
 from onnxplace.driver.join_plans import join_plans
 from onnxplace.feeds.dimensions import dimensions_of_feeds
@@ -84,14 +85,40 @@ def test_a_server_answers_requests_of_all_sizes(planned):
     with serve_in_thread({"m": planned.path}) as server:
         for batch in (1, 8, 3):
             x = np.random.default_rng(batch).standard_normal((batch, 64)).astype("f4")
-            header = {"name": "x", "datatype": "FP32", "shape": [batch, 64], "data": x.ravel().tolist()}
-            answer = post(server, {"inputs": [header]})
-            (output,) = answer["outputs"]
-            np.testing.assert_allclose(np.reshape(output["data"], output["shape"]), whole.run(None, {"x": x})[0], 1e-4)
+            np.testing.assert_allclose(infer(server, {"x": x})["y"], whole.run(None, {"x": x})[0], 1e-4)
     whole.close()
 
 
-def post(server, request):
-    data = json.dumps(request).encode()
+def test_a_sequence_is_one_conversation_over_all_plans(tmp_path):
+    """A prompt, tokens, and a prompt again: each call continues the cache, wherever it is."""
+    bundles = [
+        onnxplace.compile(
+            decoder(layers=1, hidden=32, heads=2, vocab=40, positions=64), tmp_path / name, devices=devices,
+            pipeline=FAST_PIPELINE, shape={"batch": 1, "seq": 1, "past": 8}, state={"present.*": "past.*"},
+        )
+        for name, devices in (("bundle", "cpu:0"), ("other", "cpu:0,cpu:1"))
+    ]  # fmt: skip
+    sizes = [
+        SizeRecord(dimensions={"batch": 1, "seq": 1, "past": 8}, seconds=(1e-9, 1.0), weight=100),
+        SizeRecord(dimensions={"batch": 1, "seq": 8, "past": 0}, seconds=(1.0, 1e-9), weight=1),
+    ]
+    planned = join_plans(bundles, {}, sizes)
+    with serve_in_thread({"m": planned.path}) as server, onnxplace.InferenceSession(planned.plans[1]) as whole:
+        states = planned.zero_states(batch=1, past=0)
+        for number, count in enumerate((8, 1, 1, 8, 1)):
+            feeds = {"tokens": np.arange(count)[None] + number, **states}
+            answer = infer(server, feeds, sequence_id=5, sequence_start=number == 0, sequence_end=number == 4)
+            np.testing.assert_allclose(answer["logits"], whole.run(["logits"], feeds)[0], 1e-4, 1e-5)
+            states = {}
+
+
+def infer(server, feeds, **parameters):
+    """Return the outputs of a request in JSON."""
+    inputs = [
+        {"name": name, "shape": value.shape, "datatype": {"f": "FP32", "i": "INT64"}[value.dtype.kind]}
+        | {"data": value.ravel().tolist()}
+        for name, value in feeds.items()
+    ]
+    data = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
     with urllib.request.urlopen(f"http://{server.http}/v2/models/m/infer", data, WAIT_SECONDS) as answer:
-        return json.load(answer)
+        return {item["name"]: np.reshape(item["data"], item["shape"]) for item in json.load(answer)["outputs"]}
