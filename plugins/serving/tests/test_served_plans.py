@@ -4,6 +4,7 @@ import asyncio
 import json
 import urllib.request
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,6 +59,15 @@ def test_warm_up_runs_each_size_that_the_bundle_was_compiled_for(planned):
     session = PlanSession(planned)
     ServedModel("m", planned, session, Limits()).warm_up()
     assert session.batches == [1, 1, 1, 8, 8, 8], "and none between them"
+
+
+def test_an_axis_whose_size_the_plans_do_not_share_is_open(planned):
+    """As those of inputs with fixed sizes are, which differ from plan to plan."""
+    (item,) = planned.manifest.inputs
+    manifest = planned.manifest.model_copy(update={"inputs": (item.model_copy(update={"shape": (None, 64)}),)})
+    model = ServedModel("m", replace(planned, manifest=manifest), PlanSession(planned), Limits())
+    (described,) = model.describe()["inputs"]
+    assert described["shape"] == [-1, 64]
 
 
 def test_metrics_count_the_runs_of_each_plan(planned, compiled):
